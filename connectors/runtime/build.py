@@ -64,14 +64,14 @@ class GapGroup:
     log: TurnLog
 
 
-def build_pages(given: Dependencies, engine: EngineState) -> Pages:
+def build_pages(deps: Dependencies, engine: EngineState) -> Pages:
     """Build the components that keep pages."""
-    facts, config, clock = engine.facts, given.config, engine.clock
+    facts, config, clock = engine.facts, deps.config, engine.clock
     slots = facts.slots(config.cpu_bytes_per_rank(facts.ranks))
     specs = tiers_below(config) if slots else ()
     below = sum(spec.capacity_bytes or 0 for spec in specs)
     stored = below // max(1, facts.ranks * facts.slot_bytes)
-    order = given.eviction(clock, 2 * (slots + stored))
+    order = deps.eviction(clock, 2 * (slots + stored))
     index = PageIndex(slots, order, clock)
     stores = {
         StoreId(spec.tier, group): spec for spec in specs for group in range(len(facts.groups))
@@ -79,9 +79,9 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
     indices = {store: make_index(spec, clock) for store, spec in stores.items()}
     page_bytes = [group.page_bytes for group in facts.groups] or [0]  # then nothing is copied
     book = OrderBook(index, facts.ranks, page_bytes, ASSUMED_BANDWIDTH, indices)
-    tails = TailIndex(given.notebook)
+    tails = TailIndex(deps.notebook)
     finder = HitFinder(facts, tails)
-    restores = Restores(engine, book, finder, given.restore_policy, given.step_timer)
+    restores = Restores(engine, book, finder, deps.restore_policy, deps.step_timer)
     saves = Saves(engine, book, tails)
     lower = {
         store: LowerTier(
@@ -90,8 +90,8 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
             engine,
             book,
             chance=lambda key: order.return_chance(key, math.inf),
-            group_of=given.fingerprints.group_of,
-            lasting=given.fingerprints.base(store.group).lasting,
+            group_of=deps.fingerprints.group_of,
+            lasting=deps.fingerprints.base(store.group).lasting,
         )
         for store, spec in stores.items()
     }
@@ -100,7 +100,7 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
     pieces = RestorePieces(engine, tiers, book, restores)
     return Pages(
         index=index,
-        names=PageNames(facts, given.fingerprints, slots),
+        names=PageNames(facts, deps.fingerprints, slots),
         order=order,
         book=book,
         tails=tails,
@@ -117,7 +117,7 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
             saves,
             restores,
             pieces,
-            Compression(engine, book, given.fingerprints.group_of),
+            Compression(engine, book, deps.fingerprints.group_of),
             tiers,
             settlements,
         ),
@@ -125,14 +125,14 @@ def build_pages(given: Dependencies, engine: EngineState) -> Pages:
 
 
 def build_admission(
-    given: Dependencies, engine: EngineState, pages: Pages, gaps: OpenGaps, fit: PrefillFit
+    deps: Dependencies, engine: EngineState, pages: Pages, gaps: OpenGaps, fit: PrefillFit
 ) -> AdmissionGroup:
     """Build the components that share VRAM out.
 
     Args:
         fit: seconds of prefills.
     """
-    facts, config, pool = engine.facts, given.config, engine.pool
+    facts, config, pool = engine.facts, deps.config, engine.pool
     pins = PinTable(pool, int(config.pin_fraction * facts.usable_blocks))
     gate: Admission | NoAdmission = NoAdmission()
     if config.admission != "off":
@@ -142,7 +142,7 @@ def build_admission(
             pins,
             slots=pages.index.num_slots,
             gap_forecast=gaps.forecast,
-            job_forecast=given.job_forecast,
+            job_forecast=deps.job_forecast,
             restore_price=RestorePrice(facts, pages.book, fit, engine.turns),
         )
     fairness = Fairness(engine, config.admission_max_wait_s)
@@ -160,7 +160,7 @@ def build_admission(
 
 
 def build_gaps(
-    given: Dependencies,
+    deps: Dependencies,
     engine: EngineState,
     pages: Pages,
     admission: AdmissionGroup,
@@ -172,23 +172,23 @@ def build_gaps(
     Raises:
         ConfigError: the trace cannot be written.
     """
-    trace, steps = _traces(given, engine, pages, admission)
+    trace, steps = _traces(deps, engine, pages, admission)
     log = TurnLog(engine.counters, trace, gaps, engine.turns, engine.clock, steps)
     admission.pins.on_end = log.pin_ended
     costs = CostModel(engine, pages.book, prefills.fit, admission.pins, admission.gate)
-    manager = GapManager(given, engine, pages, admission, gaps, costs, log)
+    manager = GapManager(deps, engine, pages, admission, gaps, costs, log)
     return GapGroup(prefills=prefills, costs=costs, manager=manager, log=log)
 
 
 def _traces(
-    given: Dependencies, engine: EngineState, pages: Pages, admission: AdmissionGroup
+    deps: Dependencies, engine: EngineState, pages: Pages, admission: AdmissionGroup
 ) -> tuple[TurnTrace | NoTrace, StepTrace | None]:
     """The traces of turns and of steps."""
-    path = given.config.trace
+    path = deps.config.trace
     if path is None:
         return NoTrace(), None
     parts = EngineParts(
-        facts=given.facts,
+        facts=deps.facts,
         pool=engine.pool,
         turns=engine.turns,
         book=pages.book,
@@ -196,18 +196,18 @@ def _traces(
         pins=admission.pins,
         gate=admission.gate,
     )
-    of_turns = _writer(path, given)
+    of_turns = _writer(path, deps)
     try:
-        of_steps = _writer(steps_of(path), given) if given.config.trace_steps else None
+        of_steps = _writer(steps_of(path), deps) if deps.config.trace_steps else None
     except ConfigError:
         of_turns.close()
         raise
-    steps = StepTrace(parts, of_steps, engine.counters, given.clock, given.wall)
+    steps = StepTrace(parts, of_steps, engine.counters, deps.clock, deps.wall)
     turns = TurnTrace(
         of_turns,
-        given.facts.replica,
-        given.clock,
-        given.wall,
+        deps.facts.replica,
+        deps.clock,
+        deps.wall,
         steps.preemptions,
         pages.order.waiting_job,
     )
@@ -217,9 +217,9 @@ def _traces(
     return turns, steps
 
 
-def _writer(path: Path, given: Dependencies) -> TraceWriter:
+def _writer(path: Path, deps: Dependencies) -> TraceWriter:
     try:
-        return TraceWriter(path, _header(given))
+        return TraceWriter(path, _header(deps))
     except OSError as error:
         raise ConfigError(
             f"TIERED_KV_TRACE={path} cannot be written ({error.strerror or error}): "
@@ -227,13 +227,13 @@ def _writer(path: Path, given: Dependencies) -> TraceWriter:
         ) from error
 
 
-def _header(given: Dependencies) -> TraceHeader:
-    facts, config = given.facts, given.config
+def _header(deps: Dependencies) -> TraceHeader:
+    facts, config = deps.facts, deps.config
     below = {str(spec.tier): spec.capacity_bytes or 0 for spec in tiers_below(config)}
     return TraceHeader(
         version=__version__,
-        started=given.wall(),
-        clock=given.clock(),
+        started=deps.wall(),
+        clock=deps.clock(),
         model=facts.model,
         policy=config.policy,
         replica=facts.replica,

@@ -87,11 +87,11 @@ class SchedulerHalf:
     """The connector beside the engine's scheduler. Owns the live turns and the components.
 
     Args:
-        given: everything from outside; closed with this.
+        deps: everything from outside; closed with this.
         pool: the engine's blocks.
 
     Attributes:
-        given, pool: as given.
+        deps, pool: as given.
         turns: the live requests.
         pages: components that keep pages.
         admission: components that share VRAM out.
@@ -102,33 +102,33 @@ class SchedulerHalf:
         stats_due: True if stats are wanted; a busy engine is told in some of its steps only.
 
     Raises:
-        ConfigError: the trace cannot be written; ``given`` is not closed.
+        ConfigError: the trace cannot be written; ``deps`` is not closed.
     """
 
-    def __init__(self, given: Dependencies, pool: BlockPool) -> None:
-        self.facts = given.facts
+    def __init__(self, deps: Dependencies, pool: BlockPool) -> None:
+        self.facts = deps.facts
         self.counters = Counters()
         self.turns = LiveTurns()
         engine = EngineState(
-            facts=given.facts,
+            facts=deps.facts,
             pool=pool,
             turns=self.turns,
             counters=self.counters,
-            clock=given.clock,
+            clock=deps.clock,
         )
         gaps = OpenGaps()
-        self.pages = build_pages(given, engine)
+        self.pages = build_pages(deps, engine)
         prefills = PrefillTimer(ahead=self.facts.ahead)
-        self.admission = build_admission(given, engine, self.pages, gaps, prefills.fit)
-        self.gaps = build_gaps(given, engine, self.pages, self.admission, gaps, prefills)
-        self.snapshots = build_snapshots(given, engine, self.pages, self.gaps)
+        self.admission = build_admission(deps, engine, self.pages, gaps, prefills.fit)
+        self.gaps = build_gaps(deps, engine, self.pages, self.admission, gaps, prefills)
+        self.snapshots = build_snapshots(deps, engine, self.pages, self.gaps)
         self.step = 0
         self.stats_due = True
-        self.given = given
+        self.deps = deps
         self.pool = pool
-        self._clock = given.clock
-        self._answers = given.tools.answers
-        self.stats = Stats(given, self.counters, self.pages, self.admission, self.gaps)
+        self._clock = deps.clock
+        self._answers = deps.tools.answers
+        self.stats = Stats(deps, self.counters, self.pages, self.admission, self.gaps)
         self._look_at = 0.0
         self._was_idle, self._ordering_failed = True, False
         self._watchdog = Watchdog()
@@ -144,8 +144,8 @@ class SchedulerHalf:
     def on_handshake(self, said: Mapping[int, Handshake]) -> None:
         """Learn what the ranks are like: their speed, and the pages that they have and hold."""
         flops = sum(one.speeds.flops for one in said.values())
-        if self.given.prefill_work is not None and flops:
-            self.gaps.prefills.fit.suppose(*self.given.prefill_work.estimate(flops))
+        if self.deps.prefill_work is not None and flops:
+            self.gaps.prefills.fit.suppose(*self.deps.prefill_work.estimate(flops))
         self.pages.dispatch.on_handshake(said)
 
     def take_over_queue(self, *, in_job_order: bool) -> None:
@@ -310,7 +310,7 @@ class SchedulerHalf:
             self._was_idle = True
         if not self.step % TIME_EVERY:
             now = self._clock()
-            self.given.step_timer.look(now, 0 if self._was_idle else TIME_EVERY)
+            self.deps.step_timer.look(now, 0 if self._was_idle else TIME_EVERY)
             self._was_idle = False
             if now >= self._look_at:
                 self._look_at = now + POLL_EVERY_S
@@ -427,14 +427,14 @@ class SchedulerHalf:
     def before_weights_change(self) -> None:
         """Prepare for a call that may change the weights; a reset follows. Never raises."""
         self.counters.add("weight_updates")
-        self.given.fingerprints.forget_weights()
+        self.deps.fingerprints.forget_weights()
 
     def reset(self) -> None:
         """Let go of every VRAM block, and start a new generation of pages.
 
         KV of running requests was made by what is being reset, so it is not saved.
         """
-        pages, fingerprints = self.pages, self.given.fingerprints
+        pages, fingerprints = self.pages, self.deps.fingerprints
         self.counters.add("resets")
         self.snapshots.on_reset()
         self.release_all()
@@ -470,7 +470,7 @@ class SchedulerHalf:
             self.snapshots.close()
             self.gaps.manager.close_all()
         finally:
-            self.given.close()
+            self.deps.close()
             self.gaps.log.close()
             for tier in self.pages.tiers.values():
                 tier.close()

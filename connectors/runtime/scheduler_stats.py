@@ -18,14 +18,14 @@ class Stats:
 
     def __init__(
         self,
-        given: Dependencies,
+        deps: Dependencies,
         counters: Counters,
         pages: Pages,
         admission: AdmissionGroup,
         gaps: GapGroup,
     ) -> None:
-        self._tools = given.tools
-        self._facts = given.facts
+        self._tools = deps.tools
+        self._facts = deps.facts
         self._counters = counters
         self._pages = pages
         self._admission = admission

@@ -105,7 +105,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         config = load_config(os.environ, transfer.kv_connector_extra_config)
         super().__init__(vllm_config, role, kv_cache_config)
         facts = replace(read_engine(vllm_config, kv_cache_config), version=vllm.__version__)
-        self._given: Dependencies | None = None
+        self._deps: Dependencies | None = None
         self.scheduler_half: SchedulerHalf | None = None  # once there are blocks
         self.worker_half: WorkerHalf | None = None
         self.weight_calls: WeightCalls | None = None  # once there are blocks
@@ -124,7 +124,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
                     "vLLM kills its workers as soon as it is told to stop, and what only CPU "
                     "memory holds is lost then: add --shutdown-timeout 30 to have it flushed to SSD"
                 )
-            self._given = self.make_dependencies(vllm_config, facts, config)
+            self._deps = self.make_dependencies(vllm_config, facts, config)
         else:
             self.worker_half = make_worker_half(
                 facts,
@@ -205,27 +205,27 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        assert self._given is not None, "a scheduler hook on a worker"
-        facts = with_hash_units(self._given.facts, kv_cache_manager)
-        given = self._given = replace(self._given, facts=facts)
-        pool = VllmBlockPool(kv_cache_manager, [group.index for group in given.facts.groups])
-        self._positions = {group.index: at for at, group in enumerate(given.facts.groups)}
+        assert self._deps is not None, "a scheduler hook on a worker"
+        facts = with_hash_units(self._deps.facts, kv_cache_manager)
+        deps = self._deps = replace(self._deps, facts=facts)
+        pool = VllmBlockPool(kv_cache_manager, [group.index for group in deps.facts.groups])
+        self._positions = {group.index: at for at, group in enumerate(deps.facts.groups)}
         try:
-            half = self.scheduler_half = make_scheduler_half(given, pool)
+            half = self.scheduler_half = make_scheduler_half(deps, pool)
         except Exception:
-            given.close()
+            deps.close()
             raise
         self._step_trace = half.gaps.log.steps
-        resets = watch_resets if given.config.observes else Resets
+        resets = watch_resets if deps.config.observes else Resets
         resets(kv_cache_manager, pool.tables[CONTEXT], half.before_reset)
-        observes, fingerprints = given.config.observes, given.fingerprints
+        observes, fingerprints = deps.config.observes, deps.fingerprints
         assert isinstance(fingerprints, Fingerprints)
         self.weight_calls = WeightCalls(
             half,
             fingerprints,
             half.before_reset if observes else kv_cache_manager.reset_prefix_cache,
-            given.config.harmless_calls,
-            given.clock,
+            deps.config.harmless_calls,
+            deps.clock,
         )
 
     @_never_raises(lambda self: None)
@@ -403,8 +403,8 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self.scheduler_half is not None:
             self.scheduler_half.close()
-        elif self._given is not None:
-            self._given.close()
+        elif self._deps is not None:
+            self._deps.close()
         if self.worker_half is not None:
             self.worker_half.close()
 

@@ -58,7 +58,7 @@ class _InJobOrder:
         self._unsorted = False
         self._counts_parked = True
         half = getattr(self.connector, "scheduler_half", None)
-        if half is not None and half.given.config.observes:
+        if half is not None and half.deps.config.observes:
             half = None  # what is observed is vLLM's own order
         self._half: SchedulerHalf | None = half
         if half is not None:

@@ -367,7 +367,7 @@ def test_nothing_waits_without_bound_for_disks_servers_and_threads_that_hang(
         rig.policy = ByLot()
         for tier in rig.worker_half.stores.values():
             held_back(gate, tier.io.store, "put", "get", "exists", "reclaim")
-        held_back(gate, rig.half.given.notebook, "_append")
+        held_back(gate, rig.half.deps.notebook, "_append")
         held_back(gate, rig.half.gaps.log.trace._writer, "_append")  # noqa: SLF001
         check_that_nothing_grows(rig)
 

@@ -38,7 +38,7 @@ def settle(made: SecondRig) -> None:
     """Wait until the worker has hashed what the scheduler told it."""
     made.run()
     assert made.worker_half.lasting.wait_idle(30.0)
-    assert made.half.given.notebook.drain(30.0)
+    assert made.half.deps.notebook.drain(30.0)
 
 
 def as_killed(folder: Path, to: Path) -> Path:

@@ -47,7 +47,7 @@ def at_rest(made: SecondRig) -> None:
     settle(made)
     assert made.worker_half.lasting.wait_idle(30.0)
     made.worker_half.compressor.drain()
-    assert made.half.given.notebook.drain(30.0)
+    assert made.half.deps.notebook.drain(30.0)
 
 
 def test_the_next_engine_finds_compressed_contexts(tmp_path: Path) -> None:

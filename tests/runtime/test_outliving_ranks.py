@@ -67,7 +67,7 @@ def test_pages_are_found_that_both_ranks_have(
         first.run()
         for worker in (first.ranks.worker, first.ranks.second):
             assert worker.lasting.wait_idle(30.0)
-        assert first.half.given.notebook.drain(30.0)
+        assert first.half.deps.notebook.drain(30.0)
         killed = tmp_path / "killed"
         shutil.copytree(tmp_path / "memory", killed)
     change(killed)

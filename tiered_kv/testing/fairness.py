@@ -21,7 +21,7 @@ class FairnessWatch:
     """
 
     def __init__(self, half: Any, clock: Callable[[], float]) -> None:
-        self._limit_s = half.given.config.admission_max_wait_s
+        self._limit_s = half.deps.config.admission_max_wait_s
         self._priorities = half.facts.limits.priorities
         self._clock = clock
         self._half = half

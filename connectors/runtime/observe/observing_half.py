@@ -55,9 +55,9 @@ class _Coming(NamedTuple):
 class ObservingHalf(SchedulerHalf):
     """Decides, and does nothing. See ``SchedulerHalf``."""
 
-    def __init__(self, given: Dependencies, pool: BlockPool) -> None:
-        ghosts = self._ghosts = GhostPool(pool, given.clock)
-        super().__init__(given, ghosts)
+    def __init__(self, deps: Dependencies, pool: BlockPool) -> None:
+        ghosts = self._ghosts = GhostPool(pool, deps.clock)
+        super().__init__(deps, ghosts)
         self.counters.start(WOULD_HAVE_SAVED)
         self._watchdog.barked = True  # nobody waits for us
         self._worker = self._make_worker()
@@ -244,13 +244,13 @@ class ObservingHalf(SchedulerHalf):
             self._worker.carry_out(Orders(loads=(order,)), self._clock())
 
 
-def make_scheduler_half(given: Dependencies, pool: BlockPool) -> SchedulerHalf:
+def make_scheduler_half(deps: Dependencies, pool: BlockPool) -> SchedulerHalf:
     """Make the scheduler half for the mode that is configured.
 
     Raises:
-        ConfigError: the trace cannot be written; ``given`` is not closed.
+        ConfigError: the trace cannot be written; ``deps`` is not closed.
     """
-    return ObservingHalf(given, pool) if given.config.observes else SchedulerHalf(given, pool)
+    return ObservingHalf(deps, pool) if deps.config.observes else SchedulerHalf(deps, pool)
 
 
 class ObservingWorker(WorkerHalf):

@@ -435,16 +435,16 @@ def _all_read(reading: SnapshotFlight, arrived: Callable[[], bool]) -> Wait:
 
 
 def build_snapshots(
-    given: Dependencies, engine: EngineState, pages: Pages, gaps: GapGroup
+    deps: Dependencies, engine: EngineState, pages: Pages, gaps: GapGroup
 ) -> Snapshots | NoSnapshots:
     """Build it. Nothing is taken without a folder, or from an engine that is only observed."""
-    root = given.config.snapshot_path
-    if root is None or given.config.observes:
-        return NoSnapshots(observes=given.config.observes)
-    facts, fingerprints = given.facts, given.fingerprints
-    names = ContextNames(facts, pages.names, given.make_request)
+    root = deps.config.snapshot_path
+    if root is None or deps.config.observes:
+        return NoSnapshots(observes=deps.config.observes)
+    facts, fingerprints = deps.facts, deps.fingerprints
+    names = ContextNames(facts, pages.names, deps.make_request)
     files = SnapshotFiles(root, facts, fingerprints, names)
     captures = JobCaptures(
         Captures(engine, pages, fingerprints.group_of, names, files.thread), engine.turns
     )
-    return Snapshots(engine, pages, gaps.manager, captures, files, given.wall)
+    return Snapshots(engine, pages, gaps.manager, captures, files, deps.wall)

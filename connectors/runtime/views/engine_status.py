@@ -36,8 +36,8 @@ class Moments:
         wall: the same moment in seconds since the epoch.
     """
 
-    def __init__(self, given: Dependencies) -> None:
-        self.now, self.wall = given.clock(), given.wall()
+    def __init__(self, deps: Dependencies) -> None:
+        self.now, self.wall = deps.clock(), deps.wall()
 
     def since_epoch(self, at: float) -> float | None:
         """A moment of the scheduler's clock, to the millisecond; None if it never comes."""
@@ -55,11 +55,11 @@ MOST_ORDERS = 1_000
 
 def status(half: SchedulerHalf) -> EngineStatus:
     """All of it. Takes time that does not grow with pages, blocks, jobs or requests."""
-    config, turns, admission, gaps = half.given.config, half.turns, half.admission, half.gaps
+    config, turns, admission, gaps = half.deps.config, half.turns, half.admission, half.gaps
     held = len(admission.gate.held)
     return EngineStatus(
         engine=half.facts.replica,
-        now=round(half.given.wall(), 3),
+        now=round(half.deps.wall(), 3),
         steps=half.step,
         mode=_mode(half),
         policy=config.policy,
@@ -88,7 +88,7 @@ def status(half: SchedulerHalf) -> EngineStatus:
 
 
 def _mode(half: SchedulerHalf) -> str:
-    if half.given.config.observes:
+    if half.deps.config.observes:
         return "observe"
     return "offload" if half.pages.index.num_slots else "vram"
 
@@ -148,7 +148,7 @@ def _decisions(half: SchedulerHalf) -> Decisions:
     since = decided.since
     return Decisions(
         last=len(decided),
-        since=Moments(half.given).since_epoch(since) if since is not None else None,
+        since=Moments(half.deps).since_epoch(since) if since is not None else None,
         counts=tuple(
             DecisionCount(gap_class_name(kind.gap_class), kind.tier.value, times)
             for kind, times in decided.counts()

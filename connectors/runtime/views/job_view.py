@@ -26,7 +26,7 @@ class JobView:
 
     def __init__(self, half: SchedulerHalf) -> None:
         self._half = half
-        self._moments = Moments(half.given)
+        self._moments = Moments(half.deps)
 
     def page(self, after: int, most: int) -> list[JobStatus]:
         """Jobs in the order in which they were first seen.

@@ -95,7 +95,7 @@ def _would_have_saved(half: SchedulerHalf) -> dict[str, Any]:
 
 
 def _now(half: SchedulerHalf) -> dict[str, float]:
-    return {"now": round(half.given.wall(), 3)}
+    return {"now": round(half.deps.wall(), 3)}
 
 
 def _jobs(half: SchedulerHalf, question: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -110,7 +110,7 @@ def test_a_store_without_windows_and_states_costs_a_moment(
     first = open_engine(make_rig, groups, servers)
     answer = ask(first, "t1", PROMPT, ANSWER)
     fingerprints = [
-        first.half.given.fingerprints.base(at).digest()
+        first.half.deps.fingerprints.base(at).digest()
         for at, group in enumerate(first.half.facts.groups)
         if group.reach.kind is not KvKind.FULL
     ]

@@ -88,7 +88,7 @@ class Player:
 
     def __init__(self, rig: EngineRig, rng: random.Random, naming: Naming, *, calm: bool) -> None:
         self.rig, self.rng, self.naming, self.calm = rig, rng, naming, calm
-        self.root: Path = rig.half.given.config.snapshot_path
+        self.root: Path = rig.half.deps.config.snapshot_path
         self.faulty: FaultyTransfer = rig.inject(FaultyTransfer)
         self.asked: dict[str, tuple[list[int], int]] = {}
         self.gone: set[str] = set()  # aborted, perhaps while a step was under way

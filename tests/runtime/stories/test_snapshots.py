@@ -121,7 +121,7 @@ def test_a_running_turn_is_taken_and_goes_on_in_both(engine: Any) -> None:
     result(there, restore(there, "midway"))
 
     assert here.outputs["turn 1"] == expected(PROMPT, 40)
-    manifest = open_snapshot(Path(there.half.given.config.snapshot_path) / "midway").manifest
+    manifest = open_snapshot(Path(there.half.deps.config.snapshot_path) / "midway").manifest
     so_far = list(manifest.token_ids)
     assert so_far == (PROMPT + expected(PROMPT, 40))[: len(so_far)]
     assert 304 <= taken["kv_tokens"] == len(so_far) - 1
@@ -141,7 +141,7 @@ def test_an_exact_one_has_names_of_its_own(engine: Any) -> None:
     assert len(here.index) == 22  # those of the turn's 339 tokens, and none of the snapshot's
     there.ask("other", PROMPT, max_tokens=1)  # has the same text in VRAM
     brought = result(there, restore(there, "midway", exact=True))
-    so_far = list(open_snapshot(here.half.given.config.snapshot_path / "midway").manifest.token_ids)
+    so_far = list(open_snapshot(here.half.deps.config.snapshot_path / "midway").manifest.token_ids)
     before = there.count("prompt_tokens_cpu")
     salt = brought["cache_salt"]
 
@@ -844,6 +844,6 @@ def test_a_disk_that_hangs_gets_no_more_to_do(engine: Any, monkeypatch: pytest.M
     }
     gate.goes_on.set()
     rig.half.snapshots.drain()
-    assert not [one for one in rig.half.given.config.snapshot_path.iterdir() if one.is_dir()]
+    assert not [one for one in rig.half.deps.config.snapshot_path.iterdir() if one.is_dir()]
     assert result(rig, take(rig, "agent", "morning"))["kv_tokens"] == 307
     clean(rig)

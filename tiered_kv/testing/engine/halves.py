@@ -59,7 +59,7 @@ class Halves(Offload):
         notes = folder_for_notes(config.notes_path)
         state = PolicyState(policy, notes, config.policy)
         state.load()
-        given = Dependencies(
+        deps = Dependencies(
             facts=facts,
             config=config,
             fingerprints=OneModel(fingerprint),
@@ -76,7 +76,7 @@ class Halves(Offload):
             clock=clock,
             wall=clock,
         )
-        self.scheduler = make_scheduler_half(change(given), PortPool(engine.pool))
+        self.scheduler = make_scheduler_half(change(deps), PortPool(engine.pool))
         said = self.worker.handshake()
         # Its model computes nothing, so that no estimate of a prefill fits it.
         said = replace(said, speeds=replace(said.speeds, flops=0.0))

@@ -131,7 +131,7 @@ class Rig(EngineRig):
             )
         if opts.extra is not None:
             self._introduce()
-            if self.options.check_kv and not self.half.given.config.observes:
+            if self.options.check_kv and not self.half.deps.config.observes:
                 FairnessWatch(self.half, lambda: self.now)
         self.outputs: dict[str, list[int]] = {}
         self.prompts: dict[str, list[int]] = {}
