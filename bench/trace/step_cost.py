@@ -48,7 +48,7 @@ def step_cost(engines: int, tell: Callable[[str], None], *, steps: bool) -> Step
 
 def off_us() -> float:
     """Time of the dearest hook without a trace, beyond that of an empty call; microseconds."""
-    from tiered_kv.connectors.runtime.gaps.turn_log import NoTrace
+    from tiered_kv.connectors.runtime.between_turns.turn_log import NoTrace
     from tiered_kv.connectors.vllm.connector import TieredContinuumConnector
     from tiered_kv.policies.base import JobKey
     from tiered_kv.trace.turn_record import PinEnd, StoryEnd

@@ -11,12 +11,12 @@ from tiered_kv import __version__
 from tiered_kv.config import GIB
 from tiered_kv.connectors.runtime.admission.gate import Admission, NoAdmission, RestorePrice
 from tiered_kv.connectors.runtime.admission.queue import JobQueue
-from tiered_kv.connectors.runtime.below.lower_tier import LowerTier
-from tiered_kv.connectors.runtime.below.lower_tiers import Tiers
-from tiered_kv.connectors.runtime.gaps.cost_model import CostModel, PrefillTimer
-from tiered_kv.connectors.runtime.gaps.gap_manager import GapManager
-from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGaps
-from tiered_kv.connectors.runtime.gaps.turn_log import NoTrace, TurnLog, TurnTrace
+from tiered_kv.connectors.runtime.between_turns.cost_model import CostModel, PrefillTimer
+from tiered_kv.connectors.runtime.between_turns.open_gaps import OpenGaps
+from tiered_kv.connectors.runtime.between_turns.turn_ends import TurnEnds
+from tiered_kv.connectors.runtime.between_turns.turn_log import NoTrace, TurnLog, TurnTrace
+from tiered_kv.connectors.runtime.lower_tiers.lower_tier import LowerTier
+from tiered_kv.connectors.runtime.lower_tiers.tiers import Tiers
 from tiered_kv.connectors.runtime.pages.cpu_compression import Compression
 from tiered_kv.connectors.runtime.pages.dispatch import OrderDispatch, Settlements
 from tiered_kv.connectors.runtime.pages.hits import HitFinder, PageNames
@@ -52,7 +52,7 @@ ASSUMED_BANDWIDTH = 4e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GapGroup:
-    """GapManager between turns: forecasts, costs and decisions.
+    """TurnEnds between turns: forecasts, costs and decisions.
 
     Attributes:
         prefills: measures prefills, for ``costs``.
@@ -60,7 +60,7 @@ class GapGroup:
 
     prefills: PrefillTimer
     costs: CostModel
-    manager: GapManager
+    manager: TurnEnds
     log: TurnLog
 
 
@@ -176,7 +176,7 @@ def build_gaps(
     log = TurnLog(engine.counters, trace, gaps, engine.turns, engine.clock, steps)
     admission.pins.on_end = log.pin_ended
     costs = CostModel(engine, pages.book, prefills.fit, admission.pins, admission.gate)
-    manager = GapManager(deps, engine, pages, admission, gaps, costs, log)
+    manager = TurnEnds(deps, engine, pages, admission, gaps, costs, log)
     return GapGroup(prefills=prefills, costs=costs, manager=manager, log=log)
 
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from tiered_kv.connectors.runtime.gaps.cost_model import PrefillTimer
-from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGaps
+from tiered_kv.connectors.runtime.between_turns.cost_model import PrefillTimer
+from tiered_kv.connectors.runtime.between_turns.open_gaps import OpenGaps
 from tiered_kv.connectors.runtime.snapshots.snapshots import build_snapshots
 from tiered_kv.messages import Handshake, Orders, Reports
 from tiered_kv.metrics import Counters

@@ -243,7 +243,7 @@ class PressureState:
 
 @dataclass(slots=True)
 class StartState:
-    """The turn's way to its first token. Written by ``gaps.cost_model``.
+    """The turn's way to its first token. Written by ``between_turns.cost_model``.
 
     Attributes:
         scheduled_at: the first step that computes of it, seconds; None before.
@@ -256,7 +256,7 @@ class StartState:
 
 @dataclass(slots=True)
 class PromotedState:
-    """Pages ordered up from the tiers below for the turn. Written by ``below.lower_tier``.
+    """Pages ordered up from the tiers below for the turn. Written by ``lower_tiers.lower_tier``.
 
     Attributes:
         pages: their number.

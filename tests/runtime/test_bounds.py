@@ -27,7 +27,7 @@ import pytest
 from tests.runtime.conftest import MakeRig
 from tests.runtime.pages.test_lower_tiers import PAGE
 from tiered_kv.connectors.runtime.admission.active_jobs import ActiveJob, Scopes
-from tiered_kv.connectors.runtime.gaps.gap_manager import PrefetchQueue
+from tiered_kv.connectors.runtime.between_turns.turn_ends import PrefetchQueue
 from tiered_kv.connectors.runtime.tool_reader import ToolReader
 from tiered_kv.policies.base import MAX_SALT_CHARS, Costs, Decision, JobKey, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
@@ -44,8 +44,8 @@ MOST_OPEN_REQUESTS = 12
 BOUNDS = {
     "connectors.runtime.admission.active_jobs.MOST_SILENT": 4,
     "connectors.runtime.admission.active_jobs.SILENT_OF_ALL": 16,
-    "connectors.runtime.gaps.gap_manager.SPARE_ENTRIES": 4,
-    "connectors.runtime.gaps.gap_manager.MOST_RECENT": 16,
+    "connectors.runtime.between_turns.turn_ends.SPARE_ENTRIES": 4,
+    "connectors.runtime.between_turns.turn_ends.MOST_RECENT": 16,
     "connectors.runtime.tool_reader.MAX_QUEUED": 8,
     "connectors.runtime.job_table.MAX_JOBS": 48,
     "connectors.runtime.steps.step_trace.MOST_PREEMPTED": 4,
@@ -58,7 +58,7 @@ BOUNDS = {
     "policies.forecast.tool_hierarchy.MAX_NODES": 16,
     "policies.jobs.lineage.MAX_JOBS": 12,
     "policies.jobs.lineage.MAX_NEIGHBOURS": 4,
-    "connectors.runtime.gaps.open_gaps.MOST_OPEN": 32,
+    "connectors.runtime.between_turns.open_gaps.MOST_OPEN": 32,
     "policies.pricing.estimators.WINDOW": 8,
     "metrics.MOST_OBSERVED": 16,
     "pages.tier_index.MOST_ANSWERS": 128,
@@ -72,8 +72,8 @@ BOUNDS = {
 REACHED = {
     "JobTable._jobs": "connectors.runtime.job_table.MAX_JOBS",
     "Lineage._jobs": "policies.jobs.lineage.MAX_JOBS",
-    "OpenGaps._gaps": "connectors.runtime.gaps.open_gaps.MOST_OPEN",
-    "RecentDecisions._last": "connectors.runtime.gaps.gap_manager.MOST_RECENT",
+    "OpenGaps._gaps": "connectors.runtime.between_turns.open_gaps.MOST_OPEN",
+    "RecentDecisions._last": "connectors.runtime.between_turns.turn_ends.MOST_RECENT",
 }
 """Containers that are full at the end of every story."""
 AS_LARGE_AS_DISKS = {

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.runtime.between_turns.waiting import CONTEXT, FAST, LONG, reader, waiting_rig
 from tests.runtime.conftest import MakeRig
-from tests.runtime.gaps.waiting import CONTEXT, FAST, LONG, reader, waiting_rig
 from tests.top.route_server import Answer, Answers
 from tests.vllm.routes.test_core_method import call, core_of
 from tests.vllm.routes.test_endpoints import serve

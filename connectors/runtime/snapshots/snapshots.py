@@ -14,10 +14,10 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tiered_kv.connectors.runtime.between_turns.turn_ends import TurnEnds
 from tiered_kv.connectors.runtime.build import GapGroup
 from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.runtime.engine_state import EngineState
-from tiered_kv.connectors.runtime.gaps.gap_manager import GapManager
 from tiered_kv.connectors.runtime.job_table import Job
 from tiered_kv.connectors.runtime.parts import Pages
 from tiered_kv.connectors.runtime.turn import Turn
@@ -119,7 +119,7 @@ class Snapshots:
         self,
         engine: EngineState,
         pages: Pages,
-        manager: GapManager,
+        manager: TurnEnds,
         captures: JobCaptures,
         files: SnapshotFiles,
         wall: Callable[[], float],

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from tiered_kv.connectors.runtime.gaps.open_gaps import OpenGap
+from tiered_kv.connectors.runtime.between_turns.open_gaps import OpenGap
 from tiered_kv.connectors.runtime.job_table import Job
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 from tiered_kv.connectors.runtime.turn import Turn

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from tiered_kv.codecs.base import CodedPage
 from tiered_kv.connectors.runtime.base import EngineFacts
-from tiered_kv.connectors.runtime.below.demotion import last_flush
+from tiered_kv.connectors.runtime.lower_tiers.demotion import last_flush
 from tiered_kv.keys import Fingerprint, PageKey
 from tiered_kv.machine import CORES, usable_cores
 from tiered_kv.messages import StoredPages, TierOrders, TierReport

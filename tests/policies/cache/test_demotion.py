@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiered_kv.connectors.runtime.below.demotion import (
+from tiered_kv.connectors.runtime.lower_tiers.demotion import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     MOST_AHEAD,

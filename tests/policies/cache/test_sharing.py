@@ -3,7 +3,7 @@ badly."""
 
 from __future__ import annotations
 
-from tiered_kv.connectors.runtime.below.demotion import (
+from tiered_kv.connectors.runtime.lower_tiers.demotion import (
     FIRST_DOUBT_S,
     LONGEST_DOUBT_S,
     ONE_STALL_S,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.connectors.runtime.below.reclaims import LIKELY, survivors
+from tiered_kv.connectors.runtime.lower_tiers.reclaims import LIKELY, survivors
 from tiered_kv.keys import PageKey
 
 KEYS = [PageKey(bytes([65 + n]) * 20) for n in range(8)]

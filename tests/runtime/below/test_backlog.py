@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.connectors.runtime.below.demotion import Backlog, Waiting
+from tiered_kv.connectors.runtime.lower_tiers.demotion import Backlog, Waiting
 from tiered_kv.keys import PageKey
 
 

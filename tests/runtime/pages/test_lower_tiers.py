@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tiered_kv.connectors.runtime.below.demotion import FIRST_PAUSE_S
-from tiered_kv.connectors.runtime.below.lower_tier import LowerTier
 from tiered_kv.connectors.runtime.engine_state import EngineState
+from tiered_kv.connectors.runtime.lower_tiers.demotion import FIRST_PAUSE_S
+from tiered_kv.connectors.runtime.lower_tiers.lower_tier import LowerTier
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Reports, StoredPages

@@ -13,7 +13,7 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tests.runtime.pages.test_lower_tiers import CONTEXT, PAGE
-from tiered_kv.connectors.runtime.below.demotion import (
+from tiered_kv.connectors.runtime.lower_tiers.demotion import (
     FIRST_DOUBT_S,
     ONE_STALL_S,
     LookAhead,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtime.between_turns.waiting import CONTEXT, JOB, LONG, pinned, reader, waiting_rig
 from tests.runtime.conftest import MakeRig
-from tests.runtime.gaps.waiting import CONTEXT, JOB, LONG, pinned, reader, waiting_rig
 from tests.runtime.pages.test_lower_tiers import tiers
 from tiered_kv.keys import PageKey
 from tiered_kv.testing.checked_kv import text

@@ -9,8 +9,8 @@ import pytest
 
 from tests.runtime.conftest import MakeRig
 from tests.runtime.pages.test_lower_tiers import CONTEXT, ask_again, push_out, store, tiers
-from tiered_kv.connectors.runtime.below.demotion import MOST_DEMOTING
-from tiered_kv.connectors.runtime.below.reclaims import Reclaims
+from tiered_kv.connectors.runtime.lower_tiers.demotion import MOST_DEMOTING
+from tiered_kv.connectors.runtime.lower_tiers.reclaims import Reclaims
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal
 from tiered_kv.pages.tier_index import TierIndex

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.runtime.between_turns.waiting import JOB
 from tests.runtime.conftest import MakeRig
-from tests.runtime.gaps.waiting import JOB
 from tiered_kv.testing.checked_kv import CELL, expected, text
 from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.trace.steps.step_figures import step_figures

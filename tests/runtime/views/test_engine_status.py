@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.admission.admitting import begin, holding_rig
+from tests.runtime.between_turns.waiting import CONTEXT, JOB, LONG, reader, waiting_rig
 from tests.runtime.conftest import MakeRig
-from tests.runtime.gaps.waiting import CONTEXT, JOB, LONG, reader, waiting_rig
 from tiered_kv.connectors.runtime.views import engine_status
 from tiered_kv.metrics import COUNTERS, GAUGES
 from tiered_kv.status import (

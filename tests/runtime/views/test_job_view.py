@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.runtime.admission.admitting import begin, holding_rig
+from tests.runtime.between_turns.waiting import CONTEXT, FAST, JOB, LONG, reader, waiting_rig
 from tests.runtime.conftest import MakeRig
-from tests.runtime.gaps.waiting import CONTEXT, FAST, JOB, LONG, reader, waiting_rig
-from tiered_kv.connectors.runtime.gaps.open_gaps import LONGEST_S
+from tiered_kv.connectors.runtime.between_turns.open_gaps import LONGEST_S
 from tiered_kv.connectors.runtime.views.job_view import MOST_TURNS, JobView
 from tiered_kv.policies.base import NO_TOOL
 from tiered_kv.status import JobStatus

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.runtime.admission.admitting import begin, holding_rig
+from tests.runtime.between_turns.waiting import CONTEXT, FAST, JOB, LONG, reader, waiting_rig
 from tests.runtime.conftest import MakeRig
-from tests.runtime.gaps.waiting import CONTEXT, FAST, JOB, LONG, reader, waiting_rig
 from tiered_kv.connectors.vllm.stats import TieredStats
 from tiered_kv.metrics import COUNTERS, GAUGES, HISTOGRAMS, decision_event
 from tiered_kv.testing.checked_kv import expected, text

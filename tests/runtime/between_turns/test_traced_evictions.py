@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.runtime.between_turns.waiting import CONTEXT, FORECAST, JOB, traced
 from tests.runtime.conftest import MakeRig
-from tests.runtime.gaps.waiting import CONTEXT, FORECAST, JOB, traced
 from tiered_kv.policies.base import Costs, Decision, GapClass, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.testing.checked_kv import CELL, text

@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtime.between_turns.waiting import (
+    CONTEXT,
+    FAST,
+    JOB,
+    LONG,
+    reader,
+    traced,
+    waiting_rig,
+)
 from tests.runtime.conftest import MakeRig
-from tests.runtime.gaps.waiting import CONTEXT, FAST, JOB, LONG, reader, traced, waiting_rig
-from tiered_kv.connectors.runtime.gaps.open_gaps import LONGEST_S
+from tiered_kv.connectors.runtime.between_turns.open_gaps import LONGEST_S
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.base import NO_TOOL, Costs, Decision, JobKey, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy

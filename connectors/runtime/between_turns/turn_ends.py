@@ -263,7 +263,7 @@ class Arrival(NamedTuple):
     gap: EndedGap = NO_GAP
 
 
-class GapManager:
+class TurnEnds:
     """Jobs, and the KV of each between its turns.
 
     Attributes:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.conftest import MakeRig
-from tests.runtime.gaps.waiting import (
+from tests.runtime.between_turns.waiting import (
     CONTEXT,
     FAST,
     JOB,
@@ -18,7 +17,8 @@ from tests.runtime.gaps.waiting import (
     reader,
     waiting_rig,
 )
-from tiered_kv.connectors.runtime.gaps.open_gaps import LONGEST_S
+from tests.runtime.conftest import MakeRig
+from tiered_kv.connectors.runtime.between_turns.open_gaps import LONGEST_S
 from tiered_kv.policies.base import NO_TOOL, TurnEnd
 from tiered_kv.policies.jobs.hints import INFERRED_PREFIX
 from tiered_kv.policies.tier_choice import Occupancy

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.runtime.between_turns.waiting import traced
 from tests.runtime.conftest import MakeRig
-from tests.runtime.gaps.waiting import traced
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.trace.job_story import story

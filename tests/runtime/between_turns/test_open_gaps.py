@@ -11,8 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.connectors.runtime.gaps.gap_manager import KvPlacement
-from tiered_kv.connectors.runtime.gaps.open_gaps import SKETCH_EVERY, OpenGaps, PrefixSketch
+from tiered_kv.connectors.runtime.between_turns.open_gaps import (
+    SKETCH_EVERY,
+    OpenGaps,
+    PrefixSketch,
+)
+from tiered_kv.connectors.runtime.between_turns.turn_ends import KvPlacement
 from tiered_kv.keys import PageKey
 from tiered_kv.policies.base import Costs, Decision, JobKey, Tier, ToolUse, TurnEnd, TurnPolicy
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy

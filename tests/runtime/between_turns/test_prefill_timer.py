@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tiered_kv.connectors.runtime.gaps.cost_model import FEWEST_TOKENS, PrefillTimer
+from tiered_kv.connectors.runtime.between_turns.cost_model import FEWEST_TOKENS, PrefillTimer
 from tiered_kv.connectors.runtime.turn import Source, StartState
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore

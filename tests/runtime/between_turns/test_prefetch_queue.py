@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.conftest import MakeRig
-from tests.runtime.gaps.waiting import (
+from tests.runtime.between_turns.waiting import (
     CONTEXT,
     JOB,
     LONG,
@@ -17,6 +16,7 @@ from tests.runtime.gaps.waiting import (
     reader,
     waiting_rig,
 )
+from tests.runtime.conftest import MakeRig
 from tiered_kv.policies.base import JobKey
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.stores import SSD

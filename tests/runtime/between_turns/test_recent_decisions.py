@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiered_kv.connectors.runtime.gaps.gap_manager import MOST_RECENT, Kind, RecentDecisions
+from tiered_kv.connectors.runtime.between_turns.turn_ends import MOST_RECENT, Kind, RecentDecisions
 from tiered_kv.policies.base import Decision, GapClass, Tier
 
 PIN = Decision(Tier.PIN, 30.0, GapClass.FAST)

@@ -1,0 +1,1 @@
+"""TurnEnds between turns: the decision, its price, and what follows from it."""

@@ -1,1 +1,0 @@
-"""GapManager between turns: the decision, its price, and what follows from it."""
