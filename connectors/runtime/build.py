@@ -15,8 +15,8 @@ from tiered_kv.connectors.runtime.between_turns.cost_model import CostModel, Pre
 from tiered_kv.connectors.runtime.between_turns.open_gaps import OpenGaps
 from tiered_kv.connectors.runtime.between_turns.turn_ends import TurnEnds
 from tiered_kv.connectors.runtime.between_turns.turn_log import NoTrace, TurnLog, TurnTrace
+from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Tiers
 from tiered_kv.connectors.runtime.lower_tiers.lower_tier import LowerTier
-from tiered_kv.connectors.runtime.lower_tiers.tiers import Tiers
 from tiered_kv.connectors.runtime.pages.cpu_compression import Compression
 from tiered_kv.connectors.runtime.pages.dispatch import OrderDispatch, Settlements
 from tiered_kv.connectors.runtime.pages.hits import HitFinder, PageNames

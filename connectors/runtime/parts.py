@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tiered_kv.connectors.runtime.admission.gate import Admission, NoAdmission
 from tiered_kv.connectors.runtime.admission.queue import JobQueue
-from tiered_kv.connectors.runtime.lower_tiers.tiers import Tiers
+from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Tiers
 from tiered_kv.connectors.runtime.pages.dispatch import OrderDispatch, Settlements
 from tiered_kv.connectors.runtime.pages.hits import HitFinder, PageNames
 from tiered_kv.connectors.runtime.pages.pieces import RestorePieces

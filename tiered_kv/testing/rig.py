@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from tiered_kv.connectors.runtime.admission.gate import Admission
 from tiered_kv.connectors.runtime.build import GapGroup
-from tiered_kv.connectors.runtime.lower_tiers.tiers import Tiers
+from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Tiers
 from tiered_kv.connectors.runtime.parts import AdmissionGroup, Pages
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import LiveTurns, Turn

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tiered_kv.connectors.runtime.engine_state import EngineState
-from tiered_kv.connectors.runtime.lower_tiers.tiers import Tiers
+from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Tiers
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.messages import Handshake, Orders, Reports, Settlement
 from tiered_kv.orders import (

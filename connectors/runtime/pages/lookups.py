@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Tiers
 from tiered_kv.connectors.runtime.lower_tiers.lower_tier import LowerTier
-from tiered_kv.connectors.runtime.lower_tiers.tiers import Tiers
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import OrderId

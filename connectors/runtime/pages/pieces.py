@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
 from tiered_kv.connectors.runtime.engine_state import EngineState
+from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Tiers
 from tiered_kv.connectors.runtime.lower_tiers.lower_tier import NOW
-from tiered_kv.connectors.runtime.lower_tiers.tiers import Tiers
 from tiered_kv.connectors.runtime.turn import PlacedPage, Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import LoadOrder, OrderId

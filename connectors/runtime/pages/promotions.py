@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiered_kv.connectors.runtime.engine_state import EngineState
+from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Below, Tiers
 from tiered_kv.connectors.runtime.lower_tiers.lower_tier import NOW
-from tiered_kv.connectors.runtime.lower_tiers.tiers import Below, Tiers
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.page_group import KvKind

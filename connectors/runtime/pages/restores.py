@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from tiered_kv.connectors.runtime.base import BlockPool
 from tiered_kv.connectors.runtime.engine_state import EngineState
-from tiered_kv.connectors.runtime.lower_tiers.tiers import Below
+from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Below
 from tiered_kv.connectors.runtime.step_timer import StepTimer
 from tiered_kv.connectors.runtime.turn import GroupPages, Hit, PlacedPage, Turn
 from tiered_kv.keys import PageKey

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tiered_kv.connectors.runtime.admission.gate import Admission, NoAdmission
 from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts, Request, ScheduledStep
-from tiered_kv.connectors.runtime.lower_tiers.tiers import Tiers
+from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Tiers
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import LiveTurns, Turn
 from tiered_kv.metrics import Counters
