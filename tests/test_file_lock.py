@@ -20,7 +20,7 @@ from tiered_kv.file_lock import (
     read_owner,
     short_owner,
 )
-from tiered_kv.storage.store.locks import StoreLock
+from tiered_kv.storage.store.locks import StoreBusyError, StoreLock
 from tiered_kv.transfer.memory_file.opening import lock_file
 
 CREATE = os.O_RDWR | os.O_CREAT
@@ -91,3 +91,21 @@ def test_an_owner_that_is_torn_is_another_process(tmp_path: Path, data: bytes) -
     owner = read_owner(tmp_path / "file")
     assert owner == {}
     assert owner_in_words(owner) == short_owner(owner) == "another process"
+
+
+def test_a_store_whose_lock_keeps_a_second_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backup links it again and again, or the file system counts names otherwise."""
+    fstat = os.fstat
+
+    def linked(fd: int) -> os.stat_result:
+        found = fstat(fd)
+        return os.stat_result((*found[:3], 2, *found[4:10]))
+
+    before = {*OPEN.iterdir()}
+    monkeypatch.setattr(os, "fstat", linked)
+    monkeypatch.setattr(os.path, "samestat", lambda *_: True)
+    with pytest.raises(StoreBusyError, match="second name"):
+        StoreLock(tmp_path)
+    assert {*OPEN.iterdir()} == before

@@ -56,13 +56,19 @@ Limits = ParamSpec("Limits")
 # -- texts --------------------------------------------------------------------------------
 
 
-def read_json(text: str | bytes) -> Any:
-    """Parse JSON whose numbers are finite: Python's own reader also takes ``NaN`` and ``1e999``.
+def read_json(text: str | bytes, *, finite: bool = True) -> Any:
+    """Parse JSON.
+
+    Args:
+        finite: refuse numbers that are not, such as ``NaN`` and ``1e999``. False for what this
+            program wrote for somebody else, who may have such numbers.
 
     Raises:
-        ValueError: it is not JSON, or has such a number, or is nested too deeply.
+        ValueError: it is not JSON, has a number that is refused, or is nested too deeply.
     """
     try:
+        if not finite:
+            return json.loads(text)
         return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

@@ -46,7 +46,7 @@ class PolicyState:
         if self._path is None:
             return False
         try:
-            fields = Fields(read_json(read_own(self._path, MOST_BYTES)))
+            fields = Fields(read_json(read_own(self._path, MOST_BYTES), finite=False))
             fields.take("version", exactly, VERSION)
             fields.take("policy", exactly, self._name)
             self._policy.load(fields.take("learned", mapping))

@@ -4,6 +4,7 @@ wanted: real snapshots, and a server that says what a test tells."""
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,7 +135,7 @@ def test_every_option_is_passed_on(server: RouteServer) -> None:
         invoke("snapshot", server.url, "--job", "j", "--out", "m", "--timeout", wrong, code=2)
 
 
-@pytest.mark.parametrize("name", ["put.zip", "put", "elsewhere"])
+@pytest.mark.parametrize("name", ["put.zip", "put", "elsewhere", "without locks"])
 def test_a_path_is_where_the_snapshot_is_put(
     server: RouteServer,
     root: Path,
@@ -143,7 +144,16 @@ def test_a_path_is_where_the_snapshot_is_put(
     name: str,
 ) -> None:
     path = tmp_path / name
-    if name == "elsewhere":  # on another disk
+    if name == "without locks":
+        flock = fcntl.flock
+
+        def no_locks(fd: int, kind: int) -> None:
+            if ".making-" in str(Path(f"/proc/self/fd/{fd}").readlink()):
+                raise OSError(errno.ENOLCK, "No locks available")
+            flock(fd, kind)
+
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    if name in ("elsewhere", "without locks"):  # on another disk
         rename = Path.rename
 
         def refused(self: Path, target: Path) -> Path:

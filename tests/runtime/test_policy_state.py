@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import stat
 from collections.abc import Mapping
@@ -165,3 +166,15 @@ def test_two_engines_of_one_process_number_save_at_once(
     assert not caplog.records
     assert [path.name for path in tmp_path.iterdir()] == ["policy-counting.json"]
     assert loaded(tmp_path) == 1
+
+
+def test_numbers_without_end_come_back(tmp_path: Path) -> None:
+    """A policy of somebody's own may keep a least gap, of which none was seen yet."""
+    policy = learned(3)
+    policy.dump = lambda: {"gaps": math.inf}  # type: ignore[method-assign]
+    PolicyState(policy, tmp_path, "counting").close()
+    loaded = list[object]()
+    again = learned(0)
+    again.load = loaded.append  # type: ignore[assignment,method-assign]
+    PolicyState(again, tmp_path, "counting").load()
+    assert loaded == [{"gaps": math.inf}]

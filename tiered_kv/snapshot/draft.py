@@ -30,7 +30,7 @@ from pathlib import Path
 
 from tiered_kv.file_lock import open_locked
 from tiered_kv.json_fields import MOST_BYTES
-from tiered_kv.plain_files import check_owner, opened
+from tiered_kv.plain_files import check_owner, open_plain, opened
 from tiered_kv.storage.disk.files import RealFiles
 
 from .manifest import Manifest, SnapshotError, SnapshotPage, dump
@@ -52,6 +52,9 @@ LOCK = "lock"
 _PREFIX = ".making-"
 _NAME = re.compile(r"\.making-[0-9a-f]{16}")
 _TRIES = 20
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of file systems without locks."""
+_MADE = os.O_RDWR | os.O_CREAT
 
 
 class Making:
@@ -76,7 +79,13 @@ class Making:
             if folder:
                 make_folder(self.path)
             with contextlib.suppress(FileNotFoundError):  # a sweeper was faster
-                fd = _locked(self.path, folder, os.O_CREAT)
+                try:
+                    fd = _locked(self.path, folder, os.O_CREAT)
+                except OSError as error:
+                    if error.errno not in _NO_LOCKS:
+                        raise
+                    # Nobody can sweep there: that takes the lock as well.
+                    fd = open_plain(self.path / LOCK if folder else self.path, _MADE)
                 if fd is not None:
                     self.fd = fd
                     return

@@ -55,9 +55,11 @@ def members(fd: int) -> dict[str, ZipEntry]:
             raise _wrong("members overlap, or bytes lie between them")
         at = _data_offset(fd, info)
         end = at + info.file_size
+        if end > directory:
+            raise _wrong("a member reaches into the directory")
         found[name] = ZipEntry(at, info.file_size)
     if end != directory:
-        raise _wrong("bytes lie between the members and the directory, or a member reaches into it")
+        raise _wrong("bytes lie between the members and the directory")
     found.pop(_FOLDER, None)
     return found
 

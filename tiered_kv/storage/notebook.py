@@ -296,7 +296,7 @@ def _parse(line: bytes) -> _Said | None:
     if not line.endswith(b"\n") or xxhash.xxh3_64_hexdigest(body).encode() != digest:
         return None
     try:
-        said = read_json(body)
+        said = read_json(body, finite=False)
     except ValueError:
         return None
     match said:

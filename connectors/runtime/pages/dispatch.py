@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tiered_kv.connectors.runtime.engine_state import EngineState
@@ -253,8 +254,8 @@ class OrderDispatch:
         """Pass on the workers' reports after ``step``.
 
         Raises:
-            Exception: the first error of a listener, once all have been called: it must not cost
-                what others hold.
+            Exception: the first error of a tier or a listener, once all have been told: it must not
+                cost what others hold.
         """
         self._last_word = self._clock()
         self._step = step
@@ -264,17 +265,23 @@ class OrderDispatch:
             dropped = self._saves.drop_unsent()
             self.seen_failures = {**self.seen_failures, **reports.failures}
             self._no_orders = Orders(seen_failures=self.seen_failures)
-        errors = list[Exception]()
         settled = self._book.settle(reports.orders)
-        for store, ranks in reports.stores.items():
-            if store in self._tiers:
-                self._tiers[store].on_reports(ranks)
-        for done in settled:
-            for listener in self._listeners[done.order.kind]:
-                try:
-                    listener(done)
-                except Exception as error:
-                    errors.append(error)
+        told: list[Callable[[], None]] = [
+            partial(self._tiers[store].on_reports, ranks)
+            for store, ranks in reports.stores.items()
+            if store in self._tiers
+        ]
+        told += [
+            partial(listener, done)
+            for done in settled
+            for listener in self._listeners[done.order.kind]
+        ]
+        errors = list[Exception]()
+        for tell in told:
+            try:
+                tell()
+            except Exception as error:
+                errors.append(error)
         for order_id in dropped:
             self._tiers.save_over(order_id)
         if self._pieces:

@@ -12,7 +12,8 @@ from tests.runtime.pages.test_lower_tiers import CONTEXT, ask_again, push_out, s
 from tiered_kv.connectors.runtime.lower_tiers.demotion import MOST_DEMOTING
 from tiered_kv.connectors.runtime.lower_tiers.reclaims import Reclaims
 from tiered_kv.keys import PageKey
-from tiered_kv.messages import Proposal
+from tiered_kv.messages import Proposal, Reports, TierReport
+from tiered_kv.orders import OrderReport
 from tiered_kv.pages.tier_index import TierIndex
 from tiered_kv.storage import ssd
 from tiered_kv.testing.checked_kv import expected, text
@@ -157,3 +158,27 @@ def test_a_slow_spell_of_the_disk_is_forgotten(rig: Rig) -> None:
     ask_again(rig)
     assert rig.count("promotions_refused") > 0
     assert rig.pages.book.stores[SSD].bandwidth > 1000.0
+
+
+@pytest.mark.parametrize("broken", ["the tier", "the eviction rule"])
+def test_an_error_in_a_stores_news_costs_no_block_of_a_save(
+    broken: str, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.add("first", CONTEXT)
+    while "first" not in rig.finished:
+        rig.step()
+    saves, rig.pages.saves.unsent = rig.pages.saves.unsent, []
+    assert saves
+    done = {save.order_id: OrderReport(1, frozenset(), 0, 0.0) for save in saves}
+    news = TierReport((), Proposal(0, saves[0].keys), {}, 0)
+    with monkeypatch.context() as patch:
+        if broken == "the tier":
+            patch.setattr(rig.tiers[SSD], "on_reports", lambda _: 1 / 0)
+        else:
+            patch.setattr(type(rig.pages.order), "return_chance", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            rig.half.on_reports(Reports(done, {}, {SSD: {0: news}}))
+    rig.run()
+    rig.pins.release_all()
+    assert rig.pages.book.in_flight == 0
+    assert rig.free_blocks == rig.free_at_start

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tiered_kv.file_lock import (
     RETRY_S,
+    TRIES,
     describe_owner,
     open_locked,
     owner_in_words,
@@ -52,10 +53,18 @@ class StoreLock:
         self.path = folder / LOCK_NAME
         self._touched_at = time.monotonic()
         self._fd = self._open()
-        while os.fstat(self._fd).st_nlink > 1:  # under another name it must stay as it is
-            self.path.unlink()
+        for _ in range(TRIES):
+            if os.fstat(self._fd).st_nlink <= 1:
+                break
+            self.path.unlink()  # under another name it must stay as it is
             os.close(self._fd)
             self._fd = self._open()
+        else:
+            os.close(self._fd)
+            raise StoreBusyError(
+                f"{self.path} keeps a second name: remove it, or give this engine another "
+                "TIERED_KV_SSD_PATH"
+            )
         text = describe_owner()
         with contextlib.suppress(OSError):  # it locks without saying who, on a full disk
             os.pwrite(self._fd, text, 0)
