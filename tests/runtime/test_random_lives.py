@@ -25,6 +25,7 @@ from tiered_kv.testing.engine.model import LAYERS, PagedModel, Work
 from tiered_kv.testing.engine.rig import RigOptions, SecondRig
 from tiered_kv.testing.faults import FaultyTransfer
 from tiered_kv.transfer.base import Direction
+from tiered_kv.transfer.memory_file.memory_format import MAGIC
 
 MODULE = troubled_place.__name__
 Trouble = Callable[[SecondRig], None]
@@ -158,19 +159,22 @@ def test_engines_over_an_asked_tier_end_well(
 
 
 def damage(folder: Path, rng: random.Random) -> None:
-    """Change bytes of files, cut them short, or delete them."""
+    """Change bytes of files, cut them short, or delete them. The first bytes of a memory file stay:
+    a file without them is somebody else's, so that an engine refuses to start, and says so."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in rng.sample(files, min(len(files), rng.choice([1, 1, 3]))):
-        size, how = path.stat().st_size, rng.random()
+        first = len(MAGIC) if path.suffix == ".slots" else 0
+        size, how = path.stat().st_size - first, rng.random()
         if how < 0.1:
             path.unlink()
-        elif how < 0.3 and size:
+        elif how < 0.3 and size > 0:
             with path.open("r+b") as file:
-                file.truncate(rng.randrange(size))
-        elif size:
+                file.truncate(first + rng.randrange(size))
+        elif size > 0:
             with path.open("r+b") as file:
                 for _ in range(rng.choice([1, 20])):
-                    at = rng.choice([rng.randrange(size), rng.randrange(min(size, 4096))])
+                    near = rng.randrange(min(size, 4096))
+                    at = first + rng.choice([rng.randrange(size), near])
                     file.seek(at)
                     old = file.read(1)
                     file.seek(at)
