@@ -1,5 +1,4 @@
-"""The components of the scheduler half, in groups: those that keep pages, and those that share VRAM
-out."""
+"""Two groups of the scheduler half's components: one keeps pages, the other allots VRAM."""
 
 from __future__ import annotations
 

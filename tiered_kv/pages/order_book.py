@@ -504,7 +504,7 @@ class OrderBook:
         return keys
 
     def _copied(self, report: OrderReport, group: int) -> None:
-        """Learn the bandwidth of copies from a report of one."""
+        """Update the estimated copy bandwidth from a report."""
         if report.seconds > 0 and report.nbytes >= self.page_bytes[group]:
             self.bandwidth += 0.2 * (report.nbytes / report.seconds - self.bandwidth)
 

@@ -70,5 +70,5 @@ class SnapshotOrders:
         return flight
 
     def on_settled(self, done: Settled[SnapshotOrder]) -> None:
-        """Tell whoever waits for an order that every rank has reported it."""
+        """Record the result of an order that every rank has reported."""
         self._flights.pop(done.order.order_id).failed = len(done.failed)

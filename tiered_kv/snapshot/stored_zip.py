@@ -112,7 +112,7 @@ def _check(info: zipfile.ZipInfo, name: str) -> None:
 
 
 def _data_offset(fd: int, info: zipfile.ZipInfo) -> int:
-    """Offset of a member's bytes: behind its own header, which must say what the directory says."""
+    """Return the offset of a member's data, after checking its header against the directory."""
     name = info.orig_filename.encode("ascii")
     data = os.pread(fd, _LOCAL.size + len(name), info.header_offset)
     if len(data) != _LOCAL.size + len(name):

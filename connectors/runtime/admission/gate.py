@@ -273,8 +273,8 @@ class Admission:
         self.jobs.on_joined(_job_of(turn), turn)
 
     def on_ended(self, turn: Turn) -> None:
-        """Take in the end of a turn, and of its job if that was its last one. A client that was not
-        answered went away, perhaps for good."""
+        """Record that a turn ended, and its job too if this was its last turn. A client that got no
+        answer has disconnected, perhaps for good."""
         self._settled(turn)
         over, gone = turn.hints.is_last_step, not turn.request.answered
         self.jobs.on_ended(_job_of(turn), turn, over=over, gone=gone)

@@ -333,7 +333,7 @@ class LowerTier:
     # -- reports ------------------------------------------------------------------
 
     def on_promoted(self, done: Settled[PromoteOrder]) -> None:
-        """Take in a promotion that is over on every rank."""
+        """Count a promotion that has finished on every rank, and the pages it failed to bring."""
         failed, good = len(done.failed), len(done.keys) - len(done.failed)
         nbytes = good * self.page_bytes
         self._count(pages_promoted=good, bytes_promoted=nbytes, promotion_seconds=done.seconds)
@@ -342,7 +342,7 @@ class LowerTier:
         self._lose(done)
 
     def on_demoted(self, done: Settled[DemoteOrder]) -> None:
-        """Take in a demotion that is over on every rank."""
+        """Count a demotion that has finished on every rank; pause the tier if it failed."""
         failed, good = len(done.failed), len(done.keys) - len(done.failed)
         nbytes = good * self.page_bytes
         self._count(pages_demoted=good, bytes_demoted=nbytes, demotion_seconds=done.seconds)
@@ -357,7 +357,7 @@ class LowerTier:
             self._feed()
 
     def on_looked_up(self, done: Settled[LookupOrder]) -> None:
-        """Take in that a question was answered on every rank."""
+        """Trust the tier again: its store answered a lookup in time on every rank."""
         if done.order.order_id not in self._given_up:
             self._doubt.worked()
 

@@ -67,7 +67,7 @@ class Settlements:
         return self.reset or bool(self._unsent)
 
     def on_settled(self, done: Settled[SaveOrder] | Settled[PromoteOrder]) -> None:
-        """Take in an order that filled slots, after its pages were committed."""
+        """Queue word to the workers of a finished save or promotion whose pages are committed."""
         order = done.order
         if not self._wanted:
             return
