@@ -94,8 +94,10 @@ SETTLE_S = 120.0
 GAUGES = ("cpu_pages", "pinned_blocks", "orders_in_flight")
 COMPRESSION = ("pages_compressed", "pages_decompressed", "pages_evicted")
 FAILURES = ("save_failures", "restore_failures", "compression_failures", "ssd_pages_bad")
-SLACK = {"threads": 4, "descriptors": 8}
-"""Surplus that a server may have at the end: connections and pools that are kept for a while."""
+SLACK = {"threads": 9, "descriptors": 8}
+"""Surplus that a server may have at the end: connections that are kept for a while, four idle
+threads that serve routes, and the five threads of ours that start when first used (two compress
+pages, two decompress them, one writes what a policy has learned)."""
 FEW_SHAPES = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
 """Settings of PyTorch and oneDNN: see the module."""
 SNAPSHOTS, OTHER_WEIGHTS = "snapshots", "other-weights"
