@@ -9,12 +9,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, NewType, TypeAlias
+from typing import ClassVar, Generic, NewType, TypeAlias, TypeVar
 
 from .keys import PageKey
 from .tiers import StoreId
 
 OrderId = NewType("OrderId", int)
+T = TypeVar("T")
+
+
+class Outbox(list[T], Generic[T]):
+    """Items for the workers that are not sent yet."""
+
+    def take(self) -> tuple[T, ...]:
+        """Remove all items and return them."""
+        items = tuple(self)
+        self.clear()
+        return items
 
 
 class OrderKind(Enum):

@@ -79,7 +79,7 @@ TIME_EVERY = 8
 """Steps between two looks at how long steps take."""
 POLL_EVERY_S = 0.25
 """Seconds between two looks at what is due between turns."""
-STATS_EVERY = 16
+STATS_EVERY = 32
 """Steps between two accounts of the counters while requests run."""
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tiered_kv.orders import ContextPage, OrderId, SnapshotOrder
+from tiered_kv.orders import ContextPage, OrderId, Outbox, SnapshotOrder
 
 from .held_pages import HeldPages
 from .order_book import OrderBook, Settled
@@ -43,17 +43,12 @@ class SnapshotOrders:
     def __init__(self, book: OrderBook) -> None:
         self._book = book
         self._flights: dict[OrderId, SnapshotFlight] = {}
-        self.unsent: list[SnapshotOrder] = []
+        self.unsent = Outbox[SnapshotOrder]()
 
     @property
     def in_flight(self) -> int:
         """Orders not yet reported by every rank."""
         return len(self._flights)
-
-    def take(self) -> tuple[SnapshotOrder, ...]:
-        """Hand over the orders not yet sent."""
-        orders, self.unsent = tuple(self.unsent), []
-        return orders
 
     def write(self, folder: str, pages: Sequence[ContextPage], held: HeldPages) -> SnapshotFlight:
         """Order held pages to be written; see ``OrderBook.plan_export``."""

@@ -7,14 +7,21 @@ decision says so. Orders are for the workers' I/O threads, which carry them out 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
 
 from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import StoredPages, TierOrders, TierReport
-from tiered_kv.orders import DemoteOrder, LookupOrder, OrderId, PromoteOrder, StoreOrder
+from tiered_kv.orders import (
+    DemoteOrder,
+    LookupOrder,
+    OrderId,
+    Outbox,
+    PromoteOrder,
+    StoreOrder,
+)
 from tiered_kv.page_group import KvKind
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.tiers import Knowledge, StoreId, TierSpec
@@ -124,28 +131,20 @@ class LowerTier:
         self._backlog = Backlog()
         slots = self._index.num_slots
         self._most_waiting = most_waiting(slots) if spec.shared else slots
-        self._demotes: list[DemoteOrder] = []
-        self._promotes: list[PromoteOrder] = []
-        self._lookups: list[LookupOrder] = []
-        self._expedited: list[OrderId] = []
-        self._fingerprint: bytes | None = None
-        self._lost: list[PageKey] = []
-        self._invalidated: list[OrderId] = []
+        self._demotes = Outbox[DemoteOrder]()
+        self._promotes = Outbox[PromoteOrder]()
+        self._lookups = Outbox[LookupOrder]()
+        self._expedited = Outbox[OrderId]()
+        self._fingerprints = Outbox[bytes]()  # of the last reset
+        self._lost = Outbox[PageKey]()
+        self._invalidated = Outbox[OrderId]()
         self._reclaims = Reclaims(self.pages.index, facts.ranks, chance, clock)
 
     @property
-    def unsent(self) -> bool:
-        """True if there is something to send."""
-        return bool(
-            self._demotes
-            or self._promotes
-            or self._lookups
-            or self._expedited
-            or self._lost
-            or self._invalidated
-            or self._reclaims
-            or self._fingerprint is not None
-        )
+    def outboxes(self) -> tuple[Sized, ...]:
+        """Everything that is not sent yet, by its kind. The same objects for the tier's life."""
+        orders = self._demotes, self._promotes, self._lookups, self._expedited, self._lost
+        return *orders, self._invalidated, self._fingerprints, self._reclaims.unsent
 
     @property
     def has_more(self) -> bool:
@@ -155,28 +154,17 @@ class LowerTier:
     def take(self) -> TierOrders:
         """Hand over the unsent orders."""
         timed: list[DemoteOrder | PromoteOrder] = [*self._demotes, *self._promotes]
-        orders = TierOrders(
-            demotes=tuple(self._demotes),
-            promotes=tuple(self._promotes),
-            lookups=tuple(self._lookups),
-            fingerprint=self._fingerprint,
-            lost=tuple(self._lost),
+        return TierOrders(
+            demotes=self._demotes.take(),
+            promotes=self._promotes.take(),
+            lookups=self._lookups.take(),
+            fingerprint=next(iter(self._fingerprints.take()), None),
+            lost=self._lost.take(),
             reclaims=self._reclaims.take(),
-            invalidated=tuple(self._invalidated),
-            expedited=tuple(self._expedited),
+            invalidated=self._invalidated.take(),
+            expedited=self._expedited.take(),
             sent_at=self._clock() if any(one.due > 0 for one in timed) else None,
         )
-        self._clear_orders()
-        self._invalidated.clear()
-        self._fingerprint = None
-        return orders
-
-    def _clear_orders(self) -> None:
-        self._demotes.clear()
-        self._promotes.clear()
-        self._lookups.clear()
-        self._expedited.clear()
-        self._lost.clear()
 
     # -- up -----------------------------------------------------------------------
 
@@ -434,8 +422,9 @@ class LowerTier:
         unsent: list[StoreOrder] = [*self._demotes, *self._promotes, *self._lookups]
         for order in unsent:
             self._book.cancel(order)
-        self._clear_orders()
+        for outbox in self._demotes, self._promotes, self._lookups, self._expedited, self._lost:
+            outbox.clear()
         self._backlog.clear()
         self._reclaims.clear()
-        self._fingerprint = fingerprint
+        self._fingerprints[:] = [fingerprint]
         self._serves = not self.spec.shared  # no other engine has pages of this generation

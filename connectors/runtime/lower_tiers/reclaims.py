@@ -69,6 +69,9 @@ class Reclaims:
         ranks: workers that have a store each.
         chance: probability that a waiting job comes back for a page.
         clock: monotonic seconds.
+
+    Attributes:
+        unsent: the answers by rank.
     """
 
     def __init__(
@@ -82,16 +85,14 @@ class Reclaims:
         self._ranks = ranks
         self._chance = chance
         self._clock = clock
-        self._unsent: dict[int, Reclaim] = {}
+        self.unsent: dict[int, Reclaim] = {}
         self._answered: dict[int, _Answered] = {}
         self._verdicts: dict[PageKey, _Verdict] = {}
 
-    def __len__(self) -> int:
-        return len(self._unsent)
-
     def take(self) -> dict[int, Reclaim]:
         """Hand over the unsent answers, by rank."""
-        unsent, self._unsent = self._unsent, {}
+        unsent = self.unsent.copy()
+        self.unsent.clear()
         return unsent
 
     def answer(self, rank: int, dying: Proposal) -> None:
@@ -100,7 +101,7 @@ class Reclaims:
         if last is not None and last.segment == dying.segment and now - last.at < REPEAT_S:
             return
         self._answered[rank] = _Answered(dying.segment, now)
-        self._unsent[rank] = Reclaim(dying.segment, self._survivors(rank, dying.keys))
+        self.unsent[rank] = Reclaim(dying.segment, self._survivors(rank, dying.keys))
 
     def _survivors(self, rank: int, dying: Sequence[PageKey]) -> tuple[PageKey, ...]:
         fresh = [key for key in dying if key not in self._verdicts]
@@ -125,6 +126,6 @@ class Reclaims:
 
     def clear(self) -> None:
         """Drop everything: a new generation of pages begins."""
-        self._unsent.clear()
+        self.unsent.clear()
         self._answered.clear()
         self._verdicts.clear()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Handshake
-from tiered_kv.orders import PackOrder
+from tiered_kv.orders import Outbox, PackOrder
 from tiered_kv.pages.order_book import OrderBook, Settled
 
 LEAST_PAGES, MOST_PAGES = 4, 32
@@ -139,18 +139,13 @@ class Compression:
         self._together: Sequence[int] = ()  # pages, by group
         self._under_way = 0
         self._taken = self._burst = 0
-        self.unsent: list[PackOrder] = []
+        self.unsent = Outbox[PackOrder]()
 
     def on_handshake(self, ranks: Mapping[int, Handshake]) -> None:
         """Take in which groups' pages all ranks can compress."""
         able = [set(one.compresses) for one in ranks.values()]
         self._groups = sorted(set.intersection(*able)) if able else ()
         self._together = [bundle_pages(nbytes) for nbytes in self._book.page_bytes]
-
-    def take(self) -> tuple[PackOrder, ...]:
-        """Hand over the orders not yet sent."""
-        orders, self.unsent = tuple(self.unsent), []
-        return orders
 
     def pack_ahead(self) -> None:
         """Compress the pages that have waited for longest, if free slots are few."""

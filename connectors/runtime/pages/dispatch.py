@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from tiered_kv.connectors.runtime.engine_state import EngineState
@@ -25,6 +26,7 @@ from tiered_kv.orders import (
     LookupOrder,
     OrderId,
     OrderKind,
+    Outbox,
     PackOrder,
     PromoteOrder,
     RestoreMode,
@@ -49,6 +51,7 @@ class Settlements:
         wall: nanoseconds since 1970.
 
     Attributes:
+        unsent: settlements not sent yet.
         reset: True if the workers must be told of a cache reset.
     """
 
@@ -59,12 +62,7 @@ class Settlements:
         self._index = index
         self._wanted = wanted
         self._wall = wall
-        self._unsent: list[Settlement] = []
-
-    @property
-    def unsent(self) -> bool:
-        """True if there is something to tell."""
-        return self.reset or bool(self._unsent)
+        self.unsent = Outbox[Settlement]()
 
     def on_settled(self, done: Settled[SaveOrder] | Settled[PromoteOrder]) -> None:
         """Queue word to the workers of a finished save or promotion whose pages are committed."""
@@ -74,18 +72,17 @@ class Settlements:
         holds = self._index.holds
         pages = enumerate(zip(order.keys, order.slots, strict=True))
         bad = frozenset(i for i, (key, slot) in pages if not holds(key, slot))
-        self._unsent.append(Settlement(order.order_id, bad, self._wall()))
+        self.unsent.append(Settlement(order.order_id, bad, self._wall()))
 
     def on_reset(self) -> None:
         """Have all pages so far forgotten, and no later one told: their keys are nobody else's."""
-        self._unsent.clear()
+        self.unsent.clear()
         self.reset, self._wanted = self._wanted, False
 
-    def take(self) -> tuple[tuple[Settlement, ...], bool]:
-        """Hand over what is to be told, and whether there was a reset."""
-        told, self._unsent = tuple(self._unsent), []
+    def take_reset(self) -> bool:
+        """Return True once after a reset."""
         reset, self.reset = self.reset, False
-        return told, reset
+        return reset
 
 
 logger = logging.getLogger(__name__)
@@ -128,6 +125,16 @@ class OrderDispatch:
         self._turns = engine.turns.by_id
         self._ranks = engine.facts.ranks
         self._clock = engine.clock
+        self._tier_outboxes = {store: tier.outboxes for store, tier in tiers.items()}
+        self._outboxes: tuple[Sized, ...] = (
+            saves.unsent,
+            restores.unsent,
+            restores.refused,
+            compression.unsent,
+            snapshots.unsent,
+            settlements.unsent,
+            *chain.from_iterable(self._tier_outboxes.values()),
+        )
         self._no_orders = Orders()
         self._last_word = self._clock()  # either way
         self._step = 0
@@ -172,17 +179,17 @@ class OrderDispatch:
         if not self._unsent:
             return self._no_orders
         self._last_word = self._clock()
-        settled, reset = self._settlements.take()
+        unsent = [store for store, outboxes in self._tier_outboxes.items() if any(outboxes)]
         return Orders(
-            saves=self._saves.take(),
-            loads=self._restores.take(),
-            packs=self._compression.take(),
-            failed_loads=self._restores.take_refused(),
+            saves=self._saves.unsent.take(),
+            loads=self._restores.unsent.take(),
+            packs=self._compression.unsent.take(),
+            failed_loads=self._restores.refused.take(),
             seen_failures=self.seen_failures,
-            stores={store: tier.take() for store, tier in self._tiers.items() if tier.unsent},
-            snapshots=self.snapshots.take(),
-            settled=settled,
-            reset=reset,
+            stores={store: self._tiers[store].take() for store in unsent},
+            snapshots=self.snapshots.unsent.take(),
+            settled=self._settlements.unsent.take(),
+            reset=self._settlements.take_reset(),
         )
 
     def restore(self, turn: Turn, tokens: int) -> None:
@@ -210,16 +217,7 @@ class OrderDispatch:
 
     @property
     def _unsent(self) -> bool:
-        restores = self._restores
-        return bool(
-            self._saves.unsent
-            or restores.unsent
-            or restores.refused
-            or self._compression.unsent
-            or any(tier.unsent for tier in self._tiers.values())
-            or self.snapshots.unsent
-            or self._settlements.unsent
-        )
+        return any(self._outboxes) or self._settlements.reset  # in every step
 
     @property
     def under_way(self) -> bool:

@@ -14,7 +14,7 @@ from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Below
 from tiered_kv.connectors.runtime.step_timer import StepTimer
 from tiered_kv.connectors.runtime.turn import GroupPages, Hit, PlacedPage, Turn
 from tiered_kv.keys import PageKey
-from tiered_kv.orders import FailLoad, LoadOrder, OrderId, RestoreMode
+from tiered_kv.orders import FailLoad, LoadOrder, OrderId, Outbox, RestoreMode
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.policies.cache.restore_mode import RestoreCost, RestorePolicy
@@ -56,23 +56,11 @@ class Restores:
         self._finder = finder
         self._counters = engine.counters
         self._pool = engine.pool
-        self.unsent: list[LoadOrder] = []
-        self._pages = 0  # of those
-        self.refused: list[FailLoad] = []  # not sent yet
+        self.unsent = Outbox[LoadOrder]()
+        self.refused = Outbox[FailLoad]()
         self._from_there: dict[OrderId, tuple[int, ...]] = {}
         self.holding: set[Turn] = set()
         self._unlucky: set[Turn] = set()  # some of whose restore did not come, without blocks since
-
-    def take(self) -> tuple[LoadOrder, ...]:
-        """Hand over the orders not yet sent."""
-        orders, self.unsent = tuple(self.unsent), []
-        self._pages = 0
-        return orders
-
-    def take_refused(self) -> tuple[FailLoad, ...]:
-        """Hand over the restores that must fail and were not sent yet."""
-        refused, self.refused = tuple(self.refused), []
-        return refused
 
     def comes_later(self, turn: Turn, num_computed: int) -> bool:
         """True if a restore for the turn is left to the next step."""
@@ -81,7 +69,8 @@ class Restores:
             return False
         if self._index.packing and self._is_packed(turn, num_computed):
             return True
-        return self._pages >= PAGES_A_STEP and self._index.readable(keys[first])
+        ordered = sum(len(order.blocks) for order in self.unsent)
+        return ordered >= PAGES_A_STEP and self._index.readable(keys[first])
 
     def _is_packed(self, turn: Turn, num_computed: int) -> bool:
         """True if a page of what could be restored is being compressed."""
@@ -268,7 +257,6 @@ class Restores:
         order = self._book.plan_load(turn.request_id, keys, blocks, mode, group, more)
         turn.restore.came_up += promoted.used - before
         self.unsent.append(order)
-        self._pages += len(order.blocks)
         return order
 
     def add_piece(

@@ -18,7 +18,7 @@ from tiered_kv.connectors.runtime.base import EngineFacts, Request
 from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey, tail_key
-from tiered_kv.orders import OrderId, SaveOrder
+from tiered_kv.orders import OrderId, Outbox, SaveOrder
 from tiered_kv.page_group import CONTEXT, KvKind
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.partial_blocks import TailIndex
@@ -163,15 +163,10 @@ class Saves:
         self._pool = engine.pool
         self._stride = SaveStride.of(engine.facts.block_size)
         self._calendar: defaultdict[int, dict[Turn, None]] = defaultdict(dict)
-        self.unsent: list[SaveOrder] = []
+        self.unsent = Outbox[SaveOrder]()
         self.over = 0
         self._latest: OrderId | None = None
         self._used_by: dict[OrderId, list[PageKey]] = {}  # turns that await the save
-
-    def take(self) -> tuple[SaveOrder, ...]:
-        """Hand over the orders not yet sent."""
-        orders, self.unsent = tuple(self.unsent), []
-        return orders
 
     def watch(self, turn: Turn, step: int) -> None:
         """Look for newly filled blocks of this turn in that step, and not before."""
@@ -405,7 +400,7 @@ class Saves:
 
     def drop_unsent(self) -> list[OrderId]:
         """Forget the saves that were not sent yet, and give up their blocks; returns them."""
-        dropped, self.unsent = self.unsent, []
+        dropped = self.unsent.take()
         for order in dropped:
             self._book.cancel(order)
             self._give_up(order.blocks)

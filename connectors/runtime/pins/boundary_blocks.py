@@ -63,6 +63,8 @@ class BoundaryBlocks:
         Args:
             scheduled: tokens that each request computes in it.
         """
+        if not self._awaited:  # in every step
+            return
         for request_id, turn in list(self._awaited.items()):
             computed = turn.request.num_computed_tokens
             boundary = self._boundaries[request_id]

@@ -167,7 +167,7 @@ def test_an_error_in_a_stores_news_costs_no_block_of_a_save(
     rig.add("first", CONTEXT)
     while "first" not in rig.finished:
         rig.step()
-    saves, rig.pages.saves.unsent = rig.pages.saves.unsent, []
+    saves = rig.pages.saves.unsent.take()
     assert saves
     done = {save.order_id: OrderReport(1, frozenset(), 0, 0.0) for save in saves}
     news = TierReport((), Proposal(0, saves[0].keys), {}, 0)
