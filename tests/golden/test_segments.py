@@ -90,8 +90,8 @@ def test_headers_and_footers_are_written_as_they_were(written: Path) -> None:
         assert pack_segment_header(header) == content[: header.header_bytes]
         for entry in found.entries:
             stored = content[entry.offset :][:BLOCK]
-            record = parse_record_header(header, header.table_id, stored)
-            packed = pack_record_header(header, header.table_id, record)
+            record = parse_record_header(header, stored)
+            packed = pack_record_header(header, record)
             assert packed == stored[: len(packed)]
         if found.sealed:
             end = parse_trailer(header, len(content), content[-BLOCK:])

@@ -50,5 +50,5 @@ class SegmentFile:
         finally:
             RealFiles().close(fd)
         page = np.empty(self.header.page_format.page_bytes, np.uint8)
-        decode_record(self.header, self.header.table_id, codec, entry.key, stored, page)
+        decode_record(self.header, codec, entry.key, stored, page)
         return page

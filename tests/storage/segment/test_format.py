@@ -100,10 +100,10 @@ def test_a_segment_header_is_parsed_as_it_was_packed(header: SegmentHeader, rest
 def test_a_record_header_is_parsed_as_it_was_packed(
     segment: SegmentHeader, record: RecordHeader
 ) -> None:
-    packed = pack_record_header(segment, segment.table_id, record)
+    packed = pack_record_header(segment, record)
     assert len(packed) == record.header_bytes <= BLOCK
     assert len(packed) % 64 == 0
-    assert parse_record_header(segment, segment.table_id, packed.ljust(BLOCK, b"\0")) == record
+    assert parse_record_header(segment, packed.ljust(BLOCK, b"\0")) == record
     assert record.nbytes == aligned(len(packed) + record.plane_bytes + record.frame_bytes)
 
 
@@ -129,7 +129,7 @@ def test_any_bytes_can_be_parsed_as_anything(content: bytes) -> None:
         total(segment_header_bytes, start)
         total(parse_segment_header, start)
     for start in (content, b"TKVR" + content):
-        total(lambda it: parse_record_header(HEADER, HEADER.table_id, it), start)
+        total(lambda it: parse_record_header(HEADER, it), start)
     for end in (content, content + b"TKVFOOT\0" + bytes(56)):
         total(lambda it: parse_trailer(HEADER, len(it), it), end)
         total(lambda it: parse_footer(HEADER, it), end)
@@ -146,10 +146,10 @@ def test_a_header_with_a_changed_bit_is_refused(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_a_record_header_with_a_changed_bit_is_refused(data: st.DataObject) -> None:
-    packed = pack_record_header(HEADER, HEADER.table_id, RECORD)
+    packed = pack_record_header(HEADER, RECORD)
     changed = flipped(packed, data.draw(st.integers(0, 8 * (96 + len(RECORD.key)) - 1)))
     with pytest.raises(FormatError):
-        parse_record_header(HEADER, HEADER.table_id, changed)
+        parse_record_header(HEADER, changed)
 
 
 @given(st.data())
@@ -184,9 +184,9 @@ def flipped(content: bytes, bit: int) -> bytes:
 )
 def test_a_record_of_another_segment_is_refused(changes: dict[str, object]) -> None:
     other = dataclasses.replace(HEADER, **changes)  # type: ignore[arg-type]
-    packed = pack_record_header(other, other.table_id, RECORD)
+    packed = pack_record_header(other, RECORD)
     with pytest.raises(FormatError):
-        parse_record_header(HEADER, HEADER.table_id, packed)
+        parse_record_header(HEADER, packed)
 
 
 def test_a_footer_of_another_segment_or_place_is_refused() -> None:
@@ -219,7 +219,7 @@ def test_the_format_does_not_change_unnoticed() -> None:
     """A change here is a new VERSION: stores out there hold these bytes."""
     everything = (
         pack_segment_header(HEADER)
-        + pack_record_header(HEADER, HEADER.table_id, RECORD)
+        + pack_record_header(HEADER, RECORD)
         + pack_footer(HEADER, BLOCK, [FooterEntry(RECORD.key, BLOCK, 10, 20, 5)])
     )
     assert record_bytes(48, 300) == BLOCK

@@ -99,7 +99,7 @@ def _read(place: Place) -> tuple[EncodedPage, Bytes]:
     with opened(place.segment.path) as fd:
         read_exactly(RealFiles(), fd, [stored], entry.offset)
         RealFiles().uncache(fd, entry.offset, entry.nbytes)
-    _, encoded = open_record(loaded.header, loaded.table_id, entry.key, stored)
+    _, encoded = open_record(loaded.header, entry.key, stored)
     page = np.empty(loaded.header.page_format.page_bytes, np.uint8)
     codec_of(loaded.header).decode(encoded, page)
     return encoded, page

@@ -165,7 +165,7 @@ def _is_cut_off(fd: int, loaded: LoadedSegment) -> bool:
         return True
     try:
         start = _read(fd, loaded.end, BLOCK)
-        return parse_record_header(loaded.header, loaded.table_id, start).nbytes > room
+        return parse_record_header(loaded.header, start).nbytes > room
     except FormatError:
         return False
 
@@ -194,10 +194,10 @@ def _check_records(
 def _check_record(
     loaded: LoadedSegment, codec: Codec, entry: FooterEntry, stored: memoryview, page: Bytes
 ) -> RecordHeader:
-    record = decode_record(loaded.header, loaded.table_id, codec, entry.key, stored, page)
+    record = decode_record(loaded.header, codec, entry.key, stored, page)
     if (record.plane_bytes, record.frame_bytes) != (entry.plane_bytes, entry.frame_bytes):
         raise FormatError("the record has another length than the footer says")
-    header = pack_record_header(loaded.header, loaded.table_id, record)
+    header = pack_record_header(loaded.header, record)
     end = len(header) + entry.stored_bytes
     if stored[: len(header)] != header or np.any(np.frombuffer(stored[end:], np.uint8)):
         raise FormatError("the padding is damaged; the page itself is whole")

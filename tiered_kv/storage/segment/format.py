@@ -60,7 +60,7 @@ from __future__ import annotations
 
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import xxhash
@@ -107,6 +107,7 @@ class SegmentHeader:
 
     Attributes:
         page_format: outline of the format of its pages.
+        table_id: xxh3-64 of the table, computed once because every record has it.
     """
 
     fingerprint: bytes
@@ -119,14 +120,14 @@ class SegmentHeader:
     ranks: int
     replica: int
     table: bytes
+    table_id: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "table_id", xxhash.xxh3_64_intdigest(self.table))
 
     @property
     def header_bytes(self) -> int:
         return aligned(SEGMENT.size + len(self.table) + 16)
-
-    @property
-    def table_id(self) -> int:
-        return xxhash.xxh3_64_intdigest(self.table)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,7 @@
-"""Bytes of segment and record headers.
+"""Bytes of the headers and footers of segments, and of the headers of records.
 
-``format`` has the table, the values and the lengths, this module the footers. Parsing is total: any
-bytes give a value or raise ``FormatError``.
-
-Bytes of footers: the pages of a sealed segment and their offsets. See ``format``.
-
-Parsing is total: any bytes give a value or raise ``FormatError``.
+``format`` has the tables, the values and the lengths. Parsing is total: any bytes give a value or
+raise ``FormatError``.
 """
 
 from __future__ import annotations
@@ -135,9 +131,8 @@ def parse_segment_header(start: bytes | memoryview) -> SegmentHeader:
 # -- records ----------------------------------------------------------------------
 
 
-def pack_record_header(segment: SegmentHeader, table_id: int, record: RecordHeader) -> bytes:
-    """Pack a record header, ``record.header_bytes`` bytes. ``table_id`` is the segment's,
-    computed once."""
+def pack_record_header(segment: SegmentHeader, record: RecordHeader) -> bytes:
+    """Pack a record header, ``record.header_bytes`` bytes."""
     fixed = RECORD.pack(
         RECORD_MAGIC,
         record.header_bytes,
@@ -153,16 +148,14 @@ def pack_record_header(segment: SegmentHeader, table_id: int, record: RecordHead
         segment.codec_id,
         0,
         segment.number & 0xFFFFFFFF,
-        table_id,
+        segment.table_id,
         record.digest,
     )
     digest = xxhash.xxh3_128_digest(fixed + record.key)
     return (fixed + digest + record.key).ljust(record.header_bytes, b"\0")
 
 
-def parse_record_header(
-    segment: SegmentHeader, table_id: int, start: bytes | memoryview
-) -> RecordHeader:
+def parse_record_header(segment: SegmentHeader, start: bytes | memoryview) -> RecordHeader:
     """Parse the first bytes of a record; a block of them is always enough.
 
     Raises:
@@ -186,7 +179,7 @@ def parse_record_header(
         raise FormatError("a record of another segment")
     if (page_bytes, tokens) != (segment.page_format.page_bytes, segment.page_format.tokens):
         raise FormatError("a record of pages of another format")
-    if codec[0] != segment.codec_id or codec[3] != table_id:
+    if codec[0] != segment.codec_id or codec[3] != segment.table_id:
         raise FormatError("a record of another codec")
     return RecordHeader(PageKey(key), ordinal, group, written, plane, frame, digest)
 

@@ -38,7 +38,6 @@ class LoadedSegment:
     """
 
     header: SegmentHeader
-    table_id: int
     entries: list[FooterEntry]
     end: int
     size: int
@@ -79,7 +78,7 @@ def load_segment(
     else:
         sealed = True
     end = entries[-1].offset + entries[-1].nbytes if entries else header_bytes
-    return LoadedSegment(header, header.table_id, entries, end, size, sealed)
+    return LoadedSegment(header, entries, end, size, sealed)
 
 
 def _footer(files: FileLayer, fd: int, header: SegmentHeader, size: int) -> list[FooterEntry]:

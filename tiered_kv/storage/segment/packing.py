@@ -146,7 +146,6 @@ def pack_batch(codec: Codec, pages: Sequence[PageToWrite], buffers: BufferPool) 
 def finish_headers(
     buffer: Bytes,
     segment: SegmentHeader,
-    table_id: int,
     records: Sequence[PackedRecord],
     ordinal: int,
     group: int,
@@ -162,7 +161,6 @@ def finish_headers(
     for i, record in enumerate(records):
         header = pack_record_header(
             segment,
-            table_id,
             RecordHeader(
                 record.key,
                 ordinal + i,

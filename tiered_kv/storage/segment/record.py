@@ -25,14 +25,14 @@ def read_blocks(files: FileLayer, fd: int, offset: int, nbytes: int) -> memoryvi
 
 
 def open_record(
-    header: SegmentHeader, table_id: int, key: PageKey, record: memoryview
+    header: SegmentHeader, key: PageKey, record: memoryview
 ) -> tuple[RecordHeader, EncodedPage]:
     """Return the stored page in a record's bytes, which it aliases.
 
     Raises:
         FormatError: the bytes are no record of that page and segment, or damaged.
     """
-    found = parse_record_header(header, table_id, record)
+    found = parse_record_header(header, record)
     if found.key != key:
         raise FormatError("a record of another page")
     middle = found.header_bytes + found.plane_bytes
@@ -45,15 +45,13 @@ def open_record(
     return found, EncodedPage(payload[found.header_bytes : middle], payload[middle:end])
 
 
-def check_page(
-    header: SegmentHeader, table_id: int, key: PageKey, start: memoryview, page: Bytes
-) -> None:
+def check_page(header: SegmentHeader, key: PageKey, start: memoryview, page: Bytes) -> None:
     """Check a page that was read without its record, given the record's header.
 
     Raises:
         FormatError: the header is not of that page and segment, or either is damaged.
     """
-    found = parse_record_header(header, table_id, start)
+    found = parse_record_header(header, start)
     if found.key != key:
         raise FormatError("a record of another page")
     if (found.plane_bytes, found.frame_bytes) != (page.nbytes, 0):
@@ -64,7 +62,6 @@ def check_page(
 
 def decode_record(
     header: SegmentHeader,
-    table_id: int,
     codec: Codec,
     key: PageKey,
     record: memoryview,
@@ -75,7 +72,7 @@ def decode_record(
     Raises:
         FormatError: the bytes are no whole record of that page; ``out`` is undefined.
     """
-    found, encoded = open_record(header, table_id, key, record)
+    found, encoded = open_record(header, key, record)
     try:
         codec.decode(encoded, out)
     except Exception as error:

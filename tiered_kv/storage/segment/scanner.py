@@ -30,7 +30,7 @@ def scan(files: FileLayer, fd: int, header: SegmentHeader, size: int) -> list[Fo
     Raises:
         OSError: the disk failed.
     """
-    segment = _Segment(files, fd, header, header.table_id, size)
+    segment = _Segment(files, fd, header, size)
     found = list(segment.records())
     last_group = found[-1][1].group if found else 0
     return [
@@ -67,7 +67,6 @@ class _Segment:
     files: FileLayer
     fd: int
     header: SegmentHeader
-    table_id: int
     size: int
 
     def records(self) -> Iterator[tuple[int, RecordHeader]]:
@@ -89,7 +88,7 @@ class _Segment:
     def is_whole(self, offset: int, record: RecordHeader) -> bool:
         stored = read_blocks(self.files, self.fd, offset, record.nbytes)
         try:
-            open_record(self.header, self.table_id, record.key, stored)
+            open_record(self.header, record.key, stored)
         except FormatError:
             return False
         return True
@@ -98,7 +97,7 @@ class _Segment:
         """Parse a record with an ordinal of at least ``least`` that fits into ``room``; else
         None."""
         try:
-            record = parse_record_header(self.header, self.table_id, start)
+            record = parse_record_header(self.header, start)
         except FormatError:
             return None
         return record if record.ordinal >= least and record.nbytes <= room else None

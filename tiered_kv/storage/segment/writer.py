@@ -68,7 +68,6 @@ class SegmentWriter:
         self._files = files
         self._fd = fd
         self._header = header
-        self._table_id = header.table_id
         self._size = size
         self._buffers = buffers
         self._named = named
@@ -129,7 +128,7 @@ class SegmentWriter:
         ordinal: int,
         group: int,
     ) -> None:
-        pieces = finish_headers(buffer, self._header, self._table_id, records, ordinal, group)
+        pieces = finish_headers(buffer, self._header, records, ordinal, group)
         try:
             write_exactly(self._files, self._fd, pieces, offset)
         except OSError as error:

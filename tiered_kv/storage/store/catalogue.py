@@ -36,7 +36,6 @@ class Segment:
 
     path: Path
     header: SegmentHeader
-    table_id: int
     codec: Codec
     end: int
     fd: int | None = None

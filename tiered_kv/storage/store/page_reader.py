@@ -103,12 +103,12 @@ class _Read:
         ends = accumulate(self.sizes, initial=0)
         for item, whole, (begin, end) in zip(self.run, self.direct, pairwise(ends), strict=True):
             segment, key, out = item.entry.segment, item.entry.place.key, item.out
-            header, table_id, record = segment.header, segment.table_id, data[begin:end]
+            header, record = segment.header, data[begin:end]
             try:
                 if whole:
-                    check_page(header, table_id, key, record, out)
+                    check_page(header, key, record, out)
                 else:
-                    decode_record(header, table_id, segment.codec, key, record, out)
+                    decode_record(header, segment.codec, key, record, out)
             except FormatError as error:
                 bad.append(_Bad.of(item, error))
         return bad

@@ -98,7 +98,7 @@ class Recovery:
         except BaseException:
             files.close(fd)
             raise
-        return Segment(path, header, loaded.table_id, codec, loaded.end, fd=fd), loaded
+        return Segment(path, header, codec, loaded.end, fd=fd), loaded
 
     def _check(self, number: int, header: SegmentHeader) -> None:
         """Refuse a segment of another store.

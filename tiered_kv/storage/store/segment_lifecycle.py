@@ -90,7 +90,7 @@ class SegmentLifecycle:
                 if not is_full(error) or not self._others_give_way(size):
                     raise
             else:
-                return Segment(path, header, header.table_id, codec, header.header_bytes, fd=fd)
+                return Segment(path, header, codec, header.header_bytes, fd=fd)
 
     def _preallocate(self, fd: int, size: int) -> None:
         while True:
