@@ -17,9 +17,9 @@ from tiered_kv.codecs.base import Bytes, Codec, CodedPage, ElementType, EncodedP
 from tiered_kv.codecs.centred import CentredCodec
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.codecs.registry import parse
+from tiered_kv.codecs.training import MIN_SAMPLE
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.bundles import Bundles
-from tiered_kv.storage.store.page_writer import MIN_SAMPLE
 
 BF16 = PageFormat(ElementType.BF16, page_bytes=4096, tokens=16)
 SMALL = PageFormat(ElementType.OPAQUE, page_bytes=256, tokens=16)

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from tiered_kv.codecs.base import Bytes, Codec, CodedPage, EncodedPage
 from tiered_kv.codecs.scratch import Scratch
+from tiered_kv.codecs.training import CodecTraining
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.segment.format import payload_digest
-from tiered_kv.storage.store.page_writer import CodecTraining
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,6 @@ An order is reported once the store's call has returned, and not before: its slo
 for as long as the store may touch them.
 
 The thread never dies of an order: what fails is reported as failed.
-
-Pages of CPU memory on their way to a store: from slots of their own, or from bundles.
-
-The last write: pages that go down while the engine is ending, as many as the time allows.
 """
 
 from __future__ import annotations
@@ -44,90 +40,15 @@ from tiered_kv.orders import (
 )
 from tiered_kv.remote.breaker import Patience
 
-from .base import PageStore
+from .base import PageStore, put_present
 
 logger = logging.getLogger(__name__)
 
 LEAST_BYTES = 8 << 20
-"""Smallest write, bytes. The end may be late by the time it takes."""
-
-Put: TypeAlias = Callable[[Sequence[tuple[PageKey, int]]], tuple[frozenset[int], int]]
-"""Writes pages, given as key and place. Gives the indices of those that failed, and the number of
-pages that the store was asked to take."""
-
-
-def write_last(
-    put: Put,
-    last: Sequence[tuple[PageKey, int]],
-    deadline: float,
-    clock: Callable[[], float],
-    most: int,
-    page_bytes: int,
-) -> int:
-    """Write what the time allows; give the number of pages that are durable. Never raises.
-
-    A group under way is not given up: each is as large as half of the time left has room for, at
-    the speed of the one before.
-
-    Args:
-        last: pages as key and place, the most important first.
-        deadline: on ``clock``.
-        most: pages of a group.
-    """
-    least = min(most, max(1, LEAST_BYTES // page_bytes))
-    written = start = 0
-    step = least
-    try:
-        while start < len(last) and (began := clock()) < deadline:
-            group = last[start : start + step]
-            start += len(group)
-            failed, asked = put(group)
-            written += len(group) - len(failed)
-            if not asked:  # their bundles are gone, which says nothing of the store
-                continue
-            if len(failed) == len(group):
-                break
-            now = clock()
-            room = asked * (deadline - now) / (2 * max(now - began, 1e-6))
-            step = max(least, int(min(room, most)))
-    except Exception:
-        logger.exception("the last write to a tier ended early")
-    return written
-
+"""Smallest write of an engine that is ending, bytes. The end may be late by the time it takes."""
 
 ColdSource: TypeAlias = Callable[[PageKey, int], CodedPage | None]
 """Gives a compressed page by its key and place; None if it is not there, or damaged."""
-
-
-def put_pages(
-    store: PageStore,
-    pages: Sequence[tuple[PageKey, int]],
-    slots: NDArray[np.uint8],
-    cold_page: ColdSource,
-) -> tuple[frozenset[int], int]:
-    """Store pages, compressed ones as they are where the store can take them.
-
-    Args:
-        pages: their keys and places: slots, or below 0 places in bundles.
-        slots: the CPU pool's slots, uint8 ``[num_slots, page_bytes]``.
-
-    Returns:
-        Indices of those that are not stored; the number of pages that the store was given.
-    """
-    raw = [(i, key, slot) for i, (key, slot) in enumerate(pages) if slot >= 0]
-    places = [(i, key, slot) for i, (key, slot) in enumerate(pages) if slot < 0]
-    failed = set[int]()
-    if raw:
-        bad = store.put([(key, slots[slot]) for _, key, slot in raw])
-        failed.update(raw[i][0] for i in bad)
-    found = [(i, key, cold_page(key, place)) for i, key, place in places]
-    cold = [(i, key, coded) for i, key, coded in found if coded is not None]
-    failed.update(i for i, _, coded in found if coded is None)
-    if cold:
-        bad = store.put_coded([(key, coded) for _, key, coded in cold])
-        failed.update(cold[i][0] for i in bad)
-    return frozenset(failed), len(raw) + len(cold)
-
 
 GROUP_BYTES = 128 << 20
 """Size of a group of demoted pages, made durable together, bytes. A disk reaches its speed with it,
@@ -350,7 +271,7 @@ class IoThread:
         try:
             if discard:
                 self.store.clear()
-            return write_last(self._put, last, deadline, self._clock, self._group, self._page_bytes)
+            return self._write_last(last, deadline)
         except Exception:
             logger.exception("a store that nobody will find again could not be emptied")
             return 0
@@ -435,15 +356,14 @@ class IoThread:
         whole = up and self.store.group_bytes is None
         flight.done = stop = len(order.keys) if whole else start + self._group
         pages = list(zip(order.keys[start:stop], order.slots[start:stop], strict=True))
-        bad, asked, began = frozenset(range(len(pages))), up, time.perf_counter()
+        bad, asked, began = frozenset(range(len(pages))), int(up), time.perf_counter()
         try:
             if isinstance(order, PromoteOrder):
                 bad = self.store.get([(key, self._slots[slot]) for key, slot in pages])
             else:
                 if order.runs:
                     self.store.place(order.keys[start:stop], order.runs[start:stop])
-                bad, given = self._put(pages)
-                asked = given > 0
+                bad, asked = self._put(pages)
                 self._rest_until = time.monotonic() + self.store.rest_s
         finally:
             # Pages that are gone here, or a page that an error came of, say nothing of the store.
@@ -477,7 +397,49 @@ class IoThread:
         return True
 
     def _put(self, pages: Sequence[tuple[PageKey, int]]) -> tuple[frozenset[int], int]:
-        return put_pages(self.store, pages, self._slots, self._cold)
+        """Store pages, compressed ones as they are where the store can take them.
+
+        Args:
+            pages: their keys and places: slots, or below 0 places in bundles.
+
+        Returns:
+            Indices of those that are not stored; the number of pages that the store was given.
+        """
+        raw = [(key, self._slots[place]) if place >= 0 else None for key, place in pages]
+        failed = put_present(self.store.put, raw)
+        coded = [self._cold(key, place) if place < 0 else None for key, place in pages]
+        cold = [page and (key, page) for (key, _), page in zip(pages, coded, strict=True)]
+        failed &= put_present(self.store.put_coded, cold)
+        return failed, sum(item is not None for item in (*raw, *cold))
+
+    def _write_last(self, last: Sequence[tuple[PageKey, int]], deadline: float) -> int:
+        """Write what the time allows; give the number of pages that are durable. Never raises.
+
+        A group under way is not given up: each is as large as half of the time left has room for,
+        at the speed of the one before.
+
+        Args:
+            last: pages as key and place, the most important first.
+            deadline: on this thread's clock.
+        """
+        step = least = min(self._group, max(1, LEAST_BYTES // self._page_bytes))
+        written = start = 0
+        try:
+            while start < len(last) and (began := self._clock()) < deadline:
+                group = last[start : start + step]
+                start += len(group)
+                failed, asked = self._put(group)
+                written += len(group) - len(failed)
+                if not asked:  # their bundles are gone, which says nothing of the store
+                    continue
+                if len(failed) == len(group):
+                    break
+                now = self._clock()
+                room = asked * (deadline - now) / (2 * max(now - began, 1e-6))
+                step = max(least, int(min(room, self._group)))
+        except Exception:
+            logger.exception("the last write to a tier ended early")
+        return written
 
     def _report(self, order: StoreOrder, failed: frozenset[int], seconds: float) -> None:
         nbytes = (len(order.keys) - len(failed)) * int(self._slots.shape[1])

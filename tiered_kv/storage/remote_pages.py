@@ -25,6 +25,7 @@ from threading import Thread
 import xxhash
 
 from tiered_kv.codecs.base import Bytes, Codec, CodedPage, EncodedPage, PageFormat
+from tiered_kv.codecs.training import CodecTraining
 from tiered_kv.keys import PageKey
 from tiered_kv.remote.base import Outcome, Parts, RemoteKey, RemoteStore
 from tiered_kv.remote.page_record import (
@@ -36,7 +37,6 @@ from tiered_kv.remote.page_record import (
     pack_record,
     table_name,
 )
-from tiered_kv.storage.store.page_writer import CodecTraining
 
 from .base import Pages, PageStore, StoreSite
 

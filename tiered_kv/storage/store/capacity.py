@@ -25,7 +25,7 @@ from tiered_kv.storage.disk.files import FileLayer
 
 from .folders import begins_like_segment, segment_files, store_folders
 from .locks import LOCK_NAME
-from .options import StoreOptions
+from .options import StoreOptions, is_full
 
 FRESH_S = 1.0
 """Age at which the use of the disk is looked at again, seconds."""
@@ -57,7 +57,7 @@ class Outlook:
     """Room that a store may still allocate, bytes.
 
     Attributes:
-        segment: size of its next segment.
+        segment: size of its next segment, less than usual where the disk has little space.
         share: size of its share.
         owed: its share less what it has; below zero if it has more.
         room: part of that which it gets without others giving way.
@@ -97,7 +97,7 @@ class Capacity:
             OSError: the disk failed.
         """
         usage = self._measure()
-        size = self._segment(self._limit(usage))
+        size = self._options.segment_bytes_of(self._limit(usage))
         wanted = size if while_reclaiming else _wanted(usage, size)
         excess = usage.total + wanted - self._limit(usage)
         if excess > 0 and usage.dead:
@@ -147,20 +147,16 @@ class Capacity:
         """Note that a segment came or went, so that measurements are outdated."""
         self._usage_at = -math.inf
 
-    def refused(self) -> None:
-        """Note that the disk, or a quota of it, is full: there is no more room than is taken."""
-        self._refused = True
+    def failed(self, error: OSError) -> None:
+        """Record a failed write. If the disk, or a quota of it, is full, there is no more space
+        than is taken."""
+        self._refused |= is_full(error)
         self.changed()
 
     def granted(self) -> None:
         """Note that the disk gave room, or was given some back."""
         self._refused = False
         self.changed()
-
-    @property
-    def segment_bytes(self) -> int:
-        """Size of the next segment, bytes: less than usual where the disk has little room."""
-        return self.outlook().segment
 
     @property
     def limit(self) -> int:
@@ -171,7 +167,7 @@ class Capacity:
         """Room that this store may still allocate, measured at most a second ago."""
         usage = self._fresh()
         limit = usage.total if self._refused else self._limit(usage)
-        segment = self._segment(self._limit(usage))
+        segment = self._options.segment_bytes_of(self._limit(usage))
         share = self._share(usage.live, limit, segment)
         dead = 0 if self._refused else max(0, usage.dead - self._stuck)
         free = limit - usage.total + dead - _wanted(usage, segment)  # beside the next segment
@@ -191,9 +187,6 @@ class Capacity:
 
     def _limit(self, usage: Usage) -> int:
         return min(self._options.capacity_bytes, usage.total + usage.free)
-
-    def _segment(self, limit: int) -> int:
-        return self._options.segment_bytes_of(limit)
 
     def _share(self, live: int, limit: int, segment: int) -> int:
         return max(segment, (limit - _KEPT_FREE * segment) // max(1, live))

@@ -1,4 +1,4 @@
-"""Catalogue of a store: its segments, and the segment of each page.
+"""Catalogue of a store: its segments on disk, and the segment of each page.
 
 A segment whose last page goes is deleted, unless it is the active one. The active segment is
 the newest, if it has a writer; during a put the one before it may have one too.
@@ -17,11 +17,19 @@ from tiered_kv.storage.disk.files import Access
 from tiered_kv.storage.segment.format import FooterEntry, SegmentHeader
 from tiered_kv.storage.segment.writer import SegmentWriter
 
+from .capacity import Capacity
+from .folders import SEGMENT_NAME, SEGMENT_SUFFIX
 from .options import StoreContext
-from .segment_folder import SegmentFolder
 
 OPEN_FILES = 128
 """Number of segments that are kept open between calls."""
+LAST_NUMBER = 99_999_999
+"""Largest number of a segment, whose name has eight digits."""
+NEARLY_LAST_NUMBER = LAST_NUMBER - 10_000_000
+"""Largest number of a segment of an earlier process.
+
+No disk lives to see so many, and no process writes as many as lie between the two.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,20 +72,24 @@ class Entry:
 
 
 class Catalogue:
-    """The pages and segments of a store. Owns their descriptors.
+    """The pages and segments of a store. Owns the segments' files and descriptors.
 
     Attributes:
         pages: the live pages, the one written longest ago first; read only.
         segments: segments by number, oldest first; read only.
         stored_bytes: size of the live pages on disk, without headers and padding.
+        closed: True once ``close`` was called.
     """
 
-    def __init__(self, context: StoreContext, folder: SegmentFolder) -> None:
+    def __init__(self, context: StoreContext, capacity: Capacity) -> None:
         self.pages: dict[PageKey, Entry] = {}
         self.segments: dict[int, Segment] = {}
         self.stored_bytes = 0
+        self.closed = False
         self._context = context
-        self._folder = folder
+        self._capacity = capacity
+        self._doomed: list[Path] = []  # to be deleted, which did not work yet
+        self._unreadable: list[Path] = []  # perhaps only today
 
     @property
     def active(self) -> Segment | None:
@@ -132,7 +144,12 @@ class Catalogue:
         segment.writer = None
         self.close(segment)
         if self.segments.pop(segment.number, None) is not None:
-            self._folder.delete(segment.path)
+            self.delete_file(segment.path)
+
+    def delete_segments(self) -> None:
+        """Delete every segment with its pages."""
+        for segment in list(self.segments.values()):
+            self.delete(segment)
 
     def open(self, segment: Segment) -> int:
         """Open a segment for reading; the descriptor is valid until the next ``close_some``.
@@ -159,8 +176,75 @@ class Catalogue:
 
     def close_all(self) -> None:
         """Close all files and forget all pages; the files stay."""
+        self.closed = True
         for segment in self.segments.values():
             self.close(segment)
         self.segments.clear()
         self.pages.clear()
         self.stored_bytes = 0
+
+    # -- files --------------------------------------------------------------------
+
+    def path(self, number: int) -> Path:
+        return self._context.options.folder / f"{number:08}{SEGMENT_SUFFIX}"
+
+    def numbers(self) -> list[int]:
+        """Numbers of the segments in the folder, oldest first.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        names = self._context.files.names(self._context.options.folder)
+        return sorted(int(Path(name).stem) for name in names if SEGMENT_NAME.fullmatch(name))
+
+    def sync(self) -> None:
+        """Make durable what was created and deleted.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        self._context.files.sync_folder(self._context.options.folder)
+
+    def delete_file(self, path: Path) -> None:
+        """Delete a file, later if that fails now. A missing file is no error."""
+        try:
+            self._context.files.unlink(path)
+            self.sync()
+        except FileNotFoundError:
+            self._capacity.changed()
+        except OSError as error:
+            self._context.write_failed(f"{path} cannot be deleted", error)
+            self._doomed.append(path)
+            self._capacity.changed()
+        else:
+            self._capacity.granted()
+
+    def retry_deletions(self) -> None:
+        """Delete the files that could not be deleted before."""
+        doomed, self._doomed = self._doomed, []
+        for path in doomed:
+            self.delete_file(path)
+
+    def set_aside(self, path: Path) -> None:
+        """Keep a segment that cannot be read now, for as long as there is space for it."""
+        self._unreadable.append(path)
+
+    def delete_set_aside(self) -> bool:
+        """Delete the segments set aside; False if there are none."""
+        unreadable, self._unreadable = self._unreadable, []
+        for path in unreadable:
+            self.delete_file(path)
+        return bool(unreadable)
+
+    def delete_all(self) -> None:
+        """Delete every segment of the store, those that it could not read included, durably.
+
+        Raises:
+            OSError: some may be left.
+        """
+        self.delete_segments()
+        self._doomed = [self.path(number) for number in self.numbers()]
+        self.retry_deletions()
+        self.sync()
+        if self._doomed:
+            raise FileExistsError(f"{self._doomed[0]} cannot be deleted")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from tiered_kv.codecs.base import Bytes, Codec, PageFormat
+from tiered_kv.remote.breaker import Complaint
 from tiered_kv.storage.disk.aligned import BufferPool
 from tiered_kv.storage.disk.files import BLOCK, FileLayer
 from tiered_kv.storage.segment.format import MIN_PAGES, SEGMENT_BYTES, least_segment_bytes
@@ -124,27 +124,10 @@ logger = logging.getLogger(__name__)
 WRITE_BYTES = 4 << 20
 """Target size of one write, bytes."""
 
-_SAY_AGAIN_S = 600.0
-
 
 def is_full(error: OSError) -> bool:
     """Test an error: True if the disk, or a quota of it, has no room left."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-@dataclass(slots=True)
-class Seldom:
-    """Limits how often a message is logged."""
-
-    said_at: float = -math.inf
-
-    def due(self) -> bool:
-        """True if the message is to be logged now."""
-        now = time.monotonic()
-        if now - self.said_at < _SAY_AGAIN_S:
-            return False
-        self.said_at = now
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +145,14 @@ class StoreContext:
     direct: bool
     buffers: BufferPool
     threads: ThreadPoolExecutor
-    full: Seldom = field(default_factory=Seldom)
+    full: Complaint = field(default_factory=Complaint)
 
     def write_failed(self, what: str, error: OSError) -> None:
         """Count a failed write and log it: of a full disk, every ten minutes."""
         self.stats.write_errors += 1
         if not is_full(error):
             logger.warning("%s: %s", what, error)
-        elif self.full.due():
+        elif self.full.begins("", time.monotonic()):
             logger.warning("%s: %s; pages on SSD make room for new ones", what, error)
 
     def no_room(self, limit: int) -> None:
@@ -178,7 +161,7 @@ class StoreContext:
         It is logged every ten minutes, if the disk has room for no more than ``limit`` bytes.
         """
         self.stats.no_room += 1
-        if limit < self.options.capacity_bytes and self.full.due():
+        if limit < self.options.capacity_bytes and self.full.begins("", time.monotonic()):
             logger.warning(
                 "the disk of %s has room for %.3g GiB of pages, not for TIERED_KV_SSD_GIB; pages "
                 "on SSD make room for new ones",

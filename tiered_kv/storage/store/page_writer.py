@@ -1,7 +1,4 @@
-"""Writes of pages: encoded on several threads, written in large writes, durable together.
-
-Training of the codec of new pages, on the first of them.
-"""
+"""Writes of pages: encoded on several threads, written in large writes, durable together."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from functools import partial
 from itertools import islice
 
 from tiered_kv.codecs.base import Bytes, Codec, EncodedPage
+from tiered_kv.codecs.training import CodecTraining
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.segment.format import MAX_KEY_BYTES, MIN_KEY_BYTES, seconds_now
 from tiered_kv.storage.segment.packing import Batch, PageToWrite, batch_in_place, pack_batch
@@ -23,63 +21,6 @@ from .options import WRITE_BYTES, StoreContext
 from .segment_lifecycle import SegmentLifecycle
 
 logger = logging.getLogger(__name__)
-
-MIN_SAMPLE = 16
-MAX_SAMPLE = 64
-"""Numbers of pages that a codec is trained on."""
-
-
-class CodecTraining:
-    """Trains a codec once.
-
-    Attributes:
-        codec: codec for new pages.
-        wanted: True if the codec would learn from pages.
-    """
-
-    def __init__(self, codec: Codec) -> None:
-        self.codec = codec
-        self.wanted = codec.wants_training
-        self._samples: list[Bytes] = []
-
-    def adopt(self, other: Codec) -> bool:
-        """Take a codec that somebody else has trained, if one is wanted and this would serve.
-
-        Returns:
-            True if pages encoded from now on need its table.
-        """
-        own = self.codec
-        alike = (other.name, other.page_format) == (own.name, own.page_format)
-        if not self.wanted or not alike or other.wants_training:
-            return False
-        self.wanted = False
-        self._samples = []
-        self.codec = other
-        return True
-
-    def see(self, pages: Sequence[Bytes]) -> bool:
-        """Train on these pages and those seen before, or keep copies until there are enough.
-
-        Returns:
-            True if pages encoded from now on need another table.
-        """
-        sample = [*self._samples, *pages][:MAX_SAMPLE]
-        if len(sample) < MIN_SAMPLE:
-            self._samples += [page.copy() for page in pages]
-            return False
-        self.wanted = False
-        self._samples = []
-        try:
-            trained = self.codec.trained(sample)
-        except Exception:
-            logger.exception("the codec cannot be trained; pages are stored without that")
-            return False
-        before, self.codec = self.codec, trained
-        return trained.table != before.table
-
-    def forget(self) -> None:
-        """Drop the copies: no page seen so far may be learnt from."""
-        self._samples.clear()
 
 
 class PageWriter:
@@ -100,6 +41,9 @@ class PageWriter:
 
     def put(self, pages: Sequence[tuple[PageKey, Bytes | EncodedPage]]) -> frozenset[int]:
         """See ``SegmentStore.put``. Pages that are encoded already are of the codec of new ones."""
+        if self._catalogue.closed:
+            self._context.stats.pages_refused += len(pages)
+            return frozenset(range(len(pages)))
         last = {key: i for i, (key, _) in enumerate(pages)}
         now = seconds_now()
         is_page = self._context.options.is_page

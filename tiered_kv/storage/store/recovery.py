@@ -18,9 +18,8 @@ from tiered_kv.storage.disk.files import Access
 from tiered_kv.storage.segment.format import FormatError, SegmentHeader
 from tiered_kv.storage.segment.loader import LoadedSegment, load_segment
 
-from .catalogue import Catalogue, Segment
+from .catalogue import NEARLY_LAST_NUMBER, Catalogue, Segment
 from .options import StoreContext
-from .segment_folder import NEARLY_LAST_NUMBER, SegmentFolder
 from .segment_lifecycle import SegmentLifecycle
 
 logger = logging.getLogger(__name__)
@@ -35,13 +34,11 @@ class Recovery:
     def __init__(
         self,
         context: StoreContext,
-        folder: SegmentFolder,
         catalogue: Catalogue,
         lifecycle: SegmentLifecycle,
         codec_from: CodecFrom,
     ) -> None:
         self._context = context
-        self._folder = folder
         self._catalogue = catalogue
         self._lifecycle = lifecycle
         self._codec_from = codec_from
@@ -53,18 +50,18 @@ class Recovery:
             OSError: the folder cannot be read.
         """
         unsealed = []
-        for number in self._folder.numbers():
-            path = self._folder.path(number)
+        for number in self._catalogue.numbers():
+            path = self._catalogue.path(number)
             try:
                 segment, loaded = self._load(path, number)
             except FormatError as error:
                 logger.warning("%s is deleted: %s", path, error)
                 self._context.stats.segments_bad += 1
-                self._folder.delete(path)
+                self._catalogue.delete_file(path)
             except Exception as error:  # nothing says that its pages are bad
                 logger.warning("%s cannot be read: %s", path, error)
                 self._context.stats.segments_bad += 1
-                self._folder.set_aside(path)
+                self._catalogue.set_aside(path)
             else:
                 self._catalogue.add(segment)
                 self._catalogue.insert(segment, loaded.entries)
@@ -74,8 +71,7 @@ class Recovery:
             logger.warning(
                 "%s begins anew: its segments have run out of numbers", self._context.options.folder
             )
-            for segment in list(self._catalogue.segments.values()):
-                self._catalogue.delete(segment)
+            self._catalogue.delete_segments()
             self._lifecycle.begin_anew()
         for segment in list(self._catalogue.segments.values()):
             if segment in unsealed or not segment.live:

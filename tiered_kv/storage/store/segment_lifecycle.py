@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
 
 from tiered_kv.codecs.base import Codec
 from tiered_kv.storage.disk.files import Access
@@ -11,10 +14,11 @@ from tiered_kv.storage.segment.format import SegmentHeader, seconds_now
 from tiered_kv.storage.segment.writer import SegmentWriter, write_footer
 
 from .capacity import Capacity
-from .catalogue import Catalogue, Segment
+from .catalogue import LAST_NUMBER, NEARLY_LAST_NUMBER, Catalogue, Segment
 from .locks import StoreLock, root_locked
 from .options import StoreContext, is_full
-from .segment_folder import LAST_NUMBER, SegmentFolder
+
+_T = TypeVar("_T")
 
 
 class SegmentLifecycle:
@@ -30,24 +34,24 @@ class SegmentLifecycle:
     def __init__(
         self,
         context: StoreContext,
-        folder: SegmentFolder,
         catalogue: Catalogue,
         capacity: Capacity,
         lock: StoreLock,
     ) -> None:
         self._context = context
-        self._folder = folder
         self._catalogue = catalogue
         self._capacity = capacity
         self._lock = lock
-        self._next_number = folder.next_number()
+        # A number that no segment lives to have does not count.
+        numbers = [number for number in catalogue.numbers() if number <= NEARLY_LAST_NUMBER]
+        self._next_number = max(numbers, default=0) + 1
 
     def begin(self, codec: Codec, *, while_reclaiming: bool) -> Segment | None:
         """Begin a segment where none is active; None if there is no room, or the disk failed."""
         context = self._context
         segment: Segment | None = None
         try:
-            self._folder.retry()
+            self._catalogue.retry_deletions()
             if not self._lock.held:
                 raise FileNotFoundError(f"{self._lock.path} was removed")
             with root_locked(context.options.root):
@@ -55,52 +59,51 @@ class SegmentLifecycle:
                 if size is None:
                     context.no_room(self._capacity.limit)
                     return None
-                segment = self._create(codec, size)
-                assert segment.fd is not None
-                self._preallocate(segment.fd, size)
-            named = context.threads.submit(self._folder.sync)
+                segment = self._with_room(size, lambda: self._create(codec))
+                fd = self._catalogue.open(segment)
+                self._with_room(size, lambda: context.files.preallocate(fd, size))
+            named = context.threads.submit(self._catalogue.sync)
             segment.writer = SegmentWriter(
-                context.files, segment.fd, segment.header, size, context.buffers, named
+                context.files, fd, segment.header, size, context.buffers, named
             )
             segment.writer.begin()
         except OSError as error:
-            self._failed("a segment cannot be created", error)
+            context.write_failed("a segment cannot be created", error)
             if segment is not None:
                 self._catalogue.close(segment)
-                self._folder.delete(segment.path)
-            if is_full(error):
-                self._capacity.refused()
+                self._catalogue.delete_file(segment.path)
+            self._capacity.failed(error)
             return None
         self._capacity.granted()
         self._lock.touch()
         self._catalogue.add(segment)
         return segment
 
-    def _create(self, codec: Codec, size: int) -> Segment:
+    def _create(self, codec: Codec) -> Segment:
         """Create a file, under the next number that is free."""
         while True:
             header = self._header(codec)
-            path = self._folder.path(header.number)
+            path = self._catalogue.path(header.number)
             self._next_number += 1
-            try:
+            with suppress(FileExistsError):  # something that is none of our segments
                 fd = self._context.files.open(path, Access.CREATE, direct=self._context.direct)
-            except FileExistsError:
-                continue  # something that is none of our segments
-            except OSError as error:
-                if not is_full(error) or not self._others_give_way(size):
-                    raise
-            else:
                 return Segment(path, header, codec, header.header_bytes, fd=fd)
 
-    def _preallocate(self, fd: int, size: int) -> None:
+    def _with_room(self, nbytes: int, act: Callable[[], _T]) -> _T:
+        """Do what takes ``nbytes`` of the disk. If the disk has less space than it was thought to
+        have, other stores' segments are deleted for it.
+
+        Raises:
+            OSError: it failed, or nothing is left that could be deleted.
+        """
         while True:
             try:
-                self._context.files.preallocate(fd, size)
+                return act()
             except OSError as error:
-                if not is_full(error) or not self._others_give_way(size):
+                if not is_full(error) or not (
+                    self._capacity.delete_dead(nbytes) or self._catalogue.delete_set_aside()
+                ):
                     raise
-            else:
-                return
 
     def begin_anew(self) -> None:
         """Number segments from the first again: the store was emptied as it ran out of numbers."""
@@ -125,24 +128,15 @@ class SegmentLifecycle:
 
     def _make_room(self, while_reclaiming: bool) -> int | None:
         size = self._capacity.make_room(while_reclaiming=while_reclaiming)
-        if size is None and self._folder.delete_set_aside():
+        if size is None and self._catalogue.delete_set_aside():
             return self._capacity.make_room(while_reclaiming=while_reclaiming)
         return size
 
-    def _others_give_way(self, nbytes: int) -> bool:
-        """Make room that the disk was thought to have; False if there is nothing that could go."""
-        return self._capacity.delete_dead(nbytes) or self._folder.delete_set_aside()
-
     def fail(self, segment: Segment, error: OSError) -> None:
         """Retire a segment of which a write failed: nothing may follow what may be torn."""
-        self._failed(f"pages cannot be written to {segment.path}", error)
+        self._context.write_failed(f"pages cannot be written to {segment.path}", error)
         self.seal(segment)
-        if is_full(error):
-            self._capacity.refused()
-
-    def _failed(self, what: str, error: OSError) -> None:
-        self._context.write_failed(what, error)
-        self._capacity.changed()
+        self._capacity.failed(error)
 
     def seal(self, segment: Segment) -> None:
         """Give a segment its footer, or delete it if it is of no use.

@@ -7,9 +7,9 @@ sealed with a footer and never changes again: room comes from deleting whole seg
 owner deciding (``proposal``, ``reclaim``) which of their pages are worth writing once more.
 Nothing is ever appended to a segment of an earlier process.
 
-``put`` and ``get`` use threads of the store's own. Its parts: ``catalogue`` (the segment of each
-page), ``page_writer``, ``page_reader``, ``segment_lifecycle`` (segments begin and are sealed),
-``reclaimer``, ``recovery``.
+``put`` and ``get`` use threads of the store's own. Its parts: ``catalogue`` (the segments, and the
+segment of each page), ``page_writer``, ``page_reader``, ``segment_lifecycle`` (segments begin and
+are sealed), ``recovery``.
 """
 
 from __future__ import annotations
@@ -22,27 +22,29 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tiered_kv.codecs.base import Bytes, Codec, CodedPage, EncodedPage
+from tiered_kv.codecs.training import CodecTraining
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import Proposal
 from tiered_kv.plain_files import check_owner
 from tiered_kv.storage.base import PageStore, put_present
-from tiered_kv.storage.disk.aligned import BufferPool
+from tiered_kv.storage.disk.aligned import BufferPool, aligned_bytes
 from tiered_kv.storage.disk.files import BLOCK, FileLayer, RealFiles, takes_direct
+from tiered_kv.storage.segment.format import MIN_PAGES
+from tiered_kv.storage.segment.packing import PageToWrite
 
-from .capacity import Capacity
-from .catalogue import Catalogue
+from .capacity import Capacity, Outlook
+from .catalogue import Catalogue, Segment
 from .locks import StoreError, StoreLock, root_locked
 from .options import WRITE_BYTES, StoreContext, StoreOptions, StoreStats, is_full
 from .page_reader import PageReader
-from .page_writer import CodecTraining, PageWriter
-from .reclaimer import Reclaimer
+from .page_writer import PageWriter
 from .recovery import CodecFrom, Recovery
-from .segment_folder import SegmentFolder
 from .segment_lifecycle import SegmentLifecycle
 
 logger = logging.getLogger(__name__)
 
 _TOUCH_S = 60.0
+_MOVE_BYTES = 8 << 20
 
 
 class SegmentStore(PageStore):
@@ -78,7 +80,6 @@ class SegmentStore(PageStore):
         files = files or RealFiles()
         self.options = options
         self.stats = StoreStats()
-        self._closed = False
         self._training = CodecTraining(codec)
         self._capacity = capacity = Capacity(files, options)
         try:
@@ -87,20 +88,15 @@ class SegmentStore(PageStore):
                 undo.callback(self._lock.release)
                 context = _context(options, self.stats, files, self._lock.path)
                 self.direct = context.direct
-                self._folder = folder = SegmentFolder(context, capacity)
-                self._catalogue = catalogue = Catalogue(context, folder)
+                self._catalogue = catalogue = Catalogue(context, capacity)
                 undo.callback(catalogue.close_all)
                 undo.callback(context.threads.shutdown)
                 self._lifecycle = lifecycle = SegmentLifecycle(
-                    context, folder, catalogue, capacity, self._lock
+                    context, catalogue, capacity, self._lock
                 )
                 self._reader = PageReader(context, catalogue)
                 self._writer = PageWriter(context, catalogue, lifecycle, self._training)
-                self._reclaimer = Reclaimer(
-                    context, catalogue, capacity, self._reader, self._writer
-                )
-                recovery = Recovery(context, folder, catalogue, lifecycle, codec_from)
-                recovery.run()
+                Recovery(context, catalogue, lifecycle, codec_from).run()
                 for segment in reversed(catalogue.segments.values()):
                     if self._training.adopt(segment.codec):
                         break
@@ -170,7 +166,7 @@ class SegmentStore(PageStore):
             Indices of the pages that are not stored, because the disk failed, there is no room
             (see ``proposal``) or the store is closed.
         """
-        return self._put(pages)
+        return self._writer.put(pages)
 
     def put_coded(self, pages: Sequence[tuple[PageKey, CodedPage]]) -> frozenset[int]:
         """Store pages that are encoded already, as they are if that is how new pages are.
@@ -185,17 +181,11 @@ class SegmentStore(PageStore):
         for i, (key, coded) in enumerate(pages):
             page = coded.page if i in kept else coded.decoded()
             as_stored.append(None if page is None else (key, page))
-        failed = put_present(self._put, as_stored)
+        failed = put_present(self._writer.put, as_stored)
         recoded = {i for i, codec in enumerate(codecs) if codec is not None and i not in kept}
         self.stats.pages_kept_coded += len(kept - failed)
         self.stats.pages_recoded += len(recoded - failed)
         return failed
-
-    def _put(self, pages: Sequence[tuple[PageKey, Bytes | EncodedPage]]) -> frozenset[int]:
-        if self._closed:
-            self.stats.pages_refused += len(pages)
-            return frozenset(range(len(pages)))
-        return self._writer.put(pages)
 
     def get(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
         """Read pages. Those that turn out bad are absent from then on."""
@@ -221,7 +211,7 @@ class SegmentStore(PageStore):
     @property
     def segment_bytes(self) -> int:
         """Size of the next segment, bytes."""
-        return self._capacity.segment_bytes
+        return self._capacity.outlook().segment
 
     @property
     def group_bytes(self) -> int:
@@ -232,9 +222,24 @@ class SegmentStore(PageStore):
         """Segment that should die next; None if there is room.
 
         There is room while about two segments' worth is left and the store has no more than its
-        share.
+        share. The victim is the segment with the fewest live bytes if more than half of it is dead,
+        else the oldest. The active one dies only if it is full, and there is no other.
         """
-        return None if self._closed else self._reclaimer.proposal()
+        victim = None if self._catalogue.closed else self._victim()
+        if victim is None:
+            return None
+        return Proposal(victim.number, tuple(place.key for place in victim.places()))
+
+    def _victim(self) -> Segment | None:
+        outlook, active = self._capacity.outlook(), self._catalogue.active
+        left = active.writer.room if active is not None and active.writer is not None else 0
+        if not _is_short(outlook, left):
+            return None
+        sealed = [s for s in self._catalogue.segments.values() if s.writer is None]
+        if not sealed:
+            return active if left < outlook.segment // MIN_PAGES else None
+        emptiest = min(sealed, key=lambda segment: segment.live_bytes)
+        return emptiest if 2 * emptiest.live_bytes < emptiest.end else sealed[0]
 
     def reclaim(self, segment: int, survivors: Collection[PageKey]) -> list[PageKey]:
         """Delete a segment after writing those of its pages that survive once more.
@@ -243,7 +248,29 @@ class SegmentStore(PageStore):
             Pages that are gone: all others, and survivors that could not be written. As with
             ``drop``, the next process may find one again, in an older record.
         """
-        return self._reclaimer.reclaim(segment, survivors)
+        victim = self._catalogue.segments.get(segment)
+        if victim is None:
+            return []
+        victim.writer = None  # survivors go elsewhere
+        keys = [place.key for place in victim.places()]
+        surviving = set(survivors)
+        moving = [key for key in keys if key in surviving]
+        per_batch = max(1, _MOVE_BYTES // self.options.page_format.page_bytes)
+        for start in range(0, len(moving), per_batch):
+            self._rewrite(moving[start : start + per_batch])
+        self._catalogue.delete(victim)
+        return [key for key in keys if key not in self._catalogue.pages]
+
+    def _rewrite(self, keys: Sequence[PageKey]) -> None:
+        """Write pages once more, with the codec of new pages. Damaged pages are dropped."""
+        written = [self._catalogue.pages[key].place.written for key in keys]
+        nbytes = len(keys) * self.options.page_format.page_bytes
+        pages = aligned_bytes(nbytes)[:nbytes].reshape(len(keys), -1)
+        bad = self._reader.get(list(zip(keys, pages, strict=True)))
+        items = [
+            PageToWrite(i, key, pages[i], written[i]) for i, key in enumerate(keys) if i not in bad
+        ]
+        self._writer.append(items, while_reclaiming=True)
 
     # -- the end ------------------------------------------------------------------
 
@@ -254,13 +281,11 @@ class SegmentStore(PageStore):
             StoreError: some may be left. The store is empty nonetheless, but the next process
                 could find them.
         """
-        if self._closed:
+        if self._catalogue.closed:
             raise StoreError("a closed store cannot be cleared: open it first")
         self._training.forget()
-        for segment in list(self._catalogue.segments.values()):
-            self._catalogue.delete(segment)
         try:
-            self._folder.delete_all()
+            self._catalogue.delete_all()
         except OSError as error:
             raise StoreError(
                 f"pages of before the reset may be left in {self.options.folder} ({error}): "
@@ -269,10 +294,20 @@ class SegmentStore(PageStore):
 
     def close(self) -> None:
         """Seal the active segment, stop the threads and unlock."""
-        self._closed = True
         with self._resources:
             if (active := self._catalogue.active) is not None:
                 self._lifecycle.seal(active)
+
+
+def _is_short(outlook: Outlook, left: int) -> bool:
+    """True if a store must make room, whose active segment has ``left`` bytes left."""
+    segment = outlook.segment
+    enough = 2 * segment if outlook.share >= 8 * segment else segment
+    if outlook.owed >= enough:
+        # Others have what is due to this store, and are told to give way: it gives way itself only
+        # when it can write nothing at all.
+        return outlook.blocked and left < segment // MIN_PAGES
+    return outlook.room // segment * segment + left < enough  # only whole segments are of use
 
 
 def _begin(options: StoreOptions, files: FileLayer, capacity: Capacity) -> StoreLock:

@@ -1,0 +1,67 @@
+"""Training of the codec of new pages, on the first of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from .base import Bytes, Codec
+
+logger = logging.getLogger(__name__)
+
+MIN_SAMPLE = 16
+MAX_SAMPLE = 64
+"""Numbers of pages that a codec is trained on."""
+
+
+class CodecTraining:
+    """Trains the codec of new pages once, on the first of them.
+
+    Attributes:
+        codec: codec of new pages.
+        wanted: True until the codec is trained, if it wants training.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self.wanted = codec.wants_training
+        self._samples: list[Bytes] = []
+
+    def adopt(self, other: Codec) -> bool:
+        """Use a codec that was trained elsewhere, if training is wanted and the codec fits.
+
+        Returns:
+            True if pages encoded from now on need its table.
+        """
+        own = self.codec
+        alike = (other.name, other.page_format) == (own.name, own.page_format)
+        if not self.wanted or not alike or other.wants_training:
+            return False
+        self.wanted = False
+        self._samples = []
+        self.codec = other
+        return True
+
+    def see(self, pages: Sequence[Bytes]) -> bool:
+        """Train on these pages and those seen before, or keep copies until there are enough.
+
+        Returns:
+            True if pages encoded from now on need another table.
+        """
+        sample = [*self._samples, *pages][:MAX_SAMPLE]
+        if len(sample) < MIN_SAMPLE:
+            self._samples += [page.copy() for page in pages]
+            return False
+        self.wanted = False
+        self._samples = []
+        try:
+            trained = self.codec.trained(sample)
+        except Exception:
+            logger.exception("the codec cannot be trained; pages are stored without that")
+            return False
+        before, self.codec = self.codec, trained
+        return trained.table != before.table
+
+    def forget(self) -> None:
+        """Drop the copies: the codec must not be trained on any page seen so far."""
+        self._samples.clear()
