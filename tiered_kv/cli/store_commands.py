@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.admin.discovery import StoreInfo
 from tiered_kv.storage.admin.export import export
 from tiered_kv.storage.admin.gc import (
     Selection,
@@ -21,7 +20,13 @@ from tiered_kv.storage.admin.gc import (
     holder_of,
     leftovers,
 )
-from tiered_kv.storage.admin.inventory import Inventory, find_stores, is_root, take_inventory
+from tiered_kv.storage.admin.inventory import (
+    Inventory,
+    StoreInfo,
+    find_stores,
+    is_root,
+    take_inventory,
+)
 from tiered_kv.storage.admin.verify import VerifyResult, verify_store
 from tiered_kv.storage.segment.format import MAX_KEY_BYTES, MIN_KEY_BYTES
 from tiered_kv.storage.store.locks import StoreError

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tiered_kv.storage.admin.discovery import StoreInfo
 from tiered_kv.storage.admin.gc import holder_of
-from tiered_kv.storage.admin.inventory import Inventory
+from tiered_kv.storage.admin.inventory import Inventory, StoreInfo
 from tiered_kv.storage.admin.verify import BadPage
 
 from .terminal import age, size

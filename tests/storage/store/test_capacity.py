@@ -15,7 +15,7 @@ import pytest
 
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.messages import Proposal
-from tiered_kv.storage.admin.discovery import Listing, list_stores
+from tiered_kv.storage.admin.inventory import Listing, list_stores
 from tiered_kv.storage.segment.format import FormatError
 from tiered_kv.storage.store.folders import StoreFolders, store_folders
 from tiered_kv.storage.store.locks import LOCK_NAME, StoreBusyError, root_locked

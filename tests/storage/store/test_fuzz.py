@@ -12,7 +12,7 @@ import pytest
 
 from tiered_kv.codecs.base import Codec, PageFormat
 from tiered_kv.codecs.raw import RawCodec
-from tiered_kv.storage.admin.discovery import list_stores
+from tiered_kv.storage.admin.inventory import list_stores
 from tiered_kv.storage.disk.files import BLOCK
 from tiered_kv.storage.segment.format import FormatError
 from tiered_kv.storage.store.options import StoreOptions

@@ -16,13 +16,13 @@ import xxhash
 
 from tiered_kv.codecs.base import Bytes, CodecError, EncodedPage
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.disk.aligned import aligned_bytes
-from tiered_kv.storage.disk.files import RealFiles, read_exactly
+from tiered_kv.plain_files import opened
+from tiered_kv.storage.disk.files import RealFiles
 from tiered_kv.storage.segment.format import FormatError
-from tiered_kv.storage.segment.record import open_record
+from tiered_kv.storage.segment.record import open_record, read_blocks
 from tiered_kv.storage.store.locks import StoreError
 
-from .inventory import Inventory, Place, codec_of, opened
+from .inventory import Inventory, Place, codec_of
 
 MANIFEST = "manifest.json"
 
@@ -95,9 +95,8 @@ def export(
 
 def _read(place: Place) -> tuple[EncodedPage, Bytes]:
     loaded, entry = place.segment.loaded, place.entry
-    stored = aligned_bytes(entry.nbytes).data[: entry.nbytes]
     with opened(place.segment.path) as fd:
-        read_exactly(RealFiles(), fd, [stored], entry.offset)
+        stored = read_blocks(RealFiles(), fd, entry.offset, entry.nbytes)
         RealFiles().uncache(fd, entry.offset, entry.nbytes)
     _, encoded = open_record(loaded.header, entry.key, stored)
     page = np.empty(loaded.header.page_format.page_bytes, np.uint8)
@@ -114,7 +113,7 @@ def _write(
     stored: bool,
 ) -> dict[str, object]:
     """Manifest entry of a page."""
-    header, entry = place.segment.header, place.entry
+    header, entry = place.segment.loaded.header, place.entry
     folder = out / inventory.info.fingerprint.hex() / inventory.info.path.name
     folder.mkdir(parents=True, exist_ok=True)
     contents = {"file": (f"{entry.key.hex()}.page", page.data)}

@@ -21,7 +21,7 @@ from tiered_kv.storage.disk.files import RealFiles
 from tiered_kv.storage.store.folders import FINGERPRINT_NAME, PLACE_NAME, SEGMENT_NAME
 from tiered_kv.storage.store.locks import LOCK_NAME, StoreBusyError, StoreLock, root_locked
 
-from .discovery import StoreInfo
+from .inventory import StoreInfo
 
 LEFTOVER_S = 60.0
 """Age at which probe files and empty folders are abandoned, seconds. A start takes one or two."""

@@ -1,4 +1,4 @@
-"""Inventory of the stores under a path, read from their segments alone.
+"""Stores under a path, and their contents as their segments alone tell them.
 
 Takes no lock and writes nothing: a store may be in use, and gain and lose segments meanwhile.
 """
@@ -6,21 +6,87 @@ Takes no lock and writes nothing: a store may be in use, and gain and lose segme
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tiered_kv.codecs.base import Codec, CodecError
 from tiered_kv.codecs.registry import codec_name, from_table
+from tiered_kv.file_lock import is_locked, read_owner
 from tiered_kv.keys import PageKey
-from tiered_kv.storage.disk.files import Access, RealFiles
+from tiered_kv.plain_files import opened
+from tiered_kv.storage.disk.files import RealFiles
 from tiered_kv.storage.segment.format import FooterEntry, FormatError, SegmentHeader, footer_bytes
 from tiered_kv.storage.segment.loader import BlankSegment, LoadedSegment, load_segment
-from tiered_kv.storage.store.folders import FINGERPRINT_NAME
+from tiered_kv.storage.store.folders import FINGERPRINT_NAME, segment_files, store_folders
 from tiered_kv.storage.store.locks import CAPACITY_LOCK, LOCK_NAME, StoreError
 
-from .discovery import Listing, StoreInfo, list_stores
+
+@dataclass(frozen=True, slots=True)
+class StoreInfo:
+    """A store under a root.
+
+    Attributes:
+        locked: True if a process has it open.
+        holder: description of that process, or of the last one; empty if unknown.
+        last_use: time of last use, seconds since 1970.
+        segments: paths of its segments, oldest first.
+        nbytes: size of its segments on disk, bytes.
+    """
+
+    path: Path
+    fingerprint: bytes
+    replica: int
+    rank: int
+    locked: bool
+    holder: Mapping[str, object]
+    last_use: float
+    segments: tuple[Path, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The stores under a root, the most recently used one last.
+
+    Attributes:
+        odd: reasons for skipping paths that are named like a store or a segment, by path.
+    """
+
+    stores: list[StoreInfo]
+    odd: dict[Path, str]
+
+
+def list_stores(root: Path) -> Listing:
+    """List every store under a root."""
+    folders = store_folders(root)
+    stores, odd = [], dict(folders.odd)
+    for folder in folders.paths:
+        found, lock = segment_files(folder), folder / LOCK_NAME
+        odd |= found.odd
+        if folder in found.odd:
+            continue
+        replica, rank = (int(number) for number in folder.name.split("-"))
+        try:
+            stores.append(
+                StoreInfo(
+                    path=folder,
+                    fingerprint=bytes.fromhex(folder.parent.name),
+                    replica=replica,
+                    rank=rank,
+                    locked=is_locked(lock),
+                    holder=read_owner(lock),
+                    last_use=lock.lstat().st_mtime,
+                    segments=tuple(found.sizes),
+                    nbytes=found.nbytes,
+                )
+            )
+        except FileNotFoundError:
+            continue  # it vanished meanwhile
+        except OSError as error:
+            odd[lock] = error.strerror or str(error)
+    return Listing(sorted(stores, key=lambda store: store.last_use), odd)
 
 
 def find_stores(path: Path) -> Listing:
@@ -61,19 +127,15 @@ def _root_of(path: Path) -> Path:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """A readable segment.
-
-    Attributes:
-        codec_name: name of its pages' codec; the id of one that has no name here.
-    """
+    """A readable segment."""
 
     path: Path
     loaded: LoadedSegment
-    codec_name: str
 
     @property
-    def header(self) -> SegmentHeader:
-        return self.loaded.header
+    def codec_name(self) -> str:
+        """Name of its pages' codec; the id of one that has no name here."""
+        return codec_name(self.loaded.header.codec_id, self.loaded.header.table)
 
     @property
     def records_end(self) -> int:
@@ -105,7 +167,7 @@ class Inventory:
     """
 
     info: StoreInfo
-    segments: Sequence[Segment]
+    segments: list[Segment]
     unreadable: dict[Path, str]
     pages: dict[PageKey, Place]
 
@@ -117,18 +179,19 @@ class Inventory:
     @property
     def raw_bytes(self) -> int:
         """Size of the decoded pages, bytes."""
-        return sum(place.segment.header.page_format.page_bytes for place in self.pages.values())
+        headers = (place.segment.loaded.header for place in self.pages.values())
+        return sum(header.page_format.page_bytes for header in headers)
 
     @property
     def dead_bytes(self) -> int:
         """Size of superseded records in live segments, bytes."""
-        records = sum(one.records_end - one.header.header_bytes for one in self.segments)
+        records = sum(one.records_end - one.loaded.header.header_bytes for one in self.segments)
         return records - sum(place.entry.nbytes for place in self.pages.values())
 
     @property
     def ranks(self) -> int:
         """Number of the engine's ranks, from its newest segment; 0 without one."""
-        return self.segments[-1].header.ranks if self.segments else 0
+        return self.segments[-1].loaded.header.ranks if self.segments else 0
 
     @property
     def codecs(self) -> list[str]:
@@ -138,27 +201,34 @@ class Inventory:
 
 def take_inventory(info: StoreInfo) -> Inventory:
     """Read a store's contents. Segments that vanish meanwhile are left out."""
-    segments: list[Segment] = []
-    unreadable: dict[Path, str] = {}
-    pages: dict[PageKey, Place] = {}
+    found = Inventory(info, [], {}, {})
     for path in info.segments:
-        try:
-            segment = load(info, path)
-        except (FileNotFoundError, BlankSegment):
-            continue
-        except (OSError, FormatError) as error:
-            unreadable[path] = str(error)
-            continue
-        segments.append(segment)
-        for entry in segment.loaded.entries:
-            pages.pop(entry.key, None)
-            pages[entry.key] = Place(segment, entry)
-    return Inventory(info, segments, unreadable, pages)
+        with faults_noted(path, found.unreadable):
+            with opened_segment(info, path) as (_, loaded):
+                found.segments.append(segment := Segment(path, loaded))
+            for entry in loaded.entries:
+                found.pages.pop(entry.key, None)
+                found.pages[entry.key] = Place(segment, entry)
+    return found
 
 
-def load(info: StoreInfo, path: Path) -> Segment:
-    """Load a segment of a store. As it may be created, written or sealed meanwhile, it is damaged
-    only if two reads find it so.
+@contextmanager
+def faults_noted(path: Path, faults: dict[Path, str]) -> Iterator[None]:
+    """Note the error that ends the reading of a segment. A segment that has vanished, or has no
+    header yet, has no fault."""
+    try:
+        yield
+    except (FileNotFoundError, BlankSegment):
+        pass
+    except (OSError, FormatError) as error:
+        faults[path] = str(error)
+
+
+@contextmanager
+def opened_segment(info: StoreInfo, path: Path) -> Iterator[tuple[int, LoadedSegment]]:
+    """Open a segment of a store for reading through the page cache, and load its contents.
+
+    As it may be written or sealed meanwhile, it is damaged only if two reads find it so.
 
     Raises:
         BlankSegment: it has no header yet.
@@ -166,34 +236,22 @@ def load(info: StoreInfo, path: Path) -> Segment:
         OSError: the disk failed, or the segment is gone.
     """
     before = None
-    while True:
-        try:
-            return _load(info, path)
-        except BlankSegment:
-            raise
-        except (OSError, FormatError):
-            now = size_of(path)
-            if now == before:  # else it was sealed just now, and has another end
-                raise
-            before = now
-
-
-def _load(info: StoreInfo, path: Path) -> Segment:
     with opened(path) as fd:
-        loaded = load_segment(RealFiles(), fd)
-    header = loaded.header
-    found = (header.fingerprint, header.replica, header.rank, f"{header.number:08}")
-    if found != (info.fingerprint, info.replica, info.rank, path.stem):
-        raise FormatError("it belongs to another store")
-    return Segment(path, loaded, codec_name(header.codec_id, header.table))
-
-
-def size_of(path: Path) -> int:
-    """Size of a file, bytes; 0 if it is missing or cannot be read."""
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return 0
+        while True:
+            try:
+                loaded = load_segment(RealFiles(), fd)
+                break
+            except (OSError, FormatError) as error:
+                now = RealFiles().size(fd)
+                # With another size it was sealed just now, and has another end.
+                if now == before or isinstance(error, BlankSegment):
+                    raise
+                before = now
+        header = loaded.header
+        found = (header.fingerprint, header.replica, header.rank, f"{header.number:08}")
+        if found != (info.fingerprint, info.replica, info.rank, path.stem):
+            raise FormatError("it belongs to another store")
+        yield fd, loaded
 
 
 def codec_of(header: SegmentHeader) -> Codec:
@@ -206,15 +264,3 @@ def codec_of(header: SegmentHeader) -> Codec:
         return from_table(header.codec_id, header.table, header.page_format)
     except CodecError as error:
         raise FormatError(str(error)) from error
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """Open a file for reading through the page cache, without alignment (see
-    ``FileLayer.uncache``)."""
-    files = RealFiles()
-    fd = files.open(path, Access.READ, direct=False)
-    try:
-        yield fd
-    finally:
-        files.close(fd)

@@ -8,6 +8,7 @@ it was writing. That group cannot be distinguished from damage, and nobody will 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -31,11 +32,12 @@ from tiered_kv.storage.segment.headers import (
     parse_record_header,
     parse_trailer,
 )
-from tiered_kv.storage.segment.loader import BlankSegment, LoadedSegment
-from tiered_kv.storage.segment.record import decode_record
+from tiered_kv.storage.segment.loader import LoadedSegment
+from tiered_kv.storage.segment.record import decode_record, read_blocks
 
-from .discovery import StoreInfo
-from .inventory import codec_of, load, opened, size_of
+from .inventory import StoreInfo, codec_of, faults_noted, opened_segment
+
+_FILES = RealFiles()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,32 +101,24 @@ def verify_store(info: StoreInfo, advance: Callable[[int], None]) -> VerifyResul
     """
     checked = VerifyResult()
     for path in info.segments:
-        before = size_of(path)
         found = _check_segment(info, path)
         if not found.good:
             found = _check_segment(info, path).confirming(found)
         checked.add(found)
-        advance(before)
+        with suppress(OSError):  # it is gone, or cannot be read
+            advance(path.lstat().st_size)
     return checked
 
 
 def _check_segment(info: StoreInfo, path: Path) -> VerifyResult:
     found = VerifyResult()
-    try:
-        loaded = load(info, path).loaded
+    with faults_noted(path, found.bad_segments), opened_segment(info, path) as (fd, loaded):
         found.segments += 1
-        with opened(path) as fd:
-            try:
-                _check_frame(fd, loaded)
-            except FormatError as error:
-                found.bad_segments[path] = str(error)
-            records = _check_records(fd, path, loaded, found)
+        with faults_noted(path, found.bad_segments):
+            _check_frame(fd, loaded)
+        records = _check_records(fd, path, loaded, found)
         if not loaded.sealed:
             found.bad_pages += _lost(path, loaded, records)
-    except (FileNotFoundError, BlankSegment):
-        return VerifyResult()  # deleted by whoever uses the store, or not yet begun
-    except (OSError, FormatError) as error:
-        found.bad_segments[path] = str(error)
     return found
 
 
@@ -135,7 +129,7 @@ def _check_frame(fd: int, loaded: LoadedSegment) -> None:
         FormatError: they differ from what was written.
     """
     header = loaded.header
-    if _read(fd, 0, header.header_bytes) != pack_segment_header(header):
+    if read_blocks(_FILES, fd, 0, header.header_bytes) != pack_segment_header(header):
         raise FormatError("the header of the segment is followed by something else than zeros")
     if not loaded.sealed:
         if _ends_like_sealed(fd, loaded):
@@ -143,8 +137,8 @@ def _check_frame(fd: int, loaded: LoadedSegment) -> None:
         if _is_cut_off(fd, loaded):
             raise FormatError("the file is cut off: the pages behind its end are lost")
         return
-    offset = parse_trailer(header, loaded.size, _read(fd, loaded.size - BLOCK, BLOCK))
-    footer = _read(fd, offset, loaded.size - offset)
+    offset = parse_trailer(header, loaded.size, read_blocks(_FILES, fd, loaded.size - BLOCK, BLOCK))
+    footer = read_blocks(_FILES, fd, offset, loaded.size - offset)
     if footer != pack_footer(header, offset, loaded.entries):
         raise FormatError("there is something else than zeros in the padding of the footer")
 
@@ -152,7 +146,7 @@ def _check_frame(fd: int, loaded: LoadedSegment) -> None:
 def _ends_like_sealed(fd: int, loaded: LoadedSegment) -> bool:
     """True if the file ends with a damaged trailer: its magic or its nonce is wrong, not both."""
     size = loaded.size // BLOCK * BLOCK
-    trailer = bytes(_read(fd, size - BLOCK, BLOCK)[-TRAILER_BYTES:])
+    trailer = bytes(read_blocks(_FILES, fd, size - BLOCK, BLOCK)[-TRAILER_BYTES:])
     nonce = loaded.header.nonce.to_bytes(8, "little")
     return trailer[8:16] == nonce or trailer.startswith(b"TKVFOOT")
 
@@ -164,7 +158,7 @@ def _is_cut_off(fd: int, loaded: LoadedSegment) -> bool:
     if loaded.size % BLOCK or room < footer_bytes(len(loaded.entries), keys):
         return True
     try:
-        start = _read(fd, loaded.end, BLOCK)
+        start = read_blocks(_FILES, fd, loaded.end, BLOCK)
         return parse_record_header(loaded.header, start).nbytes > room
     except FormatError:
         return False
@@ -183,11 +177,11 @@ def _check_records(
         checked.nbytes += entry.nbytes
         stored = buffer.data[: entry.nbytes]
         try:
-            read_exactly(RealFiles(), fd, [stored], entry.offset)
+            read_exactly(_FILES, fd, [stored], entry.offset)
             good[entry.offset] = _check_record(loaded, codec, entry, stored, page)
         except (OSError, FormatError) as error:
             checked.bad_pages.append(BadPage(path, entry.offset, entry.key, str(error)))
-        RealFiles().uncache(fd, entry.offset, entry.nbytes)
+        _FILES.uncache(fd, entry.offset, entry.nbytes)
     return good
 
 
@@ -214,9 +208,3 @@ def _lost(path: Path, loaded: LoadedSegment, good: Mapping[int, RecordHeader]) -
             yield BadPage(path, end, None, "no record can be read here")
         end = entry.offset + entry.nbytes
         ordinal = 1 + (good[entry.offset].ordinal if entry.offset in good else ordinal)
-
-
-def _read(fd: int, offset: int, nbytes: int) -> memoryview:
-    buffer = aligned_bytes(nbytes).data[:nbytes]
-    read_exactly(RealFiles(), fd, [buffer], offset)
-    return buffer
