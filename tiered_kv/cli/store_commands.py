@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -22,7 +22,7 @@ from tiered_kv.storage.admin.gc import (
 )
 from tiered_kv.storage.admin.inventory import (
     Inventory,
-    StoreInfo,
+    Listing,
     find_stores,
     is_root,
     take_inventory,
@@ -66,14 +66,42 @@ Where = Annotated[
 ]
 
 
-def take_inventories(stores: Sequence[StoreInfo]) -> list[Inventory]:
-    """Take the stores' inventories, with a progress bar."""
+def read_stores(path: Path) -> tuple[Listing, list[Inventory]]:
+    """Find the stores under PATH and take their inventories, with a progress bar."""
     inventories = []
-    with bar("reading footers", len(stores)) as advance:
-        for store in stores:
-            inventories.append(take_inventory(store))
-            advance(1)
-    return inventories
+    with one_sentence():
+        found = find_stores(path)
+        with bar("reading footers", len(found.stores)) as advance:
+            for store in found.stores:
+                inventories.append(take_inventory(store))
+                advance(1)
+    return found, inventories
+
+
+def report(
+    path: Path,
+    as_json: bool,
+    fields: Mapping[str, object],
+    table: tuple[Mapping[str, bool], list[list[str]]],
+    odd: Mapping[Path, str],
+    *,
+    good: bool = True,
+) -> None:
+    """Print the result of a command for PATH: as JSON, or as a table of these columns and rows.
+
+    Args:
+        odd: reasons for skipped paths.
+
+    Raises:
+        typer.Exit: the result is not good, or something had to be skipped.
+    """
+    left_out = skipped(odd)
+    if as_json:
+        print_json({"path": str(path), **fields, "skipped": left_out})
+    else:
+        print_table(*table)
+    if left_out or not good:
+        raise typer.Exit(1)
 
 
 @app.command("ls", cls=Command)
@@ -82,17 +110,10 @@ def list_command(path: Where, as_json: AsJson = False) -> None:
 
     Exit code 1 if something had to be skipped.
     """
-    with one_sentence():
-        found = find_stores(path)
-        inventories = take_inventories(found.stores)
-    left_out = skipped(found.odd)
-    if as_json:
-        stores = [describe_store(one) for one in inventories]
-        print_json({"path": str(path), "stores": stores, "skipped": left_out})
-    else:
-        print_table(STORE_COLUMNS, [store_row(one) for one in inventories])
-    if left_out:
-        raise typer.Exit(1)
+    found, inventories = read_stores(path)
+    fields = {"stores": [describe_store(one) for one in inventories]}
+    table = STORE_COLUMNS, [store_row(one) for one in inventories]
+    report(path, as_json, fields, table, found.odd)
 
 
 @app.command("stat", cls=Command)
@@ -101,16 +122,10 @@ def stat_command(path: Where, as_json: AsJson = False) -> None:
 
     Exit code 1 if something had to be skipped.
     """
-    with one_sentence():
-        found = find_stores(path)
-        inventories = take_inventories(found.stores)
-    total, left_out = add_up(inventories), skipped(found.odd)
-    if as_json:
-        print_json({"path": str(path), **asdict(total), "skipped": left_out})
-    else:
-        print_table({"": False, str(path): False}, total_rows(total))
-    if left_out:
-        raise typer.Exit(1)
+    found, inventories = read_stores(path)
+    total = add_up(inventories)
+    table = {"": False, str(path): False}, total_rows(total)
+    report(path, as_json, asdict(total), table, found.odd)
 
 
 @app.command(
@@ -135,35 +150,27 @@ def verify_command(path: Where, as_json: AsJson = False) -> None:
         for segment, reason in checked.bad_segments.items()
     ]
     bad_pages = [describe_bad(bad) for bad in checked.bad_pages]
-    left_out = skipped(found.odd)
-    good = checked.good and not left_out
-    if as_json:
-        print_json(
-            {
-                "path": str(path),
-                "good": good,
-                "stores": len(stores),
-                "segments": checked.segments,
-                "pages": checked.pages,
-                "bytes_read": checked.nbytes,
-                "seconds": seconds,
-                "bad_pages": bad_pages,
-                "bad_segments": bad_segments,
-                "skipped": left_out,
-            }
-        )
-    else:
+    good = checked.good and not found.odd
+    fields = {
+        "good": good,
+        "stores": len(stores),
+        "segments": checked.segments,
+        "pages": checked.pages,
+        "bytes_read": checked.nbytes,
+        "seconds": seconds,
+        "bad_pages": bad_pages,
+        "bad_segments": bad_segments,
+    }
+    if not as_json:
         for bad in bad_segments:
             typer.echo("bad segment {store}/{segment}: {reason}".format(**bad))
         for page in bad_pages:
             typer.echo("bad page {key} in {store}/{segment} at {offset}: {reason}".format(**page))
-        bad_counts = f"{len(bad_pages)} pages and {len(bad_segments)} segments bad"
-        verdict = "all good" if good else bad_counts
-        columns = {"stores": True, "segments": True, "pages": True, "read": True, "": False}
-        counts = [str(len(stores)), str(checked.segments), f"{checked.pages:,}"]
-        print_table(columns, [[*counts, size(checked.nbytes), verdict]])
-    if not good:
-        raise typer.Exit(1)
+    bad_counts = f"{len(bad_pages)} pages and {len(bad_segments)} segments bad"
+    columns = {"stores": True, "segments": True, "pages": True, "read": True, "": False}
+    counts = [str(len(stores)), str(checked.segments), f"{checked.pages:,}", size(checked.nbytes)]
+    table = columns, [[*counts, "all good" if good else bad_counts]]
+    report(path, as_json, fields, table, found.odd, good=good)
 
 
 @app.command("gc", cls=Command, short_help="Delete stores that no process has open.")
@@ -215,27 +222,19 @@ def gc_command(
             except (StoreError, OSError) as error:
                 refused[leftover] = f"{leftover}: {error}"
     freed = sum(store.nbytes for store in removed)
-    left_out = skipped(found.odd)
-    if as_json:
-        print_json(
-            {
-                "path": str(path),
-                "dry_run": dry_run,
-                "removed": [str(store.path) for store in removed],
-                "leftovers": [str(leftover) for leftover in rest],
-                "bytes_freed": freed,
-                "refused": {str(folder): reason for folder, reason in refused.items()},
-                "skipped": left_out,
-            }
-        )
-    else:
-        word = "would delete" if dry_run else "deleted"
-        rows = [[word, str(store.path), size(store.nbytes)] for store in removed]
-        rows += [[word, str(leftover), "left over"] for leftover in rest]
-        rows += [["kept", reason, ""] for reason in refused.values()]
-        print_table({"": False, f"{size(freed)} in {len(removed)} stores": False, " ": False}, rows)
-    if refused or left_out:
-        raise typer.Exit(1)
+    fields = {
+        "dry_run": dry_run,
+        "removed": [str(store.path) for store in removed],
+        "leftovers": [str(leftover) for leftover in rest],
+        "bytes_freed": freed,
+        "refused": {str(folder): reason for folder, reason in refused.items()},
+    }
+    word = "would delete" if dry_run else "deleted"
+    rows = [[word, str(store.path), size(store.nbytes)] for store in removed]
+    rows += [[word, str(leftover), "left over"] for leftover in rest]
+    rows += [["kept", reason, ""] for reason in refused.values()]
+    columns = {"": False, f"{size(freed)} in {len(removed)} stores": False, " ": False}
+    report(path, as_json, fields, (columns, rows), found.odd, good=not refused)
 
 
 @app.command("export", cls=Command, short_help="Write pages, decoded, into a folder.")
@@ -258,32 +257,23 @@ def export_command(
         refuse("give a page's key and a folder to write to, or --all and a folder")
     key = None if everything else parse_key(targets[0])
     out = Path(targets[-1])
+    found, inventories = read_stores(path)
     with one_sentence():
-        found = find_stores(path)
-        inventories = take_inventories(found.stores)
         total = sum(len(one.pages) for one in inventories) if key is None else 1
         with bar("writing pages", total) as advance:
             exported = export(inventories, key, out, stored=stored, advance=advance)
     unreadable = {path: why for one in inventories for path, why in one.unreadable.items()}
-    left_out = skipped(found.odd | unreadable)
-    if as_json:
-        print_json(
-            {
-                "path": str(path),
-                "out": str(out),
-                "pages": len(exported.pages),
-                "raw_bytes": exported.nbytes,
-                "failed": exported.failed,
-                "skipped": left_out,
-            }
-        )
-    else:
-        for where, reason in exported.failed.items():
-            typer.echo(f"not exported: {reason} ({where})", err=True)
-        columns = {"pages": True, "bytes": True, "to": False}
-        print_table(columns, [[f"{len(exported.pages):,}", size(exported.nbytes), str(out)]])
-    if exported.failed or left_out:
-        raise typer.Exit(1)
+    fields = {
+        "out": str(out),
+        "pages": len(exported.pages),
+        "raw_bytes": exported.nbytes,
+        "failed": exported.failed,
+    }
+    for where, reason in () if as_json else exported.failed.items():
+        typer.echo(f"not exported: {reason} ({where})", err=True)
+    columns = {"pages": True, "bytes": True, "to": False}
+    table = columns, [[f"{len(exported.pages):,}", size(exported.nbytes), str(out)]]
+    report(path, as_json, fields, table, found.odd | unreadable, good=not exported.failed)
 
 
 def parse_key(digits: str) -> PageKey:

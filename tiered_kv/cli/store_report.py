@@ -131,10 +131,8 @@ class Totals:
 
 def add_up(inventories: Sequence[Inventory]) -> Totals:
     """Add up the stores for ``stat``."""
-    raw, stored = (
-        sum(one.raw_bytes for one in inventories),
-        sum(one.stored_bytes for one in inventories),
-    )
+    raw = sum(one.raw_bytes for one in inventories)
+    stored = sum(one.stored_bytes for one in inventories)
     return Totals(
         stores=len(inventories),
         locked=sum(one.info.locked for one in inventories),
