@@ -62,63 +62,54 @@ def store_folders(root: Path) -> StoreFolders:
     found = StoreFolders()
     for fingerprint in _folders(root, FINGERPRINT_NAME, found.odd):
         for folder in _folders(fingerprint, PLACE_NAME, found.odd):
-            try:
-                mode = (folder / LOCK_NAME).lstat().st_mode
-            except FileNotFoundError:
-                continue  # being made, or being deleted
-            except OSError as error:
-                found.odd[folder] = error.strerror or str(error)
-                continue
-            if stat.S_ISREG(mode):
+            # Without a lock it is being made, or being deleted.
+            if _plain_file(folder / LOCK_NAME, found.odd) is not None:
                 found.paths.append(folder)
-            else:
-                found.odd[folder / LOCK_NAME] = "no plain file"
+    return found
+
+
+def segment_files(folder: Path) -> SegmentFiles:
+    """Find the segments in a store's folder. Those that vanish meanwhile are left out."""
+    found = SegmentFiles()
+    for entry in _entries(folder, SEGMENT_NAME, found.odd):
+        if (status := _plain_file(folder / entry.name, found.odd)) is not None:
+            found.sizes[folder / entry.name] = status.st_size
     return found
 
 
 def _folders(parent: Path, name: re.Pattern[str], odd: dict[Path, str]) -> Iterator[Path]:
-    try:
-        with os.scandir(parent) as scanned:
-            entries = sorted(scanned, key=lambda entry: entry.name)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        odd[parent] = error.strerror or str(error)
-        return
-    for entry in entries:
-        if not name.fullmatch(entry.name):
-            continue
+    for entry in _entries(parent, name, odd):
         if entry.is_dir(follow_symlinks=False):
             yield parent / entry.name
         elif entry.is_symlink():
             odd[parent / entry.name] = "a link, which is not followed"
 
 
-def segment_files(folder: Path) -> SegmentFiles:
-    """Find the segments in a store's folder. Those that vanish meanwhile are left out."""
-    found = SegmentFiles()
+def _entries(folder: Path, name: re.Pattern[str], odd: dict[Path, str]) -> list[os.DirEntry[str]]:
+    """Entries of a folder with such names, in the order of their names; none if it is missing."""
     try:
-        with os.scandir(folder) as scanned:
-            entries = sorted(scanned, key=lambda entry: entry.name)
+        with os.scandir(folder) as entries:
+            found = [entry for entry in entries if name.fullmatch(entry.name)]
+            return sorted(found, key=lambda entry: entry.name)
     except FileNotFoundError:
-        return found
+        pass
     except OSError as error:
-        found.odd[folder] = error.strerror or str(error)
-        return found
-    for entry in entries:
-        path = folder / entry.name
-        if not SEGMENT_NAME.fullmatch(entry.name):
-            continue
-        if not entry.is_file(follow_symlinks=False):
-            found.odd[path] = "no plain file"
-        else:
-            try:
-                found.sizes[path] = path.lstat().st_size
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                found.odd[path] = error.strerror or str(error)
-    return found
+        odd[folder] = error.strerror or str(error)
+    return []
+
+
+def _plain_file(path: Path, odd: dict[Path, str]) -> os.stat_result | None:
+    """Status of a plain file; None if it is missing, or odd."""
+    try:
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode):
+            return status
+        odd[path] = "no plain file"
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        odd[path] = error.strerror or str(error)
+    return None
 
 
 def begins_like_segment(path: Path) -> bool:
