@@ -1,7 +1,11 @@
 """Circuit breaker: a server that fails is left alone for a while, longer each time; how long what
-it did not take is offered to it again; and how often its trouble is logged. Pure."""
+it did not take is offered to it again; and how often its trouble is logged."""
 
 from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 16.0
 """Seconds without calls after a failure: doubled each time until one works. A call to a server
@@ -78,3 +82,34 @@ class Complaint:
         """Record that all went well. True if the end of trouble should be logged."""
         logged, self._is_logged = self._is_logged, False
         return logged
+
+
+class LoggedBreaker(Breaker):
+    """Breaker that logs when calls begin to fail, and when they work again.
+
+    Args:
+        place: what is called, which may be any text.
+        failing: message, with ``%s`` for the place and for the reason.
+        working: message, with ``%s`` for the place.
+    """
+
+    def __init__(self, place: object, failing: str, working: str) -> None:
+        super().__init__()
+        self._place = place
+        self._failing = failing
+        self._working = working
+        self._complaint = Complaint()
+
+    def complain(self, reason: str, now: float, kind: str | None = None) -> None:
+        """Log trouble, but not each time.
+
+        Args:
+            kind: kind of the trouble, if not each reason is one of its own.
+        """
+        if self._complaint.begins(reason if kind is None else kind, now):
+            logger.warning(self._failing, self._place, reason)
+
+    def worked(self) -> None:
+        super().worked()
+        if self._complaint.ends():
+            logger.info(self._working, self._place)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -270,6 +271,27 @@ def test_values_before_the_one_that_found_the_disk_full_count(
     reader.close()
 
 
+def test_a_disk_that_takes_no_more_files_refuses_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes are free and inodes are not, so a new pack cannot even be opened."""
+    monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
+    real, new = os.open, values(3)
+
+    def no_more_files(path: Path, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_CREAT and str(path).endswith(".pack"):
+            raise OSError(errno.ENOSPC, "no inodes")
+        return real(path, flags, *args, **options)
+
+    store = SharedRoot(tmp_path, MOST)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", no_more_files)
+        assert store.put(new, soon()) == [Outcome.REFUSED] * 3
+    assert store.put(new, soon()) == [Outcome.STORED] * 3
+    assert check_values(store, [key for key, _ in new]) == 3
+    store.close()
+
+
 CRASHES: dict[str, str] = {
     "the new index is written": "os.fdatasync",
     "the old one is replaced": "Path.replace",
@@ -284,6 +306,7 @@ def test_a_process_that_is_killed_while_it_writes_the_index_leaves_a_folder_to_t
     script = f"""
 import os, signal, sys
 from pathlib import Path
+from typing import Any
 from tests.storage.shared_root.test_shared_trouble import values, soon
 from tiered_kv.storage.shared_root import own_folder
 from tiered_kv.storage.shared_root.root_store import SharedRoot

@@ -36,19 +36,19 @@ given buffers, from Valkey 9.1 on loopback on two busy cores of an AMD EPYC, med
 
 from __future__ import annotations
 
-import logging
 import ssl
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from tiered_kv.remote.address import RemoteAddress, Server, server_of
 from tiered_kv.remote.base import Got, Outcome, Parts, RefusedError, RemoteKey
-from tiered_kv.remote.breaker import Breaker, Complaint
+from tiered_kv.remote.breaker import Breaker, LoggedBreaker
 
 from .connection import Connection, Resolver
 from .replies import ABSENT, ServerError
 
-logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 UNDER_WAY = 8
 """Values that are asked for, or sent, before the first of them has been answered. One keeps a
@@ -65,56 +65,66 @@ _OF_SERVER = frozenset({"LOADING", "MASTERDOWN", "BUSY", "NOAUTH", "WRONGPASS"})
 _READ = {"WRONGTYPE": Outcome.BAD, "MOVED": Outcome.MISS, "ASK": Outcome.MISS}
 
 
-class _Refusals:
-    """Calls of one kind that the server refused, though it answers.
+class _Calls(LoggedBreaker):
+    """Calls of one kind to a server that answers, and may refuse them.
 
     Args:
-        what: what it refuses, for the log.
+        what: the calls, for the log.
+        outcomes: of errors that are the answer to one command, by code.
+        otherwise: outcome of all other such errors.
     """
 
-    def __init__(self, server: Server, what: str) -> None:
-        self._server = server
-        self._what = what
-        self._breaker = Breaker()
-        self._complaint = Complaint()
-        self._refused = ""
+    def __init__(
+        self, server: Server, what: str, outcomes: Mapping[str, Outcome], otherwise: Outcome
+    ) -> None:
+        super().__init__(
+            server,
+            f"the remote store at %s refuses {what} (%s); what it does not refuse goes on",
+            f"the remote store at %s accepts {what} again",
+        )
+        self._outcomes = outcomes
+        self._otherwise = otherwise
+        self._refused: tuple[str, str] | None = None  # code, and all that it says
         self._accepted = False
 
-    def lets_through(self) -> bool:
+    def lets_through(self, now: float) -> bool:
         """True if a call may be made. Begins to record its answers."""
-        self._refused, self._accepted = "", False
-        return self._breaker.lets_through(time.monotonic())
+        self._refused, self._accepted = None, False
+        return super().lets_through(now)
 
-    def refuse(self, error: ServerError) -> None:
-        """Record an error that is the answer to one command.
+    def answer(self, read: Callable[[], _T]) -> _T | Outcome:
+        """Read the reply to one command; give the outcome of an error that is about no more.
 
         Raises:
             ServerError: it is about more than the command.
         """
-        if _code(error) in _OF_SERVER:
-            raise error
-        self._refused = self._refused or str(error)
-
-    def accept(self) -> None:
-        """Record an answer that is no error."""
+        try:
+            reply = read()
+        except ServerError as error:
+            if error.code in _OF_SERVER:
+                raise
+            outcome = self._outcomes.get(error.code, self._otherwise)
+            if outcome is Outcome.BAD:  # an answer as good as any
+                self._accepted = True
+            else:
+                self._refused = self._refused or (error.code, str(error))
+            return outcome
         self._accepted = True
+        return reply
 
     def answered(self) -> None:
         """Record that all commands of a call were answered."""
         now = time.monotonic()
-        if self._refused and not self._accepted:
-            self._breaker.failed(now)
-        elif self._accepted:
-            self._breaker.worked()
-        if self._refused and self._complaint.begins(_code_of(self._refused), now):
-            logger.warning(
-                "the remote store at %s refuses %s (%s); what it does not refuse goes on",
-                self._server,
-                self._what,
-                self._refused,
-            )
-        elif self._accepted and not self._refused and self._complaint.ends():
-            logger.info("the remote store at %s accepts %s again", self._server, self._what)
+        if self._refused is None:
+            if self._accepted:
+                self.worked()
+            return
+        if self._accepted:
+            Breaker.worked(self)
+        else:
+            self.failed(now)
+        code, said = self._refused
+        self.complain(said, now, code)
 
 
 class ValkeyClient:
@@ -128,11 +138,14 @@ class ValkeyClient:
         self._server = server
         self._address = address
         self._tls = ssl.create_default_context() if address.tls else None
-        self._breaker = Breaker()
-        self._complaint = Complaint()
-        self._reads = _Refusals(server, "reads")
-        self._writes = _Refusals(server, "writes")
-        self._deletions = _Refusals(server, "deletions")
+        self._breaker = LoggedBreaker(
+            server,
+            "the remote store at %s does not serve (%s): KV that it has is computed meanwhile",
+            "the remote store at %s answers again",
+        )
+        self._reads = _Calls(server, "reads", _READ, Outcome.DOWN)
+        self._writes = _Calls(server, "writes", {}, Outcome.REFUSED)
+        self._deletions = _Calls(server, "deletions", {}, Outcome.REFUSED)
         self._connection: Connection | None = None
         self._resolver = Resolver(server)
         self._called_at = 0.0
@@ -151,17 +164,10 @@ class ValkeyClient:
 
     def exists(self, names: Sequence[bytes], deadline: float) -> list[Outcome]:
         """Look keys up."""
-        found: list[Outcome] = []
-        try:
-            connection = self._connected(deadline, self._reads)
-            for start in range(0, len(names), LOOKED_UP):
-                some = names[start : start + LOOKED_UP]
-                connection.send([b"".join(_command(b"EXISTS", name) for name in some)])
-                found += [self._is_there(connection) for _ in some]
-            self._answered(connection, self._reads)
-        except Exception as error:
-            found += [self._lost(error)] * (len(names) - len(found))
-        return found
+        return [
+            found if isinstance(found, Outcome) else Outcome.HIT if found else Outcome.MISS
+            for found in self._ask_each(b"EXISTS", names, deadline, self._reads)
+        ]
 
     def get(
         self, names: Sequence[bytes], buffer: memoryview, deadline: float
@@ -187,16 +193,16 @@ class ValkeyClient:
     def put(self, values: Sequence[tuple[bytes, Parts]], deadline: float) -> list[Outcome]:
         """Store values."""
         found: list[Outcome] = []
-        if not self._closed and not self._writes.lets_through():
+        if not self._closed and not self._writes.lets_through(time.monotonic()):
             return [Outcome.REFUSED] * len(values)
         try:
             connection = self._connected(deadline)
             for at, (name, parts) in enumerate(values):
                 connection.send(_set(name, parts))
                 if at >= UNDER_WAY:
-                    found.append(self._stored(connection))
+                    found.append(self._writes.answer(connection.replies.status) or Outcome.STORED)
             while len(found) < len(values):
-                found.append(self._stored(connection))
+                found.append(self._writes.answer(connection.replies.status) or Outcome.STORED)
             self._answered(connection, self._writes)
         except Exception as error:
             found += [self._lost(error)] * (len(values) - len(found))
@@ -209,20 +215,27 @@ class ValkeyClient:
         So it is once after values that were given up: the server may read these from another
         connection after it has deleted them.
         """
-        deleted = True
-        try:
-            connection = self._connected(deadline, self._deletions)
-            for start in range(0, len(names), LOOKED_UP):
-                some = names[start : start + LOOKED_UP]
-                connection.send([b"".join(_command(b"UNLINK", name) for name in some)])
-                for _ in some:
-                    deleted &= self._is_deleted(connection)
-            self._answered(connection, self._deletions)
-        except Exception as error:
-            self._lost(error)
+        found = self._ask_each(b"UNLINK", names, deadline, self._deletions)
+        if any(isinstance(one, Outcome) for one in found):
             return False
         given_up, self._put_given_up = self._put_given_up, False
-        return deleted and not given_up
+        return not given_up
+
+    def _ask_each(
+        self, command: bytes, names: Sequence[bytes], deadline: float, calls: _Calls
+    ) -> list[int | Outcome]:
+        """Numbers that the server answers to a command for each key, or what came of it instead."""
+        found: list[int | Outcome] = []
+        try:
+            connection = self._connected(deadline, calls)
+            for start in range(0, len(names), LOOKED_UP):
+                some = names[start : start + LOOKED_UP]
+                connection.send([b"".join(_command(command, name) for name in some)])
+                found += [calls.answer(connection.replies.number) for _ in some]
+            self._answered(connection, calls)
+        except Exception as error:
+            found += [self._lost(error)] * (len(names) - len(found))
+        return found
 
     def close(self) -> None:
         """Give the connection up. Idempotent; afterwards the server is down."""
@@ -231,7 +244,7 @@ class ValkeyClient:
 
     # -- the connection -------------------------------------------------------------
 
-    def _connected(self, deadline: float, calls: _Refusals | None = None) -> Connection:
+    def _connected(self, deadline: float, calls: _Calls | None = None) -> Connection:
         """The connection, made if there is none; its deadline is set.
 
         Args:
@@ -243,7 +256,7 @@ class ValkeyClient:
         self._called_at = time.monotonic()
         if self._closed or self._called_at >= deadline:  # another server took all the time
             raise _NotAskedError
-        if calls is not None and not calls.lets_through():
+        if calls is not None and not calls.lets_through(self._called_at):
             raise _NotAskedError
         if self._connection is not None and not self._connection.is_idle():
             self._drop()
@@ -273,9 +286,9 @@ class ValkeyClient:
             connection.send([_command(b"PING")])
             connection.replies.status()
         except ServerError as error:
-            if _code(error) == "NOPERM":  # known to it, and not allowed to ping
+            if error.code == "NOPERM":  # known to it, and not allowed to ping
                 return
-            if _code(error) in _REFUSED:
+            if error.code in _REFUSED:
                 raise RefusedError(str(error)) from error
             raise
 
@@ -292,21 +305,15 @@ class ValkeyClient:
         if not late or silent:
             self._breaker.failed(now)  # a slow server is not one that is down
         self._drop()
-        if not late and not self._closed and self._complaint.begins(str(error), now):
-            logger.warning(
-                "the remote store at %s does not serve (%s): KV that it has is computed meanwhile",
-                self._server,
-                error,
-            )
+        if not late and not self._closed:
+            self._breaker.complain(str(error), now)
         return Outcome.LATE if late else Outcome.DOWN
 
-    def _answered(self, connection: Connection, calls: _Refusals | None = None) -> None:
+    def _answered(self, connection: Connection, calls: _Calls | None = None) -> None:
         """Record that all of a call was answered: the connection may be used for the next."""
         connection.owes = False
         self._breaker.worked()
         self._silent_since = None
-        if self._complaint.ends():
-            logger.info("the remote store at %s answers again", self._server)
         if calls is not None:
             calls.answered()
 
@@ -317,27 +324,11 @@ class ValkeyClient:
 
     # -- replies -----------------------------------------------------------------------
 
-    def _is_there(self, connection: Connection) -> Outcome:
-        """Read the reply to a lookup."""
-        try:
-            there = connection.replies.number()
-        except ServerError as error:
-            self._reads.refuse(error)
-            return _READ.get(_code(error), Outcome.DOWN)
-        self._reads.accept()
-        return Outcome.HIT if there else Outcome.MISS
-
     def _read(self, connection: Connection, buffer: memoryview) -> tuple[Outcome, int]:
         """Read one value."""
-        try:
-            nbytes = connection.replies.length()
-        except ServerError as error:
-            if _code(error) == "WRONGTYPE":  # an answer as good as any
-                self._reads.accept()
-            else:
-                self._reads.refuse(error)
-            return _READ.get(_code(error), Outcome.DOWN), 0
-        self._reads.accept()
+        nbytes = self._reads.answer(connection.replies.length)
+        if isinstance(nbytes, Outcome):
+            return nbytes, 0
         if nbytes == ABSENT:
             return Outcome.MISS, 0
         if nbytes > len(buffer):
@@ -345,26 +336,6 @@ class ValkeyClient:
             return Outcome.BAD, 0
         connection.replies.value(buffer[:nbytes])
         return Outcome.HIT, nbytes
-
-    def _stored(self, connection: Connection) -> Outcome:
-        """Read the reply to a value that was sent."""
-        try:
-            connection.replies.status()
-        except ServerError as error:
-            self._writes.refuse(error)
-            return Outcome.REFUSED
-        self._writes.accept()
-        return Outcome.STORED
-
-    def _is_deleted(self, connection: Connection) -> bool:
-        """Read the reply to a deletion."""
-        try:
-            connection.replies.number()
-        except ServerError as error:
-            self._deletions.refuse(error)
-            return False
-        self._deletions.accept()
-        return True
 
 
 class _NotAskedError(Exception):
@@ -377,19 +348,9 @@ def _let_in(connection: Connection) -> None:
     try:
         connection.replies.status()
     except ServerError as error:
-        if _code(error) in _REFUSED:
+        if error.code in _REFUSED:
             raise
         raise ServerError("it takes no password") from None
-
-
-def _code(error: ServerError) -> str:
-    return _code_of(str(error))
-
-
-def _code_of(said: str) -> str:
-    """Code that an error begins with, or all of it if it has none of its own."""
-    code = said.split(" ", 1)[0]
-    return said if code == "ERR" else code
 
 
 def _command(*words: bytes) -> bytes:
@@ -460,8 +421,6 @@ class ValkeyStore:
 
     def _split(self, keys: Sequence[RemoteKey]) -> list[tuple[ValkeyClient, list[int]]]:
         """Indices of the keys of each server that has any."""
-        if len(self._clients) == 1:
-            return [(self._clients[0], list(range(len(keys))))] if keys else []
         mine: list[list[int]] = [[] for _ in self._clients]
         of_run: dict[bytes, int] = {}
         for at, key in enumerate(keys):

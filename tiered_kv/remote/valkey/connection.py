@@ -159,7 +159,7 @@ class Connection:
     def _send_some(self, views: Sequence[memoryview]) -> None:
         rest = list(views)
         while rest:
-            self._check_deadline()
+            self._left_s()
             try:
                 # TLS has no vectored send.
                 sent = self._socket.send(rest[0]) if self._encrypted else self._socket.sendmsg(rest)
@@ -180,7 +180,7 @@ class Connection:
 
     def _receive(self, into: memoryview, beyond: memoryview) -> int:
         while True:
-            self._check_deadline()
+            self._left_s()
             try:
                 if self._encrypted:
                     count = self._socket.recv_into(into)
@@ -202,10 +202,12 @@ class Connection:
         poll.register(self._socket, event)
         poll.poll(1e3 * self._left_s())
 
-    def _check_deadline(self) -> None:
-        self._left_s()
-
     def _left_s(self) -> float:
+        """Seconds until the deadline.
+
+        Raises:
+            TimeoutError: there are none.
+        """
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("the deadline is over")

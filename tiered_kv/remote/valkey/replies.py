@@ -27,6 +27,12 @@ class ProtocolError(Exception):
 class ServerError(Exception):
     """A reply that says what is wrong. The connection is good."""
 
+    @property
+    def code(self) -> str:
+        """The code that it begins with, or all of it if it has none of its own."""
+        code = str(self).split(" ", 1)[0]
+        return str(self) if code == "ERR" else code
+
 
 class Replies:
     """Reads replies.

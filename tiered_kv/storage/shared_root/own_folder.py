@@ -140,6 +140,34 @@ class FolderReader:
             yield entries
 
 
+class OpenPacks:
+    """Packs, each opened once.
+
+    Args:
+        flags: how they are opened, as of ``os.open``.
+    """
+
+    def __init__(self, flags: int) -> None:
+        self.fds: dict[tuple[Path, int], int] = {}
+        self._flags = flags
+
+    def fd(self, folder: Path, pack: int) -> int:
+        """Descriptor of a pack.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        if (fd := self.fds.get((folder, pack))) is None:
+            fd = self.fds[folder, pack] = open_plain(folder / pack_name(pack), self._flags)
+        return fd
+
+    def close(self) -> None:
+        """Close all of them."""
+        for fd in self.fds.values():
+            os.close(fd)
+        self.fds.clear()
+
+
 PACK_BYTES = 64 << 20
 LEAST_PACKS = 8
 """Size of a pack, about, which is deleted at a time; and the least that a folder has room for."""
@@ -213,8 +241,8 @@ class OwnFolder:
         self._spare = self._spare_bytes()
         outcomes: list[Outcome] = []
         added: list[Entry] = []
-        files, full = _OpenPacks(self.folder), False
-        with contextlib.closing(files):
+        full = False
+        with contextlib.closing(OpenPacks(os.O_WRONLY | os.O_CREAT)) as files:
             for name, parts in values:
                 nbytes = sum(len(part) for part in parts)
                 busy = {entry.place.pack for entry in added}
@@ -234,8 +262,11 @@ class OwnFolder:
                 else:
                     added.append(Entry(Kind.VALUE, name, place))
                     outcomes.append(Outcome.STORED)
-            files.sync()
-        # A reader that sees the entries must find the bytes: they are on the server by now.
+            # A reader that sees the entries must find the bytes, so the server has them first. The
+            # page cache need not keep them: this engine has the pages in memory.
+            for fd in files.fds.values():
+                os.fdatasync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self._note(added)
         return outcomes
 
@@ -265,7 +296,7 @@ class OwnFolder:
 
     # -- packs ----------------------------------------------------------------------
 
-    def _placed(self, files: _OpenPacks, parts: Parts, nbytes: int, busy: set[int]) -> Place:
+    def _placed(self, files: OpenPacks, parts: Parts, nbytes: int, busy: set[int]) -> Place:
         """Write a value; once more in the room of the oldest pack if there is less room than the
         file system reports, because of a quota, say.
 
@@ -283,7 +314,7 @@ class OwnFolder:
                 raise
         return self._add(files, parts, nbytes)
 
-    def _add(self, files: _OpenPacks, parts: Parts, nbytes: int) -> Place:
+    def _add(self, files: OpenPacks, parts: Parts, nbytes: int) -> Place:
         pack = self._next - 1
         if self._packs.get(pack, self._pack_bytes) >= self._pack_bytes:
             pack, self._next = self._next, self._next + 1
@@ -292,10 +323,10 @@ class OwnFolder:
         self._packs[pack] += nbytes
         self._spare -= nbytes
         try:
-            files.write(pack, parts, place.offset)
+            _write(files.fd(self.folder, pack), parts, place.offset)
         except OSError:
             with contextlib.suppress(OSError):  # else what was written stays a hole
-                files.cut(pack, place.offset)
+                os.ftruncate(files.fd(self.folder, pack), place.offset)
                 self._packs[pack] -= nbytes
                 self._spare += nbytes
             raise
@@ -327,14 +358,17 @@ class OwnFolder:
             self._delete_pack(oldest)
 
     def _delete_pack(self, pack: int) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            (self.folder / pack_name(pack)).unlink()
-        self._packs.pop(pack, None)
+        self._unlink_pack(pack)
         try:
             self._save([Entry(Kind.PACK_GONE, b"", Place(pack, 0, 0))])
         except OSError as error:
             if error.errno not in FULL:  # else the next note is made with all that counts
                 raise
+
+    def _unlink_pack(self, pack: int) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            (self.folder / pack_name(pack)).unlink()
+        self._packs.pop(pack, None)
 
     def _make_room_for(self, write: Callable[[], None]) -> None:
         """Write to the index, if need be in the room of this process's oldest packs.
@@ -349,9 +383,7 @@ class OwnFolder:
                 oldest = min(self._packs, default=None)
                 if error.errno not in FULL or oldest is None:
                     raise
-                with contextlib.suppress(FileNotFoundError):
-                    (self.folder / pack_name(oldest)).unlink()
-                del self._packs[oldest]
+                self._unlink_pack(oldest)
                 self.contents.drop_pack(oldest)
 
     def _delete_gone(self) -> int:
@@ -425,42 +457,6 @@ class OwnFolder:
         os.close(replace_file(index, data, beside=beside, durable=True))
         self._entries, self._index_bytes = len(entries), len(data)
         self._torn = False
-
-
-class _OpenPacks:
-    """Packs that are being written."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._fds: dict[int, int] = {}
-
-    def write(self, pack: int, parts: Parts, offset: int) -> None:
-        """Write a value."""
-        if (fd := self._fds.get(pack)) is None:
-            fd = open_plain(self._folder / pack_name(pack), os.O_WRONLY | os.O_CREAT)
-            self._fds[pack] = fd
-        _write(fd, parts, offset)
-
-    def cut(self, pack: int, nbytes: int) -> None:
-        """Give back the room of what was written beyond the first bytes.
-
-        Raises:
-            OSError: that failed.
-        """
-        os.ftruncate(self._fds[pack], nbytes)
-
-    def sync(self) -> None:
-        """Have the file server, or the disk, take what was written. This engine has the pages in
-        memory: the page cache need not have them as well."""
-        for fd in self._fds.values():
-            os.fdatasync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def close(self) -> None:
-        """Close all of them."""
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
 
 
 def folders_in(root: Path) -> list[Path]:

@@ -16,12 +16,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tiered_kv.plain_files import open_plain
 from tiered_kv.remote.base import Got, Outcome, Parts, RemoteKey
-from tiered_kv.remote.breaker import Breaker, Complaint
+from tiered_kv.remote.breaker import Complaint, LoggedBreaker
 
 from .index_entries import Place
-from .own_folder import FULL, GONE, FolderReader, OwnFolder, folders_in, pack_name
+from .own_folder import FULL, GONE, FolderReader, OpenPacks, OwnFolder, folders_in
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +48,17 @@ class SharedRoot:
         self._others: dict[Path, FolderReader] = {}
         self._unread: deque[Path] = deque()
         self._refreshed_at = -REFRESH_S
-        self._breaker = Breaker()
-        self._writes = Breaker()
-        self._trouble, self._refusal, self._unreadable = Complaint(), Complaint(), Complaint()
+        self._breaker = LoggedBreaker(
+            root,
+            "the shared folder %s does not serve (%s): KV that it has is computed meanwhile",
+            "the shared folder %s serves again",
+        )
+        self._writes = LoggedBreaker(
+            root,
+            "the shared folder %s refuses writes (%s); it is read as before",
+            "the shared folder %s accepts writes again",
+        )
+        self._unreadable = Complaint()
         self._closed = False
 
     def check(self, deadline: float) -> None:
@@ -69,7 +76,7 @@ class SharedRoot:
         self._show_life()
         try:
             self._refresh(deadline)
-            self._served()
+            self._breaker.worked()
         except OSError as error:
             return [self._lost(error)] * len(keys)
         having = [places for _, places in self._folders()]
@@ -85,11 +92,10 @@ class SharedRoot:
             return
         self._show_life()
         at = 0
-        with contextlib.ExitStack() as stack:
+        with contextlib.closing(OpenPacks(os.O_RDONLY)) as files:
             try:
                 if any(not self._where(key.name) for key in keys):
                     self._refresh(deadline)
-                files = _PacksToRead(stack)
                 for at, key in enumerate(keys):
                     if at % AHEAD == 0:
                         self._read_ahead(files, keys[at : at + 2 * AHEAD])
@@ -97,7 +103,7 @@ class SharedRoot:
                         yield Got(at, Outcome.LATE)
                     else:
                         yield self._read(files, at, key.name, buffer)
-                self._served()
+                self._breaker.worked()
             except OSError as error:
                 outcome = self._lost(error)
                 yield from (Got(late, outcome) for late in range(at, len(keys)))
@@ -115,11 +121,9 @@ class SharedRoot:
                 self._refused(error.strerror)
                 return [Outcome.REFUSED] * len(values)
             return [self._lost(error)] * len(values)
-        self._served()
+        self._breaker.worked()
         if Outcome.STORED in outcomes:
             self._writes.worked()
-            if self._refusal.ends():
-                logger.info("the shared folder %s accepts writes again", self._root)
         elif Outcome.REFUSED in outcomes:
             self._refused("its file system has no room, or this engine's share of it is used up")
         return outcomes
@@ -215,14 +219,14 @@ class SharedRoot:
     def _where(self, name: bytes) -> list[tuple[Path, Place]]:
         return [(folder, places[name]) for folder, places in self._folders() if name in places]
 
-    def _read(self, files: _PacksToRead, at: int, name: bytes, buffer: memoryview) -> Got:
+    def _read(self, files: OpenPacks, at: int, name: bytes, buffer: memoryview) -> Got:
         for folder, places in self._folders():
             if (place := places.get(name)) is None:
                 continue
             if place.nbytes > len(buffer):
                 return Got(at, Outcome.BAD)
             try:
-                if files.read(folder, place, buffer):
+                if _read_value(files.fd(folder, place.pack), place, buffer):
                     return Got(at, Outcome.HIT, place.nbytes)
             except OSError as error:
                 if error.errno not in GONE:
@@ -230,66 +234,35 @@ class SharedRoot:
             del places[name]
         return Got(at, Outcome.MISS)
 
-    def _read_ahead(self, files: _PacksToRead, keys: Sequence[RemoteKey]) -> None:
+    def _read_ahead(self, files: OpenPacks, keys: Sequence[RemoteKey]) -> None:
         for key in keys:
             for folder, place in self._where(key.name)[:1]:
                 with contextlib.suppress(OSError):
-                    files.read_ahead(folder, place)
+                    fd = files.fd(folder, place.pack)
+                    os.posix_fadvise(fd, place.offset, place.nbytes, os.POSIX_FADV_WILLNEED)
 
     # -- trouble ------------------------------------------------------------------------
-
-    def _served(self) -> None:
-        """Record that the file system did what it was asked for."""
-        self._breaker.worked()
-        if self._trouble.ends():
-            logger.info("the shared folder %s serves again", self._root)
 
     def _lost(self, error: OSError) -> Outcome:
         now = time.monotonic()
         self._breaker.failed(now)
         what = "is no folder: create it" if error.errno == errno.ENOENT else str(error)
-        if self._trouble.begins(what, now):
-            logger.warning(
-                "the shared folder %s does not serve (%s): KV that it has is computed meanwhile",
-                self._root,
-                what,
-            )
+        self._breaker.complain(what, now)
         return Outcome.DOWN
 
     def _refused(self, why: str | None) -> None:
         """Record that nothing can be written: it is tried again later, and reads go on."""
         now = time.monotonic()
         self._writes.failed(now)
-        if self._refusal.begins("", now):
-            logger.warning(
-                "the shared folder %s refuses writes (%s); it is read as before", self._root, why
-            )
+        self._writes.complain(str(why), now, "")
 
 
-class _PacksToRead:
-    """Packs that a call reads, opened once each and closed with the stack."""
-
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        self._stack = stack
-        self._fds: dict[tuple[Path, int], int] = {}
-
-    def read(self, folder: Path, place: Place, buffer: memoryview) -> bool:
-        """Read a value; False if it is cut short."""
-        left, offset = buffer[: place.nbytes], place.offset
-        while left:
-            count = os.preadv(self._fd(folder, place.pack), [left], offset)
-            if count == 0:
-                return False
-            left, offset = left[count:], offset + count
-        return True
-
-    def read_ahead(self, folder: Path, place: Place) -> None:
-        """Have the system read a value meanwhile."""
-        fd = self._fd(folder, place.pack)
-        os.posix_fadvise(fd, place.offset, place.nbytes, os.POSIX_FADV_WILLNEED)
-
-    def _fd(self, folder: Path, pack: int) -> int:
-        if (fd := self._fds.get((folder, pack))) is None:
-            fd = self._fds[folder, pack] = open_plain(folder / pack_name(pack), os.O_RDONLY)
-            self._stack.callback(os.close, fd)
-        return fd
+def _read_value(fd: int, place: Place, buffer: memoryview) -> bool:
+    """Read a value; False if it is cut short."""
+    left, offset = buffer[: place.nbytes], place.offset
+    while left:
+        count = os.preadv(fd, [left], offset)
+        if count == 0:
+            return False
+        left, offset = left[count:], offset + count
+    return True
