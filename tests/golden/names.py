@@ -21,10 +21,9 @@ from tests.deploy.test_documented_metrics import ENGINE, Exported, everything
 from tests.golden.written import FINGERPRINT, FORMAT, keys_of, page
 from tiered_kv.bench.sim.what_if.answer import WhatIf
 from tiered_kv.cli.app import app
-from tiered_kv.codecs.base import PageFormat, Section
+from tiered_kv.codecs.base import ELEMENTS, PageFormat, Section
 from tiered_kv.codecs.out_of_tree import OUT_OF_TREE_ID
 from tiered_kv.codecs.registry import CODECS, parse
-from tiered_kv.codecs.section_table import ELEMENTS
 from tiered_kv.config import ADMIN_TOKEN, ENV_PREFIX, Mode, TierConfig
 from tiered_kv.keys import FORMAT_VERSION, Fingerprint, page_keys, rekeyed, tail_key
 from tiered_kv.metrics import WOULD_HAVE_SAVED

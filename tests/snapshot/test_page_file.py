@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from tests.snapshot.made_snapshots import BF16, FORMATS, MIXED, OPAQUE
 from tiered_kv.codecs.autotune import synthetic_page
-from tiered_kv.codecs.base import Bytes, ElementType, PageFormat
-from tiered_kv.codecs.section_table import ELEMENTS
+from tiered_kv.codecs.base import ELEMENTS, Bytes, ElementType, PageFormat
 from tiered_kv.codecs.section_table import HEADER as TABLE_HEADER
 from tiered_kv.snapshot.manifest import SnapshotError
 from tiered_kv.snapshot.page_file import (

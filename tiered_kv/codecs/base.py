@@ -34,6 +34,17 @@ class ElementType(Enum):
     """Bytes of which nothing more is known."""
 
 
+ELEMENTS = (
+    ElementType.OPAQUE,
+    ElementType.BF16,
+    ElementType.FP16,
+    ElementType.FP8_E4M3,
+    ElementType.FP8_E5M2,
+    ElementType.FP32,
+)
+"""Element types in the order of their numbers in files."""
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
     """Bytes of a page that lie one behind the other and are of one type.
@@ -94,6 +105,16 @@ class PageFormat:
     def outline(self) -> PageFormat:
         """The format without the sections of a mixed page, as the header of a segment has it."""
         return PageFormat(self.element, self.page_bytes, self.tokens)
+
+
+def check_size(page: Bytes, page_format: PageFormat) -> None:
+    """Refuse a page of another size: what reads it after that may trust the size.
+
+    Raises:
+        ValueError: it is no page of this format.
+    """
+    if page.nbytes != page_format.page_bytes:
+        raise ValueError(f"{page.nbytes} bytes where pages have {page_format.page_bytes}")
 
 
 def _joined(sections: Iterable[Section]) -> tuple[Section, ...]:

@@ -38,17 +38,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import Bytes, CodecError, ElementType, EncodedPage, PageFormat
+from .base import ELEMENTS as KNOWN_ELEMENTS
+from .base import Bytes, CodecError, EncodedPage, PageFormat, check_size
 from .symbols import ELEMENT_BYTES, REST_BYTES, decode, encode, kernels, symbols_of
 
-ELEMENTS = (
-    ElementType.BF16,
-    ElementType.FP16,
-    ElementType.FP8_E4M3,
-    ElementType.FP8_E5M2,
-    ElementType.FP32,
-)
-"""Types of elements, in the order of their numbers in the table."""
+ELEMENTS = KNOWN_ELEMENTS[1:]
+"""Types of elements, in the order of their numbers in the table: all but opaque bytes."""
 
 HEADER = struct.Struct("<4sBBHIQII")
 MAGIC, VERSION = b"TKVC", 1
@@ -136,13 +131,13 @@ class CentredCodec:
             plane: memory for the plane, which is its beginning, of ``most_plane_bytes`` or more;
                 new memory if None.
         """
-        self._check_page(page)
+        check_size(page, self.page_format)
         if plane is None:
             plane = np.empty(self.most_plane_bytes, dtype=np.uint8)
         return encode(self.page_format.element, page, self._centres, plane)
 
     def decode(self, encoded: EncodedPage, out: Bytes) -> None:
-        self._check_page(out)
+        check_size(out, self.page_format)
         decode(self.page_format.element, encoded, self._centres, out)
 
     def trained(self, pages: list[Bytes]) -> CentredCodec:
@@ -158,13 +153,8 @@ class CentredCodec:
         return CentredCodec(self.page_format, layout.to_table(self.page_format))
 
     def _symbols(self, page: Bytes) -> Bytes:
-        self._check_page(page)
+        check_size(page, self.page_format)
         return symbols_of(self.page_format.element, page)
-
-    def _check_page(self, page: Bytes) -> None:
-        # The kernels trust sizes.
-        if page.nbytes != self.page_format.page_bytes:
-            raise ValueError(f"{page.nbytes} bytes where pages have {self.page_format.page_bytes}")
 
 
 @dataclass(frozen=True, slots=True)

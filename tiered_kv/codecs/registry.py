@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import TypeAlias, cast
 
@@ -81,10 +80,12 @@ def parse(name: str) -> CodecMaker:
     head, colon, rest = name.partition(":")
     kind = CODECS.get(head)
     if kind is None and colon and head and rest:
-        return partial(_out_of_tree, name, _load(name))
+        cls = _load(name)
+        return lambda page_format: OutOfTreeCodec(name, cls(page_format))
     if kind is not None and not colon:
         return kind.make
-    if kind is None or kind.at_level is None or not (rest.isascii() and rest.isdigit()):
+    at_level = kind.at_level if kind is not None else None
+    if kind is None or at_level is None or not (rest.isascii() and rest.isdigit()):
         raise ConfigError(
             f"{name!r} is no codec: write {', '.join(_spellings())}, or module:Class of your own"
         )
@@ -93,7 +94,7 @@ def parse(name: str) -> CodecMaker:
         raise ConfigError(
             f"{head} has levels {kind.levels[0]} to {kind.levels[-1]}, not {level}: write {head}"
         )
-    return partial(_at_level, kind.at_level, level)
+    return lambda page_format: at_level(page_format, level)
 
 
 def _spellings() -> list[str]:
@@ -103,16 +104,6 @@ def _spellings() -> list[str]:
         if kind.levels:
             spellings.append(f"{name}:LEVEL ({kind.levels[0]} to {kind.levels[-1]})")
     return spellings
-
-
-def _at_level(
-    make: Callable[[PageFormat, int], Codec], level: int, page_format: PageFormat
-) -> Codec:
-    return make(page_format, level)
-
-
-def _out_of_tree(name: str, cls: CodecClass, page_format: PageFormat) -> Codec:
-    return OutOfTreeCodec(name, cls(page_format))
 
 
 def _load(name: str) -> CodecClass:

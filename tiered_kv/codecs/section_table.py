@@ -10,7 +10,7 @@ So pages can be read by who knows no more than their size (little-endian):
     8       4      tokens of a page
     12      8      bytes of a page
     20      4      sections, s: none empty, no neighbours of one type
-    24      11*s   of each section: element type u8, as in ``ELEMENTS``; part u16; bytes u64
+    24      11*s   of each section: element type u8, as in ``base.ELEMENTS``; part u16; bytes u64
     ...     6*p    of each part: codec u16; bytes of its table u32
     ...            tables of the parts, one behind the other
     end-4   4      CRC-32 of all of the above
@@ -25,17 +25,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .base import CodecError, ElementType, PageFormat, Section
-
-ELEMENTS = (
-    ElementType.OPAQUE,
-    ElementType.BF16,
-    ElementType.FP16,
-    ElementType.FP8_E4M3,
-    ElementType.FP8_E5M2,
-    ElementType.FP32,
-)
-"""Types of elements, in the order of their numbers."""
+from .base import ELEMENTS, CodecError, PageFormat, Section
 
 MAGIC, VERSION = b"TKVS", 1
 HEADER = struct.Struct("<4sBBHIQI")

@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from .base import Bytes, Codec, CodecError, ElementType, EncodedPage, PageFormat
+from .base import Bytes, Codec, CodecError, ElementType, EncodedPage, PageFormat, check_size
 from .centred import CentredCodec
 from .scratch import Scratch
 from .section_table import SectionTable, StoredPart
@@ -90,7 +90,7 @@ class SectionsCodec:
         return any(codec.wants_training for codec in self.codecs)
 
     def encode(self, page: Bytes) -> EncodedPage:
-        self._check_page(page)
+        check_size(page, self.page_format)
         centred = [codec for codec in self.codecs if isinstance(codec, CentredCodec)]
         planes, at = _fresh(sum(codec.most_plane_bytes for codec in centred)), 0
         sizes, frames = bytearray(), []
@@ -108,7 +108,7 @@ class SectionsCodec:
         )
 
     def decode(self, encoded: EncodedPage, out: Bytes) -> None:
-        self._check_page(out)
+        check_size(out, self.page_format)
         parts = zip(self.codecs, self._spans, self._split(encoded), strict=True)
         for codec, spans, stored in parts:
             if len(spans) == 1:
@@ -126,7 +126,7 @@ class SectionsCodec:
         if not pages or not self.wants_training:
             return self
         for page in pages:
-            self._check_page(page)
+            check_size(page, self.page_format)
         codecs = (
             codec.trained([_gather(page, spans, _fresh) for page in pages])
             if codec.wants_training
@@ -156,11 +156,6 @@ class SectionsCodec:
         if (plane, frame) != (encoded.plane.nbytes, encoded.frame.nbytes):
             raise CodecError(f"{encoded.nbytes} bytes for sections of {plane} and {frame}")
         return parts
-
-    def _check_page(self, page: Bytes) -> None:
-        # A slice of a page that is too short would be, too.
-        if page.nbytes != self.page_format.page_bytes:
-            raise ValueError(f"{page.nbytes} bytes where pages have {self.page_format.page_bytes}")
 
 
 def divide(page_format: PageFormat) -> Iterator[tuple[int, ...]]:

@@ -4,7 +4,7 @@
     0       8      magic "TKVPAGE" and a zero
     8       2      version, 1
     10      2      codec
-    12      4      type of the elements, as in ``section_table.ELEMENTS``; opaque if of several
+    12      4      type of the elements, as in ``codecs.base.ELEMENTS``; opaque if of several
     16      4      tokens of the page
     20      4      bytes of the page
     24      4      bytes of the codec's table, at most 64 KiB
@@ -36,10 +36,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tiered_kv.codecs.base import Bytes, Codec, EncodedPage, PageFormat
+from tiered_kv.codecs.base import ELEMENTS, Bytes, Codec, EncodedPage, PageFormat
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.codecs.registry import CODECS, from_table
-from tiered_kv.codecs.section_table import ELEMENTS
 
 from .manifest import SnapshotError, is_sha256
 from .part_file import Origin

@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from threading import Thread
+from typing import TypeVar
 
 import xxhash
 
@@ -41,6 +42,9 @@ from tiered_kv.remote.page_record import (
 from .base import Pages, PageStore, StoreSite
 
 logger = logging.getLogger(__name__)
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Seconds between two attempts: doubled each time."""
@@ -76,6 +80,14 @@ def _delete(store: RemoteStore, keys: Sequence[RemoteKey]) -> None:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
+def _remember(known: OrderedDict[_K, _V], key: _K, value: _V, most: int) -> None:
+    """Record a value as the latest, and forget the earliest of more than ``most``."""
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > most:
+        known.popitem(last=False)
+
+
 TABLE_PREFIX = b"tkv:t:"
 AGAIN_S = 60.0
 """Seconds after which a table is put again while pages that need it are."""
@@ -108,8 +120,8 @@ class CodecTables:
         self._fingerprint = fingerprint
         self._page_format = page_format
         self._make = make
-        self._codecs: dict[tuple[int, bytes], Codec | None] = {}
-        self._missing: dict[tuple[int, bytes], float] = {}  # until when
+        self._codecs: OrderedDict[tuple[int, bytes], Codec | None] = OrderedDict()
+        self._missing: OrderedDict[tuple[int, bytes], float] = OrderedDict()  # until when
         self._put_at: dict[bytes, float] = {}
 
     def known(self, codec_id: int, table: bytes) -> bool:
@@ -159,17 +171,12 @@ class CodecTables:
                     self._keep(codec_id, table, self._made(codec_id, found))
                     return True
         # It is put anew, now and then.
-        self._missing.pop((codec_id, table), None)
-        self._missing[codec_id, table] = time.monotonic() + MISSING_S
-        if len(self._missing) > MOST_MISSING:
-            del self._missing[next(iter(self._missing))]
+        until = time.monotonic() + MISSING_S
+        _remember(self._missing, (codec_id, table), until, MOST_MISSING)
         return good
 
     def _keep(self, codec_id: int, table: bytes, codec: Codec | None) -> None:
-        self._codecs.pop((codec_id, table), None)
-        self._codecs[codec_id, table] = codec
-        if len(self._codecs) > MOST_CODECS:
-            del self._codecs[next(iter(self._codecs))]
+        _remember(self._codecs, (codec_id, table), codec, MOST_CODECS)
 
     def _made(self, codec_id: int, table: bytes) -> Codec | None:
         try:
@@ -328,20 +335,15 @@ class RemotePages(PageStore):
         self._rest_s = seconds * (1 / SHARE_OF_LINK - 1) if stored else 0.0
         self._count(outcomes)
         # Those too that it did not say it has: it may have been late, or store them yet.
-        self._remember(pages[at][0] for at, _ in encoded)
+        for at, _ in encoded:
+            key = pages[at][0]
+            _remember(self._own, key, self._runs.get(key, key), MOST_OWN)
         return frozenset(at for at, (key, _) in enumerate(pages) if key not in stored)
 
     def _count(self, outcomes: Sequence[Outcome], pages: int = 1) -> None:
         """Count what came of a write, each outcome for so many pages."""
         self._unanswered += any(one in (Outcome.LATE, Outcome.DOWN) for one in outcomes)
         self._refused += pages * outcomes.count(Outcome.REFUSED)
-
-    def _remember(self, keys: Iterable[PageKey]) -> None:
-        for key in keys:
-            self._own[key] = self._runs.get(key, key)
-            self._own.move_to_end(key)
-        while len(self._own) > MOST_OWN:
-            self._own.popitem(last=False)
 
     # -- reads ----------------------------------------------------------------------
 
@@ -411,10 +413,7 @@ class RemotePages(PageStore):
 
     def place(self, keys: Sequence[PageKey], runs: Sequence[PageKey]) -> None:
         for key, run in zip(keys, runs, strict=True):
-            self._runs[key] = run
-            self._runs.move_to_end(key)
-        while len(self._runs) > MOST_RUNS:
-            self._runs.popitem(last=False)
+            _remember(self._runs, key, run, MOST_RUNS)
 
     def drop(self, keys: Iterable[PageKey]) -> None:
         if not self._closed:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from tiered_kv.codecs.base import ElementType, PageFormat
+from tiered_kv.codecs.base import ELEMENTS, PageFormat
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.aligned import aligned
 from tiered_kv.storage.disk.files import BLOCK
@@ -40,16 +40,6 @@ from .format import (
     record_header_bytes,
 )
 
-_ELEMENTS = {
-    ElementType.OPAQUE: 0,
-    ElementType.BF16: 1,
-    ElementType.FP16: 2,
-    ElementType.FP8_E4M3: 3,
-    ElementType.FP8_E5M2: 4,
-    ElementType.FP32: 5,
-}
-_ELEMENT_TYPES = {code: element for element, code in _ELEMENTS.items()}
-
 
 def pack_segment_header(header: SegmentHeader) -> bytes:
     """Pack a segment header, ``header.header_bytes`` bytes."""
@@ -63,7 +53,7 @@ def pack_segment_header(header: SegmentHeader) -> bytes:
         header.created,
         header.page_format.page_bytes,
         header.page_format.tokens,
-        _ELEMENTS[header.page_format.element],
+        ELEMENTS.index(header.page_format.element),
         header.codec_id,
         header.rank,
         header.ranks,
@@ -112,14 +102,14 @@ def parse_segment_header(start: bytes | memoryview) -> SegmentHeader:
         raise FormatError("the header of the segment is damaged")
     if page_bytes > MAX_PAGE_BYTES:
         raise FormatError("pages of an impossible size")
-    if element not in _ELEMENT_TYPES:
+    if element >= len(ELEMENTS):
         raise FormatError("elements of an unknown type")
     return SegmentHeader(
         fingerprint=fingerprint,
         nonce=nonce,
         number=number,
         created=created,
-        page_format=PageFormat(_ELEMENT_TYPES[element], page_bytes, tokens),
+        page_format=PageFormat(ELEMENTS[element], page_bytes, tokens),
         codec_id=codec_id,
         rank=rank,
         ranks=ranks,
