@@ -77,19 +77,6 @@ class Note(Protocol):
         """Write it, once the bundle's pages are in place. Does not raise."""
 
 
-class NoNote(Note):
-    """Absence of a note: the bundle ends with its engine."""
-
-    def room(self, codec: Codec, pages: int) -> int:
-        return 0
-
-    def write(self, bundle: Bundle) -> None:
-        """Do nothing."""
-
-
-NO_NOTE = NoNote()
-
-
 class Bundles:
     """The bundles of one page group, on one rank.
 
@@ -117,13 +104,13 @@ class Bundles:
         self._has_failed = False
 
     def pack(
-        self, keys: Sequence[PageKey], slots: Sequence[int], each: Map, note: Note = NO_NOTE
+        self, keys: Sequence[PageKey], slots: Sequence[int], each: Map, note: Note | None = None
     ) -> int:
         """Compress the pages ``keys[i]`` in ``slots[i]`` into the first of these slots.
 
         Args:
             each: encodes the pages.
-            note: note of the bundle.
+            note: note of the bundle; None if the bundle ends with its engine.
 
         Returns:
             The number of slots that are needed; all of them if the pages do not shrink, or cannot
@@ -132,7 +119,7 @@ class Bundles:
         page_bytes, slot_bytes = self.page_bytes, self._slots.shape[1]
         pages = [self._slots[slot, :page_bytes] for slot in slots]
         codec, encoded = self._encoded(pages, each)
-        offset = note.room(codec, len(keys)) if codec is not None else 0
+        offset = note.room(codec, len(keys)) if codec is not None and note is not None else 0
         needed = -(-(offset + sum(one.nbytes for one in encoded)) // int(slot_bytes))
         records = dict[PageKey, Record]()
         if codec is None or needed >= len(slots):
@@ -154,9 +141,10 @@ class Bundles:
             records[key] = Record(begin, one.plane.nbytes, one.frame.nbytes, digest)
         return self._kept(Bundle(used, codec, records), note)
 
-    def _kept(self, bundle: Bundle, note: Note) -> int:
+    def _kept(self, bundle: Bundle, note: Note | None) -> int:
         self._keep(bundle)
-        note.write(bundle)
+        if note is not None:
+            note.write(bundle)
         return len(bundle.slots)
 
     def adopt(self, bundle: Bundle) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 
 from tiered_kv.codecs.autotune import choose, measure_codec, synthetic_page
 from tiered_kv.codecs.base import Codec, PageFormat
@@ -13,10 +14,11 @@ from tiered_kv.storage.disk.probe import DiskSpeed
 logger = logging.getLogger(__name__)
 
 
+@cache
 def choose_codec(
     name: str, page_format: PageFormat, speed: DiskSpeed, cores: int
 ) -> tuple[Codec, float]:
-    """Choose a codec.
+    """Choose a codec, once in a process for each kind of pages.
 
     Args:
         name: as in TIERED_KV_CODEC; ``auto`` takes the one that suits the speed.

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,8 @@ from tiered_kv.remote.breaker import Patience
 from .base import PageStore, put_present
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 LEAST_BYTES = 8 << 20
 """Smallest write of an engine that is ending, bytes. The end may be late by the time it takes."""
@@ -170,9 +172,7 @@ class IoThread:
                         absent = frozenset(range(len(order.keys)))
                     self._reports[order.order_id] = OrderReport(1, absent, 0, 0.0)
 
-        with self._changed:
-            self._lookups.append((order, task))
-            self._changed.notify_all()
+        self._add(self._lookups, (order, task))
 
     def reclaim(self, segment: int, survivors: Sequence[PageKey]) -> None:
         """Let a proposed segment die; ``take_gone`` tells what went with it."""
@@ -185,11 +185,11 @@ class IoThread:
             finally:
                 self._proposal = self.store.proposal()
 
-        self._add(task)
+        self._add(self._tasks, task)
 
     def drop(self, keys: Sequence[PageKey]) -> None:
         """Forget pages that other ranks have lost."""
-        self._add(lambda: self.store.drop(keys))
+        self._add(self._tasks, lambda: self.store.drop(keys))
 
     def replace_store(self, make: Callable[[], PageStore]) -> None:
         """Empty the store for good, fail its orders, and go on with another: a cache reset."""
@@ -215,7 +215,7 @@ class IoThread:
                 self.store = make()
                 self._proposal = None
 
-        self._add(task)
+        self._add(self._tasks, task)
 
     def take_reports(self) -> dict[OrderId, OrderReport]:
         """Reports since the last call."""
@@ -286,9 +286,9 @@ class IoThread:
         most, wanted = group_pages(self._page_bytes), self.store.group_bytes
         return most if wanted is None else max(1, min(most, wanted // self._page_bytes))
 
-    def _add(self, task: Task) -> None:
+    def _add(self, queue: deque[_T], item: _T) -> None:
         with self._changed:
-            self._tasks.append(task)
+            queue.append(item)
             self._changed.notify_all()
 
     def _is_idle(self) -> bool:

@@ -11,7 +11,6 @@ from contextlib import closing
 from functools import partial
 from secrets import token_bytes
 
-from tiered_kv.codecs.base import Codec, PageFormat
 from tiered_kv.codecs.registry import from_table
 from tiered_kv.config import TierConfig
 from tiered_kv.errors import ConfigError
@@ -59,7 +58,6 @@ class RemoteTier:
         self._address = config.remote
         self._codec_name = config.codec
         self._link: DiskSpeed | None = None
-        self._codecs: dict[PageFormat, Codec] = {}
 
     def open(self, site: StoreSite) -> PageStore:
         """Open the rank's way to the store; the first time the link is measured and the codec
@@ -69,12 +67,8 @@ class RemoteTier:
         if self._link is None:
             with closing(make_store(self._address)) as store:
                 self._link = _measured(store, self._address)
-        if site.page_format not in self._codecs:
-            # One thread reads, checks and decodes.
-            self._codecs[site.page_format], self.bandwidth = choose_codec(
-                self._codec_name, site.page_format, self._link, 1
-            )
-        codec = self._codecs[site.page_format]
+        # One thread reads, checks and decodes.
+        codec, self.bandwidth = choose_codec(self._codec_name, site.page_format, self._link, 1)
         make = partial(from_table, trusted=self._codec_name)
         retry_s = None if self.spec.in_runs else RETRY_S
         way = partial(make_store, self._address)

@@ -6,7 +6,6 @@ import logging
 from functools import partial
 from pathlib import Path
 
-from tiered_kv.codecs.base import Codec, PageFormat
 from tiered_kv.codecs.registry import from_table
 from tiered_kv.config import TierConfig
 from tiered_kv.errors import ConfigError
@@ -34,7 +33,6 @@ class SsdTier:
         self.bandwidth = 0.0
         self._config = config
         self._disk: DiskSpeed | None = None
-        self._codecs: dict[PageFormat, Codec] = {}
 
     def open(self, site: StoreSite) -> PageStore:
         """Open the rank's store; the first time the disk is measured and the codec chosen."""
@@ -56,11 +54,9 @@ class SsdTier:
                 RealFiles().make_folders(config.ssd_path)
                 check_owner(config.ssd_path)
                 self._disk = _measure(config.ssd_path, threads)
-            if site.page_format not in self._codecs:
-                self._codecs[site.page_format], self.bandwidth = choose_codec(
-                    config.codec, site.page_format, self._disk, min(site.cores, threads)
-                )
-            codec = self._codecs[site.page_format]
+            codec, self.bandwidth = choose_codec(
+                config.codec, site.page_format, self._disk, min(site.cores, threads)
+            )
             return SegmentStore(options, codec, partial(from_table, trusted=config.codec))
         except StoreError as error:
             raise ConfigError(f"TIERED_KV_SSD_PATH={config.ssd_path}: {error}") from error

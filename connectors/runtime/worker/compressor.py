@@ -31,7 +31,7 @@ from tiered_kv.machine import CORES, spare_cores
 from tiered_kv.orders import LoadOrder, OrderId, OrderReport, PackOrder
 from tiered_kv.page_group import KvKind
 from tiered_kv.pages.cold_pages import cold_place
-from tiered_kv.storage.bundles import NO_NOTE, Bundles, Note
+from tiered_kv.storage.bundles import Bundles, Note
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
 
 logger = logging.getLogger(__name__)
@@ -81,11 +81,11 @@ class Compressor:
 
     # -- packing ----------------------------------------------------------------------
 
-    def pack(self, order: PackOrder, note: Note = NO_NOTE) -> None:
+    def pack(self, order: PackOrder, note: Note | None = None) -> None:
         """Begin to pack a bundle."""
         self._packs.submit(self._pack, order, note)
 
-    def _pack(self, order: PackOrder, note: Note) -> None:
+    def _pack(self, order: PackOrder, note: Note | None) -> None:
         began, slots = time.perf_counter(), 0
         bundles = self.groups.get(order.group)
         try:

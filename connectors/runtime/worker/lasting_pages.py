@@ -23,7 +23,7 @@ from tiered_kv.keys import Fingerprint, PageKey
 from tiered_kv.machine import usable_cores
 from tiered_kv.messages import AdoptedBundle, AdoptedPages, Orders
 from tiered_kv.orders import OrderId, PackOrder, PromoteOrder, SaveOrder
-from tiered_kv.storage.bundles import NO_NOTE, Bundle, Bundles, Note
+from tiered_kv.storage.bundles import Bundle, Bundles, Note
 from tiered_kv.transfer.memory_file.lasting_memory import LastingMemory
 from tiered_kv.transfer.memory_file.memory_format import Geometry, SlotHeader, contents_of
 from tiered_kv.transfer.memory_file.opening import memory_path, open_memory
@@ -219,8 +219,8 @@ class NoLastingPages:
     def overwrite(self, slots: Sequence[int]) -> None:
         """Do nothing."""
 
-    def packing(self, order: PackOrder) -> Note:
-        return NO_NOTE
+    def packing(self, order: PackOrder) -> Note | None:
+        return None
 
     def adopt_bundles(self, groups: Mapping[int, Bundles], num_slots: int, trusted: str) -> None:
         """Do nothing."""

@@ -117,10 +117,7 @@ class SharedRoot:
         try:
             outcomes = self._written().put([(key.name, parts) for key, parts in values], deadline)
         except OSError as error:
-            if error.errno in NOT_WRITABLE:
-                self._refused(error.strerror)
-                return [Outcome.REFUSED] * len(values)
-            return [self._lost(error)] * len(values)
+            return [self._not_written(error)] * len(values)
         self._breaker.worked()
         if Outcome.STORED in outcomes:
             self._writes.worked()
@@ -138,10 +135,7 @@ class SharedRoot:
         try:
             self._written().delete([key.name for key in keys])
         except OSError as error:
-            if error.errno in NOT_WRITABLE:
-                self._refused(error.strerror)
-            else:
-                self._lost(error)
+            self._not_written(error)
             return False
         return True
 
@@ -249,6 +243,12 @@ class SharedRoot:
         what = "is no folder: create it" if error.errno == errno.ENOENT else str(error)
         self._breaker.complain(what, now)
         return Outcome.DOWN
+
+    def _not_written(self, error: OSError) -> Outcome:
+        if error.errno not in NOT_WRITABLE:
+            return self._lost(error)
+        self._refused(error.strerror)
+        return Outcome.REFUSED
 
     def _refused(self, why: str | None) -> None:
         """Record that nothing can be written: it is tried again later, and reads go on."""

@@ -99,22 +99,19 @@ class Catalogue:
 
     # -- pages --------------------------------------------------------------------
 
-    def insert(self, segment: Segment, places: Iterable[FooterEntry]) -> set[Segment]:
-        """Add pages that are durable; give the segments that this left without a page."""
+    def insert(self, segment: Segment, places: Iterable[FooterEntry]) -> None:
+        """Add pages that are durable. Segments that this leaves without a page are deleted."""
         emptied = set()
         for place in places:
-            before = self._remove(place.key)
-            if before is not None and not before.live:
-                emptied.add(before)
+            emptied.add(self._remove(place.key))
             self.pages[place.key] = segment.live[place.key] = Entry(segment, place)
             self.stored_bytes += place.stored_bytes
-        return {one for one in emptied if not one.live}
+        for one in emptied:
+            self._delete_if_empty(one)
 
     def forget(self, key: PageKey) -> None:
         """Remove a page. An unknown key is ignored."""
-        segment = self._remove(key)
-        if segment is not None:
-            self.delete_if_empty(segment)
+        self._delete_if_empty(self._remove(key))
 
     def _remove(self, key: PageKey) -> Segment | None:
         """Remove a page; give the segment it was in."""
@@ -133,8 +130,8 @@ class Catalogue:
         if segment.writer is None and len(self.segments) > OPEN_FILES:
             self.close(segment)
 
-    def delete_if_empty(self, segment: Segment) -> None:
-        if not segment.live and segment.writer is None:
+    def _delete_if_empty(self, segment: Segment | None) -> None:
+        if segment is not None and not segment.live and segment.writer is None:
             self.delete(segment)
 
     def delete(self, segment: Segment) -> None:

@@ -167,12 +167,10 @@ class PageWriter:
         assert segment.writer is not None
         commit = segment.writer.commit()
         segment.end = segment.writer.end
-        emptied = self._catalogue.insert(segment, commit.durable)
+        self._catalogue.insert(segment, commit.durable)
         stored.update(commit.indices)
         written = sum(place.stored_bytes for place in commit.durable)
         self._context.stats.bytes_written += written
-        for one in emptied:
-            self._catalogue.delete_if_empty(one)
         if commit.error is None:
             return True
         self._lifecycle.fail(segment, commit.error)
