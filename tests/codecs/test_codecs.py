@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -98,20 +96,6 @@ def test_every_bit_pattern_comes_back(element: ElementType) -> None:
     untrained = CentredCodec(PageFormat(element, page.nbytes, 16))
     assert np.array_equal(there_and_back(untrained, page), page)
     assert np.array_equal(there_and_back(untrained.trained([page]), page), page)
-
-
-@pytest.mark.parametrize("name", ["zstd", "centred"])
-def test_a_page_may_change_once_it_is_encoded(name: str) -> None:
-    page_format = PageFormat(ElementType.BF16, 4096, 16)
-    codec = parse(name)(page_format)
-    page = synthetic_page(page_format)
-    kept = page.copy()
-    first = codec.encode(page)
-    page[:] = 0
-    codec.encode(page)  # the same thread's scratch memory, used again
-    out = np.empty_like(page)
-    codec.decode(first, out)
-    assert np.array_equal(out, kept)
 
 
 def test_pages_may_be_read_only_and_lie_anywhere() -> None:
@@ -243,30 +227,7 @@ def test_pages_that_are_no_elements_are_refused() -> None:
         ZstdCodec(PageFormat(ElementType.BF16, 1024, 16), 23)
 
 
-# -- threads, and what is installed ---------------------------------------------
-
-
-def test_threads_share_a_codec() -> None:
-    """Each thread's pages come back as its own, though all go through the same codec at once."""
-    page_format = PageFormat(ElementType.BF16, 96 * 1024, 16)
-    trained = CentredCodec(page_format).trained([synthetic_page(page_format, 99)])
-    codecs = (trained, ZstdCodec(page_format))
-    together = threading.Barrier(8)
-
-    def many_pages(thread: int) -> bool:
-        together.wait()
-        pages = [synthetic_page(page_format, 100 * thread + i) for i in range(12)]
-        for codec in codecs:
-            stored = [codec.encode(page) for page in pages]
-            for page, encoded in zip(pages, stored, strict=True):
-                out = np.empty_like(page)
-                codec.decode(encoded, out)
-                if not np.array_equal(out, page):
-                    return False
-        return True
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(many_pages, range(8)))
+# -- what is installed ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000, 131_072, 131_073, 500_000])

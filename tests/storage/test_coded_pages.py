@@ -216,17 +216,6 @@ def test_a_page_given_twice_is_written_once(bench: StoreBench[SegmentStore]) -> 
     bench.store.close()
 
 
-def test_a_closed_store_takes_no_coded_page(bench: StoreBench[SegmentStore]) -> None:
-    codec = own(bench)
-    bench.store.close()
-    key = page_key(40)
-    refused = bench.store.stats.pages_refused
-    assert bench.store.put_coded([(key, coded_page(key, codec))] * 2) == {0, 1}
-    assert bench.store.stats.pages_refused == refused + 2
-    out = np.zeros(PAGE_FORMAT.page_bytes, np.uint8)
-    assert bench.store.get([(key, out)]) == {0}
-
-
 def test_a_damaged_page_of_the_stores_own_codec_is_never_served(
     bench: StoreBench[SegmentStore],
 ) -> None:

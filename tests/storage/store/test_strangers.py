@@ -315,7 +315,7 @@ def test_a_store_that_has_run_out_of_numbers_begins_anew(
     open_store: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store goes on after a segment of any age, written by itself or made by somebody."""
-    monkeypatch.setattr("tiered_kv.storage.store.segment_folder.NEARLY_LAST_NUMBER", 3)
+    monkeypatch.setattr("tiered_kv.storage.store.segment_lifecycle.NEARLY_LAST_NUMBER", 3)
     monkeypatch.setattr("tiered_kv.storage.store.recovery.NEARLY_LAST_NUMBER", 3)
     store = open_store()
     for first in (0, 20, 40):
