@@ -289,6 +289,8 @@ def test_a_disk_that_takes_no_more_files_refuses_values(
         assert store.put(new, soon()) == [Outcome.REFUSED] * 3
     assert store.put(new, soon()) == [Outcome.STORED] * 3
     assert check_values(store, [key for key, _ in new]) == 3
+    (pack,) = tmp_path.glob("*/*.pack")
+    assert pack.stat().st_size == sum(len(part) for _, parts in new for part in parts)
     store.close()
 
 

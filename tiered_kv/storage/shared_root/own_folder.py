@@ -319,14 +319,15 @@ class OwnFolder:
         if self._packs.get(pack, self._pack_bytes) >= self._pack_bytes:
             pack, self._next = self._next, self._next + 1
             self._packs[pack] = 0
+        fd = files.fd(self.folder, pack)
         place = Place(pack, self._packs[pack], nbytes)
         self._packs[pack] += nbytes
         self._spare -= nbytes
         try:
-            _write(files.fd(self.folder, pack), parts, place.offset)
+            _write(fd, parts, place.offset)
         except OSError:
             with contextlib.suppress(OSError):  # else what was written stays a hole
-                os.ftruncate(files.fd(self.folder, pack), place.offset)
+                os.ftruncate(fd, place.offset)
                 self._packs[pack] -= nbytes
                 self._spare += nbytes
             raise
