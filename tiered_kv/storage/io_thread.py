@@ -410,7 +410,7 @@ class IoThread:
         coded = [self._cold(key, place) if place < 0 else None for key, place in pages]
         cold = [page and (key, page) for (key, _), page in zip(pages, coded, strict=True)]
         failed &= put_present(self.store.put_coded, cold)
-        return failed, sum(item is not None for item in (*raw, *cold))
+        return failed, 2 * len(pages) - raw.count(None) - cold.count(None)
 
     def _write_last(self, last: Sequence[tuple[PageKey, int]], deadline: float) -> int:
         """Write what the time allows; give the number of pages that are durable. Never raises.

@@ -123,9 +123,10 @@ def parse_segment_header(start: bytes | memoryview) -> SegmentHeader:
 
 def pack_record_header(segment: SegmentHeader, record: RecordHeader) -> bytes:
     """Pack a record header, ``record.header_bytes`` bytes."""
+    nbytes = record.header_bytes
     fixed = RECORD.pack(
         RECORD_MAGIC,
-        record.header_bytes,
+        nbytes,
         len(record.key),
         segment.nonce,
         record.ordinal,
@@ -142,7 +143,7 @@ def pack_record_header(segment: SegmentHeader, record: RecordHeader) -> bytes:
         record.digest,
     )
     digest = xxhash.xxh3_128_digest(fixed + record.key)
-    return (fixed + digest + record.key).ljust(record.header_bytes, b"\0")
+    return (fixed + digest + record.key).ljust(nbytes, b"\0")
 
 
 def parse_record_header(segment: SegmentHeader, start: bytes | memoryview) -> RecordHeader:

@@ -50,7 +50,9 @@ class PageWriter:
         fit: Iterator[PageToWrite] = (  # looked at while the ones before are written
             PageToWrite(i, key, page, now)
             for i, (key, page) in enumerate(pages)
-            if last[key] == i and _is_key(key) and (isinstance(page, EncodedPage) or is_page(page))
+            if last[key] == i
+            and MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES
+            and (isinstance(page, EncodedPage) or is_page(page))
         )
         if self._training.wanted:
             active, seen = self._catalogue.active, list(fit)
@@ -175,10 +177,6 @@ class PageWriter:
             return True
         self._lifecycle.fail(segment, commit.error)
         return False
-
-
-def _is_key(key: PageKey) -> bool:
-    return MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES
 
 
 def _slices(items: Iterable[PageToWrite], step: int) -> Iterator[Sequence[PageToWrite]]:

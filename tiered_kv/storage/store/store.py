@@ -209,14 +209,9 @@ class SegmentStore(PageStore):
     # -- room ---------------------------------------------------------------------
 
     @property
-    def segment_bytes(self) -> int:
-        """Size of the next segment, bytes."""
-        return self._capacity.outlook().segment
-
-    @property
     def group_bytes(self) -> int:
-        """Size of a segment, bytes: a small store could not make room for more at a time."""
-        return self.segment_bytes
+        """Size of the next segment, bytes: a small store could not make room for more at a time."""
+        return self._capacity.outlook().segment
 
     def proposal(self) -> Proposal | None:
         """Segment that should die next; None if there is room.
