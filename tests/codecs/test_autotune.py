@@ -91,13 +91,6 @@ def test_pages_of_this_kind_are_measured_here() -> None:
     assert choose(opaque, disk_read_mbs=1, disk_write_mbs=1, cores=1).codec.name == "zstd"
 
 
-def test_a_sample_is_believed_over_the_synthetic_page() -> None:
-    page_format = PageFormat(ElementType.BF16, 64 * 1024, 16)
-    noise = np.random.default_rng(0).integers(0, 256, page_format.page_bytes, dtype=np.uint8)
-    choice = choose(page_format, disk_read_mbs=1, disk_write_mbs=1, cores=1, sample=noise)
-    assert choice.codec.name == "raw"
-
-
 @dataclass(frozen=True)
 class Forgetful:
     """A codec that loses what it was given."""
