@@ -408,7 +408,10 @@ class IoThread:
         raw = [(key, self._slots[place]) if place >= 0 else None for key, place in pages]
         failed = put_present(self.store.put, raw)
         coded = [self._cold(key, place) if place < 0 else None for key, place in pages]
-        cold = [page and (key, page) for (key, _), page in zip(pages, coded, strict=True)]
+        cold = [
+            (key, page) if page is not None else None
+            for (key, _), page in zip(pages, coded, strict=True)
+        ]
         failed &= put_present(self.store.put_coded, cold)
         return failed, 2 * len(pages) - raw.count(None) - cold.count(None)
 

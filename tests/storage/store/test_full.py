@@ -206,7 +206,7 @@ def test_a_disk_with_less_room_than_a_usual_segment_has_smaller_ones(tmp_path: P
     options = store_options(tmp_path, capacity_bytes=64 << 20)
     disk = SmallDisk(tmp_path, options.segment_bytes * 3 // 4, inner=UnsafeFiles())
     life = Life(options, disk)
-    assert life.store.segment_bytes < options.segment_bytes // 4
+    assert life.store.group_bytes < options.segment_bytes // 4
     stored, lost = life.go_on(60)
     assert (stored, lost) == (60 * 8, 0)
     life.check()

@@ -200,9 +200,9 @@ class ValkeyClient:
             for at, (name, parts) in enumerate(values):
                 connection.send(_set(name, parts))
                 if at >= UNDER_WAY:
-                    found.append(self._writes.answer(connection.replies.status) or Outcome.STORED)
+                    found.append(self._stored(connection))
             while len(found) < len(values):
-                found.append(self._writes.answer(connection.replies.status) or Outcome.STORED)
+                found.append(self._stored(connection))
             self._answered(connection, self._writes)
         except Exception as error:
             found += [self._lost(error)] * (len(values) - len(found))
@@ -336,6 +336,11 @@ class ValkeyClient:
             return Outcome.BAD, 0
         connection.replies.value(buffer[:nbytes])
         return Outcome.HIT, nbytes
+
+    def _stored(self, connection: Connection) -> Outcome:
+        """Read the reply to a value that was sent."""
+        refused = self._writes.answer(connection.replies.status)
+        return Outcome.STORED if refused is None else refused
 
 
 class _NotAskedError(Exception):
