@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
+LEFT_OVER_S = 3600.0
+"""Age from which on an unfinished file counts as left over, seconds: writing one takes less."""
 
 
 def open_plain(path: Path, flags: int, *, dir_fd: int | None = None) -> int:
@@ -127,8 +131,8 @@ def replace_file(path: Path, data: bytes, *, beside: Path | None = None, durable
     old file or the new one, whole.
 
     Args:
-        beside: the other name; by default one that no other process chooses. A file of that name is
-            removed.
+        beside: the other name, whose file is removed first; by default one that no other process
+            chooses. Then files that killed processes left next to ``path`` are removed.
         durable: make its contents survive a power cut before it takes the place.
 
     Returns:
@@ -137,7 +141,9 @@ def replace_file(path: Path, data: bytes, *, beside: Path | None = None, durable
     Raises:
         OSError: it could not be written; the old file is still there, and no other.
     """
-    beside = beside or path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    if beside is None:
+        _sweep(path)
+        beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     beside.unlink(missing_ok=True)
     fd = open_plain(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
     try:
@@ -151,3 +157,14 @@ def replace_file(path: Path, data: bytes, *, beside: Path | None = None, durable
             beside.unlink()  # the space that it takes
         raise
     return fd
+
+
+def _sweep(path: Path) -> None:
+    """Remove what killed processes left of new contents of ``path``. Never fails."""
+    unfinished = re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}")
+    with contextlib.suppress(OSError):
+        for one in path.parent.iterdir():
+            if unfinished.fullmatch(one.name):
+                with contextlib.suppress(OSError):
+                    if time.time() - one.lstat().st_mtime > LEFT_OVER_S:
+                        one.unlink()

@@ -6,7 +6,10 @@ import json
 import logging
 import math
 import os
+import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +18,9 @@ import pytest
 from tiered_kv.connectors.runtime.policy_state import SAVE_EVERY_S, PolicyState
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
+
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Counting(StatelessPolicy):
@@ -166,6 +172,32 @@ def test_two_engines_of_one_process_number_save_at_once(
     assert not caplog.records
     assert [path.name for path in tmp_path.iterdir()] == ["policy-counting.json"]
     assert loaded(tmp_path) == 1
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.runtime.test_policy_state import PolicyState, learned
+
+os.fdatasync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
+PolicyState(learned(2), Path(sys.argv[1]), "counting").close()
+"""
+
+
+def test_the_next_save_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    PolicyState(learned(1), tmp_path, "counting").close()
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, check=False)
+        assert done.returncode == -signal.SIGKILL
+    old, recent = (path for path in tmp_path.iterdir() if path.suffix != ".json")
+    os.utime(old, (0, 0))
+    others = [tmp_path / name for name in ("policy-counting.json.old", "policy-else.json.0" * 2)]
+    for path in others:
+        path.touch()
+        os.utime(path, (0, 0))
+    PolicyState(learned(3), tmp_path, "counting").close()
+    assert set(tmp_path.iterdir()) == {tmp_path / "policy-counting.json", recent, *others}
+    assert loaded(tmp_path) == 3
 
 
 def test_numbers_without_end_come_back(tmp_path: Path) -> None:
