@@ -127,6 +127,31 @@ refused(path)
 print(peak() - before)
 """
 
+MEMBERS = """
+import sys
+from pathlib import Path
+from tests.snapshot.test_hostile_zips import END, ENTRY
+from tiered_kv.snapshot.manifest import SnapshotError
+from tiered_kv.snapshot.reader import open_snapshot
+
+path = Path(sys.argv[1])
+entry = ENTRY.pack(b"PK\\1\\2", 20, 20, *[0] * 14)
+most = 0
+for count in (1, 0xFFFF):  # zipfile reads every entry, however many the end counts
+    directory = entry * 1_000_000
+    path.write_bytes(directory + END.pack(b"PK\\5\\6", 0, 0, count, count, len(directory), 0, 0))
+    del directory
+    before = forget_peak()
+    try:
+        open_snapshot(path)
+    except SnapshotError as error:
+        print(str(error)[:100], (peak() - before) >> 20, file=sys.stderr)
+        most = max(most, peak() - before)
+    else:
+        raise AssertionError(count)
+print(most)
+"""
+
 
 def grown(script: str, *arguments: str) -> int:
     """Memory that a script took, by its own word, bytes."""
@@ -150,3 +175,7 @@ def test_a_hostile_manifest_takes_a_few_times_its_size() -> None:
 
 def test_files_that_claim_to_be_huge_take_no_memory(tmp_path: Path) -> None:
     assert grown(FOLDERS, str(tmp_path / "root")) < 64 << 20
+
+
+def test_members_without_names_take_no_more_memory_than_their_directory(tmp_path: Path) -> None:
+    assert grown(MEMBERS, str(tmp_path / "a.zip")) < 64 << 20

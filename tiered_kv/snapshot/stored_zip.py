@@ -21,6 +21,11 @@ from .manifest import SnapshotError
 MOST_MEMBERS = 1 << 20
 MOST_DIRECTORY_BYTES = 192 * MOST_MEMBERS
 """Longest directory: of such members with the extra fields of usual programs."""
+PAGE_ENTRY_BYTES = 46 + 70
+"""Bytes that a page takes in the directory, at least: its entry and its name."""
+OTHER_ENTRIES = 16
+"""Members that the directory may have in addition to as many pages as fit into it: the manifest and
+the folder have shorter names, and a field of an entry may look like the start of another."""
 
 _MEMBER = re.compile(r"manifest\.json|pages/[0-9a-f]{64}")
 _FOLDER = "pages/"
@@ -65,14 +70,16 @@ def members(fd: int) -> dict[str, ZipEntry]:
 
 
 class _Bounded(io.FileIO):
-    """A file whose directory is read at once only if it is of limited size."""
+    """A file whose directory is limited in size, and in members before they are parsed: each takes
+    several times the memory of its entry."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > MOST_DIRECTORY_BYTES:
             raise _wrong(f"it cannot have a directory of {size} bytes")
         data = super().read(size) or b""
-        if data.count(b"PK\1\2") > MOST_MEMBERS:
-            raise _wrong(f"it cannot have more than {MOST_MEMBERS} members")
+        most = min(MOST_MEMBERS, len(data) // PAGE_ENTRY_BYTES + OTHER_ENTRIES)
+        if data.count(b"PK\1\2") > most:
+            raise _wrong(f"it cannot have more than {most} members in {len(data)} bytes")
         return data
 
 
