@@ -449,10 +449,20 @@ class _Field(NamedTuple):
 def _readers(kind: Any) -> dict[str, _Field]:
     hints = typing.get_type_hints(kind)
     numbers = partial(real, least=-sys.float_info.max) if getattr(kind, "signed", False) else real
-    return {
+    found = {
         field.name: _Field(_PLAIN_TYPES.get(hints[field.name]), _reader(hints[field.name], numbers))
         for field in fields(kind)
     }
+    for name, value in getattr(kind, "unneeded", {}).items():
+        found[name] = _Field(found[name].exact, partial(_read_or, found[name].read, value))
+    return found
+
+
+def _read_or(read: Read, otherwise: Any, value: Any) -> Any:
+    try:
+        return read(value)
+    except ValueError:
+        return otherwise
 
 
 def _reader(hint: Any, numbers: Read) -> Read:
@@ -507,11 +517,14 @@ class JsonObject:
     Attributes:
         signed: True, so that numbers may be below 0, except whole numbers.
         renamed: names in JSON that a field of Python cannot have, by field.
+        unneeded: values that fields get where JSON lacks them or has another type, by field. The
+            program's own clients do not use these fields.
     """
 
     __slots__ = ()
     signed: typing.ClassVar[bool] = True
     renamed: typing.ClassVar[Mapping[str, str]] = {}
+    unneeded: typing.ClassVar[Mapping[str, Any]] = {}
 
     def to_json(self) -> Any:
         """Convert it to what the ``json`` module writes."""
@@ -534,6 +547,7 @@ class JsonObject:
                 if name not in found:
                     raise ValueError(f"it lacks {name}")
                 found = {**found, field: found[name]}
+            found = {**cls.unneeded, **found}
         return read(cls, found)
 
 

@@ -38,6 +38,7 @@ class Vram(JsonObject):
     pinned_blocks: int
     block_tokens: int
     bytes: int
+    unneeded: ClassVar[Mapping[str, Any]] = {"block_tokens": 0}
 
     @property
     def running_blocks(self) -> int:
@@ -69,6 +70,7 @@ class Cpu(JsonObject):
     compressed_pages: int
     compressed_slots: int
     compressed_share: float
+    unneeded: ClassVar[Mapping[str, Any]] = {"used_bytes": 0, "compressed_share": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class LowerTier(JsonObject):
     used_bytes: int
     promoting_pages: int
     demoting_pages: int
+    unneeded: ClassVar[Mapping[str, Any]] = {"promoting_pages": 0, "demoting_pages": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,7 @@ class JobCounts(JsonObject):
     begun: int
     waiting: int
     held: int
+    unneeded: ClassVar[Mapping[str, Any]] = {"begun": 0, "held": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +151,7 @@ class Queues(JsonObject):
     held: int
     orders_in_flight: int
     prefetches: int
+    unneeded: ClassVar[Mapping[str, Any]] = {"orders_in_flight": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +190,7 @@ class Decisions(JsonObject):
     last: int
     since: float | None
     counts: tuple[DecisionCount, ...]
+    unneeded: ClassVar[Mapping[str, Any]] = {"last": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +218,13 @@ class EngineStatus(JsonObject):
     decisions: Decisions
     counters: Mapping[str, float]
     gauges: Mapping[str, float]
+    unneeded: ClassVar[Mapping[str, Any]] = {
+        "steps": 0,
+        "mode": "",
+        "eviction": "",
+        "admission": "",
+        "gauges": {},
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +299,7 @@ class JobDecision(JsonObject):
     tier: str
     ttl_s: float | None
     gap_class: str | None
+    unneeded: ClassVar[Mapping[str, Any]] = {"ttl_s": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +327,7 @@ class JobStatus(JsonObject):
     kv: JobKv
     forecast: Quantiles | None
     decision: JobDecision | None
+    unneeded: ClassVar[Mapping[str, Any]] = {"salted": False, "began": None}
 
     @property
     def expected_at(self) -> float | None:
@@ -363,6 +378,7 @@ class JobPage(JsonObject):
     known: int
     jobs: tuple[JobStatus, ...]
     next: Cursor | None
+    unneeded: ClassVar[Mapping[str, Any]] = {"now": 0.0, "known": 0}
 
 
 # -- snapshots ----------------------------------------------------------------------------

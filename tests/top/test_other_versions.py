@@ -87,6 +87,47 @@ def test_an_odd_answer_is_read_or_refused_and_never_shown_raw(answers: Answers) 
     assert refused > 1000
 
 
+ENGINE, TIERS, JOB = ("engines", 0), ("engines", 0, "tiers"), ("jobs", 0)
+NOT_SHOWN: dict[str, tuple[tuple[Any, ...], ...]] = {
+    STATUS: (
+        *((*ENGINE, name) for name in ("steps", "mode", "eviction", "admission", "gauges")),
+        (*TIERS, 0, "block_tokens"),
+        *((*TIERS, 1, name) for name in ("used_bytes", "compressed_share")),
+        *((*TIERS, 2, name) for name in ("promoting_pages", "demoting_pages")),
+        *((*ENGINE, "jobs", name) for name in ("begun", "held")),
+        (*ENGINE, "queues", "orders_in_flight"),
+        (*ENGINE, "decisions", "last"),
+    ),
+    JOBS: (
+        *((name,) for name in ("now", "known")),
+        *((*JOB, name) for name in ("salted", "began")),
+        (*JOB, "decision", "ttl_s"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("path", "kind"), [(STATUS, ServerStatus), (JOBS, JobPage)])
+def test_fields_that_are_not_shown_may_have_any_value(
+    path: str, kind: type[ServerStatus | JobPage], answers: Answers
+) -> None:
+    def frame(said: object) -> list[str]:
+        found = read_answer(kind, said)
+        if isinstance(found, JobPage):
+            return [*shown(server(*found.jobs), 200, 24), str(found.next)]
+        return shown(replace(server(), status=found))
+
+    said = parse(answers[path].body)
+    for place in NOT_SHOWN[path]:
+        for odd in (MISSING, *ODD):
+            copy = found = deepcopy(said)
+            for step in place[:-1]:
+                found = found[step]
+            del found[place[-1]]
+            if odd is not MISSING:
+                found[place[-1]] = odd
+            assert frame(copy) == frame(said), (place, odd)
+
+
 def test_fields_of_a_later_version_are_ignored(answers: Answers) -> None:
     for path, kind in ((STATUS, ServerStatus), (JOBS, JobPage)):
         said = parse(answers[path].body)
