@@ -32,9 +32,8 @@ from .terminal import (
     Command,
     ServerUrl,
     Token,
-    print_json,
-    print_table,
     refuse,
+    report,
     take_any_text,
 )
 
@@ -89,14 +88,9 @@ def doctor_command(
     if url is not None:
         findings += check_server(url)
     good = all(one.verdict is not Verdict.FAIL for one in findings)
-    if as_json:
-        print_json({"good": good, "checks": [one.to_json() for one in findings]})
-    else:
-        print_table(
-            COLUMNS, [[one.check, one.verdict.value, one.seen, one.advice] for one in findings]
-        )
-    if not good:
-        raise typer.Exit(1)
+    result = {"good": good, "checks": [one.to_json() for one in findings]}
+    rows = [[one.check, one.verdict.value, one.seen, one.advice] for one in findings]
+    report(as_json, result, COLUMNS, rows, good=good)
 
 
 app = typer.Typer(

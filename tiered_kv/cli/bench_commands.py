@@ -15,7 +15,9 @@ from typing import Any
 
 import typer
 
-from .terminal import one_sentence, print_json, print_table, refuse
+from tiered_kv.formatting import NONE, percent
+
+from .terminal import exit_unless, one_sentence, print_json, print_table, refuse
 
 
 @contextmanager
@@ -117,8 +119,7 @@ def answer_what_if(
         _print(found)
         for line in found["bad"]:
             typer.echo(f"no record: {line}", err=True)
-    if found["bad_lines"]:
-        raise typer.Exit(1)
+    exit_unless(not found["bad_lines"])
 
 
 @contextmanager
@@ -182,9 +183,9 @@ def _names(found: Mapping[str, Any]) -> tuple[str, str]:
 
 def _row(one: Mapping[str, Any]) -> list[str]:
     times = [f"{one[name]:,.3f} s" for name in ("mean_s", "p50_s", "p95_s")]
-    shares = [f"{100 * one[name]:.1f}%" for name in ("vram", "cpu", "ssd", "recomputed")]
+    shares = [percent(one[name]) for name in ("vram", "cpu", "ssd", "recomputed")]
     return [*times, *shares, f"{one['again']:,}"]
 
 
 def _ratio(ratios: Mapping[str, float], name: str) -> str:
-    return f"{ratios[name]:.3f}" if name in ratios else "-"
+    return f"{ratios[name]:.3f}" if name in ratios else NONE

@@ -10,6 +10,7 @@ import typer
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.file_lock import short_owner
+from tiered_kv.formatting import brief, size
 from tiered_kv.storage.segment.format import FormatError
 from tiered_kv.transfer.memory_file.memory_files import MemoryFile, list_memory
 from tiered_kv.transfer.memory_file.opening import delete_memory
@@ -17,12 +18,9 @@ from tiered_kv.transfer.memory_file.opening import delete_memory
 from .terminal import (
     AsJson,
     Command,
-    age,
     one_sentence,
-    print_json,
-    print_table,
+    report,
     sentence_of,
-    size,
     skipped,
 )
 
@@ -59,13 +57,9 @@ def list_command(folder: Folder, as_json: AsJson = False) -> None:
     with one_sentence():
         found = list_memory(folder)
     left_out = skipped(found.odd)
-    if as_json:
-        files = [describe(one) for one in found.files]
-        print_json({"path": str(folder), "files": files, "skipped": left_out})
-    else:
-        print_table(COLUMNS, [row(one) for one in found.files])
-    if left_out:
-        raise typer.Exit(1)
+    files = [describe(one) for one in found.files]
+    result = {"path": str(folder), "files": files, "skipped": left_out}
+    report(as_json, result, COLUMNS, map(row, found.files), good=not left_out)
 
 
 @app.command("gc", cls=Command, short_help="Delete CPU memory that no process has open.")
@@ -93,26 +87,21 @@ def gc_command(
         except (ConfigError, FormatError, OSError) as error:
             refused[str(one.path)] = sentence_of(error)
     left_out = skipped(found.odd)
-    if as_json:
-        print_json(
-            {
-                "path": str(folder),
-                "dry_run": dry_run,
-                "removed": [str(path) for path in removed],
-                "kept": [str(path) for path in kept],
-                "bytes_freed": freed,
-                "refused": refused,
-                "skipped": left_out,
-            }
-        )
-    else:
-        word = "would delete" if dry_run else "deleted"
-        rows = [[word, str(path)] for path in removed]
-        rows += [["in use", str(path)] for path in kept]
-        rows += [["kept", f"{path}: {reason}"] for path, reason in refused.items()]
-        print_table({"": False, f"{size(freed)} in {len(removed)} files": False}, rows)
-    if refused or left_out:
-        raise typer.Exit(1)
+    result = {
+        "path": str(folder),
+        "dry_run": dry_run,
+        "removed": [str(path) for path in removed],
+        "kept": [str(path) for path in kept],
+        "bytes_freed": freed,
+        "refused": refused,
+        "skipped": left_out,
+    }
+    word = "would delete" if dry_run else "deleted"
+    rows = [[word, str(path)] for path in removed]
+    rows += [["in use", str(path)] for path in kept]
+    rows += [["kept", f"{path}: {reason}"] for path, reason in refused.items()]
+    columns = {"": False, f"{size(freed)} in {len(removed)} files": False}
+    report(as_json, result, columns, rows, good=not (refused or left_out))
 
 
 def describe(one: MemoryFile) -> dict[str, object]:
@@ -154,6 +143,6 @@ def row(one: MemoryFile) -> list[str]:
         one.path.name,
         *cells,
         size(one.nbytes),
-        age(newest_s(one)),
+        brief(newest_s(one)),
         owner if one.locked else "-",
     ]

@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from tiered_kv.config import TierConfig
+from tiered_kv.formatting import NONE, brief, duration, size
 from tiered_kv.page_group import KvKind
 from tiered_kv.sizing.model_shape import read_shape
 from tiered_kv.sizing.step_cost import (
@@ -31,7 +32,7 @@ from tiered_kv.sizing.step_cost import (
 )
 from tiered_kv.sizing.tier_plan import Plan, Setup, TierPlan, make_plan
 
-from .terminal import AsJson, age, one_sentence, print_json, print_table, size
+from .terminal import AsJson, one_sentence, print_json, print_table
 
 TRANSFER = {
     "kv_connector": "TieredContinuumConnector",
@@ -215,10 +216,10 @@ def group_rows(plan: Plan) -> list[list[str]]:
             [
                 one.words,
                 str(one.layers),
-                "-" if is_state else size(one.token_bytes * total),
-                size(one.state_bytes * total) if is_state else "-",
+                NONE if is_state else size(one.token_bytes * total),
+                size(one.state_bytes * total) if is_state else NONE,
                 ", ".join(f"{block:,}" for block in sorted(blocks)) or "as above",
-                str(len(groups)) if groups else "-",
+                str(len(groups)) if groups else NONE,
             ]
         )
     return rows
@@ -232,7 +233,7 @@ def tier_row(tier: TierPlan) -> list[str]:
         f"{tier.contexts:,.1f}",
         f"{tier.tokens:,}",
         duration(tier.restore_s) if tier.restore_s else "is there",
-        age(tier.break_even_s) if tier.break_even_s >= 10 else duration(tier.break_even_s),
+        brief(tier.break_even_s) if tier.break_even_s >= 10 else duration(tier.break_even_s),
     ]
 
 
@@ -255,15 +256,6 @@ def assumptions(plan: Plan) -> list[str]:
             "Pages are counted as they are; on SSD they are compressed."
         ]
     return found
-
-
-def duration(seconds: float) -> str:
-    """Format a duration, as "35 ms"."""
-    if seconds < 0.0095:
-        return f"{1000 * seconds:.1f} ms"
-    if seconds < 0.9995:
-        return f"{1000 * seconds:.0f} ms"
-    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
 CONTEXT = 32_768

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from tiered_kv.formatting import size
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.admin.export import export
 from tiered_kv.storage.admin.gc import (
@@ -45,10 +46,8 @@ from .terminal import (
     Command,
     bar,
     one_sentence,
-    print_json,
-    print_table,
     refuse,
-    size,
+    report,
     skipped,
 )
 
@@ -78,7 +77,7 @@ def read_stores(path: Path) -> tuple[Listing, list[Inventory]]:
     return found, inventories
 
 
-def report(
+def report_on(
     path: Path,
     as_json: bool,
     fields: Mapping[str, object],
@@ -96,12 +95,8 @@ def report(
         typer.Exit: the result is not good, or something had to be skipped.
     """
     left_out = skipped(odd)
-    if as_json:
-        print_json({"path": str(path), **fields, "skipped": left_out})
-    else:
-        print_table(*table)
-    if left_out or not good:
-        raise typer.Exit(1)
+    result = {"path": str(path), **fields, "skipped": left_out}
+    report(as_json, result, *table, good=good and not left_out)
 
 
 @app.command("ls", cls=Command)
@@ -113,7 +108,7 @@ def list_command(path: Where, as_json: AsJson = False) -> None:
     found, inventories = read_stores(path)
     fields = {"stores": [describe_store(one) for one in inventories]}
     table = STORE_COLUMNS, [store_row(one) for one in inventories]
-    report(path, as_json, fields, table, found.odd)
+    report_on(path, as_json, fields, table, found.odd)
 
 
 @app.command("stat", cls=Command)
@@ -125,7 +120,7 @@ def stat_command(path: Where, as_json: AsJson = False) -> None:
     found, inventories = read_stores(path)
     total = add_up(inventories)
     table = {"": False, str(path): False}, total_rows(total)
-    report(path, as_json, asdict(total), table, found.odd)
+    report_on(path, as_json, asdict(total), table, found.odd)
 
 
 @app.command(
@@ -170,7 +165,7 @@ def verify_command(path: Where, as_json: AsJson = False) -> None:
     columns = {"stores": True, "segments": True, "pages": True, "read": True, "": False}
     counts = [str(len(stores)), str(checked.segments), f"{checked.pages:,}", size(checked.nbytes)]
     table = columns, [[*counts, "all good" if good else bad_counts]]
-    report(path, as_json, fields, table, found.odd, good=good)
+    report_on(path, as_json, fields, table, found.odd, good=good)
 
 
 @app.command("gc", cls=Command, short_help="Delete stores that no process has open.")
@@ -234,7 +229,7 @@ def gc_command(
     rows += [[word, str(leftover), "left over"] for leftover in rest]
     rows += [["kept", reason, ""] for reason in refused.values()]
     columns = {"": False, f"{size(freed)} in {len(removed)} stores": False, " ": False}
-    report(path, as_json, fields, (columns, rows), found.odd, good=not refused)
+    report_on(path, as_json, fields, (columns, rows), found.odd, good=not refused)
 
 
 @app.command("export", cls=Command, short_help="Write pages, decoded, into a folder.")
@@ -273,7 +268,7 @@ def export_command(
         typer.echo(f"not exported: {reason} ({where})", err=True)
     columns = {"pages": True, "bytes": True, "to": False}
     table = columns, [[f"{len(exported.pages):,}", size(exported.nbytes), str(out)]]
-    report(path, as_json, fields, table, found.odd | unreadable, good=not exported.failed)
+    report_on(path, as_json, fields, table, found.odd | unreadable, good=not exported.failed)
 
 
 def parse_key(digits: str) -> PageKey:

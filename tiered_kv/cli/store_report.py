@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tiered_kv.formatting import NONE, brief, size
 from tiered_kv.storage.admin.gc import holder_of
 from tiered_kv.storage.admin.inventory import Inventory, StoreInfo
 from tiered_kv.storage.admin.verify import BadPage
-
-from .terminal import age, size
 
 QUANTILES = {"newest": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "oldest": 1.0}
 FINGERPRINT_DIGITS = 8
@@ -56,7 +55,7 @@ def ratio(raw_bytes: int, stored_bytes: int) -> float | None:
 
 
 def _as_ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    return NONE if value is None else f"{value:.2f}"
 
 
 def describe_store(one: Inventory) -> dict[str, object]:
@@ -96,11 +95,11 @@ def store_row(one: Inventory) -> list[str]:
         size(one.raw_bytes),
         _as_ratio(ratio(one.raw_bytes, one.stored_bytes)),
         str(len(info.segments)),
-        ", ".join(one.codecs) or "-",
-        age(page_ages.get("newest")),
-        age(page_ages.get("oldest")),
-        age(time.time() - info.last_use),
-        holder_of(info) or "-",
+        ", ".join(one.codecs) or NONE,
+        brief(page_ages.get("newest")),
+        brief(page_ages.get("oldest")),
+        brief(time.time() - info.last_use),
+        holder_of(info) or NONE,
     ]
 
 
@@ -160,8 +159,11 @@ def total_rows(total: Totals) -> list[list[str]]:
         ["raw", size(total.raw_bytes)],
         ["ratio", _as_ratio(total.ratio)],
         ["dead", size(total.dead_bytes)],
-        ["codecs", ", ".join(total.codecs) or "-"],
-        ["page age", ", ".join(f"{name} {age(s)}" for name, s in total.page_age_s.items()) or "-"],
+        ["codecs", ", ".join(total.codecs) or NONE],
+        [
+            "page age",
+            ", ".join(f"{name} {brief(s)}" for name, s in total.page_age_s.items()) or NONE,
+        ],
         *(["fingerprint", name] for name in total.fingerprints),
     ]
     if total.unreadable_segments:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -98,13 +98,43 @@ def print_json(result: Mapping[str, object]) -> None:
     typer.echo(json.dumps(result))
 
 
-def print_table(columns: Mapping[str, bool], rows: list[list[str]], title: str = "") -> None:
+def report(
+    as_json: bool,
+    result: Mapping[str, object],
+    columns: Mapping[str, bool],
+    rows: Iterable[Sequence[str]],
+    *,
+    good: bool = True,
+) -> None:
+    """Print the result of a command as JSON or as a table.
+
+    Raises:
+        typer.Exit: with 1, after printing, unless the result is good.
+    """
+    if as_json:
+        print_json(result)
+    else:
+        print_table(columns, rows)
+    exit_unless(good)
+
+
+def exit_unless(good: bool) -> None:
+    """Exit with 1 unless the result of a command is good.
+
+    Raises:
+        typer.Exit: it is not.
+    """
+    if not good:
+        raise typer.Exit(1)
+
+
+def print_table(columns: Mapping[str, bool], rows: Iterable[Sequence[str]]) -> None:
     """Print a table.
 
     Args:
         columns: True for columns that hold numbers, by name.
     """
-    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     for name, is_number in columns.items():
         table.add_column(name, justify="right" if is_number else "left")
     for row in rows:
@@ -128,25 +158,3 @@ def bar(what: str, total: float) -> Iterator[Callable[[float], None]]:
     with progress:
         task = progress.add_task(what, total=total)
         yield lambda amount: progress.advance(task, amount)
-
-
-def size(nbytes: float) -> str:
-    """Format a size, as "1.5 GiB"."""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
-def age(seconds: float | None) -> str:
-    """Format an age, as "3.5 h"; "-" for None."""
-    if seconds is None:
-        return "-"
-    value = max(0.0, seconds)
-    for unit, length in (("s", 120), ("min", 120), ("h", 48)):
-        if value < length:
-            return f"{value:.0f} {unit}"
-        value /= 24 if unit == "h" else 60
-    return f"{value:.0f} d"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from tiered_kv.formatting import NONE, measured, percent, size
 from tiered_kv.trace.analysis import Decisions, Figures, Spread
 from tiered_kv.trace.comparison import Comparison
 from tiered_kv.trace.page.html_page import TextTable
 from tiered_kv.trace.steps.step_figures import StepFigures
 
-from .terminal import print_table, size
+from .terminal import print_table
 
 _SPREAD = {"mean": True, "P50": True, "P90": True, "P95": True, "P99": True}
 _DECISIONS = {
@@ -41,10 +42,10 @@ def headline(figures: Figures) -> dict[str, str]:
     }
     for name, spread in spreads.items():
         if spread is not None:
-            found |= {f"{name}, P50": _s(spread.p50), f"{name}, P95": _s(spread.p95)}
+            found |= {f"{name}, P50": measured(spread.p50), f"{name}, P95": measured(spread.p95)}
     shares = {"VRAM": prompts.vram, "CPU memory": prompts.cpu, "SSD": prompts.ssd}
-    found |= {f"prompts from {where}": _percent(share) for where, share in shares.items()}
-    return found | {"prompts lost": _percent(prompts.lost)}
+    found |= {f"prompts from {where}": percent(share) for where, share in shares.items()}
+    return found | {"prompts lost": percent(prompts.lost)}
 
 
 def figure_tables(title: str, figures: Figures) -> list[TextTable]:
@@ -52,12 +53,12 @@ def figure_tables(title: str, figures: Figures) -> list[TextTable]:
     jobs, prompts, moved = figures.jobs, figures.prompts, figures.promotions
     waits, saved_s = figures.waits, figures.prompts.prefill_saved_s
     rows = [
-        ["turns", f"{figures.turns:,} in {_s(figures.span_s)}, {figures.alone:,} of no job"],
+        ["turns", f"{figures.turns:,} in {measured(figures.span_s)}, {figures.alone:,} of no job"],
         ["jobs", f"{jobs.jobs:,}, {jobs.cut:,} begun before the trace, {jobs.waiting:,} open"],
         ["prompts", f"{prompts.tokens:,} tokens: {_sources(figures)}"],
-        ["prefill saved", _s(saved_s)],
+        ["prefill saved", measured(saved_s)],
         *_would_have_saved(figures),
-        ["held", f"{_s(waits.held_s)} for room, {_s(waits.pages_s)} for pages"],
+        ["held", f"{measured(waits.held_s)} for room, {measured(waits.pages_s)} for pages"],
         ["from below", f"{moved.pages:,} pages, {size(moved.nbytes)} for turns; {_waste(figures)}"],
         ["sent down", f"{figures.demoted:,} pages"],
     ]
@@ -81,7 +82,7 @@ def figure_tables(title: str, figures: Figures) -> list[TextTable]:
 
 def print_steps(figures: StepFigures) -> None:
     """Print the figures of the steps of one trace."""
-    said = f"{figures.steps:,} steps in {_s(figures.span_s)}"
+    said = f"{figures.steps:,} steps in {measured(figures.span_s)}"
     tokens = f"{figures.prefill_tokens:,} tokens of prompts, {figures.decode_tokens:,} of answers"
     rows = [[name, *_level(name, level.mean, level.peak)] for name, level in figures.levels.items()]
     print_table({f"{said}; {tokens}": False, "mean": True, "peak": True}, rows)
@@ -119,8 +120,8 @@ def _sources(figures: Figures) -> str:
         "SSD": prompts.ssd,
         "computed": prompts.recomputed,
     }
-    said = ", ".join(f"{_percent(share)} {where}" for where, share in shares.items())
-    return f"{said} ({_percent(prompts.lost)} lost)"
+    said = ", ".join(f"{percent(share)} {where}" for where, share in shares.items())
+    return f"{said} ({percent(prompts.lost)} lost)"
 
 
 def _would_have_saved(figures: Figures) -> list[list[str]]:
@@ -129,18 +130,18 @@ def _would_have_saved(figures: Figures) -> list[list[str]]:
     if not would.tokens:
         return []
     where = f"{would.vram:,} in VRAM, {would.cpu:,} in CPU memory, {would.ssd:,} on SSD"
-    share = f"{_percent(would.share)} of prompts, {_s(would.prefill_s)} of prefill"
+    share = f"{percent(would.share)} of prompts, {measured(would.prefill_s)} of prefill"
     return [["would have saved", f"{would.tokens:,} tokens ({share}): {where}"]]
 
 
 def _waste(figures: Figures) -> str:
     moved = figures.promotions
-    return f"{moved.used:,} used, {_percent(moved.waste)} wasted"
+    return f"{moved.used:,} used, {percent(moved.waste)} wasted"
 
 
 def _spread(spread: Spread | None) -> list[str]:
     if spread is None:
-        return ["-"] * len(_SPREAD)
+        return [NONE] * len(_SPREAD)
     values = (spread.mean, spread.p50, spread.p90, spread.p95, spread.p99)
     return [f"{value:,.3f}" for value in values]
 
@@ -149,21 +150,13 @@ def _decisions(one: Decisions) -> list[str]:
     gap = one.gap_s
     return [
         f"{one.gaps:,}",
-        _s(gap.p50) if gap is not None else "-",
-        _s(gap.p90) if gap is not None else "-",
-        _percent(one.in_vram),
-        _percent(one.below_q50),
-        _percent(one.below_q90),
-        _s(one.saved_s),
-        _s(one.cost_s),
-        _s(one.best_s),
-        _s(one.regret_s),
+        measured(gap.p50) if gap is not None else NONE,
+        measured(gap.p90) if gap is not None else NONE,
+        percent(one.in_vram),
+        percent(one.below_q50),
+        percent(one.below_q90),
+        measured(one.saved_s),
+        measured(one.cost_s),
+        measured(one.best_s),
+        measured(one.regret_s),
     ]
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}%"
-
-
-def _s(seconds: float) -> str:
-    return f"{seconds:,.3f} s" if seconds < 100 else f"{seconds:,.0f} s"

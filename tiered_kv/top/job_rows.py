@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
+from tiered_kv.formatting import NONE, brief, thousands
 from tiered_kv.status import JobState, JobStatus, Where
 
-from .wording import NONE, PLACES, brief, decision, thousands
+from .wording import PLACES, decision
 
 GAP = 2
 """Characters between two columns."""

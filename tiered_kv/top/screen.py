@@ -10,6 +10,7 @@ from rich.layout import Layout
 from rich.text import Text
 
 from tiered_kv.doctor.running_server import FAILURES
+from tiered_kv.formatting import count
 from tiered_kv.status import EngineStatus
 
 from .job_rows import job_rows
@@ -17,7 +18,7 @@ from .server_state import ServerState
 from .side_panels import PANEL_LINES, PANELS_WIDTH, panel_lines, panels
 from .tier_bars import tier_bars
 from .view import SORT_KEYS, View
-from .wording import Canvas, count, line
+from .wording import Canvas, line
 
 ONCE_ROWS = 40
 """Jobs in a frame that is printed."""

@@ -9,10 +9,11 @@ from typing import NamedTuple
 from rich.table import Table
 from rich.text import Text
 
+from tiered_kv.formatting import NONE, brief, count, part_of, size
 from tiered_kv.status import EngineStatus, Transfers
 
 from .server_state import Growth, ServerState
-from .wording import NONE, TIERS, brief, count, line, percent, size
+from .wording import TIERS, line
 
 PANEL_LINES, PANELS_WIDTH = 6, 120
 """Lines of the panels, and the columns that they need."""
@@ -56,7 +57,7 @@ def panel_lines(state: ServerState, engine: EngineStatus) -> list[Text]:
         since, counters = f", {brief(grown.over_s)}", grown.counters
     found = sources(counters)
     whole = sum(found.values())
-    prompts = "  ".join(f"{name} {percent(tokens, whole)}" for name, tokens in found.items())
+    prompts = "  ".join(f"{name} {part_of(tokens, whole)}" for name, tokens in found.items())
     kinds = "  ".join(
         f"{kind.gap_class or NO_CLASS}: {TIERS.get(kind.tier, kind.tier)} {kind.count:,}"
         for kind in engine.decisions.counts
@@ -104,8 +105,8 @@ def _prompts(state: ServerState, engine: EngineStatus) -> Table:
     ever = sources(engine.counters)
     table = _panel("prompts", brief(grown.over_s) if grown is not None else "now", "since start")
     for name, tokens in ever.items():
-        recent = percent(late.get(name, 0), sum(late.values()))
-        table.add_row(name, recent, percent(tokens, sum(ever.values())))
+        recent = part_of(late.get(name, 0), sum(late.values()))
+        table.add_row(name, recent, part_of(tokens, sum(ever.values())))
     recent = f"{sum(late.values()):,.0f}" if grown is not None else NONE
     table.add_row("tokens", recent, f"{sum(ever.values()):,.0f}")
     return table

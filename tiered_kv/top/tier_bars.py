@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from tiered_kv.formatting import count, part_of, size
 from tiered_kv.status import Cpu, LowerTier, Tiers, Vram
 
-from .wording import Canvas, count, line, percent, size
+from .wording import Canvas, line
 
 LABEL = {True: 12, False: 5}
 """Width of the tiers' names, by whether there is room."""
@@ -92,7 +93,7 @@ def _bar(name: str, short: str, parts: Sequence[Part], whole: str, canvas: Canva
     words = list[tuple[str, str]]()
     for part in parts:
         word = part.word if canvas.is_wide else part.short
-        words.append((f" {word} {percent(part.amount, total)}", _readable(part.style)))
+        words.append((f" {word} {part_of(part.amount, total)}", _readable(part.style)))
     words.append((f" of {whole}", ""))
     taken = label + 1 + sum(len(text) for text, _ in words)
     width = min(MOST_BAR, canvas.width - taken)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator
-from datetime import UTC, datetime
 
+from tiered_kv.formatting import moment, plain, secs
 from tiered_kv.json_fields import cut
 
 from .turn_record import JOB_ROOM, PinEnd, StoryEnd, TurnRecord
@@ -137,20 +136,3 @@ def _what_came(one: TurnRecord) -> Iterator[str]:
 
 def _list(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-
-
-def moment(seconds: float) -> str:
-    """A moment, given in seconds since the epoch, as people write it."""
-    with contextlib.suppress(ValueError, OverflowError, OSError):  # of no year that there is
-        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + " UTC"
-    return f"{seconds:g} s after 1970"
-
-
-def secs(length: float) -> str:
-    """A length of time, given in seconds, as people write it."""
-    return f"{length:.3g} s" if length < 100 else f"{length:,.0f} s"
-
-
-def plain(text: str) -> str:
-    """A text of a client's that does nothing to a terminal, and shows whole on a page."""
-    return "".join(char if char.isprintable() else "?" for char in text)

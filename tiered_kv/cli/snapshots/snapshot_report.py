@@ -3,11 +3,10 @@ tables."""
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Iterator
 
-from tiered_kv.cli.terminal import size
+from tiered_kv.formatting import moment, size
 from tiered_kv.snapshot.manifest import Manifest, SnapshotGroup
 from tiered_kv.snapshot.mismatch import Difference
 from tiered_kv.status import JobForked, JobRestored, SnapshotMade
@@ -134,7 +133,7 @@ def snapshot_rows(manifest: Manifest, nbytes: int) -> Rows:
     return [
         ["job", harmless(manifest.job, _ID_CHARS)],
         ["from", ", ".join(_some(manifest.parents)) or "-"],
-        ["made", _when(manifest.created)],
+        ["made", moment(manifest.created, "seconds")],
         ["by", f"tiered-kv {harmless(manifest.tiered_kv)}, vLLM {harmless(manifest.vllm)}"],
         ["model", harmless(manifest.model)],
         ["turns", f"{manifest.turns:,}"],
@@ -193,14 +192,6 @@ def _tokens(tokens: int, kv_tokens: int) -> str:
 
 def _stored(stored: int, shared: int) -> str:
     return f"{size(stored)}, {size(shared)} of it shared" if shared else size(stored)
-
-
-def _when(seconds: float) -> str:
-    try:
-        made = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
-    except (ValueError, OverflowError, OSError):
-        return f"{seconds:.0f} s after 1970"
-    return f"{made:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _yes_or_no(value: bool) -> str:

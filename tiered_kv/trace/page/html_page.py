@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tiered_kv.errors import TieredKVError
+from tiered_kv.formatting import plain
 
 from .charts import Chart, legend
 from .page_style import STYLE
@@ -173,7 +174,7 @@ def _table(table: TextTable) -> Iterator[str]:
 def _text(text: str) -> str:
     """A text with nothing in it that HTML would read. Characters that cannot be shown, and those
     that would turn the page's direction, become question marks."""
-    return html.escape("".join(one if one.isprintable() else "?" for one in text))
+    return html.escape(plain(text))
 
 
 def _json(chart: Chart) -> str:

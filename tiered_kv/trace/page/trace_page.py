@@ -13,8 +13,9 @@ from pathlib import PurePath
 
 import numpy as np
 
+from tiered_kv.formatting import moment, plain, secs
 from tiered_kv.trace.analysis import UNNAMED, Figures, Spread, analyze
-from tiered_kv.trace.job_story import moment, plain, secs, story
+from tiered_kv.trace.job_story import story
 from tiered_kv.trace.trace_reader import TraceReader
 from tiered_kv.trace.traced_jobs import TracedJobs
 from tiered_kv.trace.turn_record import StoryEnd, TurnRecord
