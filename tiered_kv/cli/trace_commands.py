@@ -5,27 +5,28 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
 import typer
 
-from tiered_kv.trace.analysis import Figures, analyze
-from tiered_kv.trace.comparison import Comparison, compare
+from tiered_kv.trace.analysis import analyze
+from tiered_kv.trace.comparison import compare
 from tiered_kv.trace.job_story import of_job, story
 from tiered_kv.trace.page.html_page import html_of
 from tiered_kv.trace.page.trace_page import ReadTrace, page_of
 from tiered_kv.trace.perfetto import Event, perfetto_events
-from tiered_kv.trace.steps.step_figures import StepFigures, step_figures
+from tiered_kv.trace.steps.step_figures import step_figures
 from tiered_kv.trace.steps.step_tracks import StepReader, has_steps, step_events
 from tiered_kv.trace.trace_header import recorder_events
-from tiered_kv.trace.trace_reader import RecordReader, TraceReader
+from tiered_kv.trace.trace_reader import TraceReader
 from tiered_kv.trace.turn_table import TurnTable
 
 from .bench_commands import answer_what_if
-from .terminal import AsJson, Command, one_sentence, print_json, refuse
+from .terminal import AsJson, Command, exit_unless, one_sentence, print_json, refuse
 from .trace_report import (
     figure_tables,
     headline,
@@ -96,72 +97,70 @@ def analyze_command(
         return
     if job_order is not None or recorded is not None:
         refuse("--recorded, --job-order and --arrival-order are for --what-if")
-    with one_sentence():
-        readers = [TraceReader(one) for one in paths]
-        of_steps = [StepReader(one) if has_steps(one) else None for one in paths]
+    with _reading(paths, quiet=as_json) as traces:
         if job is not None:
-            _tell(readers[0], job, as_json=as_json)
+            _tell(traces[0].turns, job, as_json=as_json)
         else:
-            tables = [TurnTable(reader) for reader in readers]
-            _say(paths, readers, tables, of_steps, as_json=as_json)
-    if any(reader.bad_lines for reader in _all(readers, of_steps)):
-        raise typer.Exit(1)
+            _analyze(traces, as_json=as_json)
 
 
-def _all(readers: list[TraceReader], of_steps: list[StepReader | None]) -> list[RecordReader[Any]]:
-    return [*readers, *(reader for reader in of_steps if reader is not None)]
+class _Trace(NamedTuple):
+    """The readers of a trace: of its turns, and of its steps if it has any."""
+
+    turns: TraceReader
+    steps: Sequence[StepReader]
 
 
-def _say(
-    paths: list[Path],
-    readers: list[TraceReader],
-    tables: list[TurnTable],
-    of_steps: list[StepReader | None],
-    *,
-    as_json: bool,
-) -> None:
-    figures = [analyze(table) for table in tables]
-    steps = [step_figures(reader) if reader is not None else None for reader in of_steps]
-    compared = compare(*tables) if len(tables) == 2 else None
-    if as_json:
+@contextmanager
+def _reading(paths: Sequence[Path], *, quiet: bool = False) -> Iterator[list[_Trace]]:
+    """Read traces. At the end, lines that are no records are printed unless ``quiet``.
+
+    Raises:
+        typer.Exit: 1 if there are such lines, 2 if a trace cannot be read.
+    """
+    with one_sentence():
         traces = [
-            {"path": str(path), **asdict(one), "steps": _steps(said), **_bad(reader)}
-            for path, one, said, reader in zip(paths, figures, steps, readers, strict=True)
+            _Trace(TraceReader(path), [StepReader(path)] if has_steps(path) else [])
+            for path in paths
         ]
-        print_json(traces[0] if compared is None else {"traces": traces, **asdict(compared)})
+        yield traces
+    readers = [reader for one in traces for reader in (one.turns, *one.steps)]
+    for reader in () if quiet else readers:
+        for bad in reader.bad:
+            typer.echo(f"no record: {bad}", err=True)
+        if reader.bad_lines > len(reader.bad):
+            typer.echo(f"and {reader.bad_lines - len(reader.bad):,} more lines", err=True)
+    exit_unless(not any(reader.bad_lines for reader in readers))
+
+
+def _analyze(traces: Sequence[_Trace], *, as_json: bool) -> None:
+    tables = [TurnTable(one.turns) for one in traces]
+    figures = [analyze(table) for table in tables]
+    steps = [step_figures(one.steps[0]) if one.steps else None for one in traces]
+    compared = compare(*tables) if len(tables) == 2 else None
+    found = list(zip((one.turns for one in traces), figures, steps, strict=True))
+    if as_json:
+        told = [
+            {
+                "path": str(reader.path),
+                **asdict(one),
+                "steps": asdict(of_steps) if of_steps is not None else None,
+                **_bad(reader),
+            }
+            for reader, one, of_steps in found
+        ]
+        print_json(told[0] if compared is None else {"traces": told, **asdict(compared)})
         return
-    _say_text(paths, figures, steps, compared)
-    _warn(_all(readers, of_steps))
-
-
-def _steps(figures: StepFigures | None) -> dict[str, Any] | None:
-    return asdict(figures) if figures is not None else None
-
-
-def _say_text(
-    paths: list[Path],
-    figures: list[Figures],
-    steps: list[StepFigures | None],
-    compared: Comparison | None,
-) -> None:
-    for path, one, of_steps in zip(paths, figures, steps, strict=True):
-        print_figures(str(path), one)
+    for reader, one, of_steps in found:
+        print_figures(str(reader.path), one)
         if of_steps is not None:
             print_steps(of_steps)
     if compared is not None:
         print_comparison(compared)
 
 
-def _bad(reader: RecordReader[Any]) -> dict[str, object]:
+def _bad(reader: TraceReader) -> dict[str, object]:
     return {"bad_lines": reader.bad_lines, "bad": [str(one) for one in reader.bad]}
-
-
-def _warn(readers: Sequence[RecordReader[Any]]) -> None:
-    for reader in readers:
-        for one in reader.bad:
-            typer.echo(f"no record: {one}", err=True)
-        if reader.bad_lines > len(reader.bad):
-            typer.echo(f"and {reader.bad_lines - len(reader.bad):,} more lines", err=True)
 
 
 def _tell(reader: TraceReader, job: str, *, as_json: bool) -> None:
@@ -174,7 +173,6 @@ def _tell(reader: TraceReader, job: str, *, as_json: bool) -> None:
         return
     for sentences in told:
         typer.echo(" ".join(sentences))
-    _warn([reader])
 
 
 @app.command("report", cls=Command, short_help="Draw a trace on one page.")
@@ -189,23 +187,22 @@ def report_command(
 
     Exit code 1 if a line is no record.
     """
-    reader = TraceReader(path)
-    with one_sentence():
-        found = ReadTrace.of(reader)
+    with _reading([path]) as (trace,):
+        found = ReadTrace.of(trace.turns)
         tables = figure_tables(path.name, found.figures)
-        parts = html_of(page_of(found, headline(found.figures), tables))
-        first = next(parts)  # nothing is written if plotly is missing
-        _write(out, chain([first], parts))
-    _warn([reader])
-    if reader.bad_lines:
-        raise typer.Exit(1)
+        _write(out, html_of(page_of(found, headline(found.figures), tables)))
 
 
-def _write(out: Path, texts: Iterable[str]) -> None:
-    """Write a file that is as private as the trace."""
+def _write(out: Path | None, texts: Iterator[str]) -> None:
+    """Write a file as private as the trace, or to standard output. Nothing is written before the
+    first text, for which the trace is read."""
+    whole = chain([next(texts)], texts)
+    if out is None:
+        sys.stdout.writelines(whole)
+        return
     out.touch(mode=0o600)
     with out.open("w", encoding="utf-8") as file:
-        file.writelines(texts)
+        file.writelines(whole)
 
 
 @app.command("export", cls=Command, short_help="Write a trace for another program.")
@@ -227,25 +224,12 @@ def export_command(
     """
     if perfetto == continuum:
         refuse("say for which program: --perfetto or --continuum")
-    reader = TraceReader(path)
-    of_steps = [StepReader(path)] if perfetto and has_steps(path) else []
-    with one_sentence():
+    with _reading([path]) as (trace,):
         if perfetto:
-            _export(out, _chrome(chain(perfetto_events(reader), *map(step_events, of_steps))))
+            of_steps = map(step_events, trace.steps)
+            _write(out, _chrome(chain(perfetto_events(trace.turns), *of_steps)))
         else:
-            _export(out, _recorder(reader))
-    readers: list[RecordReader[Any]] = [reader, *of_steps]
-    _warn(readers)
-    if any(one.bad_lines for one in readers):
-        raise typer.Exit(1)
-
-
-def _export(out: Path | None, texts: Iterator[str]) -> None:
-    first = next(texts)  # the trace is read before anything is written
-    if out is None:
-        sys.stdout.writelines(chain([first], texts))
-    else:
-        _write(out, chain([first], texts))
+            _write(out, _recorder(trace.turns))
 
 
 def _recorder(reader: TraceReader) -> Iterator[str]:

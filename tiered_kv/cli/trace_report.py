@@ -33,19 +33,26 @@ def print_figures(title: str, figures: Figures) -> None:
 
 def headline(figures: Figures) -> dict[str, str]:
     """The figures to be seen first, by name."""
-    jobs, waits, prompts = figures.jobs, figures.waits, figures.prompts
-    found = {"jobs": f"{jobs.jobs:,}", "turns": f"{figures.turns:,}"}
-    spreads = {
-        "job completion": jobs.completion_s,
-        "wait for admission": waits.queue_s,
-        "first token": waits.first_token_s,
-    }
-    for name, spread in spreads.items():
+    found = {"jobs": f"{figures.jobs.jobs:,}", "turns": f"{figures.turns:,}"}
+    for name, spread in _spreads(figures).items():
         if spread is not None:
             found |= {f"{name}, P50": measured(spread.p50), f"{name}, P95": measured(spread.p95)}
-    shares = {"VRAM": prompts.vram, "CPU memory": prompts.cpu, "SSD": prompts.ssd}
-    found |= {f"prompts from {where}": percent(share) for where, share in shares.items()}
-    return found | {"prompts lost": percent(prompts.lost)}
+    shares = _found_in(figures).items()
+    found |= {f"prompts from {where}": percent(share) for where, share in shares}
+    return found | {"prompts lost": percent(figures.prompts.lost)}
+
+
+def _spreads(figures: Figures) -> dict[str, Spread | None]:
+    return {
+        "job completion": figures.jobs.completion_s,
+        "wait for admission": figures.waits.queue_s,
+        "first token": figures.waits.first_token_s,
+    }
+
+
+def _found_in(figures: Figures) -> dict[str, float | None]:
+    prompts = figures.prompts
+    return {"VRAM": prompts.vram, "CPU memory": prompts.cpu, "SSD": prompts.ssd}
 
 
 def figure_tables(title: str, figures: Figures) -> list[TextTable]:
@@ -63,12 +70,7 @@ def figure_tables(title: str, figures: Figures) -> list[TextTable]:
         ["sent down", f"{figures.demoted:,} pages"],
     ]
     tables = [TextTable({title: False, "": False}, rows)]
-    spreads = {
-        "job completion": jobs.completion_s,
-        "wait for admission": waits.queue_s,
-        "first token": waits.first_token_s,
-    }
-    rows = [[name, *_spread(spread)] for name, spread in spreads.items()]
+    rows = [[name, *_spread(spread)] for name, spread in _spreads(figures).items()]
     tables.append(TextTable({"seconds": False, **_SPREAD}, rows))
     rows = [[end, f"{one.pins:,}", *_spread(one.held_s)] for end, one in figures.pins.items()]
     tables.append(TextTable({"pins, seconds held": False, "pins": True, **_SPREAD}, rows))
@@ -113,15 +115,9 @@ def print_comparison(compared: Comparison) -> None:
 
 
 def _sources(figures: Figures) -> str:
-    prompts = figures.prompts
-    shares = {
-        "VRAM": prompts.vram,
-        "CPU memory": prompts.cpu,
-        "SSD": prompts.ssd,
-        "computed": prompts.recomputed,
-    }
+    shares = {**_found_in(figures), "computed": figures.prompts.recomputed}
     said = ", ".join(f"{percent(share)} {where}" for where, share in shares.items())
-    return f"{said} ({percent(prompts.lost)} lost)"
+    return f"{said} ({percent(figures.prompts.lost)} lost)"
 
 
 def _would_have_saved(figures: Figures) -> list[list[str]]:
