@@ -383,6 +383,9 @@ class JobPage(JsonObject):
 
 # -- snapshots ----------------------------------------------------------------------------
 
+DEFAULT_TIMEOUT_S, MOST_TIMEOUT_S = 60.0, 3600.0
+"""Wait for the end of an operation unless its request says otherwise, and the longest, seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class SnapshotMade(JsonObject):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tiered_kv.config import ADMIN_TOKEN
@@ -18,6 +19,9 @@ Read = TypeVar("Read", bound=JsonObject)
 
 PATIENCE_S = 10.0
 """Longest wait for an answer, seconds."""
+SLACK_S = 120.0
+"""Time that the server may take beyond the timeout of an operation, seconds: its engine may be busy
+for a while."""
 PAGE = 1_000
 """Jobs that are asked for at once: the most that a server tells."""
 
@@ -48,6 +52,12 @@ class RouteError(Exception):
     def __init__(self, sentence: str, status: int | None = None) -> None:
         super().__init__(sentence)
         self.status = status
+
+    @property
+    def is_final(self) -> bool:
+        """True if the server has reported that the operation failed or is refused, so that it uses
+        no snapshot for it any more."""
+        return self.status is not None and self.status not in (500, 503, 504)
 
 
 class RouteClient:
@@ -96,8 +106,34 @@ class RouteClient:
         page = self.get(f"jobs?limit={PAGE}&after={after}")
         return read_answer(JobPage, parse(page))
 
+    def snapshot_folder(self) -> Path:
+        """Request the folder of the server's snapshots, a path on its own machine.
+
+        Raises:
+            RouteError: there is no answer.
+        """
+        folder = _object(self.get("snapshots")).get("folder")
+        if not isinstance(folder, str) or not folder.startswith("/"):
+            raise other_version("folder is no path")
+        return Path(folder)
+
+    def operate(self, path: str, timeout_s: float, **fields: Any) -> Mapping[str, Any]:
+        """Request an operation on jobs; returns the server's answer.
+
+        Args:
+            path: its route, after ``/tiered_kv/``.
+            timeout_s: longest wait for its end, seconds.
+            fields: further fields of the request; those that are None are left out.
+
+        Raises:
+            RouteError: it was not done, as far as is known.
+        """
+        given = {name: value for name, value in fields.items() if value is not None}
+        body = json.dumps({**given, "timeout_s": timeout_s}).encode()
+        return _object(self._ask(path, timeout_s + SLACK_S, body))
+
     def get(self, path: str) -> str:
-        """Ask a route.
+        """Request a route's answer.
 
         Args:
             path: what follows ``/tiered_kv/``.
@@ -106,14 +142,6 @@ class RouteClient:
             RouteError: there is no answer.
         """
         return self._ask(path, PATIENCE_S)
-
-    def post(self, path: str, body: Mapping[str, Any], patience_s: float) -> str:
-        """Post JSON to a route, and wait so long for its answer.
-
-        Raises:
-            RouteError: there is no answer.
-        """
-        return self._ask(path, patience_s, json.dumps(body).encode())
 
     def _ask(self, path: str, patience_s: float, post: bytes | None = None) -> str:
         try:
@@ -175,11 +203,17 @@ def other_version(what: str) -> RouteError:
     )
 
 
+def _object(text: str) -> dict[str, Any]:
+    found = parse(text)
+    if not isinstance(found, dict):
+        raise other_version("it is no object")
+    return found
+
+
 def _error(text: str) -> dict[str, Any]:
     """What a refusal says; empty if the text is none."""
     try:
-        said = parse(text)
+        found = _object(text).get("error")
     except RouteError:
         return {}
-    found = said.get("error") if isinstance(said, dict) else None
     return found if isinstance(found, dict) else {}

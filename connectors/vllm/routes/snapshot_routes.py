@@ -30,6 +30,7 @@ from tiered_kv.json_fields import flag, items, mapping, parse, real, text
 from tiered_kv.policies.jobs.hints import INFERRED_PREFIX, MAX_JOB_ID_CHARS
 from tiered_kv.snapshot.manifest import SnapshotError
 from tiered_kv.snapshot.snapshot_files import check_name
+from tiered_kv.status import DEFAULT_TIMEOUT_S, MOST_TIMEOUT_S
 
 from .access import NO_JOB, Refusal, read_nothing
 
@@ -37,8 +38,6 @@ MAX_BODY_BYTES = 64 << 10
 """Longest body that is read."""
 MOST_FORKS = 64
 """Jobs that one is forked into at once, at most."""
-DEFAULT_TIMEOUT_S, MOST_TIMEOUT_S = 60.0, 3600.0
-"""Wait for the end of an operation unless the body says otherwise, and the longest, seconds."""
 
 _NEEDED = object()
 

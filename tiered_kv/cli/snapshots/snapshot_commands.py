@@ -16,20 +16,22 @@ from tiered_kv.cli.terminal import (
     Command,
     ServerUrl,
     Token,
+    exit_unless,
     print_json,
     print_table,
     refuse,
+    report,
     sentence_of,
     take_any_text,
 )
 from tiered_kv.snapshot.manifest import SnapshotError
 from tiered_kv.snapshot.mismatch import difference
 from tiered_kv.snapshot.reader import open_snapshot
-from tiered_kv.top.route_client import MOST_OF_SENTENCE, RouteError
+from tiered_kv.status import DEFAULT_TIMEOUT_S, MOST_TIMEOUT_S
+from tiered_kv.top.route_client import MOST_OF_SENTENCE, RouteClient, RouteError
 from tiered_kv.top.safe_text import harmless
 
 from .server_folder import ServerFolder, check_new, is_path, new_name
-from .snapshot_client import DEFAULT_TIMEOUT_S, MOST_TIMEOUT_S, Object, SnapshotClient, is_over
 from .snapshot_report import (
     describe_snapshot,
     difference_rows,
@@ -53,6 +55,8 @@ Timeout = Annotated[
         help="Longest wait for its end; it goes on after that.",
     ),
 ]
+COLUMNS = {"": False, " ": False}
+"""Columns of the answers of a server."""
 Where = Annotated[Path, typer.Argument(metavar="PATH", help="A snapshot: a folder or a zip file.")]
 
 
@@ -84,16 +88,14 @@ def snapshot_command(
 
     Exit code 2 if it is not made.
     """
-    take_any_text()
-    with _told():
-        client = SnapshotClient(url, token)
+    with _server(url, token) as server:
         path = Path(out) if is_path(out) else None
         folder = None
         if path is not None:
             check_new(path)
-            folder = ServerFolder(client.folder())
+            folder = ServerFolder(server.snapshot_folder())
         name = out if path is None else new_name()
-        said = client.ask(
+        said = server.operate(
             "snapshots", timeout, job=job, name=name, wait_turn=wait_turn, stop=stop, exact=exact
         )
         if path is not None and folder is not None:
@@ -102,7 +104,7 @@ def snapshot_command(
             except (SnapshotError, OSError) as error:
                 _stays(sentence_of(error), name)
             said = {**said, "name": None, "path": str(path)}
-        _say(said, made_rows(said, str(path or name)), as_json=as_json)
+        report(as_json, said, COLUMNS, made_rows(said, str(path or name)))
 
 
 def restore_command(
@@ -129,16 +131,14 @@ def restore_command(
 
     Exit code 2 if it is not restored.
     """
-    take_any_text()
-    with _told():
-        client = SnapshotClient(url, token)
+    with _server(url, token) as server:
         if is_path(snapshot):
-            folder = ServerFolder(client.folder())
+            folder = ServerFolder(server.snapshot_folder())
             name = folder.bring_in(Path(snapshot))
             try:
-                said = client.ask("restores", timeout, name=name, job=job, exact=exact)
+                said = server.operate("restores", timeout, name=name, job=job, exact=exact)
             except RouteError as error:
-                if not is_over(error):
+                if not error.is_final:
                     _stays(str(error), name)
                 folder.remove(name)
                 raise
@@ -146,8 +146,8 @@ def restore_command(
                 _stays("the server goes on", name)
             folder.remove(name)
         else:
-            said = client.ask("restores", timeout, name=snapshot, job=job, exact=exact)
-        _say(said, restored_rows(said), as_json=as_json)
+            said = server.operate("restores", timeout, name=snapshot, job=job, exact=exact)
+        report(as_json, said, COLUMNS, restored_rows(said))
 
 
 def fork_command(
@@ -165,11 +165,9 @@ def fork_command(
 
     Exit code 2 if it is not forked.
     """
-    take_any_text()
-    with _told():
-        client = SnapshotClient(url, token)
-        said = client.ask("forks", timeout, job=job, exact=exact, **{"as": into})
-        _say(said, forked_rows(said), as_json=as_json)
+    with _server(url, token) as server:
+        said = server.operate("forks", timeout, job=job, exact=exact, **{"as": into})
+        report(as_json, said, COLUMNS, forked_rows(said))
 
 
 def inspect_command(
@@ -186,7 +184,6 @@ def inspect_command(
 
     Exit code 2 if it is none.
     """
-    take_any_text()
     bad = None
     with _told(), open_snapshot(path) as snapshot:
         if verify:
@@ -209,8 +206,7 @@ def inspect_command(
             typer.echo(" ".join(map(str, manifest.token_ids)))
         if bad is not None:
             typer.echo(f"bad: {harmless(bad, MOST_OF_SENTENCE)}", err=True)
-    if bad is not None:
-        raise typer.Exit(1)
+    exit_unless(bad is None)
 
 
 def diff_command(
@@ -223,16 +219,13 @@ def diff_command(
 
     Exit code 2 if one is none.
     """
-    take_any_text()
     with _told():
         with open_snapshot(first) as one, open_snapshot(second) as other:
             manifests = one.manifest, other.manifest
         found = difference(*manifests)
-    if as_json:
-        print_json({"a": str(first), "b": str(second), **asdict(found)})
-    else:
-        columns = {"": False, _shown(first): False, _shown(second): False}
-        print_table(columns, difference_rows(found))
+    result = {"a": str(first), "b": str(second), **asdict(found)}
+    columns = {"": False, _shown(first): False, _shown(second): False}
+    report(as_json, result, columns, difference_rows(found))
 
 
 def add_to(app: typer.Typer) -> None:
@@ -250,23 +243,22 @@ def add_to(app: typer.Typer) -> None:
 @contextmanager
 def _told() -> Iterator[None]:
     """Turn what fails into one sentence, made harmless, and exit code 2."""
+    take_any_text()
     try:
         yield
     except (SnapshotError, RouteError, OSError) as error:
         refuse(harmless(sentence_of(error), MOST_OF_SENTENCE))
 
 
+@contextmanager
+def _server(url: str, token: str | None) -> Iterator[RouteClient]:
+    with _told():
+        yield RouteClient(url, token)
+
+
 def _stays(why: str, name: str) -> NoReturn:
     said = f"{why.removesuffix('.')}. The snapshot stays in the server's folder, as {name}."
     refuse(harmless(said, MOST_OF_SENTENCE))
-
-
-def _say(said: Object, rows: list[list[str]], *, as_json: bool) -> None:
-    """Print an answer of the server."""
-    if as_json:
-        print_json(said)
-    else:
-        print_table({"": False, " ": False}, rows)
 
 
 def _shown(path: Path) -> str:

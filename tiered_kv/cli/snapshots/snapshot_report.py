@@ -4,7 +4,8 @@ tables."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from tiered_kv.formatting import moment, size
 from tiered_kv.snapshot.manifest import Manifest, SnapshotGroup
@@ -13,8 +14,7 @@ from tiered_kv.status import JobForked, JobRestored, SnapshotMade
 from tiered_kv.top.route_client import other_version, read_answer
 from tiered_kv.top.safe_text import harmless
 
-from .snapshot_client import Object
-
+Object = Mapping[str, Any]
 Rows = list[list[str]]
 
 MOST_NAMES = 20
