@@ -5,11 +5,12 @@ Difference between two snapshots: what they have in common, and what each has al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from tiered_kv.codecs.base import PageFormat
+from tiered_kv.formatting import count
 from tiered_kv.json_fields import plain
 from tiered_kv.vllm_versions import parse_version
 
@@ -55,8 +56,8 @@ def _engine_wide(manifest: Manifest, engine: EngineIdentity) -> Iterator[str]:
         )
     if manifest.ranks != engine.ranks:
         yield (
-            f"its pages are cut for {_ranks(manifest.ranks)}, and this engine has "
-            f"{_ranks(engine.ranks)}: start it with --tensor-parallel-size {manifest.ranks}"
+            f"its pages are cut for {count(manifest.ranks, 'rank')}, and this engine has "
+            f"{count(engine.ranks, 'rank')}: start it with --tensor-parallel-size {manifest.ranks}"
         )
     if manifest.hash_tokens != engine.hash_tokens:
         yield (
@@ -65,8 +66,8 @@ def _engine_wide(manifest: Manifest, engine: EngineIdentity) -> Iterator[str]:
         )
     if len(manifest.groups) != len(engine.groups):
         yield (
-            f"it has {_groups(len(manifest.groups))} of pages, and this engine "
-            f"{_groups(len(engine.groups))}: the same model is needed, with the same settings of "
+            f"it has {count(len(manifest.groups), 'group')} of pages, and this engine "
+            f"{count(len(engine.groups), 'group')}: the same model is needed, with the same settings of "
             "its KV cache"
         )
 
@@ -75,28 +76,29 @@ def _of_fingerprints(
     manifest: Manifest, theirs: Mapping[str, object], ours: Mapping[str, object]
 ) -> Iterator[str]:
     """Differences in what all groups share."""
+    dtype, cache_dtype = (_word(theirs.get(name)) for name in ("dtype", "cache_dtype"))
+    known = {
+        "model": ("its model weights are", f"load the weights of {manifest.model}"),
+        "adapter": ("its LoRA adapter is", "load the same adapter, or none for both"),
+        "dtype": (
+            "its dtype is",
+            f"start the engine with --dtype {dtype.removeprefix('torch.')}",
+        ),
+        "cache_dtype": (
+            "its cache dtype is",
+            f"start the engine with --kv-cache-dtype {cache_dtype}",
+        ),
+        "kv_scales": ("the scales of its KV are from", "they must have one source"),
+    }
 
-    def differ(name: str) -> bool:
-        return bool(plain(theirs.get(name)) != plain(ours.get(name)))
+    def differences(names: Iterable[str]) -> Iterator[str]:
+        for name in names:
+            one, other = theirs.get(name), ours.get(name)
+            if plain(one) != plain(other):
+                what, needed = known.get(name, (f"its {name} is", "they must be the same"))
+                yield f"{what} {_word(one)}, and this engine's {_word(other)}: {needed}"
 
-    def pair(name: str) -> str:
-        return f"{_word(theirs.get(name))}, and this engine's {_word(ours.get(name))}"
-
-    if differ("model"):
-        yield f"its model weights are {pair('model')}: load the weights of {manifest.model}"
-    if differ("adapter"):
-        yield f"its LoRA adapter is {pair('adapter')}: load the same adapter, or none for both"
-    if differ("dtype"):
-        needed = _word(theirs.get("dtype")).removeprefix("torch.")
-        yield f"its dtype is {pair('dtype')}: start the engine with --dtype {needed}"
-    if differ("cache_dtype"):
-        needed = _word(theirs.get("cache_dtype"))
-        yield (
-            f"its cache dtype is {pair('cache_dtype')}: start the engine with "
-            f"--kv-cache-dtype {needed}"
-        )
-    if differ("kv_scales"):
-        yield f"the scales of its KV are from {pair('kv_scales')}: they must have one source"
+    yield from differences(known)
     configs = (plain(each.get("config")) for each in (theirs, ours))
     names = [name or "all of it" for name, _ in _differences(*configs)]
     if names:
@@ -105,11 +107,9 @@ def _of_fingerprints(
             f"the configuration of its model differs in {', '.join(names[:MOST_NAMES])}{more}: "
             "start the engine with the same model and overrides"
         )
-    known = {"model", "adapter", "dtype", "cache_dtype", "kv_scales", "config"}
-    told_elsewhere = {"group", "block_size", "layout", "ranks", "hash_algorithm", "generation"}
-    for name in sorted((theirs.keys() | ours.keys()) - known - told_elsewhere):
-        if differ(name):
-            yield f"its {name} is {pair(name)}: they must be the same"
+    others = {"config", "group", "block_size", "layout", "ranks", "hash_algorithm", "generation"}
+    rest = (theirs.keys() | ours.keys()) - known.keys() - others
+    yield from differences(sorted(rest))
 
 
 def _of_groups(number: int, theirs: SnapshotGroup, ours: SnapshotGroup) -> Iterator[str]:
@@ -164,14 +164,6 @@ def _told(page_format: PageFormat) -> str:
 def _word(value: object) -> str:
     text = str(value) if value not in (None, "") else "none"
     return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def _ranks(count: int) -> str:
-    return "one rank" if count == 1 else f"{count} ranks"
-
-
-def _groups(count: int) -> str:
-    return "one group" if count == 1 else f"{count} groups"
 
 
 _TOLD_APART = frozenset({"token_ids", "pages", "groups", "cache_salt"})

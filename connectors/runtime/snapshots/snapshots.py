@@ -1,18 +1,14 @@
 """Snapshots of jobs: a job is taken out of the engine, brought into one, or forked.
 
-Exact ones have names of their own, by a cache salt that nobody else has: the engine looks in VRAM
-first, and would find other bytes of the same text under the usual names.
-
-The part that takes jobs out of an engine and brings them back, built of the other components.
-
-Refusal of snapshots, in an engine without a folder for them.
+Exact ones have names of their own, by a cache salt that no other request has: the engine looks in
+VRAM first, and would find other bytes of the same text under the usual names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from tiered_kv.connectors.runtime.between_turns.turn_ends import TurnEnds
 from tiered_kv.connectors.runtime.build import GapGroup
@@ -28,7 +24,7 @@ from tiered_kv.pages.snapshot_orders import SnapshotFlight
 from tiered_kv.policies.base import JobKey, TurnEnd, job_scope
 from tiered_kv.snapshot.manifest import SnapshotError
 
-from .capture import Captures, JobCaptures, is_named_by_tokens
+from .capture import Captures, is_named_by_tokens
 from .context_pages import MOST_PARENTS, Context, ContextNames, context_pages, remember_tail
 from .file_thread import Opened, SnapshotFiles
 from .operations import MOST_AT_ONCE, Operations, Steps, Wait, file_work
@@ -50,52 +46,31 @@ class NoSnapshots:
     def __init__(self, *, observes: bool) -> None:
         self._observes = observes
 
-    def _refuse(self) -> NoFolderError:
-        if self._observes:
-            return NoFolderError(
-                "This engine is only observed, and keeps no KV: leave TIERED_KV_MODE out."
-            )
-        return NoFolderError(
-            "This server has no folder for snapshots: set TIERED_KV_SNAPSHOT_PATH for it."
+    def take(self, *_: object, **__: object) -> NoReturn:
+        """Refuse, as ``restore``, ``fork`` and ``outcome`` do.
+
+        Raises:
+            NoFolderError: always.
+        """
+        raise NoFolderError(
+            "This engine is only observed, and keeps no KV: leave TIERED_KV_MODE out."
+            if self._observes
+            else "This server has no folder for snapshots: set TIERED_KV_SNAPSHOT_PATH for it."
         )
 
-    def take(self, *_: object, **__: object) -> int | None:
-        """Refuse."""
-        raise self._refuse()
-
-    def restore(self, *_: object, **__: object) -> int:
-        """Refuse."""
-        raise self._refuse()
-
-    def fork(self, *_: object, **__: object) -> int | None:
-        """Refuse."""
-        raise self._refuse()
+    restore = fork = outcome = take
 
     def parents(self, job: JobKey) -> tuple[str, ...]:
         """Return none."""
         return ()
 
-    def outcome(self, number: int) -> dict[str, Any]:
-        """Refuse."""
-        raise self._refuse()
-
-    def advance(self) -> None:
-        """Do nothing."""
-
-    def on_reports(self) -> None:
-        """Do nothing."""
-
-    def release_vram(self) -> None:
-        """Do nothing."""
-
     def on_ended(self, turn: Turn) -> None:
         """Do nothing."""
 
-    def on_reset(self) -> None:
-        """Do nothing."""
+    def advance(self) -> None:
+        """Do nothing, as at every other event."""
 
-    def close(self) -> None:
-        """Do nothing."""
+    on_reports = release_vram = on_reset = close = advance
 
 
 MOST_NAMESAKES = 2
@@ -120,7 +95,7 @@ class Snapshots:
         engine: EngineState,
         pages: Pages,
         manager: TurnEnds,
-        captures: JobCaptures,
+        captures: Captures,
         files: SnapshotFiles,
         wall: Callable[[], float],
     ) -> None:
@@ -444,7 +419,5 @@ def build_snapshots(
     facts, fingerprints = deps.facts, deps.fingerprints
     names = ContextNames(facts, pages.names, deps.make_request)
     files = SnapshotFiles(root, facts, fingerprints, names)
-    captures = JobCaptures(
-        Captures(engine, pages, fingerprints.group_of, names, files.thread), engine.turns
-    )
+    captures = Captures(engine, pages, fingerprints.group_of, names, files.thread)
     return Snapshots(engine, pages, gaps.manager, captures, files, deps.wall)
