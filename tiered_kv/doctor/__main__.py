@@ -14,7 +14,14 @@ from collections.abc import Iterable, Iterator
 
 from tiered_kv.machine import system_memory, usable_cores
 
-from .cold_memory import check_resources, check_spare_cores, count_gpus
+from .cold_memory import (
+    check_cores,
+    check_cpu_memory,
+    check_huge_pages,
+    check_locked_memory,
+    check_spare_cores,
+    count_gpus,
+)
 from .finding import BESIDE, Finding
 from .installation import check_installation, check_remote
 from .lmcache import check_lmcache
@@ -38,13 +45,12 @@ def groups(*, beside: bool) -> Iterator[tuple[str, Iterable[Finding]]]:
     yield "PYTHONHASHSEED", [check_hash_seed(env, config)]
     yield (
         "cores and memory",
-        check_resources(
-            config,
-            gpus=gpus,
-            usable=usable,
-            memory=(total, total if beside else available),
-            locked=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        ),
+        [
+            check_cores(gpus, usable),
+            check_cpu_memory(config, gpus, total, total if beside else available),
+            check_locked_memory(config, gpus, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
+            check_huge_pages(),
+        ],
     )
     yield "compression", [check_spare_cores(config, env, gpus, usable)]
     yield "SSD", check_ssd(config)

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import re
 import resource
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 from tiered_kv.config import GIB, TierConfig, check_cpu_size
 from tiered_kv.errors import ConfigError
+from tiered_kv.formatting import count
 from tiered_kv.machine import CORES
 
-from .finding import Finding, fail, ok, warn
+from .finding import FAIL, WARN, Finding, fail, judge, ok, warn
 
 CORES_CHECK, PAGES_CHECK = "compression", "cold pages"
 """Names of the two checks."""
@@ -46,18 +48,16 @@ def check_spare_cores(
     off = _turned_off(config)
     if off is not None:
         return ok(CORES_CHECK, off)
-    taken = gpus or _taken_by_model(env, usable, cores)
-    others = f"{gpus} {'rank' if gpus == 1 else 'ranks'}" if gpus else "the model"
-    left = max(0, usable - taken)
-    if left:
+    others = count(gpus, "rank") if gpus else "the model"
+    left = usable - (gpus or _taken_by_model(env, usable, cores))
+    if left > 0:
         return ok(CORES_CHECK, f"{left} of {usable} cores left for it, beside {others}")
-    if gpus:
-        advice = (
-            f"Give the server's container or service {gpus + 1} cores or more: one more than it "
-            f"has ranks. {RAW}."
-        )
-    else:
-        advice = f"On a machine with more cores leave it one: {BIND} names the model's. {RAW}."
+    advice = (
+        f"Give the server's container or service {gpus + 1} cores or more: one more than it has "
+        f"ranks. {RAW}."
+        if gpus
+        else f"On a machine with more cores leave it one: {BIND} names the model's. {RAW}."
+    )
     return warn(CORES_CHECK, f"no core of {usable} left for it, beside {others}", advice)
 
 
@@ -68,24 +68,22 @@ def check_cold_pages(seen: Mapping[str, float]) -> Finding:
         seen: its counters and gauges, summed over engines, by the names of events.
     """
 
-    def number(name: str) -> float:
-        return seen.get(name, 0.0)
-
+    seen = defaultdict(float, seen)
     spent = (
-        f"{number('compression_seconds'):,.1f} s to compress, "
-        f"{number('decompression_seconds'):,.1f} s to restore so far"
+        f"{seen['compression_seconds']:,.1f} s to compress, "
+        f"{seen['decompression_seconds']:,.1f} s to restore so far"
     )
-    cold, slots = number("cpu_pages_compressed"), number("cpu_slots_compressed")
+    cold, slots = seen["cpu_pages_compressed"], seen["cpu_slots_compressed"]
     if cold and slots:
         ratio = cold / slots
-        pages = f"{cold:,.0f} of {number('cpu_pages'):,.0f} pages are compressed"
+        pages = f"{cold:,.0f} of {seen['cpu_pages']:,.0f} pages are compressed"
         words = f"{pages}, {ratio:.2f} in a slot; {spent}"
         if ratio < LEAST_RATIO:
             return warn(PAGES_CHECK, words, f"It wins hardly any room: {RAW}.")
         return ok(PAGES_CHECK, words)
-    if compressed := number("pages_compressed"):
+    if compressed := seen["pages_compressed"]:
         return ok(PAGES_CHECK, f"none at present, {compressed:,.0f} were compressed; {spent}")
-    if not number("pages_evicted") and number("cpu_pages") < HAS_ROOM * number("cpu_slots"):
+    if not seen["pages_evicted"] and seen["cpu_pages"] < HAS_ROOM * seen["cpu_slots"]:
         return ok(PAGES_CHECK, "none yet: slots are free")
     advice = (
         "See the server's log: at start it says whether CPU memory is compressed. It is not with "
@@ -140,14 +138,20 @@ def check_cores(gpus: int, usable: int) -> Finding:
         usable: cores that a process may keep busy here.
     """
     ranks = max(1, gpus)
-    words = f"{usable} for {ranks} {'rank' if ranks == 1 else 'ranks'}"
-    if usable < ranks:
-        advice = "Give the server a core for each rank, and some for pages and tool calls."
-        return fail("cores", words, advice)
-    if usable == ranks:
-        advice = "Give the server more: none is left to compress pages and to read tool calls."
-        return warn("cores", words, advice)
-    return ok("cores", words)
+    return judge(
+        "cores",
+        f"{usable} for {count(ranks, 'rank')}",
+        (
+            usable < ranks,
+            FAIL,
+            "Give the server a core for each rank, and some for pages and tool calls.",
+        ),
+        (
+            usable == ranks,
+            WARN,
+            "Give the server more: none is left to compress pages and to read tool calls.",
+        ),
+    )
 
 
 def check_cpu_memory(config: TierConfig, gpus: int, total: int, available: int) -> Finding:
@@ -167,13 +171,21 @@ def check_cpu_memory(config: TierConfig, gpus: int, total: int, available: int) 
     except ConfigError as error:
         _, _, advice = str(error).rpartition("; ")
         return fail("CPU memory", words, f"{advice.capitalize()}")
-    if config.cpu_bytes_per_rank(1) > available:
-        advice = "The ranks take it together: lower TIERED_KV_CPU_GIB, or free some."
-        return fail("CPU memory", words, advice)
-    if config.cpu_bytes_per_rank(1) > 0.8 * available:
-        advice = "Leave a fifth to the server itself: lower TIERED_KV_CPU_GIB."
-        return warn("CPU memory", words, advice)
-    return ok("CPU memory", words)
+    whole = config.cpu_bytes_per_rank(1)
+    return judge(
+        "CPU memory",
+        words,
+        (
+            whole > available,
+            FAIL,
+            "The ranks take it together: lower TIERED_KV_CPU_GIB, or free some.",
+        ),
+        (
+            whole > 0.8 * available,
+            WARN,
+            "Leave a fifth to the server itself: lower TIERED_KV_CPU_GIB.",
+        ),
+    )
 
 
 def check_locked_memory(config: TierConfig, gpus: int, limit: int) -> Finding:
@@ -210,24 +222,3 @@ def check_huge_pages(enabled: Path = HUGE_PAGES) -> Finding:
         return ok("huge pages", f"{word}: the CPU tier asks for them")
     advice = f"echo madvise > {enabled}: small pages make copies of large pools slower."
     return warn("huge pages", word, advice)
-
-
-def check_resources(
-    config: TierConfig,
-    *,
-    gpus: int,
-    usable: int,
-    memory: tuple[int, int],
-    locked: int,
-) -> Iterator[Finding]:
-    """Check all of them.
-
-    Args:
-        usable: cores that a process may keep busy.
-        memory: bytes in all, and those that are left.
-        locked: bytes that a process may lock.
-    """
-    yield check_cores(gpus, usable)
-    yield check_cpu_memory(config, gpus, *memory)
-    yield check_locked_memory(config, gpus, locked)
-    yield check_huge_pages()

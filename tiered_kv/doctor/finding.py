@@ -45,6 +45,9 @@ class Finding(JsonObject):
     advice: str = ""
 
 
+FAIL, WARN = Verdict.FAIL, Verdict.WARN
+
+
 def ok(check: str, seen: str) -> Finding:
     """Finding that all is well."""
     return Finding(check, Verdict.OK, seen)
@@ -58,6 +61,18 @@ def warn(check: str, seen: str, advice: str) -> Finding:
 def fail(check: str, seen: str, advice: str) -> Finding:
     """Finding that something does not work."""
     return Finding(check, Verdict.FAIL, seen, advice)
+
+
+def judge(check: str, seen: str, *rules: tuple[object, Verdict, str]) -> Finding:
+    """Finding of the first rule that applies; without one, all is well.
+
+    Args:
+        rules: for each what is true if it applies, its verdict, and its advice.
+    """
+    for applies, verdict, advice in rules:
+        if applies:
+            return Finding(check, verdict, seen, advice)
+    return ok(check, seen)
 
 
 COMMAND = (sys.executable, "-P", "-m", "tiered_kv.doctor")

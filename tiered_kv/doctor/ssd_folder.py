@@ -8,16 +8,18 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tiered_kv.config import GIB, TierConfig
 from tiered_kv.errors import TieredKVError
+from tiered_kv.plain_files import opened
 from tiered_kv.storage.admin.inventory import find_stores, is_root
 from tiered_kv.storage.disk.probe import DiskSpeed, measure_disk
 from tiered_kv.storage.store.locks import StoreError
 
-from .finding import Finding, fail, ok, warn
+from .finding import FAIL, WARN, Finding, fail, judge, ok, warn
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 
@@ -95,13 +97,11 @@ def check_ssd(config: TierConfig) -> Iterator[Finding]:
     if mount is not None:
         yield check_mount(mount)
     try:
-        descriptor, name = tempfile.mkstemp(prefix=".doctor-", dir=path)
+        tempfile.TemporaryFile(prefix=".doctor-", dir=path).close()
     except OSError as error:
         advice = "Name a folder that the server's user may write, or change its owner."
         yield fail("SSD folder", f"{path}: {error.strerror}", advice)
         return
-    os.close(descriptor)
-    Path(name).unlink()
     yield ok("SSD folder", f"{path} is writable")
     yield _space(config, path)
     yield _direct(path)
@@ -109,32 +109,41 @@ def check_ssd(config: TierConfig) -> Iterator[Finding]:
 
 
 def _to_be_made(path: Path) -> Finding:
-    parent = path.parent
-    if os.access(parent, os.W_OK | os.X_OK):
+    if os.access(path.parent, os.W_OK | os.X_OK):
         advice = f"Make it and ask again, to have its disk looked at: mkdir {path}"
         return warn("SSD folder", f"{path} is not there; a server makes it at start", advice)
-    advice = f"Make it for the server's user: {parent} is not to be written by this one."
+    advice = f"Make it for the server's user: {path.parent} is not to be written by this one."
     return fail("SSD folder", f"{path} is not there", advice)
 
 
 def check_mount(mount: Mount) -> Finding:
     """Check the file system and its options."""
     seen = f"{mount.kind} on {mount.source}, {','.join(mount.options)}"
-    if "ro" in mount.options:
-        return fail("SSD mount", seen, f"It is read-only: mount -o remount,rw {mount.point}")
-    if mount.kind in IN_MEMORY:
-        advice = "It lies in memory: raise TIERED_KV_CPU_GIB instead, or name a folder on a disk."
-        return warn("SSD mount", seen, advice)
-    if mount.kind in OVER_NETWORK or mount.kind.startswith("fuse"):
-        advice = "Name a folder on a local disk: a store is one machine's, and reads must be fast."
-        return warn("SSD mount", seen, advice)
-    if mount.kind == "overlay":
-        advice = "Mount a volume there: a container's own layer goes with the container."
-        return warn("SSD mount", seen, advice)
-    if {"sync", "dirsync"} & set(mount.options):
-        advice = "Mount it without sync: pages are made durable in groups, not one by one."
-        return warn("SSD mount", seen, advice)
-    return ok("SSD mount", seen)
+    return judge(
+        "SSD mount",
+        seen,
+        ("ro" in mount.options, FAIL, f"It is read-only: mount -o remount,rw {mount.point}"),
+        (
+            mount.kind in IN_MEMORY,
+            WARN,
+            "It lies in memory: raise TIERED_KV_CPU_GIB instead, or name a folder on a disk.",
+        ),
+        (
+            mount.kind in OVER_NETWORK or mount.kind.startswith("fuse"),
+            WARN,
+            "Name a folder on a local disk: a store is one machine's, and reads must be fast.",
+        ),
+        (
+            mount.kind == "overlay",
+            WARN,
+            "Mount a volume there: a container's own layer goes with the container.",
+        ),
+        (
+            {"sync", "dirsync"}.intersection(mount.options),
+            WARN,
+            "Mount it without sync: pages are made durable in groups, not one by one.",
+        ),
+    )
 
 
 def _space(config: TierConfig, path: Path) -> Finding:
@@ -142,47 +151,30 @@ def _space(config: TierConfig, path: Path) -> Finding:
     found = os.statvfs(path)
     free = found.f_bavail * found.f_frsize
     ours = 0
-    try:
-        if is_root(path):
-            ours = sum(store.nbytes for store in find_stores(path).stores)
-    except (StoreError, TieredKVError, OSError):
-        ours = 0
+    with suppress(StoreError, TieredKVError, OSError):
+        ours = sum(store.nbytes for store in find_stores(path).stores) if is_root(path) else 0
     seen = f"{free / GIB:.1f} GiB free"
     if ours:
         seen += f", {ours / GIB:.1f} GiB in stores"
     seen += f", TIERED_KV_SSD_GIB={config.ssd_gib:g}"
-    if free + ours < config.ssd_bytes:
-        advice = (
-            f"TIERED_KV_SSD_GIB={int((free + ours) / GIB)} or less, or free some: pages keep to "
-            "the room that there is."
-        )
-        return warn("SSD space", seen, advice)
-    return ok("SSD space", seen)
+    advice = (
+        f"TIERED_KV_SSD_GIB={int((free + ours) / GIB)} or less, or free some: pages keep to the "
+        "room that there is."
+    )
+    return judge("SSD space", seen, (free + ours < config.ssd_bytes, WARN, advice))
 
 
 def _direct(path: Path) -> Finding:
     """Check that files can be written past the page cache."""
-    descriptor, name = tempfile.mkstemp(prefix=".doctor-", dir=path)
-    os.close(descriptor)
-    try:
-        descriptor = os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError as error:
-        return _not_direct(error)
-    finally:
-        Path(name).unlink()
-    try:
-        with mmap.mmap(-1, 1 << 16) as buffer:
-            os.pwrite(descriptor, buffer, 0)
-    except OSError as error:
-        return _not_direct(error)
-    finally:
-        os.close(descriptor)
+    with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=path) as file:
+        try:
+            direct = opened(Path(file.name), os.O_RDWR | os.O_DIRECT)
+            with direct as fd, mmap.mmap(-1, 1 << 16) as buffer:
+                os.pwrite(fd, buffer, 0)
+        except OSError as error:
+            advice = "Use ext4 or XFS: through the page cache, pages take memory from the server."
+            return warn("O_DIRECT", str(error.strerror), advice)
     return ok("O_DIRECT", "works")
-
-
-def _not_direct(error: OSError) -> Finding:
-    advice = "Use ext4 or XFS: through the page cache, pages take memory from the server."
-    return warn("O_DIRECT", str(error.strerror), advice)
 
 
 def _speed(path: Path) -> Finding:
@@ -196,7 +188,5 @@ def _speed(path: Path) -> Finding:
 def judge_speed(speed: DiskSpeed) -> Finding:
     """Judge a measured speed."""
     seen = f"reads {speed.read / 1e9:.2f} GB/s, writes {speed.write / 1e9:.2f} GB/s"
-    if speed.read < SLOW_BYTES_PER_S:
-        advice = "Use a local NVMe disk: a GPU computes most contexts faster than this one reads."
-        return warn("SSD speed", seen, advice)
-    return ok("SSD speed", seen)
+    advice = "Use a local NVMe disk: a GPU computes most contexts faster than this one reads."
+    return judge("SSD speed", seen, (speed.read < SLOW_BYTES_PER_S, WARN, advice))
