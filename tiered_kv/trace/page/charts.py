@@ -1,11 +1,8 @@
-"""Charts of a page, as plotly's figures are written in JSON. Their numbers are computed before.
+"""Charts of a page, as plotly's figures are written in JSON.
 
 Texts and lines that are neither of a colour of ours get theirs from the page's style, which knows
-whether it is light or dark.
-
-Histograms over powers of ten, so that a page holds counts instead of values.
-
-Tokens over time: KV by the place where it lay, and prompts by where they were found.
+whether it is light or dark. Histograms are over powers of ten, so that a page holds counts instead
+of values.
 """
 
 from __future__ import annotations
@@ -81,39 +78,34 @@ def _since(edges: Column, moments: Column, tokens: Column) -> Column:
     return total
 
 
+LEAST_S = 1e-3
+"""Shortest time that a histogram tells from others, seconds."""
 A_DECADE = 8
 """Bars between a power of ten and the next."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Histogram:
-    """Counts of values.
-
-    Attributes:
-        edges: ends of the bars. Shape (bars + 1,).
-        counts: values in each bar. Shape (bars,).
-    """
-
-    edges: Column
-    counts: Column
-
-
-def histograms(values: Mapping[str, Column], least: float) -> dict[str, Histogram]:
+def histograms(
+    values: Mapping[str, Column], least: float
+) -> tuple[Column, dict[str, Column]] | None:
     """Histograms of several sets of values, with the same bars. NaN are left out, and so are sets
     without any value.
 
     Args:
         least: begin of the first bar, a power of ten. What is less is counted there.
+
+    Returns:
+        The ends of the bars, of shape (bars + 1,), and the number of values in each bar, by set;
+        None without any value.
     """
     sets = {name: some[~np.isnan(some)].astype(float) for name, some in values.items()}
     sets = {name: np.maximum(some, least) for name, some in sets.items() if len(some)}
     if not sets:
-        return {}
+        return None
     low = int(np.floor(np.log10(min(some.min() for some in sets.values()))))
     high = int(np.floor(np.log10(max(some.max() for some in sets.values())))) + 1
     edges = np.logspace(low, high, (high - low) * A_DECADE + 1)
     edges[0], edges[-1] = edges[0] * (1 - 1e-9), edges[-1] * (1 + 1e-9)  # for rounding
-    return {name: Histogram(edges, np.histogram(some, edges)[0]) for name, some in sets.items()}
+    return edges, {name: np.histogram(some, edges)[0] for name, some in sets.items()}
 
 
 Chart = dict[str, Any]
@@ -122,12 +114,13 @@ Chart = dict[str, Any]
 LANE_PX = 22
 """Height of a lane."""
 _TURN_PX, _KV_PX = 11, 5
-_SOURCE_NAMES = {
+SOURCE_NAMES = {
     "tokens.vram": "found in VRAM",
     "tokens.cpu": "found in CPU memory",
     "tokens.ssd": "found on SSD",
     "tokens.recomputed": "computed",
 }
+"""Names of the sources of prompts in legends."""
 _UNITS = (("days", 86_400.0, 2.0), ("hours", 3600.0, 3.0), ("minutes", 60.0, 10.0))
 """Units of time, their seconds, and how many of them an axis has at least."""
 
@@ -189,23 +182,13 @@ def _lane_trace(kind: Phase | Place, bars: Bars, length: float) -> Chart:
     }
 
 
-def resting_chart(curves: OverTime) -> Chart:
-    """Tokens of KV over time, by place."""
-    names = {place: f"{place.value}" for place in PLACES}
-    return _stacked(
-        curves.at, curves.resting, names, PLACE_COLOURS, "tokens of KV", "{y:,.3~s} tokens"
-    )
-
-
-def prompt_chart(curves: OverTime) -> Chart:
-    """Tokens of prompts over time, by source."""
-    return _stacked(
-        curves.at,
-        curves.prompts,
-        _SOURCE_NAMES,
-        SOURCE_COLOURS,
-        "tokens of prompts, each second",
-        "{y:,.3~s} tokens/s",
+def stacked_charts(curves: OverTime) -> tuple[Chart, Chart]:
+    """Tokens of KV over time, by place; and tokens of prompts, by source."""
+    names = {place: place.value for place in PLACES}
+    of_prompts = (curves.prompts, SOURCE_NAMES, SOURCE_COLOURS)
+    return (
+        _stacked(curves.at, curves.resting, names, PLACE_COLOURS, "tokens of KV", "tokens"),
+        _stacked(curves.at, *of_prompts, "tokens of prompts, each second", "tokens/s"),
     )
 
 
@@ -215,7 +198,7 @@ def _stacked(
     names: Mapping[Any, str],
     colours: Mapping[Any, str],
     what: str,
-    told: str,
+    unit_of_y: str,
 ) -> Chart:
     unit, length = _unit(float(at[-1]))
     data = [
@@ -228,7 +211,7 @@ def _stacked(
             "y": _floats(curve),
             "line": {"width": 0, "color": colours[kind], "shape": "hvh"},
             "fillcolor": colours[kind],
-            "hovertemplate": f"%{told}",
+            "hovertemplate": f"%{{y:,.3~s}} {unit_of_y}",
         }
         for kind, curve in curves.items()
         if curve.any()
@@ -240,37 +223,41 @@ def _stacked(
 
 
 def histogram_chart(
-    found: Mapping[str, Histogram],
-    colours: Mapping[str, str],
-    *,
+    values: Mapping[str, Column],
     y: str,
+    *,
     times: bool = True,
+    colours: Mapping[str, str] | None = None,
     names: Mapping[str, str] | None = None,
     spread: Spread | None = None,
-) -> Chart:
-    """Histograms over powers of ten.
+) -> Chart | None:
+    """Histograms of several sets of values, over powers of ten; None without any value.
 
     Args:
         y: what has the values. times: whether they are seconds; else they are tokens.
         names: of the histograms in the legend; there is none without them.
         spread: whose median and 95th percentile are marked.
     """
+    found = histograms(values, LEAST_S if times else 1.0)
+    if found is None:
+        return None
+    (edges, counts), colours = found, colours or {}
     data = [
         {
             "type": "scatter",
             "mode": "lines",
             "name": _shown(names[name]) if names else "",
-            "x": np.append(one.edges[0], one.edges),
-            "y": np.concatenate([[0], one.counts, [0]]),
+            "x": np.append(edges[0], edges),
+            "y": np.concatenate([[0], one, [0]]),
             "line": {"shape": "hv", "width": 1.5, "color": colours.get(name, PLAIN)},
             "fill": "tozeroy",
             "fillcolor": _faint(colours.get(name, PLAIN)),
             "hovertemplate": f"%{{y:,}} {y}",
         }
-        for name, one in found.items()
+        for name, one in counts.items()
     ]
-    most = max(int(one.counts.max()) for one in found.values())
-    low, high = np.log10(next(iter(found.values())).edges[[0, -1]]).round()
+    most = max(int(one.max()) for one in counts.values())
+    low, high = np.log10(edges[[0, -1]]).round()
     if spread is not None:
         data += _marks(spread, float(low), float(high), most)
     layout = _layout("time" if times else "tokens of a turn", y, 330)
@@ -297,11 +284,6 @@ def legend(chart: Chart) -> dict[str, str]:
         for trace in chart["data"]
         if trace.get("name")
     }
-
-
-def source_name(source: str) -> str:
-    """Name of a source of prompts, as legends have it."""
-    return _SOURCE_NAMES[source]
 
 
 def _marks(spread: Spread, low: float, high: float, most: int) -> list[Chart]:

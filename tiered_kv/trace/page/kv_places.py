@@ -11,7 +11,7 @@ A page holds few lanes whatever the trace holds: the slowest jobs, and an even s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -68,18 +68,26 @@ class Stays:
         rows = jobs.rows
         if not len(rows):
             return cls(*[np.zeros(0, int)] * 2, *[np.zeros(0)] * 2)
-        moments = _Moments.of(table, jobs)
+        arrived = table["arrived"][rows] - table["arrived"].min()
+        end_s = table["times.end_s"][rows].astype(float)
+        admitted_s = table["times.admitted_s"][rows].astype(float)
+        ended = arrived + end_s
+        waited_s = np.where(np.isnan(admitted_s), end_s, admitted_s)
+        until = ended + table["gap.gap_s"][rows]  # NaN if no gap followed
+        later = jobs.followed & ~np.isnan(until)
+        until[later] = np.maximum(until, np.roll(arrived + waited_s, -1))[later]
+        pinned_s = np.where(table.says("pin.end", None)[rows], 0.0, table["pin.held_s"][rows])
+        rests_from = ended + np.clip(pinned_s, 0.0, np.nan_to_num(until - ended))
         place = _resting_place(table, jobs)
-        rests_from = moments.ended + moments.pinned_s
         ahead = (table["pages.ahead"][rows] > 0) & table.says("decision.tier", "store")[rows]
-        back = moments.ended + table["decision.back_s"][rows]
+        back = ended + table["decision.back_s"][rows]
         comes_up = ahead & (place == PLACES.index(Place.CPU)) & (back > rests_from)
-        up_at = np.where(comes_up, np.minimum(back, moments.until), rests_from)
+        up_at = np.where(comes_up, np.minimum(back, until), rests_from)
         parts: list[tuple[Any, Column, Column]] = [
-            (PLACES.index(Place.RUNNING), moments.admitted, moments.ended),
-            (PLACES.index(Place.PINNED), moments.ended, rests_from),
+            (PLACES.index(Place.RUNNING), arrived + admitted_s, ended),
+            (PLACES.index(Place.PINNED), ended, rests_from),
             (PLACES.index(Place.SSD), rests_from, up_at),
-            (place, up_at, moments.until),
+            (place, up_at, until),
         ]
         whole = cls(
             row=np.tile(rows, len(parts)),
@@ -92,37 +100,6 @@ class Stays:
     def among(self, chosen: Column) -> Stays:
         """The stays that are chosen, by a mask or by their places."""
         return Stays(self.row[chosen], self.place[chosen], self.begin[chosen], self.end[chosen])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Moments:
-    """Moments of turns in the order of ``TracedJobs.rows``, seconds after the first arrival.
-
-    Attributes:
-        admitted, ended: of the turn; NaN if it never was admitted.
-        until: end of what is known of its KV; NaN if no gap followed.
-        pinned_s: time from the end for which it was pinned.
-    """
-
-    admitted: Column
-    ended: Column
-    until: Column
-    pinned_s: Column
-
-    @classmethod
-    def of(cls, table: TurnTable, jobs: TracedJobs) -> _Moments:
-        rows = jobs.rows
-        arrived = table["arrived"][rows] - table["arrived"].min()
-        end_s = table["times.end_s"][rows].astype(float)
-        admitted_s = table["times.admitted_s"][rows].astype(float)
-        ended = arrived + end_s
-        waited_s = np.where(np.isnan(admitted_s), end_s, admitted_s)
-        until = ended + table["gap.gap_s"][rows]
-        later = jobs.followed & ~np.isnan(until)
-        until[later] = np.maximum(until, np.roll(arrived + waited_s, -1))[later]
-        pinned_s = np.where(table.says("pin.end", None)[rows], 0.0, table["pin.held_s"][rows])
-        pinned_s = np.clip(pinned_s, 0.0, np.nan_to_num(until - ended))
-        return cls(arrived + admitted_s, ended, until, pinned_s)
 
 
 def _resting_place(table: TurnTable, jobs: TracedJobs) -> Column:
@@ -206,7 +183,14 @@ class Lanes:
             lane_of[jobs.rows[first : first + count]] = lane
         span_s = float((arrived + table["times.end_s"]).max(initial=0.0))
         apart = bool(len(job)) and span_s > APART * float(np.median(jobs.completion_s[job]))
-        lanes = _Drawing(table, lane_of, begins[job] if apart else np.zeros(len(job)))
+        origin = begins[job] if apart else np.zeros(len(job))
+
+        def bars(rows: Column, begin: Column, end: Column) -> Bars:
+            lane = lane_of[rows]
+            since = origin[lane] if len(lane) else 0.0
+            return Bars(lane, begin - since, end - since, table["turn"][rows])
+
+        turns = _phases(table, np.flatnonzero(lane_of >= 0), arrived, bars)
         return cls(
             job=job,
             began=begins[job],
@@ -214,7 +198,7 @@ class Lanes:
             slowest=slowest,
             left_out=len(begins) - len(job),
             apart=apart,
-            bars={**lanes.places(stays), **lanes.phases(arrived)},
+            bars=dict([*_places(stays, lane_of, bars), *turns]),
         )
 
 
@@ -231,48 +215,29 @@ def _chosen(jobs: TracedJobs, begins: Column) -> tuple[Column, int]:
     return chosen[np.argsort(begins[chosen], kind="stable")], len(slow)
 
 
-class _Drawing:
-    """Bars of the turns that are drawn.
+def _places(
+    stays: Stays, lane_of: Column, bars: Callable[[Column, Column, Column], Bars]
+) -> Iterator[tuple[Place, Bars]]:
+    """Bars of the KV, without KV in use by a turn."""
+    drawn = stays.among(lane_of[stays.row] >= 0)
+    for index, place in enumerate(PLACES):
+        if place is not Place.RUNNING:
+            some = drawn.among(drawn.place == index)
+            yield place, bars(some.row, some.begin, some.end)
 
-    Args:
-        lane_of: lane of each row; -1 if it is not drawn.
-        origin: moment at which each lane's axis begins.
-    """
 
-    def __init__(self, table: TurnTable, lane_of: Column, origin: Column) -> None:
-        self._table = table
-        self._lane_of = lane_of
-        self._origin = origin
-
-    def places(self, stays: Stays) -> dict[Phase | Place, Bars]:
-        """Bars of the KV, without that which a turn has in use."""
-        drawn = stays.among(self._lane_of[stays.row] >= 0)
-        found = dict[Phase | Place, Bars]()
-        for index, place in enumerate(PLACES):
-            if place is not Place.RUNNING:
-                some = drawn.among(drawn.place == index)
-                found[place] = self._bars(some.row, some.begin, some.end)
-        return found
-
-    def phases(self, arrived: Column) -> dict[Phase | Place, Bars]:
-        """Bars of the turns. A phase without a known end takes all the time that is left."""
-        rows = np.flatnonzero(self._lane_of >= 0)
-        end_s = self._table["times.end_s"][rows].astype(float)
-        ends = [
-            self._table[name][rows].astype(float)
-            for name in ("times.admitted_s", "times.scheduled_s", "times.first_token_s")
-        ]
-        found, begin_s = dict[Phase | Place, Bars](), np.zeros(len(rows))
-        for phase, known in zip(Phase, [*ends, end_s], strict=True):
-            until_s = np.minimum(np.where(np.isnan(known), end_s, known), end_s)
-            until_s = np.maximum(until_s, begin_s)
-            some = until_s > begin_s
-            begin, end = arrived[rows] + begin_s, arrived[rows] + until_s
-            found[phase] = self._bars(rows[some], begin[some], end[some])
-            begin_s = until_s
-        return found
-
-    def _bars(self, rows: Column, begin: Column, end: Column) -> Bars:
-        lane = self._lane_of[rows]
-        origin = self._origin[lane] if len(lane) else 0.0
-        return Bars(lane, begin - origin, end - origin, self._table["turn"][rows])
+def _phases(
+    table: TurnTable, rows: Column, arrived: Column, bars: Callable[[Column, Column, Column], Bars]
+) -> Iterator[tuple[Phase, Bars]]:
+    """Bars of turns. A phase without a known end takes all the time that is left."""
+    end_s = table["times.end_s"][rows].astype(float)
+    names = ("times.admitted_s", "times.scheduled_s", "times.first_token_s")
+    ends = [table[name][rows].astype(float) for name in names]
+    begin_s = np.zeros(len(rows))
+    for phase, known in zip(Phase, [*ends, end_s], strict=True):
+        until_s = np.minimum(np.where(np.isnan(known), end_s, known), end_s)
+        until_s = np.maximum(until_s, begin_s)
+        some = until_s > begin_s
+        begin, end = arrived[rows] + begin_s, arrived[rows] + until_s
+        yield phase, bars(rows[some], begin[some], end[some])
+        begin_s = until_s

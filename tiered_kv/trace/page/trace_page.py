@@ -14,23 +14,21 @@ from pathlib import PurePath
 import numpy as np
 
 from tiered_kv.formatting import moment, plain, secs
-from tiered_kv.trace.analysis import UNNAMED, Figures, Spread, analyze
+from tiered_kv.trace.analysis import UNNAMED, Figures, analyze
 from tiered_kv.trace.job_story import story
 from tiered_kv.trace.trace_reader import TraceReader
 from tiered_kv.trace.traced_jobs import TracedJobs
 from tiered_kv.trace.turn_record import StoryEnd, TurnRecord
-from tiered_kv.trace.turn_table import Column, JobName, TurnTable
+from tiered_kv.trace.turn_table import JobName, TurnTable
 
 from .charts import (
+    SOURCE_NAMES,
     SOURCES,
     Chart,
     OverTime,
     histogram_chart,
-    histograms,
     lane_chart,
-    prompt_chart,
-    resting_chart,
-    source_name,
+    stacked_charts,
 )
 from .html_page import Page, Section, Story, TextTable
 from .kv_places import Lanes, Stays
@@ -146,8 +144,6 @@ def _computed(worst: WorstTurn) -> str:
     return f"{had}: its KV was lost in the gap of {secs(before.gap.gap_s or 0.0)}, where {how}"
 
 
-LEAST_S = 1e-3
-"""Shortest time that a histogram tells from others, seconds."""
 MOST_CLASSES = 6
 """Classes of gaps that are drawn, those with the most gaps. Policies have three."""
 _LABEL = 26
@@ -276,23 +272,26 @@ def _over_time(curves: OverTime) -> Section:
         "The contexts of jobs, by where they lay as the lanes tell it. Tokens that jobs share are "
         "counted for each of them, and what is nowhere was lost and computed again."
     )
-    charts = {
-        "KV of all jobs by tier": resting_chart(curves),
-        "Prompts by where they were found": prompt_chart(curves),
-    }
-    charts = {name: chart for name, chart in charts.items() if chart["data"]}
+    names = ("KV of all jobs by tier", "Prompts by where they were found")
+    both = zip(names, stacked_charts(curves), strict=True)
+    charts = {name: chart for name, chart in both if chart["data"]}
     return Section("Tiers over time", text if charts else "No turn was admitted.", charts)
 
 
 def _distributions(trace: ReadTrace, jobs: TracedJobs) -> Section:
     table, figures = trace.table, trace.figures
     whole = jobs.whole.astype(bool)
+    waits = figures.waits
+    times = {
+        "Job completion time": (jobs.completion_s[whole], "jobs", figures.jobs.completion_s),
+        "Wait for admission": (table["times.admitted_s"], "turns", waits.queue_s),
+        "Time to the first token": (table["times.first_token_s"], "turns", waits.first_token_s),
+    }
     found = {
-        "Job completion time": _times(jobs.completion_s[whole], "jobs", figures.jobs.completion_s),
-        "Wait for admission": _times(table["times.admitted_s"], "turns", figures.waits.queue_s),
-        "Time to the first token": _times(
-            table["times.first_token_s"], "turns", figures.waits.first_token_s
-        ),
+        **{
+            name: histogram_chart({"": values}, what, spread=spread)
+            for name, (values, what, spread) in times.items()
+        },
         "Gaps that a job came back from, by class": _gaps(table),
         "Prompt tokens of a turn, by where they were found": _restored(table),
     }
@@ -301,13 +300,6 @@ def _distributions(trace: ReadTrace, jobs: TracedJobs) -> Section:
     if missing := [name for name, chart in found.items() if chart is None]:
         text += f" The trace tells nothing of: {', '.join(missing).lower()}."
     return Section("Distributions", text, charts)
-
-
-def _times(values: Column, what: str, spread: Spread | None) -> Chart | None:
-    found = histograms({"": values}, LEAST_S)
-    if not found:
-        return None
-    return histogram_chart(found, {}, y=what, spread=spread)
 
 
 def _gaps(table: TurnTable) -> Chart | None:
@@ -319,19 +311,12 @@ def _gaps(table: TurnTable) -> Chart | None:
         word: table["gap.gap_s"][returned & table.says("decision.gap_class", word)]
         for word in names
     }
-    found = histograms(sets, LEAST_S)
-    if not found:
-        return None
-    return histogram_chart(found, CLASS_COLOURS, y="gaps", names=names)
+    return histogram_chart(sets, "gaps", colours=CLASS_COLOURS, names=names)
 
 
 def _restored(table: TurnTable) -> Chart | None:
     sets = {source: table[source][table[source] > 0] for source in SOURCES}
-    found = histograms(sets, 1.0)
-    if not found:
-        return None
-    names = {source: source_name(source) for source in SOURCES}
-    return histogram_chart(found, SOURCE_COLOURS, y="turns", times=False, names=names)
+    return histogram_chart(sets, "turns", times=False, colours=SOURCE_COLOURS, names=SOURCE_NAMES)
 
 
 # -- worst turns --------------------------------------------------------------------------------
