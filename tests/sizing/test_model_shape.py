@@ -68,8 +68,8 @@ def test_a_published_model_has_the_size_that_its_authors_tell(
 ) -> None:
     """Billions of parameters within two percent, and layers as vLLM counts them."""
     shape = read_shape(write(tmp_path, config))
-    assert shape.parameters.total / 1e9 == pytest.approx(total, rel=0.02)
-    assert shape.parameters.active / 1e9 == pytest.approx(active, rel=0.02)
+    assert shape.parameters / 1e9 == pytest.approx(total, rel=0.02)
+    assert shape.active_parameters / 1e9 == pytest.approx(active, rel=0.02)
     assert kinds(shape) == kv
     assert shape.notes == ()
     assert shape.dtype == shape.kv_dtype == "bfloat16"
@@ -91,7 +91,7 @@ def test_fields_that_a_published_file_leaves_out_are_those_of_its_class(tmp_path
     }
     shape = read_shape(write(tmp_path, config))
     assert kinds(shape) == {WINDOW: (29, 4096, 1024), FULL: (5, 4096, 0)}
-    assert shape.parameters.total / 1e9 == pytest.approx(3.88 + 0.09, rel=0.01), "text and vision"
+    assert shape.parameters / 1e9 == pytest.approx(3.88 + 0.09, rel=0.01), "text and vision"
 
 
 def test_a_file_is_as_good_as_its_folder(tmp_path: Path) -> None:

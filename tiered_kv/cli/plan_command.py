@@ -122,7 +122,7 @@ TIER_COLUMNS = {
 
 def describe_plan(plan: Plan, variables: dict[str, str], words: Sequence[str]) -> dict[str, object]:
     """Describe a plan for ``--json``. Bytes and rates are over all ranks; times are seconds."""
-    shape, setup, layout, ranks = plan.shape, plan.setup, plan.layout, plan.shape.ranks
+    shape, setup, layout, ranks = plan.shape, plan.setup, plan.shape.layout, plan.shape.ranks
     return {
         "architecture": shape.architecture,
         "gpu": setup.gpu,
@@ -132,8 +132,8 @@ def describe_plan(plan: Plan, variables: dict[str, str], words: Sequence[str]) -
         "max_len": shape.max_len,
         "weights_bytes": shape.weights.nbytes,
         "weights_source": shape.weights.source,
-        "parameters": shape.parameters.total,
-        "active_parameters": shape.parameters.active,
+        "parameters": shape.parameters,
+        "active_parameters": shape.active_parameters,
         "kv_bytes_per_token": token_bytes(plan),
         "state_bytes_per_context": state_bytes(plan),
         "kv": [
@@ -208,7 +208,9 @@ def group_rows(plan: Plan) -> list[list[str]]:
     """Rows of kinds of KV, under ``GROUP_COLUMNS``."""
     rows = []
     for one in plan.shape.kv:
-        groups = [group for group in plan.layout.groups if one.words in group.words.split(" and ")]
+        groups = [
+            group for group in plan.shape.layout.groups if one.words in group.words.split(" and ")
+        ]
         blocks = {group.block for group in groups}
         is_state = one.kind is KvKind.STATE
         total = one.layers * plan.shape.ranks
@@ -239,7 +241,7 @@ def tier_row(tier: TierPlan) -> list[str]:
 
 def assumptions(plan: Plan) -> list[str]:
     """Sentences on what the figures are computed from."""
-    gpu, setup = plan.gpu, plan.setup
+    gpu, setup = GPUS[plan.setup.gpu], plan.setup
     found = [
         f"Computing: {plan.setup.gpu} has {gpu.flops / 1e12:,.0f} TFLOP/s and "
         f"{gpu.bandwidth / GB:,.0f} GB/s ({gpu.source}), of which {COMPUTE_SHARE:.0%} and "

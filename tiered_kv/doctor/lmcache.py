@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from .finding import Finding, warn
 
 PREFIX = "LMCACHE_"
-
-
-def _cpu(value: str, ranks: int) -> str:
-    return f"TIERED_KV_CPU_GIB={_gib(value, ranks)}: {_WHOLE}."
+Advice = Callable[[str, int], str]
+"""Gives the advice for a value and a number of ranks."""
 
 
 def _local_cpu(value: str, ranks: int) -> str:
@@ -30,8 +28,8 @@ def _disk(value: str, ranks: int) -> str:
     return f"TIERED_KV_SSD_PATH={path}: one folder for all ranks."
 
 
-def _disk_size(value: str, ranks: int) -> str:
-    return f"TIERED_KV_SSD_GIB={_gib(value, ranks)}: {_WHOLE}."
+def _sized(setting: str) -> Advice:
+    return lambda value, ranks: f"{setting}={_gib(value, ranks)}: {_WHOLE}."
 
 
 def _gib(value: str, ranks: int) -> str:
@@ -48,18 +46,18 @@ def _policy(value: str, ranks: int) -> str:
     return "Nothing to set: pages leave CPU memory by what they are worth."
 
 
-def _always(sentence: str) -> Callable[[str, int], str]:
+def _always(sentence: str) -> Advice:
     return lambda value, ranks: sentence
 
 
 _WHOLE = "GiB of the whole engine, not GB of a worker"
 _NO_SHARING = "Nothing: pages stay on this machine, and servers do not share CPU memory."
 
-EQUIVALENTS: Mapping[str, Callable[[str, int], str]] = {
-    "MAX_LOCAL_CPU_SIZE": _cpu,
+EQUIVALENTS: Mapping[str, Advice] = {
+    "MAX_LOCAL_CPU_SIZE": _sized("TIERED_KV_CPU_GIB"),
     "LOCAL_CPU": _local_cpu,
     "LOCAL_DISK": _disk,
-    "MAX_LOCAL_DISK_SIZE": _disk_size,
+    "MAX_LOCAL_DISK_SIZE": _sized("TIERED_KV_SSD_GIB"),
     "CACHE_POLICY": _policy,
     "CHUNK_SIZE": _always("Nothing to set: pages are vLLM's blocks."),
     "SAVE_DECODE_CACHE": _always("Nothing to set: answers are always saved."),

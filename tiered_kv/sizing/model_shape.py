@@ -65,18 +65,6 @@ class KvLayers:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
-    """Parameters of a model.
-
-    Attributes:
-        total: all of them. active: those that a token of text is multiplied with.
-    """
-
-    total: int
-    active: int
-
-
-@dataclass(frozen=True, slots=True)
 class ModelShape:
     """A model on ranks of tensor parallelism.
 
@@ -85,6 +73,8 @@ class ModelShape:
         ranks: number of ranks.
         dtype: type of weights and activations. kv_dtype: type of KV.
         kv: layers by the KV that they keep. layout: groups of them that share blocks.
+        parameters: number of parameters.
+        active_parameters: those that a token of text is multiplied with.
         weights: size as served, over all ranks.
         max_len: longest context that vLLM serves.
         all_reduces: in a step of several ranks.
@@ -97,7 +87,8 @@ class ModelShape:
     kv_dtype: str
     kv: tuple[KvLayers, ...]
     layout: BlockLayout
-    parameters: Parameters
+    parameters: int
+    active_parameters: int
     weights: Weights
     max_len: int
     all_reduces: int
@@ -220,12 +211,11 @@ def shape_of(
     """
     if "error" in answer:
         raise ModelError(f"{path}: {answer['error']}.")
-    parameters = Parameters(answer["parameters"], answer["active_parameters"])
     if weight_bytes is not None:
         weights = Weights(weight_bytes, "--weights-gib")
     else:
         element = None if answer["quantized"] else answer["element_bytes"]
-        weights = weigh(path.parent, parameters.total, answer["weight_bytes"], element)
+        weights = weigh(path.parent, answer["parameters"], answer["weight_bytes"], element)
     kv = tuple(
         KvLayers(
             **{
@@ -250,7 +240,8 @@ def shape_of(
         kv_dtype=answer["kv_dtype"],
         kv=kv,
         layout=BlockLayout(tuple(groups), answer["block_bytes"]),
-        parameters=parameters,
+        parameters=answer["parameters"],
+        active_parameters=answer["active_parameters"],
         weights=weights,
         max_len=answer["max_len"],
         all_reduces=answer["all_reduces"],

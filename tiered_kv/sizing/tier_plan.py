@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from tiered_kv.errors import ConfigError
 from tiered_kv.page_group import KvKind
 
-from .block_layout import BlockLayout
 from .model_shape import KvLayers, ModelShape
 from .step_cost import (
     GB,
     GIB,
     GPUS,
     RESERVED_BYTES,
-    Gpu,
     ModelWork,
     StepCost,
     link_bytes_per_s,
@@ -95,16 +93,6 @@ class Plan:
     link: float
     cost: StepCost
     notes: tuple[str, ...]
-
-    @property
-    def layout(self) -> BlockLayout:
-        """Groups of layers that share blocks."""
-        return self.shape.layout
-
-    @property
-    def gpu(self) -> Gpu:
-        """The GPU."""
-        return GPUS[self.setup.gpu]
 
 
 def make_plan(shape: ModelShape, setup: Setup, default_cpu_gib: float) -> Plan:
@@ -187,7 +175,7 @@ def _work(shape: ModelShape, context: int) -> ModelWork:
     close = [one for one in shape.kv if one.kind is not KvKind.STATE and near(one)]
     return ModelWork(
         weight_bytes=shape.weights.nbytes,
-        active=shape.parameters.active,
+        active=shape.active_parameters,
         pair_flops=sum(one.layers * one.pair_flops for one in far),
         kv_bytes=shape.ranks * sum(one.layers * one.token_bytes for one in far),
         state_bytes=shape.ranks * sum(one.layers * one.state_bytes for one in shape.kv),

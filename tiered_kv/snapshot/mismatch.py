@@ -67,8 +67,8 @@ def _engine_wide(manifest: Manifest, engine: EngineIdentity) -> Iterator[str]:
     if len(manifest.groups) != len(engine.groups):
         yield (
             f"it has {count(len(manifest.groups), 'group')} of pages, and this engine "
-            f"{count(len(engine.groups), 'group')}: the same model is needed, with the same settings of "
-            "its KV cache"
+            f"{count(len(engine.groups), 'group')}: the same model is needed, with the same "
+            "settings of its KV cache"
         )
 
 

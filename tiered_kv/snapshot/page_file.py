@@ -30,7 +30,6 @@ import errno
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -97,56 +96,45 @@ def decode_page(data: Bytes | bytes | memoryview, page_format: PageFormat, out: 
     stored = np.frombuffer(data, np.uint8)
     if out.nbytes != page_format.page_bytes:
         raise ValueError(f"{out.nbytes} bytes for pages of {page_format.page_bytes}")
-    header = _Header.read(stored)
-    if header.page_format.page_bytes != out.nbytes:
+    codec_id, stored_format, table, encoded = _parse(stored)
+    if stored_format.page_bytes != out.nbytes:
         raise SnapshotError(
-            f"a page has {header.page_format.page_bytes} bytes where {out.nbytes} are needed"
+            f"a page has {stored_format.page_bytes} bytes where {out.nbytes} are needed"
         )
-    plane_at = HEADER.size + header.table_bytes
-    frame_at = plane_at + header.plane_bytes
-    table = stored[HEADER.size : plane_at].tobytes()
-    encoded = EncodedPage(stored[plane_at:frame_at], stored[frame_at:])
     try:
-        _stored_codec(header.codec_id, table, header.page_format).decode(encoded, out)
+        _stored_codec(codec_id, table, stored_format).decode(encoded, out)
     except Exception as error:
         # CodecError by contract; but these bytes come from anywhere.
         raise SnapshotError(f"a page is damaged: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Header:
-    """Header of a file, checked against its length.
+def _parse(stored: Bytes) -> tuple[int, PageFormat, bytes, EncodedPage]:
+    """Codec, format of the page, the codec's table, and the encoded page of a file.
 
     Raises:
-        SnapshotError: from ``read``: it is none.
+        SnapshotError: the file is not as long as its header tells, or has no header.
     """
-
-    codec_id: int
-    page_format: PageFormat
-    table_bytes: int
-    plane_bytes: int
-
-    @staticmethod
-    def read(stored: Bytes) -> _Header:
-        if stored.nbytes < HEADER.size:
-            raise SnapshotError("a page is cut off before its header ends")
-        magic, version, codec, element, tokens, size, table, plane, frame = HEADER.unpack_from(
-            stored.data
+    if stored.nbytes < HEADER.size:
+        raise SnapshotError("a page is cut off before its header ends")
+    magic, version, codec, element, tokens, size, table, plane, frame = HEADER.unpack_from(
+        stored.data
+    )
+    if magic != MAGIC:
+        raise SnapshotError("a page does not begin as pages do")
+    if version != VERSION:
+        raise SnapshotError(f"a page is of version {version}, and {VERSION} is known here")
+    if element >= len(ELEMENTS):
+        raise SnapshotError(f"a page has elements of type {element}, not known here")
+    if table > MOST_TABLE_BYTES:
+        raise SnapshotError(f"a page has a table of {table} bytes")
+    if HEADER.size + table + plane + frame != stored.nbytes:
+        raise SnapshotError(
+            f"a page has {stored.nbytes} bytes where its header tells of "
+            f"{HEADER.size + table + plane + frame}"
         )
-        if magic != MAGIC:
-            raise SnapshotError("a page does not begin as pages do")
-        if version != VERSION:
-            raise SnapshotError(f"a page is of version {version}, and {VERSION} is known here")
-        if element >= len(ELEMENTS):
-            raise SnapshotError(f"a page has elements of type {element}, not known here")
-        if table > MOST_TABLE_BYTES:
-            raise SnapshotError(f"a page has a table of {table} bytes")
-        if HEADER.size + table + plane + frame != stored.nbytes:
-            raise SnapshotError(
-                f"a page has {stored.nbytes} bytes where its header tells of "
-                f"{HEADER.size + table + plane + frame}"
-            )
-        return _Header(codec, PageFormat(ELEMENTS[element], size, tokens), table, plane)
+    table_bytes, plane_bytes, frame_bytes = np.split(stored[HEADER.size :], [table, table + plane])
+    encoded = EncodedPage(plane_bytes, frame_bytes)
+    return codec, PageFormat(ELEMENTS[element], size, tokens), table_bytes.tobytes(), encoded
 
 
 @lru_cache(maxsize=8)

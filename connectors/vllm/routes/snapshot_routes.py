@@ -1,14 +1,11 @@
 """Routes for snapshots of jobs: ``/tiered_kv/snapshots``, ``/restores`` and ``/forks``.
 
 What a client sends becomes no path here. Engines look a snapshot up by its name, under their own
-folder.
+folder. Bodies of requests are read without trusting them.
 
-Operations of the engines: begun with one question, and asked about until they are over.
-
-Each look is a question of its own, so that others are answered meanwhile. An operation goes on
-whether or not somebody waits for it.
-
-Bodies of requests are read without trusting them.
+An engine starts an operation for one question, and is then asked for its state until it is over.
+Each of these is a question of its own, so that others are answered meanwhile. An operation
+continues whether or not a client waits for it.
 """
 
 from __future__ import annotations
@@ -16,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +40,6 @@ MOST_FORKS = 64
 _NEEDED = object()
 
 
-def is_name(text: str) -> bool:
-    """True if a snapshot may have this name."""
-    try:
-        check_name(text)
-    except SnapshotError:
-        return False
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class Field:
     """A field of a body.
@@ -68,8 +57,7 @@ class Field:
 
 def _name_of_snapshot(value: object) -> str:
     name = text(value)
-    if not is_name(name):
-        raise ValueError
+    check_name(name)
     return name
 
 
@@ -171,7 +159,7 @@ def read_fields(body: bytes, fields: Mapping[str, Field]) -> dict[str, Any]:
 def _checked(name: str, field: Field, value: object) -> Any:
     try:
         return field.check(value)
-    except ValueError:
+    except (ValueError, SnapshotError):
         raise Refusal(400, f"{name} must be {field.expected}.") from None
 
 
@@ -224,11 +212,6 @@ class Patience:
     until: float
     gone: Gone
 
-    @classmethod
-    def of(cls, timeout_s: float, gone: Gone) -> Patience:
-        """The patience of somebody who begins to wait now."""
-        return cls(timeout_s, _now() + timeout_s, gone)
-
     @property
     def left_s(self) -> float:
         """Time that is left, seconds."""
@@ -239,26 +222,54 @@ class Patience:
         return self.left_s == 0 or await self.gone()
 
 
-class EngineOperations:
-    """Operations that this API server waits for. One event loop.
+FOLDER = f"{ENV_PREFIX}SNAPSHOT_PATH"
+"""Variable that names the folder of snapshots."""
+OFF = f"This server has no {FOLDER}: set it to a folder for snapshots, and start it again."
+
+Answer = Callable[[Request], Awaitable[dict[str, Any]]]
+
+
+class SnapshotRoutes:
+    """The routes' answers, and the operations of the engines that they wait for. One event loop.
 
     Args:
         ask: the way to the engines.
+        env: environment of the server.
     """
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: Ask, env: Mapping[str, str]) -> None:
         self._ask = ask
+        self._env = env
         self._waited_for = 0
 
-    async def of_one(self, question: dict[str, Any], patience: Patience) -> dict[str, Any]:
-        """Have the one engine that has the question's job do what is asked.
+    def answers(self) -> tuple[tuple[str, str, Answer], ...]:
+        """The routes: method, path and answer of each."""
+        return (
+            ("GET", "/tiered_kv/snapshots", self._list),
+            ("POST", "/tiered_kv/snapshots", partial(self._on_job, "snapshot", SNAPSHOT)),
+            ("POST", "/tiered_kv/restores", self._restore),
+            ("POST", "/tiered_kv/forks", partial(self._on_job, "fork", FORK)),
+        )
 
-        Returns:
-            The result, with the engine's number.
+    async def _list(self, request: Request) -> dict[str, Any]:
+        read_nothing(request.query_params)
+        given = self._env.get(FOLDER)
+        if not given:
+            raise Refusal(501, OFF)
+        folder = Path(given).absolute()
+        try:
+            names = await asyncio.to_thread(_names, folder)
+        except OSError as error:
+            raise Refusal(
+                500, f"The folder of {FOLDER} cannot be read ({error.strerror}): see its rights."
+            ) from error
+        return {"folder": str(folder), "snapshots": names}
 
-        Raises:
-            Refusal: no engine has the job, or several jobs have its id; it failed, or is not over.
-        """
+    async def _on_job(
+        self, ask: str, fields: Mapping[str, Field], request: Request
+    ) -> dict[str, Any]:
+        """Answers with the result of the one engine that has the job."""
+        question, patience = await _read(request, ask, fields)
         jobs = await self._ask({"ask": "job", "id": question["job"]})
         if sum(len(said["jobs"]) for said in jobs) > 1:
             raise Refusal(409, SEVERAL)
@@ -267,20 +278,25 @@ class EngineOperations:
             raise Refusal(409, SEVERAL)
         return results[0]
 
-    async def of_all(self, question: dict[str, Any], patience: Patience) -> list[dict[str, Any]]:
-        """Have all engines do what is asked.
-
-        Returns:
-            The result of each with its number, by rank.
-
-        Raises:
-            Refusal: it is refused, failed in one, or is not over. The others have done it.
-        """
-        return await self._results(question, patience, of_all=True)
+    async def _restore(self, request: Request) -> dict[str, Any]:
+        """Answers with the result of the first engine; of further ones in ``others``."""
+        question, patience = await _read(request, "restore", RESTORE)
+        question["salt"] = fresh_salt() if question.pop("exact") else None  # one for all engines
+        first, *others = await self._results(question, patience, of_all=True)
+        return {**first, "others": others}
 
     async def _results(
         self, question: dict[str, Any], patience: Patience, *, of_all: bool = False
     ) -> list[dict[str, Any]]:
+        """Have the engines do what is requested.
+
+        Returns:
+            The result of each engine with its number, by rank.
+
+        Raises:
+            Refusal: it failed in one, or is not over; or with ``of_all`` one refuses. The others
+                have done it.
+        """
         if self._waited_for >= MOST_WAITED_FOR:
             raise Refusal(429, CROWD)
         self._waited_for += 1
@@ -346,85 +362,25 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-FOLDER = f"{ENV_PREFIX}SNAPSHOT_PATH"
-"""Variable that names the folder of snapshots."""
-OFF = f"This server has no {FOLDER}: set it to a folder for snapshots, and start it again."
-
-Answer = Callable[[Request], Awaitable[dict[str, Any]]]
-
-
-class SnapshotRoutes:
-    """The routes' answers. One event loop.
-
-    Args:
-        ask: the way to the engines.
-        env: environment of the server.
-    """
-
-    def __init__(self, ask: Ask, env: Mapping[str, str]) -> None:
-        self._operations = EngineOperations(ask)
-        self._env = env
-
-    def answers(self) -> tuple[tuple[str, str, Answer], ...]:
-        """The routes: method, path and answer of each."""
-        return (
-            ("GET", "/tiered_kv/snapshots", self._list),
-            ("POST", "/tiered_kv/snapshots", self._snapshot),
-            ("POST", "/tiered_kv/restores", self._restore),
-            ("POST", "/tiered_kv/forks", self._fork),
-        )
-
-    async def _list(self, request: Request) -> dict[str, Any]:
-        read_nothing(request.query_params)
-        given = self._env.get(FOLDER)
-        if not given:
-            raise Refusal(501, OFF)
-        folder = Path(given).absolute()
-        try:
-            names = await asyncio.to_thread(_names, folder)
-        except OSError as error:
-            raise Refusal(
-                500, f"The folder of {FOLDER} cannot be read ({error.strerror}): see its rights."
-            ) from error
-        return {"folder": str(folder), "snapshots": names}
-
-    async def _snapshot(self, request: Request) -> dict[str, Any]:
-        question, patience = await _read(request, "snapshot", SNAPSHOT)
-        return await self._operations.of_one(question, patience)
-
-    async def _fork(self, request: Request) -> dict[str, Any]:
-        question, patience = await _read(request, "fork", FORK)
-        return await self._operations.of_one(question, patience)
-
-    async def _restore(self, request: Request) -> dict[str, Any]:
-        """Answers with the result of the first engine; of further ones in ``others``."""
-        question, patience = await _read(request, "restore", RESTORE)
-        question["salt"] = fresh_salt() if question.pop("exact") else None  # one for all engines
-        first, *others = await self._operations.of_all(question, patience)
-        return {**first, "others": others}
-
-
 async def _read(
     request: Request, ask: str, fields: Mapping[str, Field]
 ) -> tuple[dict[str, Any], Patience]:
     """The question that a request puts to the engines, and the patience of its client."""
     read_nothing(request.query_params)
     said = await read_body(request, fields)
-    patience = Patience.of(said.pop(TIMEOUT), request.is_disconnected)
-    return {"ask": ask, **said}, patience
+    timeout_s = said.pop(TIMEOUT)
+    return {"ask": ask, **said}, Patience(timeout_s, _now() + timeout_s, request.is_disconnected)
 
 
 def _names(folder: Path) -> list[str]:
     """Names of the snapshots in a folder; none if it is still to be made."""
     found = set[str]()
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                name = _name(entry)
-                if name is not None and is_name(name):
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(SnapshotError):  # a name that no snapshot has
+                if (name := _name(entry)) is not None:
+                    check_name(name)
                     found.add(name)
-    except FileNotFoundError:
-        return []
     return sorted(found)
 
 
