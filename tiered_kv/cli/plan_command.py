@@ -206,14 +206,12 @@ def heading(plan: Plan) -> list[str]:
 
 def group_rows(plan: Plan) -> list[list[str]]:
     """Rows of kinds of KV, under ``GROUP_COLUMNS``."""
-    rows = []
-    for one in plan.shape.kv:
-        groups = [
-            group for group in plan.shape.layout.groups if one.words in group.words.split(" and ")
-        ]
+    rows, shape = [], plan.shape
+    for one in shape.kv:
+        groups = [group for group in shape.layout.groups if one.words in group.words.split(" and ")]
         blocks = {group.block for group in groups}
         is_state = one.kind is KvKind.STATE
-        total = one.layers * plan.shape.ranks
+        total = one.layers * shape.ranks
         rows.append(
             [
                 one.words,
