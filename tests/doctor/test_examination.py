@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.doctor.told import by_check
-from tiered_kv.doctor.finding import Finding, examine, ok
+from tiered_kv.doctor.finding import examine, ok
 
 BASE = {
     name: value
@@ -81,7 +81,3 @@ def test_a_reader_that_has_seen_enough_leaves_no_process() -> None:
     assert next(findings) == GOOD
     findings.close()
     assert children() <= before
-
-
-def test_a_finding_is_the_same_behind_json() -> None:
-    assert Finding.from_json(GOOD.to_json()) == GOOD

@@ -19,7 +19,6 @@ from tiered_kv.connectors.runtime.policy_state import SAVE_EVERY_S, PolicyState
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 
-
 ROOT = Path(__file__).resolve().parents[2]
 
 

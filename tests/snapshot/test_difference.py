@@ -31,12 +31,6 @@ def test_a_job_that_went_on_has_more() -> None:
     assert found.fields["kv_tokens"] == (32, 69)
 
 
-def test_jobs_that_parted_have_a_beginning_in_common() -> None:
-    tokens = (*WHOLE.token_ids[:20], 7, *WHOLE.token_ids[21:])
-    found = difference(WHOLE, replace(WHOLE, token_ids=tokens))
-    assert (found.common_tokens, found.a_tokens, found.b_tokens) == (20, 50, 50)
-
-
 def test_fields_are_told_by_their_names() -> None:
     config: Any = GROUPS[0].fingerprint["config"]
     other = replace(GROUPS[0], fingerprint={**GROUPS[0].fingerprint, "config": {**config, "x": 1}})

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -22,7 +22,7 @@ from tiered_kv.trace.perfetto import Event, perfetto_events
 from tiered_kv.trace.steps.step_figures import step_figures
 from tiered_kv.trace.steps.step_tracks import StepReader, has_steps, step_events
 from tiered_kv.trace.trace_header import recorder_events
-from tiered_kv.trace.trace_reader import TraceReader
+from tiered_kv.trace.trace_reader import RecordReader, TraceReader
 from tiered_kv.trace.turn_table import TurnTable
 
 from .bench_commands import answer_what_if
@@ -124,7 +124,9 @@ def _reading(paths: Sequence[Path], *, quiet: bool = False) -> Iterator[list[_Tr
             for path in paths
         ]
         yield traces
-    readers = [reader for one in traces for reader in (one.turns, *one.steps)]
+    readers = list[RecordReader[Any]]()
+    for one in traces:
+        readers += (one.turns, *one.steps)
     for reader in () if quiet else readers:
         for bad in reader.bad:
             typer.echo(f"no record: {bad}", err=True)

@@ -212,6 +212,11 @@ class Patience:
     until: float
     gone: Gone
 
+    @classmethod
+    def of(cls, timeout_s: float, gone: Gone) -> Patience:
+        """The patience of a client that starts to wait now."""
+        return cls(timeout_s, _now() + timeout_s, gone)
+
     @property
     def left_s(self) -> float:
         """Time that is left, seconds."""
@@ -273,7 +278,7 @@ class SnapshotRoutes:
         jobs = await self._ask({"ask": "job", "id": question["job"]})
         if sum(len(said["jobs"]) for said in jobs) > 1:
             raise Refusal(409, SEVERAL)
-        results = await self._results(question, patience)
+        results = await self.results(question, patience)
         if len(results) > 1:  # the job came to another engine just now
             raise Refusal(409, SEVERAL)
         return results[0]
@@ -282,10 +287,10 @@ class SnapshotRoutes:
         """Answers with the result of the first engine; of further ones in ``others``."""
         question, patience = await _read(request, "restore", RESTORE)
         question["salt"] = fresh_salt() if question.pop("exact") else None  # one for all engines
-        first, *others = await self._results(question, patience, of_all=True)
+        first, *others = await self.results(question, patience, of_all=True)
         return {**first, "others": others}
 
-    async def _results(
+    async def results(
         self, question: dict[str, Any], patience: Patience, *, of_all: bool = False
     ) -> list[dict[str, Any]]:
         """Have the engines do what is requested.
@@ -368,8 +373,8 @@ async def _read(
     """The question that a request puts to the engines, and the patience of its client."""
     read_nothing(request.query_params)
     said = await read_body(request, fields)
-    timeout_s = said.pop(TIMEOUT)
-    return {"ask": ask, **said}, Patience(timeout_s, _now() + timeout_s, request.is_disconnected)
+    patience = Patience.of(said.pop(TIMEOUT), request.is_disconnected)
+    return {"ask": ask, **said}, patience
 
 
 def _names(folder: Path) -> list[str]:

@@ -31,8 +31,9 @@ from tiered_kv.connectors.vllm.routes.snapshot_routes import (
     CROWD,
     FOLDER,
     SEVERAL,
-    EngineOperations,
+    Ask,
     Patience,
+    SnapshotRoutes,
 )
 
 
@@ -129,6 +130,11 @@ def test_an_engine_without_the_job_may_refuse(monkeypatch: pytest.MonkeyPatch) -
         assert post(ask, path).json() == {"engine": 0, "tokens": 7}
 
 
+async def restored(ask: Ask) -> list[dict[str, Any]]:
+    patience = Patience.of(60.0, stays)
+    return await SnapshotRoutes(ask, {}).results({"ask": "restore"}, patience, of_all=True)
+
+
 def test_an_operation_is_polled_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses, sleep = list[float](), asyncio.sleep
     core = WorkingCore(["j"])
@@ -145,7 +151,7 @@ def test_an_operation_is_polled_less_and_less_often(monkeypatch: pytest.MonkeyPa
         return [json.loads(text) for text in await core.call_utility_all_async(METHOD, question)]
 
     async def story() -> None:
-        await EngineOperations(ask).of_all({"ask": "restore"}, Patience.of(60.0, stays))
+        await restored(ask)
 
     asyncio.run(story())
     waited = [one for one in pauses if one]
@@ -283,7 +289,7 @@ def test_an_engine_that_has_no_time_is_asked_again() -> None:
         return [json.loads(text) for text in await core.call_utility_all_async(METHOD, question)]
 
     async def story() -> list[dict[str, Any]]:
-        return await EngineOperations(ask).of_all({"ask": "restore"}, Patience.of(60.0, stays))
+        return await restored(ask)
 
     assert asyncio.run(story()) == [{"engine": 0, "tokens": 7}]
     assert not busy
@@ -296,7 +302,7 @@ def test_an_engine_that_is_gone_ends_the_wait() -> None:
         return [{"engine": 0, "state": "done" if question["engine"] == 0 else None, "result": {}}]
 
     async def story() -> None:
-        await EngineOperations(ask).of_all({"ask": "restore"}, Patience.of(60.0, stays))
+        await restored(ask)
 
     with pytest.raises(Refusal, match="not there any more") as caught:
         asyncio.run(story())
