@@ -95,13 +95,12 @@ def check_cold_pages(seen: Mapping[str, float]) -> Finding:
 
 def _turned_off(config: TierConfig) -> str | None:
     """Setting by which nothing is compressed; None if there is none."""
-    if config.cpu_gib == 0:
-        return "TIERED_KV_CPU_GIB=0: there is nothing to compress"
-    if config.codec == "raw":
-        return "TIERED_KV_CODEC=raw: CPU memory keeps pages as they are"
-    if config.eviction == "lru":
-        return "TIERED_KV_EVICTION=lru: CPU memory keeps pages as they are"
-    return None
+    settings = {
+        "TIERED_KV_CPU_GIB=0: there is nothing to compress": config.cpu_gib == 0,
+        "TIERED_KV_CODEC=raw: CPU memory keeps pages as they are": config.codec == "raw",
+        "TIERED_KV_EVICTION=lru: CPU memory keeps pages as they are": config.eviction == "lru",
+    }
+    return next((words for words, is_set in settings.items() if is_set), None)
 
 
 def _taken_by_model(env: Mapping[str, str], usable: int, cores: frozenset[int]) -> int:

@@ -53,7 +53,7 @@ def panels(state: ServerState, engine: EngineStatus) -> Table:
 def panel_lines(state: ServerState, engine: EngineStatus) -> list[Text]:
     """The same where there is no room: a line each."""
     since, counters = "", engine.counters
-    if (grown := state.grown) is not None and _prompt_tokens(grown.counters):
+    if (grown := state.grown) is not None and sum(sources(grown.counters).values()):
         since, counters = f", {brief(grown.over_s)}", grown.counters
     found = sources(counters)
     whole = sum(found.values())
@@ -85,10 +85,6 @@ def sources(counters: Mapping[str, float]) -> Mapping[str, float]:
         **shared,
         "computed": counters.get("prompt_tokens_recomputed", 0),
     }
-
-
-def _prompt_tokens(counters: Mapping[str, float]) -> float:
-    return sum(sources(counters).values())
 
 
 def _panel(*columns: str) -> Table:

@@ -71,8 +71,7 @@ def _lower(tier: LowerTier, canvas: Canvas) -> Text:
     name = "SSD" if tier.tier == "ssd" else tier.tier
     pages = count(tier.pages, "page")
     if tier.bytes is None:
-        label = LABEL[canvas.is_wide]
-        return line((f"{_cut(name, label)} ", "bold"), f"{size(tier.used_bytes)}, {pages}")
+        return _named(name, canvas, f"{size(tier.used_bytes)}, {pages}")
     parts = (
         Part(min(tier.used_bytes, tier.bytes), "used", "used", "█", "#", "green"),
         Part(max(0, tier.bytes - tier.used_bytes), "free", "free", "·", ".", "dim"),
@@ -82,26 +81,24 @@ def _lower(tier: LowerTier, canvas: Canvas) -> Text:
 
 
 def _off(name: str, why: str, canvas: Canvas) -> Text:
-    label = LABEL[canvas.is_wide]
     short = name if canvas.is_wide else name.split()[0]
-    return line((f"{_cut(short, label)} ", "bold"), (f"off: {why}", "dim"))
+    return _named(short, canvas, (f"off: {why}", "dim"))
 
 
 def _bar(name: str, short: str, parts: Sequence[Part], whole: str, canvas: Canvas) -> Text:
     total = sum(part.amount for part in parts)
-    label = LABEL[canvas.is_wide]
     words = list[tuple[str, str]]()
     for part in parts:
         word = part.word if canvas.is_wide else part.short
-        words.append((f" {word} {part_of(part.amount, total)}", _readable(part.style)))
+        style = part.style if part.style != "dim" else ""  # words must be readable
+        words.append((f" {word} {part_of(part.amount, total)}", style))
     words.append((f" of {whole}", ""))
-    taken = label + 1 + sum(len(text) for text, _ in words)
+    taken = LABEL[canvas.is_wide] + 1 + sum(len(text) for text, _ in words)
     width = min(MOST_BAR, canvas.width - taken)
     if width < LEAST_BAR:  # rather no size than no bar
         width = min(MOST_BAR, width + len(words.pop()[0]))
-    cells = [(text, style) for text, style in _cells(parts, total, max(0, width), canvas)]
-    shown = name if canvas.is_wide else short
-    return line((f"{_cut(shown, label)} ", "bold"), *cells, *words)
+    cells = _cells(parts, total, max(0, width), canvas)
+    return _named(name if canvas.is_wide else short, canvas, *cells, *words)
 
 
 def _cells(
@@ -117,9 +114,6 @@ def _cells(
     yield " " * (width - at), ""
 
 
-def _readable(style: str) -> str:
-    return "" if style == "dim" else style
-
-
-def _cut(name: str, width: int) -> str:
-    return f"{name[:width]:<{width}}"
+def _named(name: str, canvas: Canvas, *parts: str | tuple[str, str]) -> Text:
+    width = LABEL[canvas.is_wide]
+    return line((f"{name[:width]:<{width}} ", "bold"), *parts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -75,20 +76,14 @@ class TraceWriter:
     def _run(self) -> None:
         going_on = True
         while going_on:
-            records, waiting = list[Line](), list[threading.Event]()
-            item = self._queue.get()
-            while True:
-                if item is None:
-                    going_on = False
-                    break
-                if isinstance(item, threading.Event):
-                    waiting.append(item)
-                else:
-                    records.append(item)
-                if len(records) == AT_ONCE or self._queue.empty():
-                    break
-                item = self._queue.get()
-            self._append(records)
+            items = [self._queue.get()]
+            with suppress(queue.Empty):
+                while items[-1] is not None and len(items) < AT_ONCE:
+                    items.append(self._queue.get_nowait())
+            going_on = items[-1] is not None
+            waiting = [item for item in items if isinstance(item, threading.Event)]
+            queued = (item for item in items if not isinstance(item, threading.Event))
+            self._append([record for record in queued if record is not None])
             for one in waiting:
                 one.set()
         self._file.close()

@@ -263,7 +263,7 @@ def histogram_chart(
     layout = _layout("time" if times else "tokens of a turn", y, 330)
     steps = (1, 2, 5) if high - low <= 2 else (1,)
     ticks = [step * 10.0**power for power in np.arange(low, high + 1) for step in steps]
-    tick = _short if times else _count
+    tick = _short if times else "{:,.0f}".format
     layout["xaxis"] |= {
         "type": "log",
         "range": [float(low), float(high)],
@@ -353,10 +353,6 @@ def _short(length_s: float) -> str:
     if length_s >= 1:
         return f"{float(f'{length_s:.3g}'):,.10g} s"
     return f"{length_s * 1e3:.3g} ms"
-
-
-def _count(tokens: float) -> str:
-    return f"{tokens:,.0f}"
 
 
 def _faint(colour: str) -> str:
