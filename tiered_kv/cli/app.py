@@ -41,17 +41,20 @@ from .terminal import (
 def top_command(
     url: ServerUrl,
     every: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, max=3600, help="Time between two looks.")
+        float, typer.Option(metavar="SECONDS", min=0.1, max=3600, help="Refresh interval.")
     ] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Print one frame and end; so without a terminal.")
+        bool,
+        typer.Option(
+            "--once", help="Print one frame and exit. Implied when stdout is not a terminal."
+        ),
     ] = False,
     token: Token = None,
 ) -> None:
-    """Show a running server: its tiers, its jobs, where their KV waits and until when. The server
-    needs VLLM_PLUGINS=tiered_kv. Keys are named in the last line; q quits.
+    """Live view of a running server: tiers, jobs, and where each job's KV is kept. The server needs
+    VLLM_PLUGINS=tiered_kv. The last line lists the keys; q quits.
 
-    Exit code 2 if the server does not answer.
+    Exits with 2 if the server does not answer.
     """
     take_any_text()
     try:
@@ -79,10 +82,10 @@ def doctor_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check what is installed, settings in the environment, memory, cores and the disk of
-    TIERED_KV_SSD_PATH, and a running server. Run it with the server's environment, as its user.
+    """Check installed versions, environment variables, memory, cores, the disk of
+    TIERED_KV_SSD_PATH, and a running server. Run it in the server's environment, as its user.
 
-    Exit code 1 if a check fails.
+    Exits with 1 if a check fails.
     """
     findings = list(examine(beside=url is not None))
     if url is not None:
@@ -94,7 +97,7 @@ def doctor_command(
 
 
 app = typer.Typer(
-    help="Tools for the KV cache that tiered-kv keeps.",
+    help="Inspect, size, benchmark and manage a tiered-kv server.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -103,21 +106,21 @@ app = typer.Typer(
 app.add_typer(store_commands.app, name="store")
 app.add_typer(memory_commands.app, name="memory")
 app.command(
-    "plan", cls=Command, short_help="Tell what tiers hold of a model, and the flags to serve it."
+    "plan",
+    cls=Command,
+    short_help="Estimate what each tier can hold for a model, and print the flags to serve it.",
 )(plan_command)
 app.command(
     "doctor", cls=Command, short_help="Check a machine, its settings and a running server."
 )(doctor_command)
-app.command("top", cls=Command, short_help="Show a running server, live in the terminal.")(
-    top_command
-)
+app.command("top", cls=Command, short_help="Live view of a running server.")(top_command)
 app.add_typer(trace_commands.app, name="trace")
 snapshot_commands.add_to(app)
 bench_commands.add_to(app)
 
 
-def say_version(asked: bool) -> None:
-    """Print the version and exit, if asked to.
+def print_version(asked: bool) -> None:
+    """Print the version and exit, if requested.
 
     Raises:
         typer.Exit: the version was printed.
@@ -131,11 +134,10 @@ def say_version(asked: bool) -> None:
 def root(
     asked: Annotated[
         bool,
-        typer.Option("--version", is_eager=True, callback=say_version, help="Say the version."),
+        typer.Option("--version", is_eager=True, callback=print_version, help="Print the version."),
     ] = False,
 ) -> None:
-    """Manage the KV cache that tiered-kv keeps on SSD; snapshot, restore and fork jobs; read
-    traces, and measure what it gains."""
+    """Inspect, size, benchmark and manage a tiered-kv server."""
 
 
 def main() -> None:

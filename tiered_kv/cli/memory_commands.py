@@ -44,15 +44,15 @@ COLUMNS = {
 NANOSECONDS = 1e9
 
 Folder = Annotated[
-    Path, typer.Argument(metavar="FOLDER", help="Folder that TIERED_KV_CPU_PATH names.")
+    Path, typer.Argument(metavar="FOLDER", help="Memory folder (the value of TIERED_KV_CPU_PATH).")
 ]
 
 
 @app.command("ls", cls=Command)
 def list_command(folder: Folder, as_json: AsJson = False) -> None:
-    """List the files of CPU memory in FOLDER, also beside a running server.
+    """List the files of CPU memory in FOLDER, also while a server runs.
 
-    Exit code 1 if something had to be skipped.
+    Exits with 1 if an entry had to be skipped.
     """
     with one_sentence():
         found = list_memory(folder)
@@ -72,7 +72,7 @@ def gc_command(
 ) -> None:
     """Delete the files of CPU memory in FOLDER that no process has open.
 
-    Exit code 1 if something could not be read or deleted.
+    Exits with 1 if a file could not be read or deleted.
     """
     with one_sentence():
         found = list_memory(folder)

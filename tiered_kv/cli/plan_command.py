@@ -289,7 +289,7 @@ def plan_command(
     ssd_gib: Annotated[float, typer.Option(min=0, help="SSD for KV.")] = 0.0,
     ssd_gbps: Annotated[
         float,
-        typer.Option(min=0.01, help="Speed of its reads, GB/s; tiered-kv doctor tells it."),
+        typer.Option(min=0.01, help="SSD read speed, GB/s; tiered-kv doctor measures it."),
     ] = SSD_GBPS,
     dtype: Annotated[str, typer.Option(help="As vLLM's --dtype.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="As vLLM's --kv-cache-dtype.")] = "auto",
@@ -298,14 +298,14 @@ def plan_command(
         typer.Option(min=0.05, max=1, help=f"Share of VRAM for vLLM; {UTILISATION} by default."),
     ] = None,
     weights_gib: Annotated[
-        float | None, typer.Option(min=0.001, help="Size of the weights, if it is known.")
+        float | None, typer.Option(min=0.001, help="Size of the weights, if known.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tell what VRAM, CPU memory and SSD would hold of a model's KV, how long it takes to restore
-    and to compute, and the flags to serve it with. Reads the model's files; needs no GPU.
+    """Estimate what VRAM, CPU memory and SSD can hold of a model's KV, how long a context takes to
+    restore and to compute, and print the flags to serve it. Reads the model's files; needs no GPU.
 
-    Exit code 2 if the model cannot be read or does not fit.
+    Exits with 2 if the model cannot be read or does not fit.
     """
     with one_sentence():
         gpu = find_gpu(gpu)

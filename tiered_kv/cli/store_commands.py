@@ -61,7 +61,9 @@ DAY_S = 86400.0
 
 Where = Annotated[
     Path,
-    typer.Argument(metavar="PATH", help="Folder of TIERED_KV_SSD_PATH, or of one store."),
+    typer.Argument(
+        metavar="PATH", help="Store folder (the value of TIERED_KV_SSD_PATH), or one store in it."
+    ),
 ]
 
 
@@ -103,7 +105,7 @@ def report_on(
 def list_command(path: Where, as_json: AsJson = False) -> None:
     """List the stores under PATH, the most recently used one last.
 
-    Exit code 1 if something had to be skipped.
+    Exits with 1 if an entry had to be skipped.
     """
     found, inventories = read_stores(path)
     fields = {"stores": [describe_store(one) for one in inventories]}
@@ -113,9 +115,9 @@ def list_command(path: Where, as_json: AsJson = False) -> None:
 
 @app.command("stat", cls=Command)
 def stat_command(path: Where, as_json: AsJson = False) -> None:
-    """Add up all stores under PATH.
+    """Print totals of all stores under PATH.
 
-    Exit code 1 if something had to be skipped.
+    Exits with 1 if an entry had to be skipped.
     """
     found, inventories = read_stores(path)
     total = add_up(inventories)
@@ -123,13 +125,11 @@ def stat_command(path: Where, as_json: AsJson = False) -> None:
     report_on(path, as_json, asdict(total), table, found.odd)
 
 
-@app.command(
-    "verify", cls=Command, short_help="Read every page under PATH; exit code 1 if any is bad."
-)
+@app.command("verify", cls=Command, short_help="Read and check every page under PATH.")
 def verify_command(path: Where, as_json: AsJson = False) -> None:
     """Read and check every page under PATH. Changes nothing.
 
-    Exit code 1 if any page is bad, or something had to be skipped.
+    Exits with 1 if a page is bad, or an entry had to be skipped.
     """
     checked = VerifyResult()
     began = time.monotonic()
@@ -185,7 +185,7 @@ def gc_command(
 ) -> None:
     """Delete stores that no process has open, and leftovers of dead processes under PATH.
 
-    Exit code 1 if something selected is in use, or could not be read or deleted.
+    Exits with 1 if a selected store is in use, or could not be read or deleted.
     """
     with one_sentence():
         found = find_stores(path)
@@ -246,7 +246,7 @@ def export_command(
     """Write decoded pages and a manifest into the folder OUT, which must be empty or new: the page
     with this KEY, in hexadecimal digits, or with --all every page.
 
-    Exit code 1 if a page could not be read, or something had to be skipped.
+    Exits with 1 if a page could not be read, or an entry had to be skipped.
     """
     if len(targets) != (1 if everything else 2):
         refuse("give a page's key and a folder to write to, or --all and a folder")

@@ -41,7 +41,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Where = Annotated[Path, typer.Argument(metavar="PATH", help="What TIERED_KV_TRACE names.")]
+Where = Annotated[
+    Path, typer.Argument(metavar="PATH", help="Trace file (the value of TIERED_KV_TRACE).")
+]
 
 
 @app.callback()
@@ -49,14 +51,14 @@ def trace() -> None:
     """Read what a server wrote to TIERED_KV_TRACE."""
 
 
-@app.command("analyze", cls=Command, short_help="Say what the turns of a trace come to.")
+@app.command("analyze", cls=Command, short_help="Print statistics of a trace.")
 def analyze_command(
     path: Where,
     other: Annotated[
         Path | None, typer.Argument(metavar="[PATH]", help="A trace of the same jobs.")
     ] = None,
     job: Annotated[
-        str | None, typer.Option(metavar="ID", help="Tell the story of this job instead.")
+        str | None, typer.Option(metavar="ID", help="Print the timeline of this job instead.")
     ] = None,
     what_if: Annotated[
         str | None,
@@ -81,11 +83,11 @@ def analyze_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Analyze a trace: jobs, waits, sources of prompts, pins, forecasts and decisions, and steps if
-    it has them. With two traces, compare their jobs. With --what-if, simulate its jobs under
-    another policy. docs/trace.md has the definitions.
+    """Print statistics of a trace: jobs, waits, sources of prompts, pins, forecasts, decisions, and
+    steps if it has them. With two traces, compare their jobs. With --what-if, simulate the jobs
+    under another policy. docs/trace.md has the definitions.
 
-    Exit code 1 if a line is no record.
+    Exits with 1 if a line is not a record.
     """
     paths = [path] if other is None else [path, other]
     if job is not None and other is not None:
@@ -177,17 +179,17 @@ def _tell(reader: TraceReader, job: str, *, as_json: bool) -> None:
         typer.echo(" ".join(sentences))
 
 
-@app.command("report", cls=Command, short_help="Draw a trace on one page.")
+@app.command("report", cls=Command, short_help="Write an HTML report of a trace.")
 def report_command(
     path: Where,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The page.")] = Path(
         "report.html"
     ),
 ) -> None:
-    """Draw a trace on one HTML page that needs nothing else, no network either: a lane a job, tiers
-    over time, distributions, the worst turns and the figures of analyze.
+    """Write an HTML report of a trace, which needs no network: a lane for each job, tiers over
+    time, distributions, the worst turns and the figures of analyze.
 
-    Exit code 1 if a line is no record.
+    Exits with 1 if a line is not a record.
     """
     with _reading([path]) as (trace,):
         found = ReadTrace.of(trace.turns)
@@ -207,7 +209,7 @@ def _write(out: Path | None, texts: Iterator[str]) -> None:
         file.writelines(whole)
 
 
-@app.command("export", cls=Command, short_help="Write a trace for another program.")
+@app.command("export", cls=Command, short_help="Convert a trace for another program.")
 def export_command(
     path: Where,
     perfetto: Annotated[
@@ -217,12 +219,13 @@ def export_command(
         bool, typer.Option("--continuum", help="As Continuum's scheduler_timestamps.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="A file; else stdout.")
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Output file; by default stdout."),
     ] = None,
 ) -> None:
-    """Write a trace as JSON for another program.
+    """Convert a trace to JSON for another program.
 
-    Exit code 1 if a line is no record.
+    Exits with 1 if a line is not a record.
     """
     if perfetto == continuum:
         refuse("say for which program: --perfetto or --continuum")

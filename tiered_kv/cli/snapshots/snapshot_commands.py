@@ -44,7 +44,7 @@ from .snapshot_report import (
 Job = Annotated[str, typer.Option(metavar="ID", help="The job's id, as its requests give it.")]
 Exact = Annotated[
     bool,
-    typer.Option("--exact", help="So that what is generated next is the same to the last bit."),
+    typer.Option("--exact", help="Make the continuation bit-exact."),
 ]
 Timeout = Annotated[
     float,
@@ -52,7 +52,7 @@ Timeout = Annotated[
         metavar="SECONDS",
         min=0,
         max=MOST_TIMEOUT_S,
-        help="Longest wait for its end; it goes on after that.",
+        help="How long to wait for completion. The operation continues on the server after that.",
     ),
 ]
 COLUMNS = {"": False, " ": False}
@@ -71,22 +71,22 @@ def snapshot_command(
         ),
     ],
     wait_turn: Annotated[
-        bool, typer.Option("--wait-turn", help="Let the turn that runs come to its end first.")
+        bool, typer.Option("--wait-turn", help="Wait for the current turn to finish.")
     ] = False,
     stop: Annotated[
         bool,
-        typer.Option("--stop", help="End the turn that runs with its next token."),
+        typer.Option("--stop", help="Stop the current turn after its next token."),
     ] = False,
     exact: Exact = False,
     timeout: Timeout = DEFAULT_TIMEOUT_S,
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a snapshot of a job: its context, and the KV of it. The server needs
-    VLLM_PLUGINS=tiered_kv and TIERED_KV_SNAPSHOT_PATH. A path is where the command puts it
-    afterwards; for that, run it on the server's machine as the server's user.
+    """Create a snapshot of a job: its context and its KV. The server needs VLLM_PLUGINS=tiered_kv
+    and TIERED_KV_SNAPSHOT_PATH. A snapshot with a path is moved there; for that, run the command on
+    the server's machine as the server's user.
 
-    Exit code 2 if it is not made.
+    Exits with 2 if the snapshot is not created.
     """
     with _server(url, token) as server:
         path = Path(out) if is_path(out) else None
@@ -129,7 +129,7 @@ def restore_command(
     """Restore a job from a snapshot: its next turn finds its KV. A path is read by this command,
     which brings it into the server's folder for that; run it on the server's machine.
 
-    Exit code 2 if it is not restored.
+    Exits with 2 if the job is not restored.
     """
     with _server(url, token) as server:
         if is_path(snapshot):
@@ -154,7 +154,8 @@ def fork_command(
     url: ServerUrl,
     job: Job,
     into: Annotated[
-        list[str], typer.Option("--as", metavar="ID", help="Id of a new job; once for each.")
+        list[str],
+        typer.Option("--as", metavar="ID", help="Id of a new job. Repeat to create several."),
     ],
     exact: Exact = False,
     timeout: Timeout = DEFAULT_TIMEOUT_S,
@@ -163,7 +164,7 @@ def fork_command(
 ) -> None:
     """Fork a job: each new job has its context, and shares its KV.
 
-    Exit code 2 if it is not forked.
+    Exits with 2 if the job is not forked.
     """
     with _server(url, token) as server:
         said = server.operate("forks", timeout, job=job, exact=exact, **{"as": into})
@@ -173,16 +174,17 @@ def fork_command(
 def inspect_command(
     path: Where,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="Also the tokens: they are the conversation.")
+        bool, typer.Option("--tokens", help="Also print the tokens, which are the conversation.")
     ] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read and check every page; exit code 1 if one is bad.")
+        bool,
+        typer.Option("--verify", help="Read and check every page; exits with 1 if one is bad."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a snapshot holds. Needs no server.
+    """Show the contents of a snapshot. Works offline.
 
-    Exit code 2 if it is none.
+    Exits with 2 if PATH is not a snapshot.
     """
     bad = None
     with _told(), open_snapshot(path) as snapshot:
@@ -214,10 +216,9 @@ def diff_command(
     second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
     as_json: AsJson = False,
 ) -> None:
-    """Compare two snapshots: tokens and pages that they have in common, and what differs. Needs no
-    server.
+    """Compare two snapshots: tokens and pages in common, and what differs. Works offline.
 
-    Exit code 2 if one is none.
+    Exits with 2 if one of them is not a snapshot.
     """
     with _told():
         with open_snapshot(first) as one, open_snapshot(second) as other:
@@ -231,10 +232,10 @@ def diff_command(
 def add_to(app: typer.Typer) -> None:
     """Add the commands to a command line."""
     for name, summary, command in (
-        ("snapshot", "Make a snapshot of a job of a running server.", snapshot_command),
+        ("snapshot", "Create a snapshot of a job of a running server.", snapshot_command),
         ("restore", "Restore a job from a snapshot on a running server.", restore_command),
         ("fork", "Fork a job of a running server.", fork_command),
-        ("inspect", "Say what a snapshot holds.", inspect_command),
+        ("inspect", "Show the contents of a snapshot.", inspect_command),
         ("diff", "Compare two snapshots.", diff_command),
     ):
         app.command(name, cls=Command, short_help=summary)(command)
