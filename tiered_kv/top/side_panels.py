@@ -53,7 +53,7 @@ def panels(state: ServerState, engine: EngineStatus) -> Table:
 def panel_lines(state: ServerState, engine: EngineStatus) -> list[Text]:
     """The same where there is no room: a line each."""
     since, counters = "", engine.counters
-    if (grown := state.grown) is not None and sum(sources(grown.counters).values()):
+    if (grown := state.grown) is not None and sum(sources(grown.counters).values()) > 0:
         since, counters = f", {brief(grown.over_s)}", grown.counters
     found = sources(counters)
     whole = sum(found.values())
