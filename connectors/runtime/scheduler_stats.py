@@ -81,9 +81,9 @@ class Stats:
         """Gauges, as they are now."""
         index, gate = self._pages.index, self._admission.gate
         slot_bytes = self._facts.slot_bytes * self._facts.ranks
-        cold, used = len(index.cold), index.num_slots - index.free_slots
+        cold, used = index.cold.compressed, index.num_slots - index.free_slots
         # Pages that are being compressed have a slot each.
-        cold_slots = max(0, index.cold.num_slots - (len(index.cold.pages) - cold))
+        cold_slots = max(0, index.cold.num_slots - index.cold.being_compressed)
         return {
             "cpu_pages": len(index),
             "cpu_pages_compressed": cold,

@@ -24,8 +24,8 @@ from tiered_kv.orders import (
     RestoreMode,
     SaveOrder,
 )
+from tiered_kv.pages.base import PageState
 from tiered_kv.pages.order_book import Settled
-from tiered_kv.testing.single_pages import PageState, state
 from tiered_kv.testing.stores import SSD
 
 from .world import KEYS, PAGE_BYTES, Bundle, Flight, Page, World
@@ -51,7 +51,7 @@ class OrdersMachine(World):
         content = dict(zip(blocks, keys, strict=True))
         planned = [content[block] for block in order.blocks] if order else []
         # A page evicted for one key may be asked for later on in the same order.
-        gone = {key for key in before if key in planned or not self.index.known(key)}
+        gone = {*planned} & before.keys() | self.index.missing(before).keys()
         assert gone <= idle, "a page in use was evicted"
         assert len(gone) == self.index.evictions - evictions
         room = {slot for key in idle for slot in before[key].slots}
@@ -154,7 +154,7 @@ class OrdersMachine(World):
 
         planned = list(order.keys) if order else []
         assert planned == wanted[: len(planned)]
-        gone = {key for key in before if not self.index.known(key)}
+        gone = self.index.missing(before).keys()
         assert gone <= idle, "a page in use was evicted"
         for key in gone:
             del self.pages[key]
@@ -355,16 +355,16 @@ class OrdersMachine(World):
         assert len(self.index) == len(self.pages)
         for key in KEYS:
             page = self.pages.get(key)
-            expected = (PageState.CPU if page.whole else PageState.SAVING) if page else None
-            assert state(self.index, key) is expected
-            assert self.index.known(key) is (page is not None)
+            expected = page.state if page is not None else PageState.MISSING
+            assert self.index.state(key) is expected
+            assert self.index.readable(key) is expected.readable
         end = next((i for i, key in enumerate(KEYS) if not self.readable(key)), len(KEYS))
-        assert self.index.resident_prefix(KEYS, 0, len(KEYS)) == end
+        assert self.index.readable_prefix(KEYS, 0, len(KEYS)) == end
 
     @invariant()
     def what_can_be_read_is_whole_on_every_rank(self) -> None:
         for page in self.pages.values():
-            if state(self.index, page.key) is PageState.CPU:
+            if self.index.readable(page.key):
                 for rank in self.ranks:
                     found = self.content(rank, page.key, page.place)
                     assert found == page.bytes_of(rank), f"a wrong page is readable: {found!r}"

@@ -46,9 +46,9 @@ def test_a_bundle_goes_when_its_least_valuable_page_is_next() -> None:
     pack(index, [KEYS[1], KEYS[2], KEYS[5]], kept=3)
 
     assert index.reserve(KEYS[6]) is not None, "the oldest page is not in the bundle"
-    assert [index.known(key) for key in KEYS[:6]] == [False, True, True, True, True, True]
+    assert [*index.missing(dict.fromkeys(KEYS[:6]))] == [KEYS[0]]
     assert index.reserve(KEYS[7]) is not None
-    assert [index.known(key) for key in KEYS[:6]] == [False, False, False, True, True, False]
+    assert [*index.missing(dict.fromkeys(KEYS[:6]))] == [*KEYS[:3], KEYS[5]]
     assert index.free_slots == 2
 
 
@@ -60,7 +60,7 @@ def test_a_page_that_was_read_cold_counts_as_just_used() -> None:
     index.release(KEYS[1], index.acquire(KEYS[1]), used=False)
     index.release(KEYS[0], index.acquire(KEYS[0]))
     assert index.reserve(KEYS[4]) is not None
-    assert [index.known(key) for key in KEYS[:4]] == [True, False, True, True]
+    assert [*index.missing(dict.fromkeys(KEYS[:4]))] == [KEYS[1]]
 
 
 def test_pages_of_no_context_are_looked_at_last_the_next_time() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tiered_kv.keys import PageKey
-from tiered_kv.pages.base import EvictionOrder
+from tiered_kv.pages.base import EvictionOrder, PageState
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
 from tiered_kv.testing.conformance.index import IndexConformance
@@ -70,11 +70,11 @@ def test_the_page_used_longest_ago_is_evicted_and_tails_before_heads() -> None:
 
     index.touch(reversed(keys[:2]))  # a context of two pages: its head is used last
     reserve(index, keys[4])
-    assert not index.known(keys[2])
+    assert index.state(keys[2]) is PageState.MISSING
     reserve(index, keys[5])
-    assert not index.known(keys[3])
+    assert index.state(keys[3]) is PageState.MISSING
     index.forget(keys[5])
-    assert [index.known(key) for key in keys[:2]] == [True, True]
+    assert not index.missing(dict.fromkeys(keys[:2]))
     index.check_integrity()
 
 
@@ -89,8 +89,8 @@ def test_a_page_that_was_read_counts_as_just_used() -> None:
 
     reserve(index, third)
 
-    assert index.known(first)
-    assert not index.known(second)
+    assert index.state(first) is not PageState.MISSING
+    assert index.state(second) is PageState.MISSING
 
 
 def test_a_page_released_too_often_is_an_error() -> None:

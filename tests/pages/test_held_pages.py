@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tiered_kv.keys import PageKey
+from tiered_kv.pages.base import PageState
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.held_pages import HeldPages
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
@@ -77,7 +78,7 @@ def test_compressed_pages_are_held_and_pages_being_compressed_move(index: PageIn
     slots = index.pack(KEYS[:4])
     with HeldPages(index) as held:
         arrived = held.arrival(KEYS[:4])
-        assert index.moving(KEYS[0])
+        assert index.state(KEYS[0]) is PageState.BEING_COMPRESSED
         assert index.place(KEYS[0]) is None
         assert not arrived()
         index.packed(slots[0], 2)
@@ -86,7 +87,7 @@ def test_compressed_pages_are_held_and_pages_being_compressed_move(index: PageIn
         index.forget(KEYS[1])
         assert held.hold(KEYS[:4]) == KEYS[1:2]
         assert len(index.reserve_all(OTHERS)) == 6, "but for the slots of the bundle"
-    assert all(map(index.moving, OTHERS[:6]))
+    assert {index.state(key) for key in OTHERS[:6]} == {PageState.BEING_WRITTEN}
     assert index.in_use == 6
 
 

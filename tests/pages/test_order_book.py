@@ -15,11 +15,11 @@ from tiered_kv.orders import (
     OrderReport,
     RestoreMode,
 )
+from tiered_kv.pages.base import PageState
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.tier_index import TierIndex
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
-from tiered_kv.testing.single_pages import PageState, state
 from tiered_kv.testing.stores import SSD
 
 A, B, C = (PageKey(name * 20) for name in (b"A", b"B", b"C"))
@@ -47,13 +47,13 @@ def test_a_page_is_there_when_the_last_rank_has_reported(planner: OrderBook) -> 
     order = planner.plan_save({A: 7})
     assert order is not None
     assert planner.settle({order.order_id: report(ranks=1)}) == []
-    assert state(planner.index, A) is PageState.SAVING
+    assert planner.index.state(A) is PageState.BEING_WRITTEN
     assert planner.in_flight == 1
 
     assert planner.settle({order.order_id: report(ranks=1)}) == [
         Settled(order, (A,), frozenset(), abandoned=False, seconds=0.0)
     ]
-    assert state(planner.index, A) is PageState.CPU
+    assert planner.index.state(A) is PageState.RESIDENT
     assert planner.in_flight == 0
 
 
@@ -63,8 +63,8 @@ def test_a_page_that_failed_on_any_rank_has_failed(planner: OrderBook) -> None:
     planner.settle({order.order_id: report(ranks=1, failed={1})})
     (done,) = planner.settle({order.order_id: report(ranks=1)})
     assert done.failed == {1}
-    assert state(planner.index, A) is PageState.CPU
-    assert state(planner.index, B) is None
+    assert planner.index.state(A) is PageState.RESIDENT
+    assert planner.index.state(B) is PageState.MISSING
 
 
 def test_a_page_already_saved_or_on_its_way_is_left_out(planner: OrderBook) -> None:
@@ -100,8 +100,8 @@ def test_a_page_that_could_not_be_loaded_is_not_tried_again(planner: OrderBook) 
     order = planner.plan_load("r", [A, B], [1, 2], RestoreMode.SYNC)
     (done,) = planner.settle({order.order_id: report(failed={0})})
     assert done.failed == {0}
-    assert state(planner.index, A) is None
-    assert state(planner.index, B) is PageState.CPU
+    assert planner.index.state(A) is PageState.MISSING
+    assert planner.index.state(B) is PageState.RESIDENT
 
 
 def test_pages_and_blocks_of_a_load_must_be_as_many(planner: OrderBook) -> None:
@@ -116,7 +116,7 @@ def test_a_load_that_cannot_be_ordered_locks_nothing(planner: OrderBook) -> None
     with pytest.raises(KeyError):
         planner.plan_load("r", [A, B], [1, 2], RestoreMode.SYNC)
     planner.plan_save({B: 1, C: 2})
-    assert not planner.index.known(A), "A makes room"
+    assert planner.index.state(A) is PageState.MISSING, "A makes room"
     assert planner.in_flight == 1
 
 
@@ -141,7 +141,7 @@ def test_a_slot_written_by_an_abandoned_save_is_not_reused_before_its_report(
     (done,) = planner.settle({order.order_id: report()})
 
     assert done.abandoned
-    assert not planner.index.known(A)
+    assert planner.index.state(A) is PageState.MISSING
     assert planner.plan_save({A: 3}) is not None
 
 
@@ -151,7 +151,7 @@ def test_loads_are_not_abandoned_with_the_saves(planner: OrderBook) -> None:
     assert planner.abandon_saves() == []
     (done,) = planner.settle({order.order_id: report()})
     assert not done.abandoned
-    assert state(planner.index, A) is PageState.CPU
+    assert planner.index.state(A) is PageState.RESIDENT
 
 
 def test_the_bandwidth_is_learned_from_the_slowest_rank(planner: OrderBook) -> None:
@@ -249,7 +249,7 @@ def test_a_page_stays_readable_while_it_goes_down() -> None:
 
     assert planner.index.readable(A)
     assert planner.plan_save({C: 3}) is not None, "B makes room, A is being written"
-    assert not planner.index.known(B)
+    assert planner.index.state(B) is PageState.MISSING
     settle(planner, order)
     assert A in planner.stores[SSD].index
     assert planner.index.readable(A), "a demoted page is in both places until it is evicted"
@@ -278,7 +278,7 @@ def test_a_promoted_page_is_readable_once_it_is_whole() -> None:
     assert order is not None
     assert order.keys == (A, B)
     assert dict(planner.promoting) == {A: order.order_id, B: order.order_id}
-    assert state(planner.index, A) is PageState.SAVING
+    assert planner.index.state(A) is PageState.BEING_WRITTEN
     assert planner.plan_promote(SSD, [A], due=0.0) is None, "it is on its way already"
     settle(planner, order, 1)
     assert planner.index.readable(A)

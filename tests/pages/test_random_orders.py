@@ -21,12 +21,13 @@ from tiered_kv.orders import (
     OrderReport,
     PromoteOrder,
 )
-from tiered_kv.pages.cold_pages import Bundle, ColdPages
+from tiered_kv.pages.base import PageState
+from tiered_kv.pages.cold_pages import Bundle, ColdPages, cold_place
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import Flight, OrderBook, Settled
 from tiered_kv.pages.tier_index import TierIndex
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
-from tiered_kv.testing.single_pages import PageState, commit, state
+from tiered_kv.testing.single_pages import commit
 from tiered_kv.testing.stores import SSD
 
 # Shrinking a failure takes minutes: for HYPOTHESIS_PROFILE=thorough, not for every red build.
@@ -43,7 +44,7 @@ class CommitsBeforeAllRanks(OrderBook):
             flight = self._flights.get(order_id)
             if flight is not None and not isinstance(flight.order, LoadOrder | LookupOrder):
                 for i, (key, slot) in enumerate(zip(flight.keys, flight.order.slots, strict=True)):
-                    if i not in report.failed and state(self.index, key) is PageState.SAVING:
+                    if i not in report.failed and self.index.state(key) is PageState.BEING_WRITTEN:
                         commit(self.index, key, slot)
         return super().settle(reports)
 
@@ -95,7 +96,7 @@ class KeepsAbandonedPages(OrderBook):
 
 class EvictsWhatIsRead(PageIndex):
     def acquire(self, key: PageKey) -> int:
-        return self._cpu[key]
+        return self._resident[key]
 
     def release(self, key: PageKey, slot: int, *, used: bool = True) -> None:
         pass
@@ -105,9 +106,9 @@ class FreesSlotsInUse(PageIndex):
     """Consistent in itself: only the bytes tell."""
 
     def forget(self, key: PageKey) -> None:
-        if key in self._cpu and key not in self._readers:
+        if key in self._resident and key not in self._readers:
             self._eviction.removed(key)
-        for pages in (self._saving, self._cpu):
+        for pages in (self._being_written, self._resident):
             if key in pages:
                 self._free.append(pages.pop(key))
         self._readers.pop(key, None)
@@ -122,17 +123,17 @@ class ReadsBeforeItIsWhole(PageIndex):
         super().commit_all(keys[: len(slots)], slots)
         return slots
 
-    def commit_all(self, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
-        return sum(map(self.known, keys))
+    def commit_all(self, keys: Sequence[PageKey], slots: Sequence[int]) -> Sequence[PageKey]:
+        return [key for key in keys if self.state(key) is not PageState.MISSING]
 
 
 class EvictsBundlesThatAreRead(ColdPages):
     def droppable(self, key: PageKey) -> Bundle | None:
         bundle = self._of[key]
-        return bundle if bundle.packed else None
+        return bundle if bundle.state is PageState.COMPRESSED else None
 
-    def release(self, first_slot: int) -> list[int]:
-        return super().release(first_slot) if first_slot in self._bundles else []
+    def release(self, place: int) -> list[int]:
+        return super().release(place) if cold_place(place) in self._bundles else []
 
 
 class EvictsBundlesBeforeTheyArePacked(ColdPages):
@@ -146,15 +147,16 @@ class EvictsBundlesBeforeTheyArePacked(ColdPages):
 
 
 class ReadsBeforeItIsPacked(ColdPages):
-    def __contains__(self, key: object) -> bool:
-        return key in self._of
+    def state(self, key: PageKey) -> PageState:
+        return PageState.COMPRESSED if key in self._of else PageState.MISSING
 
 
 class FreesSlotsThatAreStillPacked(ColdPages):
     def forget(self, key: PageKey) -> list[int]:
         bundle = self._of[key]
-        bundle.packed, packed = True, bundle.packed
-        self._readable += not packed and len(bundle.keys)
+        if bundle.state is PageState.BEING_COMPRESSED:
+            bundle.state = PageState.COMPRESSED
+            self.compressed += len(bundle.keys)
         return super().forget(key)
 
 

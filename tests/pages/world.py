@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize
 
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import DemoteOrder, LoadOrder, OrderId, PackOrder, PromoteOrder, SaveOrder
+from tiered_kv.pages.base import PageState
 from tiered_kv.pages.cold_pages import cold_place
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook
@@ -62,6 +63,13 @@ class Page:
     def slots(self) -> list[int]:
         """Slots that must stay as they are for the page."""
         return [self.slot] if self.bundle is None else self.bundle.slots
+
+    @property
+    def state(self) -> PageState:
+        """The state that the index must report."""
+        if self.bundle is None:
+            return PageState.RESIDENT if self.whole else PageState.BEING_WRITTEN
+        return PageState.COMPRESSED if self.whole else PageState.BEING_COMPRESSED
 
     def bytes_of(self, rank: int) -> bytes:
         return b"%s save %d rank %d" % (self.key[:1], self.serial, rank)

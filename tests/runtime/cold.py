@@ -15,6 +15,8 @@ from tiered_kv.codecs import autotune
 from tiered_kv.codecs.base import Bytes, EncodedPage
 from tiered_kv.connectors.runtime.pages import cpu_compression
 from tiered_kv.connectors.runtime.worker import cpu_memory
+from tiered_kv.pages.base import PageState
+from tiered_kv.pages.cold_pages import Bundle
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.policies.distribution import GRID, Forecast
@@ -125,7 +127,7 @@ def start_packing(rig: EngineRig, held: Held) -> None:
     fill_cpu(rig, FILLS)
     held.encodes.clear()
     rig.add("last", prompt(FILLS), params={"job_id": "last"})
-    while "last" not in rig.finished or not rig.index.packing:
+    while "last" not in rig.finished or not rig.index.cold.being_compressed:
         rig.step()
 
 
@@ -138,10 +140,14 @@ def come_back(rig: EngineRig, job: int, tag: str = "job") -> int:
     return rig.count("prompt_tokens_cpu") - before
 
 
+def compressed_bundles(rig: EngineRig) -> list[Bundle]:
+    return [one for one in rig.index.cold.bundles if one.state is PageState.COMPRESSED]
+
+
 def damage(rig: EngineRig, bundles: int | None = None) -> int:
     """Damage compressed pages in CPU memory, or those of some bundles; gives how many bundles."""
     rig.worker_half.compressor.drain()
-    packed = [bundle for bundle in rig.index.cold.bundles if bundle.packed][:bundles]
+    packed = compressed_bundles(rig)[:bundles]
     for bundle in packed:
         for slot in bundle.slots:
             rig.worker_half.pool.slots[slot] ^= 0xFF
@@ -153,7 +159,7 @@ def flip_a_byte(rig: EngineRig, rng: random.Random) -> bool:
     if rig.worker_half.compressor is None:
         return False
     rig.worker_half.compressor.drain()  # who reads a page has made sure of it
-    slots = [slot for bundle in rig.index.cold.bundles if bundle.packed for slot in bundle.slots]
+    slots = [slot for bundle in compressed_bundles(rig) for slot in bundle.slots]
     if not slots:
         return False
     slot = rig.worker_half.pool.slots[rng.choice(slots)]

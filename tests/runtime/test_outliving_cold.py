@@ -56,12 +56,12 @@ def test_the_next_engine_finds_compressed_contexts(tmp_path: Path) -> None:
             first.now += 1.0
             first.ask(f"job{job}", prompt(job), params={"job_id": f"job{job}"})
             at_rest(first)
-        cold, pages = len(first.index.cold), len(first.index)
+        cold, pages = first.index.cold.compressed, len(first.index)
         assert cold >= 3 * PAGES
         assert first.index.evictions == 0
         shutil.copytree(tmp_path / "memory", tmp_path / "killed")
     with rig(tmp_path / "killed") as second:
-        assert (len(second.index.cold), len(second.index)) == (cold, pages)
+        assert (second.index.cold.compressed, len(second.index)) == (cold, pages)
         second.check_clean()
         for job in range(JOBS):
             before = second.count("prompt_tokens_cpu")
@@ -84,11 +84,11 @@ def test_pages_that_are_compressed_before_they_are_hashed_are_found(
             first.now += 1.0
             first.ask(f"job{job}", prompt(job), params={"job_id": f"job{job}"})
             at_rest(first)
-        cold = len(first.index.cold)
+        cold = first.index.cold.compressed
         assert cold >= 3 * PAGES
         shutil.copytree(tmp_path / "memory", tmp_path / "killed")
     with rig(tmp_path / "killed") as second:
-        assert (len(second.index.cold), len(second.index)) == (cold, cold)
+        assert (second.index.cold.compressed, len(second.index)) == (cold, cold)
         second.check_clean()
 
 

@@ -131,7 +131,7 @@ def play_script(folder: Path, trouble: Trouble, seed: int) -> int:
         rig.half.release_all()
         settle(rig)
         rig.check_clean()
-        assert not rig.index.packing
+        assert not rig.index.cold.being_compressed
         if not chance:
             assert rig.count("restore_failures") == rig.count("compression_failures") == 0
         pages: int = rig.count("pages_compressed")

@@ -93,5 +93,5 @@ def test_what_was_reported_in_a_failed_step_counts_in_the_next() -> None:
     assert found is not None
     assert [done.order for done in book.settle(found.orders)] == [first, second]
     assert book.in_flight == 0
-    assert all(map(book.index.is_readable, KEYS[:2]))
+    assert all(map(book.index.readable, KEYS[:2]))
     assert round_of(None, None) is None, "each once"

@@ -1,4 +1,6 @@
-"""The contract of eviction rules: which page makes room when CPU memory is full.
+"""The states of a page in CPU memory, and the contract of eviction rules.
+
+An eviction rule chooses the page that makes room when CPU memory is full.
 
 The index tells a rule what happens to its pages, and asks it for them in order. The scheduler half
 tells it what happens to jobs; a rule that looks at pages alone leaves those methods as they are.
@@ -10,9 +12,33 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from enum import Enum
 from typing import ClassVar, Protocol, TypeAlias
 
 from tiered_kv.keys import PageKey
+
+
+class PageState(Enum):
+    """State of a page in CPU memory. Every page has exactly one, and ``PageIndex`` owns it."""
+
+    MISSING = "missing"
+    BEING_WRITTEN = "being written"
+    """A save, a promotion or an import is copying the page into its slot."""
+    RESIDENT = "resident"
+    """The whole page is in a slot of its own."""
+    BEING_COMPRESSED = "being compressed"
+    COMPRESSED = "compressed"
+    """The whole page is in the slots of its bundle."""
+
+    @property
+    def readable(self) -> bool:
+        """True if the whole page is in CPU memory."""
+        return self in (PageState.RESIDENT, PageState.COMPRESSED)
+
+    @property
+    def moving(self) -> bool:
+        """True if the page becomes readable unless what is being done to it fails."""
+        return self in (PageState.BEING_WRITTEN, PageState.BEING_COMPRESSED)
 
 
 class ReturnForecast(Protocol):

@@ -1,7 +1,8 @@
-"""Cold pages: pages of CPU memory that are kept compressed, in bundles.
+"""Cold pages: pages that CPU memory keeps compressed, in bundles.
 
-A bundle's pages are compressed together, in place: their records fill the first of their own
-slots, and the others are free. So no slot is ever in two hands, and nothing is needed to begin.
+A bundle is compressed in place. The records of its pages fill the first of the pages' own slots,
+and its other slots become free. No slot ever has two owners, and starting a bundle needs no free
+slot.
 
 Lives on the scheduler thread, like the index that owns it. Every method is O(1) per page.
 """
@@ -13,9 +14,17 @@ from dataclasses import dataclass
 
 from tiered_kv.keys import PageKey
 
+from .base import PageState
+
+MISSING, BEING_COMPRESSED, COMPRESSED = (
+    PageState.MISSING,
+    PageState.BEING_COMPRESSED,
+    PageState.COMPRESSED,
+)
+
 
 def cold_place(place: int) -> int:
-    """Place of a cold page, below 0, from the first slot of its bundle; and the other way."""
+    """Convert the first slot of a bundle to the place of its pages, which is below 0, or back."""
     return -1 - place
 
 
@@ -26,41 +35,39 @@ class Bundle:
     Attributes:
         slots: its slots, in the order of its records.
         keys: its pages that are still wanted.
-        packed: False until its records are whole on every rank.
-        readers: copies under way of pages in it; its slots stay put meanwhile.
+        state: state of these pages: BEING_COMPRESSED until its records are whole on every rank,
+            COMPRESSED from then on.
+        readers: copies in flight from its pages. Its slots stay in place until they have ended.
     """
 
     slots: list[int]
     keys: dict[PageKey, None]
-    packed: bool = False
+    state: PageState = BEING_COMPRESSED
     readers: int = 0
 
 
 class ColdPages:
-    """The bundles of an index, by page.
+    """The pages of an index that are compressed or being compressed, and their bundles.
 
     Attributes:
         num_slots: slots of all bundles.
+        compressed: number of compressed pages.
     """
 
     def __init__(self) -> None:
         self._bundles: dict[int, Bundle] = {}  # by first slot
         self._of: dict[PageKey, Bundle] = {}
-        self._readable = 0
         self.num_slots = 0
+        self.compressed = 0
 
-    def __len__(self) -> int:
-        """Number of pages that can be read."""
-        return self._readable
-
-    def __contains__(self, key: PageKey) -> bool:
-        """True if the page can be read."""
-        bundle = self._of.get(key)
-        return bundle is not None and bundle.packed
+    @property
+    def being_compressed(self) -> int:
+        """Number of pages that are being compressed: unreadable for some milliseconds."""
+        return len(self._of) - self.compressed
 
     @property
     def pages(self) -> KeysView[PageKey]:
-        """Every page that is cold, or about to be."""
+        """Every page that is compressed or being compressed."""
         return self._of.keys()
 
     @property
@@ -73,81 +80,78 @@ class ColdPages:
         """Slots of all bundles."""
         return [slot for bundle in self._bundles.values() for slot in bundle.slots]
 
+    def state(self, key: PageKey) -> PageState:
+        """State of a page; MISSING if it is in no bundle."""
+        bundle = self._of.get(key)
+        return bundle.state if bundle is not None else MISSING
+
+    def place(self, key: PageKey) -> int | None:
+        """Place of a compressed page; None for any other page."""
+        bundle = self._of.get(key)
+        if bundle is None or bundle.state is not COMPRESSED:
+            return None
+        return cold_place(bundle.slots[0])
+
     def begin(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
-        """Take pages with their slots: they are about to be compressed."""
+        """Add a bundle of pages in their slots: they are about to be compressed."""
         bundle = Bundle(list(slots), dict.fromkeys(keys))
         self._bundles[slots[0]] = bundle
         self.num_slots += len(slots)
         self._of.update(dict.fromkeys(keys, bundle))
 
-    def adopt(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
-        """Take over a bundle of an engine before."""
-        self.begin(keys, slots)
-        self.finish(slots[0], len(slots))
-
     def finish(self, first_slot: int, kept: int) -> tuple[Sequence[PageKey], list[int]]:
-        """A bundle is compressed on every rank: it fills its first ``kept`` slots.
+        """Make the pages of a bundle readable, which every rank has compressed.
 
         Args:
             first_slot: first slot of the bundle.
-            kept: 0 if its pages are lost.
+            kept: number of slots that the records fill; 0 if the pages are lost.
 
         Returns:
-            Pages that are lost; slots that are free.
+            The lost pages, and the slots that are free now.
 
         Raises:
-            ValueError: no bundle that begins there is about to be compressed.
+            ValueError: no bundle with that first slot is being compressed.
         """
         bundle = self._bundles.get(first_slot)
-        if bundle is None or bundle.packed:
+        if bundle is None or bundle.state is COMPRESSED:
             raise ValueError("a bundle was packed that nobody began")
         if not kept or not bundle.keys:
             return tuple(bundle.keys), self.drop(bundle)
-        bundle.packed = True
-        self._readable += len(bundle.keys)
+        bundle.state = COMPRESSED
+        self.compressed += len(bundle.keys)
         free = bundle.slots[kept:]
         del bundle.slots[kept:]
         self.num_slots -= len(free)
         return (), free
 
-    def first_slot(self, key: PageKey) -> int:
-        """Return the first slot of a page's bundle.
+    def acquire(self, key: PageKey) -> int | None:
+        """Return the ``place`` of a compressed page, and keep its bundle there until ``release``.
+        None for any other page."""
+        place = self.place(key)
+        if place is not None:
+            self._of[key].readers += 1
+        return place
+
+    def release(self, place: int) -> list[int]:
+        """End a copy from a bundle. Returns the slots that are free now.
 
         Raises:
-            KeyError: the page is not cold.
+            ValueError: no copy from there is in flight.
         """
-        return self._of[key].slots[0]
-
-    def acquire(self, key: PageKey) -> int:
-        """Keep a page's bundle in place until ``release``; gives its first slot.
-
-        Raises:
-            KeyError: the page is not cold.
-        """
-        bundle = self._of[key]
-        bundle.readers += 1
-        return bundle.slots[0]
-
-    def release(self, first_slot: int) -> list[int]:
-        """A copy from a bundle is over; gives slots that are free now.
-
-        Raises:
-            ValueError: none is under way.
-        """
-        bundle = self._bundles.get(first_slot)
+        bundle = self._bundles.get(cold_place(place))
         if bundle is None or not bundle.readers:
             raise ValueError("a cold page was released that nobody acquired")
         bundle.readers -= 1
         return [] if bundle.keys or bundle.readers else self.drop(bundle)
 
     def droppable(self, key: PageKey) -> Bundle | None:
-        """The page's bundle, if it may be dropped now."""
+        """Return the page's bundle if it may be dropped now."""
         bundle = self._of[key]
-        return bundle if bundle.packed and not bundle.readers else None
+        return bundle if bundle.state is COMPRESSED and not bundle.readers else None
 
     def drop(self, bundle: Bundle) -> list[int]:
-        """Forget a bundle; gives its slots."""
-        self._readable -= bundle.packed * len(bundle.keys)
+        """Forget a bundle. Returns its slots."""
+        self.compressed -= (bundle.state is COMPRESSED) * len(bundle.keys)
         for key in bundle.keys:
             del self._of[key]
         bundle.keys.clear()
@@ -156,12 +160,12 @@ class ColdPages:
         return bundle.slots
 
     def forget(self, key: PageKey) -> list[int]:
-        """Forget a page; gives slots that are free now. A bundle goes with its last page, once
-        nobody reads or writes it."""
+        """Forget a page. Returns the slots that are free now: a bundle is dropped with its last
+        page, once it is neither read nor written."""
         bundle = self._of.pop(key)
         del bundle.keys[key]
-        self._readable -= bundle.packed
-        if bundle.keys or bundle.readers or not bundle.packed:
+        self.compressed -= bundle.state is COMPRESSED
+        if bundle.keys or bundle.readers or bundle.state is BEING_COMPRESSED:
             return []
         return self.drop(bundle)
 
@@ -170,5 +174,6 @@ class ColdPages:
         bundles = self._bundles.values()
         assert {key: one for one in bundles for key in one.keys} == self._of, "pages misplaced"
         assert self.num_slots == sum(len(one.slots) for one in bundles), "slots miscounted"
-        assert self._readable == sum(len(one.keys) for one in bundles if one.packed)
+        compressed = [self.state(key) for key in self._of].count(COMPRESSED)
+        assert self.compressed == compressed, "pages miscounted"
         assert all(one.readers >= 0 for one in bundles), "released too often"

@@ -1,18 +1,11 @@
-"""The index: which pages exist, in which state, in which slot.
+"""The index of CPU memory: the state and the slot of every page.
 
-Mutation is in two phases. ``reserve_all`` gives pages slots while their bytes travel
-(absent → SAVING), ``commit_all`` makes them visible (SAVING → CPU) and ``abort`` takes a
-slot back. Only a page in state CPU can be read or evicted, and only while nobody
-reads it: ``acquire``/``release`` bracket a restore.
+Mutation is in two phases. ``reserve_all`` gives pages slots while their bytes are copied
+(MISSING → BEING_WRITTEN), ``commit_all`` makes them readable (BEING_WRITTEN → RESIDENT) and
+``abort`` takes a slot back. Only readable pages can be read or evicted, and only pages that no copy
+reads are evicted: ``acquire`` and ``release`` bracket a restore.
 
 Lives on the scheduler thread and takes no locks. Every method is O(1) per page.
-
-Pages that came up from a tier below, until somebody uses them or they are gone.
-
-Whether promotions are worth what they read is told by it. Lives on the scheduler thread, like the
-index that owns it.
-
-Rate at which slots of CPU memory are taken.
 """
 
 from __future__ import annotations
@@ -23,12 +16,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, filterfalse, islice, repeat
+from typing import TypeVar
 
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import AdoptedBundle
 
-from .base import EvictionOrder
-from .cold_pages import Bundle, ColdPages, cold_place
+from .base import EvictionOrder, PageState
+from .cold_pages import Bundle, ColdPages
+
+T = TypeVar("T")
 
 STAY_EVERY_S = 5.0
 """Least time between two measurements."""
@@ -119,7 +115,7 @@ class PageIndex:
     Attributes:
         evictions: pages evicted so far.
         taken: slots given out so far, evicted ones included.
-        cold: pages that are kept compressed.
+        cold: pages that are compressed or being compressed.
         promoted: pages that came up from a tier below.
         on_evicted: told of pages that are evicted.
     """
@@ -138,8 +134,8 @@ class PageIndex:
         self._ranked_at = -math.inf
         self._turnover = Turnover(clock)
         # Slots by page. Kept apart by state, so that whole orders move at once.
-        self._saving: dict[PageKey, int] = {}
-        self._cpu: OrderedDict[PageKey, int] = OrderedDict()
+        self._being_written: dict[PageKey, int] = {}
+        self._resident: OrderedDict[PageKey, int] = OrderedDict()
         self.cold = ColdPages()
         self.promoted = PromotedPages()
         self.on_evicted: Callable[[Sequence[PageKey]], None] | None = None
@@ -148,12 +144,12 @@ class PageIndex:
         self._free = list(range(num_slots - 1, -1, -1))
 
     def __len__(self) -> int:
-        return len(self._cpu) + len(self._saving) + len(self.cold.pages)
+        return len(self._resident) + len(self._being_written) + len(self.cold.pages)
 
     @property
-    def raw_pages(self) -> int:
-        """Number of readable pages that are not compressed."""
-        return len(self._cpu)
+    def resident(self) -> int:
+        """Number of resident pages: the readable ones that are not compressed."""
+        return len(self._resident)
 
     @property
     def free_slots(self) -> int:
@@ -164,7 +160,7 @@ class PageIndex:
         """Number of references on pages: copies under way, and holders. 0 in an idle engine."""
         orphans = chain.from_iterable(self._orphans.values())
         readers = sum(self._readers.values()) + sum(one.readers for one in self.cold.bundles)
-        return readers + len(self._saving) + sum(one.readers for one in orphans)
+        return readers + len(self._being_written) + sum(one.readers for one in orphans)
 
     def limit(self, num_slots: int) -> None:
         """Use the first ``num_slots`` slots only. Before the first page.
@@ -178,73 +174,71 @@ class PageIndex:
         self._free = list(range(self.num_slots - 1, -1, -1))
 
     def adopt(self, pages: Mapping[PageKey, int], bundles: Iterable[AdoptedBundle] = ()) -> None:
-        """Take over pages with their slots, and compressed ones, oldest first. After ``limit``,
-        before any page. No page is there twice, nor any slot."""
+        """Take over the pages of an engine before, oldest first, with their slots, and its bundles.
+        Call after ``limit``, before any page is added. No page and no slot occurs twice."""
         kept = {key: slot for key, slot in pages.items() if slot < self.num_slots}
         for bundle in bundles:
             if max(bundle.slots) < self.num_slots:
-                self.cold.adopt(bundle.keys, bundle.slots)
+                self.cold.begin(bundle.keys, bundle.slots)
+                self.cold.finish(bundle.slots[0], len(bundle.slots))
         taken = {*kept.values(), *self.cold.slots}
         self._free = [slot for slot in self._free if slot not in taken]
-        self._cpu.update(kept)
+        self._resident.update(kept)
         self._eviction.added_all([*self.cold.pages, *kept])
 
-    def holds(self, key: PageKey, slot: int) -> bool:
-        """True if the page is readable in that slot, and not compressed."""
-        return self._cpu.get(key) == slot
+    # -- states -----------------------------------------------------------------
 
-    def readable(self, key: PageKey) -> bool:
-        """True if the page is in CPU memory, whole."""
-        return key in self._cpu or key in self.cold
+    def state(self, key: PageKey) -> PageState:
+        """State of a page."""
+        if key in self._resident:
+            return PageState.RESIDENT
+        return PageState.BEING_WRITTEN if key in self._being_written else self.cold.state(key)
 
     @property
-    def is_readable(self) -> Callable[[PageKey], bool]:
-        """``readable`` for many pages at once: a test that is good until the next change."""
-        return self.readable if self.cold else self._cpu.__contains__
+    def readable(self) -> Callable[[PageKey], bool]:
+        """``state(key).readable`` for many pages: a test that is valid until the next change."""
+        if not self.cold.compressed:
+            return self._resident.__contains__
+        resident, cold_state, compressed = self._resident, self.cold.state, PageState.COMPRESSED
+        return lambda key: key in resident or cold_state(key) is compressed
 
-    def held(self, key: PageKey) -> bool:
-        """True if the page is readable, or will be once it is compressed."""
-        return key in self._cpu or key in self.cold.pages
-
-    def known(self, key: PageKey) -> bool:
-        """True if the page is readable or moving. A copy that brings it here may still fail, so
-        this only means that another copy cannot be ordered now."""
-        return key in self._cpu or key in self._saving or key in self.cold.pages
-
-    def moving(self, key: PageKey) -> bool:
-        """True if the page is being copied to CPU memory, or compressed there. It becomes readable
-        unless that fails."""
-        return key in self._saving or self.being_packed(key)
-
-    def place(self, key: PageKey) -> int | None:
-        """Return the place where ``acquire`` would hold the page; None if it is not readable."""
-        if key in self.cold:
-            return cold_place(self.cold.first_slot(key))
-        return self._cpu.get(key)
-
-    def unknown(self, pages: Mapping[PageKey, int]) -> Mapping[PageKey, int]:
-        """The pages that are not known, with their values, in the same order."""
-        places = (self._cpu.keys(), self._saving.keys(), self.cold.pages)
-        if all(place.isdisjoint(pages) for place in places):
-            return pages
-        return {key: it for key, it in pages.items() if not self.known(key)}
-
-    def resident_prefix(self, keys: Sequence[PageKey], start: int, stop: int) -> int:
+    def readable_prefix(self, keys: Sequence[PageKey], start: int, stop: int) -> int:
         """End of the run of readable pages that begins at ``start``, at most ``stop``."""
-        there = self.is_readable
+        readable = self.readable
         for at in range(start, stop, 256):
             part = keys[at : min(at + 256, stop)]
-            if not all(map(there, part)):
-                return at + next(i for i, key in enumerate(part) if not there(key))
+            if not all(map(readable, part)):
+                return at + next(i for i, key in enumerate(part) if not readable(key))
         return max(start, stop)
+
+    def missing(self, pages: Mapping[PageKey, T]) -> Mapping[PageKey, T]:
+        """The missing ones of these pages, with their values, in the same order."""
+        resident, being_written, cold = present = (
+            self._resident.keys(),
+            self._being_written.keys(),
+            self.cold.pages,
+        )
+        if all(keys.isdisjoint(pages) for keys in present):
+            return pages
+        return {
+            key: it
+            for key, it in pages.items()
+            if key not in resident and key not in being_written and key not in cold
+        }
+
+    def place(self, key: PageKey) -> int | None:
+        """Place of a readable page: its slot, or the ``cold_place`` of its bundle. None for a page
+        that is not readable."""
+        slot = self._resident.get(key)
+        return slot if slot is not None else self.cold.place(key)
 
     # -- saving -----------------------------------------------------------------
 
     def reserve_all(self, keys: Sequence[PageKey]) -> list[int]:
-        """absent → SAVING: slots for pages about to be saved, evicting if need be.
+        """MISSING → BEING_WRITTEN: slots for pages about to be written, evicting if need be.
 
         Args:
-            keys: distinct, and none of them known.
+            keys: distinct missing pages.
 
         Returns:
             A slot for each of the first pages; fewer where all others are read or written.
@@ -255,68 +249,69 @@ class PageIndex:
         if len(slots) < count:
             slots += self._evict(count - len(slots))
         self.taken += len(slots)
-        self._saving.update(zip(keys, slots, strict=False))
+        self._being_written.update(zip(keys, slots, strict=False))
         return slots
 
-    def commit_all(self, keys: Sequence[PageKey], slots: Sequence[int]) -> int:
-        """SAVING → CPU: the bytes are whole on every rank; returns how many are readable now.
+    def commit_all(self, keys: Sequence[PageKey], slots: Sequence[int]) -> Sequence[PageKey]:
+        """BEING_WRITTEN → RESIDENT: the pages are whole on every rank.
 
-        Pages forgotten meanwhile stay so; their slots are free again.
+        Returns:
+            The pages that this made readable. Pages that were forgotten meanwhile stay missing, and
+            their slots become free.
         """
-        saving = self._saving
-        reserved = [saving.pop(key, None) for key in keys]
+        being_written = self._being_written
+        reserved = [being_written.pop(key, None) for key in keys]
         if reserved != list(slots):  # some were forgotten, and perhaps reserved again
             pages = list(zip(keys, slots, reserved, strict=True))
             for key, slot, now in pages:
                 if now != slot:
                     self._bury(key, slot)
                     if now is not None:
-                        saving[key] = now
+                        being_written[key] = now
             keys = [key for key, slot, now in pages if now == slot]
             slots = [slot for _, slot, now in pages if now == slot]
-        self._cpu.update(zip(keys, slots, strict=True))
+        self._resident.update(zip(keys, slots, strict=True))
         self._eviction.added_all(keys)
-        return len(keys)
+        return keys
 
     def abort(self, key: PageKey, slot: int) -> None:
-        """SAVING → absent: the copy failed somewhere."""
-        if self._saving.get(key) != slot:
+        """BEING_WRITTEN → MISSING: the copy failed on some rank."""
+        if self._being_written.get(key) != slot:
             self._bury(key, slot)
             return
-        del self._saving[key]
+        del self._being_written[key]
         self._free.append(slot)
 
     # -- reading ----------------------------------------------------------------
 
     def acquire(self, key: PageKey) -> int:
-        """Place of a readable page, which stays put until ``release``: its slot, or, of a cold
-        page, ``cold_place`` of its bundle.
+        """Keep a readable page in its ``place`` until ``release``. Returns the place.
 
         Raises:
-            KeyError: it is absent.
-            ValueError: it is on its way.
+            KeyError: the page is not readable; the message has its state.
         """
-        if key in self._saving:
-            raise ValueError("page is saving, not readable")
-        if key in self.cold:
-            return cold_place(self.cold.acquire(key))
-        slot = self._cpu[key]
-        self._readers[key] = self._readers.get(key, 0) + 1
-        return slot
+        slot = self._resident.get(key)
+        if slot is not None:
+            self._readers[key] = self._readers.get(key, 0) + 1
+            return slot
+        if (place := self.cold.acquire(key)) is None:
+            raise KeyError(f"a page that is {self.state(key).value} cannot be read")
+        return place
 
-    def release(self, key: PageKey, slot: int, *, used: bool = True) -> None:
-        """One reader less. A page forgotten while read gives its slot back with the last.
+    def release(self, key: PageKey, place: int, *, used: bool = True) -> None:
+        """End one read of a page. The last reader of a forgotten page frees its slot.
 
         Args:
-            used: False if it was only copied to SSD, which is no sign of its value.
+            place: place that ``acquire`` returned.
+            used: False if the page was only copied to SSD, which does not show that it is valuable.
         """
-        if slot < 0:
-            self._free += self.cold.release(cold_place(slot))
-            if used and (key in self.cold.pages or key in self._cpu):
+        if place < 0:
+            self._free += self.cold.release(place)
+            if used and (key in self._resident or key in self.cold.pages):
                 self._eviction.touched(key)
             return
-        if self._cpu.get(key) != slot or key not in self._readers:
-            self._bury(key, slot)
+        if self._resident.get(key) != place or key not in self._readers:
+            self._bury(key, place)
             return
         self._readers[key] -= 1
         if self._readers[key] == 0:
@@ -327,10 +322,10 @@ class PageIndex:
     def acquire_all(self, keys: Sequence[PageKey]) -> list[int]:
         """``acquire`` for each page; either for all of them or, if it raises, for none."""
         try:
-            slots = list(map(self._cpu.__getitem__, keys))
+            slots = list(map(self._resident.__getitem__, keys))
         except KeyError:
-            for lacking in filterfalse(self.readable, keys):
-                self.acquire(lacking)  # says what is wrong
+            for unreadable in filterfalse(self.readable, keys):
+                self.acquire(unreadable)  # raises
             return [self.acquire(key) for key in keys]
         readers, once = self._readers, dict.fromkeys(keys, 1)
         if len(once) == len(keys) and readers.keys().isdisjoint(once):
@@ -342,7 +337,7 @@ class PageIndex:
     def release_all(self, keys: Sequence[PageKey], slots: Sequence[int], used: bool = True) -> None:
         """``release`` for each page."""
         counts = list(map(self._readers.pop, keys, repeat(0)))
-        if counts.count(1) == len(keys) and list(map(self._cpu.get, keys)) == list(slots):
+        if counts.count(1) == len(keys) and list(map(self._resident.get, keys)) == list(slots):
             self._eviction.touched_all(keys if used else ())
         else:  # of others too, or forgotten meanwhile
             self._readers.update((key, n) for key, n in zip(keys, counts, strict=True) if n)
@@ -355,65 +350,57 @@ class PageIndex:
         return (key for key in islice(self._in_order(), among) if key not in readers)
 
     def touch(self, keys: Iterable[PageKey]) -> None:
-        """Mark pages as used, least valuable first: the last one is evicted last."""
-        cpu, cold = self._cpu, self.cold.pages
-        self._eviction.touched_all([key for key in keys if key in cpu or key in cold])
+        """Mark pages as used, least valuable first: the last one is evicted last. Skips pages that
+        are missing or being written."""
+        resident, cold = self._resident, self.cold.pages
+        self._eviction.touched_all([key for key in keys if key in resident or key in cold])
 
     # -- forgetting -------------------------------------------------------------
 
     def forget(self, key: PageKey) -> None:
-        """Any state → absent. A slot still being read or written is freed when that ends."""
-        if key in self._saving:
-            self._orphans.setdefault(key, []).append(_Orphan(self._saving.pop(key), 1))
-        elif key in self._readers:
-            self._gone((key,))
-            orphan = _Orphan(self._cpu.pop(key), self._readers.pop(key))
+        """Any state → MISSING. A slot that is still read or written becomes free when that ends."""
+        if key in self._being_written:
+            self._orphans.setdefault(key, []).append(_Orphan(self._being_written.pop(key), 1))
+            return
+        if key in self._readers:
+            orphan = _Orphan(self._resident.pop(key), self._readers.pop(key))
             self._orphans.setdefault(key, []).append(orphan)
-        elif key in self._cpu:
-            self._gone((key,))
-            self._free.append(self._cpu.pop(key))
+        elif key in self._resident:
+            self._free.append(self._resident.pop(key))
         elif key in self.cold.pages:
-            self._gone((key,))
             self._free += self.cold.forget(key)
+        else:
+            return
+        self._gone((key,))
 
     def clear(self) -> None:
         """Forget every page."""
-        for key in [*self._saving, *self._cpu, *self.cold.pages]:
+        for key in [*self._being_written, *self._resident, *self.cold.pages]:
             self.forget(key)
 
     # -- compressing --------------------------------------------------------------
 
     def oldest_raw(self, among: int) -> list[list[PageKey]]:
-        """Pages that nobody reads of the first ``among`` that got slots of their own, in stretches
-        that follow each other in a context. Those of no known context are looked at last the next
-        time."""
+        """Of the first ``among`` pages that became resident, those that no copy reads, in stretches
+        that follow each other in a context. Pages of no known context are moved behind all others.
+        """
         readers = self._readers
-        first = list(islice(self._cpu, among))
+        first = list(islice(self._resident, among))
         stretches = self._eviction.stretches([key for key in first if key not in readers])
-        known = readers.keys() | set(chain.from_iterable(stretches))
-        for key in first:
-            if key not in known:
-                self._cpu.move_to_end(key)
+        in_context = readers.keys() | set(chain.from_iterable(stretches))
+        for key in filterfalse(in_context.__contains__, first):
+            self._resident.move_to_end(key)
         return stretches
 
     def pack(self, keys: Sequence[PageKey]) -> list[int]:
-        """CPU → PACKING: pages that nobody reads; gives their slots, which stay put until
-        ``packed``."""
-        slots = [self._cpu.pop(key) for key in keys]
+        """RESIDENT → BEING_COMPRESSED, for pages that no copy reads. Returns their slots, which
+        stay in place until ``packed``."""
+        slots = [self._resident.pop(key) for key in keys]
         self.cold.begin(keys, slots)
         return slots
 
-    @property
-    def packing(self) -> int:
-        """Pages that are being compressed: they cannot be read, for a few milliseconds."""
-        return len(self.cold.pages) - len(self.cold)
-
-    def being_packed(self, key: PageKey) -> bool:
-        """True if the page is being compressed."""
-        return key in self.cold.pages and key not in self.cold
-
     def packed(self, first_slot: int, kept: int) -> None:
-        """PACKING → COLD, in the first ``kept`` slots; → absent if that is 0."""
+        """BEING_COMPRESSED → COMPRESSED in the first ``kept`` slots, or → MISSING if that is 0."""
         lost, free = self.cold.finish(first_slot, kept)
         self._free += free
         self._gone(lost)
@@ -421,14 +408,15 @@ class PageIndex:
     def stay_s(self) -> float:
         """Seconds that a page stays here at the present rate; infinite while none is evicted."""
         per_s = self._turnover.per_s(self.taken)
-        if not per_s or (self._free and not self.cold):
+        if not per_s or (self._free and not self.cold.compressed):
             return math.inf
         return len(self) / per_s
 
     # -- inside -----------------------------------------------------------------
 
     def _in_order(self) -> Iterator[PageKey]:
-        """Every readable page, the first to be evicted first."""
+        """Every page that is RESIDENT, BEING_COMPRESSED or COMPRESSED, the first to be evicted
+        first."""
         order, now = self._eviction, self._clock()
         if now - self._ranked_at >= order.rank_every_s:
             self._ranked_at = now
@@ -438,19 +426,19 @@ class PageIndex:
     def _evict(self, count: int) -> list[int]:
         """Slots of the least valuable pages that nobody reads, at most ``count``. Cold pages go
         with their bundles."""
-        readers, cold, cpu = self._readers, self.cold, self._cpu
+        readers, cold, resident = self._readers, self.cold, self._resident
         victims, bundles, found = list[PageKey](), dict[Bundle, None](), 0
         for key in self._in_order():
             if found >= count:
                 break
-            if key in cpu:
+            if key in resident:
                 if key not in readers:
                     victims.append(key)
                     found += 1
             elif (bundle := cold.droppable(key)) is not None and bundle not in bundles:
                 bundles[bundle] = None
                 found += len(bundle.slots)
-        slots = [cpu.pop(key) for key in victims]
+        slots = [resident.pop(key) for key in victims]
         for bundle in bundles:
             victims += bundle.keys
             slots += cold.drop(bundle)
@@ -483,11 +471,13 @@ class PageIndex:
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot has exactly one owner."""
         orphans = [orphan.slot for orphans in self._orphans.values() for orphan in orphans]
-        used = [*self._saving.values(), *self._cpu.values(), *orphans, *self.cold.slots]
+        used = [*self._being_written.values(), *self._resident.values(), *orphans, *self.cold.slots]
         assert sorted(used + self._free) == list(range(self.num_slots)), "slots lost or shared"
-        states = [*self._saving, *self._cpu, *self.cold.pages]
+        states = [*self._being_written, *self._resident, *self.cold.pages]
         assert len(set(states)) == len(states), "a page in two states"
-        assert set(self._in_order()) == {*self._cpu, *self.cold.pages}, "pages not in the order"
-        assert self._readers.keys() <= self._cpu.keys(), "an absent page is being read"
+        assert set(self._in_order()) == {*self._resident, *self.cold.pages}, (
+            "pages not in the order"
+        )
+        assert self._readers.keys() <= self._resident.keys(), "a missing page is being read"
         assert all(count > 0 for count in self._readers.values()), "released too often"
         self.cold.check_integrity()

@@ -62,7 +62,7 @@ class HeldPages:
         awaited = deque(keys)
 
         def arrived() -> bool:
-            while awaited and not self._index.moving(awaited[0]):
+            while awaited and not self._index.state(awaited[0]).moving:
                 self.hold((awaited.popleft(),))
             return not awaited
 

@@ -213,12 +213,12 @@ class OrderBook:
     # -- planning -----------------------------------------------------------------
 
     def plan_save(self, pages: Mapping[PageKey, int], group: int = CONTEXT) -> SaveOrder | None:
-        """Order a copy VRAM → CPU of pages, from the blocks given; known ones are left out.
+        """Order a copy VRAM → CPU of the missing ones of these pages, from the blocks given.
 
         Returns None if nothing needs saving or no slot can be had. Pages left without a
         slot are simply not saved, and counted in ``unsaved``.
         """
-        fresh = self.index.unknown(pages)
+        fresh = self.index.missing(pages)
         if not fresh:
             return None
         keys = tuple(fresh)
@@ -243,7 +243,7 @@ class OrderBook:
         """Order a copy CPU → VRAM; every page must be readable and stays so until settled.
 
         Raises:
-            KeyError, ValueError: a page is not readable; nothing has changed.
+            KeyError: a page is not readable; nothing has changed.
         """
         if len(keys) != len(blocks):
             raise ValueError(f"{len(keys)} pages cannot fill {len(blocks)} blocks")
@@ -272,7 +272,7 @@ class OrderBook:
             most: pages at most, the first ones; None: all.
         """
         state = self.stores[store]
-        there = filter(self.index.is_readable, state.index.unwritten(dict.fromkeys(keys)))
+        there = filter(self.index.readable, state.index.unwritten(dict.fromkeys(keys)))
         wanted = tuple(islice(filterfalse(state.demoting.__contains__, there), most))
         if not wanted:
             return None
@@ -285,13 +285,13 @@ class OrderBook:
     def plan_promote(
         self, store: StoreId, keys: Sequence[PageKey], due: float
     ) -> PromoteOrder | None:
-        """Order a copy tier → CPU of the pages that are in the tier and not in CPU memory.
+        """Order a copy tier → CPU of the missing ones of these pages that the tier has.
 
         Their slots are reserved now, evicting if need be; the first pages are taken where
         slots are short. None if nothing can be ordered.
         """
-        state, known = self.stores[store], self.index.known
-        wanted = [key for key in dict.fromkeys(keys) if key in state.index and not known(key)]
+        state = self.stores[store]
+        wanted = [key for key in self.index.missing(dict.fromkeys(keys)) if key in state.index]
         slots = tuple(self.index.reserve_all(wanted)) if wanted else ()
         if not slots:
             return None
@@ -329,8 +329,8 @@ class OrderBook:
         return order
 
     def plan_import(self, path: str, pages: Sequence[ContextPage]) -> ImportOrder | None:
-        """Order pages that CPU memory does not know to be read from a snapshot; None if it has no
-        slots for all of them now. They can be found once all of them have arrived."""
+        """Order missing pages to be read from a snapshot; None if there are not enough slots for
+        all of them now. They become readable together, once all of them have arrived."""
         keys = tuple(page.key for page in pages)
         slots = tuple(self.index.reserve_all(keys))
         if len(slots) < len(keys):
@@ -470,7 +470,7 @@ class OrderBook:
         keys = self._commit(done)
         if done.abandoned:
             return
-        self.index.promoted.came_up(filter(self.index.is_readable, keys), nbytes)
+        self.index.promoted.came_up(keys, nbytes)
         for key in done.keys:
             self._promoting.pop(key, None)
         tier.promoting -= len(done.keys)
@@ -494,14 +494,13 @@ class OrderBook:
             self.index.abort(key, slot)
 
     def _commit(self, done: Settled[SaveOrder] | Settled[PromoteOrder]) -> Sequence[PageKey]:
-        """Have the pages readable that reached CPU memory; returns them."""
+        """Make the pages readable that reached CPU memory. Returns them."""
         keys, slots = done.good, done.order.slots
         if done.failed:
             for i in done.failed:
                 self.index.abort(done.keys[i], slots[i])
             slots = tuple(slot for i, slot in enumerate(slots) if i not in done.failed)
-        self.index.commit_all(keys, slots)
-        return keys
+        return self.index.commit_all(keys, slots)
 
     def _copied(self, report: OrderReport, group: int) -> None:
         """Update the estimated copy bandwidth from a report."""

@@ -255,7 +255,7 @@ class LowerTier:
         runs = runs_of(mine) if self._in_runs else {}
         if not self._backlog and self._order_down(mine, runs, room) < room:
             return  # that was all of it
-        demoting, readable = self.pages.demoting, self._index.is_readable
+        demoting, readable = self.pages.demoting, self._index.readable
         fresh = [
             key for key in self.pages.index.unwritten(mine) if key not in demoting and readable(key)
         ]

@@ -157,7 +157,7 @@ class Compression:
             num_slots=index.num_slots,
             free=index.free_slots,
             burst=self._burst,
-            raw=index.raw_pages,
+            raw=index.resident,
             under_way=self._under_way,
         )
         if wanted.bundles:

@@ -69,9 +69,9 @@ class Settlements:
         order = done.order
         if not self._wanted:
             return
-        holds = self._index.holds
+        place = self._index.place
         pages = enumerate(zip(order.keys, order.slots, strict=True))
-        bad = frozenset(i for i, (key, slot) in pages if not holds(key, slot))
+        bad = frozenset(i for i, (key, slot) in pages if place(key) != slot)
         self.unsent.append(Settlement(order.order_id, bad, self._wall()))
 
     def on_reset(self) -> None:

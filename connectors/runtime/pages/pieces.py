@@ -14,6 +14,7 @@ from tiered_kv.connectors.runtime.lower_tiers.lower_tier import NOW
 from tiered_kv.connectors.runtime.turn import PlacedPage, Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import LoadOrder, OrderId
+from tiered_kv.pages.base import PageState
 from tiered_kv.pages.order_book import OrderBook, Settled
 
 from .restores import Restores
@@ -158,9 +159,10 @@ class RestorePieces:
             piece.orders = set(filter(book.under_way, piece.orders))
             if piece.orders:
                 return
-            there = [page for page in piece.pages if index.readable(page.key)]
-            absent = [page for page in piece.pages if not index.readable(page.key)]
-            if any(index.known(page.key) for page in absent):
+            readable = index.readable
+            there = [page for page in piece.pages if readable(page.key)]
+            absent = [page for page in piece.pages if not readable(page.key)]
+            if any(index.state(page.key).moving for page in absent):
                 return
             restore.coming.popleft()
             restore.rest.extendleft(reversed(absent))
@@ -194,17 +196,17 @@ class RestorePieces:
 
     def _order_piece(self, restore: _Restore, room: int) -> bool:
         """Order the next piece up, of at most ``room`` pages; False if there are no slots."""
-        turn, rest, known = restore.turn, restore.rest, self._index.known
+        turn, rest, index = restore.turn, restore.rest, self._index
         group = rest[0].group
         whole = min(PIECE_BYTES // self._book.page_bytes[group], self._room() // 2)
         most = min(room, max(1, whole))
         pages = list(islice(takewhile(lambda page: page.group == group, rest), most))
-        found = self._tiers.by_tier(page.key for page in pages if not known(page.key))
+        found = self._tiers.by_tier(index.missing({page.key: page for page in pages}))
         ordered = set[PageKey]()
         for store, keys in found.items():
             if (order := self._tiers[store].promote(keys, NOW, turn)) is not None:
                 ordered.update(order.keys)
-        pages = list(takewhile(lambda page: known(page.key), pages))
+        pages = list(takewhile(lambda page: index.state(page.key) is not PageState.MISSING, pages))
         if not pages:
             if not any(rest[0].key in keys for keys in found.values()):
                 restore.lost = [page.block for page in rest]
@@ -212,7 +214,7 @@ class RestorePieces:
             return False
         for _ in pages:
             rest.popleft()
-        coming, readable = self._book.promoting, self._index.readable
+        coming, readable = self._book.promoting, index.readable
         awaited = [page for page in pages if not readable(page.key)]
         if awaited:
             orders = {coming[page.key] for page in awaited if page.key in coming}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse
 from typing import NamedTuple
 
 from tiered_kv.connectors.runtime.engine_state import EngineState
@@ -225,10 +226,10 @@ class Promotions:
         used += found.keys if found is not None else ()
         self._touch(used)
         index.touch(reversed(used))  # so that what comes up does not evict them
-        wanted = [key for key in found.keys if not index.readable(key)] if found is not None else []
+        wanted = [*filterfalse(index.readable, found.keys)] if found is not None else []
         if found is None or not wanted:
             return [], 0, 0
-        here = self._finder.find(turn, start, limit, index.readable, index.resident_prefix)
+        here = self._finder.find(turn, start, limit, index.readable, index.readable_prefix)
         behind = here.tokens if here is not None else start
         return wanted, behind, found.tokens - behind
 
@@ -356,10 +357,10 @@ class Promotions:
 
     def _hold(self, turn: Turn) -> None:
         """Keep what has come up for a turn from being evicted until it is claimed."""
-        held, index = turn.tiers.held, self._index
-        for key in turn.tiers.keys:
-            if key not in held and index.readable(key):
-                held[key] = index.acquire(key)
+        held = turn.tiers.held
+        for key in filter(self._index.readable, turn.tiers.keys):
+            if key not in held:
+                held[key] = self._index.acquire(key)
 
     def _of_others(self, turn: Turn) -> int:
         """Pages that came up, or are coming, for other turns."""

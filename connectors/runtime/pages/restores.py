@@ -16,6 +16,7 @@ from tiered_kv.connectors.runtime.turn import GroupPages, Hit, PlacedPage, Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import FailLoad, LoadOrder, OrderId, Outbox, RestoreMode
 from tiered_kv.page_group import CONTEXT
+from tiered_kv.pages.base import PageState
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.policies.cache.restore_mode import RestoreCost, RestorePolicy
 
@@ -67,17 +68,20 @@ class Restores:
         keys, first = turn.page_keys(), num_computed // self._facts.block_size
         if first >= len(keys):
             return False
-        if self._index.packing and self._is_packed(turn, num_computed):
+        if self._index.cold.being_compressed and self._awaits_compression(turn, num_computed):
             return True
         ordered = sum(len(order.blocks) for order in self.unsent)
         return ordered >= PAGES_A_STEP and self._index.readable(keys[first])
 
-    def _is_packed(self, turn: Turn, num_computed: int) -> bool:
-        """True if a page of what could be restored is being compressed."""
-        index, limit = self._index, turn.request.num_tokens - 1
-        run = run_of(index.held)
-        found = self._finder.find(turn, num_computed, limit, index.held, run)
-        return found is not None and any(map(index.being_packed, found.keys))
+    def _awaits_compression(self, turn: Turn, num_computed: int) -> bool:
+        """True if the turn could restore a page that is being compressed once that has ended."""
+        state, limit = self._index.state, turn.request.num_tokens - 1
+
+        def there(key: PageKey) -> bool:
+            return state(key) not in (PageState.MISSING, PageState.BEING_WRITTEN)
+
+        found = self._finder.find(turn, num_computed, limit, there, run_of(there))
+        return found is not None and PageState.BEING_COMPRESSED in map(state, found.keys)
 
     def withdraw(self, turn: Turn) -> None:
         """Take back what was offered for the turn."""
@@ -151,7 +155,7 @@ class Restores:
         """
         index, limit = self._index, turn.request.num_tokens - 1
         there: There = index.readable
-        run: Run = index.resident_prefix
+        run: Run = index.readable_prefix
         if below is not None:
             there, run = below.somewhere, run_of(below.somewhere)
         found = self._finder.find(turn, num_computed, limit, there, run)
@@ -168,7 +172,8 @@ class Restores:
 
     def _mode(self, found: Found, others: int) -> RestoreMode:
         cold = self._index.cold  # decoded on threads of their own
-        if not self._facts.sync_restores or (cold and any(key in cold for key in found.keys)):
+        compressed = cold.compressed and PageState.COMPRESSED in map(cold.state, found.keys)
+        if not self._facts.sync_restores or compressed:
             return RestoreMode.ASYNC
         copy_s = sum(self._book.copy_seconds(len(part.keys), part.group) for part in found.parts)
         return self.policy.choose(RestoreCost(copy_s, self._timer.step_s, others))

@@ -20,6 +20,7 @@ from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey, tail_key
 from tiered_kv.orders import OrderId, Outbox, SaveOrder
 from tiered_kv.page_group import CONTEXT, KvKind
+from tiered_kv.pages.base import PageState
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.partial_blocks import TailIndex
 
@@ -355,7 +356,11 @@ class Saves:
         index, book = self._book.index, self._book
         stored = sum(len(tier.index) for tier in book.stores.values())
         if len(self._tails) > 2 * (index.num_slots + stored):
-            self._tails.prune(lambda key: index.known(key) or not book.stored_nowhere([key]))
+            self._tails.prune(
+                lambda key: (
+                    index.state(key) is not PageState.MISSING or not book.stored_nowhere([key])
+                )
+            )
 
     def _remember_prompt_end(self, turn: Turn) -> None:
         """Keep the block in which the prompt ended as a partial tail: the answer has filled it.
@@ -448,8 +453,8 @@ class Saves:
         book, index = self._book, self._book.index
         if len(book.stored_nowhere(pages)) == len(pages):  # mostly so
             return pages
-        unknown = index.unknown(pages)
-        return worth_a_slot(unknown, book.stored_nowhere(unknown), index.free_slots)
+        missing = index.missing(pages)
+        return worth_a_slot(missing, book.stored_nowhere(missing), index.free_slots)
 
     def capture(self, filled: Sequence[Mapping[PageKey, int]]) -> list[SaveOrder]:
         """Order saves of pages, by group, worth a slot or not; as many as have room."""

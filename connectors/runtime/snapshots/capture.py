@@ -270,7 +270,7 @@ class Captures:
         }
         least: float = math.inf
         while missing := held.hold(captured.keys):
-            absent = [key for key in missing if not self._index.moving(key)]
+            absent = [key for key in missing if not self._index.state(key).moving]
             if absent:
                 if not blocks:
                     raise SnapshotError(LOST_BLOCKS)
@@ -330,7 +330,7 @@ class Captures:
             missing = held.hold(captured.keys)
             if not missing:
                 break
-            absent = [key for key in missing if not self._index.moving(key)]
+            absent = [key for key in missing if not self._index.state(key).moving]
             if absent:
                 if (tokens, len(missing)) >= least:
                     raise SnapshotError("A copy to CPU memory failed: try again.")
@@ -353,7 +353,7 @@ class Captures:
         def somewhere(key: PageKey) -> bool:
             return (
                 sources(key)
-                or (self._index.moving(key) and key not in promoting)
+                or (self._index.state(key).moving and key not in promoting)
                 or self._in_vram(key) is not None
             )
 
@@ -371,7 +371,7 @@ class Captures:
         saved = self._save(
             {key: (one[0], one[1].block_id) for key, one in found.items() if one is not None}
         )
-        below = [key for key in absent if not self._index.moving(key)]
+        below = [key for key in absent if not self._index.state(key).moving]
         promoted = self._promotions.promote_ahead(below, self._clock()) if below else 0
         return saved, saved + promoted
 

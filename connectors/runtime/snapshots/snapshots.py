@@ -294,7 +294,7 @@ class Snapshots:
         """
         by_key, least = {page.key: page for page in pages}, len(pages) + 1
         while missing := held.hold(by_key):
-            absent = [by_key[key] for key in missing if not self._index.moving(key)]
+            absent = [by_key[key] for key in missing if not self._index.state(key).moving]
             if not absent:
                 yield Wait("pages are copied to CPU memory", held.arrival(missing))
                 continue

@@ -114,9 +114,9 @@ def _cpu(half: SchedulerHalf) -> Cpu:
         free_slots=index.free_slots,
         bytes=index.num_slots * slot_bytes,
         used_bytes=(index.num_slots - index.free_slots) * slot_bytes,
-        compressed_pages=len(index.cold),
+        compressed_pages=index.cold.compressed,
         compressed_slots=index.cold.num_slots,
-        compressed_share=round(len(index.cold) / pages, 4) if pages else 0.0,
+        compressed_share=round(index.cold.compressed / pages, 4) if pages else 0.0,
     )
 
 

@@ -62,10 +62,10 @@ def test_more_pages_than_slots_are_held_and_all_of_them_are_right(rig: Rig) -> N
     jobs = JOBS - 1  # with room for what their second turns add
     fill_cpu(rig, jobs)
     assert len(rig.index) > SLOTS
-    assert rig.count("pages_compressed") == len(rig.index.cold) > SLOTS // 2
+    assert rig.count("pages_compressed") == rig.index.cold.compressed > SLOTS // 2
     page, told = rig.half.facts.slot_bytes, rig.half.stats.totals() | rig.half.stats.gauges()
     assert told["bytes_compressed"] == told["pages_compressed"] * page
-    assert told["cpu_bytes_whole_compressed"] == len(rig.index.cold) * page
+    assert told["cpu_bytes_whole_compressed"] == rig.index.cold.compressed * page
     assert told["cpu_bytes_compressed"] == rig.index.cold.num_slots * page
     assert told["cpu_bytes_whole"] > told["cpu_bytes_most"] >= told["cpu_bytes"]
     assert told["compression_seconds"] > 0
@@ -105,7 +105,7 @@ def test_a_turn_whose_pages_are_being_packed_waits_and_loses_nothing(
     for _ in range(5):
         rig.step()
     assert not rig.turn("again").source.admitted
-    assert rig.index.packing
+    assert rig.index.cold.being_compressed
     held.let_go()
     rig.run()
     assert rig.outputs["again"] == expected(prompt(0), 4)
@@ -119,7 +119,7 @@ def test_a_turn_of_another_job_does_not_wait(rig: Rig, held: Held) -> None:
     rig.add("new", text(40, seed=5))
     while "new" not in rig.finished:
         rig.step()
-    assert rig.index.packing
+    assert rig.index.cold.being_compressed
     held.let_go()
     settle(rig)
     rig.check_clean()
@@ -134,7 +134,7 @@ def after_a_reset(rig: Rig) -> None:
     assert rig.ask("anew", prompt(0)) == expected(prompt(0), 4)
     assert rig.count("prompt_tokens_cpu") == before
     settle(rig)
-    assert not rig.index.packing
+    assert not rig.index.cold.being_compressed
     rig.check_clean()
     compressed = rig.count("pages_compressed")
     fill_cpu(rig, JOBS, tag="anew")
@@ -147,7 +147,7 @@ def after_a_reset(rig: Rig) -> None:
 def test_a_reset_while_pages_are_being_packed(rig: Rig, held: Held) -> None:
     start_packing(rig, held)
     assert rig.reset_cache()
-    assert not rig.index.packing
+    assert not rig.index.cold.being_compressed
     rig.step()
     held.let_go()
     after_a_reset(rig)
@@ -240,7 +240,7 @@ def test_without_vram_restores_fail_and_their_tokens_are_computed(rig: Rig) -> N
 
 def test_a_damaged_page_is_computed_again(rig: Rig) -> None:
     fill_cpu(rig, JOBS)
-    cold = len(rig.index.cold)
+    cold = rig.index.cold.compressed
     assert damage(rig)
     for job in range(JOBS):
         assert come_back(rig, job) == CONTEXT, "it shows only on the way"
@@ -258,7 +258,7 @@ def test_pages_that_cannot_be_encoded_stay_as_they_are(
     monkeypatch.setattr(Shrinking, "encode", broken)
     fill_cpu(rig, JOBS)
     cold = rig.index.cold
-    assert cold.num_slots == len(cold) > 0, "in slots of their own"
+    assert cold.num_slots == cold.compressed > 0, "in slots of their own"
     assert rig.count("compression_failures") == 0
     said = [line for line in caplog.messages if "cannot be compressed" in line]
     assert len(said) == 1, "once, however many bundles there are"

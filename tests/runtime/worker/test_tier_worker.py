@@ -19,6 +19,7 @@ from tiered_kv.keys import PageKey
 from tiered_kv.messages import TierOrders
 from tiered_kv.orders import OrderId, OrderReport, PackOrder, SaveOrder
 from tiered_kv.page_group import CONTEXT
+from tiered_kv.pages.base import PageState
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
@@ -295,8 +296,7 @@ class _Script:
         self.book.settle({order.order_id: OrderReport(1, failed, 0, 0.0)})
 
     def idle(self) -> list[PageKey]:
-        cold = self.index.cold
-        return [k for k in map(key, range(20)) if self.index.readable(k) and k not in cold]
+        return [k for k in map(key, range(20)) if self.index.state(k) is PageState.RESIDENT]
 
     def pack(self) -> None:
         idle = self.idle()

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from tiered_kv.keys import PageKey
+from tiered_kv.pages.base import PageState
 from tiered_kv.pages.cold_pages import cold_place
 from tiered_kv.pages.cpu_index import PageIndex
-from tiered_kv.testing.single_pages import PageState
 
 from .index import ALL, CheckedIndex
 
@@ -50,37 +50,36 @@ class ColdIndexConformance:
         index.packed(slots[2], 2)
 
         assert index.free_slots == 2
-        assert index.resident_prefix([A, B, C, D], 0, 4) == 3
+        assert index.readable_prefix([A, B, C, D], 0, 4) == 3
         assert {index.acquire(key) for key in (A, B, C)} == {cold_place(slots[2])}
-        assert (len(index), index.raw_pages, index.packing) == (3, 0, 0)
+        assert (len(index), index.resident, index.cold.being_compressed) == (3, 0, 0)
         for key in (A, B, C):
             index.release(key, cold_place(slots[2]))
         assert index.free_slots == 2
 
-    def test_a_page_that_is_being_packed_is_known_and_cannot_be_read(
+    def test_a_page_that_is_being_compressed_is_not_missing_and_cannot_be_read(
         self, index: CheckedIndex
     ) -> None:
         slots = index.put(A, B)
         index.pack([A, B])
 
-        assert [index.being_packed(key) for key in (A, B, C)] == [True, True, False]
-        assert (len(index), index.packing, index.free_slots) == (2, 2, 2)
-        assert index.known(A)
-        assert dict(index.unknown({A: 1, C: 2, B: 3})) == {C: 2}
-        assert index.resident_prefix([A, B], 0, 2) == 0
+        assert index.state(A) is index.state(B) is PageState.BEING_COMPRESSED
+        assert (len(index), index.cold.being_compressed, index.free_slots) == (2, 2, 2)
+        assert dict(index.missing({A: 1, C: 2, B: 3})) == {C: 2}
+        assert index.readable_prefix([A, B], 0, 2) == 0
         for keys in ([A], [A, B]):
-            with pytest.raises((KeyError, ValueError)):
+            with pytest.raises(KeyError, match="being compressed"):
                 index.acquire_all(keys)
 
         index.packed(slots[0], 1)
-        assert not index.being_packed(A)
+        assert index.state(A) is PageState.COMPRESSED
         assert index.acquire_all([A, B]) == [cold_place(slots[0])] * 2
 
     def test_nothing_is_acquired_if_one_page_is_being_packed(self, index: CheckedIndex) -> None:
         self.cold(index, A, kept=1)
         index.put(B, C)
         index.pack([C])
-        with pytest.raises((KeyError, ValueError)):
+        with pytest.raises(KeyError, match="being compressed"):
             index.acquire_all([A, B, C])
         index.put(D)
         index.reserve_all([E, MORE[0], MORE[1]])
@@ -97,7 +96,7 @@ class ColdIndexConformance:
     def test_pages_whose_packing_failed_are_gone(self, index: CheckedIndex) -> None:
         self.cold(index, A, B, kept=0)
         assert (len(index), index.free_slots, index.evictions) == (0, 4, 0)
-        assert not index.known(A)
+        assert index.state(A) is PageState.MISSING
         index.put(A, B, C, D)
 
     def test_a_page_in_a_bundle_is_not_packed_again(self, index: CheckedIndex) -> None:
@@ -141,7 +140,7 @@ class ColdIndexConformance:
 
         index.packed(slots[0], 1)
 
-        assert index.state(A) is PageState.SAVING
+        assert index.state(A) is PageState.BEING_WRITTEN
         assert index.commit(A, anew)
         assert index.acquire(A) == anew
         assert index.acquire(B) == cold_place(slots[0])
@@ -174,7 +173,7 @@ class ColdIndexConformance:
         assert index.acquire(B) == cold_place(first), "B is there still"
         index.put(C, D)
         assert index.reserve(E) is not None
-        assert index.known(A), "somebody reads it"
+        assert index.state(A) is not PageState.MISSING, "somebody reads it"
         index.release(A, anew)
 
     def test_a_page_packed_anew_is_released_from_the_bundle_it_was_read_in(
@@ -198,7 +197,7 @@ class ColdIndexConformance:
     def test_a_bundle_is_evicted_as_a_whole(self, index: CheckedIndex) -> None:
         self.cold(index, A, B, C, D, kept=4)
         assert index.reserve(E) is not None
-        assert [index.known(key) for key in ALL] == [False] * 4 + [True]
+        assert [*index.missing(dict.fromkeys(ALL))] == [A, B, C, D]
         assert (index.evictions, index.free_slots) == (4, 3)
 
     def test_a_bundle_in_use_is_not_evicted(self, index: CheckedIndex) -> None:
@@ -208,12 +207,12 @@ class ColdIndexConformance:
         index.pack([C])
         slots = index.reserve_all([E, *MORE[:2]])
         assert len(slots) == 1, "D alone may go"
-        assert not index.known(D)
-        assert all(index.known(key) for key in (A, B, C))
+        assert index.state(D) is PageState.MISSING
+        assert not index.missing(dict.fromkeys((A, B, C)))
         index.release(A, cold_place(first))
         assert len(index.reserve_all(MORE[:2])) == 2
-        assert not any(index.known(key) for key in (A, B))
-        assert index.being_packed(C)
+        assert [*index.missing(dict.fromkeys((A, B, C)))] == [A, B]
+        assert index.state(C) is PageState.BEING_COMPRESSED
 
     def test_touching_cold_pages_never_changes_what_may_be_evicted(
         self, index: CheckedIndex
@@ -224,7 +223,7 @@ class ColdIndexConformance:
         index.touch([*reversed(ALL), *MORE])
         index.put(D)
         assert len(index.reserve_all([E, *MORE])) == 3, "all but the one that is being packed"
-        assert index.known(C)
+        assert index.state(C) is not PageState.MISSING
 
     # -- all of it ------------------------------------------------------------------
 
@@ -280,7 +279,7 @@ class _Script:
         return mark
 
     def reserve(self) -> None:
-        keys = [k for k in self.rng.sample([*ALL, *MORE], 3) if not self.index.known(k)]
+        keys = [*self.index.missing(dict.fromkeys(self.rng.sample([*ALL, *MORE], 3)))]
         slots = self.index.reserve_all(keys)
         self.saving += zip(keys, slots, strict=False)
         self.holds.update(dict.fromkeys(slots, "garbage"))
@@ -295,11 +294,10 @@ class _Script:
 
     def pack(self) -> None:
         read = {key for key, _, _ in self.reading}
-        cold = self.index.cold
         idle = [
             key
             for key in (*ALL, *MORE)
-            if self.index.readable(key) and key not in cold and key not in read
+            if self.index.state(key) is PageState.RESIDENT and key not in read
         ]
         keys = self.rng.sample(idle, min(len(idle), self.rng.randint(1, 4)))
         if keys:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from tiered_kv.keys import PageKey
-from tiered_kv.pages.base import EvictionOrder, EvictionRule, ReturnForecast
+from tiered_kv.pages.base import EvictionOrder, EvictionRule, PageState, ReturnForecast
 from tiered_kv.pages.cpu_index import PageIndex
 
 A, B, C, D = PAGES = tuple(PageKey(name.encode() * 20) for name in "ABCD")
@@ -103,7 +103,7 @@ class EvictionConformance:
         pool.save(A, B, C)
         first = pool.pages()[0]
         pool.save(D)
-        assert not pool.index.known(first)
+        assert pool.index.state(first) is PageState.MISSING
         pool.index.check_integrity()
 
     def test_a_page_in_use_is_passed_over(self) -> None:
@@ -112,8 +112,8 @@ class EvictionConformance:
         first, second, _ = pool.pages()
         slot = pool.index.acquire(first)
         pool.save(D)
-        assert pool.index.known(first)
-        assert not pool.index.known(second)
+        assert pool.index.state(first) is not PageState.MISSING
+        assert pool.index.state(second) is PageState.MISSING
         pool.index.release(first, slot)
         pool.index.check_integrity()
 
@@ -187,7 +187,7 @@ class EvictionConformance:
         for _ in range(200):
             what, job, context = rng.random(), f"job{rng.randrange(5)}", _context(rng)
             if what < 0.4:
-                fresh = [key for key in context if not index.known(key)]
+                fresh = [key for key in context if index.state(key) is PageState.MISSING]
                 slots = index.reserve_all(fresh)
                 index.commit_all(fresh[: len(slots)], slots)
             elif what < 0.5:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from tiered_kv.keys import PageKey
+from tiered_kv.pages.base import PageState
 from tiered_kv.pages.cpu_index import PageIndex
-from tiered_kv.testing.single_pages import PageState, commit, reserve, state
+from tiered_kv.testing.single_pages import commit, reserve
 
 A, B, C, D, E = (PageKey(name.encode() * 20) for name in "ABCDE")
 ALL = (A, B, C, D, E)
@@ -41,9 +42,6 @@ class CheckedIndex:
 
     def __len__(self) -> int:
         return len(self.unchecked)
-
-    def state(self, key: PageKey) -> PageState | None:
-        return state(self, key)
 
     def reserve(self, key: PageKey) -> Any:
         return reserve(self, key)
@@ -89,18 +87,17 @@ class IndexConformance:
     # -- saving -------------------------------------------------------------------
 
     def test_a_page_is_read_only_once_it_is_whole(self, index: CheckedIndex) -> None:
-        assert index.state(A) is None
+        assert index.state(A) is PageState.MISSING
         slot = index.reserve(A)
-        assert index.state(A) is PageState.SAVING
-        assert index.known(A)
-        assert index.resident_prefix([A], 0, 1) == 0
-        with pytest.raises(ValueError, match="saving"):
+        assert index.state(A) is PageState.BEING_WRITTEN
+        assert index.readable_prefix([A], 0, 1) == 0
+        with pytest.raises(KeyError, match="being written"):
             index.acquire(A)
 
         assert index.commit(A, slot) is True
 
-        assert index.state(A) is PageState.CPU
-        assert index.resident_prefix([A], 0, 1) == 1
+        assert index.state(A) is PageState.RESIDENT
+        assert index.readable_prefix([A], 0, 1) == 1
         assert index.acquire(A) == slot
         index.release(A, slot)
 
@@ -109,8 +106,7 @@ class IndexConformance:
 
         index.abort(A, slot)
 
-        assert index.state(A) is None
-        assert not index.known(A)
+        assert index.state(A) is PageState.MISSING
         assert (len(index), index.free_slots) == (0, 3)
         with pytest.raises(KeyError):
             index.acquire(A)
@@ -122,7 +118,7 @@ class IndexConformance:
     def test_an_index_without_slots_knows_no_page(self, make: Callable[[int], Any]) -> None:
         index = make(0)
         assert index.reserve(A) is None
-        assert not index.known(A)
+        assert index.state(A) is PageState.MISSING
 
     @pytest.mark.parametrize("ending", ["commit", "abort", "release"])
     def test_what_nobody_began_cannot_end(self, index: CheckedIndex, ending: str) -> None:
@@ -137,7 +133,7 @@ class IndexConformance:
         (slot,) = index.put(A)
         with pytest.raises(ValueError, match="nobody"):
             getattr(index, ending)(A, slot)
-        assert index.state(A) is PageState.CPU
+        assert index.state(A) is PageState.RESIDENT
 
     # -- eviction -----------------------------------------------------------------
 
@@ -147,7 +143,7 @@ class IndexConformance:
         slot = index.reserve(D)
 
         assert slot in (0, 1, 2)
-        gone = [key for key in (A, B, C) if not index.known(key)]
+        gone = [key for key in (A, B, C) if index.state(key) is PageState.MISSING]
         assert len(gone) == index.evictions == 1
         assert len(index) == 3
         index.commit(D, slot)
@@ -159,8 +155,8 @@ class IndexConformance:
         assert index.reserve(D) is not None, "C makes room"
         assert index.reserve(E) is None, "all three are on their way"
 
-        assert not index.known(C)
-        assert not index.known(E)
+        assert index.state(C) is PageState.MISSING
+        assert index.state(E) is PageState.MISSING
         for key, slot in slots.items():
             assert index.commit(key, slot)
 
@@ -179,14 +175,14 @@ class IndexConformance:
         slot = index.acquire(B)
 
         index.put(D, E)
-        assert index.state(B) is PageState.CPU
+        assert index.state(B) is PageState.RESIDENT
         for key in (D, E):
             index.acquire(key)
 
         assert index.reserve(A) is None, "all three are being read"
         index.release(B, slot)
         assert index.reserve(A) == slot
-        assert not index.known(B)
+        assert index.state(B) is PageState.MISSING
 
     def test_a_page_with_two_readers_stays_until_both_have_left(
         self, make: Callable[[int], Any]
@@ -218,7 +214,7 @@ class IndexConformance:
         index.touch(reversed(ALL))
 
         assert index.reserve(D) is not None
-        assert [index.known(key) for key in (A, B, C)] == [False, True, True]
+        assert [*index.missing(dict.fromkeys((A, B, C)))] == [A]
 
     # -- reading ------------------------------------------------------------------
 
@@ -230,19 +226,19 @@ class IndexConformance:
         index.reserve(C)
         keys = [A, B, C, D, E]
 
-        assert index.resident_prefix(keys, 0, 5) == 2
-        assert index.resident_prefix(keys, 1, 5) == 2
-        assert index.resident_prefix(keys, 2, 5) == 2
-        assert index.resident_prefix(keys, 3, 5) == 4
-        assert index.resident_prefix(keys, 0, 1) == 1, "stop counts although B is there"
-        assert index.resident_prefix(keys, 0, 0) == 0
-        assert index.resident_prefix(keys, 3, 1) == 3, "nothing before start is looked at"
+        assert index.readable_prefix(keys, 0, 5) == 2
+        assert index.readable_prefix(keys, 1, 5) == 2
+        assert index.readable_prefix(keys, 2, 5) == 2
+        assert index.readable_prefix(keys, 3, 5) == 4
+        assert index.readable_prefix(keys, 0, 1) == 1, "stop counts although B is there"
+        assert index.readable_prefix(keys, 0, 0) == 0
+        assert index.readable_prefix(keys, 3, 1) == 3, "nothing before start is looked at"
 
     def test_a_page_can_be_found_while_it_is_read(self, index: CheckedIndex) -> None:
         index.put(A)
         index.acquire(A)
-        assert index.resident_prefix([A], 0, 1) == 1
-        assert index.state(A) is PageState.CPU
+        assert index.readable_prefix([A], 0, 1) == 1
+        assert index.state(A) is PageState.RESIDENT
 
     # -- forgetting -----------------------------------------------------------------
 
@@ -262,11 +258,11 @@ class IndexConformance:
 
         index.forget(A)
 
-        assert index.state(A) is None
+        assert index.state(A) is PageState.MISSING
         assert index.free_slots == 0
         assert index.reserve(B) is None, "bytes are still written into the only slot"
         assert not getattr(index, ending)(A, slot)
-        assert index.state(A) is None, "it arrived, but nobody may find it"
+        assert index.state(A) is PageState.MISSING, "it arrived, but nobody may find it"
         assert index.free_slots == 1
         assert index.reserve(B) == slot
 
@@ -280,7 +276,7 @@ class IndexConformance:
 
         index.forget(A)
 
-        assert index.state(A) is None
+        assert index.state(A) is PageState.MISSING
         index.release(A, slot)
         assert index.reserve(B) is None, "one still reads"
         index.release(A, slot)
@@ -315,7 +311,7 @@ class IndexConformance:
 
         assert index.put(B, C) is not None
         assert index.reserve(D) is not None
-        assert index.known(A), "its own reader still holds it"
+        assert index.state(A) is not PageState.MISSING, "its own reader still holds it"
         index.release(A, new)
 
     def test_a_failed_copy_of_a_forgotten_page_does_not_abort_the_new_one(
@@ -327,7 +323,7 @@ class IndexConformance:
 
         index.abort(A, old)
 
-        assert index.state(A) is PageState.SAVING
+        assert index.state(A) is PageState.BEING_WRITTEN
         assert index.commit(A, new)
 
     def test_clear_forgets_pages_in_every_state(self, make: Callable[[int], Any]) -> None:
@@ -339,14 +335,14 @@ class IndexConformance:
         index.clear()
 
         assert len(index) == 0
-        assert not any(index.known(key) for key in ALL)
+        assert [*index.missing(dict.fromkeys(ALL))] == [*ALL]
         assert index.free_slots == 1
         assert index.reserve(E) == idle
         index.release(B, read)
         assert index.commit(C, coming) is False
         index.abort(D, failing)
         assert index.free_slots == 3
-        assert [index.known(key) for key in ALL] == [False, False, False, False, True]
+        assert [*index.missing(dict.fromkeys(ALL))] == [A, B, C, D]
         index.clear()
         index.clear()
 
@@ -362,7 +358,7 @@ class IndexConformance:
         for _ in range(400):
             key = rng.choice(ALL)
             action = rng.randrange(7)
-            if action <= 1 and not index.known(key):
+            if action <= 1 and index.state(key) is PageState.MISSING:
                 slot = index.reserve(key)
                 if slot is not None:
                     busy = [taken for _, taken in saving + reading]
@@ -371,7 +367,7 @@ class IndexConformance:
             elif action == 2 and saving:
                 ended = saving.pop(rng.randrange(len(saving)))
                 getattr(index, rng.choice(["commit", "abort"]))(*ended)
-            elif action == 3 and index.state(key) is PageState.CPU:
+            elif action == 3 and index.state(key) is PageState.RESIDENT:
                 reading.append((key, index.acquire(key)))
             elif action == 4 and reading:
                 index.release(*reading.pop(rng.randrange(len(reading))))
