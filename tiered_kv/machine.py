@@ -10,7 +10,10 @@ Memory of the machine, as far as this process may have it.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -52,6 +55,25 @@ def usable_cores(group: str | None = None, mounted: Path = CGROUPS) -> int:
     """
     shares = (_share(folder / "cpu.max") for folder in lineage(group, mounted))
     return max(1, min([len(CORES), *(int(share) for share in shares if share is not None)]))
+
+
+def run_beside(name: str, threads: int, nice: int = 0) -> ThreadPoolExecutor:
+    """Make threads that run next to the engine's thread, on all cores of this process whatever core
+    that one is bound to.
+
+    Args:
+        name: name of the threads, after ``tiered-kv-``.
+        nice: their niceness: above 0 they yield to everything else on the machine.
+    """
+    return ThreadPoolExecutor(threads, f"tiered-kv-{name}", leave_core, (nice,))
+
+
+def leave_core(nice: int = 0) -> None:
+    """Let the calling thread run on all cores of this process, with that niceness if above 0."""
+    with suppress(OSError):
+        os.sched_setaffinity(0, CORES)
+        if nice:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
 def spare_cores(ranks: int) -> int:

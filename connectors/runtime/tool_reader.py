@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import re
 import threading
@@ -12,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
-from tiered_kv.machine import CORES
+from tiered_kv.machine import leave_core
 from tiered_kv.policies.base import ToolUse
 from tiered_kv.policies.tools.calls import ToolCall, after_thinking, find_calls
 from tiered_kv.policies.tools.tool_use import tool_use
@@ -95,8 +94,7 @@ class ToolReader:
         self._thread.join()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, CORES)
+        leave_core()
         try:
             self._tokenizer = self._load_tokenizer()
         except Exception as error:

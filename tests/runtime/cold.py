@@ -22,6 +22,7 @@ from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.policies.distribution import GRID, Forecast
 from tiered_kv.testing import shrinking
 from tiered_kv.testing.checked_kv import CELL, expected, text
+from tiered_kv.testing.faults import FaultyTransfer
 from tiered_kv.testing.rig import EngineRig
 from tiered_kv.testing.shrinking import Shrinking
 
@@ -138,6 +139,13 @@ def come_back(rig: EngineRig, job: int, tag: str = "job") -> int:
     longer = [*first, *expected(first, 4), *text(20, seed=2000 + job)]
     assert rig.ask(name, longer, params={"job_id": f"{tag}{job}"}) == expected(longer, 4)
     return rig.count("prompt_tokens_cpu") - before
+
+
+def inject_cold(rig: EngineRig) -> FaultyTransfer:
+    """Put faults around the copies of restores of which some pages are compressed."""
+    compressor = rig.worker_half.compressor
+    compressor.backend = FaultyTransfer(compressor.backend)
+    return compressor.backend
 
 
 def compressed_bundles(rig: EngineRig) -> list[Bundle]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.random_scripts import BATCH, play_each
-from tests.runtime.cold import PAGE, Held, Waits, cold_settings, flip_a_byte, settle
+from tests.runtime.cold import PAGE, Held, Waits, cold_settings, flip_a_byte, inject_cold, settle
 from tests.runtime.cold import small_bundles as small_bundles
 from tests.runtime.groups.kinds import MODELS
 from tests.runtime.test_random_scripts import LONGEST, SomeGoToSsd, SomeTools, break_once
@@ -150,7 +150,7 @@ def play_script(folder: Path, trouble: Trouble, seed: int) -> int:
 def play(rig: Rig, rng: random.Random, *, calm: bool) -> dict[str, tuple[list[int], int]]:
     """Run turns of several jobs, each of which goes on from what it asked before; gives prompts and
     lengths of answers. Calm: without faults of copies and stores."""
-    faulty = rig.inject(FaultyTransfer)
+    copies = [rig.inject(FaultyTransfer), inject_cold(rig)]
     contexts = [text(rng.randrange(40, 130), seed=rng.randrange(10**6)) for _ in range(10)]
     asked: dict[str, tuple[list[int], int]] = {}
     for i in range(rng.randrange(20, 60)):
@@ -169,7 +169,7 @@ def play(rig: Rig, rng: random.Random, *, calm: bool) -> dict[str, tuple[list[in
         elif what < 0.95 and (running := [name for name in asked if name not in rig.finished]):
             rig.abort(rng.choice(running), late=rng.random() < 0.5)
         elif what < 0.99 and not calm:
-            faulty.fail_next(rng.choice(list(Direction)), {rng.randrange(3)})
+            rng.choice(copies).fail_next(rng.choice(list(Direction)), {rng.randrange(3)})
             if stores := rig.worker_half.stores:
                 break_once(stores[rng.choice(sorted(stores))].io.store, rng)
         elif what >= 0.99:

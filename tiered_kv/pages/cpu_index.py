@@ -14,7 +14,6 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, filterfalse, islice, repeat
 from typing import TypeVar
 
@@ -96,14 +95,6 @@ class PromotedPages:
         return len(left), sum(map(self._unused.pop, left))
 
 
-@dataclass(slots=True)
-class _Orphan:
-    """A forgotten page whose bytes still travel: its slot is free once they stop."""
-
-    slot: int
-    readers: int
-
-
 class PageIndex:
     """Pages of the CPU tier.
 
@@ -140,16 +131,12 @@ class PageIndex:
         self.promoted = PromotedPages()
         self.on_evicted: Callable[[Sequence[PageKey]], None] | None = None
         self._readers: dict[PageKey, int] = {}
-        self._orphans: dict[PageKey, list[_Orphan]] = {}
+        # Copies in flight of forgotten pages. Their slots become free with the last of them.
+        self._orphans: dict[tuple[PageKey, int], int] = {}
         self._free = list(range(num_slots - 1, -1, -1))
 
     def __len__(self) -> int:
         return len(self._resident) + len(self._being_written) + len(self.cold.pages)
-
-    @property
-    def resident(self) -> int:
-        """Number of resident pages: the readable ones that are not compressed."""
-        return len(self._resident)
 
     @property
     def free_slots(self) -> int:
@@ -158,9 +145,8 @@ class PageIndex:
     @property
     def in_use(self) -> int:
         """Number of references on pages: copies under way, and holders. 0 in an idle engine."""
-        orphans = chain.from_iterable(self._orphans.values())
         readers = sum(self._readers.values()) + sum(one.readers for one in self.cold.bundles)
-        return readers + len(self._being_written) + sum(one.readers for one in orphans)
+        return readers + len(self._being_written) + sum(self._orphans.values())
 
     def limit(self, num_slots: int) -> None:
         """Use the first ``num_slots`` slots only. Before the first page.
@@ -360,11 +346,10 @@ class PageIndex:
     def forget(self, key: PageKey) -> None:
         """Any state → MISSING. A slot that is still read or written becomes free when that ends."""
         if key in self._being_written:
-            self._orphans.setdefault(key, []).append(_Orphan(self._being_written.pop(key), 1))
+            self._orphans[key, self._being_written.pop(key)] = 1
             return
         if key in self._readers:
-            orphan = _Orphan(self._resident.pop(key), self._readers.pop(key))
-            self._orphans.setdefault(key, []).append(orphan)
+            self._orphans[key, self._resident.pop(key)] = self._readers.pop(key)
         elif key in self._resident:
             self._free.append(self._resident.pop(key))
         elif key in self.cold.pages:
@@ -456,21 +441,18 @@ class PageIndex:
             self._eviction.removed(key)
 
     def _bury(self, key: PageKey, slot: int) -> None:
-        """A copy of a forgotten page has ended."""
-        orphans = self._orphans.get(key, [])
-        orphan = next((orphan for orphan in orphans if orphan.slot == slot), None)
-        if orphan is None:
+        """End one copy of a forgotten page."""
+        left = self._orphans.pop((key, slot), 0) - 1
+        if left < 0:
             raise ValueError("a page was completed or released that nobody reserved or acquired")
-        orphan.readers -= 1
-        if orphan.readers == 0:
-            orphans.remove(orphan)
+        if left:
+            self._orphans[key, slot] = left
+        else:
             self._free.append(slot)
-            if not orphans:
-                del self._orphans[key]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot has exactly one owner."""
-        orphans = [orphan.slot for orphans in self._orphans.values() for orphan in orphans]
+        orphans = [slot for _, slot in self._orphans]
         used = [*self._being_written.values(), *self._resident.values(), *orphans, *self.cold.slots]
         assert sorted(used + self._free) == list(range(self.num_slots)), "slots lost or shared"
         states = [*self._being_written, *self._resident, *self.cold.pages]

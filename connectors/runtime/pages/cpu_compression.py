@@ -7,7 +7,6 @@ it comes before any eviction.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.keys import PageKey
@@ -34,22 +33,6 @@ while the other half is filled."""
 LEAST_RATIO = 1.3
 """Ratio from which pages are compressed. A bundle of 32 pages of fp16 or fp8 saves 5 or 6 slots,
 and takes as long to decode as one of bf16, which saves 10."""
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """Pages to compress now.
-
-    Attributes:
-        bundles: number of bundles, at most.
-        among: the pages that have been in CPU memory for longest, from which they are taken.
-    """
-
-    bundles: int
-    among: int
-
-
-NOTHING = Packing(0, 0)
 
 
 def staging_slots(num_slots: int) -> int:
@@ -83,19 +66,17 @@ def bundles_of(pages: int, most: int) -> list[int]:
     return [most] * whole + [rest] * (rest >= max(LEAST_PAGES, most // 2))
 
 
-def packing(*, num_slots: int, free: int, burst: int, raw: int, under_way: int) -> Packing:
-    """Say what to compress now.
+def bundles_to_pack(*, num_slots: int, free: int, burst: int, under_way: int) -> int:
+    """Number of bundles to compress now, at most.
 
     Args:
-        num_slots: all slots. free: free ones.
-        burst: slots that were taken at once lately.
-        raw: readable pages that are not compressed.
-        under_way: bundles under way.
+        num_slots: all slots.
+        free: free slots.
+        burst: slots that were recently taken together.
+        under_way: bundles that are being compressed.
     """
     wanted = max(1, min(burst, num_slots // FREE_SHARE))
-    if free >= wanted or not raw or under_way >= MOST_PACKING:
-        return NOTHING
-    return Packing(MOST_PACKING - under_way, min(raw, LOOKED_AT))
+    return max(0, MOST_PACKING - under_way) if free < wanted else 0
 
 
 def burst(taken: int, before: int) -> int:
@@ -153,19 +134,13 @@ class Compression:
             return
         index, taken = self._index, self._index.taken
         self._burst, self._taken = burst(taken - self._taken, self._burst), taken
-        wanted = packing(
+        left = bundles_to_pack(
             num_slots=index.num_slots,
             free=index.free_slots,
             burst=self._burst,
-            raw=index.resident,
             under_way=self._under_way,
         )
-        if wanted.bundles:
-            self._pack(wanted)
-
-    def _pack(self, wanted: Packing) -> None:
-        left = wanted.bundles
-        for group, keys in self._by_group(self._index.oldest_raw(wanted.among)):
+        for group, keys in self._by_group(index.oldest_raw(LOOKED_AT) if left else ()):
             begin = 0
             for size in bundles_of(len(keys), self._together[group]):
                 if not left:

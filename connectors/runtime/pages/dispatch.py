@@ -39,7 +39,7 @@ from tiered_kv.transfer.memory_file.validation import agreed, agreed_bundles
 
 from .cpu_compression import Compression
 from .pieces import RestorePieces
-from .restores import FailedRestores, Restores
+from .restores import Restores
 from .saves import Saves
 
 
@@ -121,7 +121,6 @@ class OrderDispatch:
         self._compression = compression
         self._tiers = tiers
         self._settlements = settlements
-        self._failed_restores = FailedRestores(engine.pool, saves, restores)
         self._turns = engine.turns.by_id
         self._ranks = engine.facts.ranks
         self._clock = engine.clock
@@ -305,4 +304,5 @@ class OrderDispatch:
         # The engine hashes the blocks of an async restore once they are there, if they are.
         if failed and order.mode is RestoreMode.SYNC:
             bad = {order.blocks[i] for i in failed}
-            self._failed_restores.on_failed(bad, restored, self._turns.values(), self._step)
+            turns = self._turns.values()
+            self._restores.forget_bad_blocks(bad, restored, turns, self._saves, self._step)

@@ -1,14 +1,10 @@
-"""Restores: the pages of a prompt that can come back from CPU memory, and the orders for them.
-
-After a failed sync restore, the blocks that it touched are made unfindable.
-"""
+"""Restores: the pages of a prompt that can come back from CPU memory, and the orders for them."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
 
-from tiered_kv.connectors.runtime.base import BlockPool
 from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Below
 from tiered_kv.connectors.runtime.step_timer import StepTimer
@@ -39,6 +35,8 @@ class Restores:
     Attributes:
         policy: chooses how a restore is made; may be replaced between two of them.
         holding: turns that have blocks for an async restore and have not gone on since.
+        unsent: restores not yet sent.
+        refused: restores that must fail, not yet sent.
     """
 
     def __init__(
@@ -330,50 +328,42 @@ class Restores:
             logger.warning("%d pages could not be restored and are recomputed", len(done.failed))
         return self._from_there.pop(done.order.order_id, ())
 
-
-class FailedRestores:
-    """Makes blocks of failed restores unfindable.
-
-    The engine hashes the blocks of a restore before it is made. It rewinds the requests that use a
-    bad block so that they compute it anew, but leaves its hash in place: if they are aborted or
-    preempted first, the next lookup would hit garbage. So the hashes of the bad blocks, and of
-    those computed behind them, go as soon as they are known.
-
-    Saves ordered beside the restore were refused by the workers: they are offered again, but for
-    requests that hold a bad block: nothing of these is saved or restored any more.
-
-    Args:
-        pool: the engine's block pool.
-    """
-
-    def __init__(self, pool: BlockPool, saves: Saves, restores: Restores) -> None:
-        self._pool = pool
-        self._saves = saves
-        self._restores = restores
-
-    def on_failed(
-        self, bad: set[int], restored: Sequence[int], turns: Iterable[Turn], step: int
+    def forget_bad_blocks(
+        self,
+        bad: set[int],
+        restored: Sequence[int],
+        turns: Iterable[Turn],
+        saves: Saves,
+        step: int,
     ) -> None:
-        """Clean up after blocks that hold nothing.
+        """Make the blocks of a failed sync restore unfindable.
+
+        The engine hashes the blocks of a restore before it is made. It rewinds the requests that
+        use a bad block, so that they recompute it, but leaves its hash in place. If they are
+        aborted or preempted first, the next lookup would hit garbage. So the hashes of the bad
+        blocks, and of those computed behind them, go as soon as they are known.
+
+        The workers have refused the saves that were ordered since. They are offered again, but for
+        requests that hold a bad block: nothing of these is saved or restored any more.
 
         Args:
-            bad: the blocks.
-            restored: blocks of the request that the restore was for, first to last; it may be gone.
+            bad: blocks that hold nothing.
+            restored: blocks of the restore's request, first to last. The request may be gone.
             turns: the live requests.
         """
-        self._evict_from(bad, restored)
+        self._forget_from(bad, restored)
         for turn in turns:
             if not turn.source.admitted or turn.loading:
                 continue
             ids = [block.block_id for block in self._pool.tables[CONTEXT].get(turn.request_id, ())]
-            if self._evict_from(bad, ids):
+            if self._forget_from(bad, ids):
                 turn.forget_pages()
-                self._restores.withdraw(turn)
+                self.withdraw(turn)
             else:
-                self._saves.start_over(turn)
-                self._saves.watch(turn, step + 1)
+                saves.start_over(turn)
+                saves.watch(turn, step + 1)
 
-    def _evict_from(self, bad: set[int], ids: Sequence[int]) -> bool:
+    def _forget_from(self, bad: set[int], ids: Sequence[int]) -> bool:
         """Make blocks from the first bad one on unfindable; False if there is none."""
         first = next((i for i, block in enumerate(ids) if block in bad), len(ids))
         self._pool.forget(ids[first:])

@@ -67,17 +67,6 @@ class SaveStride:
         return look
 
 
-def is_tail_worth_a_slot(blocks: int, *, of_job: bool) -> bool:
-    """True if the partial block at the end of a turn's context is saved. A few stray tokens are
-    not.
-
-    Args:
-        blocks: full blocks before it.
-        of_job: True if the turn belongs to a job, which may go on.
-    """
-    return blocks > 0 or of_job
-
-
 def worth_a_slot(
     pages: Mapping[PageKey, int], lacking: Collection[PageKey], free: int
 ) -> Mapping[PageKey, int]:
@@ -288,15 +277,15 @@ class Saves:
         return [*(key for _, key in sorted(ends, key=itemgetter(0))), *turn.save.bounded]
 
     def _add_end(self, turn: Turn, end: int, filled: list[dict[PageKey, int]]) -> None:
-        """Add the pages that a context of ``end`` tokens needs, beside those of whole blocks."""
+        """Add the pages that a context of ``end`` tokens needs in addition to whole blocks."""
         groups, size = self._facts.groups, self._facts.block_size
         whole = all(
             end // group.block_size == turn.save.cursors[at]
             for at, group in enumerate(groups)
             if group.reach.kind is KvKind.FULL
         )
-        worth_it = is_tail_worth_a_slot(end // size, of_job=turn.job is not None)
-        if end > 0 and whole and worth_it:
+        worth_a_slot = end >= size or turn.job is not None  # a few stray tokens are not
+        if end > 0 and whole and worth_a_slot:
             self._add_boundary(turn, end, filled)
 
     def _add_boundary(self, turn: Turn, tokens: int, filled: list[dict[PageKey, int]]) -> None:

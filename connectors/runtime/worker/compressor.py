@@ -2,18 +2,16 @@
 
 Packing yields to everything else on the machine. Restores do not, since a request waits for them:
 pages are decoded on several threads, into slots that are kept for this, and copied while the next
-ones are decoded. A restore with some cold pages is two copies, reported as one.
+ones are decoded.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from itertools import chain
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -27,7 +25,7 @@ from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.pages.cpu_compression import staging_slots, worth_compressing
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
-from tiered_kv.machine import CORES, spare_cores
+from tiered_kv.machine import run_beside, spare_cores
 from tiered_kv.orders import LoadOrder, OrderId, OrderReport, PackOrder
 from tiered_kv.page_group import KvKind
 from tiered_kv.pages.cold_pages import cold_place
@@ -37,6 +35,8 @@ from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBack
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Report = Callable[[tuple[OrderId, OrderReport]], None]
+"""Accepts the report of an order, on any thread."""
 
 CORES_SHARE = 4
 """One spare core in this many may encode, and one decode; a single one where none is to spare."""
@@ -53,9 +53,11 @@ class Compressor:
         staging: slots for decoded pages on their way, at least two.
         make_backend: makes a backend between VRAM and the pool, for this alone.
         threads: number of threads that encode, and of those that decode.
+        report: called by a thread of this with the report of each pack.
 
     Attributes:
         staging: number of those slots.
+        backend: the backend; None while VRAM is released.
     """
 
     def __init__(
@@ -65,19 +67,20 @@ class Compressor:
         staging: Sequence[int],
         make_backend: Callable[[], TransferBackend],
         threads: int,
+        report: Report,
     ) -> None:
         self.groups = groups
         self.staging = len(staging)
         self._slots = slots
         self._halves = staging[: len(staging) // 2], staging[len(staging) // 2 :]
         self._make_backend = make_backend
-        self._backend: TransferBackend | None = make_backend()
-        self._reports: SimpleQueue[tuple[OrderId, OrderReport]] = SimpleQueue()
+        self.backend: TransferBackend | None = make_backend()
+        self._report = report
         self._results: SimpleQueue[CopyResult] = SimpleQueue()
-        self._packs = _executor("pack", 1, be_nice=True)
-        self._encoders = _executor("encode", threads, be_nice=True)
-        self._loads = _executor("unpack", 1)
-        self._decoders = _executor("decode", threads)
+        self._packs = run_beside("pack", 1, NICE)
+        self._encoders = run_beside("encode", threads, NICE)
+        self._loads = run_beside("unpack", 1)
+        self._decoders = run_beside("decode", threads)
 
     # -- packing ----------------------------------------------------------------------
 
@@ -96,85 +99,72 @@ class Compressor:
         failed = frozenset[int]() if slots else frozenset(range(len(order.slots)))
         nbytes = len(order.slots) * self._slots.shape[1]
         report = OrderReport(1, failed, nbytes, time.perf_counter() - began, slots)
-        self._reports.put((order.order_id, report))
+        self._report((order.order_id, report))
 
     # -- restoring ----------------------------------------------------------------------
 
     def load(self, order: LoadOrder) -> None:
-        """Begin to restore an order's cold pages. Their result has the indices of the order."""
-        places = [i for i, slot in enumerate(order.slots) if slot < 0]
-        backend = self._backend
-        fence = backend.fence() if backend is not None else None
-        self._loads.submit(self._load, order, places, fence)
+        """Begin a restore of which some pages are compressed."""
+        fence = self.backend.fence() if self.backend is not None else None
+        self._loads.submit(self._load, order, fence)
 
-    def _load(
-        self, order: LoadOrder, places: Sequence[int], fence: AbstractContextManager[None] | None
-    ) -> None:
+    def _load(self, order: LoadOrder, fence: AbstractContextManager[None] | None) -> None:
         began, good = time.perf_counter(), set[int]()
         try:
             if fence is not None:
-                good = self._restore(order, places, fence)
+                good = self._restore(order, fence)
         except Exception:
-            logger.exception("a restore of %d compressed pages failed", len(places))
-        bundles = self.groups.get(order.group)
-        nbytes = len(good) * bundles.page_bytes if bundles is not None else 0
-        failed = frozenset(places).difference(good)
+            logger.exception("a restore of %d compressed pages failed", len(order.cold))
+        nbytes = len(good) * self.groups[order.group].page_bytes if good else 0
+        failed = frozenset(range(len(order.slots))).difference(good)
         seconds = time.perf_counter() - began
         self._results.put(CopyResult(order.order_id, failed, nbytes, seconds))
 
-    def _restore(
-        self, order: LoadOrder, places: Sequence[int], fence: AbstractContextManager[None]
-    ) -> set[int]:
-        """Decode and copy, one half of the staging slots after the other; give the places that are
-        in VRAM."""
-        backend, good = self._backend, set[int]()
+    def _restore(self, order: LoadOrder, fence: AbstractContextManager[None]) -> set[int]:
+        """Copy the resident pages, then the compressed ones. While a part is copied, the next one
+        is decoded. Returns the indices of the pages that are in VRAM."""
+        backend, good = self.backend, set[int]()
         if backend is None:
             return good
-        keys = dict(zip(places, order.cold, strict=True))
-        sent = list[int]()
-        step = len(self._halves[0])
+        sent = list[tuple[int, int]]()
+        resident = [(i, slot) for i, slot in enumerate(order.slots) if slot >= 0]
         with fence:
             try:
-                for number, at in enumerate(range(0, len(places), step)):
-                    some, half = places[at : at + step], self._halves[number % 2]
-                    fit = self._decode(order, [(i, keys[i]) for i in some], half)
-                    good.update(_arrived(backend, sent))  # the other half is free from here on
-                    sent = [i for i, _ in fit]
-                    blocks, slots = [order.blocks[i] for i in sent], [slot for _, slot in fit]
-                    backend.submit(CopyJob(number, Direction.LOAD, blocks, slots, order.group))
-            finally:  # whatever happens: blocks that are reported are not written to any more
+                for part in chain([resident] if resident else (), self._decoded(order)):
+                    good.update(_arrived(backend, sent))
+                    sent = part
+                    blocks, slots = [order.blocks[i] for i, _ in part], [slot for _, slot in part]
+                    backend.submit(
+                        CopyJob(order.order_id, Direction.LOAD, blocks, slots, order.group)
+                    )
+            finally:  # in any case: nothing may write to blocks that are reported
                 good.update(_arrived(backend, sent))
         return good
 
-    def _decode(
-        self, order: LoadOrder, pages: Sequence[tuple[int, PageKey]], slots: Sequence[int]
-    ) -> list[tuple[int, int]]:
-        """Decode pages into slots; give the places of those that are good, with their slots."""
+    def _decoded(self, order: LoadOrder) -> Iterator[list[tuple[int, int]]]:
+        """Decode an order's compressed pages into one half of the staging slots after the other.
+        Yields the indices of the good pages of a half, with their slots."""
         bundles = self.groups[order.group]
+        places = [i for i, slot in enumerate(order.slots) if slot < 0]
+        pages = list(zip(places, order.cold, strict=True))
 
         def decode(page: tuple[int, PageKey], slot: int) -> bool:
             place, key = page
             out = self._slots[slot, : bundles.page_bytes]
             good = bundles.read(cold_place(order.slots[place]), key, out)
             if not good:
-                logger.error("a compressed page in CPU memory is bad: its tokens are computed")
+                logger.error("a compressed page in CPU memory is bad: its tokens are recomputed")
             return good
 
-        slots = slots[: len(pages)]
-        good = self._decoders.map(decode, pages, slots)
-        return [
-            (place, slot) for (place, _), slot, ok in zip(pages, slots, good, strict=True) if ok
-        ]
-
-    # -- reports ------------------------------------------------------------------------
-
-    def take_reports(self) -> dict[OrderId, OrderReport]:
-        """Reports of packs since the last call."""
-        return dict(_all(self._reports))
+        for number, at in enumerate(range(0, len(pages), len(self._halves[0]))):
+            half = self._halves[number % 2]
+            part = pages[at : at + len(half)]
+            good = self._decoders.map(decode, part, half)
+            yield [(i, slot) for (i, _), slot, fits in zip(part, half, good, strict=False) if fits]
 
     def poll(self) -> list[CopyResult]:
         """Results of loads since the last call."""
-        return _all(self._results)
+        return drained(self._results)
 
     # -- life -----------------------------------------------------------------------------
 
@@ -189,11 +179,11 @@ class Compressor:
 
     def take_vram(self) -> None:
         """Restore again, into VRAM that may be elsewhere."""
-        if self._backend is None:
-            self._backend = self._make_backend()
+        if self.backend is None:
+            self.backend = self._make_backend()
 
     def _drop_backend(self) -> None:
-        backend, self._backend = self._backend, None
+        backend, self.backend = self.backend, None
         if backend is not None:
             backend.close()
 
@@ -205,28 +195,16 @@ class Compressor:
             threads.shutdown()
 
 
-def _arrived(backend: TransferBackend, sent: Sequence[int]) -> set[int]:
-    """Wait for the copy under way; give the places that it filled."""
+def _arrived(backend: TransferBackend, sent: Sequence[tuple[int, int]]) -> set[int]:
+    """Wait for the copy under way. Returns the indices of the pages that it brought."""
     backend.drain()
     failed = frozenset[int]().union(*(one.failed for one in backend.poll()))
-    return {place for i, place in enumerate(sent) if i not in failed}
+    return {i for at, (i, _) in enumerate(sent) if at not in failed}
 
 
-def _all(queue: SimpleQueue[T]) -> list[T]:
-    found = list[T]()
-    while not queue.empty():
-        found.append(queue.get())
-    return found
-
-
-def _executor(name: str, threads: int, *, be_nice: bool = False) -> ThreadPoolExecutor:
-    def begin() -> None:
-        with suppress(OSError):
-            os.sched_setaffinity(0, CORES)  # whatever core the engine's thread is bound to
-            if be_nice:
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-
-    return ThreadPoolExecutor(threads, f"tiered-kv-{name}", begin)
+def drained(queue: SimpleQueue[T]) -> list[T]:
+    """Everything that is in a queue of which the caller is the only reader."""
+    return [queue.get() for _ in range(queue.qsize())]
 
 
 def make_compressor(
@@ -234,6 +212,7 @@ def make_compressor(
     codec: str,
     slots: NDArray[np.uint8],
     make_backend: Callable[[], TransferBackend],
+    report: Report,
 ) -> Compressor | None:
     """Make a rank's compressor; None if nothing is to be compressed.
 
@@ -252,7 +231,7 @@ def make_compressor(
     if not groups:
         return None
     last = range(len(slots) - staging, len(slots))
-    return Compressor(groups, slots, last, make_backend, threads)
+    return Compressor(groups, slots, last, make_backend, threads, report)
 
 
 def threads_of(facts: EngineFacts) -> int:
@@ -300,47 +279,3 @@ def _codec(name: str, page_format: PageFormat, threads: int) -> Codec | None:
         threads,
     )
     return codec
-
-
-class ColdLoads:
-    """Restores in two parts: the pages that are not compressed, and the rest."""
-
-    def __init__(self) -> None:
-        self._raw: dict[OrderId, list[int]] = {}  # places of the pages that are not compressed
-        self._first: dict[OrderId, CopyResult] = {}
-
-    def split(self, order: LoadOrder) -> CopyJob | None:
-        """The copy of an order's pages that are not compressed; None if all are."""
-        raw = [i for i, slot in enumerate(order.slots) if slot >= 0]
-        if not raw:
-            return None
-        self._raw[order.order_id] = raw
-        blocks, slots = [order.blocks[i] for i in raw], [order.slots[i] for i in raw]
-        return CopyJob(order.order_id, Direction.LOAD, blocks, slots, order.group)
-
-    def on_raw(self, result: CopyResult) -> CopyResult | None:
-        """Take in the result of a copy of pages that are not compressed; gives that of its order,
-        None until both parts are over."""
-        raw = self._raw.get(OrderId(result.job_id))
-        if raw is None:
-            return result
-        failed = frozenset(raw[i] for i in result.failed)
-        return self._merge(CopyResult(result.job_id, failed, result.nbytes, result.seconds))
-
-    def on_cold(self, result: CopyResult) -> CopyResult | None:
-        """The same for the other part, whose indices are those of the order."""
-        return self._merge(result) if OrderId(result.job_id) in self._raw else result
-
-    def _merge(self, result: CopyResult) -> CopyResult | None:
-        order_id = OrderId(result.job_id)
-        first = self._first.pop(order_id, None)
-        if first is None:
-            self._first[order_id] = result
-            return None
-        del self._raw[order_id]
-        return CopyResult(
-            result.job_id,
-            first.failed | result.failed,
-            first.nbytes + result.nbytes,
-            max(first.seconds, result.seconds),
-        )

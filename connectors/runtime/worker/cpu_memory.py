@@ -14,7 +14,7 @@ from tiered_kv.keys import Fingerprint
 from tiered_kv.machine import system_memory
 from tiered_kv.transfer.host_memory import AnonymousMemory, HostMemory
 
-from .lasting_pages import LastingPages, NoLastingPages, held_bytes, open_lasting
+from .lasting_pages import LastingPages, held_bytes, open_lasting
 from .speed_probe import measure_flops
 
 
@@ -27,7 +27,7 @@ def make_memory(
     *,
     on_gpu: bool,
     clock: Callable[[], float],
-) -> tuple[HostMemory, LastingPages | NoLastingPages]:
+) -> tuple[HostMemory, LastingPages | None]:
     """Make memory for so many slots, pinned for a GPU, and what becomes of its pages afterwards.
 
     Raises:
@@ -39,8 +39,8 @@ def make_memory(
     total, available = system_memory()
     available += held_bytes(facts, config, rank)
     check_cpu_size(config, facts.ranks, local_ranks, total, available)
+    lasting: LastingPages | None = None
     memory: HostMemory | None = None
-    lasting: LastingPages | NoLastingPages = NoLastingPages()
     if config.cpu_path is not None:
         found = open_lasting(facts, config, rank, slots, fingerprints(), on_gpu=on_gpu, clock=clock)
         if found is not None:

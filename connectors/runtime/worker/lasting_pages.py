@@ -24,11 +24,11 @@ from tiered_kv.machine import usable_cores
 from tiered_kv.messages import AdoptedBundle, AdoptedPages, Orders
 from tiered_kv.orders import OrderId, PackOrder, PromoteOrder, SaveOrder
 from tiered_kv.storage.bundles import Bundle, Bundles, Note
-from tiered_kv.transfer.memory_file.lasting_memory import LastingMemory
-from tiered_kv.transfer.memory_file.memory_format import Geometry, SlotHeader, contents_of
+from tiered_kv.transfer.memory_file.lasting_memory import LandedPage, LastingMemory
+from tiered_kv.transfer.memory_file.memory_format import Geometry, contents_of
 from tiered_kv.transfer.memory_file.opening import memory_path, open_memory
 from tiered_kv.transfer.memory_file.slot_table import BundleNote, NotedPage, note_bytes
-from tiered_kv.transfer.memory_file.validation import LandedPage, Validation
+from tiered_kv.transfer.memory_file.validation import Validation
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +73,8 @@ class PackNote(Note):
     def _validate(self, bundle: Bundle) -> None:
         for slot, (key, record) in zip(bundle.slots, bundle.records.items(), strict=True):
             if key in self._saved:
-                digest = self._memory.digest(slot, record.nbytes)
-                page = SlotHeader(key, record.nbytes, self._saved[key], digest)
-                self._memory.validate(slot, self._tickets[slot], page)
+                page = LandedPage(slot, key, record.nbytes, self._saved[key])
+                self._memory.hash_and_validate(page, self._tickets[slot])
 
     def _note(self, bundle: Bundle, codec: Codec) -> BundleNote:
         noted = [
@@ -152,11 +151,17 @@ class LastingPages:
             tuple(page.saved for page in found.values()),
         )
 
-    def overwrite(self, slots: Sequence[int]) -> None:
-        """Take note that something is about to be written to these slots."""
+    def overwrite(self, slots: Sequence[int], by: SaveOrder | PromoteOrder | None = None) -> None:
+        """Prepare these slots for being written to.
+
+        Args:
+            by: order that fills the slots, and whose settlement follows later.
+        """
         self._memory.invalidate(slots)
         for slot in slots:
             self._landed.pop(slot, None)
+        if by is not None:
+            self._unsettled[by.order_id] = by
 
     def packing(self, order: PackOrder) -> Note:
         """Take note that pages are about to be compressed in their slots."""
@@ -177,10 +182,6 @@ class LastingPages:
         deletes the file from now on, unless it is to be kept."""
         self._memory.keep = self._keep
         return self._adopted
-
-    def begin(self, order: SaveOrder | PromoteOrder) -> None:
-        """Take note of an order that fills slots; its settlement is told later."""
-        self._unsettled[order.order_id] = order
 
     def on_orders(self, orders: Orders) -> None:
         """Take in what the scheduler knows of orders that are over. Before anything of this step
@@ -211,32 +212,6 @@ class LastingPages:
     def close(self) -> None:
         """Hash what is left, as far as there is time. Idempotent."""
         self._validation.close(VALIDATE_S if self._memory.keep else 0.0)
-
-
-class NoLastingPages:
-    """Memory that ends with its engine: nothing is to be kept true."""
-
-    def overwrite(self, slots: Sequence[int]) -> None:
-        """Do nothing."""
-
-    def packing(self, order: PackOrder) -> Note | None:
-        return None
-
-    def adopt_bundles(self, groups: Mapping[int, Bundles], num_slots: int, trusted: str) -> None:
-        """Do nothing."""
-
-    def offer(self) -> AdoptedPages:
-        """Give none."""
-        return AdoptedPages()
-
-    def begin(self, order: SaveOrder | PromoteOrder) -> None:
-        """Do nothing."""
-
-    def on_orders(self, orders: Orders) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def held_bytes(facts: EngineFacts, config: TierConfig, rank: int) -> int:
@@ -284,10 +259,9 @@ def open_lasting(
     memory = open_memory(folder, geometry, keep=config.cpu_keep, clock=clock)
     try:
         memory.check_adopted(max(1, usable_cores() // facts.ranks))
-        left_s = memory.rest.left_s(clock()) if on_gpu else 0.0
-        if left_s:
-            logger.info("waiting %.0f s for copies of the engine before to end", left_s)
-            time.sleep(left_s)
+        if on_gpu and (rest_s := memory.rest_s()):
+            logger.info("waiting %.0f s for copies of the engine before to end", rest_s)
+            time.sleep(rest_s)
     except BaseException:
         memory.keep = _kept_if_this_fails(memory)
         memory.close()

@@ -7,26 +7,24 @@ not, since a job waits for them.
 from __future__ import annotations
 
 import logging
-import os
-import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Executor
 from pathlib import Path
-from queue import SimpleQueue
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.codecs.base import Bytes
 from tiered_kv.connectors.runtime.base import EngineFacts
-from tiered_kv.machine import CORES
-from tiered_kv.orders import ExportOrder, ImportOrder, OrderId, OrderReport, SnapshotOrder
+from tiered_kv.machine import run_beside
+from tiered_kv.orders import ExportOrder, ImportOrder, OrderReport, SnapshotOrder
 from tiered_kv.pages.cold_pages import cold_place
 from tiered_kv.snapshot.rank_writer import PageWriter
 from tiered_kv.snapshot.reader import open_snapshot
 from tiered_kv.storage.bundles import Bundles
+
+from .compressor import Report
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +40,7 @@ class SnapshotWorker:
     Args:
         slots: the CPU pool's slots.
         bundles: compressed pages of each page group that has some.
+        report: called by a thread of this with the report of each order.
     """
 
     def __init__(
@@ -50,15 +49,16 @@ class SnapshotWorker:
         rank: int,
         slots: NDArray[np.uint8],
         bundles: Mapping[int, Bundles],
+        report: Report,
     ) -> None:
         self._groups = facts.groups
         self._rank = rank
         self._slots = slots
         self._bundles = bundles
-        self._reports: SimpleQueue[tuple[OrderId, OrderReport]] = SimpleQueue()
-        self._orders = ThreadPoolExecutor(1, "tiered-kv-snapshot", _on_all_cores)
-        self._readers = ThreadPoolExecutor(THREADS, "tiered-kv-snapshot-read", _on_all_cores)
-        self._writers = ThreadPoolExecutor(THREADS, "tiered-kv-snapshot-write", _nicely)
+        self._report = report
+        self._orders = run_beside("snapshot", 1)
+        self._readers = run_beside("snapshot-read", THREADS)
+        self._writers = run_beside("snapshot-write", THREADS, NICE)
 
     def carry_out(self, order: SnapshotOrder) -> None:
         """Begin an order."""
@@ -73,7 +73,7 @@ class SnapshotWorker:
             failed = all_of_them
         nbytes = sum(self._groups[group].page_bytes for group in order.groups)
         seconds = time.perf_counter() - began
-        self._reports.put((order.order_id, OrderReport(1, failed, nbytes, seconds)))
+        self._report((order.order_id, OrderReport(1, failed, nbytes, seconds)))
 
     def _write(self, order: ExportOrder) -> frozenset[int]:
         writer = PageWriter(Path(order.folder), self._rank)
@@ -118,14 +118,6 @@ class SnapshotWorker:
 
             return _each(self._readers, read, len(order.keys))
 
-    def take_reports(self) -> dict[OrderId, OrderReport]:
-        """Results of orders since the last call."""
-        found = {}
-        while not self._reports.empty():
-            order_id, report = self._reports.get()
-            found[order_id] = report
-        return found
-
     def drain(self) -> None:
         """Wait until what was begun before is over."""
         self._orders.submit(int).result()
@@ -148,14 +140,3 @@ def _each(threads: Executor, move: Callable[[int], bool], count: int) -> frozens
             return False
 
     return frozenset(i for i, good in enumerate(threads.map(moved, range(count))) if not good)
-
-
-def _on_all_cores() -> None:
-    with suppress(OSError):
-        os.sched_setaffinity(0, CORES)  # whatever core the engine's thread is bound to
-
-
-def _nicely() -> None:
-    _on_all_cores()
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

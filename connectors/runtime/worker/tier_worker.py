@@ -80,7 +80,6 @@ class TierWorker:
         self.stored = StoredPages(tuple(store.keys()), tier.bandwidth, store.stored_bytes)
         self._known = tier.spec.knowledge is Knowledge.KNOWN
         self._errors = "remote_errors" if tier.spec.shared else "ssd_errors"
-        self._lasting = fingerprint.lasting
         # What slots hold that is perhaps nowhere else, by whose save; the newest last.
         self._holds: dict[int, tuple[PageKey, OrderId]] = {}
         # The same of bundles, by first slot. One whose slots were given to others may be among
@@ -100,7 +99,6 @@ class TierWorker:
         """Hand a step's orders to the I/O thread."""
         if orders.fingerprint is not None:
             self._site = replace(self._site, fingerprint=orders.fingerprint, lasting=False)
-            self._lasting = False
             self._holds.clear()
             self._bundles.clear()
             site = self._site
@@ -183,12 +181,12 @@ class TierWorker:
         A store that others write to as well gets no flush: it has what was ordered down.
         """
         last: list[tuple[PageKey, int]] = []
-        if self._lasting and self._known:
+        if self._site.lasting and self._known:
             packed = self._bundles.items()
             held = [(key, cold_place(first)) for first, pages in packed for key, _ in pages]
             held += [(key, slot) for slot, (key, _) in self._holds.items()]
             last = last_flush(held, set(self.io.store.keys()))
-        written = self.io.close(last, FLUSH_S, discard=not self._lasting)
+        written = self.io.close(last, FLUSH_S, discard=not self._site.lasting)
         if last:
             logger.info("flushed %d of %d pages to tier %s", written, len(last), self.name)
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from tiered_kv.config import TierConfig
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.keys import Fingerprint
-from tiered_kv.messages import Handshake, Orders, Reports, Speeds, TierReport
+from tiered_kv.messages import AdoptedPages, Handshake, Orders, Reports, Speeds, TierReport
 from tiered_kv.orders import (
     FailLoad,
     ImportOrder,
@@ -29,14 +30,15 @@ from tiered_kv.orders import (
     RestoreMode,
     SaveOrder,
 )
+from tiered_kv.storage.bundles import NO_NOTE
 from tiered_kv.storage.registry import make_tiers
 from tiered_kv.tiers import StoreId
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
 from tiered_kv.transfer.host_memory import CpuPool
 
-from .compressor import ColdLoads, Compressor, make_compressor
+from .compressor import Compressor, drained, make_compressor
 from .cpu_memory import flops_of, make_memory, slots_of, storage_of
-from .lasting_pages import LastingPages, NoLastingPages
+from .lasting_pages import LastingPages
 from .snapshot_worker import SnapshotWorker
 from .speed_probe import measure_copies
 from .tier_worker import TierWorker
@@ -88,16 +90,16 @@ class WorkerHalf:
         self.backend: TransferBackend | None = None  # none while VRAM is released
         self.compressor: Compressor | None = None
         self.snapshots: SnapshotWorker | None = None
-        self._cold_loads = ColdLoads()
-        self.lasting: LastingPages | NoLastingPages = NoLastingPages()
+        self.lasting: LastingPages | None = None
         self._kv_caches: Sequence[Any] = ()
         self._orders: dict[OrderId, SaveOrder | LoadOrder] = {}
         self._reports: dict[OrderId, OrderReport] = {}
+        self._reported: SimpleQueue[tuple[OrderId, OrderReport]] = SimpleQueue()  # by threads
         self._parts: Counter[str] = Counter()  # of async restores under way, by request
         self._more: set[str] = set()  # requests for whose restore further orders follow
         self._failed: set[str] = set()
         self._arrived: set[str] = set()
-        self._bad_blocks: set[int] = set()
+        self.bad_blocks: set[int] = set()
         self._failed_syncs = 0
         self._newly_failed = False
 
@@ -139,22 +141,36 @@ class WorkerHalf:
         )
         copy = measure_copies(self.backend, self.pool, self._facts.num_blocks)
         self._speeds = replace(self._speeds, copy=copy)
-        pool, codec, clock = self.pool, self._config.codec, self._clock
+        pool = self.pool
         try:
             self.compressor = make_compressor(
-                self._facts, codec, pool.slots, lambda: self._make_backend(pool)
+                self._facts,
+                self._config.codec,
+                pool.slots,
+                lambda: self._make_backend(pool),
+                self._reported.put,
             )
             bundles = self.compressor.groups if self.compressor is not None else {}
             if self._config.snapshot_path is not None:
-                self.snapshots = SnapshotWorker(self._facts, self._rank, pool.slots, bundles)
+                self.snapshots = SnapshotWorker(
+                    self._facts, self._rank, pool.slots, bundles, self._reported.put
+                )
             tiers = make_tiers(self._config)
-            self.lasting.overwrite(range(self._slots(), slots))  # decoded pages pass through
-            self.lasting.adopt_bundles(bundles, self._slots(), codec)
+            if self.lasting is not None:
+                self.lasting.overwrite(range(self._slots(), slots))  # decoded pages pass through
+                self.lasting.adopt_bundles(bundles, self._slots(), self._config.codec)
             fingerprints = self._fingerprints() if tiers else ()
             for tier in tiers:
                 for i, fingerprint in enumerate(fingerprints):
                     self.stores[StoreId(tier.spec.tier, i)] = TierWorker(
-                        tier, i, self._facts, self._rank, fingerprint, pool, bundles.get(i), clock
+                        tier,
+                        i,
+                        self._facts,
+                        self._rank,
+                        fingerprint,
+                        pool,
+                        bundles.get(i),
+                        self._clock,
                     )
         except BaseException:
             self.close()
@@ -206,7 +222,7 @@ class WorkerHalf:
             page_bytes=tuple(group.page_bytes for group in self._facts.groups),
             compresses=tuple(self.compressor.groups) if self.compressor is not None else (),
             stored={store: tier.stored for store, tier in self.stores.items()},
-            adopted=self.lasting.offer(),
+            adopted=self.lasting.offer() if self.lasting is not None else AdoptedPages(),
         )
 
     def _slots(self) -> int:
@@ -220,7 +236,8 @@ class WorkerHalf:
         """Restores: sync ones are done when this returns, async ones have begun."""
         if self.pool is None:
             return
-        self.lasting.on_orders(orders)
+        if self.lasting is not None:
+            self.lasting.on_orders(orders)
         for store, tier_orders in orders.stores.items():
             for promote in tier_orders.promotes:
                 self._overwrite(promote.slots, promote)
@@ -242,34 +259,21 @@ class WorkerHalf:
             self._restored(refused.request_id, refused.mode, refused.blocks, failed=True)
         for order in orders.loads:
             self._orders[order.order_id] = order
-            if order.cold:
-                self._load_cold(order)
-                continue
             job = CopyJob(order.order_id, Direction.LOAD, order.blocks, order.slots, order.group)
-            if self.backend is None:
+            if order.cold and self.compressor is not None:
+                self.compressor.load(order)
+            elif order.cold or self.backend is None:
                 self._done(CopyResult.refusal(job))
             elif order.mode is RestoreMode.SYNC:
                 self._done(self.backend.run(job))
             else:
                 self.backend.submit(job)
-
         for pack in orders.packs:
-            note = self.lasting.packing(pack)
+            note = self.lasting.packing(pack) if self.lasting is not None else NO_NOTE
             for tier in self.stores.values():
                 tier.packed(pack)
             if self.compressor is not None:
                 self.compressor.pack(pack, note)
-
-    def _load_cold(self, order: LoadOrder) -> None:
-        """Begin a restore of which some pages are compressed, if not all."""
-        raw = self._cold_loads.split(order)
-        if self.compressor is not None:
-            self.compressor.load(order)
-        if raw is not None:
-            if self.backend is not None:
-                self.backend.submit(raw)
-            else:
-                self._done(CopyResult.refusal(raw))
 
     def save(self, orders: Orders) -> None:
         """Saves, behind the forward pass.
@@ -297,20 +301,15 @@ class WorkerHalf:
                 self._done(result)
         if self.compressor is not None:
             for result in self.compressor.poll():
-                self._done(result, cold=True)
+                self._done(result)
         arrived, self._arrived = self._arrived, set()
         failed = arrived & self._failed
         self._failed -= failed
         return Arrivals(arrived, failed)
 
-    @property
-    def bad_blocks(self) -> Collection[int]:
-        """Blocks whose restore failed since they were last taken."""
-        return self._bad_blocks
-
     def take_bad_blocks(self) -> set[int]:
         """VRAM blocks whose restore failed since the last call."""
-        bad, self._bad_blocks = self._bad_blocks, set()
+        bad, self.bad_blocks = self.bad_blocks, set()
         return bad
 
     def take_reports(self) -> Reports | None:
@@ -321,10 +320,7 @@ class WorkerHalf:
             self._reports.update(settled)
             if report is not None:
                 news[store] = {self._rank: report}
-        if self.compressor is not None:
-            self._reports.update(self.compressor.take_reports())
-        if self.snapshots is not None:
-            self._reports.update(self.snapshots.take_reports())
+        self._reports.update(drained(self._reported))
         if not self._reports and not self._newly_failed and not news:
             return None
         reports, self._reports = self._reports, {}
@@ -335,19 +331,14 @@ class WorkerHalf:
     def _overwrite(
         self, slots: tuple[int, ...], by: SaveOrder | PromoteOrder | None = None
     ) -> None:
-        self.lasting.overwrite(slots)
-        if by is not None:
-            self.lasting.begin(by)
+        if self.lasting is not None:
+            self.lasting.overwrite(slots, by)
         for tier in self.stores.values():
             tier.forget_slots(slots)
 
-    def _done(self, result: CopyResult, *, cold: bool = False) -> None:
+    def _done(self, result: CopyResult) -> None:
         order_id = OrderId(result.job_id)
-        loads = self._cold_loads
-        whole = loads.on_cold(result) if cold else loads.on_raw(result)
-        if whole is None:  # the other part of it is under way
-            return
-        result, order = whole, self._orders.pop(order_id)
+        order = self._orders.pop(order_id)
         self._reports[order_id] = OrderReport(1, result.failed, result.nbytes, result.seconds)
         if isinstance(order, SaveOrder):
             for store, tier in self.stores.items():
@@ -361,7 +352,7 @@ class WorkerHalf:
         self, request_id: str, mode: RestoreMode, bad: Sequence[int], *, failed: bool
     ) -> None:
         if self._facts.recovers_by_block:
-            self._bad_blocks.update(bad)
+            self.bad_blocks.update(bad)
         elif failed:
             self._failed.add(request_id)
         if mode is RestoreMode.ASYNC:
@@ -383,7 +374,8 @@ class WorkerHalf:
             if self.pool is not None:
                 last_to_first.callback(self.pool.close)
                 self.pool = None
-            last_to_first.callback(self.lasting.close)
+            if self.lasting is not None:
+                last_to_first.callback(self.lasting.close)
             for tier in self.stores.values():
                 last_to_first.callback(tier.close)
             if self.compressor is not None:

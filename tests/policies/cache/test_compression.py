@@ -10,16 +10,13 @@ from tiered_kv.connectors.runtime.pages.cpu_compression import (
     BUNDLE_BYTES,
     FREE_SHARE,
     LEAST_PAGES,
-    LOOKED_AT,
     MOST_PACKING,
     MOST_PAGES,
     MOST_STAGING,
-    NOTHING,
-    Packing,
     bundle_pages,
     bundles_of,
+    bundles_to_pack,
     burst,
-    packing,
     staging_slots,
     worth_compressing,
 )
@@ -68,58 +65,44 @@ def test_what_is_left_of_a_stretch_is_a_bundle_if_it_is_half_as_long(
     assert bundles_of(pages, most) == sizes
 
 
-def wanted(
-    num_slots: int = 1024, free: int = 0, burst: int = 0, raw: int = 1024, under_way: int = 0
-) -> Packing:
-    return packing(num_slots=num_slots, free=free, burst=burst, raw=raw, under_way=under_way)
+def wanted(num_slots: int = 1024, free: int = 0, burst: int = 0, under_way: int = 0) -> int:
+    return bundles_to_pack(num_slots=num_slots, free=free, burst=burst, under_way=under_way)
 
 
 def test_nothing_is_compressed_while_a_slot_is_free_and_few_are_taken_at_once() -> None:
-    assert wanted(free=1, burst=0) is NOTHING
-    assert wanted(free=0, burst=0) == Packing(MOST_PACKING, 1024)
+    assert wanted(free=1, burst=0) == 0
+    assert wanted(free=0, burst=0) == MOST_PACKING
 
 
 def test_a_burst_asks_for_more_free_slots_up_to_a_bound() -> None:
     most = 1024 // FREE_SHARE
-    assert wanted(free=100, burst=100) is NOTHING
-    assert wanted(free=99, burst=100).bundles
-    assert wanted(free=most, burst=1 << 20) is NOTHING
-    assert wanted(free=most - 1, burst=1 << 20).bundles
+    assert wanted(free=100, burst=100) == 0
+    assert wanted(free=99, burst=100)
+    assert wanted(free=most, burst=1 << 20) == 0
+    assert wanted(free=most - 1, burst=1 << 20)
 
 
 def test_few_bundles_are_under_way_at_a_time() -> None:
-    assert wanted(under_way=MOST_PACKING) is NOTHING
-    assert wanted(under_way=MOST_PACKING + 1) is NOTHING
-    assert wanted(under_way=MOST_PACKING - 1).bundles == 1
-
-
-def test_not_all_pages_are_looked_at() -> None:
-    assert wanted(num_slots=1 << 20, raw=1 << 20).among == LOOKED_AT
+    assert wanted(under_way=MOST_PACKING) == 0
+    assert wanted(under_way=MOST_PACKING + 1) == 0
+    assert wanted(under_way=MOST_PACKING - 1) == 1
 
 
 @pytest.mark.parametrize("num_slots", [0, 1, 7, 31])
 def test_small_pools_want_a_free_slot_too(num_slots: int) -> None:
-    assert wanted(num_slots=num_slots, free=1, raw=num_slots) is NOTHING
-    assert wanted(num_slots=num_slots, raw=0) is NOTHING
-    assert wanted(num_slots=num_slots, raw=num_slots).bundles == (MOST_PACKING if num_slots else 0)
+    assert wanted(num_slots=num_slots, free=1) == 0
+    assert wanted(num_slots=num_slots) == MOST_PACKING
 
 
 @given(
-    st.integers(0, 1 << 20),
-    st.integers(0, 1 << 20),
-    st.integers(0, 1 << 21),
-    st.integers(0, 1 << 20),
-    st.integers(0, 20),
+    st.integers(0, 1 << 20), st.integers(0, 1 << 20), st.integers(0, 1 << 21), st.integers(0, 20)
 )
-def test_what_is_wanted_is_there(
-    num_slots: int, free: int, burst: int, raw: int, under_way: int
+def test_a_free_slot_more_never_asks_for_more(
+    num_slots: int, free: int, burst: int, under_way: int
 ) -> None:
-    found = wanted(num_slots, free, burst, raw, under_way)
-    assert 0 <= found.bundles <= max(0, MOST_PACKING - under_way)
-    assert 0 <= found.among <= min(raw, LOOKED_AT)
-    assert (found.bundles > 0) == (found.among > 0)
-    more = wanted(num_slots, free + 1, burst, raw, under_way)
-    assert more.bundles <= found.bundles, "a free slot more never asks for more"
+    found = wanted(num_slots, free, burst, under_way)
+    assert 0 <= found <= max(0, MOST_PACKING - under_way)
+    assert wanted(num_slots, free + 1, burst, under_way) <= found
 
 
 def test_a_burst_is_remembered_for_a_while() -> None:

@@ -6,12 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.connectors.runtime.pages.saves import (
-    STRIDE_TOKENS,
-    TOGETHER,
-    SaveStride,
-    is_tail_worth_a_slot,
-)
+from tiered_kv.connectors.runtime.pages.saves import STRIDE_TOKENS, TOGETHER, SaveStride
 
 sizes = st.integers(1, 1024)
 
@@ -48,9 +43,3 @@ def test_a_request_that_decodes_is_looked_at_in_time(
 def test_a_prefill_is_looked_at_in_every_step(block_size: int, step: int, left: int) -> None:
     stride = SaveStride.of(block_size)
     assert stride.next_look(step, saved=0, computed=5, known=5 + left) == step + 1
-
-
-def test_a_few_stray_tokens_are_not_worth_a_slot() -> None:
-    assert not is_tail_worth_a_slot(0, of_job=False)
-    assert is_tail_worth_a_slot(0, of_job=True)
-    assert is_tail_worth_a_slot(1, of_job=False)

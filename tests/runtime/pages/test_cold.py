@@ -15,6 +15,7 @@ from tests.runtime.cold import (
     come_back,
     damage,
     fill_cpu,
+    inject_cold,
     prompt,
     settle,
     start_packing,
@@ -26,7 +27,6 @@ from tests.runtime.groups.kinds import MODELS
 from tiered_kv.codecs.base import Bytes, CodecError, EncodedPage
 from tiered_kv.orders import LoadOrder
 from tiered_kv.testing.checked_kv import expected, text
-from tiered_kv.testing.faults import FaultyTransfer
 from tiered_kv.testing.shrinking import Shrinking
 from tiered_kv.testing.stores import SSD
 from tiered_kv.testing.vllm.groups import GroupSpec
@@ -290,10 +290,9 @@ def broken(self: Shrinking, page: Bytes | EncodedPage, out: Bytes | None = None)
     raise CodecError("injected")
 
 
-def test_copies_that_fail_beside_compressed_pages_are_told_from_them(rig: Rig) -> None:
-    """A restore in two parts has the failures of both."""
+def test_pages_whose_copy_fails_beside_compressed_pages_are_recomputed(rig: Rig) -> None:
     fill_cpu(rig, JOBS)
-    faulty, orders = rig.inject(FaultyTransfer), cold_restores(rig)
+    faulty, orders = inject_cold(rig), cold_restores(rig)
     for job in range(JOBS):
         faulty.fail_next(Direction.LOAD, [0])
         come_back(rig, job)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tiered_kv.connectors.runtime.pages.restores import FailedRestores
+from tiered_kv.connectors.runtime.pages.restores import Restores
 from tiered_kv.connectors.runtime.turn import Source
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
@@ -72,10 +72,11 @@ def test_who_only_ran_beside_it_is_saved_in_the_next_step(rig: Rig) -> None:
     rig.check_clean()
 
 
-class Touched:
-    """A pool, the saves and the restores: records calls of them."""
+class Touched(Restores):
+    """Restores that are their own pool and saves, and record calls of these."""
 
     def __init__(self, tables: dict[str, list[Any]]) -> None:
+        self._pool: Any = self
         self.tables = [tables]
         self.evicted: set[int] = set()
         self.watched: list[tuple[Any, int]] = []
@@ -117,7 +118,7 @@ def test_who_has_no_blocks_yet_or_is_being_loaded_is_left_alone() -> None:
     ids = {"loads": [1, 2], "loads bad": [7, 8], "holds": [3, 7, 4], "beside": [5, 6]}
     blocks = {name: [SimpleNamespace(block_id=one) for one in own] for name, own in ids.items()}
     touched: Any = Touched(blocks)
-    FailedRestores(touched, touched, touched).on_failed({7}, [3, 7, 9], turns, step=11)
+    touched.forget_bad_blocks({7}, [3, 7, 9], turns, touched, step=11)
     assert touched.evicted == {7, 9, 4}
     assert forgot == ["holds"]
     assert touched.watched == [(turns[-1], 12)]

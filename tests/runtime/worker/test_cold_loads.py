@@ -1,113 +1,170 @@
-"""A restore in two parts ends once both are over, as if it had been one."""
+"""A restore of resident and compressed pages is one copy, on the compressor's threads."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiered_kv.connectors.runtime.worker.compressor import ColdLoads
+from tiered_kv.codecs.base import ElementType, PageFormat
+from tiered_kv.codecs.registry import parse
+from tiered_kv.connectors.runtime.worker.compressor import Compressor
 from tiered_kv.keys import PageKey
-from tiered_kv.orders import LoadOrder, OrderId, RestoreMode
-from tiered_kv.transfer.base import CopyJob, CopyResult, Direction
+from tiered_kv.orders import LoadOrder, OrderId, OrderReport, PackOrder, RestoreMode
+from tiered_kv.page_group import Placement, page_layout
+from tiered_kv.pages.cold_pages import cold_place
+from tiered_kv.storage.bundles import Bundles
+from tiered_kv.testing.faults import FaultyTransfer
+from tiered_kv.transfer.base import CopyResult, Direction
+from tiered_kv.transfer.cpu import CpuTransfer
+from tiered_kv.transfer.host_memory import AnonymousMemory, CpuPool
 
-NONE = frozenset[int]()
-
-
-def order(*slots: int, number: int = 7) -> LoadOrder:
-    """A restore of pages in these places, below 0 for cold ones, to blocks 100 and on."""
-    blocks = tuple(range(100, 100 + len(slots)))
-    cold = tuple(PageKey(b"page %d" % i) for i, slot in enumerate(slots) if slot < 0)
-    number_ = OrderId(number)
-    return LoadOrder(number_, 3, "request", blocks, slots, RestoreMode.ASYNC, cold=cold)
-
-
-def result(failed: Collection[int], nbytes: int, seconds: float, number: int = 7) -> CopyResult:
-    return CopyResult(number, frozenset(failed), nbytes, seconds)
+PAGE, PAGES, STAGING = 1024, 12, 4
+ALL = range(PAGES)
 
 
-def test_the_raw_part_is_a_copy_of_its_own() -> None:
-    job = ColdLoads().split(order(-1, 5, -1, 6, -9, 0))
-    assert job == CopyJob(OrderId(7), Direction.LOAD, [101, 103, 105], [5, 6, 0], 3)
+def key(name: int) -> PageKey:
+    return PageKey(b"%20d" % name)
 
 
-def test_a_restore_of_cold_pages_alone_has_one_part() -> None:
-    loads = ColdLoads()
-    assert loads.split(order(-1, -1, -4)) is None
-    whole = result({1}, 20, 1.0)
-    assert loads.on_cold(whole) is whole
+class Rank:
+    """A rank's VRAM and CPU memory: page ``n`` is in slot ``n`` at first, and is wanted in block
+    ``n``."""
+
+    def __init__(self) -> None:
+        self.pool = CpuPool(AnonymousMemory((PAGES + STAGING) * PAGE), PAGE)
+        self.pages = (
+            np.arange(PAGES, dtype=np.uint8)[:, None] + np.arange(PAGE, dtype=np.uint8) // 4
+        )
+        self.pool.slots[:PAGES] = self.pages
+        self.vram = np.full(PAGES * PAGE, 0xEE, np.uint8)
+        layout = page_layout([Placement(1, PAGES * PAGE, PAGE, 0)], PAGES)
+        self.copies = FaultyTransfer(CpuTransfer([layout], self.vram, self.pool))
+        codec = parse("zstd")(PageFormat(ElementType.OPAQUE, PAGE, 16))
+        groups = {0: Bundles(self.pool.slots, codec)}
+        staging = range(PAGES, PAGES + STAGING)
+        self.reports = list[tuple[OrderId, OrderReport]]()
+        self.compressor = Compressor(
+            groups, self.pool.slots, staging, lambda: self.copies, 2, self.reports.append
+        )
+        self.places = list(ALL)
+
+    def pack(self, names: Sequence[int]) -> None:
+        """Compress pages together, which share a place from then on."""
+        order = PackOrder(OrderId(1), 0, tuple(names), tuple(map(key, names)))
+        self.compressor.pack(order)
+        self.compressor.drain()
+        (_, report) = self.reports.pop()
+        assert not report.failed
+        assert report.slots < len(names)
+        self.pool.slots[list(names[report.slots :])] = 0xAA  # others use what is free
+        for name in names:
+            self.places[name] = cold_place(names[0])
+
+    def load(self, names: Sequence[int]) -> CopyResult:
+        """Restore pages. Those that did not fail are in their blocks."""
+        self.vram[:] = 0xEE
+        places = tuple(self.places[name] for name in names)
+        cold = tuple(key(name) for name in names if self.places[name] < 0)
+        blocks = tuple(names)
+        order = LoadOrder(OrderId(7), 0, "request", blocks, places, RestoreMode.ASYNC, cold=cold)
+        self.compressor.load(order)
+        self.compressor.drain()
+        (result,) = self.compressor.poll()
+        for i, name in enumerate(names):
+            if i not in result.failed:
+                assert (self.vram.reshape(PAGES, PAGE)[name] == self.pages[name]).all()
+        assert result.job_id == 7
+        assert result.nbytes == (len(names) - len(result.failed)) * PAGE
+        return result
+
+    def close(self) -> None:
+        self.compressor.close()
+        self.pool.close()
 
 
-def test_copies_that_are_no_part_of_anything_are_whole() -> None:
-    loads = ColdLoads()
-    loads.split(order(-1, 5))
-    other = result({0}, 10, 1.0, number=8)
-    assert loads.on_raw(other) is other
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    made = Rank()
+    yield made
+    made.close()
 
 
-@pytest.mark.parametrize("raw_first", [False, True])
-@pytest.mark.parametrize(
-    ("raw", "cold", "failed"),
-    [
-        ((), (), ()),
-        ({0}, (), {1}),
-        ({2}, (), {5}),
-        ((), {0, 4}, {0, 4}),
-        ({0, 1, 2}, {2}, {1, 2, 3, 5}),
-        ({0, 1, 2}, {0, 2, 4}, {0, 1, 2, 3, 4, 5}),
-    ],
-)
-def test_either_part_may_fail_and_either_may_be_first(
-    raw_first: bool, raw: Collection[int], cold: Collection[int], failed: Collection[int]
+def test_resident_and_compressed_pages_of_a_restore_arrive_together(rank: Rank) -> None:
+    rank.pack([3, 4, 5, 6, 7, 8, 9])
+    assert not rank.load(ALL).failed
+    assert not rank.load([9, 0, 8, 1, 5]).failed
+    assert not rank.load([6, 3]).failed, "of compressed pages alone"
+
+
+def test_a_damaged_page_fails_alone(rank: Rank) -> None:
+    rank.pack([3, 4, 5, 6])
+    rank.pack([7, 8, 9])
+    rank.pool.slots[7] ^= 0xFF
+    assert rank.load([0, 7, 3, 8, 11, 9, 4]).failed == {1, 3, 5}
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_pages_of_a_copy_that_failed_fail_alone(rank: Rank, part: int) -> None:
+    """First the resident pages are copied, then the others, two at a time."""
+    rank.pack([3, 4, 5, 6])
+    for _ in range(part):
+        rank.copies.fail_next(Direction.LOAD, ())
+    rank.copies.fail_next(Direction.LOAD, {1})
+    assert rank.load([3, 0, 4, 1, 5, 2, 6]).failed == [{3}, {2}, {6}][part]
+
+
+def test_nothing_arrives_without_vram(rank: Rank) -> None:
+    rank.pack([3, 4, 5])
+    rank.compressor.release_vram()
+    assert rank.load([0, 3, 1]).failed == {0, 1, 2}
+
+
+def test_a_restore_that_breaks_off_fails_as_a_whole(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The raw part counts its own pages, the other those of the order."""
-    loads = ColdLoads()
-    loads.split(order(-1, 5, -1, 6, -9, 0))
-    parts = [(loads.on_raw, result(raw, 300, 0.5)), (loads.on_cold, result(cold, 40, 2.0))]
-    (take, first), (take_other, second) = parts if raw_first else parts[::-1]
-    assert take(first) is None
-    assert take_other(second) == CopyResult(7, frozenset(failed), 340, 2.0)
-    assert loads.on_raw(again := result((), 1, 1.0)) is again, "nothing is left of it"
+    rank.pack([3, 4, 5])
+    with monkeypatch.context() as patch:
+        patch.setattr(Bundles, "read", lambda *_: 1 / 0)
+        assert rank.load([0, 3, 1]).failed == {0, 1, 2}
+    assert not rank.load([0, 3, 1]).failed
 
 
-def test_a_raw_part_that_is_refused_fails_its_own_pages() -> None:
-    loads = ColdLoads()
-    job = loads.split(order(4, -1, 5))
-    assert job is not None
-    assert loads.on_raw(CopyResult.refusal(job)) is None
-    assert loads.on_cold(result((), 10, 1.0)) == CopyResult(7, frozenset({0, 2}), 10, 1.0)
+def test_the_engine_is_waited_for_before_its_blocks_are_written(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered = list[bool]()
+
+    class Fence(nullcontext[None]):
+        def __enter__(self) -> None:
+            entered.append(bool((rank.vram == 0xEE).all()))
+
+    monkeypatch.setattr(rank.copies, "fence", Fence, raising=False)
+    rank.pack([3, 4, 5])
+    rank.load([0, 3])
+    assert entered == [True]
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_restores_under_way_at_once_are_told_apart(data: st.DataObject) -> None:
-    loads, events = ColdLoads(), list[tuple[str, int]]()
-    slots = data.draw(
-        st.lists(st.lists(st.integers(-3, 3), min_size=1, max_size=6), min_size=1, max_size=4)
-    )
-    expected = dict[int, frozenset[int]]()
-    failures = dict[tuple[str, int], frozenset[int]]()
-    for number, places in enumerate(slots):
-        loads_job = loads.split(order(*places, number=number))
-        raw = [i for i, slot in enumerate(places) if slot >= 0]
-        cold = [i for i, slot in enumerate(places) if slot < 0]
-        if not cold:  # never split in the product
-            loads.on_cold(result((), 0, 0.0, number))
-        bad = data.draw(st.frozensets(st.sampled_from(range(len(places)))))
-        expected[number] = bad
-        assert (loads_job is None) == (not raw)
-        if raw:
-            events.append(("raw", number))
-            failures["raw", number] = frozenset(raw.index(i) for i in bad & set(raw))
-        if cold:
-            events.append(("cold", number))
-            failures["cold", number] = bad & set(cold)
-    ended = dict[int, frozenset[int]]()
-    for kind, number in data.draw(st.permutations(events)):
-        take = loads.on_raw if kind == "raw" else loads.on_cold
-        whole = take(result(failures[kind, number], 1, 1.0, number))
-        if whole is not None:
-            assert number not in ended
-            ended[number] = whole.failed
-    assert ended == expected
+def test_whatever_is_damaged_no_wrong_page_arrives(data: st.DataObject) -> None:
+    rank = Rank()
+    try:
+        names = data.draw(st.permutations(ALL))
+        cut = data.draw(st.integers(3, PAGES - 3))
+        damaged = set[int]()
+        for bundle in (names[:cut], names[cut:]):
+            if data.draw(st.booleans()):
+                rank.pack(bundle)
+                if data.draw(st.booleans()):
+                    rank.pool.slots[bundle[0]] ^= 0xFF
+                    damaged.update(bundle)
+        wanted = data.draw(st.lists(st.sampled_from(ALL), min_size=1, unique=True))
+        failed = {wanted[i] for i in rank.load(wanted).failed}
+        assert failed <= damaged
+    finally:
+        rank.close()

@@ -25,9 +25,9 @@ from tests.transfer.memory_file.made_memory import (
     read_file,
     slot_of,
 )
-from tiered_kv.transfer.memory_file.lasting_memory import LastingMemory
+from tiered_kv.transfer.memory_file.lasting_memory import LandedPage, LastingMemory
 from tiered_kv.transfer.memory_file.memory_format import SlotHeader
-from tiered_kv.transfer.memory_file.validation import LandedPage, Validation
+from tiered_kv.transfer.memory_file.validation import Validation
 
 PIECES = 4
 """Parts that a page is written in, so that it is half there for a while."""

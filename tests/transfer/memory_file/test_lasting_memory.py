@@ -24,7 +24,7 @@ from tests.transfer.memory_file.made_memory import (
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import AdoptedPages
 from tiered_kv.storage.segment.format import FormatError
-from tiered_kv.transfer.memory_file.lasting_memory import LastingMemory
+from tiered_kv.transfer.memory_file.lasting_memory import LandedPage, LastingMemory
 from tiered_kv.transfer.memory_file.memory_format import (
     MAGIC,
     MAX_KEY_BYTES,
@@ -37,7 +37,7 @@ from tiered_kv.transfer.memory_file.memory_format import (
     parse_file_header,
     parse_slot_header,
 )
-from tiered_kv.transfer.memory_file.validation import LandedPage, Validation, agreed
+from tiered_kv.transfer.memory_file.validation import Validation, agreed
 
 
 @pytest.fixture
@@ -232,8 +232,8 @@ def test_pages_are_validated_behind_the_workers_back(memory: LastingMemory) -> N
         slot_of(memory, slot)[:] = page_of(key_of(slot))
     validation.landed(LandedPage(slot, key_of(slot), PAGE, slot) for slot in range(10))
     assert validation.wait_idle(10.0)
-    assert validation.close() == 0
-    assert validation.close() == 0
+    validation.close()
+    validation.close()
     again = reopened(memory)
     assert keys_in(again) == {slot: key_of(slot) for slot in range(10)}
     again.check_adopted(1)
@@ -266,10 +266,13 @@ def test_what_waits_when_it_ends_is_not_found_again(
     monkeypatch.setattr(LastingMemory, "digest", slow)
     validation = Validation(memory)
     validation.landed(LandedPage(slot, key_of(slot), PAGE, slot) for slot in range(3))
-    begun.wait(10.0)
+    assert begun.wait(10.0)
     memory.invalidate([0])  # while it is hashed
-    threading.Timer(0.05, go_on.set).start()
-    assert validation.close(0.0) == 2
+    ending = threading.Thread(target=validation.close)
+    ending.start()
+    assert validation.ending.wait(10.0)
+    go_on.set()
+    ending.join(10.0)
     assert not reopened(memory).adopted
 
 

@@ -48,7 +48,7 @@ def test_a_pool_is_made_over_it_and_finds_its_pages_again(folder: Path) -> None:
     assert keys_in(again) == {0: key_of(0), 2: key_of(1), 6: key_of(3), 8: key_of(4)}
     for slot, key in keys_in(again).items():
         assert (slot_of(again, slot) == page_of(key)).all()
-    assert not again.rest.slots, "after a clean stop nothing is under way"
+    assert not again.resting, "after a clean stop nothing is under way"
     again.close()
 
 
@@ -151,7 +151,7 @@ def test_an_engine_that_cannot_use_it_makes_it_anew(
     other = open_in(folder, **changes)
     assert not other.adopted
     assert not other.view.any()
-    assert not other.rest.slots
+    assert not other.resting
     pattern = rf"{folder / NAME} is made anew, since .*{why}"
     assert re.search(pattern, caplog.text)
     other.close()
@@ -240,7 +240,7 @@ def test_a_torn_header_costs_its_page_alone(folder: Path, caplog: pytest.LogCapt
     again = open_in(folder)
     assert keys_in(again) == {0: key_of(0), 5: key_of(5)}
     assert "4 slots have torn headers" in caplog.text
-    assert again.rest.slots == {1, 2, 3, 4}
+    assert again.resting == {1, 2, 3, 4}
     again.close()
     assert keys_in(open_in(folder)) == {0: key_of(0), 5: key_of(5)}
 
@@ -265,14 +265,17 @@ def test_slots_rest_until_no_late_copy_can_land(folder: Path, tmp_path: Path) ->
     save(memory, 0, 0)
     memory.invalidate([5, 6])
     killed = as_killed(memory, tmp_path / "killed")
-    again = open_memory(killed, GEOMETRY, keep=True, clock=lambda: 100.0)
-    assert again.rest.slots == {5, 6}, "one that was never used need not rest"
-    assert again.rest.left_s(100.0) == REST_S
-    assert again.rest.left_s(99.0 + REST_S) == 1.0
-    assert again.rest.left_s(101.0 + REST_S) == 0.0
+    now = 100.0
+    again = open_memory(killed, GEOMETRY, keep=True, clock=lambda: now)
+    assert again.resting == {5, 6}, "one that was never used need not rest"
+    assert again.rest_s() == REST_S
+    now = 99.0 + REST_S
+    assert again.rest_s() == 1.0
+    now = 101.0 + REST_S
+    assert again.rest_s() == 0.0
     again.close()
     memory.close()
-    assert open_in(folder).rest.left_s(0.0) == 0.0, "nothing rests"
+    assert open_in(folder).rest_s() == 0.0, "nothing rests"
 
 
 def test_slots_go_on_resting_after_a_start_that_was_given_up(folder: Path, tmp_path: Path) -> None:
@@ -284,5 +287,5 @@ def test_slots_go_on_resting_after_a_start_that_was_given_up(folder: Path, tmp_p
     memory.close()
     open_memory(killed, GEOMETRY, keep=True, clock=lambda: 100.0).close()
     again = open_memory(killed, GEOMETRY, keep=True, clock=lambda: 101.0)
-    assert again.rest.left_s(101.0) == REST_S
+    assert again.rest_s() == REST_S
     again.close()

@@ -52,7 +52,7 @@ class ColdIndexConformance:
         assert index.free_slots == 2
         assert index.readable_prefix([A, B, C, D], 0, 4) == 3
         assert {index.acquire(key) for key in (A, B, C)} == {cold_place(slots[2])}
-        assert (len(index), index.resident, index.cold.being_compressed) == (3, 0, 0)
+        assert (len(index), index.cold.compressed, index.cold.being_compressed) == (3, 3, 0)
         for key in (A, B, C):
             index.release(key, cold_place(slots[2]))
         assert index.free_slots == 2

@@ -44,7 +44,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,6 +55,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tiered_kv.file_lock import unlock
+from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.files import BLOCK
 from tiered_kv.storage.segment.format import FormatError
 
@@ -69,37 +70,23 @@ request.
 """
 
 
+logger = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True, slots=True)
-class Rest:
-    """Slots that nothing may be written to for a while.
+class LandedPage:
+    """A page whose bytes are in its slot.
 
     Attributes:
-        slots: slots that were invalid when the file was taken over.
-        until: end of their rest, on the clock that ``since`` was read on.
+        nbytes: size of the page.
+        saved: time at which the scheduler knew it whole on every rank, nanoseconds since 1970.
     """
 
-    slots: frozenset[int]
-    until: float
+    slot: int
+    key: PageKey
+    nbytes: int
+    saved: int
 
-    @classmethod
-    def begin(cls, slots: Iterable[int], since: float) -> Rest:
-        """Begin a rest, when the file's lock was had.
-
-        Args:
-            since: seconds.
-        """
-        return cls(frozenset(slots), since + REST_S)
-
-    def left_s(self, now: float) -> float:
-        """Seconds until nothing rests any more.
-
-        Args:
-            now: seconds on the clock of ``since``.
-        """
-        return max(0.0, self.until - now) if self.slots else 0.0
-
-
-logger = logging.getLogger(__name__)
 
 _open: weakref.WeakSet[LastingMemory] = weakref.WeakSet()
 
@@ -107,8 +94,8 @@ _open: weakref.WeakSet[LastingMemory] = weakref.WeakSet()
 class LastingMemory:
     """The slots of a memory file that is open and locked (see ``opening``).
 
-    ``validate``, ``validate_bundle``, ``ticket`` and ``digest`` may be called by any thread, the
-    rest by one thread.
+    Any thread may call ``validate``, ``hash_and_validate``, ``validate_bundle``, ``ticket`` and
+    ``digest``. One thread calls the rest.
 
     Args:
         path: the file.
@@ -122,7 +109,8 @@ class LastingMemory:
         slot_bytes: size of a slot.
         adopted: pages from before, by slot.
         bundles: bundles from before, by their notes.
-        rest: slots that must not be written to yet, and until when.
+        resting: slots that were invalid when the file was taken over. Nothing may be written to
+            them until they have rested.
     """
 
     pinned = False
@@ -154,7 +142,8 @@ class LastingMemory:
             self._table.invalidate(torn)
         self.adopted: Mapping[int, SlotHeader] = found
         self._clock = clock
-        self.rest = Rest.begin(self._table.invalid(), clock())
+        self._rested_at = clock() + REST_S
+        self.resting = frozenset(self._table.invalid())
         self.bundles = self._find_bundles()
         # A slot's bytes have one number, and get another before they change.
         self._tickets: NDArray[np.uint64] = np.zeros(geometry.slots, np.uint64)
@@ -183,6 +172,10 @@ class LastingMemory:
         if note.slots[0] != slots[0] or sorted(note.slots) != sorted(slots):
             raise FormatError("its note is of other slots")
         return note
+
+    def rest_s(self) -> float:
+        """Seconds until no slot rests any more."""
+        return max(0.0, self._rested_at - self._clock()) if self.resting else 0.0
 
     # -- headers ------------------------------------------------------------------
 
@@ -227,6 +220,18 @@ class LastingMemory:
                 return False
             self._table.validate(slot, header)
         return True
+
+    def hash_and_validate(self, page: LandedPage, ticket: int) -> None:
+        """Hash a page and make its slot valid, unless the slot's bytes have changed since the
+        ticket was taken.
+
+        Raises:
+            ValueError: the key or the page is longer than a header can say.
+        """
+        if self.ticket(page.slot) == ticket:
+            digest = self.digest(page.slot, page.nbytes)
+            header = SlotHeader(page.key, page.nbytes, page.saved, digest)
+            self.validate(page.slot, ticket, header)
 
     def validate_bundle(self, note: BundleNote, tickets: Sequence[int]) -> bool:
         """Write a bundle's note and make its slots valid, if they still hold the bytes of the
@@ -291,8 +296,7 @@ class LastingMemory:
                     self.path.unlink()
         with self._changing:
             # No copy of this process is under way. One of a process before may be.
-            resting = self.rest.slots if self.rest.left_s(self._clock()) else ()
-            self._table.forget_invalid(resting)
+            self._table.forget_invalid(self.resting if self.rest_s() else ())
             lock = self._let_go()
         unlock(lock)
         os.close(lock)

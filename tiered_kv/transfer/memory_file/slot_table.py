@@ -79,9 +79,6 @@ class SlotTable:
         self._nonce = nonce
         self._slot_bytes = slot_bytes
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def invalidate(self, slots: Sequence[int]) -> None:
         """Make slots invalid: their bytes are about to change."""
         self._states[list(slots)] = State.INVALID
@@ -106,11 +103,9 @@ class SlotTable:
 
     def validate_bundle(self, slots: Sequence[int], header: BundleHeader) -> None:
         """Make the slots of a bundle valid, the first one last: the others are nothing without."""
-        for slot in slots[1:]:
-            packed = pack_bundle_header(self._nonce, slot, header, State.PART)
-            self._write(slot, packed, State.PART)
-        packed = pack_bundle_header(self._nonce, slots[0], header, State.BUNDLE)
-        self._write(slots[0], packed, State.BUNDLE)
+        states = dict.fromkeys(slots[1:], State.PART) | {slots[0]: State.BUNDLE}
+        for slot, state in states.items():
+            self._write(slot, pack_bundle_header(self._nonce, slot, header, state), state)
 
     def _write(self, slot: int, packed: bytes, state: State) -> None:
         self._states[slot] = State.INVALID
@@ -131,7 +126,8 @@ class SlotTable:
 
     def valid(self) -> tuple[dict[int, SlotHeader], list[int]]:
         """Valid slots with their pages, and slots whose headers are torn or of no known state."""
-        found, torn = dict[int, SlotHeader](), self._slots_in_no_state()
+        found = dict[int, SlotHeader]()
+        torn: list[int] = np.flatnonzero(self._states > State.PART).tolist()
         for slot in np.flatnonzero(self._states == State.VALID).tolist():
             try:
                 found[slot] = self._parse(slot)
@@ -167,9 +163,6 @@ class SlotTable:
     def invalid(self) -> list[int]:
         """Slots that somebody was about to write, or whose page was discarded."""
         return list(np.flatnonzero(self._states == State.INVALID).tolist())
-
-    def _slots_in_no_state(self) -> list[int]:
-        return list(np.flatnonzero(self._states > State.PART).tolist())
 
 
 _HEAD = struct.Struct("<IIIII")

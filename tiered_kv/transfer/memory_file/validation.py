@@ -16,19 +16,15 @@ Of the slots of its order each rank fills as many as it needs, in their order.
 from __future__ import annotations
 
 import logging
-import os
 import threading
-from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from concurrent.futures import wait
 
 from tiered_kv.keys import PageKey
-from tiered_kv.machine import CORES
+from tiered_kv.machine import run_beside
 from tiered_kv.messages import AdoptedBundle, AdoptedPages
 
-from .lasting_memory import LastingMemory
-from .memory_format import SlotHeader
+from .lasting_memory import LandedPage, LastingMemory
 
 logger = logging.getLogger(__name__)
 
@@ -36,95 +32,51 @@ NICE = 10
 """Niceness of the thread."""
 
 
-@dataclass(frozen=True, slots=True)
-class LandedPage:
-    """A page whose bytes are in its slot.
-
-    Attributes:
-        nbytes: size of the page.
-        saved: time at which the scheduler knew it whole on every rank, nanoseconds since 1970.
-    """
-
-    slot: int
-    key: PageKey
-    nbytes: int
-    saved: int
-
-
 class Validation:
-    """The thread. All methods are called by the worker's thread.
+    """Hashes pages that have landed, on a thread of low priority, and makes their slots valid.
+    Called by the worker's thread.
 
     Args:
         memory: must not be closed before this.
+
+    Attributes:
+        ending: set once no further page is hashed.
     """
 
     def __init__(self, memory: LastingMemory) -> None:
         self._memory = memory
-        self._queue: deque[tuple[LandedPage, int]] = deque()
-        self._changed = threading.Condition()
-        self._busy = False
-        self._ending = False
-        self._thread = threading.Thread(target=self._run, name="tiered-kv-validate", daemon=True)
-        self._thread.start()
+        self._thread = run_beside("validate", 1, NICE)
+        self.ending = threading.Event()
 
     def landed(self, pages: Iterable[LandedPage]) -> None:
-        """Take pages that have landed and are known to be right on every rank. Their slots hold
-        them still."""
+        """Queue pages that have landed and are known to be right on every rank. Their slots still
+        hold them."""
         tickets = [(page, self._memory.ticket(page.slot)) for page in pages]
-        with self._changed:
-            self._queue.extend(tickets)
-            self._changed.notify()
+        self._thread.submit(self._validate, tickets)
 
-    def wait_idle(self, timeout: float) -> bool:
-        """Wait until every page is done; False if that took more than so many seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not (self._queue or self._busy), timeout)
-
-    def close(self, budget_s: float = 0.0) -> int:
-        """End the thread. Idempotent.
-
-        Args:
-            budget_s: time for what waits, seconds.
-
-        Returns:
-            Number of pages that were not done.
-        """
-        self.wait_idle(budget_s)
-        with self._changed:
-            self._ending = True
-            left = len(self._queue)
-            self._queue.clear()
-            self._changed.notify()
-        self._thread.join()
-        return left
-
-    def _run(self) -> None:
-        with suppress(OSError):
-            os.sched_setaffinity(0, CORES)  # whatever core the engine's thread is bound to
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-        while (one := self._next()) is not None:
+    def _validate(self, pages: Sequence[tuple[LandedPage, int]]) -> None:
+        for page, ticket in pages:
+            if self.ending.is_set():
+                return
             try:
-                self._validate(*one)
+                self._memory.hash_and_validate(page, ticket)
             except Exception:  # a page that is not found again is no reason to stop
                 logger.exception("a page in CPU memory cannot be validated")
 
-    def _next(self) -> tuple[LandedPage, int] | None:
-        with self._changed:
-            self._busy = False
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._queue or self._ending)
-            if not self._queue:
-                return None
-            self._busy = True
-            return self._queue.popleft()
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until every queued page is done; False if that takes longer."""
+        return bool(wait([self._thread.submit(int)], timeout_s).done)
 
-    def _validate(self, page: LandedPage, ticket: int) -> None:
-        memory = self._memory
-        if memory.ticket(page.slot) != ticket:
-            return
-        digest = memory.digest(page.slot, page.nbytes)
-        header = SlotHeader(page.key, page.nbytes, page.saved, digest)
-        memory.validate(page.slot, ticket, header)
+    def close(self, budget_s: float = 0.0) -> None:
+        """End the thread. Idempotent. Pages that are not done by then are not found again.
+
+        Args:
+            budget_s: time for the pages that are still queued, seconds.
+        """
+        if not self.ending.is_set():
+            self.wait_idle(budget_s)
+            self.ending.set()
+            self._thread.shutdown()
 
 
 def agreed(ranks: Sequence[AdoptedPages]) -> dict[PageKey, int]:
