@@ -78,8 +78,6 @@ class TierWorker:
         if bundles is not None:  # so that they need not be encoded once more
             bundles.encode_like(lambda: self.io.store.codec_of_new_pages)
         self.stored = StoredPages(tuple(store.keys()), tier.bandwidth, store.stored_bytes)
-        self._known = tier.spec.knowledge is Knowledge.KNOWN
-        self._errors = "remote_errors" if tier.spec.shared else "ssd_errors"
         # What slots hold that is perhaps nowhere else, by whose save; the newest last.
         self._holds: dict[int, tuple[PageKey, OrderId]] = {}
         # The same of bundles, by first slot. One whose slots were given to others may be among
@@ -164,7 +162,9 @@ class TierWorker:
             self._counted, self._counted_of = Counter(), store
         added += self._count_up(store)
         failures = self.io.failures
-        added[self._errors] += failures - self._failures
+        added["remote_errors" if self._tier.spec.shared else "ssd_errors"] += (
+            failures - self._failures
+        )
         self._failures = failures
         self._said = TierReport(tuple(gone), proposal, dict(+added), store.stored_bytes)
         return reports, self._said
@@ -181,7 +181,7 @@ class TierWorker:
         A store that others write to as well gets no flush: it has what was ordered down.
         """
         last: list[tuple[PageKey, int]] = []
-        if self._site.lasting and self._known:
+        if self._site.lasting and self._tier.spec.knowledge is Knowledge.KNOWN:
             packed = self._bundles.items()
             held = [(key, cold_place(first)) for first, pages in packed for key, _ in pages]
             held += [(key, slot) for slot, (key, _) in self._holds.items()]

@@ -42,6 +42,25 @@ class ColdIndexConformance:
 
     # -- packing ------------------------------------------------------------------
 
+    def test_a_page_goes_through_every_state(self, index: CheckedIndex) -> None:
+        states, places = [index.state(A)], [index.place(A)]
+        slot = index.reserve(A)
+        for step in (
+            lambda: index.commit(A, slot),
+            lambda: index.pack([A]),
+            lambda: index.packed(slot, 1),
+        ):
+            states.append(index.state(A))
+            places.append(index.place(A))
+            step()
+        assert [*states, index.state(A)] == list(PageState)
+        assert [*places, index.place(A)] == [None, None, slot, None, cold_place(slot)]
+        assert [state.readable for state in PageState] == [False, False, True, False, True]
+        assert [state.moving for state in PageState] == [False, True, False, True, False]
+
+        index.forget(A)
+        assert index.state(A) is PageState.MISSING
+
     def test_packed_pages_are_read_from_where_they_are_and_free_slots(
         self, index: CheckedIndex
     ) -> None:
