@@ -144,8 +144,8 @@ def come_back(rig: EngineRig, job: int, tag: str = "job") -> int:
 def inject_cold(rig: EngineRig) -> FaultyTransfer:
     """Put faults around the copies of restores of which some pages are compressed."""
     compressor = rig.worker_half.compressor
-    compressor.backend = FaultyTransfer(compressor.backend)
-    return compressor.backend
+    faulty = compressor.backend = FaultyTransfer(compressor.backend)
+    return faulty
 
 
 def compressed_bundles(rig: EngineRig) -> list[Bundle]:

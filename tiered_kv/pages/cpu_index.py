@@ -366,9 +366,9 @@ class PageIndex:
     # -- compressing --------------------------------------------------------------
 
     def oldest_raw(self, among: int) -> list[list[PageKey]]:
-        """Of the first ``among`` pages that became resident, those that no copy reads, in stretches
-        that follow each other in a context. Pages of no known context are moved behind all others.
-        """
+        """Stretches of pages that follow each other in a context and that no copy reads, of the
+        first ``among`` pages that became resident. Pages of no known context are moved behind all
+        others."""
         readers = self._readers
         first = list(islice(self._resident, among))
         stretches = self._eviction.stretches([key for key in first if key not in readers])
