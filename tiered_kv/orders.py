@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, Generic, NewType, TypeAlias, TypeVar
+from typing import ClassVar, NewType, TypeAlias, TypeVar
 
 from .keys import PageKey
 from .tiers import StoreId
@@ -18,7 +18,7 @@ OrderId = NewType("OrderId", int)
 T = TypeVar("T")
 
 
-class Outbox(list[T], Generic[T]):
+class Outbox(list[T]):
     """Items for the workers that are not sent yet."""
 
     def take(self) -> tuple[T, ...]:

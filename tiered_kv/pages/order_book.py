@@ -45,7 +45,6 @@ MIN_SAMPLE = 1 << 22
 RELEASED_AT_ONCE = 16_384
 """Pages of restores that are over which are let go after a step; others stay a step longer."""
 
-T = TypeVar("T")
 AnyOrder = TypeVar("AnyOrder", bound=Order)
 DoneOrder = TypeVar("DoneOrder", bound=Order, covariant=True)
 
