@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import random_scripts
 from tests.threads import leaked_threads, running_threads
 
 pytest.register_assert_rewrite("tiered_kv.testing")
@@ -26,12 +25,31 @@ settings.register_profile("thorough", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 
+BATCH = 25
+"""Seeds of one test: each test has a folder of its own, which costs as much as a short script."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    random_scripts.add_options(parser)
+    group = parser.getgroup("random scripts")
+    group.addoption("--scripts", type=int, metavar="N", help="seeds of each random script")
+    group.addoption("--first-seed", type=int, default=0, metavar="S", help="the first of them")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    random_scripts.generate(metafunc)
+    """Parametrize tests of random scripts with batches of seeds."""
+    marker = metafunc.definition.get_closest_marker("scripts")
+    if marker is None:
+        return
+    option = metafunc.config.option
+    nightly = "nightly" in option.markexpr and "not nightly" not in option.markexpr
+    count = option.scripts or (marker.kwargs["nightly"] if nightly else marker.args[0])
+    end = option.first_seed + count
+    marks = [pytest.mark.nightly, pytest.mark.timeout(0)] if nightly else []
+    batches = [
+        pytest.param(range(start, min(start + BATCH, end)), id=f"{start}", marks=marks)
+        for start in range(option.first_seed, end, BATCH)
+    ]
+    metafunc.parametrize("seeds", batches)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,54 +1,329 @@
-"""Random scripts: tests that are run once for each of many seeds.
+"""Random scripts: clients, faults and resets that a seed draws.
 
 A test marked ``@pytest.mark.scripts(150, nightly=10_000)`` takes the fixture ``seeds``. It runs 150
 seeds by default, in batches, and 10,000 with ``-m nightly``. ``--scripts N --first-seed S`` runs N
 seeds from S instead.
+
+A kind of script is an engine and a ``Script``: acts of its clients, with weights. In each step the
+engine's model checks that the KV it attends to is right, and the rig that requests are admitted
+fairly. At the end every answer is compared, and every block, slot, order and reference is accounted
+for.
 """
 
 from __future__ import annotations
 
+import random
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import pytest
+import numpy as np
 
-BATCH = 25
-"""Seeds of one test: each test has a folder of its own, which costs as much as a short script."""
+from tests.conftest import BATCH
+from tiered_kv.orders import RestoreMode
+from tiered_kv.policies import registry
+from tiered_kv.policies.base import NO_TOOL, Costs, Decision, Tier, ToolUse, TurnEnd
+from tiered_kv.policies.baselines.unpinned import StatelessPolicy
+from tiered_kv.policies.cache.restore_mode import AlwaysRestore, FasterRestore
+from tiered_kv.policies.distribution import GRID, Forecast
+from tiered_kv.testing.checked_kv import VOCABULARY, expected, text
+from tiered_kv.testing.faults import FaultyTransfer
+from tiered_kv.testing.rig import EngineRig
+from tiered_kv.testing.vllm.groups import GroupSpec
+from tiered_kv.testing.vllm.rig import RigOptions
+from tiered_kv.transfer.base import Direction
 
-
-def add_options(parser: pytest.Parser) -> None:
-    """Add the options of random scripts to pytest."""
-    group = parser.getgroup("random scripts")
-    group.addoption("--scripts", type=int, metavar="N", help="seeds of each random script")
-    group.addoption("--first-seed", type=int, default=0, metavar="S", help="the first of them")
-
-
-def generate(metafunc: pytest.Metafunc) -> None:
-    """Parametrize a marked test with batches of seeds."""
-    marker = metafunc.definition.get_closest_marker("scripts")
-    if marker is None:
-        return
-    option = metafunc.config.option
-    nightly = "nightly" in option.markexpr and "not nightly" not in option.markexpr
-    count = option.scripts or (marker.kwargs["nightly"] if nightly else marker.args[0])
-    end = option.first_seed + count
-    starts = range(option.first_seed, end, BATCH)
-    marks = [pytest.mark.nightly, pytest.mark.timeout(0)] if nightly else []
-    batches = [
-        pytest.param(range(start, min(start + BATCH, end)), id=f"{start}", marks=marks)
-        for start in starts
-    ]
-    metafunc.parametrize("seeds", batches)
+LONGEST = 256
+"""Longest request, tokens."""
+LONGEST_CONTEXT = 190
+LONGEST_ANSWER = 40
+STOPS = range(0, VOCABULARY, 12)
+"""Tokens that end an answer, of those requests that have any."""
 
 
-def play_each(folder: Path, seeds: range, play: Callable[[Path, int], None]) -> None:
-    """Play the script of each seed in a folder of its own. An error names its seed."""
+def play_each(
+    folder: Path, seeds: range, play: Callable[[Path, int], Mapping[str, int] | None]
+) -> None:
+    """Play the script of each seed in a folder of its own. An error names its seed.
+
+    Args:
+        play: plays one script, and may return counts of what scripts are about. None of them may
+            stay 0 in a full batch.
+    """
+    reached = Counter[str]()
     for seed in seeds:
         own = folder / f"{seed}"
+        own.mkdir()
         try:
-            play(own, seed)
+            reached.update(play(own, seed))
         except BaseException as error:
             error.add_note(f"repeat with: --scripts 1 --first-seed {seed}")
             raise
         shutil.rmtree(own, ignore_errors=True)
+    assert all(reached.values()) or len(seeds) < BATCH, f"nothing was tested: {reached}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A request of a script."""
+
+    prompt: list[int]
+    tokens: int
+    stops: Sequence[int]
+
+    def answer(self) -> list[int]:
+        """The answer that it must get."""
+        whole = expected(self.prompt, self.tokens)
+        end = next((i for i, token in enumerate(whole, 1) if token in self.stops), self.tokens)
+        return whole[:end]
+
+
+class Script:
+    """Random clients of one engine, and what happens to them.
+
+    What turns, aborts and resets draw does not depend on the engine: two engines can be compared.
+
+    Args:
+        acts: names of methods, and their weights.
+        contexts: the contexts of jobs that another script has served before; None: new ones.
+
+    Attributes:
+        steps: engine steps before an act. passes: seconds that pass then.
+        sent: requests by id.
+        faulty: the worker's transfers; None without any.
+    """
+
+    steps: Sequence[int] = range(6)
+    passes: Sequence[float] = (0, 0.1, 0.5, 3)
+
+    def __init__(
+        self,
+        rig: EngineRig,
+        rng: random.Random,
+        acts: Mapping[str, float],
+        contexts: list[list[int]] | None = None,
+    ) -> None:
+        self.rig, self.rng, self.acts = rig, rng, acts
+        self.contexts = some_contexts(rng) if contexts is None else contexts
+        self.sent: dict[str, Sent] = {}
+        self.faulty: FaultyTransfer | None = None
+        if rig.half is not None and rig.index.num_slots:
+            self.faulty = rig.inject(FaultyTransfer)
+
+    def play(self, acts: int) -> None:
+        """Act that many times."""
+        for _ in range(acts):
+            self.act()
+
+    def act(self) -> None:
+        """Make a few steps and one act."""
+        for _ in range(self.rng.choice(self.steps)):
+            self.step()
+        self.rig.now += self.rng.choice(self.passes)
+        [name] = self.rng.choices(list(self.acts), list(self.acts.values()))
+        getattr(self, name)()
+
+    def step(self) -> None:
+        """Make one engine step."""
+        self.rig.step()
+
+    # -- acts -------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Send a turn of some job: all of its context, or the start. The context may grow."""
+        rng, job = self.rng, self.rng.randrange(len(self.contexts))
+        context = self.contexts[job]
+        prompt = context[: rng.randrange(1, len(context) + 1)] if rng.random() < 0.4 else context
+        sent = self.sent[self.send(f"job{job}", prompt)]
+        if rng.random() < 0.6:
+            said = text(rng.randrange(1, 30), seed=rng.randrange(10**6))
+            self.contexts[job] = self.fit([*context, *sent.answer(), *said])
+
+    def send(self, job: str, prompt: list[int], **fields: Any) -> str:
+        """Send a request; returns its id."""
+        rng, name = self.rng, f"r{len(self.sent)}"
+        tokens = rng.choice([1, 4, 12, rng.randrange(1, LONGEST_ANSWER)])
+        sent = self.sent[name] = Sent(prompt, tokens, rng.choice([(), STOPS]))
+        fields = {**self.fields(job), **fields}
+        self.rig.add(name, prompt, tokens, stop_ids=sent.stops, **fields)
+        return name
+
+    def fields(self, job: str) -> dict[str, Any]:
+        """Other fields of a job's next request."""
+        hints = {"job_id": job, "is_last_step": self.rng.random() < 0.1}
+        return {"params": self.rng.choice([hints, hints, None])}
+
+    def fit(self, context: list[int]) -> list[int]:
+        """A context, or a part of it if it is too long."""
+        if len(context) <= LONGEST_CONTEXT:
+            return context
+        most = self.rng.choice([LONGEST_CONTEXT, LONGEST_CONTEXT, len(context) // 2])
+        return context[-most:] if self.rng.random() < 0.1 else context[:most]
+
+    def abort(self) -> None:
+        """Abort one of the last requests, perhaps while the next step runs."""
+        late, name = self.rng.random() < 0.5, self.rng.choice([*self.sent, ""][-8:])
+        if name and name not in self.rig.finished:
+            self.rig.abort(name, late=late)
+
+    def fail_copy(self) -> None:
+        """Have a page of the next save or load fail."""
+        direction, page = self.rng.choice(list(Direction)), self.rng.randrange(3)
+        if self.faulty is not None:
+            self.faulty.fail_next(direction, {page})
+
+    def fail_store(self) -> None:
+        """Have the next read or write of a tier fail."""
+        if self.faulty is not None and (stores := self.rig.worker_half.stores):
+            break_once(stores[self.rng.choice(sorted(stores))].io.store, self.rng)
+
+    def reset(self) -> bool:
+        """Reset the prefix cache, perhaps under running requests. Returns False if refused."""
+        running = self.rng.random() < 0.5
+        with suppress(RuntimeError):  # vLLM's refusal while restores are in flight
+            return self.rig.reset_cache(running=running)
+        return False
+
+    def wait(self) -> None:
+        """Let the workers finish their copies."""
+        self.rig.wait_for_worker()
+
+    # -- the end ----------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Run to the end, and check that answers are right and that nothing is left behind."""
+        rig = self.rig
+        rig.run()
+        for name, sent in self.sent.items():
+            self.check(name, sent.answer())
+        if rig.half is not None:
+            rig.now += 5 * 3600  # no gap is waited for that long
+            for i in range(2):
+                rig.wait_for_worker()
+                rig.ask(f"last{i}", text(1, seed=1), max_tokens=8)
+            rig.half.release_all()
+            rig.settle()
+        rig.check_clean()
+
+    def check(self, name: str, answer: list[int]) -> None:
+        """Check what the engine said; an aborted request got the start of its answer."""
+        said = self.rig.outputs[name]
+        assert said == (answer[: len(said)] if self.rig.aborted(name) else answer), name
+
+
+# -- engines -------------------------------------------------------------------------------
+
+
+def some_contexts(rng: random.Random, jobs: int = 4) -> list[list[int]]:
+    return [text(rng.randrange(5, 150), seed=rng.randrange(10**6)) for _ in range(jobs)]
+
+
+def some_size(rng: random.Random, groups: Sequence[GroupSpec] = ()) -> dict[str, Any]:
+    """Draw the size of an engine that has few blocks. The longest request fits."""
+    longest = sum(LONGEST // group.block_size + 2 for group in groups) + 1
+    return {
+        "blocks": max(longest, rng.choice([20, 30, 60]) * max(1, len(groups))),
+        "max_model_len": LONGEST,
+        "max_batched_tokens": rng.choice([64, 256]),
+    }
+
+
+def some_options(rng: random.Random, groups: tuple[GroupSpec, ...] = (), **own: Any) -> RigOptions:
+    """Draw the options of an engine with vLLM's scheduler. Those given are not drawn."""
+    drawn: dict[str, Any] = {
+        **some_size(rng, groups),
+        "max_num_seqs": rng.choice([2, 8]),
+        "in_job_order": rng.random() < 0.6,
+        "ahead": rng.random() < 0.5,
+        "groups": groups,
+        "retention": rng.choice([0, 0, None]) if groups else 0,
+    }
+    return RigOptions(**{**drawn, **own})
+
+
+def some_tiers(
+    rng: random.Random, folder: Path, page_bytes: int, slots: Sequence[int]
+) -> dict[str, Any]:
+    """Draw the settings of CPU memory with one of these numbers of slots, and perhaps of an SSD,
+    which may be too small."""
+    count, ssd_gib = rng.choice(slots), rng.choice([None, 1, 0.004])
+    found = {"cpu_gib": count * page_bytes / 2**30, "codec": "raw"}
+    if count and ssd_gib is not None:
+        found |= {"ssd_path": str(folder / "ssd"), "ssd_gib": ssd_gib}
+    return found
+
+
+def choose_policies(rig: EngineRig, rng: random.Random) -> None:
+    """Draw where turns' KV waits and how it is restored."""
+    named = registry.policy(rng.choice(sorted(registry.POLICIES)))
+    rig.policy = rng.choice([rig.policy, AnyDecision(rng), named])
+    choose_restores(rig, rng)
+
+
+def choose_restores(rig: EngineRig, rng: random.Random) -> None:
+    rig.pages.restores.policy = rng.choice([FasterRestore(), *map(AlwaysRestore, RestoreMode)])
+
+
+class AnyDecision(StatelessPolicy):
+    """Decisions of every kind, drawn, before and after tools were read."""
+
+    reads_tools = True
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        tier = self._rng.choice(list(Tier))
+        steps = np.sort(self._rng.choices(range(100), k=len(GRID))) / 100
+        return Decision(
+            tier,
+            self._rng.choice([0.5, 5]) if tier is Tier.PIN else 0.0,
+            forecast=self._rng.choice([None, Forecast(steps)]),
+            back_s=self._rng.choice([None, 0.1, 3.0]),
+        )
+
+
+class SomeTools:
+    """Reads tool calls immediately, later, or never."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._queued: list[str] = []
+        self.answers = (("", NO_TOOL),)  # asked in every step
+
+    dropped = errors = 0
+
+    def read(self, ticket: str, token_ids: Sequence[int]) -> bool:
+        if self._rng.random() < 0.2:
+            return False
+        self._queued.append(ticket)
+        return True
+
+    def take(self) -> list[tuple[str, ToolUse]]:
+        count = self._rng.randint(0, len(self._queued))
+        self._rng.shuffle(self._queued)
+        taken, self._queued = self._queued[:count], self._queued[count:]
+        tools = [NO_TOOL, ToolUse(("bash", "pytest"), "pytest -x"), ToolUse(())]
+        return [(ticket, self._rng.choice(tools)) for ticket in taken]
+
+    def close(self) -> None:
+        pass
+
+
+def break_once(store: Any, rng: random.Random) -> None:
+    """Have the next read or write of a store raise, or report all pages as failed."""
+    name = rng.choice(["put", "get"])
+    right: Callable[..., frozenset[int]] = getattr(store, name)
+    raises = rng.random() < 0.5
+
+    def wrong(pages: Sequence[Any]) -> frozenset[int]:
+        setattr(store, name, right)
+        if raises:
+            raise OSError(5, "injected")
+        return frozenset(range(len(pages)))
+
+    setattr(store, name, wrong)

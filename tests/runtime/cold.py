@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tiered_kv.codecs import autotune
-from tiered_kv.codecs.base import Bytes, EncodedPage
+from tiered_kv.codecs.base import Bytes, CodecError, EncodedPage
 from tiered_kv.connectors.runtime.pages import cpu_compression
 from tiered_kv.connectors.runtime.worker import cpu_memory
 from tiered_kv.pages.base import PageState
@@ -57,14 +57,16 @@ def cold_settings(slots: int = SLOTS, page: int = PAGE, **more: Any) -> dict[str
 
 
 class Held:
-    """A codec whose calls wait while a test says so.
+    """A codec whose calls wait or fail while a test says so.
 
     Attributes:
         encodes, decodes: set while calls need not wait.
+        failing: number of the next encodes and decodes that fail.
     """
 
     def __init__(self) -> None:
         self.encodes, self.decodes = threading.Event(), threading.Event()
+        self.failing = {"encode": 0, "decode": 0}
         self.let_go()
 
     def let_go(self) -> None:
@@ -78,40 +80,41 @@ class Held:
             thread.submit(self.let_go)
             wait()
 
+    def strike(self, call: str) -> bool:
+        """True if this call of the codec is to fail."""
+        strikes = self.failing[call] > 0
+        self.failing[call] -= strikes
+        return strikes
+
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    """A codec that can be held."""
+    """A codec that can be held, and can fail."""
     made, encode, decode = Held(), Shrinking.encode, Shrinking.decode
 
     def encoded(self: Shrinking, page: Bytes) -> EncodedPage:
         assert made.encodes.wait(300)
+        if made.strike("encode"):
+            raise MemoryError("injected")
         return encode(self, page)
 
     def decoded(self: Shrinking, page: EncodedPage, out: Bytes) -> None:
         assert made.decodes.wait(300)
+        if made.strike("decode"):
+            out[:] = 255
+            raise CodecError("injected")
         decode(self, page, out)
 
     monkeypatch.setattr(Shrinking, "encode", encoded)
     monkeypatch.setattr(Shrinking, "decode", decoded)
     yield made
     made.let_go()
+    shrinking.forget_pages()
 
 
 def prompt(job: int, tag: str = "job") -> list[int]:
     """The first prompt of a job; other tags are of other jobs."""
     return text(TURN, seed=len(tag) * 10_000 + job)
-
-
-def settle(rig: EngineRig) -> None:
-    """Wait until nothing is under way: no copy, and no page that is being compressed."""
-    for _ in range(100):
-        rig.wait_for_worker()
-        rig.step()
-        rig.run()
-        if not rig.pages.book.in_flight:
-            return
-    raise AssertionError("orders never end")
 
 
 def fill_cpu(rig: EngineRig, jobs: int, *, tag: str = "job") -> None:
@@ -120,7 +123,7 @@ def fill_cpu(rig: EngineRig, jobs: int, *, tag: str = "job") -> None:
     for job in range(jobs):
         rig.now += 1.0
         rig.ask(f"{tag}{job}-first", prompt(job, tag), params={"job_id": f"{tag}{job}"})
-        settle(rig)
+        rig.settle()
 
 
 def start_packing(rig: EngineRig, held: Held) -> None:

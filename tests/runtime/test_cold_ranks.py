@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.cold import SLOTS, cold_settings, come_back, fill_cpu, settle
+from tests.runtime.cold import SLOTS, cold_settings, come_back, fill_cpu
 from tests.runtime.cold import small_bundles as small_bundles
 from tests.runtime.two_ranks import TwoRankRig, TwoRanks, facts_of_two
 from tiered_kv.testing.engine import halves
@@ -39,7 +39,7 @@ def test_the_rank_with_the_larger_bundle_says_what_is_free(rig: TwoRankRig) -> N
     assert held == len(rig.index.cold.slots)
     assert sum(come_back(rig, job) for job in range(JOBS)) > 6 * CONTEXT
     assert rig.count("restore_failures") == 0
-    settle(rig)
+    rig.settle()
     rig.check_clean()
 
 
@@ -52,7 +52,7 @@ def test_damage_on_one_rank_has_the_page_computed_on_both(rig: TwoRankRig, rank:
     for job in range(JOBS):
         come_back(rig, job)
     assert rig.count("restore_failures") > 0
-    settle(rig)
+    rig.settle()
     rig.check_clean()
 
 
@@ -69,7 +69,7 @@ def test_pages_that_one_rank_cannot_encode_are_lost_on_both(rig: TwoRankRig, ran
     del bundles.pack
     for job in range(7):
         come_back(rig, job)
-    settle(rig)
+    rig.settle()
     rig.check_clean()
 
 

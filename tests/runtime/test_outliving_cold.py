@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.cold import Waits, cold_settings, settle
+from tests.runtime.cold import Waits, cold_settings
 from tests.runtime.cold import small_bundles as small_bundles
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
@@ -44,7 +44,7 @@ def prompt(job: int) -> list[int]:
 
 def at_rest(made: SecondRig) -> None:
     """Wait until all pages are hashed, and all that is compressed is noted."""
-    settle(made)
+    made.settle()
     assert made.worker_half.lasting.wait_idle(30.0)
     made.worker_half.compressor.drain()
     assert made.half.deps.notebook.drain(30.0)
@@ -68,7 +68,7 @@ def test_the_next_engine_finds_compressed_contexts(tmp_path: Path) -> None:
             answer = second.ask(f"again{job}", prompt(job), params={"job_id": f"job{job}"})
             assert answer == expected(prompt(job), 4)
             assert second.count("prompt_tokens_cpu") - before >= CONTEXT
-            settle(second)
+            second.settle()
         assert second.count("pages_decompressed") >= cold
         assert second.count("restore_failures") == 0
         second.check_clean()
@@ -114,6 +114,6 @@ def test_compressed_contexts_go_on_being_found_over_several_lives(tmp_path: Path
             for name, job in asked.items():
                 assert one.outputs[name] == expected(prompt(job), 4)
             restored += bool(life) and one.count("pages_decompressed")
-            settle(one)
+            one.settle()
             one.check_clean()
     assert restored

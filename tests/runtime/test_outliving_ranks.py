@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.cold import Waits, cold_settings, settle
+from tests.runtime.cold import Waits, cold_settings
 from tests.runtime.cold import small_bundles as small_bundles
 from tests.runtime.two_ranks import TwoRankRig, TwoRanks, facts_of_two
 from tiered_kv.orders import RestoreMode
@@ -102,7 +102,7 @@ def test_compressed_pages_are_found_that_both_ranks_have(
         prompt = text(4 * block + 20, seed=job)
         name = f"{job} at {made.steps}"
         assert made.ask(name, prompt, params={"job_id": f"{job}"}) == expected(prompt, 4)
-        settle(made)
+        made.settle()
         for worker in (made.ranks.worker, made.ranks.second):
             assert worker.lasting.wait_idle(30.0)
             worker.compressor.drain()

@@ -6,29 +6,26 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.random_scripts import BATCH, play_each
+from tests.random_scripts import AnyDecision, Script, choose_restores, play_each, some_contexts
 from tests.runtime.pages import troubled_place
-from tests.runtime.test_random_scripts import SomeGoToSsd
-from tiered_kv.orders import RestoreMode
-from tiered_kv.policies.cache.restore_mode import AlwaysRestore, FasterRestore
 from tiered_kv.remote import breaker
-from tiered_kv.testing.checked_kv import CELL, Cells, expected, text
+from tiered_kv.testing.checked_kv import CELL, Cells
 from tiered_kv.testing.engine.model import LAYERS, PagedModel, Work
 from tiered_kv.testing.engine.rig import RigOptions, SecondRig
-from tiered_kv.testing.faults import FaultyTransfer
-from tiered_kv.transfer.base import Direction
 from tiered_kv.transfer.memory_file.memory_format import MAGIC
 
 MODULE = troubled_place.__name__
-Trouble = Callable[[SecondRig], None]
+ACTS = {"turn": 65, "abort": 5, "fail_copy": 5, "reset": 3, "trouble": 22}
 
 
 class Weights(PagedModel):
@@ -65,78 +62,50 @@ def life(rng: random.Random, **extra: object) -> Iterator[SecondRig]:
     with SecondRig(options) as rig:
         model = Weights(options.blocks, size, "cpu")
         model.cache, rig.engine.model = rig.engine.model.cache, model
-        rig.policy = SomeGoToSsd(rng)
-        modes = [FasterRestore(), *map(AlwaysRestore, RestoreMode)]
-        rig.pages.restores.policy = rng.choice(modes)
+        rig.policy = AnyDecision(rng)
+        choose_restores(rig, rng)
         yield rig
 
 
-def live(
-    rig: SecondRig, rng: random.Random, contexts: list[list[int]], name: str, trouble: Trouble
-) -> None:
-    """Send requests of jobs that earlier engines served as well, and go through trouble."""
-    faulty = rig.inject(FaultyTransfer)
-    model: Any = rig.engine.model
-    for number in range(rng.randrange(5, 25)):
-        for _ in range(rng.randrange(8)):
-            rig.step()
-        if rng.random() < 0.3:
-            rig.wait_for_worker()
-        rig.now += rng.choice([0, 0.1, 3, 20])
-        what, job = rng.random(), rng.randrange(len(contexts))
-        if what < 0.65:
-            context = contexts[job][
-                : rng.randrange(len(contexts[job]) // 2, len(contexts[job]) + 1)
-            ]
-            params = {"job_id": f"job{job}", "is_last_step": rng.random() < 0.1}
-            tokens = rng.randrange(1, 9)
-            rig.add(f"{name}-{number}", context, tokens, params=rng.choice([params, None]))
-            if len(contexts[job]) < 200:
-                contexts[job] = contexts[job] + expected(contexts[job], 3) + text(20, number)
-        elif what < 0.7 and rig.requests:
-            rig.abort(rng.choice(list(rig.requests)))
-        elif what < 0.75:
-            faulty.fail_next(rng.choice(list(Direction)), {rng.randrange(3)})
-        elif what < 0.78:
-            rig.reset_cache()
-            model.generation = rng.randrange(1, 256)
-        else:
-            trouble(rig)
+class Life(Script):
+    """Clients of one engine, and trouble with what it shares with others."""
 
+    steps = range(8)
+    passes = (0, 0.1, 3, 20)
 
-def check(rig: SecondRig) -> None:
-    """Run to the end: all answers are right, and nothing is left behind."""
-    rig.run()
-    for name, request in rig.requests.items():
-        answer = expected(rig.prompts[name], request.max_tokens)
-        if rig.finished[name].name != "CANCELLED":
-            assert rig.outputs[name] == answer, name
-    rig.now += 5 * 3600  # no gap is waited for that long
-    for number in range(2):
-        rig.wait_for_worker()
-        rig.ask(f"last{number}", text(1, seed=1))
-    rig.half.release_all()
-    rig.wait_for_worker()
-    rig.check_clean()
+    def step(self) -> None:
+        self.rig.step()
+        if self.rng.random() < 0.1:
+            self.rig.wait_for_worker()
 
+    def reset(self) -> bool:
+        rig: Any = self.rig
+        rig.engine.model.generation = self.rng.randrange(1, 256)
+        return super().reset()
 
-def some_contexts(rng: random.Random) -> list[list[int]]:
-    return [text(rng.randrange(20, 160), seed=rng.randrange(10**6)) for _ in range(4)]
+    def trouble(self) -> None:
+        """What others do. Replaced by scripts about it."""
+
+    def live(self) -> None:
+        self.play(self.rng.randrange(5, 25))
 
 
 # -- a tier that must be asked -------------------------------------------------------------
 
 
-def play_asked(folder: Path, seed: int) -> None:
+def play_asked(folder: Path, seed: int) -> Mapping[str, int]:
     rng = random.Random(seed)
     place, contexts = troubled_place.renew(), some_contexts(rng)
     place.retry_s = rng.choice([None, None, 0.001])
-    for number in range(rng.randrange(2, 5)):
+    for _ in range(rng.randrange(2, 5)):
         tier = rng.choice(["OwnTier", "SharedTier"])
         with life(rng, tiers=f"{MODULE}:{tier}") as rig:
-            live(rig, rng, contexts, f"{number}", lambda _: place.befall(rng))
+            script = Life(rig, rng, ACTS, contexts)
+            script.trouble = partial(place.befall, rng)  # type: ignore[method-assign]
+            script.live()
             place.recover()
-            check(rig)
+            script.finish()
+    return {"hits": place.hits}
 
 
 @pytest.mark.scripts(75, nightly=10_000)
@@ -144,15 +113,7 @@ def test_engines_over_an_asked_tier_end_well(
     tmp_path: Path, seeds: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(breaker, "PATIENCE_S", 0.005)
-    hits = 0
-
-    def play(folder: Path, seed: int) -> None:
-        nonlocal hits
-        play_asked(folder, seed)
-        hits += troubled_place.PLACE.hits
-
-    play_each(tmp_path, seeds, play)
-    assert hits or len(seeds) < BATCH, "the scripts reach what they are about"
+    play_each(tmp_path, seeds, play_asked)
 
 
 # -- one folder ------------------------------------------------------------------------------
@@ -187,10 +148,11 @@ def copy(folder: Path, to: Path) -> None:
         shutil.copytree(folder, to)
 
 
-def play_folder(folder: Path, seed: int, found: Callable[[SecondRig], None]) -> None:
+def play_folder(folder: Path, seed: int) -> Mapping[str, int]:
     rng, contexts = random.Random(seed), some_contexts(random.Random(-seed))
+    found = Counter[str]()
     home = folder / "0"
-    home.mkdir(parents=True)
+    home.mkdir()
     memory = rng.random() < 0.4
     for number in range(rng.randrange(2, 6)):
         on_disk: dict[str, Any] = {"ssd_path": f"{home}/ssd", "ssd_gib": rng.choice([0.003, 0.01])}
@@ -201,28 +163,23 @@ def play_folder(folder: Path, seed: int, found: Callable[[SecondRig], None]) -> 
         }
         following = folder / f"{number + 1}"
         with life(rng, **settings) as rig:
-            live(rig, rng, contexts, f"{number}", lambda _: None)
+            script = Life(rig, rng, ACTS, contexts)
+            script.live()
             how = rng.random()
             if how < 0.4:  # killed: nothing more of it reaches its files
                 copy(home, following)
-                check(rig)
-            elif how < 0.7:
-                check(rig)
-            found(rig)  # else it is closed in the middle of its work
+            if how < 0.7:  # else it is closed in the middle of its work
+                script.finish()
+            for tier in ("cpu", "ssd"):
+                found[tier] += rig.count(f"prompt_tokens_{tier}")
         if following.exists():
             shutil.rmtree(home)
             home = following
         if rng.random() < 0.4:
             damage(home, rng)
+    return found
 
 
 @pytest.mark.scripts(50, nightly=10_000)
 def test_engines_in_turn_on_one_folder_end_well(tmp_path: Path, seeds: range) -> None:
-    reused = 0
-
-    def found(rig: SecondRig) -> None:
-        nonlocal reused
-        reused += rig.count("prompt_tokens_cpu") + rig.count("prompt_tokens_ssd")
-
-    play_each(tmp_path, seeds, lambda folder, seed: play_folder(folder, seed, found))
-    assert reused or len(seeds) < BATCH, "the scripts reach what they are about"
+    play_each(tmp_path, seeds, play_folder)

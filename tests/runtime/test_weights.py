@@ -5,54 +5,20 @@ from __future__ import annotations
 
 import itertools
 import logging
-import random
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.random_scripts import play_each
 from tests.runtime.conftest import MakeRig
-from tests.runtime.test_generations import Generations
+from tests.runtime.test_random_weights import UPDATES, Workers
 from tiered_kv.connectors.vllm.weights import HARMLESS, OFTEN, watch
-from tiered_kv.orders import RestoreMode
-from tiered_kv.policies.cache.restore_mode import AlwaysRestore
-from tiered_kv.testing.checked_kv import CELL, expected, text
-from tiered_kv.testing.faults import FaultyTransfer
-from tiered_kv.testing.vllm.rig import Rig, RigOptions
-from tiered_kv.transfer.base import Direction
+from tiered_kv.testing.checked_kv import text
+from tiered_kv.testing.vllm.rig import Rig
 
 PROMPT = text(200, seed=1)
-UPDATES: Sequence[str | Callable[..., object]] = (
-    "update_weights",
-    "reload_weights",
-    "load_from_trainer",
-    lambda worker: None,
-)
-
-
-class Workers:
-    """Workers that get other weights with every call that is an update.
-
-    Args:
-        versions: numbers of weights; those of the files are 0.
-    """
-
-    def __init__(self, rig: Rig, versions: Iterator[int]) -> None:
-        self.runner = rig.runner = Generations(rig)
-        self._versions = versions
-        watch(self, rig.connector)
-
-    def collective_rpc(
-        self, method: object, timeout: object = None, args: object = (), kwargs: object = None
-    ) -> None:
-        """As an executor of vLLM has it."""
-        if method in UPDATES:
-            self.runner.begin()
-            self.runner.generation = next(self._versions)
 
 
 def workers_of(rig: Rig) -> Workers:
@@ -247,83 +213,3 @@ def test_an_adapter_loaded_in_place_begins_a_generation(make_rig: MakeRig, tmp_p
     rig.ask("after", PROMPT)
     assert rig.count("prompt_tokens_vram") == rig.count("prompt_tokens_cpu") == 0
     assert rig.count("hook_errors") == 0
-
-
-def play(folder: Path, seed: int) -> None:
-    """Engines that follow each other on the same folders, each of which starts with the weights of
-    the files. Every update is another model, whose KV is told from all others."""
-    rng, versions = random.Random(seed), itertools.cycle(range(1, 255))
-    memory = folder / "memory"
-    kept: dict[str, dict[str, Any]] = {
-        "ssd": {"ssd_path": str(folder / "ssd"), "ssd_gib": 1},
-        "memory": {"cpu_keep": True},
-        "none": {},
-    }
-    place = rng.choice(["ssd", "memory", "none"])
-    contexts = [text(rng.randrange(5, 150), seed=rng.randrange(10**6)) for _ in range(3)]
-    salts = [None, "policy-1", "policy-2"]
-    for life in range(rng.choice([1, 2, 2, 3])):
-        extra: dict[str, Any] = {
-            "cpu_gib": rng.choice([12, 300]) * 16 * CELL / 2**30,
-            "admission": "off",
-            "codec": "raw",
-            **kept[place],
-        }
-        if place == "memory":
-            extra["cpu_path"] = str(memory)
-        options = RigOptions(
-            blocks=rng.choice([30, 60]),
-            max_model_len=256,
-            max_batched_tokens=rng.choice([64, 256]),
-            max_num_seqs=rng.choice([2, 8]),
-            in_job_order=rng.random() < 0.5,
-            ahead=rng.random() < 0.5,
-            extra=extra,
-        )
-        with Rig(folder / "model", options) as rig:
-            workers = Workers(rig, versions)
-            rig.pages.restores.policy = AlwaysRestore(rng.choice(list(RestoreMode)))
-            faulty = rig.inject(FaultyTransfer)
-            for i in range(rng.randrange(15, 35)):
-                for _ in range(rng.randrange(6)):
-                    rig.step()
-                rig.now += rng.choice([0, 0.1, 3])
-                what = rng.random()
-                live = [name for name in rig.outputs if name not in rig.finished]
-                if what < 0.65:
-                    job = rng.randrange(3)
-                    context = contexts[job][: rng.randrange(1, len(contexts[job]) + 1)]
-                    params = rng.choice([{"job_id": f"job{job}"}, None])
-                    salt = rng.choice(salts)
-                    tokens = rng.randrange(1, 40)
-                    rig.add(f"r{i}", context, max_tokens=tokens, params=params, salt=salt)
-                    if len(contexts[job]) < 170:
-                        contexts[job] = contexts[job] + expected(context, 3) + text(20, seed=i)
-                elif what < 0.72 and live:
-                    rig.abort(rng.choice(live), late=rng.random() < 0.5)
-                elif what < 0.77:
-                    faulty.fail_next(rng.choice(list(Direction)), {rng.randrange(3)})
-                elif what < 0.82:
-                    rig.wait_for_worker()
-                else:
-                    if rng.random() < 0.3:
-                        rig.run()
-                    for _ in range(rng.choice([1, 1, 3])):  # start, update, finish
-                        workers.collective_rpc(rng.choice(UPDATES))
-                        if rng.random() < 0.3:
-                            rig.step()
-                    if rng.random() < 0.3:  # trainers may reset as well, before or after
-                        rig.scheduler.reset_prefix_cache()
-            if place == "memory" and rng.random() < 0.5:  # what a killed engine leaves
-                memory = folder / f"memory of {life}"
-                shutil.copytree(extra["cpu_path"], memory)
-            rig.run()
-            rig.half.release_all()
-            rig.wait_for_worker()
-            rig.run()
-            rig.check_clean()
-
-
-@pytest.mark.scripts(50, nightly=10_000)
-def test_random_scripts_with_weights_that_change(tmp_path: Path, seeds: range) -> None:
-    play_each(tmp_path, seeds, play)

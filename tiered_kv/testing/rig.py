@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from tiered_kv.connectors.runtime.admission.gate import Admission
 from tiered_kv.connectors.runtime.build import GapGroup
+from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Tiers
 from tiered_kv.connectors.runtime.parts import AdmissionGroup, Pages
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
@@ -16,11 +18,12 @@ from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.policies.base import Costs, JobKey, TurnPolicy
 
 from .checked_kv import text
-from .policies import SwitchedPolicy
+from .policies import FixedPin, SwitchedPolicy
 
 
 class RigSize(Protocol):
-    """Size of an engine: blocks, tokens of a block and of the longest request."""
+    """Size of an engine: blocks, tokens of a block and of the longest request; and the connector's
+    settings, None without a connector."""
 
     @property
     def blocks(self) -> int: ...
@@ -28,6 +31,8 @@ class RigSize(Protocol):
     def block_size(self) -> int: ...
     @property
     def max_model_len(self) -> int: ...
+    @property
+    def extra(self) -> dict[str, Any] | None: ...
 
 
 class EngineRig(ABC):
@@ -43,13 +48,15 @@ class EngineRig(ABC):
     """
 
     options: RigSize
-    now: float
-    prompts: dict[str, list[int]]
-    outputs: dict[str, list[int]]
-    finished: dict[str, Any]
-    steps: int
     free_at_start: int
-    switch: SwitchedPolicy
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.prompts: dict[str, list[int]] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.finished: dict[str, Any] = {}
+        self.steps = 0
+        self.switch = SwitchedPolicy(FixedPin())
 
     @property
     @abstractmethod
@@ -75,8 +82,13 @@ class EngineRig(ABC):
         """Send a request; returns the engine's. ``params`` are the client's hints."""
 
     @abstractmethod
-    def abort(self, request_id: str) -> None:
-        """Take a request back."""
+    def abort(self, request_id: str, *, late: bool = False) -> None:
+        """Abort a request. ``late``: while the next step runs, before its results are handled;
+        for an engine that has such a moment."""
+
+    @abstractmethod
+    def aborted(self, request_id: str) -> bool:
+        """True if a finished request ended because it was aborted."""
 
     @abstractmethod
     def step(self) -> Any:
@@ -91,8 +103,9 @@ class EngineRig(ABC):
         """
 
     @abstractmethod
-    def reset_cache(self) -> bool:
-        """Have nothing found that was computed before, those who run included."""
+    def reset_cache(self, *, running: bool = True) -> bool:
+        """Forget all cached KV. ``running``: running requests are preempted and recomputed, too.
+        False if the engine refused."""
 
     @property
     @abstractmethod
@@ -157,6 +170,16 @@ class EngineRig(ABC):
             tier.io.wake()  # the rig's clock went on: some may be due
             assert tier.io.wait_idle(300.0), "the I/O thread is stuck"
 
+    def settle(self) -> None:
+        """Run until no order is in flight: no copy, and no page that is being compressed."""
+        for _ in range(100):
+            self.wait_for_worker()
+            self.step()
+            self.run()
+            if not self.pages.book.in_flight:
+                return
+        raise AssertionError("orders never end")
+
     def check_clean(self) -> None:
         """Check that all blocks are free, all slots accounted for, and nothing is in flight."""
         lost = self.free_at_start - self.free_blocks
@@ -177,6 +200,12 @@ class EngineRig(ABC):
         self.close()
 
     # -- the connector ------------------------------------------------------------------
+
+    def _change(self, found: Dependencies) -> Dependencies:
+        """Put the policy that tests switch in place of the connector's own."""
+        if "policy" in (self.options.extra or {}):
+            self.switch.now = found.policy
+        return replace(found, policy=self.switch)
 
     @property
     def policy(self) -> TurnPolicy:

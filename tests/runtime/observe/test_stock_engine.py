@@ -4,22 +4,24 @@ requests, tokens and blocks, and nothing is made for it."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from tests.random_scripts import Script, play_each, some_options, some_size, some_tiers
 from tests.runtime.groups.kinds import FULL, STATE, WINDOW
 from tests.runtime.observe.idle_connector import with_idle_connector
 from tiered_kv.policies import registry
-from tiered_kv.testing.checked_kv import CELL, VOCABULARY, expected, text
+from tiered_kv.testing.checked_kv import CELL
 from tiered_kv.testing.engine.model import LAYERS
 from tiered_kv.testing.engine.rig import RigOptions as SecondOptions
 from tiered_kv.testing.engine.rig import SecondRig
 from tiered_kv.testing.rig import EngineRig
-from tiered_kv.testing.vllm.rig import Rig, RigOptions
+from tiered_kv.testing.vllm.rig import Rig
 
 HOSTILE: Sequence[object] = (
     None,
@@ -30,8 +32,6 @@ HOSTILE: Sequence[object] = (
     {"job_id": "", "is_last_step": 2**60},
 )
 """Hints that make no sense, or hardly any."""
-
-Twin = tuple[EngineRig, EngineRig]
 
 
 def look(rig: EngineRig, scheduled: Any) -> object:
@@ -49,128 +49,117 @@ def look(rig: EngineRig, scheduled: Any) -> object:
     return scheduled.num_scheduled_tokens, free, tables, hashes, rig.running(), waiting
 
 
-def step(twins: Twin) -> None:
-    """Make a step of both, and compare."""
-    seen = [look(rig, rig.step()) for rig in twins]
-    assert seen[0] == seen[1], f"step {twins[0].steps}"
+class Twins:
+    """An engine without connector and one that is observed, driven as one rig. They are compared
+    after every step."""
+
+    half = None
+
+    def __init__(self, stock: EngineRig, observed: EngineRig) -> None:
+        self.rigs = stock, observed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rigs[0], name)
+
+    @property
+    def now(self) -> float:
+        return self.rigs[0].now
+
+    @now.setter
+    def now(self, now: float) -> None:
+        for rig in self.rigs:
+            rig.now = now
+
+    def add(self, *args: Any, **fields: Any) -> None:
+        for rig in self.rigs:
+            rig.add(*args, **fields)
+
+    def abort(self, request_id: str, *, late: bool) -> None:
+        for rig in self.rigs:
+            rig.abort(request_id, late=late)
+
+    def reset_cache(self, *, running: bool) -> None:
+        for rig in self.rigs:
+            with suppress(RuntimeError):  # vLLM: steps are in flight
+                rig.reset_cache(running=running)
+
+    def step(self) -> None:
+        seen = [look(rig, rig.step()) for rig in self.rigs]
+        assert seen[0] == seen[1], f"step {self.steps}"
+
+    def run(self) -> None:
+        while self.prompts.keys() > self.finished.keys():
+            self.step()
+            self.now += 0.05
+            assert self.steps < 2000, "still busy"
+
+    def check_clean(self) -> None:
+        """No memory, no thread of a tier, no reference on a block, no order to a worker."""
+        stock, rig = self.rigs
+        assert stock.outputs == rig.outputs
+        assert list(stock.finished) == list(rig.finished)
+        worker = rig.worker_half
+        assert worker.pool is worker.backend is worker.compressor is None
+        assert not worker.stores
+        assert rig.free_blocks == stock.free_blocks
+        assert rig.count("hook_errors") == 0
+        rig.index.check_integrity()
 
 
-def play(twins: Twin, rng: random.Random, resets: Callable[[EngineRig], object]) -> None:
+class Clients(Script):
+    passes = (0.01, 0.1, 0.5, 3)
+
+    def fields(self, job: str) -> dict[str, Any]:
+        hints = {"job_id": job, "is_last_step": self.rng.random() < 0.2}
+        return {"params": self.rng.choice([hints, hints, hints, *HOSTILE])}
+
+
+def compare(stock: EngineRig, observed: EngineRig, rng: random.Random, folder: Path) -> None:
     """Run one script on both."""
-    contexts = [text(rng.randrange(5, 150), seed=rng.randrange(10**6)) for _ in range(4)]
-    for i in range(rng.randrange(15, 40)):
-        for _ in range(rng.randrange(0, 6)):
-            step(twins)
-        passes, what, job = rng.choice([0.01, 0.1, 0.5, 3]), rng.random(), rng.randrange(4)
-        cut, tokens = rng.randrange(1, len(contexts[job]) + 1), rng.randrange(1, 40)
-        stops = rng.choice([(), tuple(range(0, VOCABULARY, 12))])
-        named = {"job_id": f"job{job}", "is_last_step": rng.random() < 0.2}
-        params = rng.choice([named, named, named, *HOSTILE])
-        known = list(twins[0].prompts)
-        gone = rng.choice(known) if known else None
-        for rig in twins:
-            rig.now += passes
-            if what < 0.75:
-                prompt = contexts[job][:cut]
-                rig.add(f"r{i}", prompt, max_tokens=tokens, params=params, stop_ids=stops)
-            elif what < 0.9 and gone is not None and gone not in rig.finished:
-                rig.abort(gone)
-            elif what >= 0.9:
-                resets(rig)
-        if what < 0.75:
-            longer = contexts[job] + expected(contexts[job], 3) + text(20, seed=1000 + i)
-            contexts[job] = longer[:190]
-    for _ in range(2000):
-        if set(twins[0].prompts) <= set(twins[0].finished):
-            break
-        step(twins)
-        for rig in twins:
-            rig.now += 0.05
-    assert twins[0].outputs == twins[1].outputs
-    assert list(twins[0].finished) == list(twins[1].finished)
+    if rng.random() < 0.7:
+        observed.policy = registry.policy(rng.choice(sorted(registry.POLICIES)))
+    acts = {"turn": 75, "abort": 15, "reset": 10}
+    script = Clients(cast("Any", Twins(stock, observed)), rng, acts)
+    script.play(rng.randrange(15, 40))
+    script.finish()
+    assert not (folder / "ssd").exists()
 
 
 def settings(rng: random.Random, page_bytes: int, folder: Path) -> dict[str, Any]:
-    slots = rng.choice([0, 30, 300])
-    ssd = {"ssd_path": str(folder / "ssd"), "ssd_gib": rng.choice([1, 0.004])}
     return {
         "mode": "observe",
-        "cpu_gib": slots * page_bytes / 2**30,
+        **some_tiers(rng, folder, page_bytes, [0, 30, 300]),
         "pin_fraction": rng.choice([0, 0.5, 1]),
         "admission": rng.choice(["auto", "off"]),
-        **(rng.choice([{}, ssd]) if slots else {}),
     }
 
 
-def check_nothing_was_made(twins: Twin, folder: Path) -> None:
-    """No memory, no file, no thread of a tier, no reference on a block, no order to a worker."""
-    stock, rig = twins
-    worker = rig.worker_half
-    assert worker.pool is None
-    assert worker.backend is None
-    assert worker.compressor is None
-    assert not worker.stores
-    assert not (folder / "ssd").exists()
-    assert rig.free_blocks == stock.free_blocks
-    assert rig.count("hook_errors") == 0
-    rig.index.check_integrity()
+@pytest.mark.scripts(25, nightly=2_000)
+def test_the_second_engine_serves_as_by_itself(tmp_path: Path, seeds: range) -> None:
+    def play(folder: Path, seed: int) -> None:
+        rng = random.Random(seed)
+        size, extra = some_size(rng), settings(rng, 16 * CELL * LAYERS, folder)
+        with (
+            SecondRig(SecondOptions(**size, extra=None)) as stock,
+            SecondRig(SecondOptions(**size, extra=extra)) as observed,
+        ):
+            compare(stock, observed, rng, folder)
 
-
-def choose_policy(rig: EngineRig, rng: random.Random) -> None:
-    if rng.random() < 0.7:
-        rig.policy = registry.policy(rng.choice(sorted(registry.POLICIES)))
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_the_second_engine_serves_as_by_itself(tmp_path: Path, seed: int) -> None:
-    rng = random.Random(seed)
-    size: dict[str, Any] = {
-        "blocks": rng.choice([20, 30, 60]),
-        "max_batched_tokens": rng.choice([64, 256]),
-    }
-    extra = settings(rng, 16 * CELL * LAYERS, tmp_path)
-    with (
-        SecondRig(SecondOptions(**size, extra=None)) as stock,
-        SecondRig(SecondOptions(**size, extra=extra)) as observed,
-    ):
-        choose_policy(observed, rng)
-        play((stock, observed), rng, lambda rig: rig.reset_cache())
-        check_nothing_was_made((stock, observed), tmp_path)
+    play_each(tmp_path, seeds, play)
 
 
 GROUPS = ((), (), (FULL, WINDOW), (FULL, STATE))
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_vllm_schedules_as_without_connector(tmp_path: Path, seed: int) -> None:
-    rng = random.Random(seed)
-    groups = rng.choice(GROUPS)
-    size: dict[str, Any] = {
-        "blocks": rng.choice([24, 40, 60]) * max(1, len(groups)),
-        "max_model_len": 256,
-        "max_batched_tokens": rng.choice([64, 256]),
-        "max_num_seqs": rng.choice([2, 8]),
-        "ahead": rng.random() < 0.5,
-        "groups": groups,
-        "retention": rng.choice([0, None]) if groups else 0,
-    }
-    by_any = bool(groups) or size["ahead"]  # then vLLM frees blocks later for any connector
-    company = with_idle_connector if by_any else lambda _: None
-    extra = settings(rng, 16 * CELL, tmp_path)
-    with (
-        Rig(tmp_path / "stock", RigOptions(**size, extra=None, configure=company)) as stock,
-        Rig(
-            tmp_path / "observed",
-            RigOptions(**size, extra=extra, in_job_order=rng.random() < 0.5),
-        ) as observed,
-    ):
-        choose_policy(observed, rng)
-        again = rng.random() < 0.5
+@pytest.mark.scripts(25, nightly=2_000)
+def test_vllm_schedules_as_without_connector(tmp_path: Path, seeds: range) -> None:
+    def play(folder: Path, seed: int) -> None:
+        rng = random.Random(seed)
+        options = some_options(rng, rng.choice(GROUPS), extra=settings(rng, 16 * CELL, folder))
+        by_any = bool(options.groups) or options.ahead  # then any connector has vLLM free later
+        company = with_idle_connector if by_any else options.configure
+        stock = replace(options, extra=None, in_job_order=False, configure=company)
+        with Rig(folder / "stock", stock) as alone, Rig(folder / "observed", options) as observed:
+            compare(alone, observed, rng, folder)
 
-        def reset(rig: EngineRig) -> None:
-            assert isinstance(rig, Rig)
-            with suppress(RuntimeError):  # vLLM: steps are under way
-                rig.scheduler.reset_prefix_cache(reset_running_requests=again)
-
-        play((stock, observed), rng, reset)
-        check_nothing_was_made((stock, observed), tmp_path)
+    play_each(tmp_path, seeds, play)

@@ -17,7 +17,6 @@ from tests.runtime.cold import (
     fill_cpu,
     inject_cold,
     prompt,
-    settle,
     start_packing,
 )
 from tests.runtime.cold import held as held
@@ -72,7 +71,7 @@ def test_more_pages_than_slots_are_held_and_all_of_them_are_right(rig: Rig) -> N
     orders = cold_restores(rig)
     for job in range(jobs):
         assert come_back(rig, job) == CONTEXT
-        settle(rig)  # before the next one takes slots
+        rig.settle()  # before the next one takes slots
     assert any(len(order.cold) < len(order.slots) for order in orders), "none partly compressed"
     cold = sum(len(order.cold) for order in orders)
     assert rig.count("pages_decompressed") == cold
@@ -80,7 +79,7 @@ def test_more_pages_than_slots_are_held_and_all_of_them_are_right(rig: Rig) -> N
     staging = rig.worker_half.compressor.staging
     assert any(len(order.cold) > staging for order in orders), "all fit at once"
     assert rig.count("restore_failures") == rig.count("compression_failures") == 0
-    settle(rig)
+    rig.settle()
     rig.check_clean()
 
 
@@ -91,7 +90,7 @@ def test_a_context_that_comes_back_twice_at_once_is_right_for_both(rig: Rig) -> 
     rig.run()
     for name in ("one", "two"):
         assert rig.outputs[name] == expected(prompt(0), 4)
-    settle(rig)
+    rig.settle()
     rig.check_clean()
 
 
@@ -110,7 +109,7 @@ def test_a_turn_whose_pages_are_being_packed_waits_and_loses_nothing(
     rig.run()
     assert rig.outputs["again"] == expected(prompt(0), 4)
     assert rig.count("prompt_tokens_cpu") == len(prompt(0)) - 1
-    settle(rig)
+    rig.settle()
     rig.check_clean()
 
 
@@ -121,7 +120,7 @@ def test_a_turn_of_another_job_does_not_wait(rig: Rig, held: Held) -> None:
         rig.step()
     assert rig.index.cold.being_compressed
     held.let_go()
-    settle(rig)
+    rig.settle()
     rig.check_clean()
 
 
@@ -133,14 +132,14 @@ def after_a_reset(rig: Rig) -> None:
     before = rig.count("prompt_tokens_cpu")
     assert rig.ask("anew", prompt(0)) == expected(prompt(0), 4)
     assert rig.count("prompt_tokens_cpu") == before
-    settle(rig)
+    rig.settle()
     assert not rig.index.cold.being_compressed
     rig.check_clean()
     compressed = rig.count("pages_compressed")
     fill_cpu(rig, JOBS, tag="anew")
     assert rig.count("pages_compressed") > compressed
     assert come_back(rig, 1, "anew") == CONTEXT
-    settle(rig)
+    rig.settle()
     rig.check_clean()
 
 
@@ -194,7 +193,7 @@ def test_a_request_that_goes_away_during_its_restore_leaves_nothing(rig: Rig, he
         rig.step()
     assert rig.free_blocks < rig.free_at_start, "its blocks are written to"
     held.let_go()
-    settle(rig)
+    rig.settle()
     rig.check_clean()
     assert come_back(rig, 0) == CONTEXT
 
@@ -214,11 +213,11 @@ def test_an_engine_that_frees_its_vram_loses_nothing(rig: Rig, held: Held, start
     held.while_it_waits(rig.worker_half.release_vram)
     rig.worker_half.take_vram()
     rig.run()
-    settle(rig)
+    rig.settle()
     assert rig.pool.reset_prefix_cache()
     assert come_back(rig, 1) == CONTEXT
     assert rig.count("restore_failures") == rig.count("compression_failures") == 0
-    settle(rig)
+    rig.settle()
     rig.check_clean()
 
 
@@ -231,7 +230,7 @@ def test_without_vram_restores_fail_and_their_tokens_are_computed(rig: Rig) -> N
     rig.worker_half.take_vram()
     rig.run()
     assert rig.outputs["again"] == expected(prompt(0), 4)
-    settle(rig)
+    rig.settle()
     rig.check_clean()
 
 
@@ -244,9 +243,9 @@ def test_a_damaged_page_is_computed_again(rig: Rig) -> None:
     assert damage(rig)
     for job in range(JOBS):
         assert come_back(rig, job) == CONTEXT, "it shows only on the way"
-        settle(rig)  # before the next one takes slots
+        rig.settle()  # before the next one takes slots
     assert 0 < rig.count("restore_failures") <= cold
-    settle(rig)
+    rig.settle()
     rig.check_clean()
     assert come_back(rig, 0) > 0
     rig.check_clean()
@@ -265,7 +264,7 @@ def test_pages_that_cannot_be_encoded_stay_as_they_are(
     rig.check_clean()
     orders = cold_restores(rig)
     assert sum(come_back(rig, job) for job in reversed(range(JOBS))) > CONTEXT
-    settle(rig)
+    rig.settle()
     assert sum(len(order.cold) for order in orders) == rig.count("pages_decompressed") > 0
     assert rig.count("restore_failures") == 0
     rig.check_clean()
@@ -279,7 +278,7 @@ def test_pages_that_cannot_be_decoded_are_computed(
     for job in range(JOBS):
         come_back(rig, job)
     assert rig.count("restore_failures") > 0
-    settle(rig)
+    rig.settle()
     rig.check_clean()
 
 
@@ -298,7 +297,7 @@ def test_pages_whose_copy_fails_beside_compressed_pages_are_recomputed(rig: Rig)
         come_back(rig, job)
     assert any(len(order.cold) < len(order.slots) for order in orders)
     assert rig.count("restore_failures") == faulty.struck > 0
-    settle(rig)
+    rig.settle()
     rig.check_clean()
 
 
@@ -319,7 +318,7 @@ def test_pages_of_several_groups_are_compressed(
     assert [come_back(rig, job) for job in range(4)].count(CONTEXT) >= 3
     assert {order.group for order in orders} == compressed
     assert rig.count("restore_failures") == 0
-    settle(rig)
+    rig.settle()
     rig.check_clean()
 
 
@@ -337,7 +336,7 @@ def test_a_turn_waits_for_the_pages_of_every_group(make_rig: MakeRig) -> None:
     rig.run()
     assert rig.outputs["again"] == expected(prompt(0), 4)
     assert rig.count("prompt_tokens_cpu") == len(prompt(0)) - 1
-    settle(rig)
+    rig.settle()
     rig.check_clean()
 
 
@@ -354,7 +353,7 @@ def test_compressed_pages_go_down_to_ssd_and_are_right_after_a_restart(
     second.policy = rig.policy
     assert [come_back(second, job) for job in range(2 * JOBS)] == [CONTEXT] * 2 * JOBS
     assert second.count("restore_failures") == second.count("promotion_failures") == 0
-    settle(second)
+    second.settle()
     second.check_clean()
 
 
@@ -373,5 +372,5 @@ def test_the_last_flush_takes_compressed_pages_along(make_rig: MakeRig, tmp_path
     restored = [come_back(second, job) for job in range(JOBS)]
     assert sum(tokens == CONTEXT for tokens in restored) == JOBS - 1
     assert min(restored) < CONTEXT, "what was damaged is not on SSD"
-    settle(second)
+    second.settle()
     second.check_clean()

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.random_scripts import play_each
 from tests.runtime.conftest import MakeRig
 from tests.testing.vllm.models import FULL, MODELS, STATE, WINDOW
 from tests.testing.vllm.perfect_store import Chance, Offer, PerfectStore, Tables
-from tests.testing.vllm.random_clients import play, random_options
+from tests.testing.vllm.random_clients import play_script
 from tiered_kv.page_group import KvKind
 from tiered_kv.testing.checked_kv import Cells, WrongKV, expected, kv, text
 from tiered_kv.testing.vllm.rig import Rig
 
-SCRIPTS = 20
+End = tuple[int, int, int, int]
+"""The end of a turn: tokens, those known to be computed, those under way, and the last that the
+state in the table is after."""
 PROMPT = text(200, seed=1)
 ANSWER = expected(PROMPT, 20)
 
@@ -46,16 +50,21 @@ def context(rig: Rig, name: str, tokens: int) -> Cells:
     return kv((rig.prompts[name] + expected(rig.prompts[name], 60))[:tokens])
 
 
-@pytest.mark.parametrize("seed", range(SCRIPTS))
-def test_random_scripts_end_well(tmp_path: Path, seed: int) -> None:
+@pytest.mark.scripts(25, nightly=1_000)
+def test_random_scripts_end_well(tmp_path: Path, seeds: range) -> None:
     """Hits of any length find what they need in the blocks that their reach names. Loads that
     fail are computed instead."""
-    rng = random.Random(seed)
-    with Rig(tmp_path / "model", random_options(rng)) as rig:
-        store = PerfectStore(rig, rng, failures=rng.choice([0, 0.3]))
-        play(rig, rng)
-        rig.check_clean()
-        assert store.loaded
+
+    def play(folder: Path, seed: int) -> Mapping[str, int]:
+        stores: list[PerfectStore] = []
+
+        def prepare(rig: Rig, rng: random.Random) -> None:
+            stores.append(PerfectStore(rig, rng, failures=rng.choice([0, 0.3])))
+
+        play_script(folder, seed, prepare=prepare)
+        return {"loaded": len(stores[0].loaded), "failed": stores[0].failed}
+
+    play_each(tmp_path, seeds, play)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -122,26 +131,31 @@ def test_a_state_when_a_turn_ends(
     assert ends == [(length, length - 1, under_way, length - 1 + under_way)]
 
 
-@pytest.mark.parametrize("seed", range(SCRIPTS))
-def test_states_when_turns_end(tmp_path: Path, seed: int) -> None:
+@pytest.mark.scripts(25, nightly=1_000)
+def test_states_when_turns_end(tmp_path: Path, seeds: range) -> None:
     """The rule for all of them: what was heard of, and what is under way."""
-    rng = random.Random(seed)
-    options = random_options(rng, STATEFUL)
-    with Rig(tmp_path / "model", options) as rig:
-        ends = turn_ends(rig, rng)
-        play(rig, rng)
-    assert ends
-    for length, known, under_way, state in ends:
-        assert known == length - 1
-        assert under_way == 0 or (under_way == 1 and options.ahead)
-        assert state == known + under_way
+
+    def play(folder: Path, seed: int) -> Mapping[str, int]:
+        found: list[tuple[list[End], bool]] = []
+
+        def prepare(rig: Rig, rng: random.Random) -> None:
+            found.append((turn_ends(rig, rng), rig.options.ahead))
+
+        play_script(folder, seed, STATEFUL, prepare)
+        [(ends, ahead)] = found
+        for length, known, under_way, state in ends:
+            assert known == length - 1
+            assert under_way == 0 or (under_way == 1 and ahead)
+            assert state == known + under_way
+        return {"ends": len(ends)}
+
+    play_each(tmp_path, seeds, play)
 
 
-def turn_ends(rig: Rig, rng: Chance) -> list[tuple[int, int, int, int]]:
-    """Ends of turns that were not aborted, to be filled: tokens, those known to be computed, those
-    under way, and the last that the state in the table is after."""
+def turn_ends(rig: Rig, rng: Chance) -> list[End]:
+    """Ends of turns that were not aborted, to be filled."""
     store = PerfectStore(rig, rng)
-    ends: list[tuple[int, int, int, int]] = []
+    ends: list[End] = []
 
     def look(request: Any, tables: Tables) -> None:
         if request.status.name == "FINISHED_ABORTED":
@@ -156,25 +170,24 @@ def turn_ends(rig: Rig, rng: Chance) -> list[tuple[int, int, int, int]]:
     return ends
 
 
-@pytest.mark.parametrize("seed", range(SCRIPTS))
-def test_states_that_vllm_offers(tmp_path: Path, seed: int) -> None:
+@pytest.mark.scripts(25, nightly=1_000)
+def test_states_that_vllm_offers(tmp_path: Path, seeds: range) -> None:
     """After the pass that they are offered for, they are in the blocks that are named."""
-    rng = random.Random(seed)
-    options = random_options(rng, STATEFUL)
-    offered = list[bool]()
-    with Rig(tmp_path / "model", options) as rig:
-        store = PerfectStore(rig, rng)
 
+    offered = Counter[bool]()
+
+    def prepare(rig: Rig, rng: random.Random) -> None:
         def look(offers: list[Offer]) -> None:
             for name, group, block, tokens in offers:
-                before = (tokens - 1) // options.groups[group].block_size
+                before = (tokens - 1) // rig.options.groups[group].block_size
                 table = [0] * before + [block]
                 found = rig.runner.groups[group].lengths(table, context(rig, name, tokens))
-                offered.append(tokens in found)
+                offered[tokens in found] += 1
 
-        store.after_pass = look
-        play(rig, rng)
-    assert all(offered)
+        PerfectStore(rig, rng).after_pass = look
+
+    play_each(tmp_path, seeds, lambda folder, seed: play_script(folder, seed, STATEFUL, prepare))
+    assert offered.keys() == {True}
 
 
 def test_vllm_offers_states_where_prompts_end(make_rig: MakeRig) -> None:

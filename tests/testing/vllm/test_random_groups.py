@@ -3,21 +3,12 @@ finds nothing wrong in what vLLM's own scheduler does."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 
 from tests.random_scripts import play_each
-from tests.testing.vllm.random_clients import play, random_options
-from tiered_kv.testing.vllm.rig import Rig
-
-
-def play_script(folder: Path, seed: int) -> None:
-    rng = random.Random(seed)
-    with Rig(folder / "model", random_options(rng)) as rig:
-        play(rig, rng)
-        rig.check_clean()
+from tests.testing.vllm.random_clients import play_script
 
 
 @pytest.mark.scripts(60, nightly=4_000)

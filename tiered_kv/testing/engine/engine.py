@@ -24,13 +24,13 @@ class EngineSize:
     Attributes:
         blocks: blocks of VRAM.
         block_size: tokens of a block.
-        budget: tokens that a step computes at most.
+        max_batched_tokens: tokens that a step computes at most.
         device: torch device of the KV cache.
     """
 
-    blocks: int = 64
+    blocks: int = 63
     block_size: int = 16
-    budget: int = 256
+    max_batched_tokens: int = 256
     device: str = "cpu"
 
 
@@ -194,7 +194,7 @@ class Engine:
         self.waiting.extendleft(reversed(skipped))
 
     def _left(self, scheduled: dict[str, int]) -> int:
-        return self.size.budget - sum(scheduled.values())
+        return self.size.max_batched_tokens - sum(scheduled.values())
 
     def _work(self, request: Request, count: int) -> Work:
         end = request.computed + count

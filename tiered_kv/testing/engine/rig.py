@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from tiered_kv.config import load_config
-from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.testing.fairness import FairnessWatch
-from tiered_kv.testing.policies import FixedPin, SwitchedPolicy
 from tiered_kv.testing.rig import EngineRig
 
 from .engine import Engine, EngineSize
 from .halves import Halves
 from .offload import Offload
-from .requests import Request, State
+from .requests import Outcome, Request, State
 
 
 @dataclass(frozen=True, slots=True)
-class RigOptions:
-    """Size of the engine.
+class RigOptions(EngineSize):
+    """Size of the engine, and its connector's settings.
 
     Attributes:
         max_model_len: length of a rival's prompt and answer.
-        max_batched_tokens: tokens that a step computes at most.
         extra: the connector's settings, or None for the engine by itself.
-        device: torch device of the KV cache.
     """
 
-    blocks: int = 63
-    block_size: int = 16
     max_model_len: int = 512
-    max_batched_tokens: int = 256
     extra: dict[str, Any] | None = field(default_factory=lambda: {"cpu_gib": 0.001})
-    device: str = "cpu"
 
 
 class SecondRig(EngineRig):
@@ -44,10 +36,8 @@ class SecondRig(EngineRig):
 
     def __init__(self, options: RigOptions | None = None) -> None:
         opts = self.options = options or RigOptions()
-        self.now = 1000.0
-        self.switch = SwitchedPolicy(FixedPin())
-        size = EngineSize(opts.blocks, opts.block_size, opts.max_batched_tokens, opts.device)
-        self.engine = Engine(size, lambda: self.now)
+        super().__init__()
+        self.engine = Engine(opts, lambda: self.now)
         self.halves: Halves | None = None
         if opts.extra is not None:
             config = load_config({}, opts.extra)
@@ -55,17 +45,8 @@ class SecondRig(EngineRig):
             self.engine.offload = self.halves
             if not config.observes:
                 FairnessWatch(self.halves.scheduler, lambda: self.now)
-        self.prompts: dict[str, list[int]] = {}
-        self.outputs: dict[str, list[int]] = {}
-        self.finished: dict[str, Any] = {}
-        self.steps = 0
         self.requests: dict[str, Request] = {}
         self.free_at_start = self.free_blocks
-
-    def _change(self, found: Dependencies) -> Dependencies:
-        if "policy" in (self.options.extra or {}):
-            self.switch.now = found.policy
-        return replace(found, policy=self.switch)
 
     @property
     def half(self) -> Any:
@@ -80,20 +61,20 @@ class SecondRig(EngineRig):
         request_id: str,
         prompt: Sequence[int],
         max_tokens: int = 4,
-        *,
-        params: object = None,
-        salt: str | None = None,
-        stop_ids: Sequence[int] = (),
+        **fields: Any,
     ) -> Request:
         self.prompts[request_id], self.outputs[request_id] = list(prompt), []
         request = self.requests[request_id] = self.engine.submit(
-            request_id, list(prompt), max_tokens, params=params, salt=salt, stop_ids=stop_ids
+            request_id, list(prompt), max_tokens, **fields
         )
         return request
 
-    def abort(self, request_id: str) -> None:
-        self.engine.cancel(self.requests[request_id])
+    def abort(self, request_id: str, *, late: bool = False) -> None:
+        self.engine.cancel(self.requests[request_id])  # none of its steps outlasts a call of step()
         self._hear()
+
+    def aborted(self, request_id: str) -> bool:
+        return self.finished[request_id] is Outcome.CANCELLED
 
     def step(self) -> dict[str, int]:
         self.steps += 1
@@ -116,8 +97,8 @@ class SecondRig(EngineRig):
                 self.wait_for_worker()  # nothing to do but wait for copies
         raise AssertionError(f"still busy after {limit} steps")
 
-    def reset_cache(self) -> bool:
-        self.engine.reset_cache()
+    def reset_cache(self, *, running: bool = True) -> bool:
+        self.engine.reset_cache()  # it always preempts
         return True
 
     @property

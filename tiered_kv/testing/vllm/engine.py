@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tiered_kv.page_group import KvKind
+from tiered_kv.testing.checked_kv import CELL, VOCABULARY
 
 from .groups import GroupPages, GroupSpec, group_pages
 
@@ -24,8 +25,8 @@ class EngineSize:
     """Size of an engine: the facts of its machine.
 
     Attributes:
-        blocks: of the VRAM pool, vLLM's null block included.
-        block_size: of the one group of full attention that there is where ``groups`` is empty.
+        blocks: blocks of the VRAM pool, vLLM's null block included.
+        block_size: block size of the only group, of full attention, where ``groups`` is empty.
         kv_bytes: of a token; a multiple of 8. With several groups, of one in the largest blocks.
         policy: vLLM's order of requests, ``fcfs`` or ``priority``.
         vocabulary: token ids.
@@ -39,14 +40,14 @@ class EngineSize:
         prefix_caching: vLLM's ``enable_prefix_caching``.
     """
 
-    blocks: int
-    block_size: int
-    kv_bytes: int
-    max_model_len: int
-    max_num_seqs: int
-    max_batched_tokens: int
-    policy: str
-    vocabulary: int = 1000
+    blocks: int = 64
+    block_size: int = 16
+    kv_bytes: int = CELL
+    max_model_len: int = 512
+    max_num_seqs: int = 64
+    max_batched_tokens: int = 256
+    policy: str = "fcfs"
+    vocabulary: int = VOCABULARY
     ahead: bool = False
     groups: tuple[GroupSpec, ...] = ()
     retention: int | None = 0

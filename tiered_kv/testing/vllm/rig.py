@@ -22,24 +22,21 @@ import numpy as np
 
 from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.runtime.tool_reader import ToolCalls
-from tiered_kv.testing.checked_kv import CELL, VOCABULARY, Cells
+from tiered_kv.testing.checked_kv import Cells
 from tiered_kv.testing.fairness import FairnessWatch
-from tiered_kv.testing.policies import FixedPin, SwitchedPolicy
 from tiered_kv.testing.rig import EngineRig
 
 from .changes import given
 from .engine import EngineSize, engine_config, kv_config, make_scheduler, resolve_block_sizes
-from .groups import GroupSpec, kept_blocks
+from .groups import kept_blocks
 from .runner import CheckingRunner
 
 
 @dataclass(frozen=True, slots=True)
-class RigOptions:
-    """Size of the engine.
+class RigOptions(EngineSize):
+    """Size of the engine, and how the rig drives it.
 
     Attributes:
-        blocks: blocks of the VRAM pool, vLLM's null block included.
-        block_size: of the one group of full attention that there is where ``groups`` is empty.
         extra: the connector's settings, or None for stock vLLM.
         in_job_order: with ``ContinuumScheduler``.
         configure: changes vLLM's configuration before anything is made from it.
@@ -48,28 +45,14 @@ class RigOptions:
         tools: reads tool calls; None: the connector's own reader.
         around: makes the engine's transfer configuration from the connector's, where that is one
             of several.
-        ahead: asynchronous scheduling: a step is scheduled and run before the scheduler hears of
-            the one before it. As vLLM does on GPUs, and not on CPUs.
-        groups, retention, match_unit: kinds of KV, and which of it vLLM finds again, as
-            ``EngineSize`` says.
     """
 
-    blocks: int = 64
-    block_size: int = 16
-    max_model_len: int = 512
-    max_num_seqs: int = 64
-    max_batched_tokens: int = 256
-    policy: str = "fcfs"
     extra: dict[str, Any] | None = field(default_factory=lambda: {"cpu_gib": 0.001})
     check_kv: bool = True
     in_job_order: bool = False
     configure: Callable[[Any], None] = lambda _: None
-    ahead: bool = False
     tools: ToolCalls | None = None
     around: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-    groups: tuple[GroupSpec, ...] = ()
-    retention: int | None = 0
-    match_unit: int | None = None
 
 
 class Rig(EngineRig):
@@ -88,28 +71,15 @@ class Rig(EngineRig):
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
         opts = self.options = options or RigOptions()
-        size = EngineSize(
-            blocks=opts.blocks,
-            block_size=opts.block_size,
-            kv_bytes=CELL,
-            max_model_len=opts.max_model_len,
-            max_num_seqs=opts.max_num_seqs,
-            max_batched_tokens=opts.max_batched_tokens,
-            policy=opts.policy,
-            vocabulary=VOCABULARY,
-            ahead=opts.ahead,
-            groups=opts.groups,
-            retention=opts.retention,
-            match_unit=opts.match_unit,
-        )
-        self.config = engine_config(folder, size, opts.extra, opts.around)
+        super().__init__()
+        self.config = engine_config(folder, opts, opts.extra, opts.around)
         opts.configure(self.config)
-        layout = kv_config(size)
+        layout = kv_config(opts)
         hash_fn = get_hash_fn_by_name("sha256")
         init_none_hash(hash_fn)
         _, hash_block_size = resolve_block_sizes(self.config, layout)
         self._hasher = get_request_block_hasher(hash_block_size, hash_fn)
-        self.groups = size.pages()
+        self.groups = opts.pages()
         """Pages of each group."""
         page = self.groups[0].page_bytes
         self.memory = torch.zeros(page * opts.blocks, dtype=torch.int8)
@@ -117,9 +87,7 @@ class Rig(EngineRig):
         self.runner = CheckingRunner(self.groups, pages)
         self._unheard: deque[tuple[Any, Any]] = deque()  # steps, and what came of them
         self._late_aborts: list[str] = []
-        self.now = 1000.0
         self.worker: Any = None
-        self.switch = SwitchedPolicy(FixedPin())
         self.worker_ahead_s = 0.0
         """Seconds by which the worker's clock is ahead of the scheduler's."""
         if opts.extra is not None:
@@ -133,11 +101,7 @@ class Rig(EngineRig):
             self._introduce()
             if self.options.check_kv and not self.half.deps.config.observes:
                 FairnessWatch(self.half, lambda: self.now)
-        self.outputs: dict[str, list[int]] = {}
-        self.prompts: dict[str, list[int]] = {}
         self._requests: dict[str, Any] = {}
-        self.finished: dict[str, Any] = {}
-        self.steps = 0
         self.scheduler_s = 0.0
         """CPU seconds that the scheduler itself took in the last step."""
         self.last_stats: Any = None
@@ -145,13 +109,10 @@ class Rig(EngineRig):
         self.free_at_start = self.free_blocks
 
     def _change(self, found: Dependencies) -> Dependencies:
-        extra, tools = self.options.extra or {}, found.tools
-        if "policy" in extra:
-            self.switch.now = found.policy
         if self.options.tools is not None:
-            tools.close()
-            tools = self.options.tools
-        return replace(found, policy=self.switch, tools=tools)
+            found.tools.close()
+            found = replace(found, tools=self.options.tools)
+        return super()._change(found)
 
     def _make_worker(self, layout: Any) -> None:
         from vllm.config import set_current_vllm_config
@@ -179,26 +140,10 @@ class Rig(EngineRig):
         request_id: str,
         prompt: Sequence[int],
         max_tokens: int = 4,
-        *,
-        params: object = None,
-        salt: str | None = None,
-        priority: int = 0,
-        stop: Sequence[str] = (),
-        stop_ids: Sequence[int] = (),
-        resumable: bool = False,
+        **fields: Any,
     ) -> Any:
-        """Send a request; returns vLLM's. ``params`` are its kv_transfer_params."""
-        request = self.make_request(
-            request_id,
-            prompt,
-            max_tokens,
-            params=params,
-            salt=salt,
-            priority=priority,
-            stop=stop,
-            stop_ids=stop_ids,
-            resumable=resumable,
-        )
+        """Send a request, with the fields of ``make_request``; returns vLLM's."""
+        request = self.make_request(request_id, prompt, max_tokens, **fields)
         self.scheduler.add_request(request)
         return request
 
@@ -215,7 +160,7 @@ class Rig(EngineRig):
         stop_ids: Sequence[int] = (),
         resumable: bool = False,
     ) -> Any:
-        """Create vLLM's request without sending it; see ``add``."""
+        """Create vLLM's request without sending it. ``params`` are its kv_transfer_params."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
@@ -244,8 +189,6 @@ class Rig(EngineRig):
         return request
 
     def abort(self, request_id: str, *, late: bool = False) -> None:
-        """Take a request back; ``late``: while the next step is under way, as vLLM does just
-        before it hears of it."""
         from vllm.v1.request import RequestStatus
 
         if late:
@@ -253,6 +196,9 @@ class Rig(EngineRig):
             return
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
         self.finished.setdefault(request_id, "abort")
+
+    def aborted(self, request_id: str) -> bool:
+        return bool(self.finished[request_id] == "abort")
 
     def step(self) -> Any:
         """One engine step; returns vLLM's SchedulerOutput. With ``ahead`` the scheduler hears of
@@ -287,11 +233,6 @@ class Rig(EngineRig):
                     self.finished[one.request_id] = one
 
     def run(self, limit: int = 2000) -> None:
-        """Step until nothing is left to do.
-
-        Raises:
-            AssertionError: no end after ``limit`` steps.
-        """
         for _ in range(limit):
             if not (self.scheduler.has_requests() or self.orders_under_way):
                 if not self._unheard:
@@ -303,8 +244,8 @@ class Rig(EngineRig):
                 self.wait_for_worker()  # nothing to do but wait for copies
         raise AssertionError(f"still busy after {limit} steps")
 
-    def reset_cache(self) -> bool:
-        return bool(self.scheduler.reset_prefix_cache(reset_running_requests=True))
+    def reset_cache(self, *, running: bool = True) -> bool:
+        return bool(self.scheduler.reset_prefix_cache(reset_running_requests=running))
 
     def close(self) -> None:
         self.scheduler.shutdown()
