@@ -15,7 +15,6 @@ from tiered_kv.orders import (
     OrderReport,
     RestoreMode,
 )
-from tiered_kv.pages.base import PageState
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.tier_index import TierIndex
@@ -41,30 +40,6 @@ def saved(planner: OrderBook, *keys: PageKey) -> None:
     order = planner.plan_save({key: block for block, key in enumerate(keys)})
     assert order is not None
     assert planner.settle({order.order_id: report()})
-
-
-def test_a_page_is_there_when_the_last_rank_has_reported(planner: OrderBook) -> None:
-    order = planner.plan_save({A: 7})
-    assert order is not None
-    assert planner.settle({order.order_id: report(ranks=1)}) == []
-    assert planner.index.state(A) is PageState.BEING_WRITTEN
-    assert planner.in_flight == 1
-
-    assert planner.settle({order.order_id: report(ranks=1)}) == [
-        Settled(order, (A,), frozenset(), abandoned=False, seconds=0.0)
-    ]
-    assert planner.index.state(A) is PageState.RESIDENT
-    assert planner.in_flight == 0
-
-
-def test_a_page_that_failed_on_any_rank_has_failed(planner: OrderBook) -> None:
-    order = planner.plan_save({A: 7, B: 8})
-    assert order is not None
-    planner.settle({order.order_id: report(ranks=1, failed={1})})
-    (done,) = planner.settle({order.order_id: report(ranks=1)})
-    assert done.failed == {1}
-    assert planner.index.state(A) is PageState.RESIDENT
-    assert planner.index.state(B) is PageState.MISSING
 
 
 def test_a_page_already_saved_or_on_its_way_is_left_out(planner: OrderBook) -> None:
@@ -95,63 +70,11 @@ def test_every_order_has_an_id_of_its_own_and_none_is_zero(planner: OrderBook) -
     assert 0 not in ids
 
 
-def test_a_page_that_could_not_be_loaded_is_not_tried_again(planner: OrderBook) -> None:
-    saved(planner, A, B)
-    order = planner.plan_load("r", [A, B], [1, 2], RestoreMode.SYNC)
-    (done,) = planner.settle({order.order_id: report(failed={0})})
-    assert done.failed == {0}
-    assert planner.index.state(A) is PageState.MISSING
-    assert planner.index.state(B) is PageState.RESIDENT
-
-
 def test_pages_and_blocks_of_a_load_must_be_as_many(planner: OrderBook) -> None:
     saved(planner, A)
     with pytest.raises(ValueError, match="1 pages cannot fill 2 blocks"):
         planner.plan_load("r", [A], [1, 2], RestoreMode.SYNC)
     assert planner.plan_save({B: 1, C: 2}) is not None, "A was never acquired"
-
-
-def test_a_load_that_cannot_be_ordered_locks_nothing(planner: OrderBook) -> None:
-    saved(planner, A)
-    with pytest.raises(KeyError):
-        planner.plan_load("r", [A, B], [1, 2], RestoreMode.SYNC)
-    planner.plan_save({B: 1, C: 2})
-    assert planner.index.state(A) is PageState.MISSING, "A makes room"
-    assert planner.in_flight == 1
-
-
-def test_a_save_taken_back_leaves_no_trace(planner: OrderBook) -> None:
-    order = planner.plan_save({A: 1})
-    assert order is not None
-    planner.cancel(order)
-    assert planner.in_flight == 0
-    assert planner.index.free_slots == 2
-    assert planner.settle({order.order_id: report()}) == []
-
-
-def test_a_slot_written_by_an_abandoned_save_is_not_reused_before_its_report(
-    planner: OrderBook,
-) -> None:
-    order = planner.plan_save({A: 1, B: 2})
-    assert order is not None
-    assert planner.abandon_saves() == [order]
-    assert planner.abandon_saves() == [], "once is enough"
-    assert planner.plan_save({A: 3}) is None
-
-    (done,) = planner.settle({order.order_id: report()})
-
-    assert done.abandoned
-    assert planner.index.state(A) is PageState.MISSING
-    assert planner.plan_save({A: 3}) is not None
-
-
-def test_loads_are_not_abandoned_with_the_saves(planner: OrderBook) -> None:
-    saved(planner, A)
-    order = planner.plan_load("r", [A], [1], RestoreMode.ASYNC)
-    assert planner.abandon_saves() == []
-    (done,) = planner.settle({order.order_id: report()})
-    assert not done.abandoned
-    assert planner.index.state(A) is PageState.RESIDENT
 
 
 def test_the_bandwidth_is_learned_from_the_slowest_rank(planner: OrderBook) -> None:
@@ -235,26 +158,6 @@ def test_so_many_pages_go_down_as_may_and_those_on_their_way_do_not_count() -> N
     assert rest.keys == (C,)
 
 
-def test_a_page_stays_readable_while_it_goes_down() -> None:
-    planner = OrderBook(
-        PageIndex(2, LeastRecentlyUsed()), 1, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()}
-    )
-    saved = planner.plan_save({A: 1, B: 2})
-    assert saved is not None
-    settle(planner, saved)
-    order = planner.plan_demote(SSD, [A, C], due=7.0)
-    assert order is not None
-    assert (order.keys, order.slots, order.due) == ((A,), saved.slots[:1], 7.0)
-    assert planner.plan_demote(SSD, [A], due=7.0) is None, "it is on its way already"
-
-    assert planner.index.readable(A)
-    assert planner.plan_save({C: 3}) is not None, "B makes room, A is being written"
-    assert planner.index.state(B) is PageState.MISSING
-    settle(planner, order)
-    assert A in planner.stores[SSD].index
-    assert planner.index.readable(A), "a demoted page is in both places until it is evicted"
-
-
 def test_a_page_keeps_its_place_in_line_when_it_is_demoted() -> None:
     planner = OrderBook(
         PageIndex(3, LeastRecentlyUsed()), 1, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()}
@@ -267,25 +170,6 @@ def test_a_page_keeps_its_place_in_line_when_it_is_demoted() -> None:
     assert list(planner.index.least_valuable(3)) == [A, C]
     settle(planner, order)
     assert list(planner.index.least_valuable(3)) == [A, B, C]
-
-
-def test_a_promoted_page_is_readable_once_it_is_whole() -> None:
-    planner = OrderBook(
-        PageIndex(2, LeastRecentlyUsed()), 1, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()}
-    )
-    on_ssd(planner, A, B)
-    order = planner.plan_promote(SSD, [A, C, B], due=0.0)
-    assert order is not None
-    assert order.keys == (A, B)
-    assert dict(planner.promoting) == {A: order.order_id, B: order.order_id}
-    assert planner.index.state(A) is PageState.BEING_WRITTEN
-    assert planner.plan_promote(SSD, [A], due=0.0) is None, "it is on its way already"
-    settle(planner, order, 1)
-    assert planner.index.readable(A)
-    assert not planner.promoting
-    assert (A in planner.stores[SSD].index, B in planner.stores[SSD].index) == (True, False), (
-        "a bad page is not tried again"
-    )
 
 
 def test_an_order_that_is_not_due_is_not_worth_stepping_for() -> None:
@@ -323,21 +207,6 @@ def test_an_order_never_sent_leaves_no_trace() -> None:
         B in planner.stores[SSD].index,
         planner.index.readable(B),
     ) == (0, False, True)
-
-
-def test_what_goes_down_during_a_reset_is_not_on_ssd() -> None:
-    planner = OrderBook(
-        PageIndex(2, LeastRecentlyUsed()), 1, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()}
-    )
-    saved = planner.plan_save({A: 1})
-    assert saved is not None
-    settle(planner, saved)
-    order = planner.plan_demote(SSD, [A], due=0.0)
-    assert order is not None
-    planner.forget_all()
-    assert settle(planner, order).abandoned
-    assert len(planner.stores[SSD].index) == 0
-    assert planner.index.free_slots == 2
 
 
 def test_the_speed_of_promotions_is_learned_from_them_alone() -> None:

@@ -44,29 +44,6 @@ def test_a_tail_is_found_by_what_follows_it() -> None:
     assert tail.key == tail_key(PARENT, [1, 2, 3], None)
 
 
-def test_a_tail_is_good_as_far_as_its_tokens_agree() -> None:
-    tails = TailIndex(NoNotebook())
-    tails.add(PARENT, None, [1, 2, 3])
-    assert shared(tails, [1, 2, 9]) == 2
-    assert shared(tails, [1]) == 1
-    assert shared(tails, [9, 2, 3]) == 0
-    assert shared(tails, []) == 0
-
-
-def test_the_tail_that_shares_most_wins() -> None:
-    tails = TailIndex(NoNotebook())
-    tails.add(PARENT, None, [1, 2])
-    long = tails.add(PARENT, None, [1, 2, 3])
-    tails.add(PARENT, None, [1, 7, 8, 9])
-    assert tails.longest(PARENT, None, [1, 2, 3, 4], always) == (long, 3)
-
-
-def test_a_tail_after_another_page_is_another_tail() -> None:
-    tails = TailIndex(NoNotebook())
-    tails.add(PARENT, None, [1, 2, 3])
-    assert tails.longest(OTHER, None, [1, 2, 3], always) is None
-
-
 def test_a_tail_under_other_extra_keys_is_another_tail() -> None:
     """Extra keys hold the cache salt and the adapter."""
     tails = TailIndex(NoNotebook())
@@ -74,36 +51,6 @@ def test_a_tail_under_other_extra_keys_is_another_tail() -> None:
     assert tails.longest(PARENT, ("yours",), [1, 2, 3], always) is None
     assert tails.longest(PARENT, None, [1, 2, 3], always) is None
     assert tails.longest(PARENT, ("mine",), [1, 2, 3], always) == (mine, 3)
-
-
-def test_a_tail_whose_bytes_are_not_readable_gives_way_to_one_whose_are() -> None:
-    tails = TailIndex(NoNotebook())
-    short = tails.add(PARENT, None, [1])
-    long = tails.add(PARENT, None, [1, 2])
-    assert tails.longest(PARENT, None, [1, 2], lambda tail, _: tail != long) == (short, 1)
-    assert tails.longest(PARENT, None, [1, 2], never) is None
-
-
-def test_the_oldest_fork_of_a_context_is_forgotten() -> None:
-    tails = TailIndex(NoNotebook())
-    for first in range(MAX_TAILS_PER_PARENT + 1):
-        tails.add(PARENT, None, [100 + first])
-    assert shared(tails, [100]) == 0
-    assert all(shared(tails, [101 + i]) == 1 for i in range(MAX_TAILS_PER_PARENT))
-    assert len(tails) == MAX_TAILS_PER_PARENT
-
-
-def test_a_tail_named_again_is_young_again_and_counts_once() -> None:
-    tails = TailIndex(NoNotebook())
-    for first in range(MAX_TAILS_PER_PARENT):
-        tails.add(PARENT, None, [100 + first])
-    tails.add(PARENT, None, [100])
-    assert len(tails) == MAX_TAILS_PER_PARENT
-
-    tails.add(PARENT, None, [999])
-
-    assert shared(tails, [100]) == 1
-    assert shared(tails, [101]) == 0
 
 
 def test_tails_whose_pages_are_gone_are_pruned() -> None:

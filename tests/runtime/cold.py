@@ -17,12 +17,12 @@ from tiered_kv.connectors.runtime.pages import cpu_compression
 from tiered_kv.connectors.runtime.worker import cpu_memory
 from tiered_kv.pages.base import PageState
 from tiered_kv.pages.cold_pages import Bundle
-from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
-from tiered_kv.policies.baselines.unpinned import StatelessPolicy
+from tiered_kv.policies.base import Decision, Tier
 from tiered_kv.policies.distribution import GRID, Forecast
 from tiered_kv.testing import shrinking
 from tiered_kv.testing.checked_kv import CELL, expected, text
 from tiered_kv.testing.faults import FaultyTransfer
+from tiered_kv.testing.policies import Always
 from tiered_kv.testing.rig import EngineRig
 from tiered_kv.testing.shrinking import Shrinking
 
@@ -32,14 +32,8 @@ TURN = 160
 """Tokens of a turn's prompt: ten pages."""
 FILLS = 7
 """Jobs whose pages nearly fill the slots."""
-
-
-class Waits(StatelessPolicy):
-    """Leaves every turn's KV to CPU memory, and says when its job will come back."""
-
-    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
-        steps = np.linspace(0.0, 0.9, len(GRID))
-        return Decision(Tier.CPU, forecast=Forecast(steps))
+WAITS = Decision(Tier.CPU, forecast=Forecast(np.linspace(0.0, 0.9, len(GRID))))
+"""The KV waits in CPU memory, and its job is expected back."""
 
 
 @pytest.fixture
@@ -119,7 +113,7 @@ def prompt(job: int, tag: str = "job") -> list[int]:
 
 def fill_cpu(rig: EngineRig, jobs: int, *, tag: str = "job") -> None:
     """First turns of that many jobs, one after the other; their KV waits for the next ones."""
-    rig.policy = Waits()
+    rig.policy = Always(WAITS)
     for job in range(jobs):
         rig.now += 1.0
         rig.ask(f"{tag}{job}-first", prompt(job, tag), params={"job_id": f"{tag}{job}"})

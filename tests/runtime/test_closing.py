@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tests.runtime.pages.test_lower_tiers import CONTEXT, ask_again, tiers
+from tests.runtime.pages.test_lower_tiers import ask_again, tiers
+from tests.runtime.stories.test_tiers import CONTEXT
 from tiered_kv.connectors.runtime.tool_reader import THREAD_NAME, ToolReader
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.faults import FaultyTransfer

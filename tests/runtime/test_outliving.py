@@ -5,7 +5,6 @@ An engine is "killed" by looking at a copy of its file: that is what a killed pr
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -128,31 +127,6 @@ def test_a_save_that_failed_is_not_found(tmp_path: Path) -> None:
     with rig(tmp_path) as next_one:
         assert next_one.ask("a", prompt) == expected(prompt, 4)
         assert from_memory(next_one) == 3 * BLOCK
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_whenever_it_is_killed_no_wrong_page_is_found(tmp_path: Path, seed: int) -> None:
-    """Little memory for many contexts, so that slots are written again and again."""
-    chance, folder = random.Random(seed), tmp_path / "0"
-    contexts = [text(chance.randrange(40, 260), seed=100 * seed + i) for i in range(12)]
-    found = 0
-    for life in range(4):
-        with rig(folder, cpu_gib=0.0002, policy="lru") as one:
-            asked = dict[str, list[int]]()
-            for number in range(25):
-                prompt = chance.choice(contexts)
-                asked[str(number)] = prompt
-                one.add(str(number), prompt, max_tokens=8)
-                for _ in range(chance.randrange(12)):
-                    one.step()
-                if chance.random() < 0.3:
-                    one.wait_for_worker()
-            folder = as_killed(folder, tmp_path / str(life + 1))
-            one.run()
-            for name, prompt in asked.items():
-                assert one.outputs[name] == expected(prompt, 8)
-            found += bool(life) and from_memory(one)
-    assert found
 
 
 def test_the_end_of_a_turn_that_fills_no_block_is_found_too(tmp_path: Path) -> None:

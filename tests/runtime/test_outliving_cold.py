@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.cold import Waits, cold_settings
+from tests.runtime.cold import WAITS, cold_settings
 from tests.runtime.cold import small_bundles as small_bundles
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
 from tiered_kv.testing.checked_kv import CELL, expected, text
 from tiered_kv.testing.engine.model import LAYERS
 from tiered_kv.testing.engine.rig import RigOptions, SecondRig
+from tiered_kv.testing.policies import Always
 from tiered_kv.transfer.memory_file.validation import Validation
 
 pytestmark = pytest.mark.usefixtures("small_bundles")
@@ -34,7 +35,7 @@ def rig(folder: Path) -> Iterator[SecondRig]:
     options = RigOptions(blocks=30, block_size=BLOCK, max_model_len=1024, extra=extra)
     with SecondRig(options) as made:
         made.pages.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
-        made.policy = Waits()
+        made.policy = Always(WAITS)
         yield made
 
 

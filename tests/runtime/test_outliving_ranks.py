@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.cold import Waits, cold_settings
+from tests.runtime.cold import WAITS, cold_settings
 from tests.runtime.cold import small_bundles as small_bundles
 from tests.runtime.two_ranks import TwoRankRig, TwoRanks, facts_of_two
 from tiered_kv.orders import RestoreMode
@@ -19,6 +19,7 @@ from tiered_kv.testing.engine import halves
 from tiered_kv.testing.engine import rig as engine_rig
 from tiered_kv.testing.engine.model import LAYERS
 from tiered_kv.testing.engine.rig import RigOptions
+from tiered_kv.testing.policies import Always
 
 BLOCK = 16
 
@@ -94,7 +95,7 @@ def test_compressed_pages_are_found_that_both_ranks_have(
         )
         with TwoRankRig(options) as made:
             made.pages.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
-            made.policy = Waits()
+            made.policy = Always(WAITS)
             yield made
 
     def ask(made: TwoRankRig, job: int) -> None:

@@ -19,12 +19,13 @@ from tests.random_scripts import (
     some_contexts,
     some_options,
 )
-from tests.runtime.cold import PAGE, Held, Waits, cold_settings, flip_a_byte, inject_cold
+from tests.runtime.cold import PAGE, WAITS, Held, cold_settings, flip_a_byte, inject_cold
 from tests.runtime.cold import held as held
 from tests.runtime.cold import small_bundles as small_bundles
 from tests.runtime.groups.kinds import MODELS
 from tiered_kv.testing import shrinking
 from tiered_kv.testing.checked_kv import expected
+from tiered_kv.testing.policies import Always
 from tiered_kv.testing.vllm.groups import GroupSpec
 from tiered_kv.testing.vllm.rig import Rig
 
@@ -121,7 +122,7 @@ def play_script(folder: Path, held: Held, seed: int) -> Mapping[str, int]:
         },
     )
     with Rig(folder / "model", options) as rig:
-        rig.policy = rng.choice([Waits(), Waits(), Waits(), AnyDecision(rng)])
+        rig.policy = rng.choice([Always(WAITS), Always(WAITS), Always(WAITS), AnyDecision(rng)])
         choose_restores(rig, rng)
         chance = rng.choice([0, 0.003, 0.03, 0.1, 0.3])
         script = Clients(rig, rng, {**CALM, **FAULTS} if chance else CALM, some_contexts(rng, 10))

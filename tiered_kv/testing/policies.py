@@ -23,6 +23,16 @@ class FixedPin(StatelessPolicy):
         return Decision(Tier.PIN, self.ttl_s)
 
 
+class Always(StatelessPolicy):
+    """Decides the same for every turn."""
+
+    def __init__(self, decision: Decision) -> None:
+        self._decision = decision
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        return self._decision
+
+
 class SwitchedPolicy(TurnPolicy):
     """Another policy, which a test may change for a third.
 

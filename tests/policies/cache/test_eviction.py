@@ -275,51 +275,6 @@ def test_chances_are_those_of_the_likeliest_job() -> None:
     assert pool.order.return_chance(C, math.inf) == 0.0, "nobody waits for it"
 
 
-def context(rng: random.Random) -> list[PageKey]:
-    """Pages of one of few texts, cut somewhere: a key says all that is before it, and a tail."""
-    text, length = rng.choice(["", "x", "xy"]), rng.randrange(9)
-    pages = [PageKey(f"{text[: max(0, n - 2)]}{n}".encode()) for n in range(length)]
-    tail = PageKey(f"{text}{length} tail {rng.randrange(3)}".encode())
-    return [*pages, *([tail] if rng.random() < 0.5 else [])]
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_whatever_happens_every_page_is_there_once(seed: int) -> None:
-    rng = random.Random(seed)
-    keys = sorted({key for _ in range(500) for key in context(rng)})
-    pool = Pool(stay_s=rng.choice([1.0, 60.0, math.inf]), most_pages=rng.choice([10, 1000]))
-    there = set[PageKey]()
-    for _ in range(400):
-        what, key = rng.random(), rng.choice(keys)
-        if what < 0.3 and key not in there:
-            there.add(key)
-            pool.order.added(key)
-        elif what < 0.5 and key in there:
-            there.remove(key)
-            pool.order.removed(key)
-        elif what < 0.6 and key in there:
-            pool.order.touched(key)
-        elif what < 0.8:
-            cdf = np.sort([rng.random() for _ in GRID])
-            pool.waits(f"job{rng.randrange(6)}", context(rng), Forecast(cdf), rng.random())
-        elif what < 0.85:
-            pool.order.on_job_ended(f"job{rng.randrange(6)}", context(rng))
-        elif what < 0.9:
-            rng.choice([pool.order.on_forecast_lost, pool.order.on_gap_ended])(
-                f"job{rng.randrange(6)}"
-            )
-        pool.now += rng.choice([0.0, 0.1, 2.0])
-        order = list(pool.pages())
-        assert len(order) == len(there)
-        assert set(order) == there
-    for n in range(6):
-        pool.order.on_job_ended(f"job{n}")
-    assert not any(pool.order.return_chance(key, math.inf) for key in keys), "nobody waits any more"
-    for key in there:
-        pool.order.removed(key)
-    assert pool.ranked() == []
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_it_evicts_in_the_order_in_which_every_page_was_ranked(seed: int) -> None:
     """As the mean over many jobs: what a page that goes is worth, next to the least there is."""

@@ -84,48 +84,6 @@ def test_a_prompt_without_hashes_has_no_job(agents: Agents) -> None:
 # -- forks, repeats, samples --------------------------------------------------------
 
 
-def test_forks_are_jobs_of_their_own(agents: Agents) -> None:
-    trunk = agents.asked(question(7), answer=[90])
-    agents.asked([*question(7), 90, *TOOL, *ASSISTANT], answer=[91])
-    fork = agents.asked([*question(7), 90, 66, 66, *ASSISTANT], answer=[92])
-    assert fork.job != trunk.job
-    assert fork.turn == 1
-    on_trunk = agents.asked([*question(7), 90, *TOOL, *ASSISTANT, 91, *TOOL])
-    on_fork = agents.asked([*question(7), 90, 66, 66, *ASSISTANT, 92, *TOOL])
-    assert on_trunk == Inferred(trunk.job, 3)
-    assert on_fork == Inferred(fork.job, 2)
-
-
-def test_what_extends_a_running_turn_is_a_fork(agents: Agents) -> None:
-    running = agents.ask(question(7))
-    assert agents.ask([*question(7), *TOOL, *ASSISTANT]).job != running.job
-    agents.end(running)
-    assert agents.ask([*question(7), 9, *TOOL, *ASSISTANT]) == Inferred(running.job, 2)
-
-
-def test_a_prompt_that_is_repeated_is_a_job_of_its_own(agents: Agents) -> None:
-    assert agents.asked(question(7)).job != agents.asked(question(7)).job
-
-
-def test_a_prompt_repeated_after_an_abort_is_the_same_turn(agents: Agents) -> None:
-    first = agents.asked(question(7))
-    prompt = [*question(7), *TOOL, *ASSISTANT]
-    for _ in range(3):
-        turn = agents.ask(prompt)
-        agents.end(turn, [90], aborted=True)
-        assert turn == Inferred(first.job, 2)
-    assert agents.asked([*prompt, 90, *TOOL]) == Inferred(first.job, 3)
-
-
-def test_of_several_samples_the_one_that_was_chosen_goes_on(agents: Agents) -> None:
-    samples = [agents.ask(question(7)) for _ in range(5)]
-    assert len({sample.job for sample in samples}) == 5
-    for n, sample in enumerate(samples):
-        agents.end(sample, answer=[90, 91, 300 + n])
-    chosen = agents.asked([*question(7), 90, 91, 302, *TOOL])
-    assert chosen == Inferred(samples[2].job, 2)
-
-
 def test_of_very_many_samples_the_latest_are_compared(agents: Agents) -> None:
     for n in range(3 * MAX_TWINS):
         latest = agents.asked(question(7), answer=[90, 91, 300 + n])
@@ -160,15 +118,6 @@ def test_a_second_run_follows_the_steps_of_the_first(agents: Agents) -> None:
 
 
 # -- salts, names, bounds -----------------------------------------------------------
-
-
-def test_no_turn_is_given_to_a_job_of_another_salt(agents: Agents) -> None:
-    """Even if the hashes were the same."""
-    mine = agents.asked(question(7), salt="mine")
-    theirs = agents.asked([*question(7), *TOOL], salt="theirs")
-    assert theirs.turn == 1
-    assert theirs.job.salt == "theirs"
-    assert agents.asked([*question(7), *TOOL], salt="mine") == Inferred(mine.job, 2)
 
 
 def test_a_client_cannot_name_an_inferred_job(agents: Agents) -> None:

@@ -13,7 +13,8 @@ from vllm.v1.request import RequestStatus
 
 from tests.runtime.admission.admitting import TOKENS, holding_rig, prefills_take
 from tests.runtime.conftest import MakeRig
-from tests.runtime.pages.test_lower_tiers import push_out, store, tiers
+from tests.runtime.pages.test_lower_tiers import store, tiers
+from tests.runtime.stories.test_tiers import push_out
 from tiered_kv.connectors.runtime.fairness import IDLE_STEPS, TIERS_GRACE
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.pins.release_order import PinState, PinValue

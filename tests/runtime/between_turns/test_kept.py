@@ -7,25 +7,14 @@ from typing import Any
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
-from tiered_kv.policies.baselines.unpinned import StatelessPolicy
+from tiered_kv.policies.base import Decision, Tier
 from tiered_kv.testing.checked_kv import text
-from tiered_kv.testing.policies import FixedPin
+from tiered_kv.testing.policies import Always, FixedPin
 from tiered_kv.testing.vllm.rig import Rig
 
 JOB = {"job_id": "j"}
 CONTEXT = text(320, seed=1)
 PIN_S = 20.0
-
-
-class Goes(StatelessPolicy):
-    """Every turn's KV waits in one tier."""
-
-    def __init__(self, tier: Tier) -> None:
-        self._tier = tier
-
-    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
-        return Decision(self._tier)
 
 
 def make(make_rig: MakeRig, **settings: Any) -> Rig:
@@ -69,7 +58,7 @@ def test_what_was_saved_and_is_gone_was_a_loss(
     make_rig: MakeRig, tier: Tier, slots: int, lost: bool
 ) -> None:
     rig = make(make_rig, cpu_gib=slots * 16 * 8 / 2**30)
-    rig.policy = Goes(tier)
+    rig.policy = Always(Decision(tier))
     comes_back(rig, 1.0)
     assert (rig.gate.overcommit.share < 1.0) is lost
 

@@ -9,9 +9,9 @@ import pytest
 
 from tests.runtime.between_turns.waiting import CONTEXT, FORECAST, JOB, traced
 from tests.runtime.conftest import MakeRig
-from tiered_kv.policies.base import Costs, Decision, GapClass, Tier, TurnEnd
-from tiered_kv.policies.baselines.unpinned import StatelessPolicy
+from tiered_kv.policies.base import Decision, GapClass, Tier
 from tiered_kv.testing.checked_kv import CELL, text
+from tiered_kv.testing.policies import Always
 from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.trace.job_story import story
 
@@ -20,21 +20,11 @@ PAGES = 320 // 16 + 1
 """Pages of its context, the partial one at the end of the answer included."""
 
 
-class Waits(StatelessPolicy):
-    """Every job is waited for, in CPU memory or below it."""
-
-    def __init__(self, tier: Tier) -> None:
-        self.tier = tier
-
-    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
-        return Decision(self.tier, 0.0, GapClass.SLOW, FORECAST)
-
-
 def small_rig(make_rig: MakeRig, tmp_path: Path, tier: Tier, **extra: Any) -> Rig:
     """An engine whose CPU memory has room for three contexts."""
     given = {"cpu_gib": 64 * 16 * CELL / 2**30, "trace": str(tmp_path / "trace.jsonl"), **extra}
     rig = make_rig(blocks=64, max_model_len=512, extra=given)
-    rig.policy = Waits(tier)
+    rig.policy = Always(Decision(tier, 0.0, GapClass.SLOW, FORECAST))
     return rig
 
 

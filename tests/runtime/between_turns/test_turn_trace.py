@@ -19,10 +19,10 @@ from tests.runtime.between_turns.waiting import (
 from tests.runtime.conftest import MakeRig
 from tiered_kv.connectors.runtime.between_turns.open_gaps import LONGEST_S
 from tiered_kv.orders import RestoreMode
-from tiered_kv.policies.base import NO_TOOL, Costs, Decision, JobKey, Tier, TurnEnd
-from tiered_kv.policies.baselines.unpinned import StatelessPolicy
+from tiered_kv.policies.base import NO_TOOL, Decision, JobKey, Tier
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
 from tiered_kv.testing.checked_kv import text
+from tiered_kv.testing.policies import Always
 from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.trace.trace_reader import TraceReader
 from tiered_kv.trace.turn_record import (
@@ -36,13 +36,6 @@ from tiered_kv.trace.turn_record import (
 )
 
 LAST = {**JOB, "is_last_step": True}
-
-
-class Stores(StatelessPolicy):
-    """Every turn's KV goes down, and comes up when it is asked for."""
-
-    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
-        return Decision(Tier.STORE)
 
 
 @pytest.fixture
@@ -325,7 +318,7 @@ def gone_to_ssd(rig: Rig) -> None:
 
 
 def test_pages_that_come_up_for_a_turn_are_its_own(rig: Rig) -> None:
-    rig.policy = Stores()
+    rig.policy = Always(Decision(Tier.STORE))
     gone_to_ssd(rig)
     rig.now += 10.0
     rig.ask("t2", CONTEXT + text(9, seed=2), params=LAST)

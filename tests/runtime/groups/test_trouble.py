@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
-from tiered_kv.policies.baselines.unpinned import StatelessPolicy
+from tiered_kv.policies.base import Decision, Tier
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.faults import FaultyTransfer
+from tiered_kv.testing.policies import Always
 from tiered_kv.testing.vllm.groups import GroupSpec
 from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.transfer.base import Direction
@@ -21,13 +21,6 @@ from .kinds import ANSWER, JOB, MODELS, PROMPT, cpu_tokens, forget_vram, readabl
 SEVERAL = {name: groups for name, groups in MODELS.items() if len(groups) > 1}
 several = pytest.mark.parametrize("groups", SEVERAL.values(), ids=SEVERAL)
 ahead = pytest.mark.parametrize("ahead", [False, True], ids=["sync", "ahead"])
-
-
-class Store(StatelessPolicy):
-    """Sends every turn down at once."""
-
-    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
-        return Decision(Tier.STORE)
 
 
 def returning(rig: Rig) -> list[int]:
@@ -123,7 +116,7 @@ def test_contexts_come_up_from_ssd_and_after_a_restart(
 ) -> None:
     extra = {"cpu_gib": 0.01, "ssd_path": str(tmp_path / "ssd"), "ssd_gib": 0.02, "codec": "raw"}
     rig = make_rig(groups=groups, blocks=200, extra=extra)
-    rig.policy = Store()
+    rig.policy = Always(Decision(Tier.STORE))
     prompt = returning(rig)
     rig.run()
     for key in readable(rig):

@@ -11,7 +11,8 @@ import pytest
 from tests.runtime.conftest import MakeRig
 from tests.runtime.pages import shared_store
 from tests.runtime.pages.shared_store import SHARED, Place
-from tests.runtime.pages.test_lower_tiers import CONTEXT, push_out, tiers
+from tests.runtime.pages.test_lower_tiers import tiers
+from tests.runtime.stories.test_tiers import CONTEXT, push_out
 from tiered_kv.connectors.runtime.lower_tiers.lower_tier import STALLED_S
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.conftest import MakeRig
+from tests.runtime.stories.test_tiers import CONTEXT, push_out
 from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.lower_tiers.demotion import FIRST_PAUSE_S
 from tiered_kv.connectors.runtime.lower_tiers.lower_tier import LowerTier
@@ -19,17 +20,15 @@ from tiered_kv.keys import PageKey
 from tiered_kv.messages import Reports, StoredPages
 from tiered_kv.orders import DemoteOrder, OrderId
 from tiered_kv.pages.order_book import Settled
-from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
-from tiered_kv.policies.baselines.unpinned import StatelessPolicy
+from tiered_kv.policies.base import Decision, Tier
 from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.checked_kv import CELL, expected, text
+from tiered_kv.testing.policies import Always
 from tiered_kv.testing.stores import SSD
 from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.tiers import TierSpec
 
 PAGE = 16 * CELL
-CONTEXT = text(320, seed=1)
-"""Twenty pages."""
 
 
 def tiers(path: Path, *, slots: int = 64, ssd_gib: float = 0.02) -> dict[str, Any]:
@@ -51,16 +50,6 @@ def store(rig: Rig) -> Any:
     return rig.worker.worker_half.stores[SSD].io.store
 
 
-def push_out(rig: Rig) -> None:
-    """Rivals take all of VRAM and of CPU memory, no faster than a disk can follow."""
-    for i in range(8):
-        rig.add(f"rival-{rig.steps}", text(300, seed=rig.steps * 100 + i))
-        while rig.scheduler.has_requests():
-            rig.step()
-            rig.wait_for_worker()
-    assert rig.index.evictions > 0, "CPU memory was not short"
-
-
 def ask_again(rig: Rig, name: str = "again") -> None:
     assert rig.ask(name, CONTEXT) == expected(CONTEXT, 4)
 
@@ -78,7 +67,7 @@ def test_what_is_still_in_cpu_memory_is_not_read_from_ssd(rig: Rig) -> None:
 
 
 def test_what_vram_still_has_is_not_read_from_ssd(rig: Rig) -> None:
-    rig.policy = Long()
+    rig.policy = Always(Decision(Tier.STORE))
     rig.ask("first", CONTEXT, params={"job_id": "j"})
     assert len(rig.pages.book.stores[SSD].index) == 21
     rig.index.clear()
@@ -181,63 +170,13 @@ def test_a_turn_waits_for_its_pages_and_holds_up_nobody(rig: Rig, gate: Gate) ->
     rig.check_clean()
 
 
-def test_a_turn_whose_pages_are_late_computes_them(rig: Rig, gate: Gate) -> None:
-    rig.add("again", CONTEXT)
-    rig.step()
-    assert rig.outputs["again"] == []
-    rig.now += 60.0
-    for _ in range(30):
-        rig.step()
-    assert rig.outputs["again"] == expected(CONTEXT, 4)
-    assert rig.count("promotions_overdue") == 1
-    gate.open.set()
-    rig.wait_for_worker()
-    rig.step()
-    rig.run()
-    rig.check_clean()
-
-
-def test_a_promotion_slower_than_computing_is_not_made(rig: Rig) -> None:
-    rig.ask("first", CONTEXT)
-    push_out(rig)
-    rig.gaps.prefills.fit.observe(0, 1000, 1e-3)
-    rig.pages.book.stores[SSD].bandwidth = 1000.0
-    ask_again(rig)
-    assert rig.count("promotions_refused") > 0
-    assert rig.count("pages_promoted") == 0
-    rig.check_clean()
-
-
-def test_a_disk_that_fails_costs_nothing_but_counters(rig: Rig) -> None:
-    def broken(*_: Any) -> Any:
-        raise OSError(5, "injected")
-
-    target = store(rig)
-    target.put, put = broken, target.put
-    rig.ask("first", CONTEXT)
-    push_out(rig)
-    failures = rig.count("demotion_failures")
-    assert failures > 0
-    assert rig.count("ssd_errors") > 0
-    ask_again(rig)
-    assert rig.count("prompt_tokens_ssd") == 0
-
-    rig.fill(1)
-    assert rig.count("demotion_failures") == failures, "it is left alone for a while"
-    target.put = put
-    rig.now += FIRST_PAUSE_S
-    rig.fill(2)
-    assert rig.count("pages_demoted") > 0
-    rig.check_clean()
-
-
 def test_no_more_pages_wait_for_a_disk_that_hangs_than_cpu_memory_holds(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
     """A call that hangs reports no failure, so no pause begins. Once it returns, the pages that are
     still in CPU memory are written."""
     rig = make_rig(extra=tiers(tmp_path, slots=40))
-    rig.policy = Long()
+    rig.policy = Always(Decision(Tier.STORE))
     answers, target = threading.Event(), store(rig)
     put = target.put
 
@@ -315,16 +254,9 @@ def test_a_generation_ends_with_its_engine(make_rig: MakeRig, tmp_path: Path) ->
     assert not list((tmp_path / "ssd").rglob("*.seg"))
 
 
-class Long(StatelessPolicy):
-    """Every turn is followed by a long one."""
-
-    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
-        return Decision(Tier.STORE)
-
-
 def test_a_turn_goes_to_ssd_although_its_last_save_was_doubtful(rig: Rig) -> None:
     """Another's restore fails as it ends: the save just ordered is dropped, and not waited for."""
-    rig.policy = Long()
+    rig.policy = Always(Decision(Tier.STORE))
     rig.add("first", CONTEXT, params={"job_id": "j"})
     while "first" not in rig.finished:
         rig.step()
@@ -343,7 +275,7 @@ def test_a_turn_that_ends_with_a_whole_page_goes_to_ssd_to_its_end(
 ) -> None:
     """Nothing is left to save then, while the last step's pages are still on their way."""
     rig = make_rig(extra=tiers(tmp_path), max_batched_tokens=2048)
-    rig.policy = Long()
+    rig.policy = Always(Decision(Tier.STORE))
     rig.add("first", CONTEXT, 1, params={"job_id": "j"})
     rig.run()
     assert rig.count("pages_demoted") == 20

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tests.runtime.pages.test_lower_tiers import CONTEXT, store, tiers
+from tests.runtime.pages.test_lower_tiers import store, tiers
+from tests.runtime.stories.test_tiers import CONTEXT
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.vllm.rig import Rig
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tests.runtime.pages.test_lower_tiers import CONTEXT, PAGE
+from tests.runtime.pages.test_lower_tiers import PAGE
+from tests.runtime.stories.test_tiers import CONTEXT
 from tiered_kv.connectors.runtime.lower_tiers.demotion import (
     FIRST_DOUBT_S,
     ONE_STALL_S,

@@ -111,29 +111,6 @@ def test_restores_that_cannot_be_ordered_do_not_take_each_other_s_place(
     assert rig.count("hook_errors") == 2
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_turn_whose_async_restore_failed_is_saved_like_any_other(
-    make_rig: MakeRig, ahead: bool
-) -> None:
-    """The rest is computed right: vLLM did not begin before it knew."""
-    rig = make_rig(ahead=ahead)
-    rig.pages.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
-    faulty = rig.inject(FaultyTransfer)
-    start = text(160, seed=46)
-    evicted(rig, start)
-    longer = start + text(200, seed=47)
-
-    faulty.fail_next(Direction.LOAD, {3})
-    assert rig.ask("longer", longer) == expected(longer, 4)
-    assert rig.count("restore_failures") == 1
-    rig.fill()
-
-    before = rig.count("prompt_tokens_cpu")
-    assert rig.ask("again", longer) == expected(longer, 4)
-    assert rig.count("prompt_tokens_cpu") - before == len(longer) - 1
-    rig.check_clean()
-
-
 def test_a_full_cpu_tier_evicts_the_oldest_context_from_its_end(make_rig: MakeRig) -> None:
     page = 16 * 8
     rig = make_rig(blocks=35, max_model_len=272, extra={"cpu_gib": 40 * page / 2**30})

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tests.runtime.pages.test_lower_tiers import CONTEXT, ask_again, push_out, tiers
+from tests.runtime.pages.test_lower_tiers import ask_again, tiers
+from tests.runtime.stories.test_tiers import CONTEXT, push_out
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.codecs.registry import from_table
 from tiered_kv.storage.store.store import SegmentStore

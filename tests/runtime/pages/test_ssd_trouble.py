@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tests.runtime.pages.test_lower_tiers import CONTEXT, ask_again, push_out, store, tiers
+from tests.runtime.pages.test_lower_tiers import ask_again, store, tiers
+from tests.runtime.stories.test_tiers import CONTEXT, push_out
 from tiered_kv.connectors.runtime.lower_tiers.demotion import MOST_DEMOTING
 from tiered_kv.connectors.runtime.lower_tiers.reclaims import Reclaims
 from tiered_kv.keys import PageKey
@@ -157,6 +158,7 @@ def test_a_slow_spell_of_the_disk_is_forgotten(rig: Rig) -> None:
     rig.pages.book.stores[SSD].bandwidth = 1000.0
     ask_again(rig)
     assert rig.count("promotions_refused") > 0
+    assert rig.count("pages_promoted") == 0
     assert rig.pages.book.stores[SSD].bandwidth > 1000.0
 
 

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from tests.runtime.conftest import MakeRig
-from tests.runtime.pages.test_lower_tiers import CONTEXT, push_out, store, tiers
+from tests.runtime.pages.test_lower_tiers import store, tiers
+from tests.runtime.stories.test_tiers import CONTEXT, push_out
 from tiered_kv.keys import PageKey
-from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
-from tiered_kv.policies.baselines.unpinned import StatelessPolicy
+from tiered_kv.policies.base import Decision, Tier
 from tiered_kv.policies.distribution import GRID, Forecast
 from tiered_kv.testing.checked_kv import expected, text
+from tiered_kv.testing.policies import Always
 from tiered_kv.testing.vllm.rig import Rig
 
 OTHER = text(320, seed=2)
@@ -91,6 +92,7 @@ def test_turns_compute_what_has_not_come_in_the_time_that_computing_takes(
         rig.step()
     assert rig.outputs["a"] == expected(CONTEXT, 4)
     assert rig.outputs["b"] == expected(OTHER, 4)
+    assert rig.count("promotions_overdue") == 1
     reads.set()
     rig.wait_for_worker()
     rig.step()
@@ -146,13 +148,6 @@ def test_what_came_up_for_a_turn_is_not_evicted_before_it_has_it(
     rig.check_clean()
 
 
-class ComesBack(StatelessPolicy):
-    """Expects every job back, sooner or later."""
-
-    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
-        return Decision(Tier.CPU, forecast=Forecast(np.linspace(0.0, 1.0, len(GRID))))
-
-
 @pytest.mark.parametrize("with_ssd", [True, False])
 def test_a_copy_of_what_vram_has_goes_first_where_a_tier_below_keeps_it(
     make_rig: MakeRig, tmp_path: Path, with_ssd: bool
@@ -160,7 +155,7 @@ def test_a_copy_of_what_vram_has_goes_first_where_a_tier_below_keeps_it(
     """Without such a tier it is all that is left of a context that VRAM lets go."""
     below = tiers(tmp_path, slots=200)
     rig = make_rig(extra=below if with_ssd else {"cpu_gib": below["cpu_gib"]}, blocks=80)
-    rig.policy = ComesBack()
+    rig.policy = Always(Decision(Tier.CPU, forecast=Forecast(np.linspace(0.0, 1.0, len(GRID)))))
     pages = dict[str, set[PageKey]]()
     for name, prompt in (("waits", OTHER), ("runs", CONTEXT)):
         before = set(rig.index.least_valuable(200))

@@ -47,20 +47,6 @@ class Engine:
         return self.pool.num_free()
 
 
-def test_a_pinned_context_is_not_free_and_a_released_one_is() -> None:
-    engine = Engine()
-    assert engine.turn(A, 5) == 5
-    assert A in engine.pins
-    assert (engine.free, engine.pins.held_blocks) == (15, 5)
-
-    assert engine.pins.release(A) is True
-
-    assert A not in engine.pins
-    assert (engine.free, engine.pins.held_blocks) == (20, 0)
-    assert engine.pins.release(A) is False
-    engine.pool.check_integrity()
-
-
 def test_what_is_released_is_reused_last_and_its_head_last_of_all() -> None:
     """So that a pin that ran out is still a hit for as long as possible."""
     engine = Engine()
@@ -68,71 +54,6 @@ def test_what_is_released_is_reused_last_and_its_head_last_of_all() -> None:
     engine.finish_pinned(A, blocks)
     engine.pins.release(A)
     assert engine.pool.free_order[-3:] == [block.block_id for block in reversed(blocks)]
-
-
-def test_a_new_pin_of_a_job_takes_the_place_of_the_old_one() -> None:
-    engine = Engine()
-    engine.turn(A, 5)
-    assert engine.turn(A, 7) == 7
-    assert len(engine.pins) == 1
-    assert engine.free == 13
-
-
-def test_a_longer_context_keeps_the_blocks_it_had() -> None:
-    """The next turn holds the old blocks itself while its pin replaces the last one."""
-    engine = Engine()
-    start = engine.ran(5)
-    engine.finish_pinned(A, start)
-    engine.pool.hold(start)
-    assert engine.finish_pinned(A, start + engine.ran(2)) == 7
-    assert engine.free == 13
-    assert all(block.ref_cnt == 1 for block in start)
-
-
-def test_a_context_over_the_budget_is_pinned_from_its_start() -> None:
-    engine = Engine(budget=4)
-    blocks = engine.ran(6)
-    assert engine.finish_pinned(A, blocks) == 4
-    assert [block.ref_cnt for block in blocks] == [1, 1, 1, 1, 0, 0]
-
-
-def test_pins_together_stay_within_the_budget() -> None:
-    engine = Engine(budget=8)
-    assert engine.turn(A, 5) == 5
-    assert engine.turn(B, 5) == 3
-    assert engine.turn(C, 5) == 0
-    assert C not in engine.pins
-    assert engine.pins.held_blocks == 8
-
-
-def test_blocks_that_jobs_share_count_once() -> None:
-    engine = Engine(budget=8)
-    system_prompt = engine.ran(4)
-    engine.pool.hold(system_prompt)
-
-    assert engine.finish_pinned(A, system_prompt + engine.ran(2)) == 6
-    assert engine.finish_pinned(B, system_prompt + engine.ran(2)) == 6
-
-    assert engine.pins.held_blocks == 8
-    engine.pins.release(A)
-    assert engine.pins.held_blocks == 6
-    assert all(block.ref_cnt == 1 for block in system_prompt)
-    engine.pins.release(B)
-    assert engine.free == 20
-
-
-def test_a_job_that_shares_all_its_blocks_needs_no_budget() -> None:
-    engine = Engine(budget=4)
-    shared = engine.ran(4)
-    engine.pool.hold(shared)
-    engine.finish_pinned(A, shared)
-    assert engine.finish_pinned(B, shared) == 4
-
-
-def test_without_a_budget_nothing_is_pinned() -> None:
-    engine = Engine(budget=0)
-    assert engine.turn(A, 3) == 0
-    assert (len(engine.pins), engine.free) == (0, 20)
 
 
 def test_a_turn_without_full_blocks_has_nothing_to_pin() -> None:
@@ -144,38 +65,6 @@ def test_a_turn_without_full_blocks_has_nothing_to_pin() -> None:
 
 
 # -- time -------------------------------------------------------------------------------
-
-
-def test_pins_expire_at_their_deadline_and_not_before() -> None:
-    engine = Engine()
-    engine.turn(A, 2, deadline=10.0)
-    engine.turn(B, 2, deadline=12.0)
-    engine.turn(C, 2, deadline=10.0)
-
-    assert engine.pins.expire(9.99) == 0
-    assert engine.pins.expire(10.0) == 2
-    assert [job in engine.pins for job in (A, B, C)] == [False, True, False]
-    assert engine.pins.expire(11.0) == 0
-    assert engine.pins.expire(100.0) == 1
-    assert engine.pins.expire(1000.0) == 0
-    assert engine.free == 20
-
-
-def test_a_pin_made_after_others_expired_expires_too() -> None:
-    engine = Engine()
-    engine.turn(A, 2, deadline=10.0)
-    engine.pins.expire(10.0)
-    engine.turn(B, 2, deadline=5.0)
-    assert engine.pins.expire(10.0) == 1
-
-
-def test_a_renewed_pin_lives_until_its_new_deadline() -> None:
-    engine = Engine()
-    engine.turn(A, 2, deadline=10.0)
-    engine.turn(A, 2, deadline=20.0)
-    assert engine.pins.expire(15.0) == 0
-    assert A in engine.pins
-    assert engine.pins.expire(20.0) == 1
 
 
 # -- giving way -------------------------------------------------------------------------
@@ -220,14 +109,6 @@ def test_the_pin_of_a_turn_that_has_arrived_outlasts_all_that_wait() -> None:
     assert A in engine.pins
 
 
-def test_the_pin_of_the_job_that_needs_the_room_goes_last() -> None:
-    engine = crowded()
-    assert engine.pins.make_room(lambda: engine.free >= 16, spare=A) == 2
-    assert A in engine.pins
-    assert engine.pins.make_room(lambda: engine.free >= 20, spare=A) == 1
-    assert A not in engine.pins
-
-
 def test_a_pin_of_a_younger_job_gives_way_unless_it_earns_more_than_the_wait() -> None:
     engine = Engine()
     engine.turn(A, 4, born=30.0, saves_s=9.0, earns=0.9)
@@ -259,24 +140,3 @@ def test_for_a_turn_that_may_not_wait_all_of_them_go() -> None:
     engine.turn(A, 4, born=10.0, saves_s=9.0, earns=100.0)
     assert engine.pins.make_room(lambda: engine.free >= 20, waiter_started_at=30.0) == 0
     assert engine.pins.make_room(lambda: engine.free >= 20) == 1
-
-
-def test_a_job_to_be_spared_that_has_no_pin_changes_nothing() -> None:
-    engine = crowded()
-    assert engine.pins.make_room(lambda: engine.free >= 12, spare=D) == 1
-    assert A not in engine.pins
-
-
-def test_when_pins_do_not_suffice_all_of_them_go() -> None:
-    engine = crowded()
-    assert engine.pins.make_room(lambda: engine.free >= 100) == 3
-    assert len(engine.pins) == 0
-    assert engine.pins.make_room(lambda: False) == 0
-
-
-def test_all_pins_can_be_released_at_once() -> None:
-    engine = crowded()
-    assert engine.pins.release_all() == 3
-    assert (engine.free, engine.pins.held_blocks) == (20, 0)
-    assert engine.pins.release_all() == 0
-    engine.pool.check_integrity()

@@ -24,7 +24,7 @@ from tests.random_scripts import (
     some_options,
     some_size,
 )
-from tests.runtime.cold import PAGE, Waits, cold_settings
+from tests.runtime.cold import PAGE, WAITS, cold_settings
 from tests.runtime.cold import small_bundles as small_bundles
 from tests.runtime.groups.kinds import MODELS
 from tests.runtime.snapshots.asking import ask, fork, restore, take
@@ -39,6 +39,7 @@ from tiered_kv.testing import shrinking
 from tiered_kv.testing.engine.model import LAYERS
 from tiered_kv.testing.engine.rig import RigOptions as SecondOptions
 from tiered_kv.testing.engine.rig import SecondRig
+from tiered_kv.testing.policies import Always
 from tiered_kv.testing.rig import EngineRig
 from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.transfer.base import Direction
@@ -304,7 +305,7 @@ def make_kind(folder: Path, rng: random.Random) -> Callable[[int], EngineRig]:
             if not cold:
                 extra |= {"codec": "raw"}
             rig = Rig(folder / f"model{at}", replace(options, extra=extra))
-        rig.policy = Waits() if cold else registry.policy(policy)
+        rig.policy = Always(WAITS) if cold else registry.policy(policy)
         choose_restores(rig, rng)
         return rig
 

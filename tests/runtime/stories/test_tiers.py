@@ -8,22 +8,15 @@ from typing import Any
 import pytest
 
 from tests.runtime.stories.conftest import MakeEngine
-from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
-from tiered_kv.policies.baselines.unpinned import StatelessPolicy
+from tiered_kv.policies.base import Decision, Tier
 from tiered_kv.testing.checked_kv import expected, text
+from tiered_kv.testing.policies import Always
 from tiered_kv.testing.rig import EngineRig
 from tiered_kv.testing.stores import SSD
 
 CONTEXT = text(320, seed=1)
 """Twenty pages."""
 SLOTS = 64
-
-
-class Store(StatelessPolicy):
-    """Sends every turn down at once."""
-
-    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
-        return Decision(Tier.STORE)
 
 
 def settings(make_engine: MakeEngine, path: Path, slots: int) -> dict[str, Any]:
@@ -104,7 +97,7 @@ def test_a_page_that_rotted_is_computed_again(rig: EngineRig, tmp_path: Path) ->
 
 
 def test_a_turn_predicted_long_goes_to_ssd_at_once(rig: EngineRig) -> None:
-    rig.policy = Store()
+    rig.policy = Always(Decision(Tier.STORE))
     rig.ask("first", CONTEXT, params={"job_id": "j"})
     assert rig.count("pages_demoted") >= 20
     assert rig.pins.held_blocks == 0

@@ -132,12 +132,6 @@ def worker() -> Iterator[Worker]:
     made.tier.close()
 
 
-def test_raw_and_packed_pages_are_flushed(worker: Worker) -> None:
-    worker.save({1: 3, 2: 4, 4: 5, 5: 0, 7: 1})
-    assert worker.pack({1: 3, 2: 4, 4: 5}) < 3
-    assert worker.flushed() == {1, 2, 4, 5, 7}
-
-
 def test_a_save_that_became_invalid_before_its_copy_was_done_is_not_flushed(worker: Worker) -> None:
     """Nothing is kept of it: an engine that runs for months has many of them."""
     for _ in range(100):
@@ -149,12 +143,6 @@ def test_a_save_that_became_invalid_before_its_copy_was_done_is_not_flushed(work
     kept = [one for one in vars(worker.tier).values() if isinstance(one, set | list | dict)]
     assert max(map(len, kept)) <= NUM_SLOTS
     assert worker.flushed() == {4, 7}
-
-
-def test_pages_that_do_not_shrink_are_flushed_from_their_bundle(worker: Worker) -> None:
-    worker.save({3: 3, 6: 4, 9: 5})
-    assert worker.pack({3: 3, 6: 4, 9: 5}) == 3
-    assert worker.flushed() == {3, 6, 9}
 
 
 def test_what_the_tier_has_is_not_written_again(worker: Worker) -> None:
@@ -175,14 +163,6 @@ def test_a_page_that_came_up_is_not_flushed_from_its_bundle(worker: Worker) -> N
     assert worker.flushed() == {1}
 
 
-def test_invalidated_saves_are_not_flushed_from_bundles(worker: Worker) -> None:
-    worker.save({1: 0, 2: 1})
-    wrong = worker.save({4: 2, 5: 3}, wrong=True)
-    worker.pack({1: 0, 4: 2, 2: 1, 5: 3})
-    worker.invalidate(wrong)
-    assert worker.flushed() == {1, 2}
-
-
 def test_saves_invalidated_before_they_end_are_not_flushed(worker: Worker) -> None:
     wrong = SaveOrder(worker.number(), CONTEXT, (2, 3), (2, 3), (key(4), key(5)))
     worker.invalidate(wrong)
@@ -190,42 +170,6 @@ def test_saves_invalidated_before_they_end_are_not_flushed(worker: Worker) -> No
     worker.save({1: 0})
     worker.pack({1: 0, 4: 2, 5: 3})
     assert worker.flushed() == {1}
-
-
-def test_an_invalidated_page_saved_anew_is_flushed_right(worker: Worker) -> None:
-    wrong = worker.save({1: 0, 2: 1}, wrong=True)
-    worker.pack({1: 0, 2: 1})
-    worker.invalidate(wrong)
-    worker.save({1: 5})
-    assert worker.flushed() == {1}
-
-
-@pytest.mark.parametrize("overwritten", range(4))
-def test_slots_of_a_bundle_that_is_gone_are_not_flushed_under_its_keys(
-    worker: Worker, overwritten: int
-) -> None:
-    pages = {1: 6, 2: 2, 4: 9, 5: 1, 7: 0, 8: 3}
-    worker.save(pages)
-    kept = worker.pack(pages)
-    assert 2 <= kept <= 4
-    slots = list(pages.values())
-    worker.save({10: slots[overwritten]})
-    found = worker.flushed()
-    assert 10 in found
-    if overwritten < kept:
-        assert found < {*pages, 10}, "what lay there is gone"
-    else:
-        assert found == {*pages, 10}
-
-
-def test_a_bundle_over_another_ones_slots_is_flushed_and_the_other_is_not(worker: Worker) -> None:
-    first = {1: 0, 2: 1, 4: 2, 5: 3}
-    worker.save(first)
-    assert worker.pack(first) >= 2
-    second = {10: 1, 11: 5, 13: 0}
-    worker.save(second)
-    worker.pack(second)
-    assert worker.flushed() == set(second)
 
 
 def test_slots_of_another_group_are_not_flushed_under_our_keys(worker: Worker) -> None:
@@ -237,14 +181,6 @@ def test_slots_of_another_group_are_not_flushed_under_our_keys(worker: Worker) -
     worker.tier.forget_slots((0, 1, 2, 3))
     worker.pack({20: 0, 21: 1, 22: 7}, group=1)
     assert worker.flushed() == set()
-
-
-def test_a_bundle_that_could_not_be_packed_is_not_flushed(worker: Worker) -> None:
-    worker.save({1: 0, 2: 1, 4: 5})
-    order = PackOrder(worker.number(), CONTEXT, (0, 1), (key(1), key(2)))
-    worker.tier.packed(order)
-    worker.slots[[0, 1]] = 0xAA
-    assert worker.flushed() == {4}
 
 
 def test_pages_of_before_a_reset_are_not_flushed(worker: Worker) -> None:

@@ -56,15 +56,6 @@ def reopened(memory: LastingMemory) -> LastingMemory:
 # -- headers ------------------------------------------------------------------------
 
 
-def test_a_late_validation_says_nothing_of_the_bytes_that_came_since(memory: LastingMemory) -> None:
-    memory.invalidate([2])
-    slot_of(memory, 2)[:] = page_of(key_of(1))
-    ticket, digest = memory.ticket(2), memory.digest(2, PAGE)
-    memory.invalidate([2])
-    assert not memory.validate(2, ticket, SlotHeader(key_of(1), PAGE, 1, digest))
-    assert not reopened(memory).adopted
-
-
 def test_pages_from_before_are_taken_over_if_their_bytes_are_right(
     memory: LastingMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -78,19 +69,6 @@ def test_pages_from_before_are_taken_over_if_their_bytes_are_right(
     third = reopened(again)
     assert keys_in(third) == {0: key_of(0), 2: key_of(2)}, "and nobody will ask again"
     third.close()
-
-
-def test_nothing_is_found_after_a_reset(memory: LastingMemory) -> None:
-    save(memory, 0, 0)
-    memory.invalidate([1])
-    slot_of(memory, 1)[:] = page_of(key_of(1))
-    late = memory.ticket(1)
-    memory.clear()
-    header = SlotHeader(key_of(1), PAGE, 1, memory.digest(1, PAGE))
-    assert not memory.validate(1, late, header)
-    again = reopened(memory)
-    assert not again.adopted
-    again.close()
 
 
 def test_memory_in_a_file_is_not_registered_with_a_device(memory: LastingMemory) -> None:
