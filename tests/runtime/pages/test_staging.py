@@ -102,12 +102,17 @@ def test_turns_compute_what_has_not_come_in_the_time_that_computing_takes(
     rig.check_clean()
 
 
-def test_pages_come_up_while_their_turn_waits_for_vram(rig: Rig, reads: threading.Event) -> None:
-    """It loses nothing by waiting, so it waits for as long as it takes. Nobody overtakes it."""
+def wait_for_vram(rig: Rig) -> None:
+    """Have a turn wait for another to give blocks back."""
     rig.add("busy", text(400, seed=3), max_tokens=60)
     while not rig.outputs["busy"]:
         rig.step()
     rig.add("a", CONTEXT)
+
+
+def test_pages_come_up_while_their_turn_waits_for_vram(rig: Rig, reads: threading.Event) -> None:
+    """It loses nothing by waiting, so it waits for as long as it takes. Nobody overtakes it."""
+    wait_for_vram(rig)
     rig.add("small", text(5, seed=4))
     rig.step()
     assert rig.turn("a").tiers.awaits
@@ -128,10 +133,7 @@ def test_what_came_up_for_a_turn_is_not_evicted_before_it_has_it(
     rig: Rig, reads: threading.Event
 ) -> None:
     """Others are saved meanwhile, more than CPU memory holds."""
-    rig.add("busy", text(400, seed=3), max_tokens=60)
-    while not rig.outputs["busy"]:
-        rig.step()
-    rig.add("a", CONTEXT)
+    wait_for_vram(rig)
     rig.step()
     reads.set()
     rig.wait_for_worker()
