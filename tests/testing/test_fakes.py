@@ -11,7 +11,6 @@ import pytest
 
 from tests.threads import leaked_threads, running_threads
 from tiered_kv.page_group import PageLayout, Placement, page_layout
-from tiered_kv.testing.block_pool import FakeBlockPool
 from tiered_kv.testing.conformance.transfer import TransferConformance
 from tiered_kv.testing.faults import FaultyTransfer
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
@@ -128,51 +127,6 @@ def test_saves_are_never_corrupt(copies: Copies) -> None:
     copies.run(Direction.SAVE, [0, 1], [0, 1])
     assert copies.slots == [1, 2, 13, 14]
     assert copies.faulty.struck == 0
-
-
-# -- the block pool ---------------------------------------------------------------------
-
-
-def test_blocks_are_reused_in_the_order_in_which_they_were_given_up() -> None:
-    pool = FakeBlockPool(7)
-    first = pool.allocate([b"a", b"b", None])
-    assert pool.free_order == [4, 5, 6]
-
-    pool.release(reversed(first))
-
-    assert pool.free_order == [3, 4, 5, 6, 2, 1], "without a hash first, the context's head last"
-    pool.check_integrity()
-
-
-def test_a_free_block_that_is_touched_is_free_no_more() -> None:
-    pool = FakeBlockPool(4)
-    (block,) = pool.allocate([b"a"])
-    pool.release([block])
-
-    pool.hold([block])
-
-    assert pool.free_order == [2, 3]
-    assert block.ref_cnt == 1
-    pool.hold([block])
-    pool.release([block])
-    assert pool.free_order == [2, 3], "one reference is left"
-    pool.check_integrity()
-
-
-def test_a_block_freed_twice_is_an_error() -> None:
-    pool = FakeBlockPool(4)
-    blocks = pool.allocate([b"a"])
-    pool.release(blocks)
-    with pytest.raises(ValueError, match="block 1 is freed twice"):
-        pool.release(blocks)
-
-
-def test_more_blocks_than_are_free_cannot_be_had() -> None:
-    with pytest.raises(ValueError, match="4 blocks wanted, 3 are free"):
-        FakeBlockPool(4).allocate([None] * 4)
-
-
-# -- threads ----------------------------------------------------------------------------
 
 
 def test_threads_left_behind_are_noticed() -> None:

@@ -14,7 +14,8 @@ makes it, and inherits every test. They are in ``conformance``:
 Fakes stand in for what a test does not want or cannot have:
 
 - ``faults.FaultyTransfer``: a transfer backend whose copies fail, or lie, on request.
-- ``block_pool.FakeBlockPool``: the engine's block pool.
+- ``engine.blocks.Blocks``: an engine's block pool, and ``engine.port.PortPool`` as the connector
+  sees it (needs torch).
 - ``engine.rig.SecondRig``: a small paged engine with the connector in it (needs torch).
 - ``vllm.rig.Rig``: vLLM's real scheduler and the real connector around a model that
   checks its KV (needs vLLM).

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import secrets
 
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.pins.release_order import PinState, PinValue
-from tiered_kv.testing.block_pool import FakeBlock, FakeBlockPool
+from tiered_kv.testing.engine.blocks import Block, Blocks
+from tiered_kv.testing.engine.port import PortPool
 
 A, B, C, D = (JobKey("", name) for name in "abcd")
 
@@ -19,18 +21,26 @@ def held(saves_s: float, earns: float) -> PinValue:
     return PinValue(PinState.HELD, saves_s, earns)
 
 
+def fill(pool: Blocks, count: int) -> list[Block]:
+    """Take blocks, and fill each with KV that nobody has had before."""
+    blocks = pool.take(count)
+    for block in blocks:
+        pool.publish(block, secrets.token_bytes(8))
+    return blocks
+
+
 class Engine:
     """A pool of 20 usable blocks, of which requests take and give up what they like."""
 
     def __init__(self, budget: int = 12) -> None:
-        self.pool = FakeBlockPool(21)
-        self.pins = PinTable(self.pool, budget)
+        self.pool = Blocks(20)
+        self.pins = PinTable(PortPool(self.pool), budget)
 
-    def ran(self, count: int) -> list[FakeBlock]:
+    def ran(self, count: int) -> list[Block]:
         """Blocks of a turn that is about to end: it still holds them."""
-        return self.pool.allocate([b"%d" % i for i in range(count)])
+        return fill(self.pool, count)
 
-    def finish_pinned(self, job: JobKey, blocks: list[FakeBlock], deadline: float = 2.0,
+    def finish_pinned(self, job: JobKey, blocks: list[Block], deadline: float = 2.0,
                       born: float = 0.0, saves_s: float = 0.0,
                       earns: float = math.inf) -> int:  # fmt: skip
         """A turn ends as vLLM ends it: first our hook, then its own references go."""

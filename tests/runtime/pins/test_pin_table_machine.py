@@ -7,10 +7,11 @@ import math
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.runtime.pins.test_pin_table import A, B, C, D, held
+from tests.runtime.pins.test_pin_table import A, B, C, D, fill, held
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.policies.base import JobKey
-from tiered_kv.testing.block_pool import FakeBlock, FakeBlockPool
+from tiered_kv.testing.engine.blocks import Block, Blocks
+from tiered_kv.testing.engine.port import PortPool
 
 
 class PinsMachine(RuleBasedStateMachine):
@@ -25,25 +26,25 @@ class PinsMachine(RuleBasedStateMachine):
     @initialize(budget=st.integers(0, 14))
     def start(self, budget: int) -> None:
         self.budget = budget
-        self.pool = FakeBlockPool(31)
-        self.pins = PinTable(self.pool, budget)
+        self.pool = Blocks(30)
+        self.pins = PinTable(PortPool(self.pool), budget)
         self.now = 0.0
-        self.running: list[list[FakeBlock]] = []
-        self.model: dict[JobKey, tuple[list[FakeBlock], float, tuple[float, float]]] = {}
+        self.running: list[list[Block]] = []
+        self.model: dict[JobKey, tuple[list[Block], float, tuple[float, float]]] = {}
         self.earns: dict[JobKey, float] = {}
 
     @rule(data=st.data(), length=st.integers(1, 8))
     def begin(self, data: st.DataObject, length: int) -> None:
         """A turn takes over the head of another context, if it likes, and fills more."""
         contexts = [*self.running, *(blocks for blocks, _, _ in self.model.values())]
-        head: list[FakeBlock] = []
+        head: list[Block] = []
         if contexts:
             whose = contexts[data.draw(st.integers(0, len(contexts) - 1))]
             head = whose[: data.draw(st.integers(0, len(whose)))]
         if length > self.pool.num_free():
             return
         self.pool.hold(head)
-        self.running.append(head + self.pool.allocate([b"h"] * length))
+        self.running.append(head + fill(self.pool, length))
 
     @rule(
         data=st.data(),
@@ -127,7 +128,7 @@ class PinsMachine(RuleBasedStateMachine):
         self.pool.check_integrity()
         owners = [*self.running, *(blocks for blocks, _, _ in self.model.values())]
         held = [block.block_id for blocks in owners for block in blocks]
-        for block in self.pool.blocks[1:]:
+        for block in self.pool.blocks:
             assert block.ref_cnt == held.count(block.block_id)
 
     @invariant()
@@ -144,7 +145,7 @@ class PinsMachine(RuleBasedStateMachine):
                 self.pool.release(blocks)
             assert self.pool.num_free() == 30
 
-    def affordable(self, blocks: list[FakeBlock]) -> bool:
+    def affordable(self, blocks: list[Block]) -> bool:
         held = {block for pinned, _, _ in self.model.values() for block in pinned}
         return len(held | set(blocks)) <= max(self.budget, len(held))
 

@@ -37,6 +37,11 @@ class Blocks:
         self._free = OrderedDict((block.block_id, block) for block in self.blocks)
         self._found: dict[bytes, Block] = {}
 
+    @property
+    def free_order(self) -> list[int]:
+        """Ids of the blocks without a reference, the one to be reused next first."""
+        return list(self._free)
+
     def num_free(self) -> int:
         """Number of blocks without a reference."""
         return len(self._free)
@@ -100,6 +105,11 @@ class Blocks:
                 break
             found.append(block)
         return found
+
+    def check_integrity(self) -> None:
+        """Check that exactly the unreferenced blocks are free, once each."""
+        unused = [block.block_id for block in self.blocks if not block.ref_cnt]
+        assert sorted(self._free) == unused, "free blocks and reference counts disagree"
 
 
 def chain(before: bytes, tokens: Sequence[int]) -> bytes:
