@@ -274,18 +274,8 @@ def test_slots_rest_until_no_late_copy_can_land(folder: Path, tmp_path: Path) ->
     now = 101.0 + REST_S
     assert again.rest_s() == 0.0
     again.close()
+    later = open_memory(killed, GEOMETRY, keep=True, clock=lambda: 101.0)
+    assert later.rest_s() == REST_S, "the first start took no page that landed since"
+    later.close()
     memory.close()
     assert open_in(folder).rest_s() == 0.0, "nothing rests"
-
-
-def test_slots_go_on_resting_after_a_start_that_was_given_up(folder: Path, tmp_path: Path) -> None:
-    """Copies of the engine that was killed may land yet."""
-    memory = open_in(folder)
-    save(memory, 0, 0)
-    memory.invalidate([5, 6])
-    killed = as_killed(memory, tmp_path / "killed")
-    memory.close()
-    open_memory(killed, GEOMETRY, keep=True, clock=lambda: 100.0).close()
-    again = open_memory(killed, GEOMETRY, keep=True, clock=lambda: 101.0)
-    assert again.rest_s() == REST_S
-    again.close()
