@@ -84,7 +84,7 @@ class Life(Script):
         return super().reset()
 
     def trouble(self) -> None:
-        """What others do. Replaced by scripts about it."""
+        """Trouble with what is shared; scripts about it replace this."""
 
     def live(self) -> None:
         self.play(self.rng.randrange(5, 25))
