@@ -9,12 +9,12 @@ from pathlib import Path
 
 from tiered_kv import __version__
 from tiered_kv.config import GIB
-from tiered_kv.connectors.runtime.admission.gate import Admission, NoAdmission, RestorePrice
+from tiered_kv.connectors.runtime.admission.gate import Admission, RestorePrice
 from tiered_kv.connectors.runtime.admission.queue import JobQueue
 from tiered_kv.connectors.runtime.between_turns.cost_model import CostModel, PrefillTimer
 from tiered_kv.connectors.runtime.between_turns.open_gaps import OpenGaps
 from tiered_kv.connectors.runtime.between_turns.turn_ends import TurnEnds
-from tiered_kv.connectors.runtime.between_turns.turn_log import NoTrace, TurnLog, TurnTrace
+from tiered_kv.connectors.runtime.between_turns.turn_log import TurnLog, TurnTrace
 from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Tiers
 from tiered_kv.connectors.runtime.lower_tiers.lower_tier import LowerTier
 from tiered_kv.connectors.runtime.pages.cpu_compression import Compression
@@ -28,7 +28,7 @@ from tiered_kv.connectors.runtime.pins.boundary_blocks import BoundaryBlocks
 from tiered_kv.connectors.runtime.pins.ghost_blocks import GhostBoundaries, GhostPool
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.pins.pressure import PinPressure
-from tiered_kv.connectors.runtime.steps.step_trace import EngineParts, StepTrace
+from tiered_kv.connectors.runtime.steps.step_trace import StepTrace
 from tiered_kv.errors import ConfigError
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook
@@ -134,17 +134,16 @@ def build_admission(
     """
     facts, config, pool = engine.facts, deps.config, engine.pool
     pins = PinTable(pool, int(config.pin_fraction * facts.usable_blocks))
-    gate: Admission | NoAdmission = NoAdmission()
-    if config.admission != "off":
-        gate = Admission(
-            engine,
-            config.admission_max_wait_s,
-            pins,
-            slots=pages.index.num_slots,
-            gap_forecast=gaps.forecast,
-            job_forecast=deps.job_forecast,
-            restore_price=RestorePrice(facts, pages.book, fit, engine.turns),
-        )
+    gate = Admission(
+        engine,
+        config.admission_max_wait_s,
+        pins,
+        slots=pages.index.num_slots,
+        gap_forecast=gaps.forecast,
+        job_forecast=deps.job_forecast,
+        restore_price=RestorePrice(facts, pages.book, fit, engine.turns),
+        counts=config.admission != "off",
+    )
     fairness = Fairness(engine, config.admission_max_wait_s)
     boundaries = BoundaryBlocks(facts, pool)
     if isinstance(pool, GhostPool):
@@ -175,42 +174,27 @@ def build_gaps(
     trace, steps = _traces(deps, engine, pages, admission)
     log = TurnLog(engine.counters, trace, gaps, engine.turns, engine.clock, steps)
     admission.pins.on_end = log.pin_ended
-    costs = CostModel(engine, pages.book, prefills.fit, admission.pins, admission.gate)
+    jobs = admission.gate.jobs if deps.config.admission != "off" else None
+    costs = CostModel(engine, pages.book, prefills.fit, admission.pins, jobs)
     manager = TurnEnds(deps, engine, pages, admission, gaps, costs, log)
     return GapGroup(prefills=prefills, costs=costs, manager=manager, log=log)
 
 
 def _traces(
     deps: Dependencies, engine: EngineState, pages: Pages, admission: AdmissionGroup
-) -> tuple[TurnTrace | NoTrace, StepTrace | None]:
-    """The traces of turns and of steps."""
+) -> tuple[TurnTrace, StepTrace | None]:
+    """Traces of turns and of steps; without a trace the first writes nothing."""
     path = deps.config.trace
+    of_turns = _writer(path, deps) if path is not None else None
+    turns = TurnTrace(of_turns, deps.facts.replica, deps.clock, deps.wall, pages.order.waiting_job)
     if path is None:
-        return NoTrace(), None
-    parts = EngineParts(
-        facts=deps.facts,
-        pool=engine.pool,
-        turns=engine.turns,
-        book=pages.book,
-        tiers=pages.tiers,
-        pins=admission.pins,
-        gate=admission.gate,
-    )
-    of_turns = _writer(path, deps)
+        return turns, None
     try:
         of_steps = _writer(steps_of(path), deps) if deps.config.trace_steps else None
     except ConfigError:
-        of_turns.close()
+        turns.close()
         raise
-    steps = StepTrace(parts, of_steps, engine.counters, deps.clock, deps.wall)
-    turns = TurnTrace(
-        of_turns,
-        deps.facts.replica,
-        deps.clock,
-        deps.wall,
-        steps.preemptions,
-        pages.order.waiting_job,
-    )
+    steps = StepTrace(engine, pages, admission, of_steps, turns.preemptions, deps.wall)
     pages.index.on_evicted = partial(turns.evicted, "cpu")
     for store, tier in pages.tiers.items():
         tier.on_evicted = partial(turns.evicted, str(store.tier))

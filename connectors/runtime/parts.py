@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiered_kv.connectors.runtime.admission.gate import Admission, NoAdmission
+from tiered_kv.connectors.runtime.admission.gate import Admission
 from tiered_kv.connectors.runtime.admission.queue import JobQueue
 from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Tiers
 from tiered_kv.connectors.runtime.pages.dispatch import OrderDispatch, Settlements
@@ -66,6 +66,6 @@ class AdmissionGroup:
     pins: PinTable
     boundaries: BoundaryBlocks
     pressure: PinPressure
-    gate: Admission | NoAdmission
+    gate: Admission
     fairness: Fairness
     queue: JobQueue

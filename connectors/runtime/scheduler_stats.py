@@ -54,7 +54,7 @@ class Stats:
             "pinned blocks": self._admission.pins.held_blocks,
             "free blocks": pool.num_free(),
             "orders in flight": self._pages.book.in_flight,
-            "active jobs": self._admission.gate.num_active,
+            "active jobs": len(self._admission.gate.jobs),
         }
 
     def totals(self) -> dict[str, float]:
@@ -98,7 +98,7 @@ class Stats:
             "pinned_blocks": self._admission.pins.held_blocks,
             "orders_in_flight": self._pages.book.in_flight,
             "jobs": len(self._gaps.manager.jobs),
-            "jobs_begun": gate.num_active,
+            "jobs_begun": len(gate.jobs),
             "jobs_waiting_for_room": len(gate.held),
-            "room_ratio": gate.share,
+            "room_ratio": gate.overcommit.share,
         }

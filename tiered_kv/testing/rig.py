@@ -255,10 +255,8 @@ class EngineRig(ABC):
 
     @property
     def gate(self) -> Admission:
-        """Gate that holds jobs back; with ``admission`` on."""
-        gate = self.admission.gate
-        assert isinstance(gate, Admission)
-        return gate
+        """Gate that holds jobs back, if ``admission`` is on."""
+        return self.admission.gate
 
     @property
     def gaps(self) -> GapGroup:

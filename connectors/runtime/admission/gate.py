@@ -188,6 +188,7 @@ class Admission:
         gap_forecast: gives the forecast of the gap of a job that is away; None if there is none.
         job_forecast: forecast of how jobs go on.
         restore_price: tells what requests lose while contexts come back.
+        counts: False if admission is off: no job is counted, and none is held back.
 
     Attributes:
         jobs: jobs that have started.
@@ -205,6 +206,8 @@ class Admission:
         gap_forecast: Callable[[JobKey], Forecast | None],
         job_forecast: JobForecast,
         restore_price: RestorePrice,
+        *,
+        counts: bool,
     ) -> None:
         facts, clock = engine.facts, engine.clock
         self.jobs = ActiveJobs(facts, pins, slots, gap_forecast, job_forecast, clock)
@@ -220,16 +223,8 @@ class Admission:
         self._clock = clock
         self._refused_at = -math.inf
         self._changed = True
-
-    @property
-    def num_active(self) -> int:
-        """Number of active jobs."""
-        return len(self.jobs)
-
-    @property
-    def share(self) -> float:
-        """Share of the pool that is given out."""
-        return self.overcommit.share
+        self._counts = counts
+        self._open = False
 
     # -- what happens to jobs -----------------------------------------------------------
 
@@ -239,6 +234,8 @@ class Admission:
         Returns:
             True if its job was dormant. It is the youngest now.
         """
+        if not self._counts:
+            return False
         self._changed = True
         job = _job_of(turn)
         back = self.jobs.reactivate(job)
@@ -251,6 +248,8 @@ class Admission:
 
     def on_started(self, turn: Turn) -> None:
         """Take in that a turn has its first blocks."""
+        if not self._counts:
+            return
         self._settled(turn)
         turn.hold.admitted_at = self._clock()
         job, unit = _job_of(turn), self._facts.hit_tokens
@@ -275,6 +274,8 @@ class Admission:
     def on_ended(self, turn: Turn) -> None:
         """Record that a turn ended, and its job too if this was its last turn. A client that got no
         answer has disconnected, perhaps for good."""
+        if not self._counts:
+            return
         self._settled(turn)
         over, gone = turn.hints.is_last_step, not turn.request.answered
         self.jobs.on_ended(_job_of(turn), turn, over=over, gone=gone)
@@ -295,7 +296,7 @@ class Admission:
     def holds(self, turn: Turn, *, behind: bool = False) -> bool:
         """True if a turn of a new job must wait for room, or ``behind`` others that came before.
         Always False once let in."""
-        if not turn.hold.new:
+        if self._open or not turn.hold.new:
             return False
         if behind:
             self.refuse(turn)
@@ -326,6 +327,10 @@ class Admission:
         if overdue and turn.hold.new:
             self.let_in(turn)
         return overdue
+
+    def open(self) -> None:
+        """Hold no job back any more. Jobs are counted as before."""
+        self._open = True
 
     def let_in(self, turn: Turn) -> None:
         """A new job may begin: what its first turn needs is taken from now on."""
@@ -358,66 +363,7 @@ class Admission:
             self.refused += 1
             self.held.add(turn.request_id)
 
-    def blocks_by_salt(self) -> dict[str, float]:
-        """Blocks of the contexts of each salt's active jobs."""
-        return self.jobs.blocks_by_salt()
-
-    def first_blocks(self, turn: Turn) -> float:
-        """Blocks that a new job needs for its first turn."""
-        return self.jobs.demand_of_new(turn).blocks
-
-    def demand(self) -> float:
-        """The most blocks that the jobs that have started, and those let in, are heading for."""
-        return self.jobs.peak()
-
-    def demand_with_pin(self, blocks: int, job: JobKey | None) -> float:
-        """:meth:`demand` if a job whose turn has just ended keeps so many blocks while it is away;
-        those that started after it are left out."""
-        return self.jobs.peak_with_pin(blocks, job)
-
 
 def _job_of(turn: Turn) -> JobKey:
     """A request without a job is one of its own."""
     return turn.job.key if turn.job is not None else JobKey("", f"(request) {turn.request_id}")
-
-
-class NoAdmission:
-    """Lets everybody in, and counts nothing. See ``Admission``."""
-
-    refused = 0
-    held: frozenset[str] = frozenset()
-    num_active = 0
-    share = 1.0
-
-    def on_arrived(self, turn: Turn) -> bool:
-        return False
-
-    def on_started(self, turn: Turn) -> None:
-        pass
-
-    def on_joined(self, turn: Turn) -> None:
-        pass
-
-    def on_ended(self, turn: Turn) -> None:
-        pass
-
-    def on_over(self, job: JobKey) -> None:
-        pass
-
-    def holds(self, turn: Turn, *, behind: bool = False) -> bool:
-        return False
-
-    def lets_overdue_in(self, turn: Turn) -> bool:
-        return True
-
-    def let_in(self, turn: Turn) -> None:
-        pass
-
-    def blocks_by_salt(self) -> dict[str, float]:
-        return {}
-
-    def first_blocks(self, turn: Turn) -> float:
-        return 0.0
-
-    def demand_with_pin(self, blocks: int, job: JobKey | None) -> None:
-        return None

@@ -21,7 +21,7 @@ from tiered_kv.policies.admission.job_order import (
 )
 from tiered_kv.policies.base import job_scope
 
-from .gate import Admission, NoAdmission
+from .gate import Admission
 
 MOST_HELD_IN_QUEUE = 8
 """New jobs held at once in the engine's own queue: it looks each one's prefix up in every step."""
@@ -45,7 +45,7 @@ class JobQueue:
     def __init__(
         self,
         engine: EngineState,
-        admission: Admission | NoAdmission,
+        admission: Admission,
         pins: PinTable,
         fairness: Fairness,
     ) -> None:
@@ -93,7 +93,7 @@ class JobQueue:
 
     def let_all_in(self) -> None:
         """Let everybody in, for good."""
-        self._admission = NoAdmission()
+        self._admission.open()
         self._held.clear()
 
     def on_left(self, request_id: str) -> None:
@@ -117,7 +117,7 @@ class JobQueue:
                 QueuePosition(started_at, at, new=new, client_blocks=blocks)
             )
             if turn is not None and salt in taken:
-                taken[salt] += self._admission.first_blocks(turn)
+                taken[salt] += self._admission.jobs.demand_of_new(turn).blocks
         return sorted(ranks, key=ranks.__getitem__)
 
     def _blocks_by_salt(self, parked: Iterable[str]) -> dict[str, float]:
@@ -126,7 +126,7 @@ class JobQueue:
         salts = {self._salt(request_id) for request_id in parked}
         if len(salts) < 2:
             return {}
-        taken = self._admission.blocks_by_salt()
+        taken = self._admission.jobs.blocks_by_salt()
         return {salt: taken.get(salt, 0.0) for salt in salts if salt}
 
     def _salt(self, request_id: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tiered_kv.connectors.runtime.admission.gate import Admission, NoAdmission
+from tiered_kv.connectors.runtime.admission.active_jobs import ActiveJobs
 from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import Turn
@@ -28,7 +28,8 @@ class CostModel:
 
     Args:
         fit: seconds of prefills.
-        gate: counts the blocks that jobs are heading for, if it is there.
+        jobs: the jobs whose demand sets the price of VRAM; None if they are not counted. Then the
+            price follows the demand that was measured.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class CostModel:
         book: OrderBook,
         fit: PrefillFit,
         pins: PinTable,
-        gate: Admission | NoAdmission,
+        jobs: ActiveJobs | None,
     ) -> None:
         self.queue = QueueDelay()
         self.memoryfulness = Memoryfulness()
@@ -48,7 +49,7 @@ class CostModel:
         self._fit = fit
         self._pins = pins
         self._pool = engine.pool
-        self._gate = gate
+        self._jobs = jobs
         self._turns = engine.turns
         self._clock = engine.clock
 
@@ -113,10 +114,9 @@ class CostModel:
         """λ for a turn's blocks, of which a pin saves B for ``lost_by`` requests."""
         pool = self._facts.usable_blocks
         mine = min(blocks, self._pins.budget)
-        demand = self._gate.demand_with_pin(mine, job)
-        if demand is None:
+        if self._jobs is None:
             return self.price.price(pool, self._pins.held_blocks + mine, own=blocks)
-        return self.price.of(demand, pool, lost_by)
+        return self.price.of(self._jobs.peak_with_pin(mine, job), pool, lost_by)
 
 
 FEWEST_TOKENS = 128

@@ -69,7 +69,7 @@ def status(half: SchedulerHalf) -> EngineStatus:
         pins=Pins(len(admission.pins), admission.pins.held_blocks, admission.pins.budget),
         jobs=JobCounts(
             known=len(gaps.manager.jobs),
-            begun=admission.gate.num_active,
+            begun=len(admission.gate.jobs),
             waiting=len(gaps.manager.open),
             held=held,
         ),

@@ -126,6 +126,6 @@ def test_a_context_shared_by_jobs_that_have_gone_takes_no_room(make_rig: MakeRig
     for n in range(OPEN):
         params = {**said, "job_id": f"named anew {n}"}
         rig.ask(f"r{n}", shared + text(20 * n, seed=8), params=params, salt="one")
-    before = rig.gate.demand()
+    before = rig.gate.jobs.peak()
     rig.now += 20.0
-    assert rig.gate.demand() < 0.3 * before
+    assert rig.gate.jobs.peak() < 0.3 * before

@@ -135,7 +135,7 @@ def test_a_job_waits_until_all_that_have_begun_fit_somewhere(make_rig: MakeRig) 
         goes_on(rig, "a")
         rig.step()
         begin(rig, "d", tokens=60)
-        assert rig.gate.demand() + 5 < BLOCKS - 1
+        assert rig.gate.jobs.peak() + 5 < BLOCKS - 1
         assert rig.held() == waiting
         rig.run()
         rig.check_clean()
@@ -248,7 +248,7 @@ def test_what_jobs_share_is_counted_once(make_rig: MakeRig) -> None:
         for _ in range(3):
             rig.step()
     assert rig.held() == [], "sixteen blocks of each are the same"
-    assert rig.gate.demand() < BLOCKS
+    assert rig.gate.jobs.peak() < BLOCKS
     rig.run()
 
 
@@ -256,14 +256,14 @@ def test_a_job_that_fell_silent_no_longer_takes_room(make_rig: MakeRig) -> None:
     rig = holding_rig(make_rig, in_job_order=True)
     begin(rig, "a", last=False)
     rig.run()
-    before = rig.gate.demand()
+    before = rig.gate.jobs.peak()
     rig.now += 3600
     rig.pins.release_all()
     assert before > 15
-    assert rig.gate.demand() == 0
+    assert rig.gate.jobs.peak() == 0
     context = rig.prompts["a"] + rig.outputs["a"]
     rig.add("a2", context, max_tokens=4, params={"job_id": "a"})
-    assert rig.gate.demand() > 15, "it is back"
+    assert rig.gate.jobs.peak() > 15, "it is back"
     rig.run()
 
 
@@ -276,7 +276,7 @@ def test_a_job_that_returns_after_long_comes_after_those_that_are_there(make_rig
     rig.pins.release_all()
     begin(rig, "young", tokens=100)
     rig.step()
-    assert rig.gate.demand() < 15, "they are taken to have ended"
+    assert rig.gate.jobs.peak() < 15, "they are taken to have ended"
     for name in "ba":
         context = rig.prompts[name] + rig.outputs[name]
         rig.add(f"{name}2", context, params={"job_id": name, "is_last_step": True})
