@@ -48,12 +48,13 @@ def step_cost(engines: int, tell: Callable[[str], None], *, steps: bool) -> Step
 
 def off_us() -> float:
     """Time of the dearest hook without a trace, beyond that of an empty call; microseconds."""
-    from tiered_kv.connectors.runtime.between_turns.turn_log import NoTrace
+    from tiered_kv.connectors.runtime.between_turns.turn_log import TurnTrace
     from tiered_kv.connectors.vllm.connector import TieredContinuumConnector
     from tiered_kv.policies.base import JobKey
     from tiered_kv.trace.turn_record import PinEnd, StoryEnd
 
-    trace, job = NoTrace(), JobKey("", "job")
+    trace = TurnTrace(None, 0, time.monotonic, time.time, lambda _: None)
+    job = JobKey("", "job")
     # The hook of every step asks this one question of it.
     connector = TieredContinuumConnector.__new__(TieredContinuumConnector)
     connector._step_trace = None  # noqa: SLF001 - what is measured

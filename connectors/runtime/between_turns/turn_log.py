@@ -60,27 +60,29 @@ class TurnTrace:
     """Writes the trace. Owns its writer.
 
     Args:
+        writer: None without a trace: then no record is made.
         replica: index of this engine among data-parallel ones.
         clock: the scheduler's clock, monotonic seconds.
         wall: seconds since the epoch.
-        preemptions: preemptions of the requests that live.
         waits_for: gives the waiting job that a page is kept for; None if none is known.
+
+    Attributes:
+        preemptions: preemptions of the live requests. Written by ``StepTrace``.
     """
 
     def __init__(
         self,
-        writer: TraceWriter,
+        writer: TraceWriter | None,
         replica: int,
         clock: Callable[[], float],
         wall: Callable[[], float],
-        preemptions: PreemptionLog,
         waits_for: Callable[[PageKey], Hashable | None],
     ) -> None:
+        self.preemptions = PreemptionLog()
         self._writer = writer
         self._replica = replica
         self._clock = clock
         self._wall = wall
-        self._preemptions = preemptions
         self._waits_for = waits_for
         self._open: dict[Hashable, _Story] = {}  # by job
         self._closed = False
@@ -88,7 +90,7 @@ class TurnTrace:
     @property
     def dropped(self) -> int:
         """Records dropped so far."""
-        return self._writer.dropped
+        return self._writer.dropped if self._writer is not None else 0
 
     def ended(self, turn: Turn, gap: OpenGap, tokens: TurnTokens, *, waits: bool) -> None:
         """Start the record of a turn that ended.
@@ -96,6 +98,8 @@ class TurnTrace:
         Args:
             waits: True if its job is away and waited for. Else the story is over.
         """
+        if self._writer is None:
+            return
         story = _Story(self._begun(turn, tokens), gap)
         job = gap.end.job
         if waits and job is not None:
@@ -115,7 +119,7 @@ class TurnTrace:
             arrived=self._wall() - (now - turn.arrived_at),
             finish=request.outcome,
             times=_times(turn, now),
-            preempted=self._preemptions.take(turn),
+            preempted=self.preemptions.take(turn),
             tokens=tokens,
             would_have=_would_have(turn),
             pages=PageMoves(turn.promoted.pages, turn.promoted.nbytes, turn.restore.came_up),
@@ -158,6 +162,7 @@ class TurnTrace:
         self._write(story, GapStory(end, gap_s, in_vram, saved_s, costs.vram_price * pin.held_s))
 
     def _write(self, story: _Story, gap: GapStory) -> None:
+        assert self._writer is not None, "a story without a trace"
         end, begun = story.gap.end, story.begun
         moves = replace(
             begun.pages,
@@ -178,7 +183,7 @@ class TurnTrace:
 
     def cut_off(self, turn: Turn, tokens: TurnTokens) -> None:
         """Write what is known of a turn that has not ended as the engine closes."""
-        if not self._closed:
+        if self._writer is not None and not self._closed:
             self._writer.write(replace(self._begun(turn, tokens), gap=GapStory(StoryEnd.CLOSED)))
 
     def close(self) -> None:
@@ -186,31 +191,8 @@ class TurnTrace:
         self._closed, now = True, self._clock()
         for job, story in list(self._open.items()):
             self.over(job, now - story.gap.since, StoryEnd.CLOSED)
-        self._writer.close()
-
-
-class NoTrace:
-    """Writes nothing. See ``TurnTrace``."""
-
-    dropped = 0
-
-    def ended(self, turn: Turn, gap: OpenGap, tokens: TurnTokens, *, waits: bool) -> None:
-        pass
-
-    def pin_ended(self, job: JobKey, why: PinEnd) -> None:
-        pass
-
-    def brought_up(self, job: JobKey, pages: int) -> None:
-        pass
-
-    def over(self, job: Hashable, gap_s: float, end: StoryEnd, *, in_vram: bool = False) -> None:
-        pass
-
-    def cut_off(self, turn: Turn, tokens: TurnTokens) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+        if self._writer is not None:
+            self._writer.close()
 
 
 def held_s(turn: Turn, now: float) -> float:
@@ -288,7 +270,7 @@ class TurnLog:
     def __init__(
         self,
         counters: Counters,
-        trace: TurnTrace | NoTrace,
+        trace: TurnTrace,
         gaps: OpenGaps,
         turns: LiveTurns,
         clock: Callable[[], float],

@@ -9,14 +9,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tiered_kv.connectors.runtime.admission.gate import Admission, NoAdmission
-from tiered_kv.connectors.runtime.base import BlockPool, EngineFacts, Request, ScheduledStep
-from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Tiers
-from tiered_kv.connectors.runtime.pins.pin_table import PinTable
+from tiered_kv.connectors.runtime.base import Request, ScheduledStep
+from tiered_kv.connectors.runtime.engine_state import EngineState
+from tiered_kv.connectors.runtime.parts import AdmissionGroup, Pages
 from tiered_kv.connectors.runtime.turn import LiveTurns, Turn
-from tiered_kv.metrics import Counters
 from tiered_kv.orders import OrderKind
-from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.trace.steps.step_record import StepRecord
 from tiered_kv.trace.trace_writer import TraceWriter
 from tiered_kv.trace.turn_record import FIRST_PREEMPTIONS, Preemptions
@@ -133,19 +130,6 @@ AT_ONCE, LATEST_S = 64, 1.0
 Waking the writer for each would cost the scheduler more than the record."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineParts:
-    """Parts of the engine and its connector that a step's record tells of."""
-
-    facts: EngineFacts
-    pool: BlockPool
-    turns: LiveTurns
-    book: OrderBook
-    tiers: Tiers
-    pins: PinTable
-    gate: Admission | NoAdmission
-
-
 class StepTrace:
     """Looks at every step, for the trace. Owns the writer of steps.
 
@@ -154,28 +138,26 @@ class StepTrace:
 
     Args:
         writer: writer of steps; None if only preemptions are wanted.
-        clock: the scheduler's clock, monotonic seconds.
+        preemptions: records the preemptions of the live requests.
         wall: seconds since the epoch.
-
-    Attributes:
-        preemptions: preemptions of the requests that live.
     """
 
     def __init__(
         self,
-        parts: EngineParts,
+        engine: EngineState,
+        pages: Pages,
+        admission: AdmissionGroup,
         writer: TraceWriter | None,
-        counters: Counters,
-        clock: Callable[[], float],
+        preemptions: PreemptionLog,
         wall: Callable[[], float],
     ) -> None:
-        self.preemptions = PreemptionLog()
-        self._parts = parts
+        self._engine = engine
+        self._pages = pages
+        self._admission = admission
         self._writer = writer
-        self._counters = counters
-        self._clock = clock
+        self._preemptions = preemptions
         self._wall = wall
-        self._prefills = PrefillsUnderWay(parts.turns)
+        self._prefills = PrefillsUnderWay(engine.turns)
         self._kept: list[StepRecord] = []
         self._handed_over_at = -math.inf
         self._steps = 0
@@ -194,18 +176,18 @@ class StepTrace:
             if self._writer is not None:
                 self._keep(self._record(step), idle=not step.tokens)
         except Exception:
-            self._counters.add("hook_errors")
+            self._engine.counters.add("hook_errors")
             if not self._failed:
                 self._failed = True
                 logger.exception("a step could not be traced (logged once)")
 
     def _note_preemptions(self, step: ScheduledStep) -> None:
-        log = self.preemptions
+        log, turns, now = self._preemptions, self._engine.turns.by_id, self._engine.clock
         for request_id in step.preempted:
-            log.preempted(request_id, self._clock())
+            log.preempted(request_id, now())
         for request_id in step.begun:
-            if request_id in log and (turn := self._parts.turns.by_id.get(request_id)) is not None:
-                log.goes_on(request_id, turn.request.num_computed_tokens, self._clock())
+            if request_id in log and (turn := turns.get(request_id)) is not None:
+                log.goes_on(request_id, turn.request.num_computed_tokens, now())
 
     def _keep(self, record: StepRecord, *, idle: bool) -> None:
         self._kept.append(record)
@@ -220,31 +202,31 @@ class StepTrace:
                 self._writer.write(record)
 
     def _record(self, step: ScheduledStep) -> StepRecord:
-        parts, turns = self._parts, self._parts.turns
+        engine, book, turns = self._engine, self._pages.book, self._engine.turns
         self._steps += 1
-        prefill, held = self._prefills.tokens(step), len(parts.gate.held)
+        prefill, held = self._prefills.tokens(step), len(self._admission.gate.held)
         return StepRecord(
             step=self._steps,
             at=self._wall(),
-            replica=parts.facts.replica,
+            replica=engine.facts.replica,
             running=turns.running,
             waiting=max(0, len(turns) - turns.running - held),
             held=held,
             scheduled=len(step.tokens),
             prefill=prefill,
             decode=step.total - prefill,
-            free=parts.pool.num_free(),
-            cached=parts.pool.num_cached(),
-            pinned=parts.pins.held_blocks,
+            free=engine.pool.num_free(),
+            cached=engine.pool.num_cached(),
+            pinned=self._admission.pins.held_blocks,
             nbytes=self._bytes(),
-            orders={k.trace_name: n for k in OrderKind if (n := parts.book.number(k))},
+            orders={k.trace_name: n for k in OrderKind if (n := book.number(k))},
         )
 
     def _bytes(self) -> dict[str, int]:
-        parts, index = self._parts, self._parts.book.index
-        slot_bytes = parts.facts.slot_bytes * parts.facts.ranks
+        index, facts = self._pages.index, self._engine.facts
+        slot_bytes = facts.slot_bytes * facts.ranks
         used = (index.num_slots - index.free_slots) * slot_bytes
-        below = {str(tier): one.stored_bytes for tier, one in parts.tiers.totals().items()}
+        below = {str(tier): one.stored_bytes for tier, one in self._pages.tiers.totals().items()}
         return {"cpu": used, **below}
 
     def close(self) -> None:

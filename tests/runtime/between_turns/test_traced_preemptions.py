@@ -110,7 +110,7 @@ def test_a_turn_that_ends_while_it_is_away_has_no_moment_at_which_it_went_on(
     rig.now += 0.5
     rig.abort(away)
     rig.run()
-    assert not rig.half.gaps.log.steps.preemptions._of, "nothing is kept of it"  # noqa: SLF001
+    assert not rig.half.gaps.log.trace.preemptions._of, "nothing is kept of it"  # noqa: SLF001
     one = traced(rig)[away].preempted
     assert (one.count, len(one.at_s), one.back_s, one.found) == (1, 1, (), ())
 
