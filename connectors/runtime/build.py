@@ -17,6 +17,7 @@ from tiered_kv.connectors.runtime.between_turns.turn_ends import TurnEnds
 from tiered_kv.connectors.runtime.between_turns.turn_log import TurnLog, TurnTrace
 from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Tiers
 from tiered_kv.connectors.runtime.lower_tiers.lower_tier import LowerTier
+from tiered_kv.connectors.runtime.observe.observation import VirtualDispatch
 from tiered_kv.connectors.runtime.pages.cpu_compression import Compression
 from tiered_kv.connectors.runtime.pages.dispatch import OrderDispatch, Settlements
 from tiered_kv.connectors.runtime.pages.hits import HitFinder, PageNames
@@ -25,11 +26,12 @@ from tiered_kv.connectors.runtime.pages.promotions import Promotions
 from tiered_kv.connectors.runtime.pages.restores import Restores
 from tiered_kv.connectors.runtime.pages.saves import Saves
 from tiered_kv.connectors.runtime.pins.boundary_blocks import BoundaryBlocks
-from tiered_kv.connectors.runtime.pins.ghost_blocks import GhostBoundaries, GhostPool
+from tiered_kv.connectors.runtime.pins.ghost_blocks import GhostBoundaries, GhostPins, GhostPool
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.pins.pressure import PinPressure
 from tiered_kv.connectors.runtime.steps.step_trace import StepTrace
 from tiered_kv.errors import ConfigError
+from tiered_kv.metrics import Counters
 from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.partial_blocks import TailIndex
@@ -41,10 +43,12 @@ from tiered_kv.trace.rotation import steps_of
 from tiered_kv.trace.trace_header import TraceHeader
 from tiered_kv.trace.trace_writer import TraceWriter
 
+from .base import BlockPool
 from .dependencies import Dependencies
 from .engine_state import EngineState
 from .fairness import Fairness
 from .parts import AdmissionGroup, Pages
+from .turn import LiveTurns
 
 ASSUMED_BANDWIDTH = 4e9
 """Bytes per second of a rank's copies until the first are measured."""
@@ -62,6 +66,18 @@ class GapGroup:
     costs: CostModel
     manager: TurnEnds
     log: TurnLog
+
+
+def build_engine(deps: Dependencies, pool: BlockPool) -> EngineState:
+    """Build what all components share. The blocks of an engine that is only observed are left to
+    it: the components are given ghosts."""
+    return EngineState(
+        facts=deps.facts,
+        pool=GhostPool(pool, deps.clock) if deps.config.observes else pool,
+        turns=LiveTurns(),
+        counters=Counters(),
+        clock=deps.clock,
+    )
 
 
 def build_pages(deps: Dependencies, engine: EngineState) -> Pages:
@@ -111,7 +127,7 @@ def build_pages(deps: Dependencies, engine: EngineState) -> Pages:
         pieces=pieces,
         tiers=tiers,
         promotions=Promotions(engine, tiers, book, finder),
-        dispatch=OrderDispatch(
+        dispatch=(VirtualDispatch if config.observes else OrderDispatch)(
             engine,
             book,
             saves,
@@ -133,7 +149,10 @@ def build_admission(
         fit: seconds of prefills.
     """
     facts, config, pool = engine.facts, deps.config, engine.pool
-    pins = PinTable(pool, int(config.pin_fraction * facts.usable_blocks))
+    budget = int(config.pin_fraction * facts.usable_blocks)
+    pins, boundaries = PinTable(pool, budget), BoundaryBlocks(facts, pool)
+    if isinstance(pool, GhostPool):
+        pins, boundaries = GhostPins(pool, budget), GhostBoundaries(facts, pool)
     gate = Admission(
         engine,
         config.admission_max_wait_s,
@@ -145,9 +164,6 @@ def build_admission(
         counts=config.admission != "off",
     )
     fairness = Fairness(engine, config.admission_max_wait_s)
-    boundaries = BoundaryBlocks(facts, pool)
-    if isinstance(pool, GhostPool):
-        boundaries = GhostBoundaries(facts, pool)
     return AdmissionGroup(
         pins=pins,
         boundaries=boundaries,

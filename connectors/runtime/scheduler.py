@@ -17,18 +17,17 @@ from typing import Any
 
 from tiered_kv.connectors.runtime.between_turns.cost_model import PrefillTimer
 from tiered_kv.connectors.runtime.between_turns.open_gaps import OpenGaps
+from tiered_kv.connectors.runtime.observe.observation import Observation
 from tiered_kv.connectors.runtime.snapshots.snapshots import build_snapshots
 from tiered_kv.messages import Handshake, Orders, Reports
-from tiered_kv.metrics import Counters
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies.jobs.hints import TurnHints
 
 from .base import BlockPool, KeptState, Request
-from .build import build_admission, build_gaps, build_pages
+from .build import build_admission, build_engine, build_gaps, build_pages
 from .dependencies import Dependencies
-from .engine_state import EngineState
 from .scheduler_stats import Stats
-from .turn import LiveTurns, Turn
+from .turn import Turn
 
 STUCK_S = 30.0
 """Seconds without work. Waits that we ask for are shorter or end by themselves: promotions when
@@ -91,12 +90,14 @@ class SchedulerHalf:
         pool: the engine's blocks.
 
     Attributes:
-        deps, pool: as given.
+        deps: as given.
+        pool: the engine's blocks; in observe mode, as they would be.
         turns: the live requests.
         pages: components that keep pages.
         admission: components that share VRAM out.
         gaps: components that decide between turns.
         snapshots: takes jobs out and brings them back.
+        observation: records what turns would be spared; None unless the engine is only observed.
         step: steps built so far.
         stats: counters and gauges.
         stats_due: True if stats are wanted; a busy engine is told in some of its steps only.
@@ -106,32 +107,28 @@ class SchedulerHalf:
     """
 
     def __init__(self, deps: Dependencies, pool: BlockPool) -> None:
-        self.facts = deps.facts
-        self.counters = Counters()
-        self.turns = LiveTurns()
-        engine = EngineState(
-            facts=deps.facts,
-            pool=pool,
-            turns=self.turns,
-            counters=self.counters,
-            clock=deps.clock,
-        )
+        engine = build_engine(deps, pool)
+        self.facts, self.pool = engine.facts, engine.pool
+        self.counters, self.turns = engine.counters, engine.turns
         gaps = OpenGaps()
         self.pages = build_pages(deps, engine)
         prefills = PrefillTimer(ahead=self.facts.ahead)
         self.admission = build_admission(deps, engine, self.pages, gaps, prefills.fit)
         self.gaps = build_gaps(deps, engine, self.pages, self.admission, gaps, prefills)
         self.snapshots = build_snapshots(deps, engine, self.pages, self.gaps)
+        self.observation: Observation | None = None
+        if deps.config.observes:
+            self.observation = Observation(engine, self.pages, self.admission, prefills.fit)
         self.step = 0
         self.stats_due = True
         self.deps = deps
-        self.pool = pool
         self._clock = deps.clock
         self._answers = deps.tools.answers
         self.stats = Stats(deps, self.counters, self.pages, self.admission, self.gaps)
         self._look_at = 0.0
         self._was_idle, self._ordering_failed = True, False
         self._watchdog = Watchdog()
+        self._watchdog.barked = deps.config.observes  # then no request waits for us
 
     def before_reset(self) -> None:
         """Prepare for a reset of the engine's prefix cache. Never raises."""
@@ -158,6 +155,8 @@ class SchedulerHalf:
 
     def on_arrived(self, request: Request, hints: TurnHints) -> None:
         """Register a request that has arrived."""
+        if self.observation is not None:
+            self.pages.dispatch.on_idle()  # no step was built while the engine was idle
         arrived_at, job = self._clock(), None
         try:
             if not request.streams_input:  # its prompt may change
@@ -192,10 +191,15 @@ class SchedulerHalf:
         Returns:
             Tokens beyond those, and True if they come async. None: ask again in the next step.
         """
+        turn = self.turns.by_id.get(request_id)
+        if self.observation is not None:
+            if turn is not None and not turn.source.admitted:
+                self.observation.look(turn, num_computed, self.step)
+                turn.source.vram_tokens = num_computed
+            return 0, False
         restores, promotions, admission = self.pages.restores, self.pages.promotions, self.admission
         if admission.fairness.must_yield(request_id, self.step):
             return None, False
-        turn = self.turns.by_id.get(request_id)
         if turn is None:
             return 0, False
         patient = admission.fairness.may_wait_for_tiers(request_id)
@@ -255,7 +259,8 @@ class SchedulerHalf:
 
     def _on_admitted(self, turn: Turn, num_external: int) -> None:
         """Count a turn that has its first blocks; if they are its job's first, that has started."""
-        self.turns.admit(turn, self._clock())
+        self.turns.running += 1
+        turn.source.admitted, turn.source.admitted_at = True, self._clock()
         turn.source.cpu_tokens = num_external
         self.gaps.manager.on_admitted(turn)
         below = self.pages.promotions.tokens_from_below(turn)
@@ -264,6 +269,8 @@ class SchedulerHalf:
         self.admission.queue.on_left(turn.request_id)
         first = turn.hold.new
         self.admission.gate.on_started(turn)
+        if self.observation is not None:
+            self.observation.on_admitted(turn)
         for request_id in turn.job.running if first and turn.job is not None else ():
             beside = self.turns.by_id.get(request_id)
             if beside is not None and beside.hold.new:
@@ -284,8 +291,9 @@ class SchedulerHalf:
             self.pages.restores.withdraw(turn)
 
     def release_for_running(self) -> bool:
-        """Release a pin, as a running request lacks blocks; False if somebody must be preempted."""
-        return self.admission.pressure.for_running(self.step)
+        """Release a pin, as a running request lacks blocks; False if a request must be preempted,
+        as always in an engine that is only observed: its pins hold no block."""
+        return self.observation is None and self.admission.pressure.for_running(self.step)
 
     # -- every step ---------------------------------------------------------------
 
@@ -300,6 +308,7 @@ class SchedulerHalf:
         """
         self.step += 1
         pages, admission, gaps = self.pages, self.admission, self.gaps
+        pages.dispatch.begin_step(self.step)
         admission.pressure.defer_new = False
         self.stats_due = not (self.turns.running and self.step % STATS_EVERY)
         if scheduled or not self.turns.by_id:
@@ -356,7 +365,7 @@ class SchedulerHalf:
 
     def on_reports(self, reports: Reports) -> None:
         """Handle the workers' reports."""
-        self.pages.dispatch.on_reports(reports, self.step)
+        self.pages.dispatch.on_reports(reports)
         self.snapshots.on_reports()
 
     # -- a turn ends ----------------------------------------------------------------
@@ -454,10 +463,14 @@ class SchedulerHalf:
                 turn.rename_pages(pages.names.fingerprints(turn.request))
 
     def has_pending_push_work(self) -> bool:
-        """Keep an otherwise idle engine stepping until copies are reported that need steps."""
+        """Keep an otherwise idle engine stepping until copies are reported that need steps. One
+        that is only observed makes no step for us."""
         self.gaps.manager.on_idle()
+        needs_steps = self.pages.dispatch.on_idle()
         just_started = not self.step  # gauges are exported with steps only
-        return just_started or self.snapshots.under_way or self.pages.dispatch.needs_steps
+        return self.observation is None and (
+            just_started or self.snapshots.under_way or needs_steps
+        )
 
     @property
     def orders_under_way(self) -> bool:

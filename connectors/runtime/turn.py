@@ -104,7 +104,8 @@ class Source:
 @dataclass(slots=True)
 class ObservedState:
     """Tokens of the prompt that the connector would have spared an engine that it only observes,
-    beyond those that this finds in VRAM by itself. Written by ``observe.observing_half``.
+    beyond those that the engine finds in VRAM by itself. Written by ``observe.observation``; all 0
+    in an engine that is managed.
 
     Attributes:
         looked_at: the step in which they were looked for; None if never.
@@ -333,6 +334,17 @@ class Turn:
         return self.source.admitted and not self.loading
 
     @property
+    def vram_tokens(self) -> int:
+        """Tokens of the prompt that were found in VRAM, or would have been."""
+        return self.source.vram_tokens + self.observed.vram_tokens
+
+    @property
+    def found_tokens(self) -> int:
+        """Tokens of the prompt that were found in any tier, or would have been."""
+        seen = self.observed
+        return self.vram_tokens + self.source.cpu_tokens + seen.cpu_tokens + seen.ssd_tokens
+
+    @property
     def may_restore(self) -> bool:
         """True if pages of its prompt may be looked up."""
         readable = bool(self.pages.fingerprints) and self.request.reads_cache
@@ -414,11 +426,6 @@ class LiveTurns:
     def add(self, turn: Turn) -> None:
         """Begin with a turn."""
         self.by_id[turn.request_id] = turn
-
-    def admit(self, turn: Turn, now: float) -> None:
-        """Count a turn that has blocks for the first time."""
-        turn.source.admitted, turn.source.admitted_at = True, now
-        self.running += 1
 
     def pop(self, request_id: str) -> Turn | None:
         """Take a turn out; None if it is not known."""

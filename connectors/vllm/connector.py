@@ -28,10 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from tiered_kv.config import TierConfig, load_config
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.dependencies import Clock, Dependencies
-from tiered_kv.connectors.runtime.observe.observing_half import (
-    make_scheduler_half,
-    make_worker_half,
-)
+from tiered_kv.connectors.runtime.observe.observation import make_worker_half
 from tiered_kv.connectors.runtime.policy_state import PolicyState
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 from tiered_kv.connectors.runtime.step_timer import StepTimer
@@ -211,7 +208,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         pool = VllmBlockPool(kv_cache_manager, [group.index for group in deps.facts.groups])
         self._positions = {group.index: at for at, group in enumerate(deps.facts.groups)}
         try:
-            half = self.scheduler_half = make_scheduler_half(deps, pool)
+            half = self.scheduler_half = SchedulerHalf(deps, pool)
         except Exception:
             deps.close()
             raise

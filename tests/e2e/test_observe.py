@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.bench.common.engines import Engine, engine, real_texts
-from tiered_kv.connectors.runtime.observe.observing_half import ObservingHalf
 
 pytestmark = pytest.mark.e2e
 
@@ -64,8 +63,8 @@ def test_observed_answers_are_stock_answers_and_its_word_holds(small_model: Path
         free = observed.free_blocks
         assert again(observed, prompts) == answers
         half, worker = observed.half, observed.worker
-        assert isinstance(half, ObservingHalf)
-        said, alone = dict(half.would_have_saved), found(observed)
+        assert half.observation is not None
+        said, alone = dict(half.observation.would_have_saved), found(observed)
         assert observed.free_blocks == free, "no block is held"
         assert worker.pool is None
         assert worker.backend is None

@@ -254,7 +254,7 @@ class ActiveJobs:
 
     def on_started(self, job: JobKey, turn: Turn) -> None:
         """The first turn of a job has its first blocks."""
-        shared = self._facts.blocks(turn.source.vram_tokens)
+        shared = self._facts.blocks(turn.vram_tokens)
         hashes = turn.request.block_hashes
         family = bytes(hashes[0]) if shared and hashes else b""
         blocks = self._blocks_of(turn) - shared

@@ -258,8 +258,7 @@ class Admission:
             return
         self.jobs.on_turn_started(job)
         if turn.gap.kept and not turn.hold.was_dormant:  # then no room was kept for it
-            source = turn.source
-            found, whole = source.vram_tokens + source.cpu_tokens, turn.pages.shared_tokens
+            found, whole = turn.found_tokens, turn.pages.shared_tokens
             lost = whole - found if found + unit < whole else 0  # its last block may lack
             pool = self._facts.pool_tokens
             self.overcommit.returned((whole - lost) / pool, lost / pool)

@@ -55,15 +55,15 @@ class CostModel:
 
     def on_admitted(self, turn: Turn) -> None:
         """Learn from a turn that got its blocks. If its KV had left VRAM, it may have waited."""
-        unit, source = self._facts.hit_tokens, turn.source
+        unit, in_vram = self._facts.hit_tokens, turn.vram_tokens
         # The last token is computed always: its logits are wanted.
         had = min(turn.pages.shared_tokens, turn.request.num_prompt_tokens - 1)
         # With pages from below it waited for these, and they say nothing of CPU memory.
-        if source.vram_tokens + unit >= had or turn.tiers.looked_at is not None:
+        if in_vram + unit >= had or turn.tiers.looked_at is not None:
             return
         self.queue.observe(self._clock() - turn.arrived_at)
         if turn.gap.saved:
-            self.survival.observe(source.cpu_tokens, had - source.vram_tokens)
+            self.survival.observe(turn.found_tokens - in_vram, had - in_vram)
 
     def measure_demand(self) -> None:
         """Measure how much VRAM is wanted."""

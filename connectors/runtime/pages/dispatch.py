@@ -223,9 +223,8 @@ class OrderDispatch:
         """True if a step would send orders, or could hear of those that were sent."""
         return self._under_way(demotions=True)
 
-    @property
-    def needs_steps(self) -> bool:
-        """True if an idle engine should go on stepping.
+    def on_idle(self) -> bool:
+        """Return True if an idle engine should go on stepping.
 
         Not for pages on their way down. Their threads write them without steps, and a store may
         take long: meanwhile the engine and its workers would keep their cores busy, and a store on
@@ -247,15 +246,18 @@ class OrderDispatch:
         order."""
         self._listeners[kind.kind] = listeners
 
-    def on_reports(self, reports: Reports, step: int) -> None:
-        """Pass on the workers' reports after ``step``.
+    def begin_step(self, step: int) -> None:
+        """Begin a step, whose reports are those that follow."""
+        self._step = step
+
+    def on_reports(self, reports: Reports) -> None:
+        """Pass on the workers' reports.
 
         Raises:
             Exception: the first error of a tier or a listener, once all have been told: it must not
                 cost what others hold.
         """
         self._last_word = self._clock()
-        self._step = step
         dropped: Sequence[OrderId] = ()
         if any(n > self.seen_failures.get(rank, 0) for rank, n in reports.failures.items()):
             # Ordered since then, perhaps of what was computed on nothing.

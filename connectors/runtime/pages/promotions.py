@@ -280,8 +280,16 @@ class Promotions:
         return any(map(self._book.under_way, state.awaits))
 
     def still_coming(self, turn: Turn, fit: PrefillFit, fits: Callable[[], bool]) -> bool:
-        """Promote for a turn that is asked for, and tell whether the engine shall ask again later:
-        pages worth waiting for, slots for them, or answers, are on their way.
+        """Promote for a turn that the engine considers for admission; True if the turn waits, so
+        that the engine shall ask again later. For the arguments see ``bring_up``."""
+        waits = self.bring_up(turn, fit, fits)
+        if waits and turn.tiers.waits_since is None:
+            turn.tiers.waits_since = self._clock()
+        return waits
+
+    def bring_up(self, turn: Turn, fit: PrefillFit, fits: Callable[[], bool]) -> bool:
+        """Promote what a turn's prompt needs. True if pages worth waiting for, slots for them, or
+        answers, are on their way.
 
         Never True while VRAM lacks room for the turn: others would overtake it. So its pages come
         up while it waits for that.
@@ -303,10 +311,7 @@ class Promotions:
                 self._promote(turn, fit, fits=has_room)
         if has_room and state.wait_until is None and state.longest_wait_s is not None:
             state.wait_until = now + state.longest_wait_s
-        waits = has_room and bool(state.awaits or state.behind)
-        if waits and state.waits_since is None:
-            state.waits_since = now
-        return waits
+        return has_room and bool(state.awaits or state.behind)
 
     def in_pieces(self, turn: Turn) -> Below | None:
         """The pages that may come up in pieces beside those that came up for a turn; None if none

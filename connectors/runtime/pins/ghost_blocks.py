@@ -16,6 +16,7 @@ from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.page_group import CONTEXT, KvKind
 
 from .boundary_blocks import BoundaryBlocks
+from .pin_table import PinTable
 
 COUNTED_S = 1e-4
 """Seconds per ghost before those are counted again that the engine has in use: to look at one takes
@@ -108,6 +109,24 @@ class GhostPool:
             self._in_use = sum(block is not None and block.ref_cnt > 0 for block in found)
             self._counted_until = now + COUNTED_S * len(self._held)
         return self._real.num_free() - max(0, len(self._held) - self._in_use)
+
+
+class GhostPins(PinTable):
+    """Pins of ghosts.
+
+    Args:
+        pool: the engine's blocks as they would be.
+        budget: number of distinct blocks that all pins together may hold.
+    """
+
+    def __init__(self, pool: GhostPool, budget: int) -> None:
+        super().__init__(pool, budget)
+        self._ghosts = pool
+
+    def expire(self, now: float) -> int:
+        """Release pins whose time is up, and those whose blocks requests have taken: the engine
+        asks for no block of a ghost, so such a pin is found here."""
+        return super().expire(now) + self.make_room(lambda: not self._ghosts.short)
 
 
 class GhostBoundaries(BoundaryBlocks):

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tiered_kv.connectors.runtime.observe.observing_half import ObservingHalf
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 from tiered_kv.connectors.runtime.snapshots.snapshots import NoFolderError, NoSnapshots, Snapshots
 from tiered_kv.snapshot.manifest import SnapshotError
@@ -41,7 +40,9 @@ def answer(half: SchedulerHalf, question: Mapping[str, Any]) -> dict[str, Any]:
     """
     match question["ask"]:
         case "status":
-            return {**status(half).to_json(), **_would_have_saved(half)}
+            seen = half.observation
+            would = {"would_have_saved": seen.would_have_saved} if seen is not None else {}
+            return {**status(half).to_json(), **would}
         case "jobs":
             known = len(half.gaps.manager.jobs)
             return {**_now(half), "known": known, "jobs": _jobs(half, question)}
@@ -87,11 +88,6 @@ def _of_snapshots(
     except SnapshotError as error:
         return {"refused": str(error), "status": 501 if isinstance(error, NoFolderError) else 409}
     return {"operation": begun}
-
-
-def _would_have_saved(half: SchedulerHalf) -> dict[str, Any]:
-    """Prompt tokens that an engine which only observes would have been spared, by tier."""
-    return {"would_have_saved": half.would_have_saved} if isinstance(half, ObservingHalf) else {}
 
 
 def _now(half: SchedulerHalf) -> dict[str, float]:

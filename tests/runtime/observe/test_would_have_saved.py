@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from tests.runtime.observe.agents import Script, play, script
 from tiered_kv.cli.app import app
-from tiered_kv.connectors.runtime.observe.observing_half import ObservingHalf
 from tiered_kv.connectors.runtime.views.questions import answer
 from tiered_kv.testing.checked_kv import CELL, text
 from tiered_kv.testing.engine.model import LAYERS
@@ -41,8 +40,9 @@ def found(one: SecondRig) -> int:
 
 
 def would_have_saved(one: SecondRig) -> dict[str, int]:
-    assert isinstance(one.half, ObservingHalf)
-    return one.half.would_have_saved
+    assert one.half.observation is not None
+    saved: dict[str, int] = one.half.observation.would_have_saved
+    return saved
 
 
 def both(given: Script, slots: int, **settings: Any) -> tuple[dict[str, int], int]:

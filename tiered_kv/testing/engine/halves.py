@@ -7,11 +7,9 @@ from dataclasses import replace
 
 from tiered_kv.config import TierConfig
 from tiered_kv.connectors.runtime.dependencies import Clock, Dependencies
-from tiered_kv.connectors.runtime.observe.observing_half import (
-    make_scheduler_half,
-    make_worker_half,
-)
+from tiered_kv.connectors.runtime.observe.observation import make_worker_half
 from tiered_kv.connectors.runtime.policy_state import PolicyState
+from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 from tiered_kv.connectors.runtime.step_timer import StepTimer
 from tiered_kv.connectors.runtime.tool_reader import NoTools
 from tiered_kv.messages import Orders
@@ -76,7 +74,7 @@ class Halves(Offload):
             clock=clock,
             wall=clock,
         )
-        self.scheduler = make_scheduler_half(change(deps), PortPool(engine.pool))
+        self.scheduler = SchedulerHalf(change(deps), PortPool(engine.pool))
         said = self.worker.handshake()
         # Its model computes nothing, so that no estimate of a prefill fits it.
         said = replace(said, speeds=replace(said.speeds, flops=0.0))

@@ -1,0 +1,270 @@
+"""Observe mode: the engine serves as without a connector, while each turn's decisions are made and
+traced.
+
+The scheduler half is that of an engine that is managed. Three of its parts differ. Pins hold ghosts
+in place of the engine's blocks (``pins.ghost_blocks``). Orders go to a worker that moves no bytes
+(``VirtualDispatch``), and none to the engine's workers. And the engine is offered no token and no
+wait for a waiting turn: what the turn would be spared is recorded (``Observation``).
+
+The worker half measures the machine, and has no memory, file or thread for KV.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from tiered_kv.config import TierConfig
+from tiered_kv.connectors.runtime.base import EngineFacts
+from tiered_kv.connectors.runtime.engine_state import EngineState
+from tiered_kv.connectors.runtime.pages.cpu_compression import staging_slots
+from tiered_kv.connectors.runtime.pages.dispatch import OrderDispatch
+from tiered_kv.connectors.runtime.parts import AdmissionGroup, Pages
+from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.connectors.runtime.worker.compressor import codecs_of
+from tiered_kv.connectors.runtime.worker.cpu_memory import flops_of, slots_of, storage_of
+from tiered_kv.connectors.runtime.worker.speed_probe import measure_reads
+from tiered_kv.connectors.runtime.worker.worker import WorkerHalf
+from tiered_kv.keys import Fingerprint, PageKey
+from tiered_kv.messages import Handshake, Orders, StoredPages
+from tiered_kv.metrics import WOULD_HAVE_SAVED
+from tiered_kv.page_group import CONTEXT
+from tiered_kv.policies.pricing.estimators import PrefillFit
+from tiered_kv.tiers import StoreId, TierId
+
+from .virtual_worker import CopyLines, Line, VirtualStore, VirtualWorker
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY = 8
+"""Steps between two searches for what a waiting turn would be spared."""
+
+
+class _Coming(NamedTuple):
+    """Pages that are being promoted for a turn that has been admitted."""
+
+    turn: Turn
+    group: int
+    keys: Sequence[PageKey]
+
+
+class VirtualDispatch(OrderDispatch):
+    """Dispatch to a worker that moves no bytes. The engine's own workers get no order.
+
+    It overrides how orders leave and how reports arrive: here with the steps that the engine makes
+    anyway, and while it is idle.
+    """
+
+    def __init__(self, engine: EngineState, *parts: Any) -> None:
+        super().__init__(engine, *parts)
+        self._page_bytes = [group.page_bytes for group in engine.facts.groups]
+        self._worker = self._make_worker()
+        self._coming: list[_Coming] = []
+
+    def _make_worker(self) -> VirtualWorker:
+        """Create a worker at the rates that costs are estimated by. The groups share each tier
+        equally, and its lines."""
+        book, groups = self._book, len(self._page_bytes)
+        copies = CopyLines(*(Line(book.bandwidth) for _ in range(4)))
+        disks = dict[TierId, tuple[Line, Line]]()
+        stores = dict[StoreId, VirtualStore]()
+        for store, tier in self._tiers.items():
+            rate = book.stores[store].bandwidth
+            disk = disks.setdefault(store.tier, (Line(rate), Line(rate)))
+            nbytes = self._page_bytes[store.group] * self._ranks
+            capacity = tier.spec.capacity_bytes
+            pages = None if capacity is None else capacity // groups // nbytes
+            stores[store] = VirtualStore(pages, *disk)
+        return VirtualWorker(book.page_bytes, copies, stores, self._ranks)
+
+    def on_handshake(self, said: Mapping[int, Handshake]) -> None:
+        """Record each rank's speed. The tiers begin empty, at the rates that are assumed."""
+        stores = self._book.stores
+        empty = {name: StoredPages((), pages.bandwidth) for name, pages in stores.items()}
+        super().on_handshake({rank: replace(one, stored=empty) for rank, one in said.items()})
+        self._worker = self._make_worker()
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step with the virtual worker's reports."""
+        super().begin_step(step)
+        self._handle_reports()
+
+    def _handle_reports(self) -> None:
+        if (reports := self._worker.take_reports(self._clock())) is not None:
+            self.on_reports(reports)
+            self._load_what_came_up()
+
+    def take(self) -> Orders:
+        """Have the virtual worker carry out the orders not yet sent; returns no order."""
+        self._worker.carry_out(super().take(), self._clock())
+        return Orders()
+
+    def on_idle(self) -> bool:
+        """Exchange orders and reports without a step; returns False, since the engine makes no step
+        for us."""
+        self.take()
+        self._handle_reports()
+        return False
+
+    @property
+    def under_way(self) -> bool:
+        """False: no order is ever sent."""
+        return False
+
+    def restore(self, turn: Turn, tokens: int) -> None:
+        """Order the restore that the turn would get, so that its pages count as used."""
+        hit, coming = turn.restore.hit, self._book.promoting
+        for part in hit.parts if hit is not None else ():
+            self._load(turn, part.group, part.keys)
+            if later := [key for key in part.keys if key in coming]:
+                self._coming.append(_Coming(turn, part.group, later))
+
+    def _load_what_came_up(self) -> None:
+        """Restore pages that were promoted for turns which did not wait for them."""
+        promoting, waiting, self._coming = self._book.promoting, self._coming, []
+        for one in waiting:
+            if any(key in promoting for key in one.keys):
+                self._coming.append(one)
+            else:
+                self._load(*one)
+
+    def _load(self, turn: Turn, group: int, pages: Sequence[PageKey]) -> None:
+        """Order the readable pages to VRAM, where no block takes them."""
+        keys = [key for key in pages if self._book.index.readable(key)]
+        if keys:
+            self._restores.add_piece(turn, group, keys, [0] * len(keys), more=False)
+
+
+class Observation:
+    """Records the tokens that waiting turns would be spared. One thread.
+
+    Args:
+        fit: seconds of prefills.
+    """
+
+    def __init__(
+        self, engine: EngineState, pages: Pages, admission: AdmissionGroup, fit: PrefillFit
+    ) -> None:
+        self._engine = engine
+        self._pages = pages
+        self._pins = admission.pins
+        self._pressure = admission.pressure
+        self._fit = fit
+        engine.counters.start(WOULD_HAVE_SAVED)
+        logger.warning(
+            "TIERED_KV_MODE=observe: decides and traces, and moves nothing. Set it to manage, or "
+            "leave it out, to have KV kept"
+        )
+
+    @property
+    def would_have_saved(self) -> dict[str, int]:
+        """Prompt tokens so far that were computed and would have been found, by tier."""
+        totals = self._engine.counters.totals
+        return {tier: int(totals[name]) for name, tier in WOULD_HAVE_SAVED.items()}
+
+    def look(self, turn: Turn, num_computed: int, step: int) -> None:
+        """Search for what a waiting turn would find beyond what the engine finds itself: at first,
+        every few steps, and when the engine finds another number of tokens.
+
+        Args:
+            num_computed: tokens of the prompt that VRAM has; ``turn.source`` has those of the last
+                search.
+        """
+        seen, restores, promotions = turn.observed, self._pages.restores, self._pages.promotions
+        changed, looked_at = num_computed != turn.source.vram_tokens, seen.looked_at
+        if not changed and looked_at is not None and step - looked_at < LOOK_EVERY:
+            return
+        seen.looked_at = step
+        restores.withdraw(turn)
+        if not turn.request.reads_cache:
+            return
+        start, pins = self._in_vram(turn, num_computed), len(self._pins)
+        self._pressure.for_waiting(turn, start, step)
+        if len(self._pins) < pins:
+            start = self._in_vram(turn, num_computed)
+        seen.vram_tokens, seen.cpu_tokens, seen.ssd_tokens = start - num_computed, 0, 0
+        if not turn.may_restore:
+            return
+        promotions.bring_up(turn, self._fit, lambda: True)
+        below = promotions.within_reach(turn)
+        hit = restores.find(turn, start, self._engine.turns.running, below)
+        if hit is not None:
+            seen.ssd_tokens = min(hit.tokens, sum(promotions.tokens_from_below(turn)))
+            seen.cpu_tokens = hit.tokens - seen.ssd_tokens
+
+    def _in_vram(self, turn: Turn, num_computed: int) -> int:
+        """Tokens of a prompt that VRAM would have, pins included."""
+        if not self._pins:
+            return num_computed
+        facts, limit = self._engine.facts, turn.request.num_tokens - 1
+        if facts.groups:
+            found = self._pages.promotions.in_vram(turn, limit, num_computed)
+        else:
+            found = self._run_in_vram(turn, limit)
+        return max(num_computed, found // facts.hit_tokens * facts.hit_tokens)
+
+    def _run_in_vram(self, turn: Turn, limit: int) -> int:
+        """The same where nothing but VRAM keeps pages."""
+        facts, cached, hashes = (
+            self._engine.facts,
+            self._engine.pool.cached,
+            turn.request.block_hashes,
+        )
+        stride, block = facts.block_size // facts.hash_tokens, 0
+        stop = min(limit // facts.block_size, len(hashes) // stride)
+        while block < stop and cached(hashes[(block + 1) * stride - 1], CONTEXT):
+            block += 1
+        return block * facts.block_size
+
+    def on_admitted(self, turn: Turn) -> None:
+        """Count what a turn that has its first blocks would have found, and use it."""
+        seen, counters = turn.observed, self._engine.counters
+        self._pages.dispatch.restore(turn, 0)
+        self._pages.restores.withdraw(turn)
+        counters.add("would_have_saved_vram", seen.vram_tokens)
+        counters.add("would_have_saved_cpu", seen.cpu_tokens)
+        counters.add("would_have_saved_ssd", seen.ssd_tokens)
+
+
+class ObservingWorker(WorkerHalf):
+    """One rank's side of the connector, which does nothing in a step. See ``WorkerHalf``."""
+
+    _virtual_slots = 0
+    _compresses: tuple[int, ...] = ()
+
+    def register(self, kv_caches: Sequence[Any]) -> None:
+        """Measure this machine. KV is read, for a few milliseconds, and not written.
+
+        Raises:
+            ConfigError: the CPU tier would hold no page, or there is no such codec.
+            UnsupportedError: the engine's KV cache lies in several allocations.
+        """
+        facts, config = self._facts, self._config
+        self._speeds = replace(self._speeds, flops=flops_of(kv_caches))
+        if not facts.groups or config.cpu_gib == 0:
+            return
+        slots = slots_of(facts, config)
+        self._speeds = replace(self._speeds, copy=measure_reads(storage_of(kv_caches)))
+        if staging := staging_slots(slots):
+            self._compresses = tuple(codecs_of(facts, config.codec))
+        self._virtual_slots = slots - (staging if self._compresses else 0)
+        logger.info("CPU tier of rank %d: %d slots, none of them made", self._rank, slots)
+
+    def handshake(self) -> Handshake:
+        """Speeds of this rank, and what its tiers would have room for. They begin empty."""
+        said = super().handshake()
+        return replace(said, slots=self._virtual_slots, compresses=self._compresses)
+
+
+def make_worker_half(
+    facts: EngineFacts,
+    config: TierConfig,
+    rank: int,
+    fingerprints: Callable[[], Sequence[Fingerprint]],
+    clock: Callable[[], float],
+) -> WorkerHalf:
+    """Make a rank's worker half for the mode that is configured. Takes what that takes."""
+    make = ObservingWorker if config.observes else WorkerHalf
+    return make(facts, config, rank, fingerprints, clock)
