@@ -50,7 +50,7 @@ class Tier(Enum):
 
 class GapClass(Enum):
     """ContextServe's three classes of gaps, tied to the cost of a restore (see
-    ``pricing.pin_value``)."""
+    ``pricing.pin_ttl``)."""
 
     FAST = "fast"
     """A full wait of B seconds still pays."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from tiered_kv.policies.forecast.gap_model import GapModel
-from tiered_kv.policies.pricing.pin_value import best_wait, gap_class
+from tiered_kv.policies.pricing.pin_ttl import best_wait, gap_class
 
 from .base import Costs, Decision, GapClass, Tier, TurnEnd
 from .distribution import Forecast
@@ -68,7 +68,7 @@ def _back_s(forecast: Forecast, costs: Costs) -> float | None:
 
 
 class Occupancy:
-    """The default policy. See ``forecast.gap_model`` for the forecast, ``pricing.pin_value`` for
+    """The default policy. See ``forecast.gap_model`` for the forecast, ``pricing.pin_ttl`` for
     the price, and ``tier_choice`` for the rest."""
 
     reads_tools: ClassVar[bool] = True

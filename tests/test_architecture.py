@@ -330,7 +330,7 @@ def test_all_of_the_code_is_looked_at() -> None:
     names = {module.name for module in modules()}
     assert {
         "tiered_kv.connectors.runtime.pins.pin_table",
-        "tiered_kv.policies.pricing.pin_value",
+        "tiered_kv.policies.pricing.pin_ttl",
         "tiered_kv.bench.sim.engine.driver",
     } <= names
 

@@ -72,7 +72,8 @@ class Fairness:
         max_wait_s: wait after which a request is overdue, seconds.
 
     Attributes:
-        seats_short: True if more requests wait than there are free seats.
+        seats_short: True if more requests wait than there are free seats. Written by the engine's
+            scheduler.
     """
 
     def __init__(self, engine: EngineState, max_wait_s: float) -> None:

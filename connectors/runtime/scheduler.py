@@ -26,6 +26,7 @@ from tiered_kv.policies.jobs.hints import TurnHints
 from .base import BlockPool, KeptState, Request
 from .build import build_admission, build_engine, build_gaps, build_pages
 from .dependencies import Dependencies
+from .hook_guard import HookErrors
 from .scheduler_stats import Stats
 from .turn import Turn
 
@@ -98,6 +99,7 @@ class SchedulerHalf:
         gaps: components that decide between turns.
         snapshots: takes jobs out and brings them back.
         observation: records what turns would be spared; None unless the engine is only observed.
+        errors: errors of hooks.
         step: steps built so far.
         stats: counters and gauges.
         stats_due: True if stats are wanted; a busy engine is told in some of its steps only.
@@ -110,6 +112,7 @@ class SchedulerHalf:
         engine = build_engine(deps, pool)
         self.facts, self.pool = engine.facts, engine.pool
         self.counters, self.turns = engine.counters, engine.turns
+        self.errors = HookErrors(engine.counters)
         gaps = OpenGaps()
         self.pages = build_pages(deps, engine)
         prefills = PrefillTimer(ahead=self.facts.ahead)
@@ -126,7 +129,7 @@ class SchedulerHalf:
         self._answers = deps.tools.answers
         self.stats = Stats(deps, self.counters, self.pages, self.admission, self.gaps)
         self._look_at = 0.0
-        self._was_idle, self._ordering_failed = True, False
+        self._was_idle = True
         self._watchdog = Watchdog()
         self._watchdog.barked = deps.config.observes  # then no request waits for us
 
@@ -135,8 +138,7 @@ class SchedulerHalf:
         try:
             self.reset()
         except Exception:
-            self.counters.add("hook_errors")
-            logger.exception("dropping pins and saves before a cache reset failed")
+            self.errors.add("a cache reset", "pins and saves may stay")
 
     def on_handshake(self, said: Mapping[int, Handshake]) -> None:
         """Learn what the ranks are like: their speed, and the pages that they have and hold."""
@@ -205,7 +207,8 @@ class SchedulerHalf:
         patient = admission.fairness.may_wait_for_tiers(request_id)
         later = self.pages.dispatch.begins_anew(turn)
         later = later or (patient and promotions.waits_for_answer(turn))
-        if later or admission.pressure.defer_new or admission.queue.holds_in_queue(turn):
+        later = later or admission.pressure.defers_new(self.step)
+        if later or admission.queue.holds_in_queue(turn):
             return None, False
         admission.pressure.for_waiting(turn, num_computed, self.step)
         restores.withdraw(turn)
@@ -275,7 +278,6 @@ class SchedulerHalf:
             beside = self.turns.by_id.get(request_id)
             if beside is not None and beside.hold.new:
                 self.admission.gate.on_joined(beside)
-                self.admission.queue.ranks_changed = True
 
     def tokens_from_ssd(self, request_id: str) -> int:
         """Tokens of a request's restore that came up from SSD."""
@@ -309,7 +311,6 @@ class SchedulerHalf:
         self.step += 1
         pages, admission, gaps = self.pages, self.admission, self.gaps
         pages.dispatch.begin_step(self.step)
-        admission.pressure.defer_new = False
         self.stats_due = not (self.turns.running and self.step % STATS_EVERY)
         if scheduled or not self.turns.by_id:
             self._watchdog.worked()
@@ -411,10 +412,7 @@ class SchedulerHalf:
 
     def on_scheduler_failed(self) -> None:
         """Count a failure of the job order: the engine's scheduler goes on without it."""
-        self.counters.add("hook_errors")
-        if not self._ordering_failed:
-            self._ordering_failed = True
-            logger.exception("ordering requests failed; those held are let in (logged once)")
+        self.errors.add("ordering requests", "those held are let in")
 
     def _release_first(self, turn: Turn) -> None:
         """Have the blocks of a job that is over reused before those of jobs that go on: the engine

@@ -168,7 +168,8 @@ class RestoreState:
 
 @dataclass(slots=True)
 class TiersState:
-    """Pages that come up from the tiers below for the turn. Written by ``pages.promotions``.
+    """Pages that are promoted for the turn from the tiers below. Written by ``pages.promotions``,
+    and the first five fields by its ``pages.lookups`` too.
 
     Attributes:
         lookups: times that stores were asked for the beginning of its prompt.
@@ -257,7 +258,8 @@ class StartState:
 
 @dataclass(slots=True)
 class PromotedState:
-    """Pages ordered up from the tiers below for the turn. Written by ``lower_tiers.lower_tier``.
+    """Pages ordered up from the tiers below for the turn, whole or in pieces. Written by
+    ``lower_tiers.lower_tier``, which makes these orders.
 
     Attributes:
         pages: their number.
@@ -409,7 +411,7 @@ def job_started_at(turn: Turn) -> float:
 
 
 class LiveTurns:
-    """Turns by request id. One thread; written by ``scheduler``.
+    """Turns by request id. One thread. Written by ``scheduler``.
 
     Attributes:
         by_id: turns in the order of their arrival; read only.

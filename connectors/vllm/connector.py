@@ -6,13 +6,11 @@ exception of the scheduler half, which would end the server.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import vllm
 from vllm.config import get_current_vllm_config_or_none
@@ -28,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from tiered_kv.config import TierConfig, load_config
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.dependencies import Clock, Dependencies
+from tiered_kv.connectors.runtime.hook_guard import never_raises
 from tiered_kv.connectors.runtime.observe.observation import make_worker_half
 from tiered_kv.connectors.runtime.policy_state import PolicyState
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
@@ -63,25 +62,6 @@ from .weights import WeightCalls, install
 
 logger = logging.getLogger(__name__)
 
-Hook = TypeVar("Hook", bound=Callable[..., Any])
-
-
-def _never_raises(fallback: Callable[[TieredContinuumConnector], Any]) -> Callable[[Hook], Hook]:
-    """Turn an exception of a hook into ``fallback(self)``: plain vLLM's behaviour."""
-
-    def decorate(hook: Hook) -> Hook:
-        @functools.wraps(hook)
-        def guarded(self: TieredContinuumConnector, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return hook(self, *args, **kwargs)
-            except Exception:
-                self._hook_failed(hook.__name__)
-                return fallback(self)
-
-        return guarded  # type: ignore[return-value]
-
-    return decorate
-
 
 class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
     """KV cache in VRAM, in CPU memory, on SSD or nowhere between an agent's turns.
@@ -106,7 +86,6 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_half: SchedulerHalf | None = None  # once there are blocks
         self.worker_half: WorkerHalf | None = None
         self.weight_calls: WeightCalls | None = None  # once there are blocks
-        self._failed_hooks: set[str] = set()
         self._has_states = facts.has_states
         self._positions: dict[int, int] = {}
         self._step_trace: StepTrace | None = None
@@ -186,13 +165,11 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker_half
 
     def _hook_failed(self, name: str) -> None:
-        if name not in self._failed_hooks:
-            self._failed_hooks.add(name)
-            logger.exception("%s failed; the engine goes on without it (logged once)", name)
         half = self.scheduler_half
         if half is None:
+            logger.exception("%s failed; the engine goes on without it", name)
             return
-        half.counters.add("hook_errors")
+        half.errors.add(name, "the engine goes on without it")
         try:
             half.release_all()  # a hook that failed half-way must not keep blocks from the engine
         except Exception:
@@ -225,7 +202,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
             deps.clock,
         )
 
-    @_never_raises(lambda self: None)
+    @never_raises(lambda self: None)
     def on_new_request(self, request: Any) -> None:
         if request.abort_immediately:
             # Refused: the server rejected it, or the engine is paused. It only passes through so
@@ -233,13 +210,13 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._scheduler.on_arrived(VllmRequest(request), hints_of(request))
 
-    @_never_raises(lambda self: (0, False))
+    @never_raises(lambda self: (0, False))
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         return self._scheduler.match(request.request_id, num_computed_tokens)
 
-    @_never_raises(lambda self: None)
+    @never_raises(lambda self: None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         half = self._scheduler
         try:
@@ -249,7 +226,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
                 half.refuse_restore(request.request_id)
             raise
 
-    @_never_raises(lambda self: {})
+    @never_raises(lambda self: {})
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
@@ -288,21 +265,21 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @_never_raises(lambda self: (False, None))
+    @never_raises(lambda self: (False, None))
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return False, self._scheduler.on_finished(request.request_id)
 
-    @_never_raises(lambda self: False)
+    @never_raises(lambda self: False)
     def has_pending_block_frees(self) -> bool:
         return self._scheduler.release_for_running()
 
-    @_never_raises(lambda self: False)
+    @never_raises(lambda self: False)
     def has_pending_push_work(self) -> bool:
         return self._scheduler.has_pending_push_work()
 
-    @_never_raises(lambda self: False)
+    @never_raises(lambda self: False)
     def reset_cache(self) -> bool:
         self._scheduler.reset()
         return True

@@ -137,8 +137,7 @@ class WeightCalls:
         try:
             prepare()
         except Exception:
-            self._half.counters.add("hook_errors")
-            logger.exception("preparing for a call that may change weights failed")
+            self._half.errors.add("preparing for a call that may change weights", "KV is dropped")
             self._half.before_reset()
 
     def _log(self, name: str) -> None:

@@ -11,7 +11,7 @@ from enum import Enum
 
 from tiered_kv.policies.base import Costs, JobKey
 from tiered_kv.policies.distribution import Forecast
-from tiered_kv.policies.pricing.pin_value import saved_per_second, saved_s
+from tiered_kv.policies.pricing.pin_ttl import saved_per_second, saved_s
 
 WORTH_A_WAIT = 0.5
 """Seconds of requests that a pin saves in each second, below which no other job's turn waits for

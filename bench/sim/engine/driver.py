@@ -17,10 +17,10 @@ from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, Workload
 from tiered_kv.pages.cpu_index import PromotedPages
 from tiered_kv.policies.base import TurnPolicy
 
-from .engine import Answer, Ask, Engine
 from .machines import Machine
 from .metrics import JobRecord, Outcome, TurnRecord
 from .substitutes import BEGIN_S
+from .virtual_clock_engine import Answer, Ask, Engine
 
 POLL_S = 0.01
 """Seconds by which time goes on when the engine waits for nothing that has a time."""

@@ -37,9 +37,10 @@ class JobQueue:
         fairness: waits and shares of the live requests.
 
     Attributes:
-        parks: True if the scheduler parks the requests that are held, so that ``match`` need not
-            hold them.
-        ranks_changed: True if the order of parked requests may have changed since it was made.
+        parks: True if the engine's scheduler parks the requests that are held, so that ``match``
+            need not hold them. Written by ``scheduler``.
+        ranks_changed: True if the order of parked requests may have changed since they were sorted.
+            The engine's scheduler sets it as well, when it parks a request, and clears it.
     """
 
     def __init__(

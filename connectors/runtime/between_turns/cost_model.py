@@ -20,7 +20,7 @@ from tiered_kv.policies.pricing.estimators import (
     ShadowPrice,
     Survival,
 )
-from tiered_kv.policies.pricing.pin_value import held_up
+from tiered_kv.policies.pricing.pin_ttl import held_up
 
 
 class CostModel:

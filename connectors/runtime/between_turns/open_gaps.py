@@ -43,7 +43,7 @@ class PrefixSketch:
 
 @dataclass(slots=True)
 class OpenGap:
-    """A job whose last turn ended. Written by ``turn_ends``, but for what the last lines tell.
+    """A job whose last turn ended. Written by ``turn_ends``.
 
     Attributes:
         request_id: its request; empty once the gap was decided for good.
@@ -57,8 +57,8 @@ class OpenGap:
         since: when the turn ended, seconds on the scheduler's clock.
         unread: True while the tool call is being read.
         saved: True if its context has pages outside VRAM.
-        pinned: blocks pinned for it. Written by ``turn_ends``.
-        sent_down: pages of its context that the decision sent down. Written by ``turn_ends``.
+        pinned: blocks pinned for it.
+        sent_down: pages of its context that the decision sent down.
     """
 
     request_id: str

@@ -96,6 +96,7 @@ class PinPressure:
 
     Attributes:
         in_job_order: True if the engine is given waiting requests in the order of their jobs.
+            Written by ``scheduler``.
     """
 
     def __init__(
@@ -114,10 +115,7 @@ class PinPressure:
         self._saves = saves
         self._pool = engine.pool
         self._clock = engine.clock
-        self.defer_new = False
-        """Set when pins were released for running requests, or are spared for blocks on their way:
-        vLLM ends its loop over them, and the waiting loop of the same step must not take what is
-        theirs."""
+        self._deferred_at: int | None = None  # the last step in which new requests were deferred
         self._coming = 0
         self._coming_at: int | None = None
         self._saves_over, self._waits_since = 0, 0.0
@@ -157,8 +155,15 @@ class PinPressure:
         freed = self._late(step) > 0 or self._waits_for_saves(step) or self._release_one(None)
         # What was pinned may be being saved as well.
         freed = freed or self._waits_for_saves(step) or self._boundaries.release_all()
-        self.defer_new = self.defer_new or freed
+        if freed:
+            self._deferred_at = step
         return freed
+
+    def defers_new(self, step: int) -> bool:
+        """True if blocks were freed for running requests in this step, or soon will be. vLLM has
+        ended its loop over these, and the step's loop over waiting requests must not take the
+        blocks."""
+        return self._deferred_at == step
 
     def _waits_for_saves(self, step: int) -> bool:
         """True if saves under way will free blocks, and do go on."""

@@ -4,13 +4,13 @@ and how many of its tokens were of prompts.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tiered_kv.connectors.runtime.base import Request, ScheduledStep
 from tiered_kv.connectors.runtime.engine_state import EngineState
+from tiered_kv.connectors.runtime.hook_guard import HookErrors
 from tiered_kv.connectors.runtime.parts import AdmissionGroup, Pages
 from tiered_kv.connectors.runtime.turn import LiveTurns, Turn
 from tiered_kv.orders import OrderKind
@@ -123,8 +123,6 @@ class PreemptionLog:
         )
 
 
-logger = logging.getLogger(__name__)
-
 AT_ONCE, LATEST_S = 64, 1.0
 """Steps that are handed to the writer together, and the longest time that one is kept, seconds.
 Waking the writer for each would cost the scheduler more than the record."""
@@ -157,11 +155,11 @@ class StepTrace:
         self._writer = writer
         self._preemptions = preemptions
         self._wall = wall
+        self._errors = HookErrors(engine.counters)
         self._prefills = PrefillsUnderWay(engine.turns)
         self._kept: list[StepRecord] = []
         self._handed_over_at = -math.inf
         self._steps = 0
-        self._failed = False
 
     @property
     def dropped(self) -> int:
@@ -176,10 +174,7 @@ class StepTrace:
             if self._writer is not None:
                 self._keep(self._record(step), idle=not step.tokens)
         except Exception:
-            self._engine.counters.add("hook_errors")
-            if not self._failed:
-                self._failed = True
-                logger.exception("a step could not be traced (logged once)")
+            self._errors.add("tracing a step", "the trace lacks it")
 
     def _note_preemptions(self, step: ScheduledStep) -> None:
         log, turns, now = self._preemptions, self._engine.turns.by_id, self._engine.clock

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.bench.sim.engine.driver import Tiers, simulate
-from tiered_kv.bench.sim.engine.engine import Engine
 from tiered_kv.bench.sim.engine.metrics import Outcome
 from tiered_kv.bench.sim.engine.settings import LONGEST_WAIT_S
+from tiered_kv.bench.sim.engine.virtual_clock_engine import Engine
 from tiered_kv.bench.sim.servers.servers import server
 from tiered_kv.bench.sim.study.cells import Bench, Cell, Place, Source
 from tiered_kv.bench.sim.study.plot import plot
@@ -61,7 +61,7 @@ def test_leaps_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         return [turn.ended_s for job in run(name).jobs for turn in job.turns]
 
     leapt = times("fcfs")
-    monkeypatch.setattr("tiered_kv.bench.sim.engine.engine.LONGEST_LEAP", 1)
+    monkeypatch.setattr("tiered_kv.bench.sim.engine.virtual_clock_engine.LONGEST_LEAP", 1)
     assert times("fcfs") == pytest.approx(leapt, rel=0.02)
 
 
@@ -70,7 +70,8 @@ def test_lookups_that_are_remembered_change_nothing(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     remembered = run(name)
-    monkeypatch.setattr("tiered_kv.bench.sim.engine.engine.RememberedLookups", lambda manager: None)
+    lookups = "tiered_kv.bench.sim.engine.virtual_clock_engine.RememberedLookups"
+    monkeypatch.setattr(lookups, lambda manager: None)
     assert run(name) == remembered
 
 

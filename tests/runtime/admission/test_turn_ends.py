@@ -155,7 +155,7 @@ def test_a_step_that_fails_defers_nobody_for_good(
     monkeypatch.setattr(rig.pages.saves, "step", broken)
     rig.add("running", text(50, seed=1), max_tokens=20)
     rig.step()
-    rig.admission.pressure.defer_new = True
+    rig.admission.pressure._deferred_at = rig.half.step  # noqa: SLF001 - running ones need blocks
     rig.add("next", text(50, seed=2))
     rig.step()
     rig.step()

@@ -121,7 +121,7 @@ def test_a_step_that_cannot_be_traced_changes_nothing(
     assert answer == expected(rig.prompts["r"], 4)
     assert rig.pins.held_blocks == 2, "nothing was given up"
     assert rig.half.counters.totals["hook_errors"] > 1
-    assert len([one for one in caplog.records if "could not be traced" in one.message]) == 1
+    assert len([one for one in caplog.records if "tracing a step failed" in one.message]) == 1
 
 
 def test_a_step_takes_no_longer_with_more_jobs_and_pages(make_rig: MakeRig, tmp_path: Path) -> None:

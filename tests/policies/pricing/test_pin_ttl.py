@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.policies.turn_ends import forecast_of
 from tiered_kv.policies.base import Costs, GapClass
 from tiered_kv.policies.distribution import CELLS, GRID, Forecast, cell_of
-from tiered_kv.policies.pricing.pin_value import (
+from tiered_kv.policies.pricing.pin_ttl import (
     WORTHWHILE,
     best_wait,
     gap_class,

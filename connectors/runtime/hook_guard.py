@@ -1,0 +1,54 @@
+"""The guard of the engine's hooks: an error of ours is counted and logged, and the engine goes on
+as without us.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tiered_kv.metrics import Counters
+
+logger = logging.getLogger(__name__)
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+class HookErrors:
+    """Errors of hooks. Each is counted; the first of each hook is logged. One thread."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._logged: set[str] = set()
+
+    def add(self, hook: str, instead: str) -> None:
+        """Record the exception that is being handled.
+
+        Args:
+            hook: the hook, or the part of it that failed.
+            instead: how the engine goes on.
+        """
+        self._counters.add("hook_errors")
+        if hook not in self._logged:
+            self._logged.add(hook)
+            logger.exception("%s failed; %s (logged once)", hook, instead)
+
+
+def never_raises(fallback: Callable[[Any], Any]) -> Callable[[Hook], Hook]:
+    """Turn an exception of a hook into ``fallback(self)``, the engine's behaviour without us. The
+    hook's object needs a method ``_hook_failed``, which is called with the hook's name."""
+
+    def decorate(hook: Hook) -> Hook:
+        @functools.wraps(hook)
+        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception:
+                self._hook_failed(hook.__name__)
+                return fallback(self)
+
+        return guarded  # type: ignore[return-value]
+
+    return decorate
