@@ -30,7 +30,6 @@ from tiered_kv.orders import (
     RestoreMode,
     SaveOrder,
 )
-from tiered_kv.storage.bundles import NO_NOTE
 from tiered_kv.storage.registry import make_tiers
 from tiered_kv.tiers import StoreId
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
@@ -269,7 +268,7 @@ class WorkerHalf:
             else:
                 self.backend.submit(job)
         for pack in orders.packs:
-            note = self.lasting.packing(pack) if self.lasting is not None else NO_NOTE
+            note = self.lasting.packing(pack) if self.lasting is not None else None
             for tier in self.stores.values():
                 tier.packed(pack)
             if self.compressor is not None:
