@@ -1,9 +1,10 @@
-"""Hypothesis profiles, tests that are left out, and the rule that no thread is left behind."""
+"""Hypothesis profiles, the order of tests, and the rule that no thread is left behind."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,6 +25,11 @@ settings.register_profile(
 settings.register_profile("thorough", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
+SERVED = "tests/e2e/served/"
+"""Folder whose tests share one server."""
+LONGEST = ("tests/vllm/test_versions.py", SERVED)
+"""Where the longest tests are: minutes on one worker."""
+
 
 BATCH = 25
 """Seeds of one test: each test has a folder of its own, which costs as much as a short script."""
@@ -33,6 +39,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("random scripts")
     group.addoption("--scripts", type=int, metavar="N", help="seeds of each random script")
     group.addoption("--first-seed", type=int, default=0, metavar="S", help="the first of them")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Split the cores between workers that start engines.
+
+    An engine binds a thread to each core that its process may use. Two engines on the same cores
+    wait for each other in every layer; each on a core of its own is as fast as alone there.
+    """
+    worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+    if worker is None or config.option.markexpr != "e2e":
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    os.sched_setaffinity(0, cores[number % count :: count] or cores)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -53,7 +73,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave long tests out of a selection of something else."""
+    """Run the longest tests first, so that no worker is left with one of them at the end, and leave
+    those out that take too long for a selection of something else.
+
+    With ``--dist loadgroup``, tests that share engines stay on one worker: those of a file, and all
+    tests of ``served``.
+    """
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+    for item in items:
+        if item.get_closest_marker("e2e"):
+            served = item.nodeid.startswith(SERVED)
+            group = SERVED if served else item.nodeid.partition("::")[0]
+            item.add_marker(pytest.mark.xdist_group(group))
     for name in ("nightly", "peer"):
         if name in config.option.markexpr:
             continue

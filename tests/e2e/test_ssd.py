@@ -21,8 +21,13 @@ CONTEXTS, TOKENS = 6, 18 * 32 + 1
 """Full blocks and one token: a hit in VRAM and a restore from SSD both compute that token
 alone, so that even a tie of two answers, which bf16 breaks by the batch's shape, is broken
 in the same way. The full blocks must then hold the same bits."""
-CONTEXT_GIB = TOKENS * 30 * 2 * 3 * 64 * (4 if machine_dtype().name == "float32" else 2) / 2**30
-"""Size of a context: keys and values of 30 layers, 3 heads of 64 numbers each."""
+LONG_TOKENS = 100 * 32 + 1
+
+
+def gib(tokens: int) -> float:
+    """Size of a context: keys and values of 30 layers, 3 heads of 64 numbers each."""
+    number = 4 if machine_dtype().name == "float32" else 2
+    return tokens * 30 * 2 * 3 * 64 * number / 2**30
 
 
 def answers(client: httpx.Client, prompts: list[list[int]]) -> list[list[int]]:
@@ -58,7 +63,7 @@ def test_a_restarted_server_answers_the_same_from_ssd(small_model: Path, tmp_pat
         kv_transfer_config=CONNECTOR,
         extra_args=("--shutdown-timeout", "10"),
         env={
-            "TIERED_KV_CPU_GIB": f"{2.4 * CONTEXT_GIB:.3f}",  # two of the six contexts
+            "TIERED_KV_CPU_GIB": f"{2.4 * gib(TOKENS):.3f}",  # two of the six contexts
             "TIERED_KV_POLICY": "lru",  # nothing stays in VRAM
             "TIERED_KV_SSD_PATH": str(tmp_path / "ssd"),
             "TIERED_KV_SSD_GIB": "1",
@@ -101,10 +106,6 @@ def test_a_restarted_server_answers_the_same_from_ssd(small_model: Path, tmp_pat
             assert count(client, name) == 0, name
 
 
-LONG_TOKENS = 100 * 32 + 1
-LONG_GIB = CONTEXT_GIB / TOKENS * LONG_TOKENS
-
-
 def test_a_context_twice_as_large_as_cpu_memory_comes_back_from_ssd(
     small_model: Path, tmp_path: Path
 ) -> None:
@@ -125,12 +126,16 @@ def test_a_context_twice_as_large_as_cpu_memory_comes_back_from_ssd(
             },
         )
 
-    roomy = VllmServer(options(2 * LONG_GIB), tmp_path / "roomy.log", start_timeout_s=PATIENCE_S)
+    roomy = VllmServer(
+        options(2 * gib(LONG_TOKENS)), tmp_path / "roomy.log", start_timeout_s=PATIENCE_S
+    )
     with roomy, httpx.Client(base_url=roomy.url, timeout=PATIENCE_S) as client:
         prompt = texts(client, 1, LONG_TOKENS)[0]
         right = answers(client, [prompt, prompt])[1]
         settle(client)
-    small = VllmServer(options(LONG_GIB / 2), tmp_path / "small.log", start_timeout_s=PATIENCE_S)
+    small = VllmServer(
+        options(gib(LONG_TOKENS) / 2), tmp_path / "small.log", start_timeout_s=PATIENCE_S
+    )
     with small, httpx.Client(base_url=small.url, timeout=PATIENCE_S) as client:
         assert answers(client, [prompt]) == [right]
         assert count(client, "restores_in_pieces") == 1
