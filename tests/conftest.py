@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.threads import leaked_threads, running_threads
+from tiered_kv.codecs import autotune
+from tiered_kv.connectors.runtime.worker import speed_probe
+from tiered_kv.storage import ssd
+from tiered_kv.storage.disk.probe import DiskSpeed
 
 pytest.register_assert_rewrite("tiered_kv.testing")
 
@@ -42,17 +47,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "e2e":
+        split_cores(getattr(config, "workerinput", None))
+    else:
+        measure_briefly()
+
+
+def split_cores(worker: dict[str, Any] | None) -> None:
     """Split the cores between workers that start engines.
 
     An engine binds a thread to each core that its process may use. Two engines on the same cores
     wait for each other in every layer; each on a core of its own is as fast as alone there.
     """
-    worker: dict[str, Any] | None = getattr(config, "workerinput", None)
-    if worker is None or config.option.markexpr != "e2e":
+    if worker is None:
         return
     cores = sorted(os.sched_getaffinity(0))
     number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
     os.sched_setaffinity(0, cores[number % count :: count] or cores)
+
+
+def measure_briefly() -> None:
+    """Shorten what a starting engine measures: its codecs, its arithmetic and its disk, which takes
+    0.3 s of a core. Rigs start by the thousand, on pages of a few KiB, and on one disk."""
+    autotune.MEASURE_S = speed_probe.MATMUL_S = 0.001
+    measure, speeds = ssd.measure_disk, dict[tuple[int, int], DiskSpeed]()
+
+    def measure_once(folder: Path, threads: int) -> DiskSpeed:
+        disk = folder.stat().st_dev, threads
+        if disk not in speeds:
+            speeds[disk] = measure(folder, threads)
+        return speeds[disk]
+
+    ssd.measure_disk = measure_once
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

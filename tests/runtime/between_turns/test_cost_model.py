@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.runtime.conftest import MakeRig
+from tiered_kv.connectors.runtime.worker import speed_probe
 from tiered_kv.connectors.runtime.worker.speed_probe import (
     LARGEST_MATRIX,
-    MATMUL_S,
     fastest_product,
     measure_copies,
     measure_flops,
@@ -236,8 +236,9 @@ def test_copies_are_timed_and_nothing_is_left_under_way() -> None:
         pool.close()
 
 
-def test_a_slow_machine_is_measured_by_small_products() -> None:
+def test_a_slow_machine_is_measured_by_small_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where bf16 is emulated, one large product takes seconds, and an engine starts that later."""
+    monkeypatch.setattr(speed_probe, "MATMUL_S", 0.03)
     for flops in (3e8, 7e10, 1e13, 1e15):
         sizes: list[int] = []
 
@@ -246,7 +247,7 @@ def test_a_slow_machine_is_measured_by_small_products() -> None:
             return 2 * size**3 / flops
 
         assert fastest_product(product_s) == pytest.approx(flops, rel=0.01)
-        assert sum(2 * size**3 / flops for size in sizes) < 1.5 * MATMUL_S
+        assert sum(2 * size**3 / flops for size in sizes) < 1.5 * speed_probe.MATMUL_S
         assert (LARGEST_MATRIX in sizes) == (flops > 1e12)
 
 
