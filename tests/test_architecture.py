@@ -47,11 +47,18 @@ class Module:
 
     def imports(self) -> Iterator[tuple[int, str]]:
         """Level (dots before it) and name of every module that is imported, anywhere."""
-        for node in ast.walk(ast.parse(self.text)):
-            if isinstance(node, ast.ImportFrom):
-                yield node.level, node.module or ""
-            elif isinstance(node, ast.Import):
-                yield from ((0, alias.name) for alias in node.names)
+        return iter(_imports(self.text))
+
+
+@cache
+def _imports(text: str) -> list[tuple[int, str]]:
+    found = list[tuple[int, str]]()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            found.append((node.level, node.module or ""))
+        elif isinstance(node, ast.Import):
+            found += [(0, alias.name) for alias in node.names]
+    return found
 
 
 def modules() -> Iterator[Module]:

@@ -27,11 +27,10 @@ def test_every_other_server_has_the_same_tiers_but_for_the_bound() -> None:
         assert bound.infinite
 
 
-def test_a_small_fold_is_run_and_told() -> None:
+def test_a_small_fold_is_run_and_told(bench: Bench) -> None:
     """Ours and the others on jobs of a few turns; the best of the others is named."""
     fold = Fold(Place("rtx4090-24", "llama-3.1-8b", pool_tokens=16_000), Source("original", 40), "")
-    with Bench(1, None) as bench:
-        result = run_folds([fold], bench, lambda _: None, seeds=[0, 1])
+    result = run_folds([fold], bench, lambda _: None, seeds=[0, 1])
     (row,) = result["folds"]
     assert set(row["mean_s"]) == set(fold.servers())
     assert row["best_other"] in fold.servers()[2:-1]

@@ -42,11 +42,12 @@ def test_every_case_is_a_server_on_a_machine_with_jobs(name: str) -> None:
                 assert len(group.source.jobs_for(place, 100).jobs) > group.source.jobs / 5
 
 
-def test_the_first_of_a_group_is_what_the_others_are_told_against(tmp_path: Path) -> None:
+def test_the_first_of_a_group_is_what_the_others_are_told_against(
+    tmp_path: Path, bench: Bench
+) -> None:
     cases = (Case("stock", "fcfs"), Case("ours", "occupancy"), Case("one at once", "fcfs", ALONE))
     comparison = Comparison("Small", (Group("here", PLACE, JOBS, cases),))
-    with Bench(1, None) as bench:
-        result = run_comparison(comparison, bench, lambda _: None, seeds=[0, 1])
+    result = run_comparison(comparison, bench, lambda _: None, seeds=[0, 1])
     stock, ours, alone = result["rows"]
     assert (stock["over_first"]["value"], stock["over_first"]["low"]) == (1.0, 1.0)
     for row in (ours, alone):
@@ -63,13 +64,12 @@ def test_the_first_of_a_group_is_what_the_others_are_told_against(tmp_path: Path
 ALONE = replace(PLACE, max_seqs=1)
 
 
-def test_where_all_jobs_arrive_at_once_there_is_no_load_to_find() -> None:
+def test_where_all_jobs_arrive_at_once_there_is_no_load_to_find(bench: Bench) -> None:
     source = Source("rollouts", 2 * ROLLOUTS)
     place = Place("a100-40", "llama-3.1-8b")
     group = Group("a step", place, source, (Case("stock", "fcfs"), Case("ours", "occupancy+cpu")))
     comparison = Comparison("Rollouts", (group,), "makespan_s", load=None)
-    with Bench(1, None) as bench:
-        result = run_comparison(comparison, bench, lambda _: None, seeds=[0])
+    result = run_comparison(comparison, bench, lambda _: None, seeds=[0])
     for row in result["rows"]:
         assert row["figures"]["makespan_s"] > row["figures"]["mean_s"]
         assert row["over_first"]["low"] is None, "one seed tells no interval"
