@@ -10,7 +10,7 @@ from tiered_kv.connectors.runtime.worker.speed_probe import PrefillWork
 from tiered_kv.pages.base import EvictionRule
 from tiered_kv.policies.admission.working_set import JobForecast
 from tiered_kv.policies.base import TurnPolicy
-from tiered_kv.policies.cache.restore_mode import RestorePolicy
+from tiered_kv.policies.cache.restore_mode import FasterRestore
 from tiered_kv.storage.notebook import NoNotebook
 
 from .base import EngineFacts, Fingerprints, MakeRequest
@@ -52,7 +52,7 @@ class Dependencies:
     policy_state: PolicyState
     notebook: NoNotebook
     eviction: EvictionRule
-    restore_policy: RestorePolicy
+    restore_policy: FasterRestore
     job_forecast: JobForecast
     tools: ToolCalls
     make_request: MakeRequest

@@ -120,10 +120,6 @@ class JobTable:
         """Give the job the youngest place: its room went to others, and so did its place."""
         job.started_at = now
 
-    def oldest_first(self) -> list[JobKey]:
-        """Keys of the jobs, by when they began."""
-        return sorted(self._jobs, key=lambda key: self._jobs[key].started_at)
-
     def named(self, name: str, most: int) -> list[Job]:
         """Jobs of that name, at most so many: the one without a salt first."""
         keys = (JobKey("", name), *islice(self._salted.get(name, ()), most))

@@ -28,6 +28,8 @@ from tiered_kv.errors import UnsupportedError
 from .engine_config import is_diffusion
 
 if TYPE_CHECKING:
+    from tiered_kv.connectors.runtime.admission.queue import JobQueue
+    from tiered_kv.connectors.runtime.parts import AdmissionGroup
     from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 
 
@@ -74,7 +76,9 @@ class _InJobOrder:
             queue = self._half.admission.queue
             if queue.holds(request.request_id, behind=self._is_behind(request)):
                 self.waiting.remove_request(request)
-                self._park(request)
+                self.parked[request.request_id] = request
+                self._came.append(request.request_id)
+                queue.ranks_changed = True
         except Exception:
             self._half.on_scheduler_failed()
 
@@ -84,15 +88,8 @@ class _InJobOrder:
             return bool(self.parked)
         return any(one.priority <= request.priority for one in self.parked.values())
 
-    def _park(self, request: Any) -> None:
-        self.parked[request.request_id] = request
-        self._came.append(request.request_id)
-        assert self._half is not None
-        self._half.admission.queue.ranks_changed = True
-
-    def _sort_parked(self) -> None:
-        assert self._half is not None
-        order = self._half.admission.queue.in_parked_order(self.parked)
+    def _sort_parked(self, queue: JobQueue) -> None:
+        order = queue.in_parked_order(self.parked)
         self.parked = {request_id: self.parked[request_id] for request_id in order}
         if self.policy is not SchedulingPolicy.FCFS:
             by_priority = sorted(self.parked.items(), key=lambda item: item[1].priority)
@@ -117,9 +114,9 @@ class _InJobOrder:
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self._half is not None:
             try:
-                self._let_in()
+                self._let_in(self._half.admission.queue)
                 if self.policy is SchedulingPolicy.FCFS:
-                    self._put_in_order()
+                    self._put_in_order(self._half.admission)
             except Exception:
                 self._half.on_scheduler_failed()
                 self._unpark_all()
@@ -129,13 +126,12 @@ class _InJobOrder:
         finally:
             self._counts_parked = True
 
-    def _let_in(self) -> None:
-        assert self._half is not None
-        queue, came = self._half.admission.queue, self._came
+    def _let_in(self, queue: JobQueue) -> None:
+        came = self._came
         if queue.ranks_changed:
             queue.ranks_changed = False
             if len(self.parked) > 1:
-                self._sort_parked()
+                self._sort_parked(queue)
         while self.parked:
             request_id = next(iter(self.parked))
             if queue.holds(request_id):
@@ -155,10 +151,8 @@ class _InJobOrder:
         while self.parked:
             self._unpark(next(iter(self.parked)))
 
-    def _put_in_order(self) -> None:
-        assert self._half is not None
-        queue, fairness = self._half.admission.queue, self._half.admission.fairness
-        waiting = self.waiting
+    def _put_in_order(self, admission: AdmissionGroup) -> None:
+        queue, fairness, waiting = admission.queue, admission.fairness, self.waiting
         seats_short = len(waiting) > self.max_num_running_reqs - len(self.running)
         if seats_short != fairness.seats_short:
             fairness.seats_short, self._unsorted = seats_short, True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from tiered_kv.orders import RestoreMode
 
@@ -23,20 +22,9 @@ class RestoreCost:
     others: int
 
 
-class RestorePolicy(Protocol):
-    """Chooses the mode of one restore. Pure."""
-
-    def choose(self, cost: RestoreCost) -> RestoreMode:
-        """Choose the mode. Called on the scheduler thread."""
-
-    def usable(self, tokens: int) -> int:
-        """Tokens of a prompt to have after a restore, out of those that are found."""
-        return tokens
-
-
 @dataclass(frozen=True, slots=True)
-class FasterRestore(RestorePolicy):
-    """The mode with the least waiting time, summed over all requests.
+class FasterRestore:
+    """The mode with the least waiting time, summed over all requests. Pure.
 
     A sync restore holds up this step, so this request and every other wait for the
     copy: ``copy_s * (1 + others)``. An async one starts behind this step's forward pass, and
@@ -45,15 +33,20 @@ class FasterRestore(RestorePolicy):
     """
 
     def choose(self, cost: RestoreCost) -> RestoreMode:
+        """Choose the mode of one restore. Called on the scheduler thread."""
         if cost.others == 0:
             return RestoreMode.SYNC
         sync_s = cost.copy_s * (1 + cost.others)
         async_s = max(cost.copy_s, 2 * cost.step_s)
         return RestoreMode.SYNC if sync_s <= async_s else RestoreMode.ASYNC
 
+    def usable(self, tokens: int) -> int:
+        """Tokens of a prompt to have after a restore, out of those that are found."""
+        return tokens
+
 
 @dataclass(frozen=True, slots=True)
-class AlwaysRestore(RestorePolicy):
+class AlwaysRestore(FasterRestore):
     """The same mode whatever it costs, for tests and measurements."""
 
     mode: RestoreMode

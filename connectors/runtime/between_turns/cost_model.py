@@ -98,25 +98,22 @@ class CostModel:
             survival=self.survival.share,
             running=self._turns.running,
         )
+        pool, mine = facts.usable_blocks, min(blocks, self._pins.budget)
+        if self._jobs is not None:
+            price = self.price.of(self._jobs.peak_with_pin(mine, job), pool, lost_by)
+        else:
+            price = self.price.price(pool, self._pins.held_blocks + mine, own=blocks)
         return Costs(
             recompute_s=recompute_s,
             cpu_s=copy_s if offloaded else None,
             tiers_s=tiers_s,
             queue_s=self.queue.mean_s,
             memoryfulness=self.memoryfulness.value,
-            vram_price=self._price(blocks, job, lost_by),
+            vram_price=price,
             held_up=lost_by,
             cpu_stay_s=book.index.stay_s(),
             survival=self.survival.share,
         )
-
-    def _price(self, blocks: int, job: JobKey | None, lost_by: float) -> float:
-        """λ for a turn's blocks, of which a pin saves B for ``lost_by`` requests."""
-        pool = self._facts.usable_blocks
-        mine = min(blocks, self._pins.budget)
-        if self._jobs is None:
-            return self.price.price(pool, self._pins.held_blocks + mine, own=blocks)
-        return self.price.of(self._jobs.peak_with_pin(mine, job), pool, lost_by)
 
 
 FEWEST_TOKENS = 128

@@ -121,7 +121,9 @@ class TurnTrace:
             times=_times(turn, now),
             preempted=self.preemptions.take(turn),
             tokens=tokens,
-            would_have=_would_have(turn),
+            would_have=WouldHave(
+                turn.observed.vram_tokens, turn.observed.cpu_tokens, turn.observed.ssd_tokens
+            ),
             pages=PageMoves(turn.promoted.pages, turn.promoted.nbytes, turn.restore.came_up),
         )
 
@@ -241,11 +243,6 @@ def _decision(gap: OpenGap) -> PricedDecision:
         memoryfulness=costs.memoryfulness,
         vram_price=costs.vram_price,
     )
-
-
-def _would_have(turn: Turn) -> WouldHave:
-    seen = turn.observed
-    return WouldHave(seen.vram_tokens, seen.cpu_tokens, seen.ssd_tokens)
 
 
 def _finite(seconds: float) -> float | None:

@@ -39,7 +39,7 @@ from .demotion import (
 )
 from .reclaims import Reclaims
 
-_SHARED = {
+_SHARED_EVENTS = {
     "pages_promoted": "pages_fetched",
     "bytes_promoted": "bytes_fetched",
     "promotion_seconds": "fetch_seconds",
@@ -49,15 +49,7 @@ _SHARED = {
     "demotion_seconds": "share_seconds",
     "demotion_failures": "share_failures",
 }
-
-
-def event_names(*, shared: bool) -> Mapping[str, str]:
-    """Names of events that a tier counts under another name than an engine's own tier.
-
-    Args:
-        shared: True if engines share the tier.
-    """
-    return _SHARED if shared else {}
+"""Events that a tier which engines share counts under another name than an engine's own tier."""
 
 
 logger = logging.getLogger(__name__)
@@ -127,7 +119,7 @@ class LowerTier:
         self._in_runs = spec.in_runs and kinds[store.group] is KvKind.FULL
         self._serves = not spec.shared or (lasting and KvKind.FULL in kinds)  # these tell its end
         self._asked = spec.knowledge is Knowledge.ASKED
-        self._events = event_names(shared=spec.shared)
+        self._events = _SHARED_EVENTS if spec.shared else {}
         self._backlog = Backlog()
         slots = self._index.num_slots
         self._most_waiting = most_waiting(slots) if spec.shared else slots

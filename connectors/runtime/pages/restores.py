@@ -14,7 +14,7 @@ from tiered_kv.orders import FailLoad, LoadOrder, OrderId, Outbox, RestoreMode
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.pages.base import PageState
 from tiered_kv.pages.order_book import OrderBook, Settled
-from tiered_kv.policies.cache.restore_mode import RestoreCost, RestorePolicy
+from tiered_kv.policies.cache.restore_mode import FasterRestore, RestoreCost
 
 from .hits import Found, HitFinder, Run, There, run_of
 from .saves import Saves
@@ -44,7 +44,7 @@ class Restores:
         engine: EngineState,
         book: OrderBook,
         finder: HitFinder,
-        policy: RestorePolicy,
+        policy: FasterRestore,
         timer: StepTimer,
     ) -> None:
         self.policy = policy

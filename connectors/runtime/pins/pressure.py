@@ -254,19 +254,18 @@ class PinPressure:
             idle: nothing was scheduled, so that those which are there since before were refused.
         """
         for turn in turns:
-            released = self._release_until_free(self._lack(turn) + self._pool.watermark, step)
+            wanted = self._blocks(turn, turn.request.num_computed_tokens) - self._own(turn)
+            released = self._pins.make_room(
+                partial(self._are_free, wanted + self._pool.watermark, step)
+            )
             refused = turn.pressure.restored_at == step - 1
             turn.pressure.restored_at = step if idle else None
             stuck = self._facts.narrow and idle
             if needs_one_more(None, refused=refused, released=released, stuck=stuck):
                 self._release_one(None)
 
-    def _lack(self, turn: Turn) -> int:
-        """Blocks that a restored turn needs to go on, beyond those that it has."""
-        return self._blocks(turn, turn.request.num_computed_tokens) - self._own(turn)
-
-    def _release_until_free(self, wanted: int, step: int) -> int:
-        return self._pins.make_room(lambda: self._free(step) >= wanted)
+    def _are_free(self, wanted: int, step: int) -> bool:
+        return self._free(step) >= wanted
 
     def _blocks(self, turn: Turn, computed: int) -> int:
         return self._facts.blocks_to_go_on(computed, turn.request.num_tokens)
