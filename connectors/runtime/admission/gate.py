@@ -224,7 +224,6 @@ class Admission:
         self._refused_at = -math.inf
         self._changed = True
         self._counts = counts
-        self._open = False
 
     # -- what happens to jobs -----------------------------------------------------------
 
@@ -295,7 +294,7 @@ class Admission:
     def holds(self, turn: Turn, *, behind: bool = False) -> bool:
         """True if a turn of a new job must wait for room, or ``behind`` others that came before.
         Always False once let in."""
-        if self._open or not turn.hold.new:
+        if not turn.hold.new:
             return False
         if behind:
             self.refuse(turn)
@@ -326,10 +325,6 @@ class Admission:
         if overdue and turn.hold.new:
             self.let_in(turn)
         return overdue
-
-    def open(self) -> None:
-        """Hold no job back any more. Jobs are counted as before."""
-        self._open = True
 
     def let_in(self, turn: Turn) -> None:
         """A new job may begin: what its first turn needs is taken from now on."""

@@ -51,6 +51,7 @@ class JobQueue:
         fairness: Fairness,
     ) -> None:
         self.parks = self.ranks_changed = False
+        self._lets_all_in = False
         self._turns = engine.turns.by_id
         self._admission = admission
         self._pins = pins
@@ -70,17 +71,19 @@ class JobQueue:
         """True if a request of a new job has to wait for room, or ``behind`` others that came
         before: a small one does not overtake."""
         turn = self._turns.get(request_id)
-        return turn is not None and self._admission.holds(turn, behind=behind)
+        if turn is None or self._lets_all_in:
+            return False
+        return self._admission.holds(turn, behind=behind)
 
     def lets_overdue_in(self, request_id: str) -> bool:
         """Let a held request in that has waited for as long as it may, whoever is to go before it;
         False if it has not."""
         turn = self._turns.get(request_id)
-        return turn is None or self._admission.lets_overdue_in(turn)
+        return turn is None or self._lets_all_in or self._admission.lets_overdue_in(turn)
 
     def holds_in_queue(self, turn: Turn) -> bool:
         """True if the engine shall ask again for a new job, of which its queue can hold a few."""
-        if self.parks or not turn.hold.new:
+        if self.parks or self._lets_all_in or not turn.hold.new:
             return False
         if not self._admission.holds(turn):
             self.on_left(turn.request_id)
@@ -93,8 +96,8 @@ class JobQueue:
         return True
 
     def let_all_in(self) -> None:
-        """Let everybody in, for good."""
-        self._admission.open()
+        """Let every request in, for good. The gate is not asked again: it may be at fault."""
+        self._lets_all_in = True
         self._held.clear()
 
     def on_left(self, request_id: str) -> None:

@@ -278,6 +278,7 @@ def test_a_job_that_returns_after_long_comes_after_those_that_are_there(make_rig
     rig.step()
     assert rig.gate.jobs.peak() < 15, "they are taken to have ended"
     for name in "ba":
+        rig.now += 1
         context = rig.prompts[name] + rig.outputs[name]
         rig.add(f"{name}2", context, params={"job_id": name, "is_last_step": True})
     active = [key for key, _ in rig.gate.jobs.items()]
