@@ -335,20 +335,14 @@ class SchedulerHalf:
             admission.pressure.for_restored([*restored.values()], self.step - 1, idle=not scheduled)
         if gaps.prefills.running:
             gaps.prefills.poll(self._clock())
-        for state in states:
-            self._on_state_kept(state)
+        for one in states:
+            if (turn := self.turns.by_id.get(one.request_id)) is not None:
+                admission.boundaries.on_state(one.request_id, one.group, one.block, one.tokens)
+                pages.saves.save_state(turn, one.group, one.block, one.tokens)
         admission.boundaries.step(scheduled)
         pages.saves.step(self.step, scheduled)
         self.snapshots.advance()
         return pages.dispatch.take()
-
-    def _on_state_kept(self, state: KeptState) -> None:
-        turn = self.turns.by_id.get(state.request_id)
-        if turn is not None:
-            self.admission.boundaries.on_state(
-                state.request_id, state.group, state.block, state.tokens
-            )
-            self.pages.saves.save_state(turn, state.group, state.block, state.tokens)
 
     def _give_everything_up(self) -> None:
         """Let go of everything: requests wait and nothing happens, and it must not be for us."""

@@ -44,36 +44,35 @@ class CostModel:
         self.memoryfulness = Memoryfulness()
         self.survival = Survival(1.0 if book.index.num_slots else 0.0)
         self.price = ShadowPrice()
-        self._facts = engine.facts
+        self._engine = engine
         self._book = book
         self._fit = fit
         self._pins = pins
-        self._pool = engine.pool
         self._jobs = jobs
-        self._turns = engine.turns
-        self._clock = engine.clock
 
     def on_admitted(self, turn: Turn) -> None:
         """Learn from a turn that got its blocks. If its KV had left VRAM, it may have waited."""
-        unit, in_vram = self._facts.hit_tokens, turn.vram_tokens
+        unit, in_vram = self._engine.facts.hit_tokens, turn.vram_tokens
         # The last token is computed always: its logits are wanted.
         had = min(turn.pages.shared_tokens, turn.request.num_prompt_tokens - 1)
         # With pages from below it waited for these, and they say nothing of CPU memory.
         if in_vram + unit >= had or turn.tiers.looked_at is not None:
             return
-        self.queue.observe(self._clock() - turn.arrived_at)
+        self.queue.observe(self._engine.clock() - turn.arrived_at)
         if turn.gap.saved:
             self.survival.observe(turn.found_tokens - in_vram, had - in_vram)
 
     def measure_demand(self) -> None:
         """Measure how much VRAM is wanted."""
         waiting = sum(
-            self._facts.mean_blocks(turn.request.num_tokens)
-            for turn in self._turns.by_id.values()
+            self._engine.facts.mean_blocks(turn.request.num_tokens)
+            for turn in self._engine.turns.by_id.values()
             if not (turn.source.admitted or turn.hold.new)  # room is made for new jobs elsewhere
         )
-        in_use = self._facts.usable_blocks - self._pool.num_free() - self._pins.held_blocks
-        self.price.observe(in_use + math.ceil(waiting), self._clock())
+        in_use = (
+            self._engine.facts.usable_blocks - self._engine.pool.num_free() - self._pins.held_blocks
+        )
+        self.price.observe(in_use + math.ceil(waiting), self._engine.clock())
 
     def costs(self, context_tokens: int, job: JobKey | None = None) -> Costs:
         """Costs of each tier for the context of a turn that is ending.
@@ -81,7 +80,7 @@ class CostModel:
         Args:
             job: the turn's job, if it has one.
         """
-        facts, book = self._facts, self._book
+        facts, book = self._engine.facts, self._book
         blocks = facts.blocks(context_tokens)
         pages = [len(group.needs(context_tokens)) for group in facts.groups]
         offloaded = book.index.num_slots > 0
@@ -96,7 +95,7 @@ class CostModel:
             recompute_s,
             wait_s=self.queue.mean_s * self.memoryfulness.value,
             survival=self.survival.share,
-            running=self._turns.running,
+            running=self._engine.turns.running,
         )
         pool, mine = facts.usable_blocks, min(blocks, self._pins.budget)
         if self._jobs is not None:

@@ -151,11 +151,6 @@ class KvPlacement:
         self._order = order
         self._clock = clock
 
-    @property
-    def reads_tools(self) -> bool:
-        """True if a turn's tool makes a difference to the policy."""
-        return self._policy.reads_tools
-
     def decide(
         self,
         request_id: str,
@@ -193,11 +188,6 @@ class KvPlacement:
         self._rank(gap)
         return gap
 
-    def settle(self, gap: OpenGap) -> None:
-        """Forget the pages of a gap that was decided for good, and its request's name, which a
-        client may have made as long as it likes."""
-        gap.pages, gap.request_id = (), ""
-
     def _rank(self, gap: OpenGap) -> None:
         job, forecast = gap.end.job, gap.decision.forecast
         if job is not None and forecast is None:
@@ -211,11 +201,6 @@ class KvPlacement:
         there was none."""
         self._order.on_gap_ended(job)
         return self._close(job, ended=True)
-
-    def on_admitted(self, job: JobKey) -> None:
-        """Have pages of a job go from CPU memory like those that nobody waits for: VRAM has its
-        context, and a tier below keeps what is evicted."""
-        self._order.on_forecast_lost(job)
 
     def on_over(self, job: JobKey, own: Sequence[PageKey] = ()) -> tuple[OpenGap, float] | None:
         """Close a job's gap as censored: it is not waited for any longer.
@@ -234,10 +219,6 @@ class KvPlacement:
         if not gap.end.aborted:  # what follows then is a client that tries again
             self._policy.observe(gap.end, gap_s, ended=ended)
         return gap, gap_s
-
-    def on_lost(self, job: JobKey) -> None:
-        """Forget the job's pages: a turn of it ended before it had any KV."""
-        self._order.on_forecast_lost(job)
 
     def forget_pages(self) -> None:
         """Forget all pages after a cache reset; the gaps stay open."""
@@ -289,13 +270,11 @@ class TurnEnds:
         self.decided = RecentDecisions()
         self._facts = engine.facts
         self._lineage = Lineage(engine.facts.hash_tokens)
+        self._policy, self._pages = deps.policy, pages
         self._placement = KvPlacement(deps.policy, gaps, costs, pages.order, engine.clock)
         self._cost_model = costs
         self._pins = admission.pins
         self._boundaries = admission.boundaries
-        self._book = pages.book
-        self._tiers = pages.tiers
-        self._promotions = pages.promotions
         self._gate = admission.gate
         self._tools = deps.tools
         self._known = KnownJobs(deps.notebook, self.jobs, self._lineage, engine.clock, deps.wall)
@@ -357,8 +336,9 @@ class TurnEnds:
     def on_admitted(self, turn: Turn) -> None:
         """Take in that a turn has its first blocks."""
         self._cost_model.on_admitted(turn)
-        if turn.job is not None and self._book.stores:
-            self._placement.on_admitted(turn.job.key)
+        if turn.job is not None and self._pages.book.stores:
+            # VRAM has its context, and a tier below keeps what CPU memory evicts.
+            self._pages.order.on_forecast_lost(turn.job.key)
 
     def adopt(self, end: TurnEnd, named: Request, pages: Sequence[PageKey]) -> None:
         """Take in a job that comes from elsewhere, or from another job: it waits for its next turn.
@@ -378,7 +358,7 @@ class TurnEnds:
         gap = self._placement.decide(
             named.request_id, end, pages, sketch, None, unread=False, away=True
         )
-        self._placement.settle(gap)
+        gap.pages, gap.request_id = (), ""
 
     # -- a turn ends ----------------------------------------------------------------
 
@@ -403,7 +383,7 @@ class TurnEnds:
                     self._settle(gap)
             self._follow_up(job, turn, end, pages)
         if not away and has_kv:
-            self._tiers.share(pages[: self._found_by_others(turn)], self._while_saving(save))
+            self._pages.tiers.share(pages[: self._found_by_others(turn)], self._while_saving(save))
         return self._log.turn(turn, gap)
 
     def _found_by_others(self, turn: Turn) -> int:
@@ -414,7 +394,7 @@ class TurnEnds:
 
     def _read_tool(self, turn: Turn, end: TurnEnd) -> bool:
         """Have the tool call read, off this thread; False if nobody would use it."""
-        if end.aborted or not self._placement.reads_tools:
+        if end.aborted or not self._policy.reads_tools:
             return False
         return self._tools.read(turn.request_id, turn.request.output_token_ids)
 
@@ -440,10 +420,10 @@ class TurnEnds:
 
     def _send_down(self, gap: OpenGap) -> None:
         """Send pages to the tiers below, if that was decided, and up again in time."""
-        if not self._book.stores or gap.decision.tier is not Tier.STORE:
+        if not self._pages.book.stores or gap.decision.tier is not Tier.STORE:
             return
         gap.sent_down = len(gap.pages)
-        self._tiers.send_down(gap.pages, after=self._while_saving(gap.save))
+        self._pages.tiers.send_down(gap.pages, after=self._while_saving(gap.save))
         if gap.end.job is not None and gap.decision.back_s is not None:
             self.prefetch.expect(gap.end.job, gap.since + gap.decision.back_s, gap.pages)
 
@@ -458,7 +438,7 @@ class TurnEnds:
         self._known.note(job)
         if not job.running and not turn.source.admitted:
             self._pins.release(job.key, PinEnd.GIVEN_UP)  # what the job's last turn left for it
-            self._placement.on_lost(job.key)
+            self._pages.order.on_forecast_lost(job.key)
 
     def give_up(
         self, job: JobKey, why: StoryEnd = StoryEnd.GIVEN_UP, own: Sequence[PageKey] = ()
@@ -496,13 +476,13 @@ class TurnEnds:
 
     def _while_saving(self, save: OrderId | None) -> OrderId | None:
         """The save, if it is not over."""
-        return save if save is not None and self._book.under_way(save) else None
+        return save if save is not None and self._pages.book.under_way(save) else None
 
     def _settle(self, gap: OpenGap) -> None:
         """Take in that a gap was decided for good. The job may return to another engine."""
         if gap.decision.tier is not Tier.DROP and not gap.end.aborted:
-            self._tiers.share(gap.pages, self._while_saving(gap.save))
-        self._placement.settle(gap)
+            self._pages.tiers.share(gap.pages, self._while_saving(gap.save))
+        gap.pages, gap.request_id = (), ""  # a client may have made the name as long as it likes
         self._tell(gap)
 
     def _gap_over(self, gap: OpenGap) -> None:
@@ -530,7 +510,7 @@ class TurnEnds:
 
     def _bring_back(self, until: float) -> None:
         for job, due, pages in self.prefetch.take(until):
-            ordered = self._promotions.promote_ahead(pages, due)
+            ordered = self._pages.promotions.promote_ahead(pages, due)
             self._trace.brought_up(job, ordered)
             if not ordered and due > self._clock():  # they may yet leave CPU memory
                 self.prefetch.expect(job, due, pages)

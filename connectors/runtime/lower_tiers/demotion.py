@@ -191,12 +191,3 @@ class Doubt:
     def worked(self) -> None:
         """Record that it returned the requested pages."""
         self._next_s, self._late_at = FIRST_DOUBT_S, None
-
-
-def mostly_failed(failed: int, pages: int) -> bool:
-    """True if an order that brought pages up was for nothing.
-
-    Args:
-        failed: pages of it that did not come.
-    """
-    return 2 * failed > pages

@@ -33,7 +33,6 @@ from .demotion import (
     LookAhead,
     Waiting,
     most_waiting,
-    mostly_failed,
     next_pause_s,
     runs_of,
 )
@@ -357,7 +356,7 @@ class LowerTier:
         """Doubt a tier that others write to as well if it had not what it said."""
         if not self._asked or done.abandoned:
             return
-        if mostly_failed(len(done.failed), len(done.keys)):
+        if 2 * len(done.failed) > len(done.keys):  # most of it was for nothing
             self._doubt.failed(self._clock())
         elif done.order.order_id not in self._given_up:
             self._doubt.worked()

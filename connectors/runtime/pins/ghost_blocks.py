@@ -112,21 +112,14 @@ class GhostPool:
 
 
 class GhostPins(PinTable):
-    """Pins of ghosts.
+    """Pins of ghosts, over a ``GhostPool``."""
 
-    Args:
-        pool: the engine's blocks as they would be.
-        budget: number of distinct blocks that all pins together may hold.
-    """
-
-    def __init__(self, pool: GhostPool, budget: int) -> None:
-        super().__init__(pool, budget)
-        self._ghosts = pool
+    _pool: GhostPool
 
     def expire(self, now: float) -> int:
         """Release pins whose time is up, and those whose blocks requests have taken: the engine
         asks for no block of a ghost, so such a pin is found here."""
-        return super().expire(now) + self.make_room(lambda: not self._ghosts.short)
+        return super().expire(now) + self.make_room(lambda: not self._pool.short)
 
 
 class GhostBoundaries(BoundaryBlocks):
