@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from tiered_kv.machine import system_memory, usable_cores
 
 from .cold_memory import (
+    HUGE_PAGES,
     check_cores,
     check_cpu_memory,
     check_huge_pages,
@@ -49,9 +50,9 @@ def groups(*, beside: bool) -> Iterator[tuple[str, Iterable[Finding]]]:
             check_cores(gpus, usable),
             check_cpu_memory(config, gpus, total, total if beside else available),
             check_locked_memory(config, gpus, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
-            check_huge_pages(),
         ],
     )
+    yield "huge pages", map(check_huge_pages, [HUGE_PAGES])  # lazily, since it reads a file
     yield "compression", [check_spare_cores(config, env, gpus, usable)]
     yield "SSD", check_ssd(config)
     yield "remote store", check_remote(config.remote)
