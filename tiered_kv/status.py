@@ -394,10 +394,12 @@ class SnapshotMade(JsonObject):
     Attributes:
         tokens, kv_tokens: tokens of the job's context, and those of them with KV.
         stored_bytes, shared_bytes: size of its pages, and the part that other snapshots share.
+        name: name in the server's folder; None once the command has moved it to a path.
         capture_ms, durable_ms: time for which the job paused, and until all was on disk.
     """
 
     engine: int
+    name: str | None
     job: str
     tokens: int
     kv_tokens: int
@@ -411,7 +413,7 @@ class SnapshotMade(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class JobRestored(JsonObject):
-    """The answer to a request for a restore: what the first engine restored, and ``others``.
+    """What an engine restored.
 
     Attributes:
         cache_salt: the cache salt that the job's turns must send; None if they need none.
@@ -424,6 +426,12 @@ class JobRestored(JsonObject):
     pages: int
     cache_salt: str | None
     ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobsRestored(JobRestored):
+    """The answer to a request for a restore: what the first engine restored, and the others."""
+
     others: tuple[JobRestored, ...] = ()
 
 

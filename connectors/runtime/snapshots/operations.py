@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+from tiered_kv.json_fields import JsonObject
 from tiered_kv.snapshot.manifest import SnapshotError
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Wait(NamedTuple):
     limit_s: float = LONGEST_WAIT_S
 
 
-Steps: TypeAlias = Generator[Wait, None, dict[str, Any]]
+Steps: TypeAlias = Generator[Wait, None, JsonObject]
 """An operation. It returns its result, or raises ``SnapshotError`` with a sentence."""
 
 
@@ -60,7 +61,7 @@ class _Operation:
     steps: Steps
     wait: Wait | None = None
     since: float = 0.0
-    result: dict[str, Any] | None = None
+    result: JsonObject | None = None
     why: str | None = None
 
     @property
@@ -168,5 +169,5 @@ class Operations:
         if operation.why is not None:
             return {"state": "failed", "why": operation.why}
         if operation.result is not None:
-            return {"state": "done", "result": operation.result}
+            return {"state": "done", "result": operation.result.to_json()}
         return {"state": "running", "doing": operation.wait.doing if operation.wait else ""}

@@ -23,6 +23,7 @@ from tiered_kv.pages.held_pages import HeldPages
 from tiered_kv.pages.snapshot_orders import SnapshotFlight
 from tiered_kv.policies.base import JobKey, TurnEnd, job_scope
 from tiered_kv.snapshot.manifest import SnapshotError
+from tiered_kv.status import JobForked, JobRestored, SnapshotMade
 
 from .capture import Captures, is_named_by_tokens
 from .context_pages import MOST_PARENTS, Context, ContextNames, context_pages, remember_tail
@@ -207,18 +208,19 @@ class Snapshots:
             sealing = self._files.seal(draft, captured, job.key.name, exact, self._wall())
             manifest = yield from file_work("the manifest is written", sealing)
         self._counters.add("snapshots_taken")
-        return {
-            "name": to,
-            "job": job.key.name,
-            "tokens": len(manifest.token_ids),
-            "kv_tokens": manifest.kv_tokens,
-            "pages": len(manifest.pages),
-            "stored_bytes": manifest.stored_bytes,
-            "shared_bytes": manifest.shared_bytes,
-            "exact": exact,
-            "capture_ms": round(1e3 * pause_s, 3),
-            "durable_ms": round(1e3 * (self._clock() - started), 3),
-        }
+        return SnapshotMade(
+            engine=self._facts.replica,
+            name=to,
+            job=job.key.name,
+            tokens=len(manifest.token_ids),
+            kv_tokens=manifest.kv_tokens,
+            pages=len(manifest.pages),
+            stored_bytes=manifest.stored_bytes,
+            shared_bytes=manifest.shared_bytes,
+            exact=exact,
+            capture_ms=round(1e3 * pause_s, 3),
+            durable_ms=round(1e3 * (self._clock() - started), 3),
+        )
 
     def _restore(self, name: str, job: str | None, salt: str | None) -> Steps:
         started = self._clock()
@@ -263,14 +265,15 @@ class Snapshots:
             self._adopt(key, context, named, keys)
             held.publish()
         self._counters.add("snapshots_restored")
-        return {
-            "job": key.name,
-            "tokens": len(manifest.token_ids),
-            "kv_tokens": manifest.kv_tokens,
-            "pages": len(pages),
-            "cache_salt": opened.salt,
-            "ms": round(1e3 * (self._clock() - started), 3),
-        }
+        return JobRestored(
+            engine=self._facts.replica,
+            job=key.name,
+            tokens=len(manifest.token_ids),
+            kv_tokens=manifest.kv_tokens,
+            pages=len(pages),
+            cache_salt=opened.salt,
+            ms=round(1e3 * (self._clock() - started), 3),
+        )
 
     def _turns_of(self, key: JobKey) -> tuple[int, int] | None:
         """Number and turns of a job that waits; None if there is none of that key.
@@ -328,13 +331,14 @@ class Snapshots:
                 self._adopt(key, context, captured.named, pages)
             held.publish()
         self._counters.add("jobs_forked", len(keys))
-        return {
-            "jobs": list(children),
-            "tokens": len(context.token_ids),
-            "kv_tokens": context.kv_tokens,
-            "cache_salt": salt,
-            "extra_pages": captured.saved,
-        }
+        return JobForked(
+            engine=self._facts.replica,
+            jobs=tuple(children),
+            tokens=len(context.token_ids),
+            kv_tokens=context.kv_tokens,
+            cache_salt=salt,
+            extra_pages=captured.saved,
+        )
 
     def _adopt(self, key: JobKey, context: Context, named: Turn, pages: Sequence[PageKey]) -> None:
         self.contexts.remember(key, context)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import dataclass
 
 import pytest
 
@@ -13,12 +12,19 @@ from tiered_kv.connectors.runtime.snapshots.operations import (
     MOST_AT_ONCE,
     OUTCOMES_KEPT,
     Operations,
+    Steps,
     Wait,
     file_work,
 )
+from tiered_kv.json_fields import JsonObject
 from tiered_kv.snapshot.manifest import SnapshotError
 
-Steps = Generator[Wait, None, dict[str, Any]]
+
+@dataclass(frozen=True, slots=True)
+class Answer(JsonObject):
+    """Result of an operation."""
+
+    answer: int
 
 
 class Clock:
@@ -53,7 +59,7 @@ class Owner:
             yield Wait("something", self.test)
         finally:
             self.owns = False
-        return {"answer": 1}
+        return Answer(1)
 
 
 def test_it_goes_on_once_its_wait_is_over(operations: Operations) -> None:
@@ -93,7 +99,7 @@ def _waits_for(fails: list[bool], owner: Owner) -> Steps:
         yield Wait("something that breaks", over)
     finally:
         owner.owns = False
-    return {}
+    return Answer(0)
 
 
 def test_one_that_waits_for_too_long_is_ended(operations: Operations, clock: Clock) -> None:
@@ -116,7 +122,7 @@ def test_all_can_be_ended_though_one_cannot_be_undone(operations: Operations) ->
     def stubborn() -> Steps:
         try:
             yield Wait("something", lambda: False)
-            return {}
+            return Answer(0)
         finally:
             undo()
 
@@ -132,7 +138,7 @@ def test_work_that_has_not_started_is_cancelled(operations: Operations) -> None:
     work = Future[int]()
 
     def steps() -> Steps:
-        return {"found": (yield from file_work("files", work))}
+        return Answer((yield from file_work("files", work)))
 
     number = operations.begin(steps())
     operations.end_all("The cache was reset meanwhile.")
@@ -141,7 +147,7 @@ def test_work_that_has_not_started_is_cancelled(operations: Operations) -> None:
     number = operations.begin(steps())
     work.set_result(3)
     operations.advance()
-    assert operations.outcome(number)["result"] == {"found": 3}
+    assert operations.outcome(number)["result"] == {"answer": 3}
 
 
 def test_outcomes_are_kept_of_so_many(operations: Operations) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from tiered_kv.formatting import moment, size
 from tiered_kv.snapshot.manifest import Manifest, SnapshotGroup
 from tiered_kv.snapshot.mismatch import Difference
-from tiered_kv.status import JobForked, JobRestored, SnapshotMade
+from tiered_kv.status import JobForked, JobRestored, JobsRestored, SnapshotMade
 from tiered_kv.top.route_client import other_version, read_answer
 from tiered_kv.top.safe_text import harmless
 
@@ -47,7 +47,7 @@ def made_rows(said: Object, place: str) -> Rows:
 
 def restored_rows(said: Object) -> Rows:
     """Rows of the server's answer after a restore: of each engine."""
-    first = read_answer(JobRestored, said, _ID_CHARS)
+    first = read_answer(JobsRestored, said, _ID_CHARS)
     rows = [["job", first.job]]
     for one, theirs in zip((first, *first.others), (said, *said.get("others", ())), strict=True):
         rows += [
