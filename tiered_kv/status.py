@@ -413,7 +413,7 @@ class SnapshotMade(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class JobRestored(JsonObject):
-    """What an engine restored.
+    """Restore of a job on one engine.
 
     Attributes:
         cache_salt: the cache salt that the job's turns must send; None if they need none.
