@@ -416,10 +416,10 @@ class IoThread:
         return failed, 2 * len(pages) - raw.count(None) - cold.count(None)
 
     def _write_last(self, last: Sequence[tuple[PageKey, int]], deadline: float) -> int:
-        """Write what the time allows; give the number of pages that are durable. Never raises.
+        """Write as many pages as the time allows; return the number of durable pages. Never raises.
 
-        A group under way is not given up: each is as large as half of the time left has room for,
-        at the speed of the one before.
+        A group that has started is finished, so each takes at most half of the remaining time at
+        the speed of the group before.
 
         Args:
             last: pages as key and place, the most important first.

@@ -90,11 +90,11 @@ class SegmentLifecycle:
                 return Segment(path, header, codec, header.header_bytes, fd=fd)
 
     def _with_room(self, nbytes: int, act: Callable[[], _T]) -> _T:
-        """Do what takes ``nbytes`` of the disk. If the disk has less space than it was thought to
-        have, other stores' segments are deleted for it.
+        """Run an action that allocates ``nbytes`` on the disk. If the disk has less space than it
+        reported, delete segments that no process uses, and run the action again.
 
         Raises:
-            OSError: it failed, or nothing is left that could be deleted.
+            OSError: the action failed, or nothing is left to delete.
         """
         while True:
             try:
