@@ -146,10 +146,11 @@ def test_so_many_pages_go_down_as_may_and_those_on_their_way_do_not_count() -> N
     assert saved is not None
     settle(planner, saved)
     first = planner.plan_demote(SSD, [A, B, C], due=0.0, most=1)
-    second = planner.plan_demote(SSD, [A, B, C], due=0.0, most=1)
+    second = planner.plan_demote(SSD, [A, B, C], due=7.0, most=1)
     assert first is not None
     assert second is not None
     assert (first.keys, second.keys) == ((A,), (B,))
+    assert (first.due, second.due) == (0.0, 7.0)
     assert planner.plan_demote(SSD, [C], due=0.0, most=0) is None
     settle(planner, first)
     settle(planner, second)
@@ -170,6 +171,25 @@ def test_a_page_keeps_its_place_in_line_when_it_is_demoted() -> None:
     assert list(planner.index.least_valuable(3)) == [A, C]
     settle(planner, order)
     assert list(planner.index.least_valuable(3)) == [A, B, C]
+
+
+def test_a_promoted_page_is_readable_once_it_is_whole() -> None:
+    planner = OrderBook(
+        PageIndex(2, LeastRecentlyUsed()), 1, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()}
+    )
+    on_ssd(planner, A, B)
+    order = planner.plan_promote(SSD, [A, C, B], due=0.0)
+    assert order is not None
+    assert order.keys == (A, B)
+    assert dict(planner.promoting) == {A: order.order_id, B: order.order_id}
+    assert not planner.index.readable(A)
+    assert planner.plan_promote(SSD, [A], due=0.0) is None, "it is on its way already"
+    settle(planner, order, 1)
+    assert planner.index.readable(A)
+    assert not planner.promoting
+    assert (A in planner.stores[SSD].index, B in planner.stores[SSD].index) == (True, False), (
+        "a bad page is not tried again"
+    )
 
 
 def test_an_order_that_is_not_due_is_not_worth_stepping_for() -> None:

@@ -53,6 +53,28 @@ def test_a_tail_under_other_extra_keys_is_another_tail() -> None:
     assert tails.longest(PARENT, ("mine",), [1, 2, 3], always) == (mine, 3)
 
 
+def test_the_oldest_fork_of_a_context_is_forgotten() -> None:
+    tails = TailIndex(NoNotebook())
+    for first in range(MAX_TAILS_PER_PARENT + 1):
+        tails.add(PARENT, None, [100 + first])
+    assert shared(tails, [100]) == 0
+    assert all(shared(tails, [101 + i]) == 1 for i in range(MAX_TAILS_PER_PARENT))
+    assert len(tails) == MAX_TAILS_PER_PARENT
+
+
+def test_a_tail_named_again_is_young_again_and_counts_once() -> None:
+    tails = TailIndex(NoNotebook())
+    for first in range(MAX_TAILS_PER_PARENT):
+        tails.add(PARENT, None, [100 + first])
+    tails.add(PARENT, None, [100])
+    assert len(tails) == MAX_TAILS_PER_PARENT
+
+    tails.add(PARENT, None, [999])
+
+    assert shared(tails, [100]) == 1
+    assert shared(tails, [101]) == 0
+
+
 def test_tails_whose_pages_are_gone_are_pruned() -> None:
     tails = TailIndex(NoNotebook())
     kept = tails.add(PARENT, None, [1])

@@ -117,6 +117,15 @@ def test_a_second_run_follows_the_steps_of_the_first(agents: Agents) -> None:
     assert first[0] != second[0]
 
 
+def test_no_turn_is_given_to_a_job_of_another_salt(agents: Agents) -> None:
+    """Even if the hashes were the same."""
+    mine = agents.asked(question(7), salt="mine")
+    theirs = agents.asked([*question(7), *TOOL], salt="theirs")
+    assert theirs.turn == 1
+    assert theirs.job.salt == "theirs"
+    assert agents.asked([*question(7), *TOOL], salt="mine") == Inferred(mine.job, 2)
+
+
 # -- salts, names, bounds -----------------------------------------------------------
 
 

@@ -119,6 +119,14 @@ def test_the_pin_of_a_turn_that_has_arrived_outlasts_all_that_wait() -> None:
     assert A in engine.pins
 
 
+def test_the_pin_of_the_job_that_needs_the_room_goes_last() -> None:
+    engine = crowded()
+    assert engine.pins.make_room(lambda: engine.free >= 16, spare=A) == 2
+    assert A in engine.pins
+    assert engine.pins.make_room(lambda: engine.free >= 20, spare=A) == 1
+    assert A not in engine.pins
+
+
 def test_a_pin_of_a_younger_job_gives_way_unless_it_earns_more_than_the_wait() -> None:
     engine = Engine()
     engine.turn(A, 4, born=30.0, saves_s=9.0, earns=0.9)

@@ -149,13 +149,12 @@ def test_what_is_found_again_is_what_was_saved_last(
     memory = open_in(tmp_path_factory.mktemp("memory"))
     expected = dict[int, PageKey]()
     for name, (step, slot) in enumerate(steps):
+        late, header = memory.ticket(slot), SlotHeader(key_of(name), PAGE, name, bytes(16))
         if step == "s":
             expected[slot] = save(memory, slot, name)
         elif step == "i":
-            late = memory.ticket(slot)
             memory.invalidate([slot, (slot + 1) % 6])
             slot_of(memory, slot)[:] = 0
-            header = SlotHeader(key_of(name), PAGE, name, bytes(16))
             assert not memory.validate(slot, late, header)
             expected.pop(slot, None)
             expected.pop((slot + 1) % 6, None)
@@ -164,6 +163,7 @@ def test_what_is_found_again_is_what_was_saved_last(
             expected.pop(slot, None)
         elif step == "c":
             memory.clear()
+            assert not memory.validate(slot, late, header)
             expected.clear()
         else:
             memory = reopened(memory)
