@@ -14,7 +14,7 @@ from tests.threads import leaked_threads, running_threads
 from tiered_kv.codecs import autotune
 from tiered_kv.connectors.runtime.worker import speed_probe
 from tiered_kv.storage import ssd
-from tiered_kv.storage.disk.probe import DiskSpeed
+from tiered_kv.storage.disk.probe import DiskSpeed, measure_disk
 
 pytest.register_assert_rewrite("tiered_kv.testing")
 
@@ -70,15 +70,15 @@ def measure_briefly() -> None:
     """Shorten what a starting engine measures: its codecs, its arithmetic and its disk, which takes
     0.3 s of a core. Rigs start by the thousand, on pages of a few KiB, and on one disk."""
     autotune.MEASURE_S = speed_probe.MATMUL_S = 0.001
-    measure, speeds = ssd.measure_disk, dict[tuple[int, int], DiskSpeed]()
+    speeds = dict[tuple[int, int], DiskSpeed]()
 
     def measure_once(folder: Path, threads: int) -> DiskSpeed:
         disk = folder.stat().st_dev, threads
         if disk not in speeds:
-            speeds[disk] = measure(folder, threads)
+            speeds[disk] = measure_disk(folder, threads)
         return speeds[disk]
 
-    ssd.measure_disk = measure_once
+    ssd.measure_disk = measure_once  # type: ignore[attr-defined, assignment]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
