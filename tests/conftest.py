@@ -100,23 +100,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run the longest tests first, so that no worker is left with one of them at the end, and leave
-    those out that take too long for a selection of something else.
-
-    With ``--dist loadgroup``, tests that share engines stay on one worker: those of a file, and all
-    tests of ``served``.
-    """
+    those out that take too long for a selection of something else."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
-    for item in items:
-        if item.get_closest_marker("e2e"):
-            served = item.nodeid.startswith(SERVED)
-            group = SERVED if served else item.nodeid.partition("::")[0]
-            item.add_marker(pytest.mark.xdist_group(group))
     for name in ("nightly", "peer"):
         if name in config.option.markexpr:
             continue
         for item in items:
             if item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(f"takes long: -m {name}"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep all tests of ``SERVED`` on one worker where each file is (``--dist loadfile``)."""
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Engines(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return SERVED if nodeid.startswith(SERVED) else super()._split_scope(nodeid)
+
+    return Engines(config, log)
 
 
 @pytest.fixture(autouse=True)
