@@ -32,8 +32,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 SERVED = "tests/e2e/served/"
 """Folder whose tests share one server."""
-LONGEST = ("tests/vllm/test_versions.py", SERVED)
-"""Where the longest tests are: minutes on one worker."""
+LONGEST = (
+    SERVED,
+    "tests/e2e/test_demo.py",
+    "tests/e2e/test_soak.py",
+    "tests/e2e/test_ssd.py",
+    "tests/vllm/test_versions.py",
+)
+"""Tests that keep a worker for two minutes or longer."""
 
 
 BATCH = 25
