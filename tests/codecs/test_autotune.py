@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from tiered_kv.codecs import autotune
 from tiered_kv.codecs.autotune import Measured, choose, measure_codec, pick, synthetic_page
 from tiered_kv.codecs.base import Bytes, Codec, CodecError, ElementType, EncodedPage, PageFormat
 from tiered_kv.codecs.centred import CentredCodec
@@ -112,7 +113,8 @@ class Forgetful:
         return self
 
 
-def test_measuring_takes_the_best_time_and_ends() -> None:
+def test_measuring_takes_the_best_time_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune, "MEASURE_S", 0.05)
     # The start of it all, then start, between and end of each of two rounds.
     seconds = iter([0.0, 0.0, 0.03, 0.04, 0.04, 0.06, 0.065])
     codec = RawCodec(PAGE)
