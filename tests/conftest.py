@@ -121,7 +121,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep all tests of ``SERVED`` on one worker where each file is (``--dist loadfile``)."""
     if config.option.dist != "loadfile":
         return None
-    from xdist.scheduler import LoadFileScheduling
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
     class Engines(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:

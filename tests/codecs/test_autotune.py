@@ -114,7 +114,7 @@ class Forgetful:
 
 
 def test_measuring_takes_the_best_time_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune, "MEASURE_S", 0.05)
+    monkeypatch.setattr(autotune, "MEASURE_S", 0.06)
     # The start of it all, then start, between and end of each of two rounds.
     seconds = iter([0.0, 0.0, 0.03, 0.04, 0.04, 0.06, 0.065])
     codec = RawCodec(PAGE)
