@@ -49,6 +49,7 @@ def busy_jobs(rig: Rig, jobs: int, tokens: int = 20) -> Callable[[], None]:
                 name, params = f"{job}.{turns[job]}", {"job_id": job}
                 rig.add(name, contexts[job], max_tokens=4, params=params)
         rig.step()
+        rig.wait_for_worker()  # a copy takes less than a step, however busy the machine is
         rig.now += STEP_S
 
     return step
@@ -111,6 +112,7 @@ def test_pins_of_jobs_that_never_end_give_way_to_an_overdue_request(
                 rig.add(live[job], contexts[job], max_tokens=8, params={"job_id": job})
                 del back_at[job]
         rig.step()
+        rig.wait_for_worker()
         rig.now += STEP_S
         for job, name in list(live.items()):
             if name in rig.finished:
