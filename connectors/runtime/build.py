@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tiered_kv import __version__
 from tiered_kv.config import GIB
-from tiered_kv.connectors.runtime.admission.gate import Admission, RestorePrice
+from tiered_kv.connectors.runtime.admission.gate import Admission, Room
 from tiered_kv.connectors.runtime.admission.queue import JobQueue
 from tiered_kv.connectors.runtime.between_turns.cost_model import CostModel, PrefillTimer
 from tiered_kv.connectors.runtime.between_turns.open_gaps import OpenGaps
@@ -140,6 +140,14 @@ def build_pages(deps: Dependencies, engine: EngineState) -> Pages:
     )
 
 
+def _blocks_below(deps: Dependencies) -> float:
+    """Blocks of the largest tier below CPU memory; 0 without one."""
+    block_bytes = deps.facts.slot_bytes * deps.facts.ranks
+    sizes = (spec.capacity_bytes for spec in tiers_below(deps.config))
+    blocks = (math.inf if size is None else size / block_bytes for size in sizes)
+    return max(blocks, default=0.0)
+
+
 def build_admission(
     deps: Dependencies, engine: EngineState, pages: Pages, gaps: OpenGaps, fit: PrefillFit
 ) -> AdmissionGroup:
@@ -157,10 +165,10 @@ def build_admission(
         engine,
         config.admission_max_wait_s,
         pins,
-        slots=pages.index.num_slots,
+        room=Room(facts.usable_blocks, pages.index.num_slots, _blocks_below(deps)),
         gap_forecast=gaps.forecast,
         job_forecast=deps.job_forecast,
-        restore_price=RestorePrice(facts, pages.book, fit, engine.turns),
+        fit=fit,
         counts=config.admission != "off",
     )
     fairness = Fairness(engine, config.admission_max_wait_s)

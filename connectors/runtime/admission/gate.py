@@ -1,22 +1,20 @@
-"""New jobs are held back while those that have started will need the room.
+"""New jobs are held back while contexts have nowhere to go.
 
-A job is held until one of these is true: its working set fits into VRAM beside those of the active
-jobs, or with all the others into CPU memory; the engine is idle; it has waited for the admission
-limit; or what has to leave VRAM for it comes back sooner than its own turn would take. A turn is
-*new* until one of its job has had blocks. A job that has started is never held.
+A new job waits until its working set, with those of the active jobs, fits into VRAM, CPU memory or
+a tier below it. It does not wait while the engine is idle, nor beyond the admission limit, nor where
+recomputing the contexts that it displaces costs the other requests less time than a turn with its
+gap takes. A turn is *new* until one of its job has had blocks. A job that has started is never held.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
-from tiered_kv.connectors.runtime.turn import LiveTurns, Turn
-from tiered_kv.pages.order_book import OrderBook
+from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.policies.admission.working_set import (
     JobDemand,
     JobForecast,
@@ -44,11 +42,13 @@ class Room:
     Attributes:
         vram: blocks of VRAM.
         cpu: slots in CPU memory; 0 without that tier.
-        share: part of it that may be given out.
+        below: blocks of the largest tier below CPU memory; 0 without one.
+        share: fraction of VRAM and CPU memory that may be given out.
     """
 
     vram: int
     cpu: int
+    below: float = 0.0
     share: float = 1.0
 
 
@@ -77,17 +77,17 @@ def fits(room: Room, peak: float, peak_anywhere: float) -> bool:
     """True if a new job has room.
 
     It needs VRAM for what is needed at the same time, and a place for all of it in VRAM or CPU
-    memory; or all of it in CPU memory, from where what VRAM lacks comes back.
+    memory; or all of it in CPU memory or the tier below, from where what VRAM lacks comes back.
 
     Args:
         peak: blocks of VRAM that all jobs are heading for, the new one included.
-        peak_anywhere: blocks of VRAM and CPU memory, those of jobs that are away included.
+        peak_anywhere: blocks in all tiers, those of jobs that are away included.
     """
     in_vram = peak <= room.share * room.vram
     if not room.cpu:
         return in_vram
-    in_cpu = peak_anywhere <= min(1.0, room.share) * room.cpu
-    return in_cpu or (in_vram and peak_anywhere <= max(room.vram, room.cpu))
+    in_a_tier = peak_anywhere <= max(min(1.0, room.share) * room.cpu, room.below)
+    return in_a_tier or (in_vram and peak_anywhere <= max(room.vram, room.cpu))
 
 
 def overflow(room: Room, peak: float, peak_anywhere: float) -> float:
@@ -96,32 +96,6 @@ def overflow(room: Room, peak: float, peak_anywhere: float) -> float:
     if room.cpu:
         return max(0.0, peak_anywhere - min(1.0, room.share) * room.cpu)
     return max(0.0, peak - room.share * room.vram)
-
-
-def lost_s(computed_s: float, copied_s: float | None, running: int) -> float:
-    """Seconds that requests lose, all together, while KV comes back in the cheaper way.
-
-    A copy holds up the request that it is for. A computation holds up every other request of the
-    batch as well.
-
-    Args:
-        computed_s: time to compute it again, seconds.
-        copied_s: time to bring it up from a tier below CPU memory, seconds; None without one.
-        running: running requests.
-    """
-    held_up_s = max(1, running) * computed_s
-    return held_up_s if copied_s is None else min(copied_s, held_up_s)
-
-
-def had_better_wait(lost_s: float, cycle_s: float) -> bool:
-    """True if others lose more with every turn of a job than it does while it waits for the time of
-    one.
-
-    Args:
-        lost_s: seconds that requests lose with a turn, while what had to go for it comes back.
-        cycle_s: mean time from a turn's first blocks to the job's next turn, seconds.
-    """
-    return lost_s > cycle_s
 
 
 def gives_too_little(*, free: int, need: float, loose: float) -> bool:
@@ -135,59 +109,15 @@ def gives_too_little(*, free: int, need: float, loose: float) -> bool:
     return free > SPARE_TIMES * need + loose
 
 
-class RestorePrice:
-    """Estimates the delay of running requests while contexts are restored or recomputed.
-
-    Args:
-        fit: seconds of prefills.
-        turns: the live requests.
-    """
-
-    def __init__(
-        self, facts: EngineFacts, book: OrderBook, fit: PrefillFit, turns: LiveTurns
-    ) -> None:
-        self._facts = facts
-        self._book = book
-        self._fit = fit
-        self._turns = turns
-
-    def lost_s(self, tokens: int, blocks: float) -> float:
-        """Seconds that requests lose, all together; without end while no prefill is known.
-
-        Args:
-            tokens: length of the context.
-            blocks: blocks of it that have to come back.
-        """
-        whole = self._facts.blocks(tokens)
-        share = min(1.0, blocks / whole) if whole else 0.0
-        if not share:
-            return 0.0
-        computed_s = share * (self._fit.seconds(0, tokens) or math.inf)
-        copied_s = share * self._copied_s(tokens) if self._book.stores else None
-        return lost_s(computed_s, copied_s, self._turns.running)
-
-    def _copied_s(self, tokens: int) -> float:
-        """Time in which a whole context comes up from the tiers below and into VRAM, seconds."""
-        book, seconds = self._book, 0.0
-        pages = [len(group.needs(tokens)) for group in self._facts.groups]
-        by_tier = dict[str, float]()
-        for group, count in enumerate(pages):
-            seconds += book.copy_seconds(count, group)
-        for store in book.stores:  # those of a tier share its disk
-            up = book.promote_seconds(store, pages[store.group])
-            by_tier[store.tier] = by_tier.get(store.tier, 0.0) + up
-        return seconds + min(by_tier.values())
-
-
 class Admission:
     """Admission of new jobs. One thread.
 
     Args:
         max_wait_s: time after which a job is let in, whatever it needs, seconds.
-        slots: pages that CPU memory holds, those of running jobs too.
+        room: blocks of each tier, those of running jobs too.
         gap_forecast: gives the forecast of the gap of a job that is away; None if there is none.
         job_forecast: forecast of how jobs go on.
-        restore_price: tells what requests lose while contexts come back.
+        fit: seconds of prefills.
         counts: False if admission is off: no job is counted, and none is held back.
 
     Attributes:
@@ -202,23 +132,23 @@ class Admission:
         engine: EngineState,
         max_wait_s: float,
         pins: PinTable,
-        slots: int,
+        room: Room,
         gap_forecast: Callable[[JobKey], Forecast | None],
         job_forecast: JobForecast,
-        restore_price: RestorePrice,
+        fit: PrefillFit,
         *,
         counts: bool,
     ) -> None:
         facts, clock = engine.facts, engine.clock
-        self.jobs = ActiveJobs(facts, pins, slots, gap_forecast, job_forecast, clock)
+        self.jobs = ActiveJobs(facts, pins, room.cpu, gap_forecast, job_forecast, clock)
         self.overcommit = Overcommit()
         self.refused = 0
         self.held: set[str] = set()
         self._facts = facts
         self._max_wait_s = max_wait_s
-        self._restore_price = restore_price
+        self._fit = fit
         self._pool = engine.pool
-        self._slots = slots
+        self._room = room
         self._turns = engine.turns
         self._clock = clock
         self._refused_at = -math.inf
@@ -337,18 +267,27 @@ class Admission:
         self._changed = True
 
     def _fits(self, need: JobDemand, salt: str) -> bool:
-        """True if a new job has room, or makes it at a price that is lower than its own wait."""
-        room = Room(self._facts.usable_blocks, self._slots, self.overcommit.share)
+        """True if a new job has room, or may displace contexts since that costs others less than
+        the job's own wait."""
+        room = replace(self._room, share=self.overcommit.share)
         peak = self.jobs.peak(need, salt=salt)
-        whole = self.jobs.peak(need, anywhere=True, salt=salt) if self._slots else 0.0
+        whole = self.jobs.peak(need, anywhere=True, salt=salt) if room.cpu else 0.0
         if fits(room, peak, whole):
             return True
         context = mean_context(need)
         displaced = min(context, overflow(room, peak, whole))
+        return self._recompute_s(context, displaced) <= self.jobs.pace.cycle_s
+
+    def _recompute_s(self, context: float, displaced: float) -> float:
+        """Seconds that all running requests together lose while the displaced blocks of a context
+        are recomputed, which holds up each of them. Infinite while no prefill was measured."""
         per_token = self._facts.blocks_per_token
         tokens = int(context / per_token) if per_token else 0
-        lost_s = self._restore_price.lost_s(tokens, displaced)
-        return not had_better_wait(lost_s, self.jobs.pace.cycle_s)
+        blocks = self._facts.blocks(tokens)
+        share = min(1.0, displaced / blocks) if blocks else 0.0
+        if not share:
+            return 0.0
+        return max(1, self._turns.running) * share * (self._fit.seconds(0, tokens) or math.inf)
 
     def refuse(self, turn: Turn) -> None:
         """The turn has to wait: each counts once."""

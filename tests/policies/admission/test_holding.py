@@ -11,9 +11,7 @@ from tiered_kv.connectors.runtime.admission.gate import (
     Room,
     fits,
     gives_too_little,
-    had_better_wait,
     is_settled,
-    lost_s,
     may_wait,
     overflow,
 )
@@ -57,6 +55,12 @@ def test_what_fits(cpu: int, share: float, peak: float, anywhere: float, has_roo
     assert fits(Room(vram=100, cpu=cpu, share=share), peak, anywhere) is has_room
 
 
+def test_contexts_that_fit_into_a_tier_below_hold_no_job_back() -> None:
+    room = Room(vram=100, cpu=200, below=1000.0, share=0.5)
+    assert fits(room, 300, 1000)
+    assert not fits(room, 300, 1001), "that tier is full as well"
+
+
 @given(st.integers(1, 1000), st.integers(0, 1000), blocks, blocks, blocks)
 def test_a_job_has_room_wherever_a_larger_one_has(
     vram: int, cpu: int, peak: float, more: float, elsewhere: float
@@ -82,15 +86,3 @@ def test_what_has_no_place_is_what_does_not_fit(
         assert overflow(room, peak, anywhere) > 0
     if not overflow(room, peak, anywhere):
         assert fits(room, peak, anywhere)
-
-
-def test_kv_that_is_computed_again_holds_up_all_who_run_and_a_copy_one() -> None:
-    assert lost_s(2.0, None, running=4) == 8.0
-    assert lost_s(2.0, None, running=0) == 2.0, "the request itself, at least"
-    assert lost_s(2.0, 3.0, running=4) == 3.0
-    assert lost_s(2.0, 3.0, running=1) == 2.0, "a slow disk is left aside"
-
-
-def test_a_job_waits_only_where_its_turn_would_cost_others_more_than_it_waits() -> None:
-    assert had_better_wait(10.1, cycle_s=10.0)
-    assert not had_better_wait(10.0, cycle_s=10.0)
