@@ -56,6 +56,7 @@ class Restores:
         self._counters = engine.counters
         self._pool = engine.pool
         self.unsent = Outbox[LoadOrder]()
+        self._pages = 0  # of those, if there are any
         self.refused = Outbox[FailLoad]()
         self._from_there: dict[OrderId, tuple[int, ...]] = {}
         self.holding: set[Turn] = set()
@@ -68,8 +69,7 @@ class Restores:
             return False
         if self._index.cold.being_compressed and self._awaits_compression(turn, num_computed):
             return True
-        ordered = sum(len(order.blocks) for order in self.unsent)
-        return ordered >= PAGES_A_STEP and self._index.readable(keys[first])
+        return bool(self.unsent) and self._pages >= PAGES_A_STEP and self._index.readable(keys[first])
 
     def _awaits_compression(self, turn: Turn, num_computed: int) -> bool:
         """True if the turn could restore a page that is being compressed once that has ended."""
@@ -259,6 +259,7 @@ class Restores:
         before = promoted.used
         order = self._book.plan_load(turn.request_id, keys, blocks, mode, group, more)
         turn.restore.came_up += promoted.used - before
+        self._pages = len(order.blocks) + (self._pages if self.unsent else 0)
         self.unsent.append(order)
         return order
 
