@@ -1,9 +1,10 @@
 """New jobs are held back while contexts have nowhere to go.
 
 A new job waits until its working set, with those of the active jobs, fits into VRAM, CPU memory or
-a tier below it. It does not wait while the engine is idle, nor beyond the admission limit, nor where
-recomputing the contexts that it displaces costs the other requests less time than a turn with its
-gap takes. A turn is *new* until one of its job has had blocks. A job that has started is never held.
+a tier below it. It does not wait while the engine is idle, nor beyond the admission limit, nor
+where recomputing the contexts that it displaces costs the other requests less time than a turn with
+its gap takes. A turn is *new* until one of its job has had blocks. A job that has started is never
+held.
 """
 
 from __future__ import annotations

@@ -69,7 +69,8 @@ class Restores:
             return False
         if self._index.cold.being_compressed and self._awaits_compression(turn, num_computed):
             return True
-        return bool(self.unsent) and self._pages >= PAGES_A_STEP and self._index.readable(keys[first])
+        many = bool(self.unsent) and self._pages >= PAGES_A_STEP
+        return many and self._index.readable(keys[first])
 
     def _awaits_compression(self, turn: Turn, num_computed: int) -> bool:
         """True if the turn could restore a page that is being compressed once that has ended."""
