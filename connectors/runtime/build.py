@@ -142,7 +142,7 @@ def build_pages(deps: Dependencies, engine: EngineState) -> Pages:
 
 def _blocks_below(deps: Dependencies) -> float:
     """Blocks of the largest tier below CPU memory; 0 without one."""
-    block_bytes = deps.facts.slot_bytes * deps.facts.ranks
+    block_bytes = max(1, deps.facts.slot_bytes * deps.facts.ranks)
     sizes = (spec.capacity_bytes for spec in tiers_below(deps.config))
     blocks = (math.inf if size is None else size / block_bytes for size in sizes)
     return max(blocks, default=0.0)
