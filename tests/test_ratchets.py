@@ -24,7 +24,7 @@ from tiered_kv.testing.engine.rig import RigOptions, SecondRig
 CONSTRUCTOR_PARAMETERS = 8
 ORDER_TESTS = 10
 SMALL_WITH_ONE_IMPORTER = 4
-WHOLE_TURN, END_OF_TURN, TURN_FROM_SSD = 69, 41, 79
+WHOLE_TURN, END_OF_TURN, TURN_FROM_SSD = 67, 41, 75
 """Product files that a turn with every tier and a trace runs through, that the end of a turn runs
 through, and that a turn whose context is read from SSD runs through."""
 
