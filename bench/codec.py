@@ -33,9 +33,7 @@ import typer
 import zstandard
 from numpy.typing import NDArray
 
-from tiered_kv.bench.common.engines import Engine, engine, real_texts
-from tiered_kv.bench.common.model import small_model
-from tiered_kv.bench.common.output import (
+from tiered_kv.bench.output import (
     AsJson,
     ModelFolder,
     only_result_on_stdout,
@@ -43,6 +41,8 @@ from tiered_kv.bench.common.output import (
     run_benchmark,
     show,
 )
+from tiered_kv.bench.servers.engines import Engine, engine, real_texts
+from tiered_kv.bench.servers.model import small_model
 from tiered_kv.bench.states import KINDS, state_pages
 from tiered_kv.codecs.base import Bytes, Codec, ElementType, PageFormat
 from tiered_kv.codecs.centred import CentredCodec

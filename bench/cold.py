@@ -30,16 +30,16 @@ from typing import Annotated
 import httpx
 import typer
 
-from tiered_kv.bench.common.model import small_model
-from tiered_kv.bench.common.output import AsJson, ModelFolder, progress, run_benchmark, show
-from tiered_kv.bench.common.server import (
+from tiered_kv.bench.output import AsJson, ModelFolder, progress, run_benchmark, show
+from tiered_kv.bench.restore import answer, first_token_ms, texts
+from tiered_kv.bench.servers.model import small_model
+from tiered_kv.bench.servers.vllm_server import (
     CONNECTOR,
     MODEL_NAME,
     ServerOptions,
     VllmServer,
     machine_dtype,
 )
-from tiered_kv.bench.restore import answer, first_token_ms, texts
 from tiered_kv.doctor.running_server import events
 
 CONTEXTS, ROOM = 20, 15.5

@@ -44,11 +44,11 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from tiered_kv.bench.common.model import ModelError, small_model
-from tiered_kv.bench.common.output import AsJson, run_benchmark, show
-from tiered_kv.bench.common.paths import TRACES
-from tiered_kv.bench.common.recorded_rows import RecordingError
-from tiered_kv.bench.common.sessions import Recorded, read_sessions, recording
+from tiered_kv.bench.agents.recorded_rows import RecordingError
+from tiered_kv.bench.agents.sessions import Recorded, read_sessions, recording
+from tiered_kv.bench.output import AsJson, run_benchmark, show
+from tiered_kv.bench.paths import TRACES
+from tiered_kv.bench.servers.model import ModelError, small_model
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.jobs.lineage import Lineage
 

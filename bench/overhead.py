@@ -25,9 +25,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tiered_kv.bench.common.engines import engine
-from tiered_kv.bench.common.model import small_model
-from tiered_kv.bench.common.output import (
+from tiered_kv.bench.output import (
     AsJson,
     ModelFolder,
     only_result_on_stdout,
@@ -35,7 +33,9 @@ from tiered_kv.bench.common.output import (
     run_benchmark,
     show,
 )
-from tiered_kv.bench.common.server import machine_dtype
+from tiered_kv.bench.servers.engines import engine
+from tiered_kv.bench.servers.model import small_model
+from tiered_kv.bench.servers.vllm_server import machine_dtype
 
 RUNNING = 64
 CYCLE = 256

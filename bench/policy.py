@@ -35,12 +35,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tiered_kv.bench.common.output import AsJson, progress, run_benchmark, show
-from tiered_kv.bench.common.paths import TRACES
 from tiered_kv.bench.forecast.clairvoyant import Clairvoyant
 from tiered_kv.bench.forecast.folds import Label, fold_of, in_folds
 from tiered_kv.bench.forecast.gaps import Session, read_sources
 from tiered_kv.bench.forecast.replay import BENEFITS_S, Row, difference, replay
+from tiered_kv.bench.output import AsJson, progress, run_benchmark, show
+from tiered_kv.bench.paths import TRACES
 from tiered_kv.policies.base import TurnPolicy
 from tiered_kv.policies.registry import POLICIES
 

@@ -29,7 +29,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from tiered_kv.bench.common.output import AsJson, progress, run_benchmark, show
+from tiered_kv.bench.output import AsJson, progress, run_benchmark, show
 from tiered_kv.codecs.base import Bytes, ElementType, PageFormat
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.codecs.registry import from_table

@@ -29,16 +29,7 @@ from typing import Annotated
 import httpx
 import typer
 
-from tiered_kv.bench.common.load import group_members
-from tiered_kv.bench.common.model import small_model
-from tiered_kv.bench.common.output import AsJson, ModelFolder, progress, run_benchmark, show
-from tiered_kv.bench.common.server import (
-    CONNECTOR,
-    MODEL_NAME,
-    ServerOptions,
-    VllmServer,
-    machine_dtype,
-)
+from tiered_kv.bench.output import AsJson, ModelFolder, progress, run_benchmark, show
 from tiered_kv.bench.restore import (
     BLOCK,
     Answered,
@@ -47,6 +38,15 @@ from tiered_kv.bench.restore import (
     first_token_ms,
     job_of,
     texts,
+)
+from tiered_kv.bench.servers.load import group_members
+from tiered_kv.bench.servers.model import small_model
+from tiered_kv.bench.servers.vllm_server import (
+    CONNECTOR,
+    MODEL_NAME,
+    ServerOptions,
+    VllmServer,
+    machine_dtype,
 )
 from tiered_kv.doctor.running_server import events
 from tiered_kv.trace.trace_reader import TraceReader

@@ -27,9 +27,9 @@ from typing import Annotated
 import httpx
 import typer
 
-from tiered_kv.bench.common.model import small_model
-from tiered_kv.bench.common.output import AsJson, ModelFolder, progress, run_benchmark, show
-from tiered_kv.bench.common.server import (
+from tiered_kv.bench.output import AsJson, ModelFolder, progress, run_benchmark, show
+from tiered_kv.bench.servers.model import small_model
+from tiered_kv.bench.servers.vllm_server import (
     CONNECTOR,
     MODEL_NAME,
     ServerOptions,

@@ -33,10 +33,10 @@ import httpx
 import numpy as np
 import typer
 
-from tiered_kv.bench.common.load import group_members
-from tiered_kv.bench.common.model import small_model
-from tiered_kv.bench.common.output import AsJson, ModelFolder, progress, run_benchmark, show
-from tiered_kv.bench.common.server import (
+from tiered_kv.bench.output import AsJson, ModelFolder, progress, run_benchmark, show
+from tiered_kv.bench.servers.load import group_members
+from tiered_kv.bench.servers.model import small_model
+from tiered_kv.bench.servers.vllm_server import (
     CONNECTOR,
     MODEL_NAME,
     ServerOptions,

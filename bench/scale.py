@@ -28,14 +28,14 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from tiered_kv.bench.common.output import (
+from tiered_kv.bench.micro.timed_engine import BLOCK, REFERENCE_S, Speed, Watched, engine
+from tiered_kv.bench.output import (
     AsJson,
     only_result_on_stdout,
     progress,
     run_benchmark,
     show,
 )
-from tiered_kv.bench.micro.timed_engine import BLOCK, REFERENCE_S, Speed, Watched, engine
 from tiered_kv.bench.overhead import CYCLE, ratios, scheduler_step
 from tiered_kv.keys import PageKey
 from tiered_kv.pages.cpu_index import PageIndex

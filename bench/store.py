@@ -39,7 +39,6 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from tiered_kv.bench.common.output import AsJson, progress, run_benchmark, show
 from tiered_kv.bench.micro.device import (
     DEVICE_BLOCKS,
     ROUNDS,
@@ -52,6 +51,7 @@ from tiered_kv.bench.micro.device import (
     finalists,
     huge_bytes,
 )
+from tiered_kv.bench.output import AsJson, progress, run_benchmark, show
 from tiered_kv.codecs.base import Bytes, ElementType, PageFormat
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.codecs.registry import from_table

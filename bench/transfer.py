@@ -29,8 +29,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tiered_kv.bench.common.output import AsJson, progress, run_benchmark, show
 from tiered_kv.bench.micro.copies import CpuSide, CudaSide, Side, Way
+from tiered_kv.bench.output import AsJson, progress, run_benchmark, show
 from tiered_kv.page_group import PageLayout, Placement, page_layout
 from tiered_kv.transfer.base import CopyJob
 

@@ -30,10 +30,10 @@ from tiered_kv.bench.cluster import faults, moved, placement
 from tiered_kv.bench.cluster.proxy import Proxy
 from tiered_kv.bench.cluster.ranks import ranks_of_one_server
 from tiered_kv.bench.cluster.replicas import Replica, Shape, replicas
-from tiered_kv.bench.common.model import small_model
-from tiered_kv.bench.common.output import AsJson, ModelFolder, progress, run_benchmark, show
-from tiered_kv.bench.common.server import machine_dtype
+from tiered_kv.bench.output import AsJson, ModelFolder, progress, run_benchmark, show
 from tiered_kv.bench.restore import BLOCK, texts
+from tiered_kv.bench.servers.model import small_model
+from tiered_kv.bench.servers.vllm_server import machine_dtype
 from tiered_kv.testing.valkey import ValkeyServer
 
 JOBS = 6

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from tiered_kv.bench.common.load import read_clock
+from tiered_kv.bench.servers.load import read_clock
 from tiered_kv.testing.valkey import ValkeyServer
 from tiered_kv.trace.trace_reader import TraceReader
 

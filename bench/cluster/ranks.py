@@ -9,8 +9,8 @@ from pathlib import Path
 
 import httpx
 
-from tiered_kv.bench.common.server import CONNECTOR, ServerOptions, VllmServer
 from tiered_kv.bench.restore import BLOCK, context_gib
+from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, VllmServer
 
 from .replicas import STEPS, TIMEOUT_S, Replica, Shape
 from .turns import WARM_UP, ask

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from tiered_kv.bench.common.server import MODEL_NAME
+from tiered_kv.bench.servers.vllm_server import MODEL_NAME
 from tiered_kv.doctor.running_server import events
 
 SETTLE_S = 60.0

@@ -20,15 +20,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tiered_kv.bench.common.dtypes import FLOAT32, DtypeError
-from tiered_kv.bench.common.model import NAME, ModelError, prepared_path, small_model
-from tiered_kv.bench.common.output import AsJson, run_benchmark, run_command
-from tiered_kv.bench.common.paths import ROOT
-from tiered_kv.bench.common.server import (
-    CONNECTOR,
-    ServerOptions,
-    runs_on_cpu,
-)
 from tiered_kv.bench.demo.agents import (
     Job,
     JobPlan,
@@ -42,6 +33,15 @@ from tiered_kv.bench.demo.sizing import Sizing, plan_for, predict_s, size_for
 from tiered_kv.bench.demo.speed import Speed, SpeedError, measure_speed
 from tiered_kv.bench.demo.stage import DemoError, Place, Stage, shown
 from tiered_kv.bench.demo.turns import TraceError, read_trace, sources_from_trace
+from tiered_kv.bench.output import AsJson, run_benchmark, run_command
+from tiered_kv.bench.paths import ROOT
+from tiered_kv.bench.servers.dtypes import FLOAT32, DtypeError
+from tiered_kv.bench.servers.model import NAME, ModelError, prepared_path, small_model
+from tiered_kv.bench.servers.vllm_server import (
+    CONNECTOR,
+    ServerOptions,
+    runs_on_cpu,
+)
 
 SECONDS = 210.0
 """Both servers' runs together, as planned."""

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from openai import APIStatusError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
 
-from tiered_kv.bench.common.paths import ROOT
-from tiered_kv.bench.common.server import MODEL_NAME
+from tiered_kv.bench.paths import ROOT
+from tiered_kv.bench.servers.vllm_server import MODEL_NAME
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageParam

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tiered_kv.bench.common.output import only_result_on_stdout
+from tiered_kv.bench.output import only_result_on_stdout
 
 PROMPT_TOKENS, PROMPTS = 384, 5
 DECODING, DECODE_STEPS = 8, 16
@@ -61,7 +61,7 @@ def measure_speed(model: str | Path, dtype: str) -> Speed:
 
 def run_engine(model: str, dtype: str) -> Speed:
     """Measure in this process."""
-    from tiered_kv.bench.common.engines import engine
+    from tiered_kv.bench.servers.engines import engine
 
     with engine(Path(model), connector=False, dtype=dtype, max_model_len=1024) as running:
         prompts = [[1000 * n + i for i in range(PROMPT_TOKENS)] for n in range(1, PROMPTS + 2)]
@@ -97,7 +97,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    from tiered_kv.bench.common.server import all_cores, runs_on_cpu
+    from tiered_kv.bench.servers.vllm_server import all_cores, runs_on_cpu
 
     if runs_on_cpu():
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = all_cores()  # as the servers

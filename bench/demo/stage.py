@@ -11,9 +11,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from tiered_kv.bench.common.load import cores_of_others, read_clock
-from tiered_kv.bench.common.server import ServerOptions, VllmServer
-from tiered_kv.bench.common.service import ServerError, error_in
+from tiered_kv.bench.servers.load import cores_of_others, read_clock
+from tiered_kv.bench.servers.service import ServerError, error_in
+from tiered_kv.bench.servers.vllm_server import ServerOptions, VllmServer
 
 from .agents import AgentError, Job, TurnResult, run_jobs
 from .report import Run

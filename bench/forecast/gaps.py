@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
 
-from tiered_kv.bench.common.recorded_rows import Row, read_rows
+from tiered_kv.bench.agents.recorded_rows import Row, read_rows
 from tiered_kv.json_fields import lines_of, open_lines
 from tiered_kv.policies.base import NO_TOOL, JobKey, ToolUse, TurnEnd
 from tiered_kv.policies.tools.calls import ToolCall, read_tool_calls

@@ -26,14 +26,6 @@ from typing import Annotated, Any
 
 import typer
 
-from tiered_kv.bench.common.output import (
-    AsJson,
-    run_benchmark,
-    run_command,
-    show,
-    without_nan,
-)
-from tiered_kv.bench.common.server import MODEL_NAME, VllmServer, machine_dtype
 from tiered_kv.bench.hybrid import shapes
 from tiered_kv.bench.hybrid.agents import MIDDLE, QUICK, Load, contexts, make_jobs, mistaken
 from tiered_kv.bench.hybrid.counts import Counts, group_blocks, read_counts
@@ -41,6 +33,13 @@ from tiered_kv.bench.hybrid.row import Played, make_row, mean_difference
 from tiered_kv.bench.hybrid.servers import STOCK, make_servers
 from tiered_kv.bench.hybrid.shapes import Shape, pools_for
 from tiered_kv.bench.models.weights import write_model
+from tiered_kv.bench.output import (
+    AsJson,
+    run_benchmark,
+    run_command,
+    show,
+    without_nan,
+)
 from tiered_kv.bench.replay.ab import alternate
 from tiered_kv.bench.replay.failures import FAILURES
 from tiered_kv.bench.replay.jobs import Job
@@ -49,6 +48,7 @@ from tiered_kv.bench.replay.measure import MeasureError, Replay, Workload
 from tiered_kv.bench.replay.names import PRESSURE
 from tiered_kv.bench.replay.play.drive import Hints, drive
 from tiered_kv.bench.replay.results import JobDone
+from tiered_kv.bench.servers.vllm_server import MODEL_NAME, VllmServer, machine_dtype
 
 Tell = Callable[[str], None]
 

@@ -6,9 +6,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from tiered_kv.bench.common.server import CONNECTOR, ServerOptions
 from tiered_kv.bench.replay.kinds import CPU_GIB, RAW_LOGPROBS, REACH_SCHEDULER, SCHEDULER, Kind
 from tiered_kv.bench.replay.play.forcing import SERVER_ARGS, server_env
+from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions
 
 from .shapes import Pools, Shape
 

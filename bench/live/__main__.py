@@ -17,15 +17,7 @@ from urllib.parse import urlsplit
 import typer
 from rich.console import Console
 
-from tiered_kv.bench.common.output import (
-    AsJson,
-    command_line,
-    progress,
-    run_command,
-    without_nan,
-)
-from tiered_kv.bench.common.paths import ROOT
-from tiered_kv.bench.common.run_files import RunFileError, RunFiles, differing, read_plan
+from tiered_kv.bench.agents.run_files import RunFileError, RunFiles, differing, read_plan
 from tiered_kv.bench.live.chat_client import Api
 from tiered_kv.bench.live.live_figures import live_pairs, live_rows
 from tiered_kv.bench.live.live_jobs import load_jobs
@@ -41,6 +33,14 @@ from tiered_kv.bench.live.workload_statistics import (
     statistics_table,
     workload_statistics,
 )
+from tiered_kv.bench.output import (
+    AsJson,
+    command_line,
+    progress,
+    run_command,
+    without_nan,
+)
+from tiered_kv.bench.paths import ROOT
 from tiered_kv.bench.replay.ab import digest
 from tiered_kv.bench.replay.failures import FAILURES
 from tiered_kv.bench.replay.play.drive import Hints

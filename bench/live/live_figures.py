@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tiered_kv.bench.common.paired import PairedRatio
+from tiered_kv.bench.agents.paired import PairedRatio
 from tiered_kv.bench.replay.results import JobDone, TurnDone
 
 from .live_load import Load

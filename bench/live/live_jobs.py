@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
-from tiered_kv.bench.common.left_out import LeftOut
-from tiered_kv.bench.common.recorded_rows import RecordingError, first_row, names
-from tiered_kv.bench.common.sessions import FIELDS
+from tiered_kv.bench.agents.left_out import LeftOut
+from tiered_kv.bench.agents.recorded_rows import RecordingError, first_row, names
+from tiered_kv.bench.agents.sessions import FIELDS
 from tiered_kv.bench.live.recordings.agent_texts import agent_texts
 from tiered_kv.bench.live.recordings.cache_tester import BLOCK, tester_traces
 from tiered_kv.bench.live.recordings.mooncake import hashed_requests

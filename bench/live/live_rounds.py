@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from tiered_kv.bench.common.openai_client import open_client
-from tiered_kv.bench.common.run_files import RunFileError, RunFiles, read_object, run_paths
+from tiered_kv.bench.agents.openai_client import open_client
+from tiered_kv.bench.agents.run_files import RunFileError, RunFiles, read_object, run_paths
 from tiered_kv.bench.replay.ab import HarnessError
 from tiered_kv.bench.replay.results import JobDone
 

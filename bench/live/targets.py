@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from tiered_kv.bench.common.openai_client import open_client
+from tiered_kv.bench.agents.openai_client import open_client
 from tiered_kv.bench.replay.ab import HarnessError
 from tiered_kv.bench.replay.play.drive import Hints
 

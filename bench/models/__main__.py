@@ -20,13 +20,13 @@ from typing import Annotated, Any
 
 import typer
 
-from tiered_kv.bench.common.output import AsJson, run_benchmark, show
-from tiered_kv.bench.common.server import all_cores
-from tiered_kv.bench.common.service import error_in
 from tiered_kv.bench.models.catalogue import EVERY, MODELS, VARIANTS, TinyModel
 from tiered_kv.bench.models.processes import TimedOut, run_process
 from tiered_kv.bench.models.row import Row
 from tiered_kv.bench.models.stub import write_torchvision
+from tiered_kv.bench.output import AsJson, run_benchmark, show
+from tiered_kv.bench.servers.service import error_in
+from tiered_kv.bench.servers.vllm_server import all_cores
 
 CHILD = "tiered_kv.bench.models.child"
 LOOKS = "watch,keep,arm,digests,draft_layers,begin_to_zero,end_zeroing"

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tiered_kv.bench.common.engines import engine
 from tiered_kv.bench.models.additions import ADAPTER_RANK, write_adapter, write_drafter
 from tiered_kv.bench.models.catalogue import BLOCK, EVERY, IMAGE_PIXELS, VOCABULARY, TinyModel
 from tiered_kv.bench.models.dense import after_restart, before_restart
@@ -25,6 +24,7 @@ from tiered_kv.bench.models.engine.asking import Asker
 from tiered_kv.bench.models.row import Row, in_a_line
 from tiered_kv.bench.models.turns import stock_turns, turns
 from tiered_kv.bench.models.weights import write_model
+from tiered_kv.bench.servers.engines import engine
 
 ROW = "row.json"
 DTYPE = "bfloat16"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tiered_kv.bench.common.load import group_members
+from tiered_kv.bench.servers.load import group_members
 
 TERM_GRACE_S = 10.0
 

@@ -15,10 +15,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tiered_kv.bench.common.model import small_model
-from tiered_kv.bench.common.output import AsJson, command_line, one_of, progress, run_command
-from tiered_kv.bench.common.paths import ROOT
-from tiered_kv.bench.common.server import machine_dtype
+from tiered_kv.bench.output import AsJson, command_line, one_of, progress, run_command
+from tiered_kv.bench.paths import ROOT
 from tiered_kv.bench.replay import figures
 from tiered_kv.bench.replay.ab import PRESETS, Harness, Preset, digest, total_runs
 from tiered_kv.bench.replay.failures import FAILURES
@@ -40,6 +38,8 @@ from tiered_kv.bench.replay.play.drive import Hints
 from tiered_kv.bench.replay.report.plot import plot
 from tiered_kv.bench.replay.report.summary import lines, summary, table
 from tiered_kv.bench.replay.verify_pin import verify
+from tiered_kv.bench.servers.model import small_model
+from tiered_kv.bench.servers.vllm_server import machine_dtype
 from tiered_kv.errors import ConfigError
 from tiered_kv.policies import registry
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tiered_kv.bench.common.dtypes import DtypeError
-from tiered_kv.bench.common.model import ModelError
-from tiered_kv.bench.common.plotting import PlotError
-from tiered_kv.bench.common.run_files import RunFileError
-from tiered_kv.bench.common.service import ServerError
+from tiered_kv.bench.agents.plotting import PlotError
+from tiered_kv.bench.agents.run_files import RunFileError
+from tiered_kv.bench.servers.dtypes import DtypeError
+from tiered_kv.bench.servers.model import ModelError
+from tiered_kv.bench.servers.service import ServerError
 
 from .ab import HarnessError
 from .measure import MeasureError

@@ -14,9 +14,9 @@ from typing import Protocol
 
 import numpy as np
 
-from tiered_kv.bench.common.left_out import LeftOut
-from tiered_kv.bench.common.recorded_rows import DECODE_TOKENS_PER_S
-from tiered_kv.bench.common.sessions import Recorded, read_recording
+from tiered_kv.bench.agents.left_out import LeftOut
+from tiered_kv.bench.agents.recorded_rows import DECODE_TOKENS_PER_S
+from tiered_kv.bench.agents.sessions import Recorded, read_recording
 
 LEAST_GAP_S = 0.05
 
@@ -110,7 +110,7 @@ def mini_swe_jobs(
         longest: most tokens of a context; None: any.
 
     Raises:
-        bench.common.recorded_rows.RecordingError: the file cannot be read or is no such recording.
+        bench.agents.recorded_rows.RecordingError: the file cannot be read or is no such recording.
         ValueError: no session is left; the message says why.
     """
     record = read_recording(path)

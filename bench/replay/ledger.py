@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tiered_kv.bench.common.run_files import RunFileError, RunFiles, read_object, run_paths
+from tiered_kv.bench.agents.run_files import RunFileError, RunFiles, read_object, run_paths
 
 from .names import CALIBRATION
 from .results import Run

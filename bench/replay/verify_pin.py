@@ -16,8 +16,8 @@ from pathlib import Path
 
 import httpx
 
-from tiered_kv.bench.common.server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer
 from tiered_kv.bench.restore import texts
+from tiered_kv.bench.servers.vllm_server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer
 from tiered_kv.doctor.running_server import events
 
 from .kinds import BLOCK

@@ -17,7 +17,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from tiered_kv.bench.common.output import (
+from tiered_kv.bench.agents.sessions import recording
+from tiered_kv.bench.output import (
     AsJson,
     command_line,
     one_of,
@@ -26,8 +27,7 @@ from tiered_kv.bench.common.output import (
     run_command,
     show,
 )
-from tiered_kv.bench.common.paths import ROOT
-from tiered_kv.bench.common.sessions import recording
+from tiered_kv.bench.paths import ROOT
 from tiered_kv.bench.replay.failures import FAILURES
 from tiered_kv.bench.sim.engine.models import MODELS
 from tiered_kv.bench.sim.servers.servers import BASES, server

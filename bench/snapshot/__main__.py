@@ -36,8 +36,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from tiered_kv.bench.common.model import small_model
-from tiered_kv.bench.common.output import (
+from tiered_kv.bench.output import (
     AsJson,
     ModelFolder,
     only_result_on_stdout,
@@ -45,8 +44,9 @@ from tiered_kv.bench.common.output import (
     run_benchmark,
     show,
 )
-from tiered_kv.bench.common.server import CONNECTOR, ServerOptions, VllmServer, machine_dtype
 from tiered_kv.bench.restore import texts
+from tiered_kv.bench.servers.model import small_model
+from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, VllmServer, machine_dtype
 from tiered_kv.bench.snapshot.exactness import answered_with, cut_and_go_on, logprob_distance
 from tiered_kv.bench.snapshot.told_answers import Client
 from tiered_kv.doctor.running_server import events

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from tiered_kv.bench.common.server import MODEL_NAME
+from tiered_kv.bench.servers.vllm_server import MODEL_NAME
 
 
 @dataclass(slots=True)

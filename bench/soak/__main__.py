@@ -58,12 +58,14 @@ import httpx2
 import numpy as np
 import typer
 
-from tiered_kv.bench.common.load import group_members
-from tiered_kv.bench.common.model import small_model
-from tiered_kv.bench.common.openai_client import KEEPALIVE_S
-from tiered_kv.bench.common.output import AsJson, progress, run_benchmark, show
-from tiered_kv.bench.common.paths import ROOT
-from tiered_kv.bench.common.server import (
+from tiered_kv.bench.agents.openai_client import KEEPALIVE_S
+from tiered_kv.bench.output import AsJson, progress, run_benchmark, show
+from tiered_kv.bench.paths import ROOT
+from tiered_kv.bench.replay.kinds import BLOCK, SCHEDULER
+from tiered_kv.bench.replay.measure import resident_bytes
+from tiered_kv.bench.servers.load import group_members
+from tiered_kv.bench.servers.model import small_model
+from tiered_kv.bench.servers.vllm_server import (
     CONNECTOR,
     MODEL_NAME,
     ServerOptions,
@@ -71,8 +73,6 @@ from tiered_kv.bench.common.server import (
     all_cores,
     machine_dtype,
 )
-from tiered_kv.bench.replay.kinds import BLOCK, SCHEDULER
-from tiered_kv.bench.replay.measure import resident_bytes
 from tiered_kv.bench.soak.clients import MAX_LEN, SEATS, Site, all_clients
 from tiered_kv.bench.soak.tally import (
     Tally,

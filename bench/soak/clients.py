@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx2
 
-from tiered_kv.bench.common.server import MODEL_NAME
+from tiered_kv.bench.servers.vllm_server import MODEL_NAME
 
 from .tally import Tally, Turn
 

@@ -26,8 +26,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tiered_kv.bench.common.model import small_model
-from tiered_kv.bench.common.output import (
+from tiered_kv.bench.output import (
     AsJson,
     ModelFolder,
     only_result_on_stdout,
@@ -35,7 +34,8 @@ from tiered_kv.bench.common.output import (
     run_benchmark,
     show,
 )
-from tiered_kv.bench.common.server import machine_dtype
+from tiered_kv.bench.servers.model import small_model
+from tiered_kv.bench.servers.vllm_server import machine_dtype
 from tiered_kv.bench.trace.accounts import accounts
 from tiered_kv.bench.trace.large import analyze_many
 from tiered_kv.bench.trace.script import run_script

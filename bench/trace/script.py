@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tiered_kv.bench.common.load import group_members
-from tiered_kv.bench.common.server import (
+from tiered_kv.bench.hybrid.agents import FIRST_WORD, Load, make_jobs
+from tiered_kv.bench.replay.jobs import Job, Turn
+from tiered_kv.bench.replay.kinds import BLOCK, SCHEDULER
+from tiered_kv.bench.replay.play.drive import Hints, drive
+from tiered_kv.bench.replay.results import JobDone
+from tiered_kv.bench.servers.load import group_members
+from tiered_kv.bench.servers.vllm_server import (
     CONNECTOR,
     MODEL_NAME,
     ServerOptions,
     VllmServer,
     machine_dtype,
 )
-from tiered_kv.bench.hybrid.agents import FIRST_WORD, Load, make_jobs
-from tiered_kv.bench.replay.jobs import Job, Turn
-from tiered_kv.bench.replay.kinds import BLOCK, SCHEDULER
-from tiered_kv.bench.replay.play.drive import Hints, drive
-from tiered_kv.bench.replay.results import JobDone
 from tiered_kv.trace.steps.step_figures import StepFigures, step_figures
 from tiered_kv.trace.steps.step_tracks import StepReader
 from tiered_kv.trace.trace_reader import TraceReader

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.bench.common.recorded_rows import RecordingError
-from tiered_kv.bench.common.sessions import Recorded, read_sessions, recording
+from tiered_kv.bench.agents.recorded_rows import RecordingError
+from tiered_kv.bench.agents.sessions import Recorded, read_sessions, recording
 from tiered_kv.bench.lineage import (
     Asked,
     Message,

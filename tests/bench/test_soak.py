@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tiered_kv.bench.common.server import ServerOptions
 from tiered_kv.bench.replay.kinds import SCHEDULER
+from tiered_kv.bench.servers.vllm_server import ServerOptions
 from tiered_kv.bench.soak.__main__ import (
     NEGATED,
     OTHER_WEIGHTS,

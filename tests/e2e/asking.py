@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from tiered_kv.bench.common.server import MODEL_NAME, VllmServer
+from tiered_kv.bench.servers.vllm_server import MODEL_NAME, VllmServer
 from tiered_kv.doctor.running_server import events
 from tiered_kv.trace.trace_reader import TraceReader
 from tiered_kv.trace.turn_record import TurnRecord

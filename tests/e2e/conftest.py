@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.bench.common.model import small_model as prepare
+from tiered_kv.bench.servers.model import small_model as prepare
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tiered_kv.bench.common.paths import ROOT
+from tiered_kv.bench.paths import ROOT
 
 pytestmark = pytest.mark.e2e
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.bench.common.engines import Engine, engine, real_texts
+from tiered_kv.bench.servers.engines import Engine, engine, real_texts
 
 pytestmark = pytest.mark.e2e
 

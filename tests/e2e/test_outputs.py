@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tiered_kv.bench.common.engines import Answer, Engine, engine, real_texts
+from tiered_kv.bench.servers.engines import Answer, Engine, engine, real_texts
 from tiered_kv.orders import RestoreMode
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore
 from tiered_kv.testing.faults import FaultyTransfer

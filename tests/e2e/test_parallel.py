@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tiered_kv.bench.common.dtypes import read_features
-from tiered_kv.bench.common.engines import engine
+from tiered_kv.bench.servers.dtypes import read_features
+from tiered_kv.bench.servers.engines import engine
 
 pytestmark = pytest.mark.e2e
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.e2e.asking import PATIENCE_S, ask
-from tiered_kv.bench.common.server import ServerOptions, VllmServer
+from tiered_kv.bench.servers.vllm_server import ServerOptions, VllmServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from tests.e2e.asking import EVENT_S, PATIENCE_S, ask, count, job, tick
-from tiered_kv.bench.common.server import CONNECTOR, ServerOptions, VllmServer
 from tiered_kv.bench.restore import texts
+from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, VllmServer
 
 pytestmark = pytest.mark.e2e
 

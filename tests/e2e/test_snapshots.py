@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.e2e.asking import PATIENCE_S, ask, job
-from tiered_kv.bench.common.server import CONNECTOR, ServerOptions, VllmServer
 from tiered_kv.bench.restore import texts
+from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, VllmServer
 from tiered_kv.bench.snapshot.exactness import cut_and_go_on
 from tiered_kv.bench.snapshot.told_answers import Client
 from tiered_kv.cli.app import app

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from tests.e2e.asking import EVENT_S, PATIENCE_S, ask, count, tick
-from tiered_kv.bench.common.load import group_members
-from tiered_kv.bench.common.server import CONNECTOR, ServerOptions, VllmServer, machine_dtype
 from tiered_kv.bench.restore import texts
+from tiered_kv.bench.servers.load import group_members
+from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, VllmServer, machine_dtype
 
 pytestmark = pytest.mark.e2e
 

@@ -15,7 +15,7 @@ from vllm import SamplingParams
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from tiered_kv.bench.common.engines import Engine, engine, real_texts
+from tiered_kv.bench.servers.engines import Engine, engine, real_texts
 
 pytestmark = pytest.mark.e2e
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiered_kv.bench.common.left_out import LeftOut
-from tiered_kv.bench.common.sessions import CHARACTERS_PER_TOKEN, Recorded, read_recording
+from tiered_kv.bench.agents.left_out import LeftOut
+from tiered_kv.bench.agents.sessions import CHARACTERS_PER_TOKEN, Recorded, read_recording
 from tiered_kv.bench.sim.workloads.workload import SimJob, SimTurn
 
 from .between import gap_s
@@ -36,7 +36,7 @@ def agent_texts(path: Path) -> AgentTexts:
     """All jobs of a recording.
 
     Raises:
-        bench.common.recorded_rows.RecordingError: it cannot be read, or is no such recording.
+        bench.agents.recorded_rows.RecordingError: it cannot be read, or is no such recording.
     """
     record = read_recording(path)
     jobs, texts = [], {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiered_kv.bench.common.recorded_rows import DECODE_TOKENS_PER_S
+from tiered_kv.bench.agents.recorded_rows import DECODE_TOKENS_PER_S
 from tiered_kv.bench.replay.jobs import LEAST_GAP_S
 
 

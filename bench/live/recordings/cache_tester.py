@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiered_kv.bench.common.recorded_rows import (
+from tiered_kv.bench.agents.recorded_rows import (
     RecordingError,
     Row,
     hashes,
@@ -40,7 +40,7 @@ def tester_traces(path: Path) -> Workload:
     """Jobs of a trace, of a file with one a line, or of a folder of ``*.json``, gzipped or not.
 
     Raises:
-        bench.common.recorded_rows.RecordingError: it cannot be read, is no such trace, or has no
+        bench.agents.recorded_rows.RecordingError: it cannot be read, is no such trace, or has no
             job.
     """
     paths = list(json_files(path)) if path.is_dir() else [path]

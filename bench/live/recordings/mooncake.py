@@ -22,8 +22,8 @@ from functools import partial
 from itertools import pairwise, takewhile
 from pathlib import Path
 
-from tiered_kv.bench.common.left_out import LeftOut
-from tiered_kv.bench.common.recorded_rows import (
+from tiered_kv.bench.agents.left_out import LeftOut
+from tiered_kv.bench.agents.recorded_rows import (
     RecordingError,
     Row,
     check_times,
@@ -89,7 +89,7 @@ def hashed_requests(path: Path) -> Workload:
     share that beginning.
 
     Raises:
-        bench.common.recorded_rows.RecordingError: it cannot be read, or is no such trace.
+        bench.agents.recorded_rows.RecordingError: it cannot be read, or is no such trace.
     """
     form = _BAILIAN if "parent_chat_id" in first_row(path) else _MOONCAKE
     found = read_rows(path, partial(_request, form))

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiered_kv.bench.common.engines import Engine
 from tiered_kv.bench.models.catalogue import IMAGE_TOKEN
+from tiered_kv.bench.servers.engines import Engine
 from tiered_kv.policies.pricing.estimators import PrefillFit
 
 from .control import begin_to_zero, end_zeroing

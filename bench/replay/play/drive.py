@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from openai import AsyncOpenAI
 
-from tiered_kv.bench.common.openai_client import open_client
+from tiered_kv.bench.agents.openai_client import open_client
 from tiered_kv.bench.replay.jobs import Job, Turn
 from tiered_kv.bench.replay.results import JobDone, TurnDone
 

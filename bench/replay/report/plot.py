@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tiered_kv.bench.common.plotting import COLOURS, MARKERS, PlotError, matplotlib_modules
+from tiered_kv.bench.agents.plotting import COLOURS, MARKERS, PlotError, matplotlib_modules
 from tiered_kv.bench.replay.figures import Row
 from tiered_kv.bench.replay.names import IDLE, PRESSURE, STOCK
 

@@ -9,8 +9,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from tiered_kv.bench.common.left_out import LeftOut
-from tiered_kv.bench.common.output import without_nan
+from tiered_kv.bench.agents.left_out import LeftOut
+from tiered_kv.bench.output import without_nan
 from tiered_kv.bench.replay import figures
 from tiered_kv.bench.replay.ab import unequal
 from tiered_kv.bench.replay.ledger import Kept

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiered_kv.bench.common.plotting import COLOURS, matplotlib_modules
+from tiered_kv.bench.agents.plotting import COLOURS, matplotlib_modules
 
 Row = Mapping[str, Any]
 BAR_INCHES = 0.24

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tiered_kv.bench.common.paired import PairedRatio
+from tiered_kv.bench.agents.paired import PairedRatio
 from tiered_kv.bench.sim.study.cells import Bench, Cell, Place, Source, Summary, means
 from tiered_kv.bench.sim.study.folds import LOAD, SEARCH
 from tiered_kv.bench.sim.study.loads import borne_by_stock

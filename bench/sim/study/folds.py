@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tiered_kv.bench.common.paired import PairedRatio
+from tiered_kv.bench.agents.paired import PairedRatio
 
 from .cells import CODING_AGENTS, Bench, Cell, Place, Source, Summary
 from .loads import borne_by_stock

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiered_kv.bench.common.plotting import COLOURS, MARKERS, PlotError, matplotlib_modules
+from tiered_kv.bench.agents.plotting import COLOURS, MARKERS, PlotError, matplotlib_modules
 from tiered_kv.bench.sim.engine.metrics import TIERS
 
 from .study import FCFS, INFINITE

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from tiered_kv.bench.common.model import small_model
 from tiered_kv.bench.replay.ab import digest, unequal
 from tiered_kv.bench.replay.jobs import Job, Turn, arrivals, mini_swe_jobs
 from tiered_kv.bench.replay.kinds import Kind, longest_context, make_kinds, size_for
@@ -23,6 +22,7 @@ from tiered_kv.bench.replay.measure import Replay, versions
 from tiered_kv.bench.replay.measure import Workload as ReplayWorkload
 from tiered_kv.bench.replay.names import BOUND, PRESSURE, STOCK, TIERED
 from tiered_kv.bench.replay.play.drive import Hints as ReplayHints
+from tiered_kv.bench.servers.model import small_model
 from tiered_kv.bench.sim.engine.driver import Tiers, simulate
 from tiered_kv.bench.sim.engine.machines import Machine
 from tiered_kv.bench.sim.servers.servers import Server, server

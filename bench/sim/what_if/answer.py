@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tiered_kv.bench.common.output import only_result_on_stdout
+from tiered_kv.bench.output import only_result_on_stdout
 from tiered_kv.bench.sim.engine.driver import Stalled, simulate
 from tiered_kv.bench.sim.engine.metrics import Outcome
 from tiered_kv.bench.sim.servers.servers import Server

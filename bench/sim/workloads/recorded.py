@@ -19,8 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tiered_kv.bench.common.left_out import LeftOut
-from tiered_kv.bench.common.recorded_rows import (
+from tiered_kv.bench.agents.left_out import LeftOut
+from tiered_kv.bench.agents.recorded_rows import (
     RecordingError,
     Row,
     known,
@@ -67,7 +67,7 @@ def coding_agents(path: Path) -> Workload:
     """All jobs of a recording, in its order.
 
     Raises:
-        bench.common.recorded_rows.RecordingError: it cannot be read, is no such recording, or has
+        bench.agents.recorded_rows.RecordingError: it cannot be read, is no such recording, or has
             no job.
     """
     sessions = read_rows(path, _session)
@@ -81,7 +81,7 @@ def workload_of(sessions: Sequence[Row], name: str) -> Workload:
         name: of the recording.
 
     Raises:
-        bench.common.recorded_rows.RecordingError: a value is none, or there is no job.
+        bench.agents.recorded_rows.RecordingError: a value is none, or there is no job.
     """
     found = []
     for at, one in enumerate(sessions):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tiered_kv.bench.common.left_out import LeftOut
+from tiered_kv.bench.agents.left_out import LeftOut
 from tiered_kv.json_fields import lines_of, open_lines, read_json
 
 TOO_LONG = "too_long"

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.bench.common.test_server import scripted
 from tests.bench.demo.results import turn_result
-from tiered_kv.bench.common.output import run_benchmark
+from tests.bench.servers.test_server import scripted
 from tiered_kv.bench.demo.__main__ import main, prepare_model
 from tiered_kv.bench.demo.agents import JobPlan, make_jobs
 from tiered_kv.bench.demo.report import Comparison, Run
 from tiered_kv.bench.demo.stage import DemoError, Place, Stage
 from tiered_kv.bench.demo.turns import Sources, sources_from_usage
+from tiered_kv.bench.output import run_benchmark
 
 
 @pytest.fixture

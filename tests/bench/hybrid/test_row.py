@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import typer
 
-from tiered_kv.bench.common.server import ServerOptions
 from tiered_kv.bench.hybrid.__main__ import chosen
 from tiered_kv.bench.hybrid.counts import Counts, group_blocks, read_counts
 from tiered_kv.bench.hybrid.row import Played, make_row, mean_difference
@@ -16,6 +15,7 @@ from tiered_kv.bench.hybrid.servers import DENSE, OURS, REACH, STOCK, UNLIMITED,
 from tiered_kv.bench.hybrid.shapes import QUICK, Pools
 from tiered_kv.bench.replay.ledger import Kept
 from tiered_kv.bench.replay.results import JobDone, Run, TurnDone
+from tiered_kv.bench.servers.vllm_server import ServerOptions
 
 METRICS = """
 # TYPE vllm:prompt_tokens_by_source counter

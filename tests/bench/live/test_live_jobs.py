@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tiered_kv.bench.common.left_out import LeftOut
+from tiered_kv.bench.agents.left_out import LeftOut
 from tiered_kv.bench.live.live_jobs import LiveJobs, Unit, copies, fitting, load_jobs
 from tiered_kv.bench.sim.workloads.workload import SimJob, SimTurn
 

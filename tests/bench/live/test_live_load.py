@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.bench.live.stub_server import Body, StubServer, common, prompt_of, running
-from tiered_kv.bench.common.openai_client import open_client
+from tiered_kv.bench.agents.openai_client import open_client
 from tiered_kv.bench.live.chat_client import Api, ChatClient
 from tiered_kv.bench.live.live_load import Arriving, LivePlayer, Load, Material, Played, arrivals_s
 from tiered_kv.bench.replay.play.drive import Hints

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from tiered_kv.bench.common.paired import PairedRatio
+from tiered_kv.bench.agents.paired import PairedRatio
 from tiered_kv.bench.live.live_rounds import drawn_order
 
 SEEDS = range(400)

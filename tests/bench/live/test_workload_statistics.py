@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from tiered_kv.bench.common.left_out import LeftOut
+from tiered_kv.bench.agents.left_out import LeftOut
 from tiered_kv.bench.live.live_jobs import LiveJobs, Unit, load_jobs
 from tiered_kv.bench.live.workload_statistics import (
     MOST_TOOLS,

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import typer
 
-from tiered_kv.bench.common.load import group_members
 from tiered_kv.bench.models.__main__ import chosen, environment, verdict
 from tiered_kv.bench.models.catalogue import EVERY, MODELS
 from tiered_kv.bench.models.engine.asking import text
 from tiered_kv.bench.models.processes import TimedOut, run_process
 from tiered_kv.bench.models.row import Row, in_a_line
 from tiered_kv.bench.models.turns import LEAST_BEFORE_STOP, stop_token
+from tiered_kv.bench.servers.load import group_members
 
 
 def test_names_are_unique_and_those_that_are_named_run() -> None:

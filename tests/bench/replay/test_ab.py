@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.bench.common.left_out import LeftOut
-from tiered_kv.bench.common.run_files import RunFileError
+from tiered_kv.bench.agents.left_out import LeftOut
+from tiered_kv.bench.agents.run_files import RunFileError
 from tiered_kv.bench.replay.__main__ import Asked, app
 from tiered_kv.bench.replay.ab import (
     BEYOND_TIMES,

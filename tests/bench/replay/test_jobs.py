@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.bench.common.left_out import LeftOut
-from tiered_kv.bench.common.recorded_rows import RecordingError
+from tiered_kv.bench.agents.left_out import LeftOut
+from tiered_kv.bench.agents.recorded_rows import RecordingError
 from tiered_kv.bench.replay.jobs import Job, Turn, arrivals, mini_swe_jobs, synthetic_jobs
 
 BEGIN = 1

@@ -17,8 +17,8 @@ from tiered_kv.bench.replay.kinds import (
     make_kinds,
     size_for,
 )
-from tiered_kv.bench.replay.peers.cache_server import WithCacheServer
-from tiered_kv.bench.replay.peers.router import BehindRouter
+from tiered_kv.bench.servers.peers.cache_server import WithCacheServer
+from tiered_kv.bench.servers.peers.router import BehindRouter
 
 SIZING = size_for([3000, 2000], 6400)
 

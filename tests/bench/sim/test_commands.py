@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tiered_kv.bench.common.model import ModelError
-from tiered_kv.bench.common.recorded_rows import RecordingError
-from tiered_kv.bench.common.run_files import RunFileError
-from tiered_kv.bench.common.service import ServerError
+from tiered_kv.bench.agents.recorded_rows import RecordingError
+from tiered_kv.bench.agents.run_files import RunFileError
 from tiered_kv.bench.replay.measure import MeasureError
+from tiered_kv.bench.servers.model import ModelError
+from tiered_kv.bench.servers.service import ServerError
 from tiered_kv.bench.sim.__main__ import app
 
 

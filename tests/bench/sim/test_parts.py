@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from tiered_kv.bench.common.left_out import LeftOut
+from tiered_kv.bench.agents.left_out import LeftOut
 from tiered_kv.bench.sim.engine.machines import machine
 from tiered_kv.bench.sim.engine.models import MODELS
 from tiered_kv.bench.sim.servers.ordering import Ordering

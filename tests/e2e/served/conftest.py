@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from tests.e2e.asking import BLOCKS, PATIENCE_S
-from tiered_kv.bench.common.server import CONNECTOR, ServerOptions, VllmServer
 from tiered_kv.bench.replay.play.forcing import SERVER_ARGS, server_env
+from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, VllmServer
 
 
 @pytest.fixture(scope="package")

@@ -7,7 +7,7 @@ import pytest
 
 from tests.doctor.told import by_check
 from tests.e2e.asking import ask, count, job, tick
-from tiered_kv.bench.common.server import VllmServer
+from tiered_kv.bench.servers.vllm_server import VllmServer
 from tiered_kv.doctor.running_server import check_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.e2e.asking import count
-from tiered_kv.bench.common.server import MODEL_NAME, VllmServer
+from tiered_kv.bench.servers.vllm_server import MODEL_NAME, VllmServer
 from tiered_kv.snapshot.reader import open_snapshot
 
 pytestmark = pytest.mark.e2e

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from tiered_kv.bench.common.server import VllmServer
 from tiered_kv.bench.live.__main__ import app
+from tiered_kv.bench.servers.vllm_server import VllmServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

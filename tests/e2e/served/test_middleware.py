@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.e2e.asking import PATIENCE_S, count, job, tick, trace
-from tiered_kv.bench.common.server import MODEL_NAME, VllmServer
+from tiered_kv.bench.servers.vllm_server import MODEL_NAME, VllmServer
 from tiered_kv.trace.turn_record import TurnRecord
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -24,8 +24,8 @@ from tests.deploy.tools import (
     rule_queries,
 )
 from tests.e2e.asking import EVENT_S, ask, count, job, tick
-from tiered_kv.bench.common.server import VllmServer
 from tiered_kv.bench.restore import texts
+from tiered_kv.bench.servers.vllm_server import VllmServer
 
 pytestmark = pytest.mark.e2e
 

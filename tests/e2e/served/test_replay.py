@@ -11,13 +11,13 @@ import httpx
 import pytest
 
 from tests.e2e.asking import EVENT_S
-from tiered_kv.bench.common.server import MODEL_NAME, VllmServer
 from tiered_kv.bench.replay.jobs import Job, Turn
 from tiered_kv.bench.replay.play.drive import Hints, drive
 from tiered_kv.bench.replay.play.forcing import XARG
 from tiered_kv.bench.replay.play.sources import with_sources
 from tiered_kv.bench.replay.results import JobDone
 from tiered_kv.bench.restore import texts
+from tiered_kv.bench.servers.vllm_server import MODEL_NAME, VllmServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from tests.e2e.asking import EVENT_S, ask, job, tick
-from tiered_kv.bench.common.server import MODEL_NAME, VllmServer
 from tiered_kv.bench.restore import texts
 from tiered_kv.bench.routes import HOSTILE, held_by, send
+from tiered_kv.bench.servers.vllm_server import MODEL_NAME, VllmServer
 from tiered_kv.doctor.running_server import events
 from tiered_kv.metrics import COUNTERS
 

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from tests.e2e.asking import EVENT_S, ask, count, job, metric, tick, trace, usage_in_gap
-from tiered_kv.bench.common.server import MODEL_NAME, VllmServer
 from tiered_kv.bench.restore import texts
+from tiered_kv.bench.servers.vllm_server import MODEL_NAME, VllmServer
 from tiered_kv.trace.turn_record import StoryEnd, TurnRecord
 
 pytestmark = pytest.mark.e2e

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.e2e.asking import PATIENCE_S, count, job
-from tiered_kv.bench.common.server import MODEL_NAME, VllmServer
+from tiered_kv.bench.servers.vllm_server import MODEL_NAME, VllmServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.asking import ask, job
 from tests.top.made import shown
-from tiered_kv.bench.common.server import VllmServer
+from tiered_kv.bench.servers.vllm_server import VllmServer
 from tiered_kv.status import JobState
 from tiered_kv.top.route_client import RouteClient
 from tiered_kv.top.watch import Watch

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tiered_kv.bench.common.plotting import COLOURS, MARKERS, PlotError
+from tiered_kv.bench.agents.plotting import COLOURS, MARKERS, PlotError
 from tiered_kv.bench.replay.figures import ByTurn, Row
 from tiered_kv.bench.replay.report.plot import plot, speed_ups
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tiered_kv.bench.common.service import ServerError
+from tiered_kv.bench.servers.service import ServerError
 
 FOLDER = Path(sys.prefix, "peers")
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.bench.common.paired import PairedRatio
+from tiered_kv.bench.agents.paired import PairedRatio
 
 seconds = st.floats(0.1, 1e4)
 

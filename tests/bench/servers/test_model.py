@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.bench.common import model as model_module
-from tiered_kv.bench.common.model import ModelError, small_model
+from tiered_kv.bench.servers import model as model_module
+from tiered_kv.bench.servers.model import ModelError, small_model
 
 
 @pytest.fixture

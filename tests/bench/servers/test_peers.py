@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.bench.common.test_server import running, scripted
-from tiered_kv.bench.common.server import ServerOptions, VllmServer
-from tiered_kv.bench.common.service import ServerError
-from tiered_kv.bench.replay.peers import environments
-from tiered_kv.bench.replay.peers.cache_server import WithCacheServer
-from tiered_kv.bench.replay.peers.deployment import Setting, alone
-from tiered_kv.bench.replay.peers.router import BehindRouter, program_scheduling
+from tests.bench.servers.test_server import running, scripted
 from tiered_kv.bench.replay.server_costs import ServerCosts
+from tiered_kv.bench.servers.peers import environments
+from tiered_kv.bench.servers.peers.cache_server import WithCacheServer
+from tiered_kv.bench.servers.peers.deployment import Setting, alone
+from tiered_kv.bench.servers.peers.router import BehindRouter, program_scheduling
+from tiered_kv.bench.servers.service import ServerError
+from tiered_kv.bench.servers.vllm_server import ServerOptions, VllmServer
 
 COSTS = ServerCosts(first=0.05, token=3e-4, pair=4e-8, step=0.02, seq=0.004, kv=1e-6)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.bench.common import service as server_module
-from tiered_kv.bench.common.server import ServerOptions, VllmServer, all_cores
-from tiered_kv.bench.common.service import ServerError, error_in
+from tiered_kv.bench.servers import service as server_module
+from tiered_kv.bench.servers.service import ServerError, error_in
+from tiered_kv.bench.servers.vllm_server import ServerOptions, VllmServer, all_cores
 
 HEALTHY = """
 import http.server, os, subprocess, sys
@@ -210,7 +210,7 @@ def test_a_server_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     parent = f"""
 import os, signal
 from pathlib import Path
-from tests.bench.common.test_server import scripted, VllmServer, HEALTHY, PLAIN_CHILD
+from tests.bench.servers.test_server import scripted, VllmServer, HEALTHY, PLAIN_CHILD
 server = VllmServer(scripted(f"CHILD = {{PLAIN_CHILD!r}}\\n{{HEALTHY}}"), Path({str(log)!r}))
 server.start()
 print(server.pid, flush=True)

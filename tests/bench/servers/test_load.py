@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.bench.common import load
-from tiered_kv.bench.common.load import CpuClock, cores_of_others, group_members, read_clock
+from tiered_kv.bench.servers import load
+from tiered_kv.bench.servers.load import CpuClock, cores_of_others, group_members, read_clock
 
 
 def test_others_are_the_machine_less_oneself() -> None:

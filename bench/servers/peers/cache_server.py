@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tiered_kv.bench.common.server import ServerOptions
-from tiered_kv.bench.common.service import Launch, Service, free_port
+from tiered_kv.bench.servers.service import Launch, Service, free_port
+from tiered_kv.bench.servers.vllm_server import ServerOptions
 
 from .deployment import Deployed, Setting
 from .environments import program

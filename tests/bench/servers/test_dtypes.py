@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.bench.common.dtypes import (
+from tiered_kv.bench.servers.dtypes import (
     BF16,
     FLOAT32,
     CpuFeatures,
@@ -76,7 +76,7 @@ def test_any_machine_can_be_made_one_without_avx512() -> None:
     )
     assert done.stdout.split()[-3:] == ["AVX2", "True", "False"]
     chosen = subprocess.run(
-        [avx2, sys.executable, "-m", "tiered_kv.bench.common.dtypes"],
+        [avx2, sys.executable, "-m", "tiered_kv.bench.servers.dtypes"],
         capture_output=True,
         text=True,
         check=True,

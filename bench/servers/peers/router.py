@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiered_kv.bench.common.server import ServerOptions
-from tiered_kv.bench.common.service import Launch, ServerError, Service, free_port
 from tiered_kv.bench.replay.server_costs import ServerCosts
+from tiered_kv.bench.servers.service import Launch, ServerError, Service, free_port
+from tiered_kv.bench.servers.vllm_server import ServerOptions
 
 from .deployment import Deployed, Setting
 from .environments import program

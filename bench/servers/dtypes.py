@@ -1,6 +1,6 @@
 """The dtype in which a machine without a GPU serves a model fastest.
 
-    python -m bench.common.dtypes
+    python -m bench.servers.dtypes
 
 vLLM's CPU build computes bf16 natively where the processor has AVX512-BF16 or AMX. Where it has
 not even AVX-512, bf16 is emulated, and float32 is two to six times as fast. Between the two the

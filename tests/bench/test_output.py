@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tiered_kv.bench.common.output import run_benchmark, run_command
+from tiered_kv.bench.output import run_benchmark, run_command
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 

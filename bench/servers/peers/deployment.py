@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from tiered_kv.bench.common.server import ServerOptions, VllmServer
-from tiered_kv.bench.common.service import Service
 from tiered_kv.bench.replay.server_costs import ServerCosts
+from tiered_kv.bench.servers.service import Service
+from tiered_kv.bench.servers.vllm_server import ServerOptions, VllmServer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Agents' jobs, the client that plays them, and what came of it."""

@@ -1,1 +1,0 @@
-"""Parts that the demo and the benchmarks share: servers, engines, the model, recordings, output."""
