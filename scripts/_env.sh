@@ -56,6 +56,13 @@ pins() {
 
 venv_pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 
+# uv, with its own certificates and then with the system's: a proxy may have one that only these know.
+uv_pip() {
+  "$venv/bin/uv" pip "$@" && return
+  say "uv failed; trying again with the system's certificates"
+  "$venv/bin/uv" pip "$@" --system-certs
+}
+
 # Every package of the lock. torch first and by pip: its CPU build may lie in a folder that only
 # pip's configuration names; elsewhere uv knows which index has it.
 install_cpu() {
@@ -64,11 +71,10 @@ install_cpu() {
   venv_pip install --quiet --no-deps "$(pins uv | cut -d' ' -f1)"
   if ! venv_pip install --no-deps "$torch"; then
     say "pip has no $torch; asking PyTorch's own index for it"
-    "$venv/bin/uv" pip install --python "$venv/bin/python" --torch-backend cpu --no-deps \
-      "${torch%+cpu}" || die "could not install $torch (torch's CPU build); see above"
+    uv_pip install --python "$venv/bin/python" --torch-backend cpu --no-deps "${torch%+cpu}" \
+      || die "could not install $torch (torch's CPU build); see above"
   fi
-  if ! "$venv/bin/uv" pip install --python "$venv/bin/python" --no-deps \
-    -r "$root/requirements/cpu.lock"; then
+  if ! uv_pip install --python "$venv/bin/python" --no-deps -r "$root/requirements/cpu.lock"; then
     say "uv could not install the lock; trying pip"
     venv_pip install --no-deps -r "$root/requirements/cpu.lock"
   fi

@@ -125,12 +125,15 @@ def compare(setting: Setting, out: Path, console: Console, place: Place) -> Comp
     trace.unlink(missing_ok=True)
     jobs, max_tokens = setting.jobs, setting.plan.max_tokens
 
-    def run(name: str, options: ServerOptions, log: str, jobs: Sequence[Job]) -> Run:
-        stage = Stage(name, options, out / log, console, place, setting.patience_s)
+    def run(
+        name: str, options: ServerOptions, log: str, jobs: Sequence[Job], before: Run | None = None
+    ) -> Run:
+        seen = before.results if before is not None else ()
+        stage = Stage(name, options, out / log, console, place, setting.patience_s, seen)
         return stage.run(jobs, max_tokens)
 
     stock = run("stock vLLM", setting.stock(), "stock.log", jobs)
-    tiered = run("tiered-kv", setting.tiered(trace), "tiered.log", jobs)
+    tiered = run("tiered-kv", setting.tiered(trace), "tiered.log", jobs, before=stock)
     control = None
     if differing_answers(stock.results, tiered.results)[0]:
         console.print("Some answers differ. Do stock vLLM's own, with the jobs in another order?")
@@ -158,7 +161,7 @@ def prepare(asked: Asked, console: Console) -> Setting:
     model, name = prepare_model(asked.model, console)
     # On a CPU float32 is exact enough that batches of another shape seldom change an answer.
     dtype = asked.dtype or (FLOAT32 if on_cpu else "auto")
-    with console.status("Measuring this machine (about half a minute)"):
+    with console.status("Measuring this machine (35 seconds)"):
         speed = measure_speed(model, dtype)
     plan = choose_plan(asked, speed, stock_runs=1 if dtype == FLOAT32 else 2)
     jobs = make_jobs(plan, source_files())

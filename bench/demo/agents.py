@@ -1,8 +1,9 @@
 """Jobs that behave like agents: a growing chat, a tool call between turns, real text.
 
-An agent here reads code. Every turn appends what its tool returned (some lines of a file of this
-project or of Python's standard library) and asks for a short answer; the gap before the next turn
-is the time that the next tool call takes. The same seed gives the same jobs, so that two servers
+An agent here reads code: lines of several files at first, as real agents begin with the
+descriptions of their tools and their task, then of one file a turn, of this project or of Python's
+standard library. Each turn asks for a short answer; the gap before the next turn is the time that
+the next tool call takes. The same seed gives the same jobs, so that two servers
 can be given the same work. A server's own answers become part of the chat, so two runs differ
 only where the servers' outputs do.
 """
@@ -15,6 +16,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,6 +80,7 @@ class JobPlan:
         turns: turns of each.
         seed: of everything drawn.
         result_chars: least and most characters of a tool result.
+        first_results: tool results in an agent's first message; later ones have one each.
         gap_s: shortest and longest tool call, seconds.
         start_s: jobs begin within this many seconds.
         max_tokens: length of an answer, tokens.
@@ -87,6 +90,7 @@ class JobPlan:
     turns: int = 8
     seed: int = 0
     result_chars: tuple[int, int] = (600, 1200)
+    first_results: int = 4
     gap_s: tuple[float, float] = (0.3, 1.5)
     start_s: float = 1.0
     max_tokens: int = 24
@@ -165,11 +169,15 @@ def make_jobs(plan: JobPlan, files: Sequence[Path]) -> list[Job]:
     jobs = []
     for number in range(plan.jobs):
         rng.shuffle(order)
+        paths = cycle(order)
         steps = []
         for turn in range(plan.turns):
             gap_s = rng.uniform(*plan.gap_s) if turn else rng.uniform(0, plan.start_s)
-            path = order[turn % len(order)]
-            steps.append(Step(_tool_result(path, rng.randint(*plan.result_chars), rng), gap_s))
+            results = [
+                _tool_result(next(paths), rng.randint(*plan.result_chars), rng)
+                for _ in range(1 if turn else plan.first_results)
+            ]
+            steps.append(Step("\n\n".join(results), gap_s))
         jobs.append(Job(f"agent-{number + 1}", tuple(steps)))
     return jobs
 

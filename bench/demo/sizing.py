@@ -16,10 +16,10 @@ from .speed import Speed
 POOL_SHARE = 0.4
 """The pool's size, as a share of what the jobs' contexts are together at their end."""
 
-STOCK_SHARE = 0.86
+STOCK_SHARE = 0.92
 """The share of all prompt tokens that stock vLLM computes with a pool of that size: measured."""
 
-OVERHEAD = 1.35
+OVERHEAD = 1.5
 """A run's time over that of its tokens alone at the measured rates: steps that mix prompts and
 answers, longer contexts, gaps. Measured; only the demo's length depends on it."""
 
@@ -63,9 +63,9 @@ def size_for(jobs: Sequence[Job], max_tokens: int, block_size: int) -> Sizing:
 
 def predict_s(plan: JobPlan, speed: Speed, stock_runs: int = 1) -> float:
     """Seconds that stock vLLM, so often, and the connector take for a plan together."""
-    added = turn_tokens(plan)
-    contexts = plan.jobs * plan.turns * added
-    prompts = contexts * (plan.turns + 1) / 2
+    contexts = plan.jobs * context_tokens(plan)
+    prompts = sum(context_tokens(replace(plan, turns=turn + 1)) for turn in range(plan.turns))
+    prompts *= plan.jobs
     computed = stock_runs * STOCK_SHARE * prompts + contexts
     answered = (stock_runs + 1) * plan.jobs * plan.turns * plan.max_tokens
     busy_s = computed / speed.prefill_tokens_s + answered / speed.decode_tokens_s
@@ -99,7 +99,7 @@ def scaled(base: JobPlan, scale: float, max_context_tokens: int) -> JobPlan:
     """A plan with about ``scale`` times as many tokens of context in all."""
     side = math.sqrt(scale)
     jobs = min(max(round(base.jobs * side), FEWEST_JOBS), MOST_JOBS)
-    longest = int(max_context_tokens * 0.8) // (base.turns + 1)
+    longest = int(max_context_tokens * 0.8) // (base.turns + base.first_results)
     added = min(max(int(turn_tokens(base) * side), SHORTEST_TURN), longest)
     chars = (added - TEMPLATE_TOKENS - base.max_tokens) * CHARS_PER_TOKEN
     # As far apart as in ``base``, where the longest is twice the shortest.
@@ -107,11 +107,22 @@ def scaled(base: JobPlan, scale: float, max_context_tokens: int) -> JobPlan:
 
 
 def turn_tokens(plan: JobPlan) -> int:
-    """Tokens that a turn adds to a context, on average: a tool's result, a template, an answer."""
-    return int(sum(plan.result_chars) / 2 / CHARS_PER_TOKEN) + TEMPLATE_TOKENS + plan.max_tokens
+    """Tokens that a later turn adds to a context, on average: a tool's result, a template, an
+    answer."""
+    return result_tokens(plan) + TEMPLATE_TOKENS + plan.max_tokens
+
+
+def result_tokens(plan: JobPlan) -> int:
+    """Tokens of a tool's result, on average."""
+    return int(sum(plan.result_chars) / 2 / CHARS_PER_TOKEN)
+
+
+def context_tokens(plan: JobPlan) -> int:
+    """Tokens of an agent's context at its end, on average."""
+    return (plan.first_results - 1) * result_tokens(plan) + plan.turns * turn_tokens(plan)
 
 
 def kv_bytes(plan: JobPlan, speed: Speed) -> int:
     """KV of all contexts in CPU memory, and of the pool."""
-    contexts = plan.jobs * plan.turns * turn_tokens(plan)
+    contexts = plan.jobs * context_tokens(plan)
     return int(contexts * speed.kv_token_bytes * (1 + POOL_SHARE))

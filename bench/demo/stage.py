@@ -7,9 +7,12 @@ import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from tiered_kv.bench.servers.load import cores_of_others, read_clock
 from tiered_kv.bench.servers.service import ServerError, error_in
@@ -48,12 +51,43 @@ class Place:
         return f"stopped: {self._said}; no server is left running.{log} scripts/demo begins anew."
 
 
+class SoFar:
+    """A sentence about a run that goes on: first tokens, and prompt tokens that were computed.
+
+    Args:
+        before: turns of the server that ran the same jobs first, in order of their ends; may be
+            empty.
+    """
+
+    def __init__(self, before: Sequence[TurnResult] = ()) -> None:
+        self._before = before
+        self._results: list[TurnResult] = []
+
+    def add(self, result: TurnResult) -> None:
+        """Take in a turn that was answered."""
+        self._results.append(result)
+
+    def __str__(self) -> str:
+        here = [result for result in self._results if result.turn > 1]
+        if not here:
+            return "  the agents' first prompts are computed"
+        there = [one for one in self._before[: len(self._results)] if one.turn > 1]
+        prompt = sum(result.prompt_tokens for result in here)
+        computed = prompt - sum(result.cached_tokens for result in here)
+        said = f"  later turns: first token after {fmean(r.ttft_s for r in here):.1f} s"
+        if there:
+            said += f" (stock: {fmean(r.ttft_s for r in there):.1f} s)"
+        return f"{said}, {computed / prompt:.0%} of prompts computed"
+
+
 class Stage:
     """One server's part of the demo, with its progress on ``console``.
 
     Args:
         place: kept up to date while it runs.
         patience_s: how long a client waits for the server's next word.
+        before: turns of the server that ran the same jobs first, to compare with while this one
+            runs.
     """
 
     def __init__(
@@ -64,8 +98,10 @@ class Stage:
         console: Console,
         place: Place,
         patience_s: float,
+        before: Sequence[TurnResult] = (),
     ) -> None:
         self._name = name
+        self._so_far = SoFar(before)
         self._console = console
         self._options = options
         self._log_path = log_path
@@ -101,7 +137,9 @@ class Stage:
     def _run(self, jobs: Sequence[Job], max_tokens: int) -> Run:
         total = sum(len(job.steps) for job in jobs)
         self._place.reached(f"{self._name}, while its server started", self._log_path)
-        with _progress(self._console) as progress:
+        progress = _progress(self._console)
+        line = Text()
+        with Live(Group(progress, line), console=self._console):
             starting = progress.add_task(f"{self._name}: server starts", total=USUAL_START_S)
 
             def on_wait(seconds: float) -> None:
@@ -116,8 +154,10 @@ class Stage:
                 turns = progress.add_task(f"{self._name}: turns", total=total)
                 ended = itertools.count(1)
 
-                def on_turn(_: TurnResult) -> None:
+                def on_turn(result: TurnResult) -> None:
                     count = next(ended)
+                    self._so_far.add(result)
+                    line.plain = str(self._so_far)
                     progress.update(turns, completed=count)
                     self._reached(count, total)
 

@@ -47,14 +47,18 @@ def test_jobs_keep_to_their_plan(
         assert len(job.steps) == turns
         assert all(0.2 <= step.gap_s <= 0.4 for step in job.steps[1:])
         assert 0 <= job.steps[0].gap_s <= plan.start_s
-        assert all(len(step.message) <= limits[1] + 100 for step in job.steps)
+        first, *later = (len(step.message) for step in job.steps)
+        assert all(chars <= limits[1] + 100 for chars in later)
+        assert first <= plan.first_results * (limits[1] + 100)
 
 
 def test_a_tool_result_is_whole_lines_of_the_file_it_names(files: list[Path]) -> None:
     texts = {path.name: path.read_text().splitlines() for path in files}
     for job in make_jobs(JobPlan(), files):
-        for step in job.steps:
-            head, *body, question = step.message.splitlines()
+        results = [part for step in job.steps for part in step.message.split("\n\n")]
+        assert len(results) == JobPlan().first_results + JobPlan().turns - 1
+        for result in results:
+            head, *body, question = result.splitlines()
             name = head.split("'")[1]
             first = int(head.split("line=")[1].split(")")[0]) - 1
             assert body == texts[name][first : first + len(body)]

@@ -12,7 +12,7 @@ from tests.bench.servers.test_server import scripted
 from tiered_kv.bench.demo.__main__ import main, prepare_model
 from tiered_kv.bench.demo.agents import JobPlan, make_jobs
 from tiered_kv.bench.demo.report import Comparison, Run
-from tiered_kv.bench.demo.stage import DemoError, Place, Stage
+from tiered_kv.bench.demo.stage import DemoError, Place, SoFar, Stage
 from tiered_kv.bench.demo.turns import Sources, sources_from_usage
 from tiered_kv.bench.output import run_benchmark
 
@@ -44,6 +44,18 @@ def comparison() -> Comparison:
         ),
         tiered=Run(results=tiered, sources=sources, wall_s=4.0, reserved_cpus="[]"),
     )
+
+
+def test_a_line_says_while_it_runs_what_later_turns_gain(comparison: Comparison) -> None:
+    line = SoFar(comparison.stock.results)
+    said = []
+    for result in comparison.tiered.results:
+        line.add(replace(result, cached_tokens=result.prompt_tokens // 2))
+        said.append(str(line))
+    assert said[:2] == ["  the agents' first prompts are computed"] * 2
+    assert "first token after 1.0 s (stock: 4.0 s), 50% of prompts computed" in said[2]
+    assert "first token after 0.8 s (stock: 3.0 s)" in said[3]
+    assert max(map(len, said)) < 80
 
 
 def test_the_table_has_a_line_a_turn_and_one_for_all(comparison: Comparison) -> None:
