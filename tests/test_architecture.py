@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import graphlib
 import re
-import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -347,19 +346,12 @@ def test_pages_name_files_that_exist() -> None:
     missing = [
         f"{page.name}: {name}"
         for page in sorted((ROOT / "docs").glob("*.md"))
-        if page.name != "structure.md"  # a script writes it
         for line in page.read_text(encoding="utf-8").splitlines()
         if "the code is at" not in line  # of an earlier commit
         for name in re.findall(r"`([\w/]+\.py)`", line)
         if not any(file.endswith(f"/{name}") for file in files)
     ]
     assert not missing
-
-
-def test_the_page_on_structure_is_as_written() -> None:
-    written = runpy.run_path(str(ROOT / "scripts" / "structure"))["text"]()
-    kept = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
-    assert kept == written, "run scripts/structure"
 
 
 def test_nothing_but_vllms_connector_needs_vllm() -> None:
