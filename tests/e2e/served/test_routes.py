@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import http.client
 import json
 import time
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -13,7 +15,7 @@ import pytest
 
 from tests.e2e.asking import EVENT_S, ask, job, tick
 from tiered_kv.bench.restore import texts
-from tiered_kv.bench.routes import HOSTILE, held_by, send
+from tiered_kv.bench.servers.load import group_members
 from tiered_kv.bench.servers.vllm_server import MODEL_NAME, VllmServer
 from tiered_kv.doctor.running_server import events
 from tiered_kv.metrics import COUNTERS
@@ -132,6 +134,44 @@ def test_an_idle_engine_answers_and_stays_idle(client: httpx.Client) -> None:
 
 CALLERS = 8
 """Clients that call at the same time. Each may leave a connection that is not closed yet."""
+HOSTILE = (
+    ("GET", "tiered_kv/jobs?limit=0", 400),
+    ("GET", f"tiered_kv/jobs?limit={'9' * 4000}", 400),
+    ("GET", "tiered_kv/jobs?limit=%00", 400),
+    ("GET", "tiered_kv/jobs?after=0", 400),
+    ("GET", "tiered_kv/jobs?after=999999.999999999999999999", 200),  # an empty page
+    ("GET", "tiered_kv/jobs?sort=cost", 400),
+    ("GET", "tiered_kv/jobs/no-such-job", 404),
+    ("GET", "tiered_kv/jobs/%0a%0d%1b%5b31mred", 404),
+    ("GET", "tiered_kv/jobs/%ff%fe%00", 404),
+    ("GET", f"tiered_kv/jobs/{'%F0%9F%8E%89' * 512}", 404),
+    ("GET", f"tiered_kv/jobs/{'x' * 8000}", 404),
+    ("GET", "tiered_kv/jobs/../../etc/passwd", 404),
+    ("GET", "tiered_kv/nothing", 404),
+    ("POST", "tiered_kv/status", 405),
+    ("DELETE", "tiered_kv/jobs/j", 405),
+    ("PUT", "tiered_kv/jobs", 405),
+)
+"""Hostile calls: method, path, and the status that each must get."""
+
+
+def send(port: int, method: str, path: str) -> int:
+    """Status of a call that sends the path unchanged, which httpx would normalise."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=EVENT_S)
+    try:
+        connection.request(method, f"/{path}")
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def held_by(group: int) -> dict[int, tuple[int, int]]:
+    """Threads and descriptors of each process of a group."""
+    folders = {pid: Path(f"/proc/{pid}") for pid in group_members(group)}
+    return {
+        pid: (len(list((one / "task").iterdir())), len(list((one / "fd").iterdir())))
+        for pid, one in folders.items()
+    }
 
 
 def test_hostile_calls_are_refused_and_leave_nothing_behind(
