@@ -1,7 +1,10 @@
-"""Folders of the repository."""
+"""Folders of the repository, and its tests."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _ABOVE = Path(__file__).resolve().parents[2]
@@ -12,3 +15,17 @@ folders of it, and the text of a checkout is what agents read."""
 
 TRACES = ROOT.parent / "shared" / "traces"
 """Recorded sessions, unless a command is told of others."""
+
+
+@contextmanager
+def needs_checkout() -> Iterator[None]:
+    """Exit with a message if the block imports the tests and there are none: they are not
+    installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "tests":
+            raise
+        sys.exit(
+            "This runs end-to-end tests of tiered-kv: start it in a checkout of the repository."
+        )

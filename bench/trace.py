@@ -1,0 +1,279 @@
+"""Figures of the trace against every other figure that a server reports, and the trace's cost.
+
+    python -m bench.trace --json
+
+Agents under pressure play on a real server with every tier: their contexts are pinned, restored
+from CPU memory and from SSD, promoted and evicted, and some jobs are left open. Afterwards the sums
+of the trace, of ``trace analyze``, of ``/metrics``, of the routes and of the clients must be equal.
+The run is that of ``tests/e2e/test_traced_run.py``, so this needs a checkout.
+
+- ``disagreements``: figures that are reported in two ways; ``accounts``: figures compared;
+  ``details``: each report of those that differ.
+- ``on_ratio``: a scheduler's step with the trace over one without (64 decoding requests, as in
+  ``bench.overhead``), ``on_control`` two engines without, ``steps_ratio`` and ``steps_control`` the
+  same with every step in the trace. ``off_us``: the most expensive hook without a trace.
+- ``idle_call_ms``: 95th percentile of a route's calls while the server is idle.
+- ``analyze_s``, ``analyze_cpu_s``, ``analyze_mib``: ``trace analyze`` of ``analyze_turns`` turns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import timeit
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from tiered_kv.bench.output import (
+    AsJson,
+    ModelFolder,
+    only_result_on_stdout,
+    progress,
+    run_benchmark,
+    show,
+)
+from tiered_kv.bench.overhead import CYCLE, ratios, scheduler_step
+from tiered_kv.bench.paths import needs_checkout
+from tiered_kv.bench.servers.model import small_model
+from tiered_kv.bench.servers.vllm_server import machine_dtype
+from tiered_kv.trace.trace_file import TraceFile
+from tiered_kv.trace.trace_header import TraceHeader
+from tiered_kv.trace.turn_record import (
+    GapStory,
+    PageMoves,
+    PinEnd,
+    PinStory,
+    PricedDecision,
+    StoryEnd,
+    TurnRecord,
+    TurnTimes,
+    TurnTokens,
+)
+
+CALLS, REPEATS = 10_000, 50
+TURNS_OF_A_JOB = 10
+DRAWN = 1000
+FILE_BYTES = 1 << 30
+"""Size of a trace file here: larger than a server's, so that no turn is deleted."""
+TOOLS = ("pytest", "ls", "cat", "git", "sed", "grep", "python", "make")
+ANALYZE = """
+import sys
+from pathlib import Path
+from tiered_kv.cli.app import app
+try:
+    app(["trace", "analyze", sys.argv[1], "--json"])
+finally:
+    Path(sys.argv[2]).write_text(Path("/proc/self/status").read_text())
+"""
+"""Program that analyses a trace, and leaves the kernel's report on it. Its resource usage would
+count the memory of the process that started it."""
+
+Tell = Callable[[str], None]
+
+
+def compare(model: Path, folder: Path, seed: int, tell: Tell) -> dict[str, Any]:
+    """Play the agents, and compare all reports."""
+    with needs_checkout():
+        from tests.e2e.traced_run import accounts, run_script
+    seen = run_script(model, folder, seed, tell)
+    every = accounts(seen)
+    differing = [one.to_json() for one in every if not one.agrees]
+    return {
+        "disagreements": len(differing),
+        "details": differing,
+        "accounts": len(every),
+        "turns": len(seen.records),
+        "steps": seen.steps.steps,
+        "preemptions": seen.preemptions,
+        "pins": seen.metrics["pins"],
+        "tokens_cpu": seen.metrics["prompt_tokens_cpu"] - seen.metrics["prompt_tokens_ssd"],
+        "tokens_ssd": seen.metrics["prompt_tokens_ssd"],
+        "pages_promoted": seen.metrics["pages_promoted"],
+        "idle_call_ms": seen.idle_call_ms,
+    }
+
+
+def cost(engines: int, tell: Tell) -> dict[str, Any]:
+    """Measure steps with and without the trace."""
+    on_ratio, on_control = step_cost(engines, tell, steps=False)
+    steps_ratio, steps_control = step_cost(engines, tell, steps=True)
+    return {
+        "on_ratio": on_ratio,
+        "on_control": on_control,
+        "steps_ratio": steps_ratio,
+        "steps_control": steps_control,
+        "off_us": off_us(),
+        "engines": engines,
+    }
+
+
+def step_cost(engines: int, tell: Tell, *, steps: bool) -> tuple[float, float]:
+    """Measure a scheduler's step with the trace over one without, and the control.
+
+    Args:
+        engines: engines of each kind.
+        steps: True to trace every step too.
+    """
+    rounds = []
+    for first in range(engines):
+        with tempfile.TemporaryDirectory() as folder:
+            off: dict[str, Any] = {"cpu_gib": 0.05}
+            traced = {"trace": str(Path(folder) / "trace.jsonl"), "trace_steps": steps}
+            extras = {"stock": off, "control": off, "connector": off | traced}
+            rounds.append(scheduler_step(first, tell, extras))
+    return ratios(rounds, CYCLE)
+
+
+def off_us() -> float:
+    """Processor time of the most expensive hook without a trace, beyond an empty call's; µs."""
+    from tiered_kv.connectors.runtime.between_turns.turn_log import TurnTrace
+    from tiered_kv.connectors.vllm.connector import TieredContinuumConnector
+    from tiered_kv.policies.base import JobKey
+
+    trace = TurnTrace(None, 0, time.monotonic, time.time, lambda _: None)
+    job = JobKey("", "job")
+    connector = TieredContinuumConnector.__new__(TieredContinuumConnector)
+    connector._step_trace = None  # noqa: SLF001 - the only thing that a step's hook asks of it
+    hooks: tuple[Callable[[], object], ...] = (
+        lambda: None if connector._step_trace is None else 1,  # noqa: SLF001
+        lambda: trace.pin_ended(job, PinEnd.EXPIRED),
+        lambda: trace.brought_up(job, 3),
+        lambda: trace.over(job, 1.0, StoryEnd.RETURNED),
+    )
+
+    def call_us(call: Callable[[], object]) -> float:
+        """The least of some measurements: the rest is the machine's noise."""
+        times = timeit.repeat(call, timer=time.thread_time, number=CALLS, repeat=REPEATS)
+        return 1e6 * min(times) / CALLS
+
+    nothing = call_us(lambda: None)
+    return max(0.0, max(map(call_us, hooks)) - nothing)
+
+
+def analyze_many(turns: int, folder: Path, seed: int) -> dict[str, Any]:
+    """Write a trace of that many turns, and analyse it in a process of its own.
+
+    Raises:
+        RuntimeError: the analysis failed.
+    """
+    path, out, status_file = folder / "large.jsonl", folder / "analysis.json", folder / "status"
+    header = TraceHeader(
+        version="bench",
+        started=1.79e9,
+        clock=0.0,
+        model="model",
+        policy="occupancy",
+        block_size=16,
+        vram_blocks=4096,
+    )
+    file = TraceFile(path, header.to_line(), FILE_BYTES)
+    records = _records(turns, seed)
+    while lines := [one.to_line() for one in islice(records, DRAWN)]:
+        file.append(lines)
+    file.close()
+    began = time.perf_counter()
+    with out.open("wb") as stdout:
+        command = [sys.executable, "-c", ANALYZE, str(path), str(status_file)]
+        child = subprocess.Popen(command, stdout=stdout)
+        _, status, used = os.wait4(child.pid, 0)
+    seconds = time.perf_counter() - began
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        raise RuntimeError(f"the analysis ended with status {child.returncode}")
+    peak = re.search(r"^VmHWM:\s+(\d+) kB$", status_file.read_text(), re.MULTILINE)
+    assert peak is not None, "Linux reports it"
+    return {
+        "analyze_s": seconds,
+        "analyze_cpu_s": used.ru_utime + used.ru_stime,
+        "analyze_mib": int(peak[1]) / 1024,
+        "analyze_turns": json.loads(out.read_text())["turns"],
+        "analyze_bytes": sum(one.stat().st_size for one in folder.glob("large.jsonl*")),
+    }
+
+
+def _records(turns: int, seed: int) -> Iterator[TurnRecord]:
+    """Turns of jobs as a busy server writes them: numbers of many digits, ids as clients make
+    them, every part of a priced decision."""
+    rng = np.random.default_rng(seed)
+    for at in range(turns):
+        if not at % DRAWN:
+            drawn = rng.random((DRAWN, 12))
+        one = drawn[at % DRAWN].tolist()
+        job, number = divmod(at, TURNS_OF_A_JOB)
+        last = number == TURNS_OF_A_JOB - 1
+        prompt = 2_000 + int(30_000 * one[0])
+        vram, cpu, ssd = (int(prompt * share / 3) for share in one[1:4])
+        pinned = one[4] < 0.5 and not last
+        yield TurnRecord(
+            job=f"0199c7a4-5b7e-7d31-a7c2-{job:012x}",
+            turn=number + 1,
+            request=f"chatcmpl-{at:032x}-0-0123abcd",
+            arrived=1.79e9 + at / 20,
+            finish="FINISHED_STOPPED",
+            tool=("bash", TOOLS[at % len(TOOLS)], f"{TOOLS[at % len(TOOLS)]} <path>"),
+            times=TurnTimes(0.0, one[5], 1 + one[5], 1.1 + one[5], 2 + one[6], 4 + 9 * one[6]),
+            tokens=TurnTokens(prompt, vram, cpu, ssd, prompt - vram - cpu - ssd, 0, 700, 200),
+            decision=PricedDecision(
+                tier="pin" if pinned else "cpu",
+                gap_class="fast" if pinned else "slow",
+                ttl_s=60.0 * pinned,
+                q50_s=4 * one[7],
+                q90_s=30 * one[7],
+                benefit_s=one[8],
+                restore_s=one[8] / 2,
+                recompute_s=3 * one[8],
+                cpu_s=one[8] / 2,
+                tiers_s={"ssd": one[8]},
+                cpu_stay_s=100 * one[9],
+                survival=one[9],
+                queue_s=one[10],
+                vram_price=0.01 * one[11],
+            ),
+            pin=PinStory(prompt // 16, 6 * one[7], PinEnd.RETURNED) if pinned else PinStory(),
+            pages=PageMoves(ssd // 16, 131_072 * (ssd // 16), ssd // 16, 0, cpu // 16),
+            gap=GapStory(StoryEnd.OVER)
+            if last
+            else GapStory(StoryEnd.RETURNED, 6 * one[7], pinned, one[8] * pinned, 0.01 * one[11]),
+        )
+
+
+def main(
+    engines: Annotated[int, typer.Option(help="Engines of each kind, for the steps.")] = 6,
+    turns: Annotated[int, typer.Option(help="Turns of the large trace.")] = 1_000_000,
+    seed: Annotated[int, typer.Option(help="Seed of the agents.")] = 0,
+    model: ModelFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare figures, and measure. Exits with 1 if figures disagree."""
+    with (
+        only_result_on_stdout(),
+        progress() as bar,
+        tempfile.TemporaryDirectory(prefix="trace-") as folder,
+    ):
+        bar.disable = as_json or not sys.stderr.isatty()
+        task = bar.add_task("", total=6 + 2 * engines)
+
+        def tell(what: str) -> None:
+            bar.update(task, advance=1, description=what)
+
+        found = compare(model or small_model(), Path(folder), seed, tell)
+        found |= cost(engines, tell)
+        tell("a large trace")
+        found |= analyze_many(turns, Path(folder), seed)
+    show("The trace against all other figures", {**found, "dtype": str(machine_dtype())}, as_json)
+    if found["disagreements"]:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    run_benchmark(main, __doc__)

@@ -1,1 +1,0 @@
-"""Figures of the trace against all others that a server gives, and its cost."""
