@@ -346,7 +346,7 @@ VARIANTS: Mapping[str, tuple[TinyModel, ...]] = {
             name="gemma3_pp2",
             options={
                 "pipeline_parallel_size": 2,
-                "worker_cls": "tiered_kv.bench.models.engine.pipeline_worker.PipelineWorker",
+                "worker_cls": "tests.e2e.models.pipeline_worker.PipelineWorker",
             },
             ranks=2,
         ),

@@ -1,9 +1,13 @@
-"""Folders of tiny models: configuration, random weights, and a tokenizer of numbered words."""
+"""Folders of tiny models that vLLM loads: random weights, and a tokenizer of numbered words.
+
+Also a LoRA adapter and drafters for them, and a stand-in for torchvision.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from .catalogue import (
     COMMON,
@@ -11,18 +15,67 @@ from .catalogue import (
     IMAGE_TOKEN,
     PATCH_PIXELS,
     VOCABULARY,
+    Drafter,
     TinyModel,
 )
 
 IMAGE = "<image>"
+ADAPTER_RANK = 8
+SPREAD = 0.15
+"""Standard deviation of an adapter's and a drafter's weights."""
+_STUB = '''"""Stand-in for torchvision: all modules and names are there, none does anything."""
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+
+__version__ = "0.0"
+
+
+class _Names(type):
+    """A class with every attribute: its name."""
+
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
+class _Module(types.ModuleType):
+    def __getattr__(self, name):
+        return _anything(name)
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.startswith("torchvision."):
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return _Module(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+def _anything(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Names(name, (), {})
+
+
+def __getattr__(name):
+    return _anything(name)
+
+
+sys.meta_path.append(_Finder())
+'''
 
 
 def write_model(model: TinyModel, folder: Path, dtype: str) -> Path:
-    """Write a model that vLLM loads; the same one every time.
-
-    Returns:
-        Its folder, inside ``folder``.
-    """
+    """Write a model into a folder inside ``folder``, and return that; the same model every time."""
     import torch
     import transformers
 
@@ -41,8 +94,7 @@ def write_model(model: TinyModel, folder: Path, dtype: str) -> Path:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer to which every token is a word of its own: ``w17`` is token 17. The token
-    of images has a name."""
+    """Write a tokenizer to which each token is a word: ``w17`` is token 17."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"w{i}": i for i in range(VOCABULARY) if i != IMAGE_TOKEN} | {IMAGE: IMAGE_TOKEN}
@@ -62,7 +114,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_image_processor(folder: Path) -> None:
-    """Write how images become patches: as CLIP and LLaVA do it."""
+    """Write the settings by which images become patches, those of CLIP and LLaVA."""
     edge = {"height": IMAGE_PIXELS, "width": IMAGE_PIXELS}
     images = {
         "image_processor_type": "CLIPImageProcessor",
@@ -90,3 +142,124 @@ def _name_tower_as_published(weights: Path) -> None:
     tensors = load_file(str(weights)).items()
     renamed = {name.replace(short, long, 1): tensor for name, tensor in tensors}
     save_file(renamed, str(weights), {"format": "pt"})
+
+
+def write_adapter(model_folder: Path, folder: Path, dtype: str) -> Path:
+    """Write a LoRA adapter for the attention of a model of Llama's shape."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((model_folder / "config.json").read_text())
+    width, head = config["hidden_size"], config["head_dim"]
+    outputs = {
+        "q_proj": config["num_attention_heads"] * head,
+        "v_proj": config["num_key_value_heads"] * head,
+    }
+    torch.manual_seed(1)
+    tensors: dict[str, Any] = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, out in outputs.items():
+            stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{stem}.lora_A.weight"] = torch.randn(ADAPTER_RANK, width) * SPREAD
+            tensors[f"{stem}.lora_B.weight"] = torch.randn(out, ADAPTER_RANK) * SPREAD
+    target = folder / "adapter"
+    target.mkdir(exist_ok=True)
+    kept = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+    save_file(kept, str(target / "adapter_model.safetensors"))
+    about = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": ADAPTER_RANK,
+        "lora_alpha": 2 * ADAPTER_RANK,
+        "target_modules": sorted(outputs),
+        "bias": "none",
+        "base_model_name_or_path": str(model_folder),
+    }
+    (target / "adapter_config.json").write_text(json.dumps(about))
+    return target
+
+
+def write_drafter(drafter: Drafter, model_folder: Path, folder: Path) -> dict[str, object]:
+    """Write a drafter for a model; returns vLLM's ``speculative_config`` of it."""
+    match drafter:
+        case Drafter.NGRAM:
+            return {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_min": 1,
+                "prompt_lookup_max": 2,
+            }
+        case Drafter.ITSELF:
+            return {
+                "method": "draft_model",
+                "model": str(model_folder),
+                "num_speculative_tokens": 3,
+            }
+        case Drafter.EAGLE:
+            target = _write_eagle(model_folder, folder)
+            return {"method": "eagle", "model": str(target), "num_speculative_tokens": 2}
+        case Drafter.MTP:
+            _turn_last_layer_into_mtp(model_folder)
+            return {"method": "mtp", "num_speculative_tokens": 1}
+
+
+def _write_eagle(model_folder: Path, folder: Path) -> Path:
+    """Write one layer of Llama's shape, whose input is a token and a hidden state."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((model_folder / "config.json").read_text())
+    config["num_hidden_layers"] = 1
+    width = config["hidden_size"]
+    taken = load_file(str(model_folder / "model.safetensors"))
+    torch.manual_seed(2)
+    tensors = {
+        name.removeprefix("model."): (torch.randn(tensor.shape) * SPREAD).to(tensor.dtype)
+        for name, tensor in taken.items()
+        if ".layers.0." in name and "input_layernorm" not in name
+    }
+    embedding = taken["model.embed_tokens.weight"]
+    tensors["embed_tokens.weight"] = embedding.clone()
+    tensors["fc.weight"] = (torch.randn(width, 2 * width) * SPREAD).to(embedding.dtype)
+    target = folder / "eagle"
+    target.mkdir(exist_ok=True)
+    save_file(tensors, str(target / "model.safetensors"), {"format": "pt"})
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def _turn_last_layer_into_mtp(model_folder: Path) -> None:
+    """Turn the model's last layer into one that guesses the token after next: multi-token
+    prediction, as in DeepSeek and GLM."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path = model_folder / "config.json"
+    config = json.loads(path.read_text())
+    last = config["num_hidden_layers"] - 1
+    config["num_hidden_layers"] = last
+    config["num_nextn_predict_layers"] = 1
+    path.write_text(json.dumps(config))
+    weights = model_folder / "model.safetensors"
+    tensors = load_file(str(weights))
+    width, stem = config["hidden_size"], f"model.layers.{last}."
+    embedding = tensors["model.embed_tokens.weight"]
+    torch.manual_seed(2)
+    ones = torch.ones(width, dtype=embedding.dtype)
+    tensors |= {
+        f"{stem}embed_tokens.weight": embedding.clone(),
+        f"{stem}enorm.weight": ones.clone(),
+        f"{stem}hnorm.weight": ones.clone(),
+        f"{stem}eh_proj.weight": (torch.randn(width, 2 * width) * SPREAD).to(embedding.dtype),
+        f"{stem}shared_head.norm.weight": ones.clone(),
+        f"{stem}shared_head.head.weight": tensors["lm_head.weight"].clone(),
+    }
+    save_file(tensors, str(weights), {"format": "pt"})
+
+
+def write_torchvision(folder: Path) -> None:
+    """Write a stand-in for torchvision into a folder for ``PYTHONPATH``: vLLM imports it for some
+    models whose text layers never use it."""
+    package = folder / "torchvision"
+    package.mkdir(exist_ok=True)
+    (package / "__init__.py").write_text(_STUB)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tiered_kv.bench.models.catalogue import COMMON, MODELS, TinyModel
-from tiered_kv.bench.models.stub import write_torchvision
+from tiered_kv.bench.models.weights import write_torchvision
 
 MORE = (
     TinyModel(

@@ -10,7 +10,7 @@ from typing import Any
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 
-class PipelineWorker(CPUWorker):  # type: ignore[misc] # vLLM is not followed
+class PipelineWorker(CPUWorker):
     """vLLM's CPU worker, with the tensors that come from the rank before."""
 
     def compile_or_warm_up_model(self) -> Any:

@@ -1,1 +1,0 @@
-"""An engine under test: what is asked of it, and what its scheduler and its memory say."""

@@ -1,0 +1,76 @@
+"""A tiny model of each architecture, in a process of its own, is restored from every tier."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.models.checks import PROMPT
+from tests.e2e.models.rows import MIXED, Row, run_checks, run_model
+from tiered_kv.bench.models.catalogue import BLOCK, EVERY, MODELS, TinyModel
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+TIMEOUT_S = 900.0
+
+
+EVERY_MODEL = [
+    pytest.param(model, id=model.name, marks=() if model.name == "llama" else pytest.mark.nightly)
+    for model in EVERY
+]
+"""All models; one of them runs every time."""
+
+
+@pytest.mark.parametrize("model", EVERY_MODEL)
+def test_a_model_is_restored_bit_for_bit(model: TinyModel, tmp_path: Path) -> None:
+    row = run_model(model, tmp_path / "log", TIMEOUT_S)
+    if row.cannot_start is not None:
+        pytest.skip(f"stock vLLM does not run it here: {row.cannot_start}")
+    assert row.equal, row.notes
+    assert row.equal_bytes, row.notes
+    assert row.control_differs, row.notes
+    assert min(row.cpu_tokens, row.ssd_tokens, row.restart_tokens) > 0
+    assert row.answer_recomputed is not None
+    assert row.stock_answer_recomputed is not None
+    assert row.answer_recomputed <= row.stock_answer_recomputed
+    assert row.stripped_hit > 0
+    assert row.pinned_hit > 0
+    if model.name == "llama":
+        full_attention_alone(row)
+
+
+def full_attention_alone(row: Row) -> None:
+    """Check what a model shows whose KV is found again at every token."""
+    assert row.notes == []
+    assert row.groups == [f"full attention, 4 layers, blocks of {BLOCK}"]
+    assert row.cpu_tokens == row.ssd_tokens == row.restart_tokens == row.context
+    assert row.answer_recomputed == 0
+    assert row.pinned_hit >= PROMPT // BLOCK * BLOCK
+    assert row.stripped_hit >= PROMPT // BLOCK * BLOCK
+    assert row.stop_string_hit == row.stop_string_had
+
+
+@pytest.mark.parametrize("name", ["granite4", "qwen3_next"])
+def test_a_recurrent_model_goes_on_behind_a_local_prefix_and_a_restored_tail(
+    tmp_path: Path, name: str
+) -> None:
+    """Mamba 2 and a gated delta net. A state covers every token before it; reports on other
+    connectors (LMCache#4247) describe wrong text in this case."""
+    model, log = next(one for one in MODELS if one.name == name), tmp_path / "log"
+    failed = run_checks(model, tmp_path, log, TIMEOUT_S, "--mixed")
+    assert failed is None, log.read_text()[-3000:]
+    found = json.loads((tmp_path / MIXED).read_text())
+    assert any("state" in words for words in found["groups"]), found["groups"]
+    assert found["hit"] == found["context"]
+    assert 0 < found["local"] <= found["half"]
+    assert found["local"] + found["restored"] == found["context"]
+    assert found["unlike"] == []
+    assert found["same"]
+
+
+def test_a_model_that_takes_too_long_leaves_a_row_and_no_process(tmp_path: Path) -> None:
+    row = run_model(MODELS[0], tmp_path / "log", timeout_s=1.0)
+    assert row.notes == ["took longer than 1 s"]
+    assert not row.equal
