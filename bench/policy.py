@@ -1,21 +1,21 @@
-"""Quality of the prices that policies put on a wait: recorded gaps, replayed without a server.
+"""Value of policies' decisions on recorded gaps, replayed without a server.
 
     python -m bench.policy --traces ../shared/traces --folds 5 --json
 
-Cross-validation over sessions: those of a source are dealt into folds by a hash of their id, and
-each fold is tested by a policy that learned from the other folds alone, in the order of the file.
-It is tested on one session after the other: each turn is decided, then its gap is told, as a server
-would hear of it before the job's next turn. So it goes on learning while it is tested. With
-``--by-model`` a fold is the sessions of one model. What B a turn would save is given as the cost of
-prefilling again. Figures are over the tested gaps of all folds.
+Cross-validation over sessions: the sessions of a source are dealt into folds by a hash of their id.
+Each fold is tested by a policy that learned from the other folds, in the order of the file. It is
+tested on one session at a time: each turn is decided, then the policy observes its gap, as on a
+server before the job's next turn. So it goes on learning while it is tested. With ``--by-model`` a
+fold is the sessions of one model. The benefit B of a turn is given as the cost of another prefill.
+Figures are over the tested gaps of all folds.
 
-- ``tools``: true if the policy saw which tools were used; false if not, or if nobody said.
+- ``tools``: true if the policy saw which tools were used.
 - ``utility``: mean over the tested gaps of B 1[X <= τ] - min(X, τ) where the decision was to pin
-  for τ, 0 where it was not; seconds. ``share``: of the clairvoyant's, null if that has none, with
-  the ends ``low`` and ``high`` of a 95% interval from 2,000 bootstrap samples of the sessions.
-- ``accuracy``: how often it said rightly whether X <= B: by its forecast, if it makes one, else by
+  for τ, else 0; seconds. ``share``: of the clairvoyant's, null if that has none, with the ends
+  ``low`` and ``high`` of a 95% interval from 2,000 bootstrap samples of the sessions.
+- ``accuracy``: how often it was right about X <= B: by its forecast, if it makes one, else by
   whether it pinned at all, which is a bet that the job returns soon enough.
-- ``cover50``, ``cover90``: the share of gaps up to the forecast's 0.5 and 0.9 quantile; null
+- ``cover50``, ``cover90``: the fraction of gaps up to the forecast's 0.5 and 0.9 quantile; null
   without a forecast.
 - ``us``: microseconds of CPU time per decision.
 
@@ -24,33 +24,179 @@ prefilling again. Figures are over the tested gaps of all folds.
 
 from __future__ import annotations
 
+import hashlib
 import sys
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
+from numpy.typing import NDArray
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tiered_kv.bench.forecast.clairvoyant import Clairvoyant
-from tiered_kv.bench.forecast.folds import Label, fold_of, in_folds
-from tiered_kv.bench.forecast.gaps import Session, read_sources
-from tiered_kv.bench.forecast.replay import BENEFITS_S, Row, difference, replay
+from tiered_kv.bench.gaps import Session, read_sources
 from tiered_kv.bench.output import AsJson, progress, run_benchmark, show
 from tiered_kv.bench.paths import TRACES
-from tiered_kv.policies.base import TurnPolicy
+from tiered_kv.bench.sim.servers.foresight import Clairvoyant
+from tiered_kv.policies.base import Costs, Decision, Tier, TurnPolicy
 from tiered_kv.policies.registry import POLICIES
 
 OURS = next(iter(POLICIES))
 MAKERS: Mapping[str, Callable[[], TurnPolicy]] = {**POLICIES, "clairvoyant": Clairvoyant}
+BENEFITS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0)
+BOOTSTRAPS = 2000
+
+Array = NDArray[np.float64]
+Row = dict[str, object]
+Label = Callable[[Session], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Sessions to learn from, and sessions to test on. Both in the source's order."""
+
+    learned: Sequence[Session]
+    tested: Sequence[Session]
+
+
+def fold_of(session: Session, folds: int) -> int:
+    """Return the number of the fold that tests a session, by a hash of its id: neither its place
+    in the file nor the other sessions matter. The first two bytes of the hash decide which sessions
+    are in ``traces/``, and are left out."""
+    digest = hashlib.sha256(session.split_by.encode()).digest()
+    return int.from_bytes(digest[2:10], "big") % folds
+
+
+def in_folds(sessions: Sequence[Session], label: Label) -> Iterator[Fold]:
+    """Yield one fold per label: its sessions are tested, all others learned from."""
+    labels = [label(session) for session in sessions]
+    for one in sorted(set(labels), key=str):
+        pairs = list(zip(labels, sessions, strict=True))
+        yield Fold(
+            [session for its, session in pairs if its != one],
+            [session for its, session in pairs if its == one],
+        )
+
+
+def utility(decision: Decision, gap_s: float, benefit_s: float) -> float:
+    """Return the value of a decision once the gap is known, seconds."""
+    if decision.tier is not Tier.PIN:
+        return 0.0
+    saved_s = benefit_s if gap_s <= decision.ttl_s else 0.0
+    return saved_s - min(gap_s, decision.ttl_s)
+
+
+def returns_within(decision: Decision, benefit_s: float) -> bool:
+    """True if the decision predicts X <= B."""
+    if decision.forecast is not None:
+        return decision.forecast.within(benefit_s) >= 0.5
+    return decision.tier is Tier.PIN
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One policy at one B, over all tested gaps of a source.
+
+    Attributes:
+        utilities: one per gap, seconds.
+        best: utilities of the clairvoyant, seconds.
+        sessions: id of each gap's session; a sub-agent has its parent's.
+    """
+
+    utilities: list[float] = field(default_factory=list)
+    best: list[float] = field(default_factory=list)
+    sessions: list[str] = field(default_factory=list)
+    _right: int = 0
+    _forecasts: int = 0
+    _below50: int = 0
+    _below90: int = 0
+    _ns: int = 0
+
+    def add(
+        self, session: str, decision: Decision, gap_s: float, benefit_s: float, took_ns: int
+    ) -> None:
+        """Add a decision, and the gap that followed."""
+        self.utilities.append(utility(decision, gap_s, benefit_s))
+        self.best.append(max(0.0, benefit_s - gap_s))
+        self.sessions.append(session)
+        self._ns += took_ns
+        self._right += returns_within(decision, benefit_s) == (gap_s <= benefit_s)
+        if decision.forecast is not None:
+            self._forecasts += 1
+            self._below50 += gap_s <= decision.forecast.quantile(0.5)
+            self._below90 += gap_s <= decision.forecast.quantile(0.9)
+
+    def row(self) -> Row:
+        """Return the figures; ``low`` to ``high`` is the share's 95% interval over sessions."""
+        tested, forecasts = len(self.utilities), self._forecasts
+        share, low, high = _ratio(self.utilities, self.best, self.sessions)
+        return {
+            "utility": float(np.mean(self.utilities)),
+            "share": share,
+            "low": low,
+            "high": high,
+            "accuracy": self._right / tested,
+            "cover50": self._below50 / forecasts if forecasts else None,
+            "cover90": self._below90 / forecasts if forecasts else None,
+            "us": self._ns / tested / 1e3,
+        }
+
+
+def replay(make: Callable[[], TurnPolicy], folds: Iterable[Fold]) -> dict[float, Outcome]:
+    """Return outcomes by B. In each fold a new policy learns the other sessions, then is tested."""
+    found = {benefit_s: Outcome() for benefit_s in BENEFITS_S}
+    costs = {benefit_s: Costs(recompute_s=benefit_s) for benefit_s in BENEFITS_S}
+    for fold in folds:
+        policy = make()
+        for session in fold.learned:
+            for gap in session.gaps:
+                policy.observe(gap.turn, gap.gap_s, ended=True)
+        for session in fold.tested:
+            for gap in session.gaps:
+                if isinstance(policy, Clairvoyant):
+                    policy.gap_s = gap.gap_s
+                for benefit_s, outcome in found.items():
+                    begin = time.thread_time_ns()
+                    decision = policy.decide(gap.turn, costs[benefit_s])
+                    took_ns = time.thread_time_ns() - begin
+                    outcome.add(session.split_by, decision, gap.gap_s, benefit_s, took_ns)
+                policy.observe(gap.turn, gap.gap_s, ended=True)
+    return found
+
+
+def difference(ours: Outcome, other: Outcome) -> Row:
+    """Return our mean utility per gap minus theirs, with a 95% interval over sessions."""
+    differences = np.subtract(ours.utilities, other.utilities)
+    mean, low, high = _ratio(differences, np.ones(len(differences)), ours.sessions)
+    return {"difference": mean, "low": low, "high": high}
+
+
+def _ratio(
+    above: Sequence[float] | Array, below: Sequence[float] | Array, sessions: Sequence[str]
+) -> tuple[float | None, float | None, float | None]:
+    """Return sum over sum with a 95% interval from ``BOOTSTRAPS`` samples of the sessions; None if
+    the second sum is 0."""
+    number = {name: n for n, name in enumerate(dict.fromkeys(sessions))}
+    numbers = [number[name] for name in sessions]
+    tops, bottoms = np.bincount(numbers, above), np.bincount(numbers, below)
+    if not bottoms.sum():
+        return None, None, None
+    drawn = np.random.default_rng(0).integers(len(number), size=(BOOTSTRAPS, len(number)))
+    sums = bottoms[drawn].sum(axis=1)
+    ratios = tops[drawn].sum(axis=1)[sums > 0] / sums[sums > 0]
+    low, high = np.quantile(ratios, [0.025, 0.975])
+    return float(tops.sum() / bottoms.sum()), float(low), float(high)
 
 
 def cases(sources: Mapping[str, Sequence[Session]]) -> Iterator[tuple[str, bool, list[Session]]]:
-    """Each source's name, whether tools are told, and its sessions. Those whose clients named tools
-    come a second time without."""
+    """Yield each source's name, whether tools are named, and its sessions. A source whose clients
+    name tools is yielded again without them."""
     for name, sessions in sources.items():
         if any(session.names_tools for session in sessions):
             yield name, True, list(sessions)
@@ -60,8 +206,12 @@ def cases(sources: Mapping[str, Sequence[Session]]) -> Iterator[tuple[str, bool,
 def measure(
     sources: Mapping[str, Sequence[Session]], label: Label, tick: Callable[[str], None]
 ) -> dict[str, list[Row]]:
-    """All rows. ``label`` says which fold tests a session; ``tick`` is told of every policy and
-    case that is done."""
+    """Return all rows.
+
+    Args:
+        label: returns the fold that tests a session.
+        tick: called after every policy and case.
+    """
     rows: list[Row] = []
     against: list[Row] = []
     for source, tools, sessions in cases(sources):
@@ -87,7 +237,7 @@ def _number(value: object) -> str:
 
 
 def _tables(result: Mapping[str, Sequence[Row]]) -> Iterator[Table]:
-    """One table per case of the shares, and one of how much better ours is."""
+    """Yield two tables per case: shares, and differences to ours."""
     for case in dict.fromkeys((row["source"], row["tools"]) for row in result["rows"]):
         title = f"{case[0]}, {'with' if case[1] else 'without'} tools"
         shares = _table(f"{title}: share of the clairvoyant's utility, by B in seconds")

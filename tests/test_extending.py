@@ -14,7 +14,7 @@ import pytest
 
 from tiered_kv.bench.sim.engine.driver import Tiers, simulate
 from tiered_kv.bench.sim.servers.servers import server
-from tiered_kv.bench.sim.study.presets import TIGHT
+from tiered_kv.bench.sim.study.catalogue import TIGHT
 from tiered_kv.bench.sim.workloads.generate import generate
 from tiered_kv.config import load_config
 from tiered_kv.testing.checked_kv import text

@@ -16,7 +16,7 @@ from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions
 from .names import BEHIND_ROUTER, BOUND, CONTROL, LMCACHE, REACH, ROUTER, STOCK, TIERED
 
 SCHEDULER = "tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler"
-REACH_SCHEDULER = "tiered_kv.bench.sim.servers.reach.ReachScheduler"
+REACH_SCHEDULER = "tiered_kv.bench.sim.servers.schedulers.ReachScheduler"
 
 TRACE = "trace.jsonl"
 

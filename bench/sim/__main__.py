@@ -9,15 +9,13 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from tiered_kv.bench.agents.sessions import recording
 from tiered_kv.bench.output import (
     AsJson,
     command_line,
@@ -25,21 +23,16 @@ from tiered_kv.bench.output import (
     only_result_on_stdout,
     progress,
     run_command,
-    show,
 )
 from tiered_kv.bench.paths import ROOT
 from tiered_kv.bench.replay.failures import FAILURES
 from tiered_kv.bench.sim.engine.models import MODELS
 from tiered_kv.bench.sim.servers.servers import BASES, server
-from tiered_kv.bench.sim.studies.bars import draw_bars
-from tiered_kv.bench.sim.studies.catalogue import STUDIES
-from tiered_kv.bench.sim.studies.comparison import markdown, run_comparison
+from tiered_kv.bench.sim.study import catalogue
+from tiered_kv.bench.sim.study.catalogue import FOLD_SEEDS, PRESETS, STUDIES, TABLES
 from tiered_kv.bench.sim.study.cells import CODING_AGENTS, Bench, Cell, Place, Source
-from tiered_kv.bench.sim.study.folds import SEEDS, every_fold, run_folds
-from tiered_kv.bench.sim.study.plot import plot
-from tiered_kv.bench.sim.study.presets import LOADS, PRESETS, TABLES, WITH_OFFLOAD, WITHOUT_OFFLOAD
-from tiered_kv.bench.sim.study.report import report
-from tiered_kv.bench.sim.study.study import Study, run_study, total_cells
+from tiered_kv.bench.sim.study.report import plot, report
+from tiered_kv.bench.sim.study.study import Study, run_study
 from tiered_kv.bench.sim.workloads.generate import GENERATED
 from tiered_kv.sizing.step_cost import GPUS
 
@@ -56,26 +49,24 @@ WORKLOAD_NAMES = f"{', '.join(GENERATED)} and {CODING_AGENTS}"
 
 Gpu = Annotated[str, typer.Option(callback=one_of(GPUS), help=f"One of {', '.join(GPUS)}.")]
 Model = Annotated[str, typer.Option(callback=one_of(MODELS), help=f"One of {', '.join(MODELS)}.")]
-Ranks = Annotated[int, typer.Option(help="GPUs.")]
+Ranks = Annotated[int, typer.Option(help="Number of GPUs.")]
 CpuGib = Annotated[float, typer.Option(help="Size of the CPU tier, GiB.")]
 SsdGib = Annotated[float, typer.Option(help="Size of the SSD tier, GiB.")]
-Jobs = Annotated[int, typer.Option(help="Jobs of a run.")]
+Jobs = Annotated[int, typer.Option(help="Jobs per run.")]
 Traces = Annotated[Path, typer.Option(help="Folder of recordings.")]
-Processes = Annotated[int, typer.Option(help="Runs at the same time.")]
-Out = Annotated[
-    Path, typer.Option(help="Folder of the runs. Those that are there are not made again.")
-]
+Processes = Annotated[int, typer.Option(help="Number of concurrent runs.")]
+Out = Annotated[Path, typer.Option(help="Folder of the runs. Existing runs are not repeated.")]
 CORES = os.cpu_count() or 1
 
 
 def finish(command: Callable[[], int]) -> None:
-    """Carry a command out.
+    """Run a command.
 
     Raises:
         typer.Exit: always, with 1 on a failure that the message on standard error explains.
     """
     # A study in the background outlives a Ctrl-C.
-    stopped = "stopped; the runs that ended are kept"
+    stopped = "stopped; finished runs are kept"
     raise typer.Exit(run_command(command, FAILURES, stopped, signals=(signal.SIGTERM,)))
 
 
@@ -85,19 +76,21 @@ def sweep(
         str | None,
         typer.Option(
             callback=one_of(PRESETS),
-            help=f"Machines and models of a preset instead: {', '.join(PRESETS)}.",
+            help=f"Use the machines and models of a preset: {', '.join(PRESETS)}.",
         ),
     ] = None,
     workloads: Annotated[str, typer.Option(help=f"Of {WORKLOAD_NAMES}.")] = "original",
     policies: Annotated[str, typer.Option(help=f"Of {POLICY_NAMES}.")] = ",".join(
-        WITHOUT_OFFLOAD + WITH_OFFLOAD
+        catalogue.WITHOUT_OFFLOAD + catalogue.WITH_OFFLOAD
     ),
     loads: Annotated[
-        str, typer.Option(help="Shares of the load at which FCFS collapses.")
-    ] = ",".join(map(str, LOADS)),
-    seeds: Annotated[int, typer.Option(help="Runs of a cell, each with a seed.")] = 5,
+        str, typer.Option(help="Load, as a fraction of the load at which FCFS collapses.")
+    ] = ",".join(map(str, catalogue.LOADS)),
+    seeds: Annotated[
+        int, typer.Option(help="Runs per server and load, each with its own seed.")
+    ] = 5,
     pool_tokens: Annotated[
-        int | None, typer.Option(help="Size of the KV pool; what the weights leave if none.")
+        int | None, typer.Option(help="Size of the KV pool. By default, what the weights leave.")
     ] = None,
     jobs: Jobs = 150,
     gpu: Gpu = "rtx4090-24",
@@ -116,10 +109,9 @@ def sweep(
         if preset is not None:
             return PRESETS[preset](str(traces / SESSIONS))
         place = _checked(Place(gpu, model, ranks, pool_tokens, cpu_gib, ssd_gib))
-        servers = tuple(server(name).name for name in policies.split(","))
-        scenes = tuple((place, _source(name, jobs, traces)) for name in workloads.split(","))
-        shares = tuple(float(load) for load in loads.split(","))
-        return Study(scenes, (servers,) * len(scenes), shares, seeds)
+        servers = [server(name).name for name in policies.split(",")]
+        scenes = [((place, _source(name, jobs, traces)), servers) for name in workloads.split(",")]
+        return catalogue.sweep("sweep", scenes, map(float, loads.split(",")), seeds)
 
     finish(lambda: carry_out(study(), processes, out, as_json=as_json))
 
@@ -140,26 +132,19 @@ def table(
 @app.command()
 def folds(
     seeds: Annotated[
-        int, typer.Option(min=2, max=len(SEEDS), help="Runs of a cell, each with a seed.")
-    ] = len(SEEDS),
+        int,
+        typer.Option(
+            min=2, max=len(FOLD_SEEDS), help="Runs per server and load, each with its own seed."
+        ),
+    ] = len(FOLD_SEEDS),
     traces: Traces = TRACES,
     processes: Processes = CORES,
     out: Out = OUT,
     as_json: AsJson = False,
 ) -> None:
-    """Compare with every other policy on machines, jobs and seeds that nothing was tuned on."""
-
-    def compared() -> int:
-        def tell(what: str) -> None:
-            print(what, file=sys.stderr, flush=True)
-
-        chosen = SEEDS[:seeds]
-        with only_result_on_stdout(), Bench(processes, out / "cells") as bench:
-            result = run_folds(every_fold(str(traces / SESSIONS)), bench, tell, chosen)
-        _say(result, as_json=as_json)
-        return 0
-
-    finish(compared)
+    """Compare ours with every other policy, on machines, jobs and seeds it was not tuned on."""
+    study = catalogue.folds(str(traces / SESSIONS), FOLD_SEEDS[:seeds])
+    finish(lambda: carry_out(study, processes, out, as_json=as_json))
 
 
 @app.command()
@@ -171,35 +156,20 @@ def study(
     processes: Processes = CORES,
     out: Out = OUT,
     to: Annotated[
-        Path | None, typer.Option(help="Folder of the drawing; that of the runs if none.")
+        Path | None, typer.Option(help="Folder of the drawing. By default, the folder of the runs.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Answer one question: what a part, a tier, a limit or a machine is worth."""
-
-    def compared() -> int:
-        def tell(what: str) -> None:
-            print(what, file=sys.stderr, flush=True)
-
-        asked = STUDIES[name](str(traces / SESSIONS))
-        with only_result_on_stdout(), Bench(processes, out / "cells") as bench:
-            result = run_comparison(asked, bench, tell)
-        drawn = draw_bars(result, (to or out) / f"study-{name}")
-        if as_json:
-            print(json.dumps(result))
-        else:
-            print(markdown(result), end="")
-            print("\n" + "\n".join(map(str, drawn)))
-        return 0
-
-    finish(compared)
+    """Answer one question: the value of a part, a tier, a limit or a machine."""
+    asked = STUDIES[name](str(traces / SESSIONS))
+    finish(lambda: carry_out(asked, processes, out, as_json=as_json, draw_to=to or out))
 
 
 @app.command()
 def run(
     workload: Annotated[str, typer.Option(help=f"Of {WORKLOAD_NAMES}.")] = "original",
     policy: Annotated[str, typer.Option(help=f"Of {POLICY_NAMES}.")] = "occupancy",
-    jobs_per_s: Annotated[float, typer.Option(help="Rate of arrivals.")] = 1.0,
+    jobs_per_s: Annotated[float, typer.Option(help="Arrival rate.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of jobs and arrivals.")] = 0,
     jobs: Jobs = 50,
     gpu: Gpu = "rtx4090-24",
@@ -210,7 +180,7 @@ def run(
     traces: Traces = TRACES,
     as_json: AsJson = False,
 ) -> None:
-    """Run a single cell, in this process."""
+    """Run one server once, in this process."""
 
     def simulate() -> int:
         with only_result_on_stdout():
@@ -218,7 +188,7 @@ def run(
             source = _source(workload, jobs, traces)
             place = _checked(Place(gpu, model, ranks, None, cpu_gib, ssd_gib))
             summary = Cell.of(place, source, policy, jobs_per_s, seed).run()
-        _say(summary, as_json=as_json)
+        _print(summary, as_json=as_json)
         return 0
 
     finish(simulate)
@@ -229,42 +199,30 @@ def validate(
     traces: Traces = TRACES,
     out: Out = OUT,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the real runs in --out.")
+        bool, typer.Option("--resume", help="Resume from the real runs in --out.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare with closed forms and a real server. Exit with 1 if they disagree."""
+    """Compare with closed forms and a real server. Exits with 1 if they disagree."""
 
     def judge() -> int:
         with only_result_on_stdout():
-            result = compared(traces, out, resume=resume)
-        _say(result, as_json=as_json)
+            os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+            from tiered_kv.bench.sim.validate import validate
+
+            result = validate(traces, out, _tell, resume=resume)
+        _print(result, as_json=as_json)
         good = result["mean_error"] <= 0.15 and result["order_equal"] and result["conserved"]
         return 0 if good else 1
 
     finish(judge)
 
 
-@app.command()
-def held(as_json: AsJson = False) -> None:
-    """Time a scheduler step with 400 held jobs."""
-
-    def measured() -> int:
-        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-        from tiered_kv.bench.sim.validate.held_cost import Crowd, measure
-
-        with only_result_on_stdout():
-            result = measure(Crowd())
-        show("Time of a scheduler step with held jobs over none", result, as_json)
-        return 0
-
-    finish(measured)
-
-
 @app.command("plot")
 def draw(
     to: Annotated[
-        Path | None, typer.Option(help="Folder of the drawings; that of the result if none.")
+        Path | None,
+        typer.Option(help="Folder of the drawings. By default, the folder of the result."),
     ] = None,
     out: Out = OUT,
     as_json: AsJson = False,
@@ -272,7 +230,7 @@ def draw(
     """Draw a result as PNG and SVG."""
 
     def drawn() -> int:
-        paths = [str(path) for path in plot(_result(out)["rows"], to or out)]
+        paths = [str(path) for path in plot(_last_result(out), to or out)]
         print(json.dumps({"files": paths}) if as_json else "\n".join(paths))
         return 0
 
@@ -284,67 +242,51 @@ def write_report(out: Out = OUT, as_json: AsJson = False) -> None:
     """Print a result as Markdown."""
 
     def written() -> int:
-        said = report(_result(out))
-        print(json.dumps({"markdown": said}) if as_json else said, end="")
+        text = report(_last_result(out))
+        print(json.dumps({"markdown": text}) if as_json else text, end="")
         return 0
 
     finish(written)
 
 
-def carry_out(study: Study, processes: int, out: Path, *, as_json: bool) -> int:
-    """Run a study, keep and print its result. Each run counts on a bar. Returns 0."""
-    with progress() as bar:
+def carry_out(
+    study: Study, processes: int, out: Path, *, as_json: bool, draw_to: Path | None = None
+) -> int:
+    """Run a study, and keep and print its result. Returns 0.
+
+    Args:
+        draw_to: folder of the drawing; None draws nothing.
+    """
+    with progress() as bar, only_result_on_stdout():
         bar.disable = as_json or not sys.stderr.isatty()
-        task = bar.add_task("runs", total=total_cells(study))
+        task = bar.add_task("runs", total=study.total_runs)
 
         def tell(what: str) -> None:
             bar.update(task, description=what)
             if bar.disable:
-                print(what, file=sys.stderr, flush=True)
+                _tell(what)
 
         with Bench(processes, out / "cells", lambda _: bar.advance(task)) as bench:
             result = run_study(study, bench, tell)
     (out / RESULT).write_text(json.dumps(result))
+    paths = [] if draw_to is None else plot(result, draw_to)
     if as_json:
         print(json.dumps(result))
     else:
         print(report(result), end="")
-        print(f"\nruns in {out}; draw them with: python -m bench.sim plot --out {out}")
+        for path in paths:
+            print(path)
+        if "scenes" in result:
+            print(f"\nruns in {out}; draw them with: python -m bench.sim plot --out {out}")
     return 0
 
 
-def compared(traces: Path, out: Path, *, resume: bool) -> dict[str, Any]:
-    """Compare the simulator with closed forms and a real server."""
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    import tiered_kv.bench.sim.validate.validity as validity
-    from tiered_kv.bench.sim.validate.real import compare
-
-    def tell(what: str) -> None:
-        print(what, file=sys.stderr, flush=True)
-
-    tell("closed forms")
-    lost = validity.not_conserved()
-    forms = {
-        "job_alone_error": validity.job_alone_error(),
-        "saturated_link_error": validity.saturated_link_error(),
-    }
-    fitted, servers, notes = compare(recording(traces, "miniswe"), out, tell, resume=resume)
-    pairs = [(one.real_s, one.simulated_s) for one in servers]
-    return {
-        "mean_error": max(abs(one.error) for one in servers),  # of means, the worst
-        "order_equal": validity.equal_orders(pairs),
-        "conserved": not lost,
-        **forms,
-        "lost": lost,
-        "servers": [{**asdict(one), "error": one.error} for one in servers],
-        "cost": asdict(fitted.cost),
-        "overhead_s": fitted.overhead_s,
-        "notes": notes,  # the real runs were not evenly measured
-    }
+def _tell(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
 
 
 def _checked(place: Place) -> Place:
-    place.machine()  # says what is wrong with it before anything runs
+    place.machine()  # reports what is wrong with it before anything runs
     return place
 
 
@@ -352,19 +294,18 @@ def _source(name: str, jobs: int, traces: Path) -> Source:
     return Source(name, jobs, str(traces / SESSIONS) if name == CODING_AGENTS else "")
 
 
-def _say(result: Mapping[str, Any], *, as_json: bool) -> None:
+def _print(result: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result))
     else:
         Console().print_json(data=result)
 
 
-def _result(folder: Path) -> dict[str, Any]:
-    path = folder / RESULT
+def _last_result(folder: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        found: dict[str, Any] = json.loads((folder / RESULT).read_text())
     except OSError as error:
-        raise ValueError(f"no result in {folder}: run sweep or table first ({error})") from error
+        raise ValueError(f"no result in {folder}: run a study first ({error})") from error
     return found
 
 

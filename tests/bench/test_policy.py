@@ -15,12 +15,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.bench.forecast.clairvoyant import Clairvoyant
-from tiered_kv.bench.forecast.folds import Fold, fold_of, in_folds
-from tiered_kv.bench.forecast.gaps import Gap, Session, read_sources
-from tiered_kv.bench.forecast.replay import BENEFITS_S, Outcome, difference, replay, utility
+from tiered_kv.bench.gaps import Gap, Session, read_sources
 from tiered_kv.bench.paths import ROOT, TRACES
-from tiered_kv.bench.policy import OURS, measure
+from tiered_kv.bench.policy import (
+    BENEFITS_S,
+    OURS,
+    Fold,
+    Outcome,
+    difference,
+    fold_of,
+    in_folds,
+    measure,
+    replay,
+    utility,
+)
+from tiered_kv.bench.sim.servers.foresight import Clairvoyant
 from tiered_kv.policies.base import NO_TOOL, Costs, Decision, JobKey, Tier, ToolUse, TurnEnd
 from tiered_kv.policies.registry import POLICIES
 from tiered_kv.policies.tier_choice import Occupancy

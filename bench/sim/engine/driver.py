@@ -10,17 +10,16 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 
-from tiered_kv.bench.sim.servers.ordering import Ordering
-from tiered_kv.bench.sim.servers.servers import CLAIRVOYANT, KnownGaps, KnownJobs, Server
-from tiered_kv.bench.sim.servers.thunderagent import EVERY_S, Gate
+from tiered_kv.bench.sim.servers.arrivals import GATE_EVERY_S, Gate, Ordering
+from tiered_kv.bench.sim.servers.foresight import KnownGaps, KnownJobs
+from tiered_kv.bench.sim.servers.servers import CLAIRVOYANT, Server
 from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, Workload
 from tiered_kv.pages.cpu_index import PromotedPages
 from tiered_kv.policies.base import TurnPolicy
 
 from .machines import Machine
 from .metrics import JobRecord, Outcome, TurnRecord
-from .substitutes import BEGIN_S
-from .virtual_clock_engine import Answer, Ask, Engine
+from .virtual_clock_engine import BEGIN_S, Answer, Ask, Engine
 
 POLL_S = 0.01
 """Seconds by which time goes on when the engine waits for nothing that has a time."""
@@ -165,7 +164,7 @@ class _Run:
             while self._left:
                 while self._events and self._events[0][0] <= engine.now:
                     heapq.heappop(self._events)[2]()
-                self._ordering.look(engine.scheduler, engine.now)
+                self._ordering.put_starved_first(engine.scheduler, engine.now)
                 before = engine.now
                 if engine.busy:
                     for answer in engine.step(self._next_arrival()):
@@ -216,7 +215,7 @@ class _Run:
     def _tick(self, gate: Gate) -> None:
         gate.tick()
         if self._left:
-            self._at(self.engine.now + EVERY_S, lambda: self._tick(gate))
+            self._at(self.engine.now + GATE_EVERY_S, lambda: self._tick(gate))
 
     # -- jobs -----------------------------------------------------------------------
 

@@ -9,17 +9,22 @@ between, so that only the simulator's own time is saved.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tiered_kv.bench.sim.servers.ablated import Ablated
-from tiered_kv.bench.sim.servers.reach import REACH_BLOCKS, ReachScheduler
-from tiered_kv.bench.sim.servers.servers import Order, Server
-from tiered_kv.bench.sim.servers.static_batches import StaticBatchScheduler
+from tiered_kv.bench.sim.servers.arrivals import Order
+from tiered_kv.bench.sim.servers.foresight import Ablated
+from tiered_kv.bench.sim.servers.schedulers import (
+    REACH_BLOCKS,
+    ReachScheduler,
+    StaticBatchScheduler,
+)
+from tiered_kv.bench.sim.servers.servers import Server
 from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.runtime.policy_state import PolicyState
+from tiered_kv.connectors.runtime.step_timer import StepTimer
 from tiered_kv.connectors.vllm.engine_scheduler import ContinuumScheduler
 from tiered_kv.connectors.vllm.envelopes import TieredHandshake, TieredWorkerMetadata
 from tiered_kv.messages import Handshake, Speeds, StoredPages
@@ -27,6 +32,7 @@ from tiered_kv.orders import RestoreMode
 from tiered_kv.page_group import KvKind
 from tiered_kv.policies.admission.working_set import JobForecast
 from tiered_kv.policies.base import TurnPolicy
+from tiered_kv.policies.cache.restore_mode import AlwaysRestore
 from tiered_kv.storage.notebook import NoNotebook
 from tiered_kv.testing.vllm.changes import given
 from tiered_kv.testing.vllm.engine import EngineSize, engine_config, kv_config, make_scheduler
@@ -34,16 +40,19 @@ from tiered_kv.tiers import SSD, StoreId
 
 from .lookups import RememberedLookups
 from .machines import Machine
-from .settings import connector_settings
-from .substitutes import BEGIN_S, ChunkedRestore, LeapTimer
 from .worker import SimWorker
 
+BEGIN_S = 1000.0
+"""Start of the clock: connectors may take 0 for never."""
 LONGEST_LEAP = 64
-"""Decode steps taken at once."""
+"""Most decode steps of a leap."""
 LEAP_WAITING_S = 0.25
-"""The longest leap while requests wait: the connector lets them in by the clock, so much later."""
+"""Longest leap while requests wait: the connector admits them by the clock, that much later."""
 EPOCH_S = 1.8e9 - BEGIN_S
-"""Seconds since the epoch when the clock says 0: a trace tells of moments, equal in every run."""
+"""Seconds since the epoch at 0 of the clock: a trace has the same times in every run."""
+LONGEST_WAIT_S = 86_400.0
+"""Largest limit that can be set on holding a job back. No run lasts as long."""
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +93,62 @@ class Answer:
     cpu: int
     ssd: int
     preempted: int
+
+
+class LeapTimer(StepTimer):
+    """Counts a leap as the many steps of a real engine that it stands for.
+
+    Args:
+        decoded: returns the number of steps so far, with those of leaps.
+    """
+
+    def __init__(self, decoded: Callable[[], int]) -> None:
+        super().__init__()
+        self._decoded = decoded
+        self._seen = 0
+
+    def look(self, now: float, steps: int) -> None:
+        since, self._seen = self._decoded() - self._seen, self._decoded()
+        super().look(now, steps and since)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedRestore(AlwaysRestore):
+    """Restores that end at a chunk of tokens, and have no partial tail."""
+
+    chunk: int
+
+    def usable(self, tokens: int) -> int:
+        return tokens // self.chunk * self.chunk
+
+
+def connector_settings(
+    server: Server, folder: Path, cpu_bytes: float, ssd_bytes: float, trace: Path | None
+) -> dict[str, object] | None:
+    """Return a server's ``kv_connector_extra_config``; None without the connector.
+
+    Args:
+        folder: gets the folder of the SSD tier, if the server has one.
+        trace: file of the connector's trace; None writes none.
+    """
+    if server.policy is None:
+        return None
+    said: dict[str, object] = {
+        "policy": server.policy,
+        "cpu_gib": cpu_bytes / GIB if server.cpu else 0,
+    }
+    if server.eviction is not None:
+        said["eviction"] = server.eviction
+    if server.open:
+        said["admission"] = "off"
+    if server.patient:
+        said["admission_max_wait_s"] = LONGEST_WAIT_S
+    if server.ssd:
+        (folder / "ssd").mkdir(parents=True)
+        said |= {"ssd_path": str(folder / "ssd"), "ssd_gib": ssd_bytes / GIB}
+    if trace is not None:
+        said["trace"] = str(trace)
+    return said
 
 
 @dataclass(slots=True)
@@ -146,9 +211,7 @@ class Engine:
             policy="fcfs" if server.order is Order.ARRIVAL else "priority",
             groups=tuple(replace(group, block_size=block) for group in machine.groups),
         )
-        extra = connector_settings(
-            server, folder, cpu_bytes=cpu_bytes, ssd_bytes=ssd_bytes, trace=trace
-        )
+        extra = connector_settings(server, folder, cpu_bytes, ssd_bytes, trace)
         if extra is not None and policy is not None:
             extra["policy"] = "lru"  # another takes its place
         config = engine_config(folder / "model", size, extra)

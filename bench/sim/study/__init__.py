@@ -1,1 +1,1 @@
-"""Studies: servers under loads, their cells, figures and reports."""
+"""Studies: servers compared on simulated machines, with figures, reports and drawings."""

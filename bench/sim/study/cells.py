@@ -1,7 +1,7 @@
-"""One run's description, and carrying it out: in processes of their own, each run kept in a file.
+"""Cells: single runs of a server on a machine, carried out in processes and kept in files.
 
-A run is told by its cell alone, so the same cell always gives the same figures under the same code,
-and one that was kept need not be run again.
+A cell describes its run completely: the same cell gives the same figures under the same code. So a
+result that was kept is read, and its run is not repeated.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import importlib
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-import tiered_kv.bench.forecast
 import tiered_kv.bench.sim
 import tiered_kv.connectors
 import tiered_kv.policies
@@ -27,21 +26,22 @@ from tiered_kv.bench.sim.engine.machines import Machine, machine
 from tiered_kv.bench.sim.servers.servers import server
 from tiered_kv.bench.sim.workloads.generate import generate
 from tiered_kv.bench.sim.workloads.recorded import coding_agents
-from tiered_kv.bench.sim.workloads.workload import Workload
+from tiered_kv.bench.sim.workloads.workload import SimJob, Workload
 
 CODING_AGENTS = "coding-agents"
 LEFT_OUT = "left_out_"
-"""Begin of the names of figures that tell what was left out."""
+"""Prefix of the figures that count what was left out of a workload."""
 GIB = 1 << 30
 GC_THRESHOLDS = 50_000, 20, 100
-"""Python looks for cycles less often than usual: a run makes few, and many objects."""
+"""Python looks for cycles less often than by default: a run has few cycles and many objects."""
 
 Summary = Mapping[str, float]
+Key = TypeVar("Key", bound=Hashable)
 
 
 @cache
 def code_digest(outside: frozenset[str] = frozenset()) -> str:
-    """Digest of what a run's figures depend on beside its cell: our code, and vLLM's version.
+    """Digest of the code that a run depends on: ours, and vLLM's version.
 
     Args:
         outside: names of further modules.
@@ -49,8 +49,7 @@ def code_digest(outside: frozenset[str] = frozenset()) -> str:
     import vllm
 
     digest = hashlib.sha256(vllm.__version__.encode())
-    simulator = (tiered_kv.bench.sim, tiered_kv.bench.forecast)
-    for package in (*simulator, tiered_kv, tiered_kv.policies, tiered_kv.connectors):
+    for package in (tiered_kv.bench.sim, tiered_kv, tiered_kv.policies, tiered_kv.connectors):
         for folder in package.__path__:
             for file in sorted(Path(folder).rglob("*.py")):
                 digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes())
@@ -61,12 +60,11 @@ def code_digest(outside: frozenset[str] = frozenset()) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Hardware, model and the tiers beside VRAM.
+    """Hardware, model and the tiers below VRAM.
 
     Attributes:
-        pool_tokens: of the KV pool; None: what the weights leave.
-        batched_tokens, max_seqs, long_prefill: see ``Machine``; 0: its own.
-        prefix_caching: False turns it off.
+        pool_tokens: size of the KV pool; None: what the weights leave.
+        batched_tokens, max_seqs, long_prefill: see ``Machine``; 0 for its defaults.
     """
 
     gpu: str
@@ -81,6 +79,11 @@ class Place:
     prefix_caching: bool = True
 
     def machine(self) -> Machine:
+        """Return the machine to simulate.
+
+        Raises:
+            ValueError: unknown GPU or model, or the model does not fit.
+        """
         made = machine(self.gpu, self.model, ranks=self.ranks, pool_tokens=self.pool_tokens)
         return replace(
             made,
@@ -100,8 +103,8 @@ class Source:
     """Source of jobs.
 
     Attributes:
-        workload: name of a generated one, or ``coding-agents``, which are read from ``traces``.
-        jobs: how many.
+        workload: name of a generated workload, or ``coding-agents``, recorded in ``traces``.
+        jobs: number of jobs.
     """
 
     workload: str
@@ -109,34 +112,30 @@ class Source:
     traces: str = ""
 
     def jobs_for(self, place: Machine, seed: int) -> Workload:
-        """The jobs of a seed that fit into a machine."""
-        generated = self.workload != CODING_AGENTS
-        made = (
-            generate(self.workload, self.jobs, seed)
-            if generated
-            else coding_agents(Path(self.traces))
-        )
-        block = place.block or made.block
-        fit = made.that_fit(place.pool_tokens - 2 * place.beside(block), place.max_len)
-        if generated:
-            return fit
+        """Return the jobs of a seed that fit into a machine."""
+        if self.workload != CODING_AGENTS:
+            return _fitting(generate(self.workload, self.jobs, seed), place)
+        fit = _fitting(coding_agents(Path(self.traces)), place)
         if not fit.jobs:
             return fit
-        # Other sessions of the record for every seed.
-        first = seed * self.jobs % len(fit.jobs)
-        ring = fit.jobs[first:] + fit.jobs[:first]
-        jobs = tuple(
-            _named(ring[number % len(ring)], number // len(ring)) for number in range(self.jobs)
-        )
-        return replace(fit, jobs=jobs)
+        # Each seed starts at another session of the recording.
+        first, count = seed * self.jobs, len(fit.jobs)
+        numbers = range(self.jobs)
+        jobs = (_copied(fit.jobs[(first + at) % count], at // count) for at in numbers)
+        return replace(fit, jobs=tuple(jobs))
 
 
-def _named(job: Any, copy: int) -> Any:
-    """A copy under a name of its own, its sub-agents too."""
+def _fitting(workload: Workload, place: Machine) -> Workload:
+    apart = place.beside(place.block or workload.block)
+    return workload.that_fit(place.pool_tokens - 2 * apart, place.max_len)
+
+
+def _copied(job: SimJob, copy: int) -> SimJob:
+    """Rename a copy of a job and its sub-agents; copy 0 is the job itself."""
     if not copy:
         return job
     turns = tuple(
-        replace(turn, agents=tuple(_named(agent, copy) for agent in turn.agents))
+        replace(turn, agents=tuple(_copied(agent, copy) for agent in turn.agents))
         for turn in job.turns
     )
     return replace(job, name=f"{job.name}~{copy}", turns=turns)
@@ -144,11 +143,7 @@ def _named(job: Any, copy: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run: what arrives where, how fast.
-
-    Attributes:
-        jobs_per_s: arrival rate.
-    """
+    """One run: a server on a machine, its jobs, and their arrival rate."""
 
     place: Place
     source: Source
@@ -160,7 +155,7 @@ class Cell:
     def of(
         cls, place: Place, source: Source, server_name: str, jobs_per_s: float, seed: int
     ) -> Cell:
-        """The cell; servers without a tier have the same however large it is.
+        """Return the cell. The size of a tier that the server lacks does not distinguish cells.
 
         Raises:
             ValueError: there is no such server.
@@ -175,13 +170,13 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Name of its file: another one once the code has changed, ours or that of a policy or
-        rule from elsewhere."""
+        """File name of the result. It changes with the code, also that of a policy or eviction
+        rule of another package."""
         said = json.dumps([asdict(self), code_digest(server(self.server).outside)], sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()[:24]
 
     def run(self) -> dict[str, float]:
-        """Simulate; returns the outcome's summary, with the sessions and turns left out."""
+        """Simulate. Returns the outcome's summary, and counts of sessions and turns left out."""
         from tiered_kv.bench.sim.engine.driver import Tiers, simulate
 
         place = self.place.machine()
@@ -200,66 +195,63 @@ class Cell:
 
 
 class Bench:
-    """Runs cells on so many processes, and keeps what they gave.
+    """Runs cells in processes, and keeps their results.
 
     Args:
-        folder: of the results; None keeps none.
-        tell: told of every cell that is done.
+        processes: number of concurrent runs.
+        folder: keeps the results; None keeps none.
+        on_done: called with every cell whose result exists.
     """
 
     def __init__(
         self,
         processes: int,
         folder: Path | None,
-        tell: Callable[[Cell], None] = lambda _: None,
+        on_done: Callable[[Cell], None] = lambda _: None,
     ) -> None:
         self._folder = folder
-        self._tell = tell
+        self._on_done = on_done
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(processes, context, initializer=_get_ready)
+        self._pool = ProcessPoolExecutor(processes, context, initializer=_prepare_process)
 
-    def run(self, cells: Iterable[Cell]) -> dict[Cell, dict[str, float]]:
-        """All of them. Those that are kept are read; an interrupt keeps what was run."""
-        wanted = list(dict.fromkeys(cells))
-        found: dict[Cell, dict[str, float]] = {}
-        for cell in wanted:
-            known = self._kept(cell)
-            if known is not None:
-                found[cell] = known
-                self._tell(cell)
-        futures = {self._pool.submit(_run, cell): cell for cell in wanted if cell not in found}
+    def run(self, wanted: Mapping[Key, Sequence[Cell]]) -> dict[Key, list[Summary]]:
+        """Run the cells of each key, or read their results. An interrupt loses no finished run."""
+        found = dict[Cell, Summary]()
+        futures = {}
+        for cell in dict.fromkeys(cell for cells in wanted.values() for cell in cells):
+            kept = self._kept(cell)
+            if kept is None:
+                futures[self._pool.submit(Cell.run, cell)] = cell
+            else:
+                found[cell] = kept
+                self._on_done(cell)
         try:
             for future in as_completed(futures):
                 cell = futures[future]
                 found[cell] = future.result()
                 self._keep(cell, found[cell])
-                self._tell(cell)
+                self._on_done(cell)
         except BaseException:
             for future in futures:
                 future.cancel()
             raise
-        return {cell: found[cell] for cell in wanted}
+        return {key: [found[cell] for cell in cells] for key, cells in wanted.items()}
 
-    def _path(self, cell: Cell) -> Path | None:
-        return None if self._folder is None else self._folder / f"{cell.key}.json"
-
-    def _kept(self, cell: Cell) -> dict[str, float] | None:
-        path = self._path(cell)
-        if path is None or not path.exists():
+    def _kept(self, cell: Cell) -> Summary | None:
+        if self._folder is None:
             return None
         try:
-            said = json.loads(path.read_text())
-            found: dict[str, float] = said["summary"]
-        except (ValueError, KeyError, TypeError):  # it is run again
+            found: Summary = json.loads((self._folder / f"{cell.key}.json").read_text())["summary"]
+        except (OSError, ValueError, KeyError, TypeError):  # missing, or to be replaced
             return None
         return found
 
     def _keep(self, cell: Cell, summary: Summary) -> None:
-        path = self._path(cell)
-        if path is None:
+        if self._folder is None:
             return
+        path = self._folder / f"{cell.key}.json"
         part = path.with_suffix(".part")
         part.write_text(json.dumps({"cell": asdict(cell), "summary": summary}))
         part.replace(path)
@@ -280,15 +272,11 @@ def means(results: Sequence[Summary]) -> dict[str, float]:
     return {name: sum(one[name] for one in results) / len(results) for name in results[0]}
 
 
-def _get_ready() -> None:
-    """In each process, once: what is imported takes longer than a run, and is never garbage."""
+def _prepare_process() -> None:
+    """Import vLLM once per process. The import takes longer than a run, and is never garbage."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     os.environ["OMP_NUM_THREADS"] = "1"
     importlib.import_module("tiered_kv.bench.sim.engine.driver")
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
-
-
-def _run(cell: Cell) -> dict[str, float]:
-    return cell.run()

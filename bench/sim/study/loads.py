@@ -1,97 +1,96 @@
-"""Load that a server bears: the rate of arrivals at which completion times run away."""
+"""Loads: the highest arrival rate that a server bears before its completion times run away."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
-from .cells import Bench, Cell, Place, Source, means
+from .cells import Bench, Cell, Key, Place, Source, means
 
+FCFS = "fcfs"
+"""Stock vLLM, whose collapse sets every load."""
 STABLE_TIMES = 3.0
-"""A server is stable while the mean job takes at most so many times what one alone takes."""
+"""A server is stable while its mean job takes at most this many times as long as a job alone."""
 ALONE_JOBS_PER_S = 1e-5
-"""Rate of arrivals at which no two jobs meet."""
+"""Arrival rate at which no two jobs meet."""
 STEP = 1.04
 """Factor within which the rate of collapse is found."""
-MOST_DOUBLINGS = 12
-SEARCH_SEEDS = 2
+MOST_STRIDES = 12
+
+Scene = tuple[Place, Source]
+"""A machine with the jobs that arrive there."""
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """Question for the load that a server bears.
+class Load:
+    """Limits of a scene.
 
     Attributes:
-        alone_s: mean completion time of a job alone.
+        alone_s: mean completion time of a job that has stock vLLM to itself.
+        stable: highest rate at which each server is stable, jobs/s, by its name.
     """
 
-    place: Place
-    source: Source
-    server: str
     alone_s: float
-
-    def cells(self, rate: float, seeds: Sequence[int]) -> list[Cell]:
-        return [Cell.of(self.place, self.source, self.server, rate, seed) for seed in seeds]
-
-    @property
-    def guess(self) -> float:
-        """The rate at which the contexts of the jobs under way would fill VRAM if all were kept
-        (Little's law: so many jobs are there as arrive while one runs)."""
-        machine = self.place.machine()
-        workload = self.source.jobs_for(machine, 0)
-        beside = machine.beside(machine.block or workload.block)
-        longest = sum(job.longest + beside for job in workload.jobs) / len(workload.jobs)
-        return max(1.0, machine.pool_tokens / longest) / self.alone_s
+    stable: Mapping[str, float]
 
 
-def alone_s(
-    bench: Bench, scenes: Sequence[tuple[Place, Source]], seeds: Sequence[int]
-) -> list[float]:
-    """Mean completion time of jobs that have stock vLLM to themselves, in each scene."""
-    asked = [Question(*scene, "fcfs", 0.0).cells(ALONE_JOBS_PER_S, seeds) for scene in scenes]
-    found = bench.run(cell for cells in asked for cell in cells)
-    return [means([found[cell] for cell in cells])["mean_s"] for cells in asked]
+def find_loads(
+    bench: Bench,
+    scenes: Collection[Scene],
+    seeds: Sequence[int],
+    servers: Sequence[str] = (FCFS,),
+) -> dict[Scene, Load]:
+    """Find what each of the servers bears in each scene. All searches run concurrently, because
+    the next rate of one is known only after its last run."""
 
+    def cells(scene: Scene, server: str, rate: float) -> list[Cell]:
+        return [Cell.of(*scene, server, rate, seed) for seed in seeds]
 
-def highest_stable(
-    bench: Bench, questions: Sequence[Question], seeds: Sequence[int]
-) -> list[float]:
-    """The highest rate, jobs a second, at which each of the servers is stable over these seeds.
-    All of them are looked for at a time: what to try next is known only when a rate was tried."""
-    searches = {question: search(question.guess) for question in questions}
-    tried = {question: next(one) for question, one in searches.items()}
-    found: dict[Question, float] = {}
+    def mean_s(wanted: Mapping[Key, Sequence[Cell]]) -> dict[Key, float]:
+        return {key: means(runs)["mean_s"] for key, runs in bench.run(wanted).items()}
+
+    alone = mean_s({scene: cells(scene, FCFS, ALONE_JOBS_PER_S) for scene in scenes})
+    searches = {
+        (scene, server): search(first_guess(scene, alone[scene]))
+        for scene in scenes
+        for server in servers
+    }
+    tried = {one: next(looking) for one, looking in searches.items()}
+    found = dict[tuple[Scene, str], float]()
     while tried:
-        asked = {question: question.cells(rate, seeds) for question, rate in tried.items()}
-        results = bench.run(cell for cells in asked.values() for cell in cells)
-        for question, cells in asked.items():
-            mean_s = means([results[cell] for cell in cells])["mean_s"]
+        took = mean_s({one: cells(*one, rate) for one, rate in tried.items()})
+        for one, took_s in took.items():
             try:
-                tried[question] = searches[question].send(mean_s <= STABLE_TIMES * question.alone_s)
+                tried[one] = searches[one].send(took_s <= STABLE_TIMES * alone[one[0]])
             except StopIteration as end:
-                found[question] = end.value
-                del tried[question]
-    return [found[question] for question in questions]
+                found[one] = end.value
+                del tried[one]
+    return {
+        scene: Load(alone[scene], {server: found[scene, server] for server in servers})
+        for scene in scenes
+    }
 
 
-def borne_by_stock(
-    bench: Bench, scenes: Sequence[tuple[Place, Source]], seeds: Sequence[int]
-) -> dict[tuple[Place, Source], float]:
-    """The highest rate, jobs a second, that stock vLLM just bears in each scene."""
-    alone = alone_s(bench, scenes, seeds)
-    questions = [Question(*scene, "fcfs", one) for scene, one in zip(scenes, alone, strict=True)]
-    return dict(zip(scenes, highest_stable(bench, questions, seeds), strict=True))
+def first_guess(scene: Scene, alone_s: float) -> float:
+    """Return the rate at which the contexts of concurrent jobs would fill VRAM if all were kept,
+    jobs/s. By Little's law as many jobs run as arrive during one."""
+    place, source = scene
+    machine = place.machine()
+    workload = source.jobs_for(machine, 0)
+    beside = machine.beside(machine.block or workload.block)
+    longest = sum(job.longest + beside for job in workload.jobs) / len(workload.jobs)
+    return max(1.0, machine.pool_tokens / longest) / alone_s
 
 
 def search(guess: float) -> Generator[float, bool, float]:
-    """Ask of rates whether they are stable; ends with the highest that is, within a factor of
-    ``STEP``. Rates are powers of STEP, so that the same are asked for again."""
+    """Yield rates, and receive whether each is stable. Returns the highest stable one, within a
+    factor of ``STEP``. Rates are powers of STEP, so that kept runs are found again."""
     at = round(math.log(guess) / math.log(STEP))
     stride = 16
     low: int | None = None
     high: int | None = None
-    for _ in range(MOST_DOUBLINGS):
+    for _ in range(MOST_STRIDES):
         if (yield STEP**at):
             low = at
             at += stride
@@ -109,8 +108,3 @@ def search(guess: float) -> Generator[float, bool, float]:
         else:
             high = middle
     return STEP**low
-
-
-def closed(mean_s: float, fcfs_s: float, infinite_s: float) -> float:
-    """Share of the way from FCFS to infinite VRAM."""
-    return (fcfs_s - mean_s) / (fcfs_s - infinite_s)

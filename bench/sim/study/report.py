@@ -1,41 +1,241 @@
-"""A study's rows as Markdown."""
+"""Results of studies as Markdown, and as drawings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from .plot import by_scene
+from tiered_kv.bench.agents.plotting import COLOURS, MARKERS, PlotError, matplotlib_modules
+from tiered_kv.bench.sim.engine.metrics import TIERS
+
+from .loads import FCFS
+from .study import INFINITE
+
+TIER_COLOURS = {"vram": COLOURS[1], "cpu": COLOURS[6], "ssd": COLOURS[5], "recomputed": COLOURS[3]}
+BAR_INCHES = 0.24
 
 Row = Mapping[str, Any]
 
 
+# -- Markdown ---------------------------------------------------------------------------
+
+
 def report(result: Mapping[str, Any]) -> str:
-    """A table for every scene: mean completion time and P95 for each load, seconds."""
-    parts = []
-    for scene, rows in by_scene(result["rows"]).items():
-        parts.append(_table(scene, rows))
+    """Return the tables of a result: for servers over loads one per scene, else one."""
+    if "folds" in result:
+        return _folds_table(result)
+    if "figure" in result:
+        return _cases_table(result)
+    parts = [_loads_table(scene, rows) for scene, rows in by_scene(result["rows"]).items()]
     ratio = result.get("stable_load_ratio")
     if ratio is not None:
-        parts.append(f"Highest stable load over FCFS's, in the worst of these: {ratio:.2f}.")
-    return "\n\n".join(parts) + "\n"
+        parts.append(f"Highest stable load over FCFS's, in the worst of these: {ratio:.2f}.\n")
+    return "\n".join(parts)
 
 
-def _table(scene: Sequence[str], rows: Sequence[Row]) -> str:
-    loads = sorted({row["load"] for row in rows})
+def by_scene(rows: Sequence[Row]) -> dict[tuple[str, ...], list[Row]]:
+    """Group rows by workload, hardware, model and CPU memory."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        scene = (row["workload"], row["gpu"], row["model"], f"{row['cpu_gib']:g}GiB")
+        found.setdefault(scene, []).append(row)
+    return found
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    lines.insert(1, f"|{'---|' * len(head)}")
+    return "\n".join(lines) + "\n"
+
+
+def _loads_table(scene: Sequence[str], rows: Sequence[Row]) -> str:
+    """Mean completion time and P95 in seconds, and the closed part, of each policy at each load."""
     workload, gpu, model, cpu = scene
-    first = f"{workload}, {gpu}, {model}, {cpu} of CPU memory"
-    lines = [
-        f"| {first} | " + " | ".join(f"load {load:g}" for load in loads) + " |",
-        "|---|" + "---|" * len(loads),
+    found = {(row["policy"], row["load"]): row for row in rows}
+    loads = sorted({row["load"] for row in rows})
+    head = [f"{workload}, {gpu}, {model}, {cpu} of CPU memory"]
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return ""
+        said = f"{row['mean_s']:.1f} ({row['p95_s']:.0f})"
+        return said if row["closed"] is None else f"{said} {row['closed']:.2f}"
+
+    return _table(
+        head + [f"load {load:g}" for load in loads],
+        (
+            [policy, *(cell(found.get((policy, load))) for load in loads)]
+            for policy in dict.fromkeys(row["policy"] for row in rows)
+        ),
+    )
+
+
+def _cases_table(result: Mapping[str, Any]) -> str:
+    figure = result["figure"]
+    times = "P90, s", "first token, mean and P99, s", "recomputed"
+    return _table(
+        [result["title"], figure, "over the first", *times],
+        (
+            [
+                f"{row['group']}: {row['case']}",
+                f"{row['figures'][figure]:.1f}",
+                _ratio(row["over_first"]),
+                f"{row['figures']['p90_s']:.1f}",
+                f"{row['figures']['ttft_s']:.2f}, {row['figures']['ttft_p99_s']:.2f}",
+                f"{row['figures']['recomputed']:.2f}",
+            ]
+            for row in result["rows"]
+        ),
+    )
+
+
+def _folds_table(result: Mapping[str, Any]) -> str:
+    def seconds(fold: Row, policy: str) -> str:
+        return f"{fold['mean_s'][policy]:.0f} ({fold['p95_s'][policy]:.0f})"
+
+    ratios = "ours over it", "holding jobs over not", "ours over job-reach"
+    table = _table(
+        ["jobs, machine, tiers", "ours: mean s (P95)", "best other", *ratios],
+        (
+            [
+                f"{fold['workload']}, {fold['gpu']}{fold['tiers'].replace('+', ' + ')}",
+                seconds(fold, next(iter(fold["mean_s"]))),
+                f"{fold['best_other']}, {seconds(fold, fold['best_other'])}",
+                *(_ratio(fold[name]) for name in ("over_best", "on_over_off", "over_reach")),
+            ]
+            for fold in result["folds"]
+        ),
+    )
+    return f"{table}\nGeometric mean over the best other: {result['geomean_over_best']:.2f}.\n"
+
+
+def _ratio(over: Mapping[str, float | None]) -> str:
+    if over["low"] is None:
+        return f"{over['value']:.2f}"
+    return f"{over['value']:.2f} ({over['low']:.2f} to {over['high']:.2f})"
+
+
+# -- drawings ---------------------------------------------------------------------------
+
+
+def plot(result: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Draw a result as PNG and SVG, over those that exist.
+
+    Servers over loads give a figure per scene: mean, P95 and speed-up over FCFS by load, and the
+    tiers that prompts came from at the highest one. Cases give one figure of bars with intervals.
+
+    Raises:
+        PlotError: matplotlib is missing, or there is nothing to draw.
+    """
+    if "folds" in result:
+        raise PlotError("folds are not drawn: print their table with report")
+    if not result["rows"]:
+        raise PlotError("no run to draw")
+    folder.mkdir(parents=True, exist_ok=True)
+    if "figure" in result:
+        return _draw_bars(result, folder / f"study-{result['study']}")
+    return [
+        path
+        for scene, rows in by_scene(result["rows"]).items()
+        for path in _draw_loads(scene, rows, folder)
     ]
-    for policy in dict.fromkeys(row["policy"] for row in rows):
-        own = {row["load"]: row for row in rows if row["policy"] == policy}
-        cells = [_cell(own[load]) if load in own else "" for load in loads]
-        lines.append(f"| {policy} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
-def _cell(row: Row) -> str:
-    said = f"{row['mean_s']:.1f} ({row['p95_s']:.0f})"
-    return said if row["closed"] is None else f"{said} {row['closed']:.2f}"
+@contextmanager
+def _figure(base: Path, paths: list[Path], **size: Any) -> Iterator[Any]:
+    """Create a figure, and save it as ``base``.png and .svg. Equal rows give equal files."""
+    matplotlib, figures = matplotlib_modules()
+    with matplotlib.rc_context({"svg.hashsalt": "sim", "font.size": 9}):
+        figure = figures.Figure(**size, layout="constrained")
+        yield figure
+        paths += [base.with_suffix(".png"), base.with_suffix(".svg")]
+        figure.savefig(paths[-2], dpi=130)
+        figure.savefig(paths[-1], metadata={"Date": None})
+
+
+def _draw_loads(scene: Sequence[str], rows: Sequence[Row], folder: Path) -> list[Path]:
+    paths = list[Path]()
+    base = folder / "-".join(scene).replace(" ", "").replace(".", "_")
+    with _figure(base, paths, figsize=(15, 4.6)) as figure:
+        means, tails, gains, tiers = figure.subplots(1, 4)
+        figure.suptitle(f"{scene[0]} on {scene[1]}, {scene[2]}, {scene[3]} of CPU memory")
+        policies = list(dict.fromkeys(row["policy"] for row in rows))
+        for at, policy in enumerate(policies):
+            own = [row for row in rows if row["policy"] == policy]
+            own.sort(key=lambda row: row["load"])
+            loads = [row["load"] for row in own]
+            look = {
+                "color": COLOURS[at % len(COLOURS)],
+                "marker": MARKERS[at % len(MARKERS)],
+                "linestyle": ":" if policy in (FCFS, INFINITE) else "-",
+                "markersize": 4,
+            }
+            means.plot(loads, [row["mean_s"] for row in own], label=policy, **look)
+            tails.plot(loads, [row["p95_s"] for row in own], **look)
+            if policy != FCFS:
+                gains.plot(loads, [1 / row["over_fcfs"] for row in own], **look)
+        for axes, title in ((means, "mean completion time"), (tails, "P95 completion time")):
+            axes.set_title(title)
+            axes.set_ylabel("seconds")
+            axes.set_yscale("log")
+        gains.set_title("speed-up over FCFS, mean")
+        gains.axhline(1.0, color=COLOURS[0], linewidth=0.8)
+        for axes in (means, tails, gains):
+            axes.set_xlabel("load, of FCFS's collapse")
+            axes.grid(alpha=0.3, which="both")
+        _draw_tiers(tiers, rows, policies)
+        handles, labels = means.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=7, frameon=False)
+    return paths
+
+
+def _draw_tiers(axes: Any, rows: Sequence[Row], policies: Sequence[str]) -> None:
+    load = max(row["load"] for row in rows)
+    at_load = {row["policy"]: row for row in rows if row["load"] == load}
+    left = [0.0] * len(policies)
+    for tier in TIERS:
+        shares = [at_load[policy][tier] for policy in policies]
+        axes.barh(policies, shares, left=left, color=TIER_COLOURS[tier], label=tier)
+        left = [a + b for a, b in zip(left, shares, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.set_title(f"where prompts came from at {load:g}")
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.07), ncols=4, frameon=False)
+
+
+def _draw_bars(result: Mapping[str, Any], base: Path) -> list[Path]:
+    """A panel per group. Groups of the same cases have one scale."""
+    groups = dict[str, list[Row]]()
+    for row in result["rows"]:
+        groups.setdefault(row["group"], []).append(row)
+    alike = len({tuple(row["case"] for row in rows) for rows in groups.values()}) == 1
+    heights = [1 + len(rows) for rows in groups.values()]
+    paths = list[Path]()
+    with _figure(base, paths, figsize=(7, 1 + BAR_INCHES * sum(heights))) as figure:
+        panels = figure.subplots(
+            len(groups), 1, sharex=alike, squeeze=False, height_ratios=heights
+        )[:, 0]
+        for axes, (group, rows) in zip(panels, groups.items(), strict=True):
+            over = [row["over_first"] for row in rows]
+            axes.barh(
+                [row["case"] for row in rows],
+                [one["value"] for one in over],
+                color=[COLOURS[at % len(COLOURS)] for at in range(len(rows))],
+                xerr=[[_distance(one, end) for one in over] for end in ("low", "high")],
+                error_kw={"elinewidth": 0.8, "capsize": 1.5},
+            )
+            axes.invert_yaxis()  # the first on top, as in the table
+            axes.axvline(1.0, color=COLOURS[0], linewidth=0.8)
+            axes.grid(alpha=0.3, axis="x")
+            axes.set_title(group, loc="left", fontsize=9)
+        panels[-1].set_xlabel(f"{result['figure']} over that of the first")
+        figure.suptitle(result["title"])
+    return paths
+
+
+def _distance(over: Mapping[str, float | None], end: str) -> float:
+    """Length of one half of an error bar; 0 without an interval."""
+    value, bound = over["value"] or 0.0, over[end]
+    return 0.0 if bound is None else abs(bound - value)

@@ -1,185 +1,258 @@
-"""A study: servers under loads told as shares of the one at which FCFS collapses."""
+"""Studies: groups of servers, each group with the same jobs at the same times in every run.
+
+A group's load is a multiple of the highest arrival rate that stock vLLM bears there. Ratios between
+servers are paired by seed: geometric means, with Student's interval of the logarithms.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .cells import LEFT_OUT, Bench, Cell, Place, Source, Summary, means
-from .loads import (
-    SEARCH_SEEDS,
-    STABLE_TIMES,
-    Question,
-    alone_s,
-    closed,
-    highest_stable,
-)
+from tiered_kv.bench.agents.paired import PairedRatio
+from tiered_kv.bench.sim.engine.metrics import TIERS
 
-FCFS, INFINITE = "fcfs", "infinite"
+from .cells import LEFT_OUT, Bench, Cell, Place, Source, Summary, means
+from .loads import FCFS, STABLE_TIMES, Load, Scene, find_loads
+
+INFINITE = "infinite"
+ROW_FIGURES = ("mean_s", "p95_s", "p50_s", "p99_s", "ttft_s", *TIERS, "preempted", "dropped")
+FIGURES = ("mean_s", "p50_s", "p90_s", "p95_s", "ttft_s", "ttft_p99_s", "makespan_s", "recomputed")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A server on a machine.
+
+    Attributes:
+        label: unique in its group.
+        place: the machine; None for the group's.
+    """
+
+    label: str
+    server: str
+    place: Place | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Servers that get the same jobs at the same times.
+
+    Attributes:
+        place: machine on which stock vLLM sets the load.
+        load: arrival rate over the highest that stock vLLM bears; None for jobs that all arrive
+            at the start.
+    """
+
+    label: str
+    place: Place
+    source: Source
+    cases: tuple[Case, ...]
+    load: float | None
+
+    @property
+    def scene(self) -> Scene:
+        return self.place, self.source
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Results of a group.
+
+    Attributes:
+        limits: of its scene; None without a load.
+        runs: summaries of each case by its label, one per seed.
+    """
+
+    group: Group
+    jobs_per_s: float
+    limits: Load | None
+    runs: Mapping[str, Sequence[Summary]]
+
+    def mean(self, label: str, figure: str) -> float:
+        return means(self.runs[label])[figure]
+
+    def over(self, label: str, other: str, figure: str = "mean_s") -> PairedRatio:
+        """Ratio of a figure of two cases."""
+        ours, theirs = ([one[figure] for one in self.runs[name]] for name in (label, other))
+        return PairedRatio.of(ours, theirs)
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """Subject of the measurement.
+    """Groups to run, and what to make of the results.
 
     Attributes:
-        scenes: places with the jobs that they get.
-        servers: for each place, by its index in ``scenes``.
-        loads: arrival rates over that of FCFS's collapse.
-        stable_for: servers whose own collapse is looked for as well.
+        name: of its files.
+        seeds: of jobs and arrivals.
+        search: seeds on which loads are found.
+        result: returns the JSON object of the measured groups.
+        stable_for: servers whose highest stable load is found, too.
     """
 
-    scenes: tuple[tuple[Place, Source], ...]
-    servers: tuple[tuple[str, ...], ...]
-    loads: tuple[float, ...]
-    seeds: int
+    name: str
+    groups: tuple[Group, ...]
+    seeds: Sequence[int]
+    search: Sequence[int]
+    result: Callable[[Study, Sequence[Measured]], dict[str, Any]]
     stable_for: tuple[str, ...] = ()
 
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """A place's jobs, and the loads found for them.
-
-    Attributes:
-        alone_s: mean completion time of a job alone.
-        collapse: jobs a second that FCFS just bears.
-        stable: the same of other servers, over FCFS's.
-    """
-
-    place: Place
-    source: Source
-    alone_s: float
-    collapse: float
-    stable: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A server under a load, means over seeds.
-
-    Attributes:
-        closed: share of the way from FCFS to infinite VRAM by the mean; None where FCFS has not
-            collapsed, or infinite VRAM has.
-        over_fcfs: mean completion time over FCFS's.
-        left_out: sessions and turns that were not played, by the reason.
-    """
-
-    workload: str
-    gpu: str
-    model: str
-    cpu_gib: float
-    policy: str
-    load: float
-    jobs_per_s: float
-    mean_s: float
-    p95_s: float
-    closed: float | None
-    over_fcfs: float
-    p50_s: float
-    p99_s: float
-    ttft_s: float
-    vram: float
-    cpu: float
-    ssd: float
-    recomputed: float
-    preempted: float
-    dropped: float
-    left_out: Mapping[str, float]
+    @property
+    def total_runs(self) -> int:
+        """Number of runs, without those that search for loads."""
+        return len(self.seeds) * sum(len(group.cases) for group in self.groups)
 
 
 def run_study(study: Study, bench: Bench, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Find the loads, run everything, and put it into rows."""
+    """Find the loads, run every case on every seed, and return the result as a JSON object."""
     tell("loads")
-    scenes = _find_loads(study, bench)
+    scenes = dict.fromkeys(group.scene for group in study.groups if group.load is not None)
+    limits = find_loads(bench, scenes, study.search, (FCFS, *study.stable_for))
     tell("runs")
-    cells = [
-        cell
-        for scene, servers in zip(scenes, study.servers, strict=True)
-        for cell in _cells(scene, servers, study)
+    rates = {
+        group: 1.0 if group.load is None else group.load * limits[group.scene].stable[FCFS]
+        for group in study.groups
+    }
+    found = bench.run(
+        {
+            (group, case.label): [
+                Cell.of(case.place or group.place, group.source, case.server, rates[group], seed)
+                for seed in study.seeds
+            ]
+            for group in study.groups
+            for case in group.cases
+        }
+    )
+    measured = [
+        Measured(
+            group,
+            rates[group],
+            limits.get(group.scene),
+            {case.label: found[group, case.label] for case in group.cases},
+        )
+        for group in study.groups
     ]
-    found = bench.run(cells)
-    made = [
-        row
-        for scene, servers in zip(scenes, study.servers, strict=True)
-        for row in _rows(scene, servers, study, found)
-    ]
-    ratios = [ratio for scene in scenes for ratio in scene.stable.values()]
+    return {"study": study.name, **study.result(study, measured)}
+
+
+# -- results ----------------------------------------------------------------------------
+
+
+def over_loads(study: Study, measured: Sequence[Measured]) -> dict[str, Any]:
+    """Servers over a range of loads: means over seeds, one row per server and load.
+
+    ``closed`` is the part of the gap between stock vLLM and infinite VRAM that a server closes. It
+    is None where stock vLLM has not collapsed, or infinite VRAM has.
+    """
+    limits = {one.group.scene: one.limits for one in measured if one.limits is not None}
+    scenes = [_scene(scene, found, study.stable_for) for scene, found in limits.items()]
+    ratios = [ratio for scene in scenes for ratio in scene["stable"].values()]
     return {
-        "rows": [asdict(row) for row in made],
-        "stable_load_ratio": min(ratios) if ratios else None,
-        "scenes": [asdict(scene) for scene in scenes],
-        "seeds": study.seeds,
+        "rows": [_load_row(one, label) for one in measured for label in one.runs],
+        "stable_load_ratio": min(ratios, default=None),
+        "scenes": scenes,
+        "seeds": len(study.seeds),
     }
 
 
-def _find_loads(study: Study, bench: Bench) -> list[Scene]:
-    seeds = range(min(SEARCH_SEEDS, study.seeds))
-    alone = alone_s(bench, study.scenes, seeds)
-    servers = (FCFS, *study.stable_for)
-    questions = [
-        Question(*scene, server, one_s)
-        for scene, one_s in zip(study.scenes, alone, strict=True)
-        for server in servers
-    ]
-    found = dict(zip(questions, highest_stable(bench, questions, seeds), strict=True))
-    scenes = []
-    for (place, source), one_s in zip(study.scenes, alone, strict=True):
-        collapse, *others = (found[Question(place, source, one, one_s)] for one in servers)
-        stable = {one: rate / collapse for one, rate in zip(study.stable_for, others, strict=True)}
-        scenes.append(Scene(place, source, one_s, collapse, stable))
-    return scenes
+def _scene(scene: Scene, found: Load, stable_for: Sequence[str]) -> dict[str, Any]:
+    place, source = scene
+    return {
+        "place": asdict(place),
+        "source": asdict(source),
+        "alone_s": found.alone_s,
+        "collapse": found.stable[FCFS],  # jobs/s
+        "stable": {name: found.stable[name] / found.stable[FCFS] for name in stable_for},
+    }
 
 
-def _cells(scene: Scene, servers: Sequence[str], study: Study) -> Iterator[Cell]:
-    for load in study.loads:
-        for server in dict.fromkeys((FCFS, INFINITE, *servers)):
-            for seed in range(study.seeds):
-                yield Cell.of(scene.place, scene.source, server, load * scene.collapse, seed)
-
-
-def _rows(
-    scene: Scene, servers: Sequence[str], study: Study, found: Mapping[Cell, Summary]
-) -> Iterator[Row]:
-    for load in study.loads:
-        rate = load * scene.collapse
-
-        def figures(server: str, rate: float = rate) -> dict[str, float]:
-            cells = (
-                Cell.of(scene.place, scene.source, server, rate, n) for n in range(study.seeds)
-            )
-            return means([found[cell] for cell in cells])
-
-        fcfs, infinite = figures(FCFS)["mean_s"], figures(INFINITE)["mean_s"]
-        tells = load > 1 and infinite <= STABLE_TIMES * scene.alone_s and infinite < fcfs
-        for server in dict.fromkeys((FCFS, *servers, INFINITE)):
-            mean = figures(server)
-            yield Row(
-                workload=scene.source.workload,
-                gpu=scene.place.name,
-                model=scene.place.model,
-                cpu_gib=scene.place.cpu_gib,
-                policy=server,
-                load=load,
-                jobs_per_s=rate,
-                closed=closed(mean["mean_s"], fcfs, infinite) if tells else None,
-                over_fcfs=mean["mean_s"] / fcfs,
-                left_out={
-                    name.removeprefix(LEFT_OUT): mean[name]
-                    for name in mean
-                    if name.startswith(LEFT_OUT)
-                },
-                **{
-                    name: mean[name]
-                    for name in Row.__dataclass_fields__
-                    if name in mean and name not in ("load", "jobs_per_s")
-                },
-            )
-
-
-def total_cells(study: Study) -> int:
-    """Runs of the loads; those that look for them come on top."""
-    return sum(
-        len(study.loads) * study.seeds * len({FCFS, INFINITE, *servers})
-        for servers in study.servers
+def _load_row(one: Measured, label: str) -> dict[str, Any]:
+    group, mean = one.group, means(one.runs[label])
+    fcfs, infinite = one.mean(FCFS, "mean_s"), one.mean(INFINITE, "mean_s")
+    collapsed = (
+        one.limits is not None
+        and (group.load or 0) > 1
+        and infinite <= STABLE_TIMES * one.limits.alone_s
+        and infinite < fcfs
     )
+    left_out = {
+        name.removeprefix(LEFT_OUT): value
+        for name, value in mean.items()
+        if name.startswith(LEFT_OUT)
+    }
+    return {
+        "workload": group.source.workload,
+        "gpu": group.place.name,
+        "model": group.place.model,
+        "cpu_gib": group.place.cpu_gib,
+        "policy": label,
+        "load": group.load,
+        "jobs_per_s": one.jobs_per_s,
+        **{name: mean[name] for name in ROW_FIGURES},
+        "closed": closed(mean["mean_s"], fcfs, infinite) if collapsed else None,
+        "over_fcfs": mean["mean_s"] / fcfs,
+        "left_out": left_out,
+    }
+
+
+def closed(mean_s: float, fcfs_s: float, infinite_s: float) -> float:
+    """Return the closed part of the gap between stock vLLM and infinite VRAM."""
+    return (fcfs_s - mean_s) / (fcfs_s - infinite_s)
+
+
+def over_first(
+    title: str, figure: str, study: Study, measured: Sequence[Measured]
+) -> dict[str, Any]:
+    """Each case over the first of its group, by one figure."""
+    return {
+        "title": title,
+        "figure": figure,
+        "load": study.groups[0].load,
+        "seeds": list(study.seeds),
+        "rows": [_case_row(one, label, figure) for one in measured for label in one.runs],
+    }
+
+
+def _case_row(one: Measured, label: str, figure: str) -> dict[str, Any]:
+    first = one.group.cases[0].label
+    return {
+        "group": one.group.label,
+        "case": label,
+        "jobs_per_s": one.jobs_per_s,
+        "over_first": asdict(one.over(label, first, figure)),
+        "figures": {name: one.mean(label, name) for name in FIGURES},
+    }
+
+
+def over_best(study: Study, measured: Sequence[Measured]) -> dict[str, Any]:
+    """The first case of each group over the best of the others, over the second case (itself
+    without holding), and over the last (a bound)."""
+    folds = [_fold_row(one) for one in measured]
+    over = [fold["over_best"] for fold in folds]
+    return {
+        "folds": folds,
+        "geomean_over_best": math.exp(sum(math.log(one["value"]) for one in over) / len(over)),
+        "highest_low": max(one["low"] for one in over),
+        "highest_on_over_off": max(fold["on_over_off"]["value"] for fold in folds),
+        "load": study.groups[0].load,
+        "seeds": list(study.seeds),
+    }
+
+
+def _fold_row(one: Measured) -> dict[str, Any]:
+    ours, off, *others, bound = (case.label for case in one.group.cases)
+    best = min(others, key=lambda label: sum(run["mean_s"] for run in one.runs[label]))
+    return {
+        "gpu": one.group.place.name,
+        "workload": one.group.source.workload,
+        "tiers": one.group.label,
+        "best_other": best,
+        "over_best": asdict(one.over(ours, best)),
+        "on_over_off": asdict(one.over(ours, off)),
+        "over_reach": asdict(one.over(ours, bound)),
+        "promoted_wasted": one.mean(ours, "promoted_wasted"),
+        "mean_s": {label: one.mean(label, "mean_s") for label in one.runs},
+        "p95_s": {label: one.mean(label, "p95_s") for label in one.runs},
+    }

@@ -1,4 +1,4 @@
-"""Answer to a question: the jobs of a trace under their own policy and another, both simulated."""
+"""What another policy would have done: the jobs of a trace, simulated under both."""
 
 from __future__ import annotations
 
@@ -12,34 +12,41 @@ import numpy as np
 
 from tiered_kv.bench.output import only_result_on_stdout
 from tiered_kv.bench.sim.engine.driver import Stalled, simulate
-from tiered_kv.bench.sim.engine.metrics import Outcome
+from tiered_kv.bench.sim.engine.metrics import TIERS
+from tiered_kv.bench.sim.engine.metrics import TurnRecord as SimulatedTurn
 from tiered_kv.bench.sim.servers.servers import Server
 from tiered_kv.config import ENV_PREFIX, TierConfig
 from tiered_kv.policies import registry
 from tiered_kv.trace.trace_header import TraceHeader
+from tiered_kv.trace.turn_record import TurnTokens
 
-from .jobs import RecordedJobs, recorded_jobs
-from .limits import limits
-from .machine import CPU, SSD, costs_of, longest_context, recorded_machine
-from .recording import MOST_TURNS, WhatIfError, read_recording
+from .jobs import Left, RecordedJobs, recorded_jobs
+from .machine import CPU, SSD, RecordedMachine, costs_of, longest_context, recorded_machine
+from .recording import MOST_TURNS, Recording, WhatIfError, read_recording
 
 STOCK = "stock"
-"""Name of vLLM without a connector."""
+"""vLLM without a connector."""
 OBSERVE = "observe"
-"""Mode of a connector that moves nothing: vLLM served as without it."""
-Sources = tuple[int, int, int, int]
-"""Tokens of a prompt: from VRAM, CPU memory and SSD, and computed."""
+"""Mode of a connector that moves nothing: vLLM serves as without it."""
 MOST_SPAN_S = 10 * 365 * 86_400.0
+ALWAYS = (
+    "Arrivals, gaps, prompts and answers are taken to be the same under the other policy: clients "
+    "that wait, give up or ask otherwise on a slower server are not known.",
+    "What a policy had learned before this trace is not in it: both begin anew.",
+    "Costs of a step are those with the recorded connector at work; the other's own are not known.",
+    "What contexts share beyond what was found in the trace is not known.",
+)
+COMPRESSED = "Speeds of compression in CPU memory are assumed: they count only where that is full."
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of some jobs, recorded or simulated.
+    """Figures of recorded or simulated jobs.
 
     Attributes:
-        mean_s, p50_s, p95_s: from a job's first arrival to its last end.
-        vram, cpu, ssd, recomputed: shares of prompt tokens by where they came from.
-        again: tokens that were computed though an earlier turn of the job had them.
+        mean_s, p50_s, p95_s: completion times, from a job's first arrival to its last end.
+        vram, cpu, ssd, recomputed: fractions of prompt tokens by origin.
+        again: tokens recomputed though an earlier turn of the job had them.
     """
 
     mean_s: float
@@ -54,11 +61,11 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class JobTimes:
-    """Times of a job, seconds.
+    """Completion times of a job, seconds.
 
     Attributes:
-        job: as its client calls it; empty if it was of none.
-        recorded_s: as it was. simulated_s, what_if_s: simulated under its own policy and the other.
+        job: its client's name for it; empty for a turn without a job.
+        simulated_s, what_if_s: simulated under its own policy and the other.
     """
 
     job: str
@@ -75,7 +82,7 @@ class WhatIf:
         recorded_policy, policy: the two that are compared.
         job_order: True if requests go in the order of their jobs, under the recorded and the other.
         recorded, simulated, what_if: figures of the trace, and of its simulations.
-        simulated_over_recorded: ratios that tell how far the simulation can be believed.
+        simulated_over_recorded: ratios that show how accurate the simulation is.
         what_if_over_simulated: ratios of the other policy to the recorded one, both simulated.
         costs: of a step of the engine, seconds; ``error`` is their median relative error.
         limits: what this cannot know, a sentence each.
@@ -139,9 +146,14 @@ def what_if(
             ]
     except Stalled as error:
         raise WhatIfError(f"the simulation of {path} comes to a halt: {error}") from error
-    figures = [_simulated(one, found) for one in outcomes]
-    was = _recorded(found)
-    times = [_times(one) for one in outcomes]
+    # Names of simulated jobs are in the order of the workload, and so are outcomes.
+    times = [[job.took_s for job in one.jobs] for one in outcomes]
+    figures = [
+        _figures(took, [job.turns for job in one.jobs], found)
+        for took, one in zip(times, outcomes, strict=True)
+    ]
+    tokens = [[turn.tokens for turn in job.turns] for job in found.jobs]
+    was = _figures([job.took_s for job in found.jobs], tokens, found)
     return WhatIf(
         path=str(path),
         recorded_policy=own,
@@ -214,57 +226,27 @@ def _quiet() -> Iterator[None]:
         os.environ.update(kept)
 
 
-def _times(outcome: Outcome) -> list[float]:
-    """Completion times in the order of the workload, whose names are in order."""
-    return [job.took_s for job in outcome.jobs]
-
-
-def _simulated(outcome: Outcome, found: RecordedJobs) -> Figures:
-    sources = [
-        [(turn.vram, turn.cpu, turn.ssd, turn.recomputed) for turn in job.turns]
-        for job in outcome.jobs
-    ]
-    return _figures(_times(outcome), sources, found)
-
-
-def _recorded(found: RecordedJobs) -> Figures:
-    sources = [
-        [
-            (one.vram, one.cpu, one.ssd, one.recomputed)
-            for one in (turn.tokens for turn in job.turns)
-        ]
-        for job in found.jobs
-    ]
-    return _figures([job.took_s for job in found.jobs], sources, found)
-
-
 def _figures(
-    took: Sequence[float], sources: Sequence[Sequence[Sources]], found: RecordedJobs
+    took: Sequence[float],
+    jobs: Sequence[Sequence[SimulatedTurn | TurnTokens]],
+    found: RecordedJobs,
 ) -> Figures:
-    """Figures of jobs.
+    """Return the figures of jobs.
 
     Args:
-        took: time of each job, seconds.
-        sources: of each job's turns.
+        took: completion time of each job, seconds.
+        jobs: origin of the prompt tokens of each job's turns.
     """
-    vram = cpu = ssd = recomputed = again = 0
-    for job, sent in zip(sources, found.workload.jobs, strict=True):
-        for number, (turn, asked) in enumerate(zip(job, sent.turns, strict=True)):
-            vram, cpu, ssd = vram + turn[0], cpu + turn[1], ssd + turn[2]
-            recomputed += turn[3]
-            again += max(0, turn[3] - asked.added) if number else 0
-    tokens = max(1, vram + cpu + ssd + recomputed)
+    turns = [turn for job in jobs for turn in job]
+    total = {tier: sum(getattr(turn, tier) for turn in turns) for tier in TIERS}
+    tokens = max(1, sum(total.values()))
+    again = 0
+    for job, sent in zip(jobs, found.workload.jobs, strict=True):
+        for turn, asked in zip(job[1:], sent.turns[1:], strict=True):
+            again += max(0, turn.recomputed - asked.added)
     p50, p95 = np.percentile(took, [50, 95]).tolist()
-    return Figures(
-        mean_s=float(np.mean(took)),
-        p50_s=p50,
-        p95_s=p95,
-        vram=vram / tokens,
-        cpu=cpu / tokens,
-        ssd=ssd / tokens,
-        recomputed=recomputed / tokens,
-        again=again,
-    )
+    shares = {tier: count / tokens for tier, count in total.items()}
+    return Figures(float(np.mean(took)), p50, p95, **shares, again=again)
 
 
 def _ratios(figures: Figures, base: Figures) -> dict[str, float]:
@@ -275,3 +257,56 @@ def _ratios(figures: Figures, base: Figures) -> dict[str, float]:
         "p95": (figures.p95_s, base.p95_s),
     }
     return {name: one / other for name, (one, other) in pairs.items() if other > 0}
+
+
+def limits(
+    recording: Recording, place: RecordedMachine, found: RecordedJobs, policy: str
+) -> list[str]:
+    """Return what the answer cannot know, and what it leaves out, a sentence each."""
+    said = [*ALWAYS, *place.assumed]
+    if recording.header.tiers_bytes.get("cpu"):
+        said.append(COMPRESSED)
+    eviction = recording.header.eviction
+    if eviction and eviction not in registry.EVICTION:
+        said.append(f"Pages leave CPU memory by the default rule, not by {eviction!r:.60}.")
+    if ":" in policy:
+        said.append(f"{policy} runs as it is: what it reads from elsewhere is not simulated.")
+    return [*said, *_cut(recording, len(found.jobs)), *_left(found.left)]
+
+
+def _cut(recording: Recording, jobs: int) -> Iterator[str]:
+    turns = len(recording.turns)
+    if recording.cut:
+        yield (
+            f"Only the first {turns:,} turns are simulated, of {jobs:,} jobs: the trace goes on, "
+            "and what ran beside the last of them is missing."
+        )
+    if recording.left_out:
+        yield (
+            f"{recording.left_out:,} turns of other engines are left out: the one that began at "
+            f"{recording.header.started:.0f} as replica {recording.header.replica} has the most."
+        )
+
+
+def _left(left: Left) -> Iterator[str]:
+    if left.empty:
+        yield f"{left.empty:,} turns without an answer are left out."
+    if left.too_long:
+        yield f"{left.too_long:,} jobs are left out, since their contexts fill the whole pool."
+    if left.beside:
+        yield (
+            f"{left.beside:,} turns ran beside others of their job: they are taken for jobs of "
+            "their own, and share nothing with it."
+        )
+    if left.begun:
+        yield (
+            f"{left.begun:,} jobs had begun before the trace: their first turns in it are computed "
+            "whole."
+        )
+    if left.open:
+        yield f"{left.open:,} jobs were still waited for at its end: they end with their last turn."
+    if left.shared:
+        yield (
+            f"{left.shared:,} jobs found some of their first prompts: they are taken to share that "
+            "much with the others of their client."
+        )

@@ -1,6 +1,6 @@
 """Recorded sessions of coding agents as jobs of a simulation.
 
-The file has one session a line (see ``bench.forecast.gaps``): of every request its tokens, those
+The file has one session a line (see ``bench.gaps``): of every request its tokens, those
 shared with the request before, and the gap before it; of every sub-agent its own requests and
 how long it took. A sub-agent begins when the request before it ends, and its parent goes on when
 it is done, as much later as it did in the record.

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from tiered_kv.bench.agents.left_out import LeftOut
-from tiered_kv.json_fields import lines_of, open_lines, read_json
 
 TOO_LONG = "too_long"
 
@@ -132,37 +127,3 @@ class Workload:
         turns = sum(len(one.turns) for job in left for one in job.everyone())
         too_long = self.left_out.get(TOO_LONG, LeftOut()) + LeftOut(len(left), turns)
         return replace(self, jobs=jobs, left_out={**self.left_out, TOO_LONG: too_long})
-
-    def save(self, path: Path) -> None:
-        """Write it as gzipped JSON."""
-        said = {**asdict(self), "hints": self.hints.value}
-        path.write_bytes(gzip.compress(json.dumps(said).encode(), mtime=0))
-
-    @classmethod
-    def load(cls, path: Path) -> Workload:
-        """Read what ``save`` wrote.
-
-        Raises:
-            OSError, ValueError: it cannot be read, or is something else.
-        """
-        try:
-            with open_lines(path) as file:
-                said = read_json(b"".join(lines_of(file)))
-            return cls(
-                said["name"],
-                tuple(_job(job) for job in said["jobs"]),
-                Hints(said["hints"]),
-                said["block"],
-                said["burst"],
-                {reason: LeftOut(**one) for reason, one in said["left_out"].items()},
-            )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is no saved workload: {error!r}") from error
-
-
-def _job(said: Mapping[str, Any]) -> SimJob:
-    turns = tuple(
-        SimTurn(**{**turn, "agents": tuple(_job(agent) for agent in turn["agents"])})
-        for turn in said["turns"]
-    )
-    return SimJob(**{**said, "turns": turns})

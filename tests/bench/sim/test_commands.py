@@ -25,7 +25,7 @@ def test_what_ends_a_replay_with_a_message_ends_validate_so(
     def fail(*_: Path, resume: bool) -> dict[str, Any]:
         raise failure("it cannot be had")
 
-    monkeypatch.setattr("tiered_kv.bench.sim.__main__.compared", fail)
+    monkeypatch.setattr("tiered_kv.bench.sim.validate.validate", fail)
     with pytest.raises(SystemExit) as ended:
         app(["validate"])
     assert ended.value.code == 1
@@ -40,7 +40,7 @@ def test_the_worst_error_of_a_mean_decides_whether_the_simulator_is_believed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = {"mean_error": worst, "order_equal": True, "conserved": True}
-    monkeypatch.setattr("tiered_kv.bench.sim.__main__.compared", lambda *_, resume: found)
+    monkeypatch.setattr("tiered_kv.bench.sim.validate.validate", lambda *_, resume: found)
     with pytest.raises(SystemExit) as ended:
         app(["validate", "--json"])
     assert ended.value.code == code

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from tiered_kv.bench.sim import validate
 from tiered_kv.bench.sim.engine.driver import Tiers, simulate
 from tiered_kv.bench.sim.engine.machines import Machine, machine
 from tiered_kv.bench.sim.engine.metrics import Outcome
 from tiered_kv.bench.sim.engine.models import MODELS
 from tiered_kv.bench.sim.engine.worker import SimWorker
 from tiered_kv.bench.sim.servers.servers import server
-from tiered_kv.bench.sim.validate import validity
 from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
 from tiered_kv.connectors.vllm.kv_groups import planning
 from tiered_kv.messages import Orders
@@ -104,7 +104,7 @@ def test_each_request_reads_and_writes_its_states_once_a_step() -> None:
 def test_every_job_ends_and_nothing_is_lost(place: Machine, name: str) -> None:
     workload = jobs(8)
     outcome = run(place, name, workload)
-    assert validity.check(outcome, workload, place) == []
+    assert validate.check(outcome, workload, place) == []
     assert run(place, name, workload) == outcome, "bit for bit"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,17 +14,16 @@ import pytest
 from tiered_kv.bench.agents.left_out import LeftOut
 from tiered_kv.bench.sim.engine.machines import machine
 from tiered_kv.bench.sim.engine.models import MODELS
-from tiered_kv.bench.sim.servers.ordering import Ordering
-from tiered_kv.bench.sim.servers.servers import BASES, KnownJobs, Order, server
-from tiered_kv.bench.sim.servers.thunderagent import Gate
-from tiered_kv.bench.sim.study.cells import Bench, Cell, Place, Source
-from tiered_kv.bench.sim.study.loads import STEP, Question, closed, highest_stable, search
-from tiered_kv.bench.sim.study.presets import PLACES
-from tiered_kv.bench.sim.validate.validity import equal_orders
+from tiered_kv.bench.sim.servers.arrivals import Gate, Order, Ordering
+from tiered_kv.bench.sim.servers.servers import BASES, server
+from tiered_kv.bench.sim.study.catalogue import PLACES
+from tiered_kv.bench.sim.study.cells import Bench, Cell, Key, Place, Source, Summary
+from tiered_kv.bench.sim.study.loads import STEP, find_loads, first_guess, search
+from tiered_kv.bench.sim.study.study import closed
+from tiered_kv.bench.sim.validate import equal_orders
 from tiered_kv.bench.sim.workloads.generate import GENERATED, generate
 from tiered_kv.bench.sim.workloads.recorded import coding_agents
-from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
-from tiered_kv.policies.base import JobKey
+from tiered_kv.bench.sim.workloads.workload import Hints, Workload
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -76,19 +75,6 @@ def test_clients_that_err_name_the_other_tool() -> None:
         for told, misled in zip(a.turns[:-1], b.turns[:-1], strict=True):
             assert told.gap_s == misled.gap_s
             assert told.tool != misled.tool
-
-
-def test_a_workload_is_kept_and_read_again_as_it_was(tmp_path: Path) -> None:
-    agent = SimJob("a/sub", 0.5, (SimTurn(0, 10, 2, 0.0),))
-    job = SimJob("a", 1.0, (SimTurn(0, 100, 5, 3.0, "ls", (agent,)), SimTurn(105, 9, 1, 0.0)))
-    left_out = {"too_long": LeftOut(3, 9)}
-    workload = Workload("mine", (job,), Hints.NONE, block=64, burst=2, left_out=left_out)
-    path = tmp_path / "workload.json.gz"
-    workload.save(path)
-    assert Workload.load(path) == workload
-    path.write_bytes(gzip.compress(b'{"name": "other"}'))
-    with pytest.raises(ValueError, match="no saved workload"):
-        Workload.load(path)
 
 
 def test_jobs_too_long_for_half_the_pool_are_left_out_and_counted() -> None:
@@ -227,20 +213,6 @@ def test_a_server_may_have_another_eviction_rule_and_parts_from_elsewhere() -> N
         server("tiered_kv.testing.policies:Missing+cpu")
 
 
-def test_who_is_told_of_a_job_knows_how_far_it_will_grow_and_when_it_ends() -> None:
-    known = KnownJobs({"job": [160, 320, 960, 480]}, block=16)
-    job = JobKey("", "job")
-    assert known.ahead(job, 1, 0.0) == ((960 - 160) / 16 / 3, 3.0)
-    known.asked("job", 2)
-    assert known.ahead(job, 1, 0.0) == ((960 - 320) / 16 / 2, 2.0), "its second turn waits"
-    known.asked("job", 3)
-    assert known.ahead(job, 3, 50.0) == (0.0, 1.0), "it will be cut short"
-    known.asked("job", 4)
-    assert known.ahead(job, 4, 50.0) == (0.0, 0.0)
-    known.lengths.ended(5)
-    assert known.ahead(JobKey("", "inferred"), 1, 0.0) == (0.0, 4.0), "as others do"
-
-
 def test_every_machine_of_the_list_holds_its_model() -> None:
     for place in PLACES:
         assert place.machine().pool_tokens > 10_000
@@ -310,36 +282,37 @@ def test_the_highest_stable_rate_is_found(edge: float) -> None:
     assert len(asked) == len(set(asked)), "no rate is asked for twice"
 
 
-def test_a_rate_is_looked_for_where_contexts_fill_the_pool() -> None:
+def test_the_first_rate_tried_is_where_contexts_fill_the_pool() -> None:
     def at(pool_tokens: int) -> float:
         place = Place("h200-141", "llama-3.1-8b", pool_tokens=pool_tokens)
-        return Question(place, Source("swe-agent", 4), "fcfs", alone_s=100.0).guess
+        return first_guess((place, Source("swe-agent", 4)), alone_s=100.0)
 
     assert at(2_000_000) == pytest.approx(2 * at(1_000_000))
     assert at(1_000_000) > 2 * at(60_000) > 2 / 100.0, "there is always room for one"
 
 
-def test_loads_of_all_servers_are_looked_for_together() -> None:
-    """So that no process waits while one of them has a single run left."""
-    place, source = Place("l40s-48", "llama-3.1-8b"), Source("swe-agent", 4)
-    near = Question(place, source, "fcfs", 1.0).guess
+def test_loads_of_all_servers_are_searched_concurrently() -> None:
+    """So that no process is idle while one search has a single run left."""
+    scene = Place("l40s-48", "llama-3.1-8b"), Source("swe-agent", 4)
+    near = first_guess(scene, 1.0)
     edges = {"fcfs": 0.9 * near, "occupancy": 47.0 * near}
     asked: list[int] = []
 
     class Runs:
-        def run(self, cells: Iterable[Cell]) -> dict[Cell, dict[str, float]]:
-            wanted = list(cells)
-            asked.append(len(wanted))
+        def run(self, wanted: Mapping[Key, Sequence[Cell]]) -> dict[Key, list[Summary]]:
+            asked.append(sum(map(len, wanted.values())))
             return {
-                cell: {"mean_s": 1.0 if cell.jobs_per_s <= edges[cell.server] else 3.1}
-                for cell in wanted
+                key: [
+                    {"mean_s": 1.0 if cell.jobs_per_s <= edges[cell.server] else 3.1}
+                    for cell in cells
+                ]
+                for key, cells in wanted.items()
             }
 
-    questions = [Question(place, source, server, 1.0) for server in edges]
-    found = highest_stable(cast("Bench", Runs()), questions, range(2))
-    for rate, edge in zip(found, edges.values(), strict=True):
-        assert rate <= edge <= rate * STEP * 1.0001
-    assert asked[0] == 4
+    found = find_loads(cast("Bench", Runs()), [scene], range(2), tuple(edges))[scene]
+    for name, edge in edges.items():
+        assert found.stable[name] <= edge <= found.stable[name] * STEP * 1.0001
+    assert asked[:2] == [2, 4]
     assert asked[-1] == 2, "one was found before the other"
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from tests.runtime.conftest import MakeRig, make_rig
 from tiered_kv.bench.sim.engine.driver import Tiers, simulate
-from tiered_kv.bench.sim.servers.reach import REACH_BLOCKS, ReachScheduler
+from tiered_kv.bench.sim.servers.schedulers import REACH_BLOCKS, ReachScheduler
 from tiered_kv.bench.sim.servers.servers import server
-from tiered_kv.bench.sim.study.presets import TIGHT
+from tiered_kv.bench.sim.study.catalogue import TIGHT
 from tiered_kv.bench.sim.workloads.generate import generate
 from tiered_kv.testing.vllm.rig import Rig
 

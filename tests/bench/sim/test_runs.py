@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tiered_kv.bench.sim import validate
 from tiered_kv.bench.sim.engine.driver import Tiers, simulate
 from tiered_kv.bench.sim.engine.metrics import Outcome
-from tiered_kv.bench.sim.engine.settings import LONGEST_WAIT_S
-from tiered_kv.bench.sim.engine.virtual_clock_engine import Engine
+from tiered_kv.bench.sim.engine.virtual_clock_engine import LONGEST_WAIT_S, Engine
 from tiered_kv.bench.sim.servers.servers import server
-from tiered_kv.bench.sim.study.cells import Bench, Cell, Place, Source
-from tiered_kv.bench.sim.study.plot import plot
-from tiered_kv.bench.sim.study.presets import TIGHT
-from tiered_kv.bench.sim.study.report import report
-from tiered_kv.bench.sim.study.study import Study, run_study
-from tiered_kv.bench.sim.validate import validity
+from tiered_kv.bench.sim.study.catalogue import TIGHT
 from tiered_kv.bench.sim.workloads.generate import generate
 from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
 
@@ -33,15 +27,15 @@ def run(name: str, workload: Workload | None = None, tiers: Tiers | None = None)
 
 
 def test_a_job_alone_takes_the_sum_of_its_parts() -> None:
-    assert abs(validity.job_alone_error()) < validity.EXACT
+    assert abs(validate.job_alone_error()) < validate.EXACT
 
 
 def test_a_saturated_link_is_what_jobs_wait_for() -> None:
-    assert abs(validity.saturated_link_error()) < 0.02
+    assert abs(validate.saturated_link_error()) < 0.02
 
 
 def test_nothing_is_lost_whatever_the_server() -> None:
-    assert validity.not_conserved() == []
+    assert validate.not_conserved() == []
 
 
 def test_a_run_repeats_bit_for_bit() -> None:
@@ -175,39 +169,4 @@ def test_every_workload_ends_under_every_kind_of_hint(name: str) -> None:
     workload = generate(name, 12, 0).at(RATE, 0)
     for one in ("occupancy", "occupancy+cpu"):
         outcome = run(one, workload)
-        assert validity.check(outcome, workload, SMALL) == []
-
-
-# -- studies ---------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_study_is_measured_once_drawn_and_told(tmp_path: Path) -> None:
-    place = Place("rtx4090-24", "llama-3.1-8b", pool_tokens=20_000, cpu_gib=8.0)
-    study = Study(((place, Source("original", 16)),), (("lru+cpu",),), (0.5, 1.5), seeds=1)
-    seen: list[Cell] = []
-    with Bench(1, tmp_path / "cells", seen.append) as bench:
-        result = run_study(study, bench, lambda _: None)
-    rows = {(row["policy"], row["load"]): row for row in result["rows"]}
-    assert {policy for policy, _ in rows} == {"fcfs", "lru+cpu", "infinite"}
-    assert rows["fcfs", 0.5]["closed"] is None
-    assert rows["fcfs", 0.5]["left_out"] == {"too_long_sessions": 0.0, "too_long_turns": 0.0}
-    assert rows["lru+cpu", 1.5]["over_fcfs"] < 0.9
-    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
-    with Bench(1, tmp_path / "cells") as again:
-        assert run_study(study, again, lambda _: None) == result
-    assert kept == {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
-    assert len(plot(result["rows"], tmp_path)) == 2
-    said = report(json.loads(json.dumps(result)))
-    assert "| lru+cpu |" in said
-    assert len(seen) > 6
-
-
-def test_a_run_that_was_kept_is_not_used_once_the_code_has_changed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cell = Cell.of(TIGHT, Source("original", 2), "fcfs", 1.0, 0)
-    kept = cell.key
-    assert cell.key == kept
-    monkeypatch.setattr("tiered_kv.bench.sim.study.cells.code_digest", lambda outside: "other code")
-    assert cell.key != kept
+        assert validate.check(outcome, workload, SMALL) == []

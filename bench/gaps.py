@@ -1,14 +1,14 @@
 """Recorded agent sessions as turns and the gaps after them, for benchmarks of policies.
 
-What a file is, its content says and not its name:
+The content of a file decides its format, not its name:
 
 - coding-agent sessions (JSON lines with ``reqs``): a gap counts if both of its ends were recorded.
   No tool is named. An answer that called none (``end_turn``) waits for a person, which a server
-  reads in the answer; of all others the tool is not known. Sub-agents are sessions of their own,
-  in their parent's fold. Copies (``dup``) are left out.
+  reads in the answer; the tool of all others is unknown. Sub-agents are sessions of their own, in
+  their parent's fold. Copies (``dup``) are left out.
 - request logs (JSON lines with ``session_id``, ``timestamp``, ``input``, ``output``): from request
-  to request, so a gap is the model's time and the tool's. The tool is read in the answer, tokens
-  are taken for four characters each.
+  to request, so a gap is the model's time and the tool's. The tool is read in the answer, and a
+  token is assumed to have four characters.
 - tool rounds (JSON lines with ``session_id`` and ``tools``): the longest of the round's tools.
 - tool calls (CSV with ``action`` and ``execution_time_s``): one command each.
 """
@@ -35,7 +35,7 @@ CHARS_PER_TOKEN = 4
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A turn's end, and how many seconds later the job's next turn came."""
+    """A turn's end, and the seconds until the job's next turn."""
 
     turn: TurnEnd
     gap_s: float
@@ -46,7 +46,7 @@ class Session:
     """One job.
 
     Attributes:
-        split_by: id whose hash says which fold it is in: its own, or its parent's.
+        split_by: id whose hash decides its fold: its own, or its parent's.
         gaps: in their order; never empty.
         model: name of the model that served most of it; empty if it was not recorded.
     """
@@ -57,12 +57,12 @@ class Session:
 
     @property
     def names_tools(self) -> bool:
-        """True if the client said which tool it used, anywhere."""
+        """True if the client named a tool anywhere."""
         return any(gap.turn.tool not in (None, NO_TOOL) for gap in self.gaps)
 
     def without_tools(self) -> Session:
-        """The same from a client that says nothing of its tools. That an answer calls none, a
-        server sees in the answer."""
+        """Return the session of a client that names no tools. A server still sees in an answer that
+        it calls none."""
         return replace(self, gaps=[_without_tool(gap) for gap in self.gaps])
 
 
@@ -73,8 +73,8 @@ def _without_tool(gap: Gap) -> Gap:
 
 
 def read_sources(folder: Path) -> dict[str, list[Session]]:
-    """The sessions of every file of a folder that holds some, by the file's stem, in the file's
-    order. Other files are named on standard error.
+    """Read the sessions of a folder's files, by the file's stem, in the file's order. Files without
+    sessions are named on standard error.
 
     Raises:
         OSError: the folder or a file cannot be read.

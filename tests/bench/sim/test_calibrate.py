@@ -11,8 +11,7 @@ from tiered_kv.bench.replay.results import JobDone, Run, TurnDone
 from tiered_kv.bench.sim.engine.driver import Tiers, simulate
 from tiered_kv.bench.sim.engine.machines import Machine
 from tiered_kv.bench.sim.servers.servers import server
-from tiered_kv.bench.sim.validate.calibrate import fit
-from tiered_kv.bench.sim.validate.real import UNKNOWN, calibration_jobs
+from tiered_kv.bench.sim.validate import UNKNOWN, calibration_jobs, fit
 from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
 from tiered_kv.sizing.step_cost import StepCost
 

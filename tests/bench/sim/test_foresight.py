@@ -1,4 +1,4 @@
-"""A policy without a part decides as the whole one does, but for that part."""
+"""Policies that know a gap in advance, and policies without one of their parts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from tiered_kv.bench.sim.servers.ablated import Ablated, Part
-from tiered_kv.bench.sim.servers.servers import LACKING, server
-from tiered_kv.policies.base import Costs, JobKey, Rule, Tier, ToolUse, TurnEnd
+from tests.policies.turn_ends import turn_end
+from tiered_kv.bench.sim.servers.foresight import Ablated, Clairvoyant, KnownJobs, Part
+from tiered_kv.bench.sim.servers.servers import BASES, server
+from tiered_kv.policies.base import Costs, Decision, JobKey, Rule, Tier, ToolUse, TurnEnd
 from tiered_kv.policies.tier_choice import Occupancy
 from tiered_kv.tiers import SSD
 
@@ -67,7 +68,33 @@ def test_what_is_left_still_learns() -> None:
 
 
 def test_every_part_has_a_server() -> None:
-    assert set(LACKING.values()) == set(Part)
-    for name, part in LACKING.items():
-        made = server(f"{name}+cpu+ssd")
-        assert (made.policy, made.lacks, made.in_job_order) == ("occupancy", part, True)
+    lacking = {server(name).lacks for name in BASES} - {None}
+    assert lacking == set(Part)
+
+
+@pytest.mark.parametrize(
+    ("gap_s", "price", "made"),
+    [
+        (3.0, 1.0, Decision(Tier.PIN, 3.0)),
+        (11.0, 1.0, Decision(Tier.DROP)),
+        (3.0, 4.0, Decision(Tier.DROP)),
+    ],
+)
+def test_the_clairvoyant_pins_for_just_the_gap(gap_s: float, price: float, made: Decision) -> None:
+    policy = Clairvoyant()
+    policy.gap_s = gap_s
+    assert policy.decide(turn_end(), Costs(recompute_s=10.0, vram_price=price)) == made
+
+
+def test_known_jobs_grow_to_their_longest_context_by_their_last_turn() -> None:
+    known = KnownJobs({"job": [160, 320, 960, 480]}, block=16)
+    job = JobKey("", "job")
+    assert known.ahead(job, 1, 0.0) == ((960 - 160) / 16 / 3, 3.0)
+    known.asked("job", 2)
+    assert known.ahead(job, 1, 0.0) == ((960 - 320) / 16 / 2, 2.0), "its second turn waits"
+    known.asked("job", 3)
+    assert known.ahead(job, 3, 50.0) == (0.0, 1.0), "it will be cut short"
+    known.asked("job", 4)
+    assert known.ahead(job, 4, 50.0) == (0.0, 0.0)
+    known.lengths.ended(5)
+    assert known.ahead(JobKey("", "inferred"), 1, 0.0) == (0.0, 4.0), "as others do"

@@ -1,1 +1,0 @@
-"""Recorded gaps, and the policy that knows them: the ground of benchmarks of forecasts."""

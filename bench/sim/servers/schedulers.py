@@ -1,0 +1,84 @@
+"""Changes to vLLM's scheduler: a pool that forgets nothing, and static batches.
+
+``ReachScheduler`` schedules over a large pool of which running requests may hold little::
+
+    vllm serve MODEL --num-gpu-blocks-override LARGE --scheduler-cls \\
+        tiered_kv.bench.sim.servers.schedulers.ReachScheduler \\
+        --additional-config '{"reach_blocks": N}'
+
+It is a bound that a policy could reach: whatever was computed is found again at no cost, but no
+more contexts run concurrently than in a pool of N blocks. The pool reports the size of the small
+one, and as many free blocks as that would have next to those that requests hold. So vLLM admits and
+preempts as it does in a pool of N blocks. A free block keeps its KV, because the large pool has
+blocks that were never used. Of a preempted request, only the last block, which is not full, is
+recomputed.
+
+``StaticBatchScheduler`` has static batches, as servers had before Orca (Yu et al., OSDI 2022) let
+requests join at every step. When nothing runs, the waiting requests are a batch, as many of them as
+may run. No other request starts before the last of them has ended. An answer is sent when it is
+complete, and not with those of its batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+REACH_BLOCKS = "reach_blocks"
+"""Key of ``--additional-config``: blocks of the small pool, vLLM's null block included."""
+
+
+class _WithinReach:
+    """The change to both of vLLM's schedulers."""
+
+    kv_cache_manager: Any
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
+        pool = self.kv_cache_manager.block_pool
+        blocks = vllm_config.additional_config.get(REACH_BLOCKS)
+        if not isinstance(blocks, int) or not 1 < blocks <= pool.num_gpu_blocks:
+            raise ValueError(
+                f'--additional-config must give "{REACH_BLOCKS}", 2 to {pool.num_gpu_blocks}, '
+                f"not {blocks!r}"
+            )
+        beyond = pool.num_gpu_blocks - blocks
+        free_in_all = pool.get_num_free_blocks
+        pool.get_num_free_blocks = lambda: free_in_all() - beyond
+        pool.num_gpu_blocks = blocks
+
+
+class ReachScheduler(_WithinReach, Scheduler):  # type: ignore[misc]
+    """vLLM's scheduler over a pool that forgets nothing."""
+
+    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the asynchronous scheduler where vLLM would have chosen its own."""
+        if cls is ReachScheduler and vllm_config.scheduler_config.async_scheduling:
+            return AsyncReachScheduler(vllm_config, *args, **kwargs)
+        return super().__new__(cls)
+
+
+class AsyncReachScheduler(_WithinReach, AsyncScheduler):  # type: ignore[misc]
+    """vLLM's asynchronous scheduler over a pool that forgets nothing."""
+
+
+class StaticBatchScheduler(Scheduler):  # type: ignore[misc]
+    """vLLM's synchronous scheduler with static batches."""
+
+    max_num_active_reqs: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._most = self.max_num_active_reqs
+        self._batch: frozenset[str] = frozenset()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedule a step, in which only requests of the batch may start."""
+        left = self._batch & self.requests.keys()
+        if not left:
+            waiting = [request.request_id for request in self.waiting]
+            left = self._batch = frozenset(waiting[: self._most])
+        self.max_num_active_reqs = len(left)
+        return super().schedule(*args, **kwargs)

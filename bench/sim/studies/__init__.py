@@ -1,1 +1,0 @@
-"""Studies of one question each: what a part, a tier, a limit or a machine is worth."""

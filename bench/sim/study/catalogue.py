@@ -1,0 +1,292 @@
+"""Published studies by name: tables, presets of sweeps, folds, and studies of one question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from tiered_kv.bench.sim.workloads.generate import ROLLOUTS, TURNS
+
+from .cells import CODING_AGENTS, Place, Source
+from .loads import FCFS, Scene
+from .study import INFINITE, Case, Group, Study, over_best, over_first, over_loads
+
+SMALL, LARGE, HYBRID = "llama-3.1-8b", "llama-3.1-70b", "nemotron-nano-9b-v2"
+PLACES = (
+    Place("rtx4090-24", SMALL),
+    Place("a100-40", SMALL),
+    Place("l40s-48", SMALL),
+    Place("h100-80", SMALL),
+    Place("h200-141", SMALL),
+    Place("h200-141", LARGE, ranks=2),
+    Place("h100-80", LARGE, ranks=4),
+    Place("a100-40", LARGE, ranks=8),
+)
+"""Machines with the models that fit them."""
+BLOCK = 16
+AMPLE = Place("rtx5090-32", SMALL, pool_tokens=5_402 * BLOCK, cpu_gib=256.0)
+TIGHT = Place("rtx4090-24", SMALL, pool_tokens=3_000 * BLOCK, cpu_gib=256.0)
+LITTLE_DRAM_GIB = 5.0
+RTX4090, L40S, H100 = (Place(gpu, SMALL) for gpu in ("rtx4090-24", "l40s-48", "h100-80"))
+
+WITHOUT_OFFLOAD = (
+    "job-fcfs",
+    "autellix",
+    "infercept",
+    "thunderagent",
+    "continuum-fixed",
+    "continuum",
+    "occupancy",
+)
+WITH_OFFLOAD = ("lru+cpu", "continuum+cpu", "occupancy+cpu")
+LOADS = (0.5, 0.7, 0.9, 1.0, 1.1, 1.3)
+SEARCH_SEEDS = 2
+
+HELD_OUT = 100
+"""First of the seeds on which nothing was tuned. Those below are for tuning."""
+FOLD_SEEDS = range(HELD_OUT, HELD_OUT + 6)
+STUDY_SEEDS = range(HELD_OUT, HELD_OUT + 10)
+LOAD = 1.2
+"""Load of folds and studies, past the collapse of stock vLLM."""
+ORIGINAL, SWE = Source("original", 150), Source("swe-agent", 75)
+CODING_JOBS = 36
+
+
+def sweep(
+    name: str,
+    scenes: Iterable[tuple[Scene, Sequence[str]]],
+    loads: Iterable[float],
+    seeds: int,
+    stable_for: tuple[str, ...] = (),
+) -> Study:
+    """Servers under loads, each scene with its own; stock vLLM and infinite VRAM join them.
+
+    Args:
+        loads: arrival rates over the highest that stock vLLM bears.
+        stable_for: servers whose highest stable load is found, too.
+    """
+    loads = tuple(loads)
+    groups = tuple(
+        Group(
+            f"load {load:g}",
+            *scene,
+            tuple(Case(one, one) for one in dict.fromkeys((FCFS, *servers, INFINITE))),
+            load,
+        )
+        for scene, servers in scenes
+        for load in loads
+    )
+    search = range(min(SEARCH_SEEDS, seeds))
+    return Study(name, groups, range(seeds), search, over_loads, stable_for)
+
+
+def scheduling() -> Study:
+    """Continuum's benchmark on two small GPUs: without offloading, with room for everything in CPU
+    memory, and with little CPU memory."""
+    every = WITHOUT_OFFLOAD + WITH_OFFLOAD
+    capped = replace(AMPLE, cpu_gib=LITTLE_DRAM_GIB)
+    places = ((AMPLE, every), (TIGHT, every), (capped, WITH_OFFLOAD))
+    scenes = [((place, ORIGINAL), servers) for place, servers in places]
+    return sweep("scheduling", scenes, LOADS, 5, stable_for=("occupancy",))
+
+
+TABLES = {"scheduling": scheduling}
+
+
+def paper(traces: str) -> Study:
+    """Coding agents and SWE-agents on every machine and model."""
+    servers = (*WITHOUT_OFFLOAD, "lmcache", *WITH_OFFLOAD)
+    return _everywhere("paper", traces, servers, (0.7, 1.1, 1.3))
+
+
+def limits(traces: str) -> Study:
+    """The same past the collapse of stock vLLM: what ours could gain if it knew each job in
+    advance, and if clients never timed out."""
+    servers = ("continuum", "thunderagent", "occupancy", "occupancy-knowing", "occupancy-patient")
+    return _everywhere("limits", traces, servers, (1.1, 1.3))
+
+
+def hybrid(traces: str) -> Study:
+    """Coding agents on a model of states and full attention, small enough to take minutes."""
+    place = Place("rtx4090-24", HYBRID, cpu_gib=16.0, ssd_gib=64.0)
+    servers = ("occupancy", *WITH_OFFLOAD, "lru+cpu+ssd", "occupancy+cpu+ssd")
+    return sweep("hybrid", [((place, Source(CODING_AGENTS, 24, traces)), servers)], (1.1,), 1)
+
+
+PRESETS = {"paper": paper, "limits": limits, "hybrid": hybrid}
+
+
+def _everywhere(name: str, traces: str, servers: Sequence[str], loads: Sequence[float]) -> Study:
+    sources = Source(CODING_AGENTS, CODING_JOBS, traces), SWE
+    scenes = [((place, source), servers) for place in PLACES for source in sources]
+    return sweep(name, scenes, loads, 2)
+
+
+def folds(traces: str, seeds: Sequence[int] = FOLD_SEEDS) -> Study:
+    """Ours against every other policy with the same tiers, on machines, jobs and seeds on which it
+    was not tuned."""
+    coding = Source(CODING_AGENTS, CODING_JOBS, traces)
+    groups = (
+        fold(RTX4090, coding),
+        fold(RTX4090, SWE),
+        fold(L40S, coding, "+cpu"),
+        fold(L40S, coding, "+cpu+ssd"),
+        fold(L40S, SWE, "+cpu"),
+        fold(H100, coding),
+        fold(H100, coding, "+cpu+ssd"),
+        fold(H100, SWE, "+cpu"),
+    )
+    return Study("folds", groups, seeds, FOLD_SEEDS[:SEARCH_SEEDS], over_best)
+
+
+def fold(place: Place, source: Source, tiers: str = "") -> Group:
+    """One fold: ours first, ours without holding, the others, and the bound last."""
+    others = ["continuum", "infercept", "lru"] if tiers else ["continuum", "infercept"]
+    stock = () if tiers else ("job-fcfs", "autellix", "thunderagent")
+    ours = [name + tiers for name in ("occupancy", "occupancy-open")]
+    servers = (*ours, *stock, *(name + tiers for name in others), "job-reach")
+    return Group(tiers, place, source, tuple(Case(one, one) for one in servers), LOAD)
+
+
+# -- one question each ------------------------------------------------------------------
+
+
+PINS_AND_OFFLOADING = (
+    Case("stock vLLM", "fcfs"),
+    Case("pins, VRAM alone", "occupancy"),
+    Case("offloading, LRU", "lru+cpu"),
+    Case("both", "occupancy+cpu"),
+)
+
+
+def _question(
+    name: str,
+    title: str,
+    groups: Iterable[tuple[str, Place, Source, Sequence[Case]]],
+    *,
+    figure: str = "mean_s",
+    load: float | None = LOAD,
+) -> Study:
+    made = tuple(Group(*scene, tuple(cases), load) for *scene, cases in groups)
+    result = partial(over_first, title, figure)
+    return Study(name, made, STUDY_SEEDS, FOLD_SEEDS[:SEARCH_SEEDS], result)
+
+
+def ablation(traces: str) -> Study:
+    """Value of each of our parts: without tiers, with CPU memory, and with an SSD below it."""
+    coding = Source(CODING_AGENTS, CODING_JOBS, traces)
+    parts = {
+        "all of it": "occupancy",
+        "no pins": "occupancy-unpinned",
+        "no forecast": "occupancy-blind",
+        "no holding": "occupancy-open",
+        "vLLM's order, no holding": "occupancy-alone",
+    }
+    late = {"nothing ahead": "occupancy-late"}
+    tiers = (
+        ("VRAM alone", "", parts),
+        ("64 GiB of CPU memory", "+cpu", parts),
+        ("and an SSD", "+cpu+ssd", parts | late),
+    )
+    groups = [
+        (label, H100, coding, [Case(what, name + tier) for what, name in named.items()])
+        for label, tier, named in tiers
+    ]
+    return _question("ablation", "Parts switched off, one at a time", groups)
+
+
+def ssd(traces: str) -> Study:
+    """Value of an SSD below CPU memory of several sizes."""
+    coding = Source(CODING_AGENTS, CODING_JOBS, traces)
+    cases = (Case("CPU memory", "occupancy+cpu"), Case("and an SSD", "occupancy+cpu+ssd"))
+    groups = [
+        (f"{gib:g} GiB of CPU memory", replace(H100, cpu_gib=gib), coding, cases)
+        for gib in (16.0, 64.0, 256.0)
+    ]
+    return _question("ssd", "An SSD behind CPU memory", groups)
+
+
+def batches(traces: str) -> Study:
+    """vLLM's limits of a step: tokens, requests, and the part of a long prompt."""
+    places = {
+        "8,192 tokens a step": H100,
+        "2,048 tokens a step": replace(H100, batched_tokens=2_048),
+        "512 tokens a step": replace(H100, batched_tokens=512),
+        "2,048 of a long prompt": replace(H100, long_prefill=2_048),
+        "512 of a long prompt": replace(H100, long_prefill=512),
+        "32 requests at once": replace(H100, max_seqs=32),
+        "8 requests at once": replace(H100, max_seqs=8),
+    }
+    groups = [
+        (server, H100, SWE, [Case(label, server, place) for label, place in places.items()])
+        for server in ("fcfs", "occupancy+cpu")
+    ]
+    return _question("batches", "Limits of a step", groups)
+
+
+def turns(traces: str) -> Study:
+    """Gain over stock by the number of a job's turns."""
+    # The same number of jobs: with fewer, arrivals end before a queue has grown.
+    groups = [
+        (f"{count} turns", TIGHT, Source(f"turns-{count}", 100), PINS_AND_OFFLOADING)
+        for count in TURNS
+    ]
+    return _question("turns", "Gain by the number of turns", groups)
+
+
+def gpus(traces: str) -> Study:
+    """Pins against offloading on small and large GPUs."""
+    names = ("rtx4090-24", "rtx5090-32", "a100-40", "l40s-48", "h100-80", "h200-141")
+    groups = [(gpu, Place(gpu, SMALL), SWE, PINS_AND_OFFLOADING) for gpu in names]
+    return _question("gpus", "Pins against offloading", groups)
+
+
+def rollouts(traces: str) -> Study:
+    """A step of reinforcement learning: twelve prompts with a group of agents each, all started
+    together, until all have ended."""
+    cases = (
+        Case("stock vLLM", "fcfs"),
+        Case("jobs in order", "job-fcfs"),
+        Case("offloading, LRU", "lru+cpu"),
+        Case("tiered-kv, VRAM alone", "occupancy"),
+        Case("tiered-kv", "occupancy+cpu"),
+        Case("unlimited VRAM", "infinite"),
+    )
+    source = Source("rollouts", 12 * ROLLOUTS)
+    groups = [
+        (gpu, Place(gpu, SMALL), source, cases) for gpu in ("rtx5090-32", "a100-40", "h100-80")
+    ]
+    return _question("rollouts", "A step of rollouts", groups, figure="makespan_s", load=None)
+
+
+def basics(traces: str) -> Study:
+    """Value of prefix caching, chunks and batches on stock vLLM: mini-vLLM's questions. Contiguous
+    memory and static batches are emulated."""
+    uncached = replace(TIGHT, prefix_caching=False)
+    longest = 4_096  # what a request would reserve, at least the longest context
+    contiguous = replace(uncached, max_seqs=(TIGHT.pool_tokens or 0) // longest)
+    short = (
+        Case("stock vLLM", "fcfs"),
+        Case("4 requests at once", "fcfs", replace(TIGHT, max_seqs=4)),
+        Case("no prefix caching", "fcfs", uncached),
+        Case("contiguous memory (emulated)", "fcfs", contiguous),
+        Case("static batches (emulated)", "in-batches", uncached),
+    )
+    long = (
+        Case("stock vLLM, 8,192 tokens a step", "fcfs"),
+        Case("prompts in one piece", "fcfs", replace(H100, batched_tokens=65_536)),
+        Case("2,048 tokens a step", "fcfs", replace(H100, batched_tokens=2_048)),
+        Case("512 tokens a step", "fcfs", replace(H100, batched_tokens=512)),
+    )
+    groups = (
+        ("Continuum's benchmark", TIGHT, ORIGINAL, short),
+        ("long prompts", H100, SWE, long),
+    )
+    return _question("basics", "Parts of a scheduler", groups, load=0.7)
+
+
+STUDIES: Mapping[str, Callable[[str], Study]] = {
+    one.__name__: one for one in (ablation, ssd, batches, turns, gpus, rollouts, basics)
+}
+"""Each is made from the path of the recorded sessions."""

@@ -1,1 +1,0 @@
-"""Validation of the simulator: closed forms, and a real server."""
