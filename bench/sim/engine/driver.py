@@ -1,4 +1,4 @@
-"""One run: jobs with their arrivals, turns and gaps against one engine, until all are done."""
+"""One run: the jobs of a workload, with their turns and gaps, on one engine until all finish."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from .metrics import JobRecord, Outcome, TurnRecord
 from .virtual_clock_engine import BEGIN_S, Answer, Ask, Engine
 
 POLL_S = 0.01
-"""Seconds by which time goes on when the engine waits for nothing that has a time."""
+"""Seconds between steps while the engine waits for nothing that has a known time."""
 STALLED_S = 600.0
-"""Without any progress: the run has failed."""
+"""Seconds without progress after which a run has failed."""
 DRAIN_S = 120.0
-"""Seconds after the last job, for copies under way."""
+"""Seconds for copies under way after the last job."""
 TOKENS_APART = 1_000
 """Token ids for each job: one for every turn."""
 
 
 class Stalled(AssertionError):
-    """Requests wait, and nothing will ever happen."""
+    """Requests wait, and no event is left that could admit them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Bytes beside VRAM, for servers that have the tier."""
+    """Bytes of the tiers below VRAM, for servers that have them."""
 
     cpu: float = 64 * 2**30
     ssd: float = 512 * 2**30
@@ -48,7 +48,7 @@ class _Running:
     """A job under way."""
 
     job: SimJob
-    program: str  # its own name, or that of the job that started it
+    program: str  # its own name, or the name of the job that started it
     began_s: float
     parent: _Running | None
     record: JobRecord
@@ -67,15 +67,15 @@ def simulate(
     tiers: Tiers,
     trace: Path | None = None,
 ) -> Outcome:
-    """Run the workload's jobs on a server until all are done.
+    """Run the workload's jobs on a server until all have finished.
 
     Args:
-        trace: where the connector writes its trace, if the server has one; None writes none.
+        trace: file of the connector's trace, if the server has a connector; None writes none.
 
     Raises:
-        ValueError: one of them does not fit into the machine.
-        Stalled: they never are.
-        AssertionError: something was not given back at the end.
+        ValueError: a job does not fit into the machine.
+        Stalled: a request waits forever.
+        AssertionError: blocks, orders or turns were not released at the end.
     """
     with tempfile.TemporaryDirectory(prefix="sim-") as folder:
         return _Run(machine, server, workload, tiers, Path(folder), trace).run()
@@ -188,7 +188,7 @@ class _Run:
         return self._events[0][0] if self._events else math.inf
 
     def _wait(self) -> None:
-        """Nothing could be computed: on to what happens next."""
+        """Advance to the next event, as nothing could be computed."""
         engine = self.engine
         when = min(self._next_arrival(), engine.next_event)
         if engine.scheduler.has_requests():
@@ -231,7 +231,7 @@ class _Run:
         self._turn(running)
 
     def _turn(self, running: _Running) -> None:
-        """The job's next turn."""
+        """Start the job's next turn, through the gate if there is one."""
         running.asked_s = self.engine.now
         if self._gate is None or running.parent is not None:
             self._ask(running)
@@ -249,7 +249,7 @@ class _Run:
         head = blake2b(job.name.encode(), digest_size=16).digest() + number.to_bytes(8, "big")
         blocks = (turn.prompt + turn.output) // self._workload.block
         running.chain += [head + i.to_bytes(8, "big") for i in range(len(running.chain), blocks)]
-        del running.tokens[turn.shared :]  # the request that had it is over
+        del running.tokens[turn.shared :]  # the request that used the list has finished
         running.tokens += [self._first_token.get(job.name, 0) + number + 1] * turn.added
         priority = self._ordering.asked(job.name, request_id, self.engine.now)
         self._asked[request_id] = running

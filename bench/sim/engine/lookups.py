@@ -1,8 +1,8 @@
 """Prefix lookups, remembered.
 
-vLLM looks up the prefix of the request at the head of its queue in every step, however long that
-has to wait; in the simulator that is half of all work. The answer is the same until one of the
-blocks found goes, or the first that was missing comes, and is remembered until then.
+vLLM looks up the prefix of the request at the head of its queue in every step; in the simulator
+that is half of all work. A result is valid until one of the found blocks is evicted, or the first
+missing one is cached. It is remembered until then.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST = 16
-"""Lookups that are remembered; a queue's head and those that a connector holds in it."""
+"""Number of remembered lookups: a queue's head, and requests that a connector holds in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,9 @@ class _Known:
     """A lookup.
 
     Attributes:
-        hashes: of the request's blocks; the list itself, so that no other can take its id.
-        asked: how many they were, and how many tokens might be found.
-        decides: keys of the blocks found, and of the first that was not.
+        hashes: of the request's blocks; the list itself, so that its id stays unique.
+        asked: number of hashes, and of tokens that might be found.
+        decides: keys of the found blocks, and of the first missing one.
     """
 
     hashes: Sequence[bytes]
@@ -33,8 +33,8 @@ class _Known:
 
 
 class RememberedLookups:
-    """Takes the place of the lookup in a KV cache manager with one group of full attention, whose
-    prefix cache is not reset."""
+    """Replaces the lookup of a KV cache manager with one group of full attention. Its prefix cache
+    must not be reset."""
 
     def __init__(self, manager: Any) -> None:
         from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
@@ -46,7 +46,7 @@ class RememberedLookups:
         manager.coordinator.find_longest_cache_hit = self.find
         cached = manager.block_pool.cached_block_hash_to_block
         self._insert, self._pop = cached.insert, cached.pop
-        cached.insert, cached.pop = self._came, self._went
+        cached.insert, cached.pop = self._cached, self._evicted
 
     def find(self, hashes: Sequence[bytes], most: int) -> tuple[tuple[list[Any], ...], int, int]:
         """Find a hit, as the coordinator's ``find_longest_cache_hit``."""
@@ -69,12 +69,12 @@ class RememberedLookups:
             del self._known[next(iter(self._known))]
         return known
 
-    def _came(self, key: bytes, block: Any) -> None:
+    def _cached(self, key: bytes, block: Any) -> None:
         if key in self._deciding:
             self._forget(key)
         self._insert(key, block)
 
-    def _went(self, key: bytes, block_id: int) -> Any:
+    def _evicted(self, key: bytes, block_id: int) -> Any:
         if key in self._deciding:
             self._forget(key)
         return self._pop(key, block_id)

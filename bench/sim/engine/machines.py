@@ -1,8 +1,8 @@
 """Machines: a model on GPUs, with a KV pool and links to the tiers below it.
 
-What a step takes is told by ``tiered_kv.sizing.step_cost``. The connector's figures do not rest on
-the shares of data sheets there: they are ratios between servers on the same machine. Fitted to a
-real server they come from ``calibrate``.
+The duration of a step is that of ``tiered_kv.sizing.step_cost``, or fitted to a real server
+(``validate``). Published figures are ratios between servers on the same machine, and do not rest on
+the fractions of data sheets there.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from .models import MODELS
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A server: a model on so many GPUs.
+    """A server: a model on some GPUs.
 
     Attributes:
-        pool_tokens: that the KV pool in VRAM holds, in blocks of one page group.
-        kv_bytes: of a token in such a block, over all ranks.
+        pool_tokens: capacity of the KV pool in VRAM, in blocks of one page group.
+        kv_bytes: bytes of a token in such a block, over all ranks.
         link: bytes/s between VRAM and host memory, each way, over all ranks.
         ssd_read, ssd_write: bytes/s of pages, as the codec stores them.
         encode, decode: bytes/s of pages that are compressed in CPU memory: four cores, 2.0 and 4.5
             GB/s each (``bench.codec``).
         shrinks: False if pages are not compressed there.
         batched_tokens, max_seqs: vLLM's limits of a step.
-        long_prefill: tokens of a prompt that a step computes where others need its room (vLLM's
-            ``--long-prefill-token-threshold``); 0: as many as there is room for.
+        long_prefill: most tokens of a prompt in a step that other requests share (vLLM's
+            ``--long-prefill-token-threshold``); 0 for no limit.
         prefix_caching: False if a request finds nothing of an earlier one.
-        overhead_s: that a client sees of each request beside the engine's steps.
-        groups: kinds of KV; empty: full attention alone.
-        block: tokens of a block; 0: as many as suit a workload.
+        overhead_s: seconds that a client sees per request in addition to the engine's steps.
+        groups: types of KV; empty for full attention alone.
+        block: tokens of a block; 0 for the workload's.
     """
 
     name: str
@@ -66,17 +66,17 @@ class Machine:
     block: int = 0
 
     def beside(self, block: int) -> int:
-        """Tokens of the pool that a context takes beside its own: its windows, or its state and one
-        that is kept for the next turn."""
+        """Return the tokens of the pool that a context takes in addition to its own: its windows,
+        or its state and one that is kept for the next turn."""
         narrow = [one for one in self.groups if one.kind is not KvKind.FULL]
         return block * sum(max(2, 1 - (-one.span // block)) for one in narrow)
 
 
 def machine(gpu: str, model: str, *, ranks: int = 1, pool_tokens: int | None = None) -> Machine:
-    """``ranks`` GPUs of a kind with a model.
+    """Return ``ranks`` GPUs with a model.
 
     Args:
-        pool_tokens: of the KV pool; None: what the weights leave.
+        pool_tokens: capacity of the KV pool; None: what the weights leave.
 
     Raises:
         ValueError: no such GPU or model, or the model does not fit.

@@ -12,7 +12,7 @@ TIERS = ("vram", "cpu", "ssd", "recomputed")
 
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
-    """A turn that ended. Times are of the run's clock.
+    """A finished turn. Times are on the run's clock.
 
     Attributes:
         vram, cpu, ssd: prompt tokens found there; the rest was computed.
@@ -35,10 +35,10 @@ class TurnRecord:
 
 @dataclass(slots=True)
 class JobRecord:
-    """A job that ended.
+    """A finished job.
 
     Attributes:
-        is_agent: it was started by another job.
+        is_agent: another job started it.
     """
 
     name: str
@@ -58,10 +58,10 @@ class Outcome:
     """One run.
 
     Attributes:
-        steps: of the scheduler, leaps counted once.
+        steps: of the scheduler, each leap counted once.
         seconds: of virtual time. moved: bytes over each link.
-        promoted_used, promoted_wasted: pages that came up from SSD and went on to VRAM, and those
-            that were gone before that.
+        promoted_used, promoted_wasted: pages promoted from SSD that reached VRAM, and those that
+            were evicted before.
     """
 
     server: str
@@ -73,9 +73,9 @@ class Outcome:
     promoted_wasted: int
 
     def summary(self) -> dict[str, float]:
-        """Figures of the jobs that nobody started: completion times, first tokens, and where
-        prompts came from. ``promoted_wasted`` is a share of what came up from SSD, ``makespan_s``
-        the time until all jobs have ended."""
+        """Return completion times of the jobs that no other job started, times to first token, and
+        fractions of prompt tokens by origin. ``promoted_wasted`` is a fraction of the pages
+        promoted from SSD, ``makespan_s`` the time until all jobs have finished."""
         took = [job.took_s for job in self.jobs if not job.is_agent]
         turns = [turn for job in self.jobs for turn in job.turns]
         prompt = sum(turn.prompt for turn in turns)

@@ -1,9 +1,9 @@
-"""Models: what a token of one costs, and the kinds of KV that its layers keep.
+"""Models: what a token costs, and the types of KV that layers keep.
 
-Where layers keep KV of several kinds, vLLM puts them into page groups of equally many layers, whose
-pages are all of one size (``_get_kv_cache_groups_uniform_page_size``): as many as the kind with
-the fewest has. Beside states, blocks are made so long that a page of attention is no smaller than
-a state (``Platform.update_block_size_for_backend``).
+Where layers keep KV of several types, vLLM puts them into page groups with the same number of
+layers, whose pages have one size (``_get_kv_cache_groups_uniform_page_size``). The number is that
+of the type with the fewest layers. With states, blocks are long enough that a page of attention is
+no smaller than a state (``Platform.update_block_size_for_backend``).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tiered_kv.testing.vllm.groups import GroupSpec
 BF16, FP32 = 2, 4
 """Size of an element, bytes."""
 KERNEL_BLOCK = 16
-"""Tokens of which blocks are multiples: vLLM's default (``CacheConfig.DEFAULT_BLOCK_SIZE``)."""
+"""Blocks are multiples of this many tokens (``CacheConfig.DEFAULT_BLOCK_SIZE``)."""
 ALIKE = 1.5
-"""Kinds whose numbers of layers differ by less share one group size, the larger."""
+"""Types whose numbers of layers differ by a smaller factor share the larger group size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class Model:
     """A dense model in bf16.
 
     Attributes:
-        parameters: in all. max_len: tokens of the longest request.
-        layers: of full attention.
-        states, windows: further layers, if there are some.
-        reduced: layers behind which ranks add their results up; 0: two for each layer with KV.
+        max_len: tokens of the longest request.
+        layers: number of layers of full attention.
+        states, windows: further layers; None without any.
+        reduced: number of all-reduces in a step; 0 for two per layer with KV.
     """
 
     parameters: float
@@ -113,8 +113,7 @@ class Model:
 
     @property
     def groups(self) -> tuple[GroupSpec, ...]:
-        """Kinds of KV, one for each page group, with no block size yet; none if all of it is full
-        attention's."""
+        """Types of KV, one per page group, without a block size; empty for full attention alone."""
         if self.states is None and self.windows is None:
             return ()
         size = self.group_layers

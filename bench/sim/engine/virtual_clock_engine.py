@@ -1,9 +1,9 @@
 """An engine on a virtual clock: vLLM's scheduler, our scheduler half, and a stand-in worker.
 
-Time passes in steps, as long as ``StepCost`` says. While nothing but decoding can happen, several
-steps are taken at once (a leap): every running request says as many tokens as it would have said
-until the next event, which the scheduler then finds computed. Nothing could have happened in
-between, so that only the simulator's own time is saved.
+Time passes in steps, whose duration is that of ``StepCost``. While only decoding can happen,
+several steps are taken together (a leap): every running request produces the tokens that it would
+have produced until the next event. Nothing could have happened in between, so a leap only saves the
+simulator's own time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.runtime.policy_state import PolicyState
 from tiered_kv.connectors.runtime.step_timer import StepTimer
 from tiered_kv.connectors.vllm.engine_scheduler import ContinuumScheduler
-from tiered_kv.connectors.vllm.envelopes import TieredHandshake, TieredWorkerMetadata
+from tiered_kv.connectors.vllm.envelopes import TieredHandshake
 from tiered_kv.messages import Handshake, Speeds, StoredPages
 from tiered_kv.orders import RestoreMode
 from tiered_kv.page_group import KvKind
@@ -60,10 +60,10 @@ class Ask:
     """A request.
 
     Attributes:
-        chain: hashes of the blocks of its context, prompt and answer.
+        chain: block hashes of its context, prompt and answer.
         tokens: of the prompt.
-        output: tokens of the answer.
-        params: its kv_transfer_params; None if its client says nothing.
+        output: number of tokens of the answer.
+        params: its kv_transfer_params; None without hints.
         priority: the lower goes first.
     """
 
@@ -77,12 +77,12 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A request that ended.
+    """A finished request.
 
     Attributes:
-        first_s: when its first token was said. admitted_s: when it got its blocks.
+        first_s: time of its first token. admitted_s: time at which it was allocated blocks.
         vram, cpu, ssd: prompt tokens found in those tiers; the rest was computed.
-        preempted: how often.
+        preempted: number of preemptions.
     """
 
     request_id: str
@@ -157,23 +157,23 @@ class _Live:
     admitted_s: float = -1.0
     first_s: float = -1.0
     cached: int = 0
-    ahead: int = 0  # tokens said in a leap, whose computing is paid
+    ahead: int = 0  # tokens produced in a leap, whose time has passed
 
 
 class Engine:
     """One server.
 
     Args:
-        pool_blocks: of the pool in VRAM, the null block left out. held_blocks: those that running
-            requests may hold together.
-        cpu_bytes, ssd_bytes: of those tiers, if the server has them.
-        policy: in place of the one that the server's name says.
-        job_forecast: in place of the forecast of how jobs go on.
-        folder: an empty one, for vLLM's model and the like.
-        trace: where the connector writes its trace; None writes none.
+        folder: an empty folder, for vLLM's model and the SSD tier.
+        pool_blocks: size of the pool in VRAM, without the null block. held_blocks: blocks that
+            running requests may hold together.
+        cpu_bytes, ssd_bytes: sizes of those tiers, if the server has them.
+        policy: replaces the server's policy.
+        job_forecast: replaces the forecast of how jobs continue.
+        trace: file of the connector's trace; None writes none.
 
     Raises:
-        ValueError: the server does not know KV of several kinds, which the model has.
+        ValueError: the model has KV of several types, which the server does not support.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Engine:
         )
         extra = connector_settings(server, folder, cpu_bytes, ssd_bytes, trace)
         if extra is not None and policy is not None:
-            extra["policy"] = "lru"  # another takes its place
+            extra["policy"] = "lru"  # replaced below
         config = engine_config(folder / "model", size, extra)
         self._server, self._policy, self._job_forecast = server, policy, job_forecast
         if server.in_job_order:
@@ -236,7 +236,7 @@ class Engine:
             self._introduce()
 
     def _change(self, found: Dependencies) -> Dependencies:
-        """The connector's parts, but for those that the simulation has its own of."""
+        """Replace the parts of the connector that depend on time, files or the server's variant."""
         found.policy_state.close()
         found.notebook.close()
         policy = self._policy or found.policy
@@ -256,7 +256,7 @@ class Engine:
         )
 
     def _introduce(self) -> None:
-        """Tell the connector what its workers would have measured."""
+        """Report what workers would have measured to the connector."""
         server, machine = self._server, self.machine
         speeds = Speeds(copy=machine.link if server.cpu else 0.0, flops=0.0)
         facts, pages = self.half.facts, self.half.pages
@@ -281,20 +281,20 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """True if a step could do something, or hear of something, now or after ``next_event``."""
+        """True if a step could compute or receive a report, now or after ``next_event``."""
         if self.scheduler.has_requests():
             return True
         return self.worker is not None and self.half.orders_under_way
 
     @property
     def next_event(self) -> float:
-        """Time at which the worker has something to report; infinite if it never will."""
+        """Time of the worker's next report; infinite without orders."""
         return self.worker.next_event if self.worker is not None else math.inf
 
     # -- driving --------------------------------------------------------------------
 
     def add(self, ask: Ask) -> None:
-        """A request arrives."""
+        """Add an arriving request."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
@@ -319,12 +319,12 @@ class Engine:
         self.scheduler.add_request(request)
 
     def step(self, next_arrival: float) -> list[Answer]:
-        """One step, or a leap of several that ends before ``next_arrival``."""
+        """Run a step, or a leap that ends before ``next_arrival``. Returns finished requests."""
         return self.execute(self.scheduler.schedule(), next_arrival)
 
     def execute(self, output: Any, next_arrival: float) -> list[Answer]:
-        """Execute what a step has scheduled, and report it to the scheduler."""
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+        """Execute what a step has scheduled, and update the scheduler."""
+        from vllm.v1.outputs import ModelRunnerOutput
 
         began = self.now
         self.steps += 1
@@ -363,15 +363,7 @@ class Engine:
         connector_output = None
         if self.worker is not None:
             self.worker.save(meta.orders, self.now)
-            report = self.worker.report(self.now)
-            connector_output = KVConnectorOutput(
-                finished_recving=report.arrived,
-                failed_recving=report.failed,
-                invalid_block_ids=report.bad_blocks,
-                kv_connector_worker_meta=TieredWorkerMetadata(report.reports)
-                if report.reports is not None
-                else None,
-            )
+            connector_output = self.worker.report(self.now)
         ids = list(counts)
         result = ModelRunnerOutput(
             req_ids=ids,
@@ -384,7 +376,7 @@ class Engine:
         return [self._answer(one) for one in outputs if one.finish_reason is not None]
 
     def _cost(self, counts: Mapping[str, int]) -> tuple[float, bool]:
-        """Seconds of one step of this batch, and whether all of it is decoding."""
+        """Return the seconds of one step of this batch, and whether all of it is decoding."""
         cost = self.machine.cost
         tokens, pairs, read, near, decoding = 0, 0.0, 0, 0.0, True
         for request_id, count in counts.items():
@@ -401,8 +393,8 @@ class Engine:
         return cost.seconds(tokens, pairs, read, len(counts)) + near, decoding
 
     def _leap(self, running: int, step_s: float, next_arrival: float) -> int:
-        """Decode steps until something else can happen: an arrival, an end, a transfer, or
-        blocks run short."""
+        """Return the number of decode steps until something else can happen: an arrival, an end,
+        a transfer, or a shortage of blocks."""
         scheduler = self.scheduler
         if running != len(scheduler.running):
             return 1
@@ -415,9 +407,8 @@ class Engine:
         return int(max(1, min(LONGEST_LEAP, by_time, left, self._room(running), by_budget)))
 
     def _room(self, running: int) -> int:
-        """Tokens that each running request can have before blocks run short. With states no more
-        than up to the end of a block: vLLM takes what is computed at once for a prefill, and ends
-        it there."""
+        """Return the tokens that each running request can add before blocks run short. With states,
+        a leap ends with the block, because vLLM takes several tokens for a prefill."""
         groups = self.machine.groups
         if any(group.kind is KvKind.STATE for group in groups):
             requests = self.scheduler.running
@@ -444,7 +435,7 @@ class Engine:
         )
 
     def check_clean(self) -> None:
-        """Everything that was taken was given back.
+        """Check that all blocks, orders and turns were released.
 
         Raises:
             AssertionError: blocks, orders or turns are left.

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 from tiered_kv.connectors.runtime.observe.virtual_worker import (
     CopyLines,
@@ -17,7 +18,8 @@ from tiered_kv.connectors.runtime.observe.virtual_worker import (
     VirtualStore,
     VirtualWorker,
 )
-from tiered_kv.messages import Orders, Reports
+from tiered_kv.connectors.vllm.envelopes import TieredWorkerMetadata
+from tiered_kv.messages import Orders
 from tiered_kv.orders import LoadOrder, OrderId, RestoreMode
 from tiered_kv.tiers import SSD, StoreId
 
@@ -25,23 +27,6 @@ from .machines import Machine
 
 COPY_LATENCY_S, SSD_LATENCY_S = 20e-6, 100e-6
 """Seconds that each transfer takes in addition to its bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """The worker's report at the end of a step.
-
-    Attributes:
-        arrived: requests whose async restore finished.
-        reports: for the scheduler half; None if nothing happened.
-        bad_blocks: blocks whose restore failed; none with several groups.
-        failed: requests whose restore failed; none with one group.
-    """
-
-    arrived: set[str]
-    reports: Reports | None
-    bad_blocks: set[int]
-    failed: set[str]
 
 
 class SimWorker:
@@ -110,8 +95,10 @@ class SimWorker:
         """Start a step's saves, after its forward pass."""
         self._worker.carry_out(Orders(saves=orders.saves), now)
 
-    def report(self, now: float) -> StepReport:
-        """Report what finished since the last call."""
+    def report(self, now: float) -> Any:
+        """Return vLLM's ``KVConnectorOutput`` of what finished since the last call."""
+        from vllm.v1.outputs import KVConnectorOutput
+
         arrived, self._arrived = self._arrived, set()
         bad_blocks, self._bad_blocks = self._bad_blocks, set()
         reports = self._worker.take_reports(now)
@@ -124,4 +111,9 @@ class SimWorker:
                     arrived.add(load.request_id)
         failed = arrived & self._failed
         self._failed -= failed
-        return StepReport(arrived, reports, bad_blocks, failed)
+        return KVConnectorOutput(
+            finished_recving=arrived,
+            failed_recving=failed,
+            invalid_block_ids=bad_blocks,
+            kv_connector_worker_meta=None if reports is None else TieredWorkerMetadata(reports),
+        )

@@ -1,19 +1,17 @@
-"""Workloads that are made up, each from a seed.
-
-The shapes are chosen here, after published ones where there are some:
+"""Generated workloads, each from a seed, after published ones where they exist:
 
 - ``original``: Continuum's benchmark (arXiv 2511.02230): eight turns that grow to 2,900 tokens, six
   gaps of 50 to 300 ms and one of 2 to 5 s. As in ``bench.replay``.
-- ``swe-agent``: 25 turns on average behind a prompt of 4,000 tokens that all share. Nine commands
+- ``swe-agent``: 25 turns on average after a prompt of 4,000 tokens that all share. Nine commands
   of ten are fast: recorded calls of SWE-agent (SWE-agent/SWE-agent @3ea751c, 40 calls) took 0.12 to
   1.2 s, 0.24 s at the median. The tenth runs tests or builds, for 8 to 60 s.
 - ``chat``: people who read and type, half a minute at the median.
 - ``mixed``: half of them each.
 - ``burst``: ``original``, twenty jobs at a time.
-- ``turns-4`` to ``turns-32``: ``original`` with so many turns, and a long gap for seven of them.
-- ``rollouts``: a step of reinforcement learning. Jobs of ``swe-agent``, eight from each prompt, all
-  at once; the step ends when all have ended.
-- ``wrong-hints``, ``no-hints``: ``original`` whose clients err or say nothing.
+- ``turns-4`` to ``turns-32``: ``original`` with that many turns, and a long gap per seven of them.
+- ``rollouts``: a step of reinforcement learning. Jobs of ``swe-agent``, eight per prompt, all
+  started together; the step ends with the last of them.
+- ``wrong-hints``, ``no-hints``: ``original`` whose clients give wrong hints or none.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ def _of_gaps(name: str, gaps: Sequence[tuple[float, str]]) -> SimJob:
 
 
 def _rollout(rng: Rng, name: str) -> SimJob:
-    """One of a group, whose prompt is drawn from the group's number and not from ``rng``."""
+    """Create a job of a group. Its prompt is drawn from the group's number, not from ``rng``."""
     group = int(name.rpartition("-")[2]) // ROLLOUTS
     prompt = SWE_SHARED + int(np.random.default_rng(group).uniform(500, 2_500))
     job = _swe_agent(rng, name)
@@ -135,7 +133,7 @@ GENERATED = tuple(_MAKERS)
 
 
 def generate(name: str, count: int, seed: int) -> Workload:
-    """``count`` jobs of the workload of that name.
+    """Create ``count`` jobs of a workload.
 
     Raises:
         ValueError: there is none.
@@ -151,7 +149,7 @@ def generate(name: str, count: int, seed: int) -> Workload:
 
 
 def _misled(job: SimJob) -> SimJob:
-    """Its client says of each tool that it is the other."""
+    """Name the other tool in each turn."""
     other = {SHORT_TOOL: LONG_TOOL, LONG_TOOL: SHORT_TOOL}
     turns = tuple(replace(turn, tool=other.get(turn.tool, "")) for turn in job.turns)
     return replace(job, turns=turns)

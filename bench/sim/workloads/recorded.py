@@ -6,9 +6,9 @@ how long it took. A sub-agent begins when the request before it ends, and its pa
 it is done, as much later as it did in the record.
 
 A session is cut at a gap of over ten minutes: its user was away, and what follows is another job.
-So is one where a gap, or what a request shares with the one before, is null. A request without its
-tokens is left out, and so is what follows it in a sub-agent. A sub-agent of unknown duration is
-left out: the gap of its parent has its time. What is left out is counted.
+It is also cut where a gap, or the tokens shared with the previous request, are null. A request
+without its tokens is left out, and so is what follows it in a sub-agent. A sub-agent of unknown
+duration is left out: its time is part of its parent's gap. What is left out is counted.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Hints(Enum):
     RIGHT = "right"
     """The job's name, and which turn is its last."""
     WRONG = "wrong"
-    """The name, but every turn is said to be the last, and tools are said to be others."""
+    """The name, but every turn is marked as the last, and tools are named wrongly."""
     NONE = "none"
 
 
@@ -29,13 +29,13 @@ class SimTurn:
 
     Attributes:
         shared: leading tokens of the job's context that the prompt keeps.
-        added: tokens of the prompt behind them.
+        added: tokens of the prompt after them.
         output: tokens of the answer.
-        gap_s: from the end of the answer, and of the sub-agents that it started, to the job's
-            next turn; 0 after the last.
-        tool: command of the tool that runs then; may be empty. tool_name: the tool's name; empty
-            for a shell.
-        agents: sub-agents that it starts, at ``arrives_s`` after its end.
+        gap_s: seconds from the end of the answer, and of the sub-agents that it started, to the
+            job's next turn; 0 after the last.
+        tool: command of the tool that runs then; may be empty. tool_name: its name; empty for a
+            shell.
+        agents: sub-agents that it starts, ``arrives_s`` after its end.
     """
 
     shared: int
@@ -57,9 +57,9 @@ class SimJob:
 
     Attributes:
         name: unique in its workload.
-        arrives_s: when it begins.
-        prefix: jobs under the same share their first ``prefix_tokens``; empty is none.
-        says_last: its client says which turn is the last.
+        arrives_s: when it starts.
+        prefix: jobs with the same prefix share their first ``prefix_tokens``; empty for none.
+        says_last: its client marks its last turn.
     """
 
     name: str
@@ -76,7 +76,7 @@ class SimJob:
         return max([own, *(agent.longest for turn in self.turns for agent in turn.agents)])
 
     def everyone(self) -> Iterator[SimJob]:
-        """The job and its sub-agents."""
+        """Yield the job and its sub-agents."""
         yield self
         for turn in self.turns:
             for agent in turn.agents:
@@ -85,12 +85,12 @@ class SimJob:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Workload that is sent to every server alike.
+    """Jobs that every server gets alike.
 
     Attributes:
         block: tokens of a block that suits its contexts.
         burst: jobs that arrive together.
-        left_out: by the reason. ``too_long``: jobs that no server could have held.
+        left_out: counts by reason. ``too_long``: jobs that no server could hold.
     """
 
     name: str
@@ -102,12 +102,12 @@ class Workload:
 
     @property
     def dropped(self) -> int:
-        """Jobs left out, as no server could have held them."""
+        """Number of jobs left out because no server could hold them."""
         return self.left_out.get(TOO_LONG, LeftOut()).sessions
 
     def at(self, jobs_per_s: float, seed: int) -> Workload:
-        """The jobs, arriving as a Poisson process. The same seed gives the same jobs in the same
-        order at every rate, only closer together."""
+        """Return the jobs with Poisson arrivals. A seed gives the same order at every rate, only
+        closer together."""
         count = len(self.jobs)
         unit = np.random.default_rng([seed, 1]).exponential(1.0, -(-count // self.burst))
         starts = (np.cumsum(unit) - unit[:1]) * self.burst / jobs_per_s
@@ -119,8 +119,8 @@ class Workload:
         return replace(self, jobs=jobs)
 
     def that_fit(self, pool_tokens: int, max_len: int) -> Workload:
-        """Without jobs of which one alone would take more than half of the pool, or more than
-        the model's limit."""
+        """Leave out jobs that would take more than half of the pool, or more than the model's
+        limit."""
         most = min(pool_tokens // 2, max_len - 1)
         jobs = tuple(job for job in self.jobs if job.longest <= most)
         left = [job for job in self.jobs if job.longest > most]

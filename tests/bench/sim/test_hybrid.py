@@ -154,8 +154,8 @@ def test_a_restore_has_arrived_when_the_pages_of_every_group_have() -> None:
         LoadOrder(OrderId(group), group, "r", (1,), (2,), RestoreMode.ASYNC) for group in (0, 1)
     )
     worker.restore(Orders(loads=loads), now=0.0)
-    assert worker.report(1.5).arrived == set()
-    assert worker.report(3.5).arrived == {"r"}
+    assert worker.report(1.5).finished_recving == set()
+    assert worker.report(3.5).finished_recving == {"r"}
     assert worker.next_event == math.inf
 
 
