@@ -168,7 +168,9 @@ def _question(
     figure: str = "mean_s",
     load: float | None = LOAD,
 ) -> Study:
-    made = tuple(Group(*scene, tuple(cases), load) for *scene, cases in groups)
+    made = tuple(
+        Group(label, place, source, tuple(cases), load) for label, place, source, cases in groups
+    )
     result = partial(over_first, title, figure)
     return Study(name, made, STUDY_SEEDS, FOLD_SEEDS[:SEARCH_SEEDS], result)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -23,7 +24,16 @@ from tiered_kv.bench.sim.study.catalogue import (
     folds,
     sweep,
 )
-from tiered_kv.bench.sim.study.cells import CODING_AGENTS, Bench, Cell, Place, Source
+from tiered_kv.bench.sim.study.cells import (
+    CODING_AGENTS,
+    Bench,
+    Cell,
+    Key,
+    Place,
+    Source,
+    Summary,
+)
+from tiered_kv.bench.sim.study.loads import STEP, find_loads, first_guess, search
 from tiered_kv.bench.sim.study.report import plot, report
 from tiered_kv.bench.sim.study.study import (
     Case,
@@ -33,7 +43,7 @@ from tiered_kv.bench.sim.study.study import (
     over_first,
     run_study,
 )
-from tiered_kv.bench.sim.workloads.generate import ROLLOUTS, TURNS, generate
+from tiered_kv.bench.sim.workloads.generate import ROLLOUTS
 
 PLACE = Place("rtx4090-24", "llama-3.1-8b", pool_tokens=16_000)
 JOBS = Source("original", 24)
@@ -142,38 +152,54 @@ def test_a_kept_run_is_not_used_once_the_code_has_changed(monkeypatch: pytest.Mo
     assert cell.key != kept
 
 
-# -- workloads --------------------------------------------------------------------------
+# -- loads -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", TURNS)
-def test_jobs_have_as_many_turns_as_they_say(count: int) -> None:
-    workload = generate(f"turns-{count}", 20, 0)
-    for job in workload.jobs:
-        assert len(job.turns) == count
-        assert job.turns[-1].gap_s == 0.0
-        long = [turn for turn in job.turns if turn.gap_s > 1.0]
-        assert len(long) == max(1, round((count - 1) / 7))
-    assert generate(f"turns-{count}", 20, 0) == workload != generate(f"turns-{count}", 20, 1)
+@pytest.mark.parametrize("edge", [0.013, 0.9, 47.0])
+def test_the_highest_stable_rate_is_found(edge: float) -> None:
+    looking = search(1.0)
+    asked, found = [next(looking)], None
+    while found is None:
+        try:
+            asked.append(looking.send(asked[-1] <= edge))
+        except StopIteration as end:
+            found = end.value
+    assert found <= edge <= found * STEP * 1.0001
+    assert len(asked) == len(set(asked)), "no rate is asked for twice"
 
 
-def test_rollouts_of_a_prompt_share_it_and_nothing_else() -> None:
-    jobs = generate("rollouts", 3 * ROLLOUTS, 5).jobs
-    for group in range(3):
-        own = jobs[group * ROLLOUTS : (group + 1) * ROLLOUTS]
-        assert len({(job.prefix, job.prefix_tokens) for job in own}) == 1
-        assert len({len(job.turns) for job in own}) > 1
-        for job in own:
-            assert job.turns[0].prompt == job.prefix_tokens
-            context = 0
-            for turn in job.turns:
-                assert turn.shared == context
-                context += turn.added + turn.output
-    assert len({job.prefix for job in jobs}) == 3
+def test_the_first_rate_tried_is_where_contexts_fill_the_pool() -> None:
+    def at(pool_tokens: int) -> float:
+        place = Place("h200-141", "llama-3.1-8b", pool_tokens=pool_tokens)
+        return first_guess((place, Source("swe-agent", 4)), alone_s=100.0)
+
+    assert at(2_000_000) == pytest.approx(2 * at(1_000_000))
+    assert at(1_000_000) > 2 * at(60_000) > 2 / 100.0, "there is always room for one"
 
 
-def test_all_rollouts_arrive_at_once() -> None:
-    workload = generate("rollouts", 2 * ROLLOUTS, 5).at(1.0, 5)
-    assert {job.arrives_s for job in workload.jobs} == {0.0}
+def test_loads_of_all_servers_are_searched_concurrently() -> None:
+    """So that no process is idle while one search has a single run left."""
+    scene = Place("l40s-48", "llama-3.1-8b"), Source("swe-agent", 4)
+    near = first_guess(scene, 1.0)
+    edges = {"fcfs": 0.9 * near, "occupancy": 47.0 * near}
+    asked: list[int] = []
+
+    class Runs:
+        def run(self, wanted: Mapping[Key, Sequence[Cell]]) -> dict[Key, list[Summary]]:
+            asked.append(sum(map(len, wanted.values())))
+            return {
+                key: [
+                    {"mean_s": 1.0 if cell.jobs_per_s <= edges[cell.server] else 3.1}
+                    for cell in cells
+                ]
+                for key, cells in wanted.items()
+            }
+
+    found = find_loads(cast("Bench", Runs()), [scene], range(2), tuple(edges))[scene]
+    for name, edge in edges.items():
+        assert found.stable[name] <= edge <= found.stable[name] * STEP * 1.0001
+    assert asked[:2] == [2, 4]
+    assert asked[-1] == 2, "one was found before the other"
 
 
 # -- limits of a machine ----------------------------------------------------------------
