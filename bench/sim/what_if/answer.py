@@ -1,4 +1,4 @@
-"""What another policy would have done: the jobs of a trace, simulated under both."""
+"""Answer to a what-if question: the jobs of a trace, simulated under two policies."""
 
 from __future__ import annotations
 
