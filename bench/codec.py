@@ -1,28 +1,27 @@
-"""Size of KV pages on the SSD and its cost: the centred codec beside zstd.
+"""Size of KV pages on the SSD and its cost: the centred codec and zstd.
 
     python -m bench.codec --json
     python -m bench.codec --states
 
-Pages are those of the small real model, as the worker keeps them in its CPU pool. The codec
-is trained on source code and measured on prose it has not seen. bf16 and fp16 pages come from
-an engine of that dtype each (cast from bf16, fp16 would have three mantissa bits that are
-always zero). fp8 pages are the bf16 ones cast with scale 1, vLLM's when none was calibrated.
+Pages are those of the small real model, as the worker keeps them in its CPU pool. The codec is
+trained on source code and measured on prose that it has not seen. bf16 and fp16 pages each come
+from an engine of that dtype (cast from bf16, fp16 would have three mantissa bits that are always
+zero). fp8 pages are the bf16 ones cast with scale 1, which vLLM uses when none was calibrated.
 
-``ratio`` is raw over stored bytes. ``*_mbs`` is MB of raw pages per second of CPU time of one
-core, the best of many rounds in which all contestants take turns; ``*_vs_zstd1`` is that over
-zstd level 1 on the same pages in the same rounds. ``entropy_bound`` is the ratio at the
-order-0 entropy of the symbols of the measured pages, centred by these pages' own centres, with
-one static code for all and the rest stored as it is: what no static code and no training
-text can exceed. ``zipnn_ratio`` is null where zipnn is not installed or has no such dtype.
+``ratio`` is raw over stored bytes. ``*_mbs`` is MB of raw pages per second of CPU time of one core,
+the best of many rounds in which all contestants take turns; ``*_vs_zstd1`` is that over zstd level
+1 on the same pages in the same rounds. ``entropy_bound`` is the ratio at the order-0 entropy of the
+symbols of the measured pages, centred by these pages' own centres, with one static code for all and
+the rest stored uncompressed: no static code and no training text can exceed it. ``zipnn_ratio`` is
+null where zipnn is not installed or has no such dtype.
 
 ``--states`` measures pages of states instead, of 1 and 4 MiB, which need no model: see
-``common.states``.
+``bench.states``.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,14 +32,7 @@ import typer
 import zstandard
 from numpy.typing import NDArray
 
-from tiered_kv.bench.output import (
-    AsJson,
-    ModelFolder,
-    only_result_on_stdout,
-    progress,
-    run_benchmark,
-    show,
-)
+from tiered_kv.bench.output import AsJson, ModelFolder, benchmark, run_benchmark
 from tiered_kv.bench.servers.engines import Engine, engine, real_texts
 from tiered_kv.bench.servers.model import small_model
 from tiered_kv.bench.states import KINDS, state_pages
@@ -72,10 +64,10 @@ def prose(model: Path, tokens: int) -> list[int]:
 
 
 def saved_pages(running: Engine, prompt: list[int]) -> list[Bytes]:
-    """Run a prompt; the pages of the CPU pool that came with it.
+    """Run a prompt; the pages that it adds to the CPU pool.
 
     Raises:
-        RuntimeError: they are not as many as the prompt fills.
+        RuntimeError: the prompt fills another number of pages.
     """
     slots = running.worker.pool.slots
     before = slots.any(axis=1)
@@ -126,7 +118,7 @@ def entropy_bound(pages: Sequence[Bytes], page_format: PageFormat) -> float:
 
 
 def zipnn_ratio(pages: Sequence[Bytes], element: ElementType) -> float | None:
-    """zipnn's ratio on pages one by one, if it is there and knows the dtype."""
+    """zipnn's ratio on pages one by one; None if it is missing or does not support the dtype."""
     try:
         zipnn: Any = importlib.import_module("zipnn")
     except ImportError:
@@ -156,12 +148,12 @@ def race(codecs: Mapping[str, Codec], pages: Sequence[Bytes], rounds: int) -> di
             for one, out in zip(encoded, outs, strict=True):
                 codec.decode(one, out)
             end = time.thread_time()
-            if turn < 0:  # warms up, and is looked at
+            if turn < 0:  # warms up, and is checked
                 if not all(map(np.array_equal, outs, pages)):
-                    raise RuntimeError(f"{name} did not give back what it was given")
+                    raise RuntimeError(f"{name} did not return the pages that it was given")
                 results[name] = {"ratio": raw / sum(one.nbytes for one in encoded)}
                 for out in outs:
-                    out.fill(0)  # the next codec must earn it
+                    out.fill(0)  # so that the next codec cannot pass with this one's output
                 continue
             encode_s, decode_s = best[name]
             best[name] = [min(encode_s, between - start), min(decode_s, end - between)]
@@ -256,20 +248,12 @@ def main(
     as_json: AsJson = False,
 ) -> None:
     """Compare the codecs on real pages."""
-    with only_result_on_stdout(), progress() as bar:
-        bar.disable = as_json or not sys.stderr.isatty()
-        task = bar.add_task("starting", total=len(KINDS) * len(STATE_LAYERS) if states else 4)
-
-        def tick(what: str) -> None:
-            bar.update(task, advance=1, description=what)
-
-        result = measure_states(tick) if states else measure(model or small_model(), tick)
-    if as_json:
-        show("Codecs", result, as_json=True)
-        return
     pages = "synthetic states" if states else "held-out text"
-    for what, figures in result.items():
-        show(f"Pages of {what}: centred codec, {pages}", figures, as_json=False)
+    steps = len(KINDS) * len(STATE_LAYERS) if states else 4
+    with benchmark(f"Centred codec on pages of {pages}", steps, as_json=as_json) as run:
+        run.result = (
+            measure_states(run.tick) if states else measure(model or small_model(), run.tick)
+        )
 
 
 if __name__ == "__main__":

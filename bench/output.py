@@ -1,4 +1,5 @@
-"""Output of every benchmark: a readable table, or one JSON object with ``--json``."""
+"""The frame of every benchmark: its command line, its progress bar, and its result as a readable
+table or, with ``--json``, as one JSON object."""
 
 from __future__ import annotations
 
@@ -9,17 +10,23 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+
+from .provenance import Provenance
+
+WIDTH = 110
+"""Columns of a table that goes into a file or a pipe."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 ModelFolder = Annotated[
-    Path | None, typer.Option("--model", help="A model's folder; the small model if none is given.")
+    Path | None, typer.Option("--model", help="Folder of a model; the small model by default.")
 ]
 
 
@@ -65,15 +72,53 @@ def run_benchmark(
         signal.signal(signal.SIGTERM, before)
 
 
+@dataclass(slots=True)
+class Run:
+    """A benchmark while it runs.
+
+    Attributes:
+        tick: shows what was just done, one step further.
+        result: figures, by name; set them before the block ends.
+    """
+
+    tick: Callable[[str], None]
+    result: Mapping[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def benchmark(title: str, steps: float | None, *, as_json: bool) -> Iterator[Run]:
+    """Run a measurement and print its result, with where and when it was made as ``measured``.
+
+    Meanwhile a progress bar is on standard error, where everything else goes that is printed.
+
+    Args:
+        steps: number of calls of ``tick``; None if unknown.
+
+    Raises:
+        typer.Exit: 1, after a RuntimeError or OSError, whose message goes to standard error.
+    """
+    provenance = Provenance()
+    try:
+        with only_result_on_stdout(), progress() as bar:
+            task = bar.add_task("starting", total=steps)
+            run = Run(lambda what: bar.update(task, advance=1, description=what))
+            yield run
+    except (RuntimeError, OSError) as error:
+        print_error(error)
+        raise typer.Exit(1) from error
+    show(title, {**run.result, "measured": provenance.as_json()}, as_json)
+
+
 def progress() -> Progress:
     """A progress bar on standard error, so that standard output stays the result's."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        MofNCompleteColumn(),
         TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,
+        disable=not sys.stderr.isatty(),
     )
 
 
@@ -108,28 +153,49 @@ def run_command(
     """
     for number in signals:
         signal.signal(number, _interrupt)
-    console = Console(stderr=True, highlight=False, emoji=False, markup=False, soft_wrap=True)
     try:
         return run()
     except failures as error:
-        console.print(f"error: {error}", style="red")
+        print_error(error)
         return 1
     except KeyboardInterrupt:
-        console.print(stopped if isinstance(stopped, str) else stopped())
+        _on_stderr(stopped if isinstance(stopped, str) else stopped())
         return 130
 
 
+def print_error(error: Exception) -> None:
+    """Print an error's message on standard error."""
+    _on_stderr(f"error: {error}", "red")
+
+
+def _on_stderr(text: str, style: str | None = None) -> None:
+    console = Console(stderr=True, highlight=False, emoji=False, markup=False, soft_wrap=True)
+    console.print(text, style=style)
+
+
 def show(title: str, result: Mapping[str, Any], as_json: bool) -> None:
-    """Print a benchmark's result on standard output."""
+    """Print a benchmark's result on standard output: one JSON object, or tables. A figure that is a
+    mapping, or a list of mappings, gets a table of its own."""
     if as_json:
         print(json.dumps(result))
         return
-    table = Table(title=title, title_justify="left")
-    table.add_column("measure")
-    table.add_column("value", justify="right")
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    single = Table("measure", Column("value", justify="right"), title=title, title_justify="left")
     for name, value in result.items():
-        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
-    Console().print(table)
+        if isinstance(value, Mapping):
+            show(f"{title}: {name}", value, as_json=False)
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+            rows = Table(*value[0], title=f"{title}: {name}", title_justify="left")
+            for row in value:
+                rows.add_row(*map(_shown, row.values()))
+            console.print(rows)
+        else:
+            single.add_row(name, _shown(value))
+    console.print(single)
+
+
+def _shown(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _interrupt(_number: int, _frame: object) -> NoReturn:

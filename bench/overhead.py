@@ -1,21 +1,20 @@
-"""Cost of the connector when it saves nothing anybody will use: time per step.
+"""Cost of the connector when nothing that it saves is used: time per step.
 
     python -m bench.overhead --json
 
-``step_ratio``: vLLM's scheduler alone (schedule and update, no model) with 64 requests
-decoding, with the connector over without it. ``decode_ratio``: a decode step of the real
-model in a real engine, eight requests at a time, every filled block being saved. Beside
-each its ``control``: stock over stock, measured in the same way in the same run, which is
-what the machine's noise makes of 1.0. ``*_net`` is the ratio divided by its control.
+``step_ratio``: vLLM's scheduler alone (schedule and update, no model) with 64 requests decoding,
+with the connector over without it. ``decode_ratio``: a decode step of the real model in a real
+engine, eight requests at a time, every filled block being saved. Each has its ``control``: stock
+over stock, measured in the same way in the same run, which is what the machine's noise makes of
+1.0. ``*_net`` is the ratio divided by its control.
 
-The contestants take turns within fractions of a second, so that a noisy neighbour hits all.
+The contestants take turns within fractions of a second, so that other load hits all of them.
 """
 
 from __future__ import annotations
 
 import gc
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -25,14 +24,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tiered_kv.bench.output import (
-    AsJson,
-    ModelFolder,
-    only_result_on_stdout,
-    progress,
-    run_benchmark,
-    show,
-)
+from tiered_kv.bench.output import AsJson, ModelFolder, benchmark, run_benchmark
 from tiered_kv.bench.servers.engines import engine
 from tiered_kv.bench.servers.model import small_model
 from tiered_kv.bench.servers.vllm_server import machine_dtype
@@ -41,7 +33,7 @@ RUNNING = 64
 CYCLE = 256
 """Steps after which saves come back to the same requests (``connectors.runtime.pages.saves``)."""
 CYCLES = 6
-"""...of which each engine runs so many."""
+"""Cycles that each engine runs."""
 DECODE_TOKENS = 96
 
 Tick = Callable[[str], None]
@@ -56,9 +48,8 @@ CONTESTANTS: Mapping[str, dict[str, Any] | None] = {
 def ratios(rounds: list[dict[str, list[float]]], period: int) -> tuple[float, float]:
     """Connector over stock, and stock over stock (the larger over the smaller).
 
-    What comes back every ``period`` samples is cost and must count; what comes once is the
-    machine's. So each phase of the period contributes its median, and phases are summed;
-    and rounds likewise.
+    What recurs every ``period`` samples is cost and must count; what occurs once is the machine's.
+    So each phase of the period contributes its median. Phases and rounds are summed.
     """
     totals = dict.fromkeys(rounds[0], 0.0)
     for times in rounds:
@@ -74,12 +65,12 @@ def scheduler_step(
 ) -> dict[str, list[float]]:
     """Seconds of scheduler steps of each contestant, taken in turn.
 
-    Prompts differ in length, so that their blocks fill at different steps, as they do in
-    a server; the fake model of the rig runs outside the clock.
+    Prompts differ in length, so that their blocks fill at different steps, as they do in a server.
+    The rig's fake model runs outside the clock.
 
     Args:
-        first: which contestant is built first. Where in memory an engine's objects come to
-            lie makes its steps 1% faster or slower, for as long as it lives.
+        first: which contestant is built first. The place of an engine's objects in memory makes all
+            of its steps 1% faster or slower.
         extras: the three contestants.
     """
     steps = CYCLE * CYCLES
@@ -115,17 +106,15 @@ def scheduler_step(
                     times[name].append(rig.scheduler_s)
             tick("scheduler steps")
             if any(rig.finished for rig in rigs.values()):
-                raise RuntimeError("requests ended early: fewer than were meant to run did")
+                raise RuntimeError("requests finished early: too few were decoding")
         finally:
             gc.enable()
     return times
 
 
 def decode_step(model: Path, rounds: int, tick: Tick) -> dict[str, list[float]]:
-    """Seconds per decode step, in one engine whose connector is taken off and put back.
-
-    Two processes of the same stock server can differ by more than what is looked for (17%
-    was seen), so all contestants share one.
+    """Seconds per decode step, in one engine whose connector is removed and put back. Two processes
+    of the same stock server can differ by 17%, so all contestants share one.
     """
     times: dict[str, list[float]] = {"stock": [], "control": [], "connector": []}
     options = {"num_gpu_blocks_override": 400}
@@ -154,7 +143,7 @@ def decode_step(model: Path, rounds: int, tick: Tick) -> dict[str, list[float]]:
     return times
 
 
-def measure(model: Path, engines: int, rounds: int, tick: Tick) -> dict[str, float | int]:
+def measure(model: Path, engines: int, rounds: int, tick: Tick) -> dict[str, float | str]:
     """Both comparisons."""
     scheduler = [scheduler_step(first, tick) for first in range(engines)]
     step_ratio, step_control = ratios(scheduler, CYCLE)
@@ -174,6 +163,7 @@ def measure(model: Path, engines: int, rounds: int, tick: Tick) -> dict[str, flo
         "engines": engines,
         "steps": CYCLE * CYCLES,
         "rounds": rounds,
+        "dtype": str(machine_dtype()),
     }
 
 
@@ -184,17 +174,9 @@ def main(
     as_json: AsJson = False,
 ) -> None:
     """Measure steps with and without the connector."""
-    with only_result_on_stdout(), progress() as bar:
-        bar.disable = as_json or not sys.stderr.isatty()
-        task = bar.add_task("", total=engines + rounds + 1)
-        found = measure(
-            model or small_model(),
-            engines,
-            rounds,
-            lambda what: bar.update(task, advance=1, description=what),
-        )
-    result = {**found, "dtype": str(machine_dtype())}
-    show("Time per step with the connector over stock", result, as_json)
+    title = "Time per step with the connector over stock"
+    with benchmark(title, engines + rounds + 1, as_json=as_json) as run:
+        run.result = measure(model or small_model(), engines, rounds, run.tick)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
     python -m bench.restart --json
 
-A real server with its CPU memory in a file. Eight contexts of 3,000 tokens are asked and saved;
-while other clients decode, its processes are killed and it is started again, with an unrelated
-request to warm it up. ``adopted``: pages that the next engine finds, of those that CPU memory held.
+A real server with its CPU memory in a file. Eight contexts of 3,000 tokens are sent and saved.
+While other clients decode, its processes are killed and it is started again, with an unrelated
+request to warm it up. ``adopted``: fraction of the pages in CPU memory that the next engine finds.
 ``first_ratio``: median first token of the contexts as each comes back, over that of the same
-contexts from CPU memory later on. A context that comes from anywhere else is an error.
-``jobs_found`` and ``tails_found``: shares of the contexts whose job went on with its second turn,
-and of those whose last tokens, which fill no block, were found as well.
+contexts from CPU memory later. A context that comes from anywhere else is an error.
+``jobs_found`` and ``tails_found``: fraction of the contexts whose job continued with its second
+turn, and of those whose last tokens, which fill no block, were found too.
 """
 
 from __future__ import annotations
@@ -17,37 +17,32 @@ import contextlib
 import os
 import re
 import signal
-import statistics
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import httpx
 import typer
 
-from tiered_kv.bench.output import AsJson, ModelFolder, progress, run_benchmark, show
+from tiered_kv.bench.output import AsJson, ModelFolder, benchmark, run_benchmark
 from tiered_kv.bench.restore import (
-    BLOCK,
+    TIMEOUT_S,
+    WARM_UP,
     Answered,
     answer,
     context_gib,
     first_token_ms,
     job_of,
+    median_ms,
+    small_pool,
     texts,
 )
 from tiered_kv.bench.servers.load import group_members
 from tiered_kv.bench.servers.model import small_model
-from tiered_kv.bench.servers.vllm_server import (
-    CONNECTOR,
-    MODEL_NAME,
-    ServerOptions,
-    VllmServer,
-    machine_dtype,
-)
+from tiered_kv.bench.servers.vllm_server import MODEL_NAME, VllmServer, machine_dtype
 from tiered_kv.doctor.running_server import events
 from tiered_kv.trace.trace_reader import TraceReader
 
@@ -55,13 +50,12 @@ CONTEXTS = 8
 DECODING = 2
 SHARED_MEMORY = Path("/dev/shm")
 SETTLE_S = 60.0
-TIMEOUT_S = 600.0
 ADOPTED = re.compile(r"CPU memory has (\d+) pages from before")
 
 
 @contextlib.contextmanager
 def decoding(url: str) -> Iterator[None]:
-    """Clients that have a server decode, until it is gone."""
+    """Clients that have a server decode until it is killed."""
     body = {"model": MODEL_NAME, "max_tokens": 800, "ignore_eos": True}
 
     def decode(at: int) -> None:
@@ -79,7 +73,7 @@ def decoding(url: str) -> Iterator[None]:
 
 
 def kill(server: VllmServer) -> None:
-    """Kill a server and everything it started, and wait until all of it is gone."""
+    """Kill a server and everything it started, and wait until all of it has ended."""
     group = server.pid
     assert group is not None
     os.killpg(group, signal.SIGKILL)
@@ -89,93 +83,80 @@ def kill(server: VllmServer) -> None:
 
 
 def cpu_pages(client: httpx.Client) -> int:
-    """Pages in CPU memory, once no more are added.
+    """Number of pages in CPU memory, once no more are added.
 
     Raises:
-        TimeoutError: there are more and more.
+        TimeoutError: more and more are added.
     """
     until, before = time.monotonic() + SETTLE_S, -1
     while time.monotonic() < until:
-        first_token_ms(client, list(range(100, 200)))  # an idle engine tells nothing
+        first_token_ms(client, WARM_UP[:100])  # an idle engine reports nothing
         now = int(events(client.get("/metrics").text).get("cpu_pages", 0))
         if now == before:
             return now
         before = now
         time.sleep(1.0)
-    raise TimeoutError("CPU memory does not come to rest")
+    raise TimeoutError("pages are added to CPU memory for ever")
 
 
-def measure(model: Path, tokens: int, folder: Path, show_progress: bool) -> dict[str, float | int]:
-    """Kill a server, and look at what the next one finds.
+def from_cpu(client: httpx.Client, prompt: list[int]) -> Answered:
+    """Send a context.
 
     Raises:
-        RuntimeError: a context did not come from CPU memory.
+        RuntimeError: it did not come from CPU memory.
     """
-    each = context_gib(model, tokens)
-    with tempfile.TemporaryDirectory() as name, progress() as bar:
+    answered = answer(client, prompt)
+    if not answered.is_from("cpu_tokens"):
+        raise RuntimeError(f"a context did not come from CPU memory: {answered.tokens}")
+    return answered
+
+
+def measure(
+    model: Path, tokens: int, folder: Path, tick: Callable[[str], None]
+) -> dict[str, float | str]:
+    """Kill a server, and measure what the next one finds."""
+    with tempfile.TemporaryDirectory() as name:
         trace = Path(name) / "trace.jsonl"
-        options = ServerOptions(
-            model=model,
-            block_size=BLOCK,
-            kv_blocks=5 * tokens // BLOCK,
-            max_model_len=tokens + 64,
-            kv_transfer_config=CONNECTOR,
-            env={
-                "TIERED_KV_CPU_GIB": f"{1.5 * (CONTEXTS + 1) * each:.4f}",
-                "TIERED_KV_CPU_PATH": str(folder),
-                "TIERED_KV_POLICY": "lru",
-                "TIERED_KV_TRACE": str(trace),
-            },
-        )
-        bar.disable = not show_progress
-        task = bar.add_task("saving contexts", total=4)
-        server = VllmServer(options, Path(name) / "server.log")
-        try:
-            server.start()
+        env = {
+            "TIERED_KV_CPU_GIB": f"{1.5 * (CONTEXTS + 1) * context_gib(model, tokens):.4f}",
+            "TIERED_KV_CPU_PATH": str(folder),
+            "TIERED_KV_TRACE": str(trace),
+        }
+        server = VllmServer(small_pool(model, tokens, env), Path(name) / "server.log")
+        with server:
             with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as client:
+                tick("saving contexts")
                 prompts = texts(client, CONTEXTS, tokens)
                 for prompt in prompts:
                     first_token_ms(client, prompt)
                 held = cpu_pages(client)
-            bar.update(task, advance=1, description="killing the server")
+            tick("killing the server")
             with decoding(server.url):
                 time.sleep(2.0)
                 kill(server)
-            bar.update(task, advance=1, description="starting it again")
+            tick("restarting it")
             server.start()
             found = ADOPTED.search(server.log_text())
             with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as client:
-                first_token_ms(client, list(range(100, 400)))
-                bar.update(task, advance=1, description="asking again")
-                first = [_from_cpu(client, prompt) for prompt in prompts]
-                later = [_from_cpu(client, prompt) for prompt in prompts]
-        finally:
-            server.stop()
+                first_token_ms(client, WARM_UP)
+                tick("sending the contexts again")
+                first = [from_cpu(client, prompt) for prompt in prompts]
+                later = [from_cpu(client, prompt) for prompt in prompts]
         jobs = {job_of(prompt) for prompt in prompts}
         second = sum(turn.job in jobs and turn.turn == 2 for turn in TraceReader(trace))
     adopted = int(found[1]) if found else 0
     return {
         "adopted": adopted / held,
         "adopted_pages": adopted,
-        "first_ratio": _ms(first) / _ms(later),
-        "first_ms": _ms(first),
-        "cpu_ms": _ms(later),
+        "first_ratio": median_ms(first) / median_ms(later),
+        "first_ms": median_ms(first),
+        "cpu_ms": median_ms(later),
         "jobs_found": second / CONTEXTS,
         "tails_found": sum(one.tokens["cpu_tokens"] == tokens - 1 for one in first) / CONTEXTS,
         "start_s": server.start_s,
         "tokens": tokens,
+        "dtype": str(machine_dtype()),
     }
-
-
-def _ms(answers: Sequence[Answered]) -> float:
-    return statistics.median(one.ms for one in answers)
-
-
-def _from_cpu(client: httpx.Client, prompt: list[int]) -> Answered:
-    answered = answer(client, prompt)
-    if answered.tokens["cpu_tokens"] < 0.9 * len(prompt):
-        raise RuntimeError(f"a context did not come from CPU memory: {answered.tokens}")
-    return answered
 
 
 def main(
@@ -187,15 +168,11 @@ def main(
     as_json: AsJson = False,
 ) -> None:
     """Measure what is found again after a server was killed."""
-    with tempfile.TemporaryDirectory(prefix="tiered-kv-", dir=shared) as folder:
-        measured = measure(
-            model or small_model(),
-            tokens,
-            Path(folder),
-            show_progress=not as_json and sys.stderr.isatty(),
-        )
-    result = {**measured, "dtype": str(machine_dtype())}
-    show("Contexts of a server that was killed", result, as_json)
+    with (
+        tempfile.TemporaryDirectory(prefix="tiered-kv-", dir=shared) as folder,
+        benchmark("Contexts of a server that was killed", 4, as_json=as_json) as run,
+    ):
+        run.result = measure(model or small_model(), tokens, Path(folder), run.tick)
 
 
 if __name__ == "__main__":

@@ -1,37 +1,39 @@
-"""Share of the device's speed that the SSD store gets, and the time that it takes to open.
+"""Fraction of the disk's speed that the SSD store gets, and the time that it takes to open.
 
     python -m bench.store --json
 
-Random pages are put in groups of 128 MiB, as the I/O thread does, and read back as they were
-put, as contexts are, one at random after the other, with the ``raw`` codec: what is measured
-is the store, not a codec. ``*_mbs`` is
-MB of stored pages per second, beginning to end: finding, copying, hashing, new segments and
-fdatasync included. ``device_*_mbs`` is what the file system gives without a store: O_DIRECT,
-random order for reads, for writes new files with their room reserved (as segments are, but
-with one fdatasync at the end), and the best of 1 to 8 threads and 128 KiB to 4 MiB blocks.
-``device_rewrite_mbs`` is the same as ``device_write_mbs``, into files written before: some
-disks, virtual ones above all, are faster where there was something.
+Random pages are put in groups of 128 MiB, as the I/O thread does, and read back as they were put,
+as contexts are, one at random after the other, with the ``raw`` codec: the store is measured, not
+a codec. ``*_mbs`` is MB of stored pages per second, from beginning to end: finding, copying,
+hashing, new segments and fdatasync included.
 
-All settings of the device are tried in turn, three times each; the best three then take
-turns with the store, as much data each. A round is long enough for the store to begin and
-seal a segment, and turns are short enough for a neighbour on the disk to hit everybody. A
-``fraction`` is the median over the rounds of store over device in the same round, so that one
-bad round decides nothing; the device is the one of the three with the best median.
+``device_*_mbs`` is what the file system gives without a store. It moves the same bytes between the
+same 128 MiB of memory and files, with O_DIRECT, a group at random after the other for reads, for
+writes into new files with their space allocated (as segments are, but with one fdatasync at the
+end). It is the best of 1 to as many threads as the store has, and of blocks of 512 KiB to 4 MiB.
+``device_rewrite_mbs`` is the same as ``device_write_mbs``, into files written before: some disks,
+virtual ones above all, are faster where there was something.
 
-``open_s`` is the median of three openings of a store of 100,000 pages, read from the disk and
-not from the page cache. Its segments have headers and footers, and holes for the pages, of
-which opening reads nothing.
+The store and all settings of the device take turns, with the same bytes each. A round is long
+enough for the store to start and seal a segment, and turns are short enough for other load on the
+disk to hit everything. A ``fraction`` is the median over the rounds of store over device in the
+same round, so that one bad round decides nothing; the device is its setting with the best median.
+
+``open_s`` is the median of three openings of a store of 100,000 pages, read from the disk and not
+from the page cache. Its segments have headers and footers, and holes for the pages, of which
+opening reads nothing.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -39,112 +41,241 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from tiered_kv.bench.micro.device import (
-    DEVICE_BLOCKS,
-    ROUNDS,
-    SLICES,
-    SWEEP_BYTES,
-    SWEEPS,
-    Device,
-    Tick,
-    contest,
-    finalists,
-    huge_bytes,
-)
-from tiered_kv.bench.output import AsJson, progress, run_benchmark, show
+from tiered_kv.bench.output import AsJson, benchmark, run_benchmark
 from tiered_kv.codecs.base import Bytes, ElementType, PageFormat
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.codecs.registry import from_table
 from tiered_kv.keys import PageKey
+from tiered_kv.storage.disk.aligned import aligned_bytes
 from tiered_kv.storage.io_thread import group_pages
 from tiered_kv.storage.segment.format import FooterEntry, SegmentHeader, footer_bytes
 from tiered_kv.storage.segment.headers import pack_footer, pack_segment_header
 from tiered_kv.storage.store.options import StoreOptions, io_threads
 from tiered_kv.storage.store.store import SegmentStore
 
+BLOCKS = (512 << 10, 2 << 20, 4 << 20)
+ROUNDS, SLICES = 5, 4
+"""Ratios are taken over rounds; within one, store and device change places after a slice."""
+REWRITES = 3
+KEEP_FILES = 8
+"""Files that the device keeps before it deletes them, so that a file does not get the space of the
+one before it."""
+CONTENT_BYTES = 64 << 20
 OPEN_PAGES, OPEN_PAGE_BYTES, OPENINGS = 100_000, 64 << 10, 3
 KEY_BYTES = 48
 CAPACITY_BYTES = 64 << 30
 """Capacity at which nothing is evicted, and segments have their full size."""
 
+Tick = Callable[[str], None]
+Setting = tuple[int, int]
+"""Threads, and bytes of a block."""
+Pass = Callable[[], float]
+"""Moves a fixed number of bytes and gives MB/s."""
 
-class Contestant:
-    """A store of random pages that lie in slots, as the CPU pool's do.
 
-    Args:
-        content: random bytes, from which pages are cut.
-    """
+class Slots:
+    """Page slots for a group of pages, as the CPU pool has them, and random pages to fill them
+    with."""
 
-    def __init__(self, root: Path, page_bytes: int, threads: int, content: Bytes) -> None:
-        page_format = PageFormat(ElementType.OPAQUE, page_bytes, 16)
+    def __init__(self, page_bytes: int) -> None:
+        self.count = group_pages(page_bytes)
+        self.bytes = aligned_bytes(self.count * page_bytes)[: self.count * page_bytes]
+        self.pages = self.bytes.reshape(self.count, page_bytes)
+        self._content = np.frombuffer(np.random.default_rng(0).bytes(CONTENT_BYTES), np.uint8)
+
+    def page(self, name: int) -> Bytes:
+        """The page of that name, different from all others."""
+        page_bytes = self.pages.shape[1]
+        start = name * 1_000_003 % (self._content.nbytes - page_bytes)
+        return self._content[start : start + page_bytes]
+
+    def fill(self, first: int) -> None:
+        """Fill the slots with pages, from that name on."""
+        for at, slot in enumerate(self.pages):
+            slot[:] = self.page(first + at)
+
+
+class Store:
+    """The store, which is empty at first."""
+
+    def __init__(self, root: Path, slots: Slots, threads: int) -> None:
+        page_format = PageFormat(ElementType.OPAQUE, slots.pages.shape[1], 16)
         options = StoreOptions(
             root, bytes(16), 0, 0, 1, page_format, CAPACITY_BYTES, io_threads=threads
         )
         self._store = SegmentStore(options, RawCodec(page_format), from_table)
-        self._content = content
-        self._page_bytes = page_bytes
-        self._group = group_pages(page_bytes)
-        self._slots = huge_bytes(self._group * page_bytes).reshape(self._group, page_bytes)
+        self._slots = slots
         self._random = np.random.default_rng(2)
-        self._pages = 0
+        self._groups = 0
+        self.direct = self._store.direct
 
-    @property
-    def direct(self) -> bool:
-        return self._store.direct
+    def write(self, groups: int) -> float:
+        """Put that many groups of new pages; MB/s.
 
-    def _page(self, name: int) -> Bytes:
-        """Cut somewhere else for every page, so that no two are the same."""
-        start = name * 1_000_003 % (self._content.nbytes - self._page_bytes)
-        return self._content[start : start + self._page_bytes]
-
-    def write(self, nbytes: int) -> float:
-        """Put so many new pages; MB/s."""
+        Raises:
+            RuntimeError: pages were not stored.
+        """
         seconds = 0.0
-        for _ in range(nbytes // self._slots.nbytes):
-            names = range(self._pages, self._pages + self._group)
-            self._pages += self._group
-            for slot, name in zip(self._slots, names, strict=True):
-                slot[:] = self._page(name)
-            pages = list(zip(map(_key, names), self._slots, strict=True))
+        for _ in range(groups):
+            first = self._groups * self._slots.count
+            self._groups += 1
+            self._slots.fill(first)
+            pages = self._pages(first)
             began = time.perf_counter()
             failed = self._store.put(pages)
             seconds += time.perf_counter() - began
             if failed:
                 raise RuntimeError(f"{len(failed)} pages were not stored")
-        return nbytes / seconds / 1e6
+        return groups * self._slots.bytes.nbytes / seconds / 1e6
 
-    def read(self, nbytes: int) -> float:
-        """Get so many pages, of random contexts; MB/s.
+    def read(self, groups: int) -> float:
+        """Get that many groups, at random; MB/s.
 
         Raises:
             RuntimeError: a page was lost, or another came back.
         """
         seconds = 0.0
-        for _ in range(nbytes // self._slots.nbytes):
-            first = int(self._random.integers(self._pages // self._group)) * self._group
-            names = range(first, first + self._group)
-            pages = list(zip(map(_key, names), self._slots, strict=True))
+        for _ in range(groups):
+            first = int(self._random.integers(self._groups)) * self._slots.count
+            pages = self._pages(first)
             began = time.perf_counter()
             failed = self._store.get(pages)
             seconds += time.perf_counter() - began
-            one = int(self._random.integers(self._group))
-            if failed or not np.array_equal(self._slots[one], self._page(names[one])):
+            at = int(self._random.integers(self._slots.count))
+            if failed or not np.array_equal(self._slots.pages[at], self._slots.page(first + at)):
                 raise RuntimeError("a page did not come back as it was put")
-        return nbytes / seconds / 1e6
+        return groups * self._slots.bytes.nbytes / seconds / 1e6
+
+    def _pages(self, first: int) -> list[tuple[PageKey, Bytes]]:
+        return [(_key(first + at), slot) for at, slot in enumerate(self._slots.pages)]
 
     def close(self) -> None:
+        """Close the store."""
         self._store.close()
+
+
+class Device:
+    """Files as large as a group, written from the slots and read into them past the page cache.
+
+    Args:
+        folder: for the files, which are left there.
+        groups: number of files that are read.
+    """
+
+    def __init__(self, folder: Path, groups: int, slots: Slots, threads: int) -> None:
+        folder.mkdir()
+        self._folder = folder
+        self._slots = slots
+        self._random = np.random.default_rng(1)
+        self._written = 0
+        self._threads = ThreadPoolExecutor(threads, "bench-device")
+        slots.fill(0)
+        self._files = [self._create(f"read-{number}") for number in range(groups)]
+        for fd in self._files:
+            self._move(os.pwrite, fd, threads, max(BLOCKS))
+
+    def _create(self, name: str) -> int:
+        fd = os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(fd, 0, self._slots.bytes.nbytes)
+        os.fsync(fd)
+        return fd
+
+    def _move(
+        self, call: Callable[[int, memoryview, int], int], fd: int, threads: int, block: int
+    ) -> float:
+        """Move a group between slots and file, block by block; the seconds."""
+        memory = self._slots.bytes.data
+
+        def work(thread: int) -> None:
+            for offset in range(thread * block, len(memory), threads * block):
+                piece = memory[offset : offset + block]
+                if call(fd, piece, offset) != len(piece):
+                    raise OSError("the disk moved less than was requested")
+
+        began = time.perf_counter()
+        list(self._threads.map(work, range(threads)))
+        if call is os.pwrite:
+            os.fdatasync(fd)
+        return time.perf_counter() - began
+
+    def write(self, setting: Setting, groups: int, *, again: bool = False) -> float:
+        """Fill that many new files, or with ``again`` files that were just filled; MB/s."""
+        seconds = 0.0
+        for _ in range(groups):
+            self._slots.fill(self._written)
+            fd = self._create(f"{self._written % KEEP_FILES}")
+            try:
+                for _ in range(1 + again):
+                    took = self._move(os.pwrite, fd, *setting)
+            finally:
+                os.close(fd)
+            seconds += took
+            self._written += 1
+            (self._folder / f"{self._written % KEEP_FILES}").unlink(missing_ok=True)
+        return groups * self._slots.bytes.nbytes / seconds / 1e6
+
+    def read(self, setting: Setting, groups: int) -> float:
+        """Read that many files, at random; MB/s."""
+        fds = self._random.choice(self._files, groups)
+        seconds = sum(self._move(_read, int(fd), *setting) for fd in fds)
+        return groups * self._slots.bytes.nbytes / seconds / 1e6
+
+    def close(self) -> None:
+        """Close the files and end the threads."""
+        self._threads.shutdown()
+        for fd in self._files:
+            os.close(fd)
+
+
+def _read(fd: int, piece: memoryview, offset: int) -> int:
+    return os.preadv(fd, [piece], offset)
 
 
 def _key(name: int) -> PageKey:
     return PageKey(name.to_bytes(KEY_BYTES, "big"))
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A contest: MB/s, medians over the rounds, and the device's best setting."""
+
+    fraction: float
+    store_mbs: float
+    device_mbs: float
+    best: Setting
+
+
+def contest(store: Pass, device: Mapping[Setting, Pass], tick: Tick) -> Outcome:
+    """Store and device in turn; which one starts changes from slice to slice. The device is its
+    best setting over all rounds."""
+    everyone: dict[Setting | None, Pass] = {None: store}
+    everyone.update(device.items())
+    rounds: dict[Setting | None, list[float]] = {one: [] for one in everyone}
+    for _ in range(ROUNDS):
+        speeds: dict[Setting | None, list[float]] = {one: [] for one in everyone}
+        for turn in range(SLICES):
+            first = turn % len(everyone)
+            for one in [*everyone][first:] + [*everyone][:first]:
+                speeds[one].append(everyone[one]())
+        for one, found in speeds.items():
+            rounds[one].append(statistics.harmonic_mean(found))
+        tick("store and device in turn")
+    best = max(device, key=lambda setting: statistics.median(rounds[setting]))
+    return Outcome(
+        fraction=statistics.median(
+            ours / theirs for ours, theirs in zip(rounds[None], rounds[best], strict=True)
+        ),
+        store_mbs=statistics.median(rounds[None]),
+        device_mbs=statistics.median(rounds[best]),
+        best=best,
+    )
+
+
 def build_sparse(options: StoreOptions, pages: int) -> None:
-    """The segments of a store of so many pages, all sealed, with holes for the pages."""
+    """Write the sealed segments of a store of that many pages, with holes for the pages."""
     record = FooterEntry(_key(0), 0, options.page_format.page_bytes, 0, 0).nbytes
-    room = options.segment_bytes - footer_bytes(1, KEY_BYTES)
-    per_segment = room // (record + footer_bytes(1, 0) // 32)
+    space = options.segment_bytes - footer_bytes(1, KEY_BYTES)
+    per_segment = space // (record + footer_bytes(1, 0) // 32)
     options.folder.mkdir(parents=True)
     now = int(time.time())
     for number, first in enumerate(range(0, pages, per_segment), 1):
@@ -181,7 +312,7 @@ def build_sparse(options: StoreOptions, pages: int) -> None:
 
 
 def time_opening(root: Path, tick: Tick) -> list[float]:
-    """Seconds each opening of a large store took.
+    """Seconds that each opening of a large store took.
 
     Raises:
         RuntimeError: pages are missing.
@@ -202,27 +333,6 @@ def time_opening(root: Path, tick: Tick) -> list[float]:
     return seconds
 
 
-@contextmanager
-def contestants(
-    folder: Path, nbytes: int, page_bytes: int, threads: int
-) -> Iterator[tuple[Contestant, Device]]:
-    """The store, empty, and the device, with a file of ``nbytes``."""
-    content = huge_bytes(SWEEP_BYTES)
-    content[:] = np.frombuffer(np.random.default_rng(0).bytes(content.nbytes), np.uint8)
-    store = Contestant(folder / "store", page_bytes, threads, content)
-    try:
-        if not store.direct:
-            raise RuntimeError(f"{folder} does not take O_DIRECT: give another --folder")
-        (folder / "device").mkdir()
-        device = Device(folder / "device", nbytes, content)
-        try:
-            yield store, device
-        finally:
-            device.close()
-    finally:
-        store.close()
-
-
 def measure(
     folder: Path, mib: int, page_kib: int, threads: int, tick: Tick
 ) -> dict[str, float | int | str]:
@@ -231,22 +341,27 @@ def measure(
     Raises:
         RuntimeError: the store lost a page, or the file system has no O_DIRECT.
     """
-    group = group_pages(page_kib << 10) * page_kib << 10
-    slices = ROUNDS * SLICES
-    chunk = max(1, (mib << 20) // slices // group) * group
-    device_chunk = -(-chunk // max(DEVICE_BLOCKS)) * max(DEVICE_BLOCKS)
-    file_bytes = -(-max(mib << 20, device_chunk) // SWEEP_BYTES) * SWEEP_BYTES
-    with contestants(folder, file_bytes, page_kib << 10, threads) as (store, device):
-        outcomes = {}
-        for name, ours, theirs in (
-            ("write", store.write, device.write),
-            ("read", store.read, device.read),
-        ):
-            best = finalists(theirs, tick)
-            passes = {one: partial(theirs, *one, device_chunk) for one in best}
-            outcomes[name] = contest(partial(ours, chunk), passes, tick)
-        read, write = outcomes["read"], outcomes["write"]
-        again = [device.rewrite(write.threads, write.block, device_chunk) for _ in range(SWEEPS)]
+    slots = Slots(page_kib << 10)
+    groups = max(1, (mib << 20) // (ROUNDS * SLICES) // slots.bytes.nbytes)
+    settings = [
+        (depth, block)
+        for depth in sorted({1, 2, 4, threads})
+        if depth <= threads
+        for block in BLOCKS
+    ]
+    with closing(Store(folder / "store", slots, threads)) as store:
+        if not store.direct:
+            raise RuntimeError(f"{folder} has no O_DIRECT: choose another --folder")
+        with closing(Device(folder / "device", ROUNDS * SLICES * groups, slots, threads)) as device:
+            write, read = (
+                contest(
+                    partial(ours, groups),
+                    {one: partial(theirs, one, groups) for one in settings},
+                    tick,
+                )
+                for ours, theirs in ((store.write, device.write), (store.read, device.read))
+            )
+            again = [device.write(write.best, groups, again=True) for _ in range(REWRITES)]
     openings = time_opening(folder / "large", tick)
     return {
         "read_fraction": read.fraction,
@@ -256,10 +371,10 @@ def measure(
         "device_read_mbs": read.device_mbs,
         "device_write_mbs": write.device_mbs,
         "device_rewrite_mbs": statistics.median(again),
-        "device_read_threads": read.threads,
-        "device_read_block_kib": read.block >> 10,
-        "device_write_threads": write.threads,
-        "device_write_block_kib": write.block >> 10,
+        "device_read_threads": read.best[0],
+        "device_read_block_kib": read.best[1] >> 10,
+        "device_write_threads": write.best[0],
+        "device_write_block_kib": write.best[1] >> 10,
         "open_s": statistics.median(openings),
         "open_pages": OPEN_PAGES,
         "open_page_kib": OPEN_PAGE_BYTES >> 10,
@@ -276,25 +391,17 @@ def main(
     mib: Annotated[int, typer.Option(help="Size of the pages that are put, MiB.")] = 2560,
     page_kib: Annotated[int, typer.Option(help="Size of a page, KiB.")] = 512,
     threads: Annotated[
-        int | None, typer.Option(help="Threads of the store; as many as the connector's if none.")
+        int | None, typer.Option(help="Threads of the store; the connector's number by default.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure the store beside its disk."""
+    threads = threads or io_threads(len(os.sched_getaffinity(0)))
     with (
         tempfile.TemporaryDirectory(dir=folder.resolve(), prefix=".bench-store-") as name,
-        progress() as bar,
+        benchmark("The SSD store and its disk", 2 * ROUNDS + OPENINGS, as_json=as_json) as run,
     ):
-        bar.disable = not sys.stderr.isatty()
-        task = bar.add_task("writing the device's file", total=2 * (SWEEPS + ROUNDS) + OPENINGS)
-        result = measure(
-            Path(name),
-            mib,
-            page_kib,
-            threads or io_threads(len(os.sched_getaffinity(0))),
-            lambda what: bar.update(task, advance=1, description=what),
-        )
-    show("The SSD store beside its device", result, as_json)
+        run.result = measure(Path(name), mib, page_kib, threads, run.tick)
 
 
 if __name__ == "__main__":

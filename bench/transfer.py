@@ -1,47 +1,249 @@
-"""Speed of pages between VRAM and CPU memory, over one large copy of as many bytes.
+"""Speed of pages between VRAM and CPU memory, over one contiguous copy of as many bytes.
 
     python -m bench.transfer --json
 
-Pages of real models, in blocks and slots drawn at random, so that nothing is contiguous but
-what the layout makes so. ``d2h_fraction``, ``h2d_fraction`` and ``both_fraction`` (saves,
-loads, and both at once) are the least over all shapes and layouts from 256 pages on; each row
-is the median of its rounds, in which the backend and one contiguous copy between the same
-memories take turns. Seconds are those of the caller: from the first call until the last byte
-is there. Small batches are submitted back to back.
+Pages of real models, in blocks and slots drawn at random, so that nothing is contiguous except what
+the layout makes so. ``d2h_fraction``, ``h2d_fraction`` and ``both_fraction`` (saves, loads, and
+both concurrently) are the least over all shapes and layouts from 256 pages on. Each row is the
+median of its rounds, in which the backend and contiguous copies between the same memories take
+turns. A copy is as large as all pages of the row, or as the memory if they do not fit, and on one
+thread, as the backend's. Seconds are those of the caller: from the first call until the last byte
+is copied. Small batches, and their copies, are submitted back to back.
 
-``compute_slowdown``: seconds of bf16 matrix products of 8192³ beside copies of 256 pages
-that follow each other, by their seconds alone; the worst median over shapes, layouts and ways.
+``compute_slowdown``: seconds of bf16 matrix products of 8192³ while copies of 256 pages follow each
+other, over their seconds alone; the worst median over shapes, layouts and ways.
 
-Without CUDA the CPU backend runs beside memcpy, with fewer pages. ``fraction`` is the least
-of the three fractions.
+Without CUDA the CPU backend runs beside memcpy, with fewer pages. ``fraction`` is the least of the
+three fractions.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from enum import Enum
+from typing import Annotated, Literal
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from tiered_kv.bench.micro.copies import CpuSide, CudaSide, Side, Way
-from tiered_kv.bench.output import AsJson, progress, run_benchmark, show
+from tiered_kv.bench.output import AsJson, benchmark, run_benchmark
 from tiered_kv.page_group import PageLayout, Placement, page_layout
-from tiered_kv.transfer.base import CopyJob
+from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
+from tiered_kv.transfer.cpu import CpuTransfer
+from tiered_kv.transfer.cuda.pinned_memory import pinned
+from tiered_kv.transfer.host_memory import AnonymousMemory, CpuPool
 
 TOKENS = 16
-TABLE_WIDTH = 110
+MATRIX, MATMULS = 8192, 100
 COUNTS_FROM = 256
 """Pages of a batch, from which on fractions count."""
 SAMPLE_BYTES = 64 << 20
 """Smaller batches are repeated until a sample has so many."""
 
 Tick = Callable[[str], None]
+
+
+class Way(Enum):
+    """Direction of a copy."""
+
+    D2H = "d2h"
+    H2D = "h2d"
+    BOTH = "both"
+
+    @property
+    def directions(self) -> tuple[Direction, ...]:
+        return {
+            Way.D2H: (Direction.SAVE,),
+            Way.H2D: (Direction.LOAD,),
+            Way.BOTH: (Direction.SAVE, Direction.LOAD),
+        }[self]
+
+
+class Side(ABC):
+    """A storage and a pool of ``nbytes`` each, and a backend between them: VRAM and pinned memory
+    on a GPU, two pieces of CPU memory without one. Call ``use`` before anything else."""
+
+    name: str
+    backend: TransferBackend | None = None
+    pool: CpuPool | None = None
+
+    def use(self, layout: PageLayout, slots: int) -> None:
+        """Create the backend for a layout."""
+        if self.pool is not None and self.pool.slots.shape == (slots, layout.page_bytes):
+            self._close_backend()  # pinning takes seconds: the pool is kept where it fits
+        else:
+            self.close()
+            self.pool = self.make_pool(slots, layout.page_bytes)
+            self.pool.slots[:] = 1
+        self.backend = self.make_backend(layout, self.pool)
+
+    @abstractmethod
+    def make_pool(self, slots: int, page_bytes: int) -> CpuPool: ...
+
+    @abstractmethod
+    def make_backend(self, layout: PageLayout, pool: CpuPool) -> TransferBackend: ...
+
+    def seconds(self, jobs: Sequence[CopyJob]) -> float:
+        """Seconds from the first call until the last byte is copied.
+
+        Raises:
+            RuntimeError: a page was not copied.
+        """
+        assert self.backend is not None
+        began = time.perf_counter()
+        for job in jobs:
+            self.backend.submit(job)
+        self.backend.drain()
+        seconds = time.perf_counter() - began
+        if any(result.failed for result in self.backend.poll()):
+            raise RuntimeError("pages were not copied")
+        return seconds
+
+    @abstractmethod
+    def one_copy_s(self, way: Way, nbytes: int, times: int) -> float:
+        """Seconds of a contiguous copy of ``nbytes``, made that many times; for both ways, of half
+        as much each."""
+
+    @abstractmethod
+    def slowdown(self, jobs: Sequence[CopyJob]) -> float | None:
+        """Seconds of matrix products while these copies are made again and again, over their
+        seconds alone; None without a GPU."""
+
+    def _close_backend(self) -> None:
+        if self.backend is not None:
+            self.backend.close()
+            self.backend = None
+
+    def close(self) -> None:
+        self._close_backend()
+        if self.pool is not None:
+            self.pool.close()
+            self.pool = None
+
+
+class CpuSide(Side):
+    """The CPU backend beside memcpy."""
+
+    name = "cpu"
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = AnonymousMemory(nbytes).view
+        self._bytes[:] = 1
+
+    def make_pool(self, slots: int, page_bytes: int) -> CpuPool:
+        return CpuPool(AnonymousMemory(slots * page_bytes), page_bytes)
+
+    def make_backend(self, layout: PageLayout, pool: CpuPool) -> TransferBackend:
+        return CpuTransfer([layout], self._bytes, pool)
+
+    def one_copy_s(self, way: Way, nbytes: int, times: int) -> float:
+        assert self.pool is not None
+        slab = self.pool.slots.reshape(-1)
+        half = nbytes // len(way.directions)
+        began = time.perf_counter()
+        for _ in range(times):
+            for i, direction in enumerate(way.directions):
+                vram, host = (memory[i * half : (i + 1) * half] for memory in (self._bytes, slab))
+                np.copyto(*((host, vram) if direction is Direction.SAVE else (vram, host)))
+        return time.perf_counter() - began
+
+    def slowdown(self, jobs: Sequence[CopyJob]) -> float | None:
+        return None
+
+
+class CudaSide(Side):
+    """The CUDA backend beside one pinned copy.
+
+    Args:
+        by: a :class:`~tiered_kv.transfer.cuda.backend.CopyBy`'s value.
+    """
+
+    def __init__(self, nbytes: int, by: str) -> None:
+        import torch
+
+        from tiered_kv.transfer.cuda.backend import CopyBy
+
+        self._torch = torch
+        self._by = CopyBy(by)
+        self._bytes = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+        self._streams = [torch.cuda.Stream() for _ in Direction]
+        self._matrices = [
+            torch.randn(MATRIX, MATRIX, device="cuda").to(torch.bfloat16) for _ in range(2)
+        ]
+        self.name = torch.cuda.get_device_name()
+
+    def make_pool(self, slots: int, page_bytes: int) -> CpuPool:
+        pool = CpuPool(pinned(AnonymousMemory(slots * page_bytes)), page_bytes)
+        if not pool.pinned:
+            raise RuntimeError("memory cannot be pinned here: raise the memlock limit")
+        return pool
+
+    def make_backend(self, layout: PageLayout, pool: CpuPool) -> TransferBackend:
+        from tiered_kv.transfer.cuda.backend import CudaTransfer
+
+        return CudaTransfer([layout], self._bytes, pool, self._by)
+
+    def one_copy_s(self, way: Way, nbytes: int, times: int) -> float:
+        assert self.pool is not None
+        torch = self._torch
+        slab = torch.from_numpy(self.pool.slots.reshape(-1))
+        torch.cuda.synchronize()
+        half = nbytes // len(way.directions)
+        began = time.perf_counter()
+        for _ in range(times):
+            for i, direction in enumerate(way.directions):
+                vram, host = (memory[i * half : (i + 1) * half] for memory in (self._bytes, slab))
+                with torch.cuda.stream(self._streams[i]):
+                    if direction is Direction.SAVE:
+                        host.copy_(vram, non_blocking=True)
+                    else:
+                        vram.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def slowdown(self, jobs: Sequence[CopyJob]) -> float | None:
+        """See the base class.
+
+        Raises:
+            RuntimeError: not one copy was made meanwhile.
+        """
+        alone = self._matmuls_s(lambda: None)
+        running = finished = 0
+
+        def keep_copying() -> None:
+            """Submit copies as for another request: they do not wait for these products."""
+            nonlocal running, finished
+            assert self.backend is not None
+            done = len(self.backend.poll())
+            finished += done
+            running -= done
+            while running < 2 * len(jobs):
+                with self._torch.cuda.stream(self._streams[0]):
+                    for job in jobs:
+                        self.backend.submit(job)
+                running += len(jobs)
+
+        keep_copying()
+        together = self._matmuls_s(keep_copying)
+        self.seconds([])
+        if not finished:
+            raise RuntimeError("the matrix products finished before a single copy did")
+        return together / alone
+
+    def _matmuls_s(self, meanwhile: Callable[[], None]) -> float:
+        torch = self._torch
+        began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        for _ in range(MATMULS):
+            self._matrices[0] @ self._matrices[1]
+        done.record()
+        while not done.query():
+            meanwhile()
+        return float(began.elapsed_time(done)) / 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +311,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class Slowdown:
     """Slowdown of matrix products by copies; median of the rounds."""
 
     shape: str
@@ -119,11 +321,8 @@ class Beside:
 
 
 def jobs_of(way: Way, pages: int, there: int, rng: np.random.Generator) -> list[CopyJob]:
-    """A job for each direction, of random blocks and slots out of ``there``.
-
-    Both ways at once, saves and loads get a half of the blocks and slots each: no job may
-    read what another writes.
-    """
+    """A job for each direction, of random blocks and slots out of ``there``. For both ways, saves
+    and loads get half of the blocks and slots each: no job may read what another writes."""
     jobs = []
     share = there // len(way.directions)
     for i, direction in enumerate(way.directions):
@@ -139,18 +338,19 @@ def jobs_of(way: Way, pages: int, there: int, rng: np.random.Generator) -> list[
 def measure_row(
     side: Side, layout: PageLayout, way: Way, pages: int, rounds: int
 ) -> tuple[float, float, float]:
-    """Our GB/s, those of one copy, and ours over theirs."""
+    """Our GB/s, those of contiguous copies, and ours over theirs."""
     there = layout.num_blocks
     jobs = jobs_of(way, pages, there, np.random.default_rng(0))
     nbytes = layout.page_bytes * pages * len(jobs)
     repeats = -(-SAMPLE_BYTES // nbytes)
-    large = min(layout.page_bytes * there, 4 * SAMPLE_BYTES)
+    span = min(nbytes, layout.page_bytes * there)
+    copies = nbytes * repeats // span
     side.seconds(jobs)
-    side.one_copy_s(way, large)
+    side.one_copy_s(way, span, 1)
     ours, theirs = [], []
     for _ in range(rounds):
         ours.append(nbytes * repeats / side.seconds(jobs * repeats) / 1e9)
-        theirs.append(large / side.one_copy_s(way, large) / 1e9)
+        theirs.append(span * copies / side.one_copy_s(way, span, copies) / 1e9)
     fraction = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
     return statistics.median(ours), statistics.median(theirs), fraction
 
@@ -162,9 +362,9 @@ def layouts(scale: Scale) -> Iterator[tuple[Shape, str, PageLayout]]:
             yield shape, order, shape.layout(order, there)
 
 
-def measure(side: Side, scale: Scale, tick: Tick) -> tuple[list[Row], list[Beside]]:
-    """All rows, and the matrix products beside each shape and layout; none without a GPU."""
-    rows, beside = [], []
+def measure(side: Side, scale: Scale, tick: Tick) -> tuple[list[Row], list[Slowdown]]:
+    """All rows, and the slowdown by each shape and layout; none without a GPU."""
+    rows, slowdowns = [], []
     for shape, order, layout in layouts(scale):
         side.use(layout, layout.num_blocks)
         for pages in scale.batches:
@@ -179,9 +379,9 @@ def measure(side: Side, scale: Scale, tick: Tick) -> tuple[list[Row], list[Besid
             known = [one for one in seen if one is not None]
             if known:
                 slowdown = statistics.median(known)
-                beside.append(Beside(shape.name, order, way.value, slowdown))
+                slowdowns.append(Slowdown(shape.name, order, way.value, slowdown))
     side.close()
-    return rows, beside
+    return rows, slowdowns
 
 
 def summary(rows: Sequence[Row]) -> dict[str, float]:
@@ -195,19 +395,9 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
     return {**least, "fraction": min(least.values())}
 
 
-def show_rows(title: str, rows: Sequence[Row] | Sequence[Beside]) -> None:
-    table = Table(title=title, title_justify="left")
-    for name in asdict(rows[0]):
-        table.add_column(name)
-    for row in rows:
-        values = asdict(row).values()
-        table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in values))
-    Console(width=TABLE_WIDTH).print(table)
-
-
 def main(
     cpu: Annotated[
-        bool, typer.Option("--cpu", help="Take the CPU backend, also beside a GPU.")
+        bool, typer.Option("--cpu", help="Use the CPU backend, even with a GPU.")
     ] = False,
     by: Annotated[
         Literal["faster", "staged", "runs"], typer.Option(help="Copies on a GPU.")
@@ -215,30 +405,20 @@ def main(
     as_json: AsJson = False,
 ) -> None:
     """Measure copies of pages."""
-    on_gpu = not cpu and _has_cuda()
-    scale = GPU if on_gpu else CPU
-    side: Side
-    side = CudaSide(scale.memory_bytes, by) if on_gpu else CpuSide(scale.memory_bytes)
-    with progress() as bar:
-        bar.disable = not sys.stderr.isatty()
-        task = bar.add_task("copying", total=len(SHAPES) * len(ORDERS) * len(scale.batches))
-        rows, beside = measure(
-            side, scale, lambda what: bar.update(task, advance=1, description=what)
-        )
-    result: dict[str, Any] = {
-        **summary(rows),
-        "compute_slowdown": max((one.slowdown for one in beside), default=None),
-        "on": side.name,
-        "rounds": scale.rounds,
-    }
-    if as_json:
-        result["rows"] = [asdict(row) for row in rows]
-        result["slowdowns"] = [asdict(one) for one in beside]
-    else:
-        show_rows("Batches of pages", rows)
-        if beside:
-            show_rows("Matrix products beside copies", beside)
-    show("Pages between VRAM and CPU memory, over one large copy", result, as_json)
+    scale = GPU if not cpu and _has_cuda() else CPU
+    steps = len(SHAPES) * len(ORDERS) * len(scale.batches)
+    with benchmark("Pages between VRAM and CPU memory", steps, as_json=as_json) as run:
+        size = scale.memory_bytes
+        side = CudaSide(size, by) if scale is GPU else CpuSide(size)
+        rows, slowdowns = measure(side, scale, run.tick)
+        run.result = {
+            **summary(rows),
+            "compute_slowdown": max((one.slowdown for one in slowdowns), default=None),
+            "on": side.name,
+            "rounds": scale.rounds,
+            "rows": list(map(asdict, rows)),
+            "slowdowns": list(map(asdict, slowdowns)),
+        }
 
 
 def _has_cuda() -> bool:

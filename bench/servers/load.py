@@ -22,7 +22,8 @@ class CpuClock:
     Attributes:
         wall: monotonic time.
         machine: CPU time of all programs, over all cores.
-        own: of that, this process's and that of the process groups.
+        own: of that, the time of this process, of its finished children, and of the process
+            groups. A child's child counts if the child waited for it.
     """
 
     wall: float
@@ -38,7 +39,9 @@ def read_clock(*groups: int) -> CpuClock | None:
     except (OSError, ValueError, IndexError):
         return None
     ticks = os.sysconf("SC_CLK_TCK")
-    own = time.process_time() + sum(map(_group_ticks, groups)) / ticks
+    children = os.times()
+    own = time.process_time() + children.children_user + children.children_system
+    own += sum(map(_group_ticks, groups)) / ticks
     return CpuClock(time.monotonic(), (user + nice + system + irq + softirq) / ticks, own)
 
 

@@ -2,55 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tiered_kv.bench.micro.device import (
-    DEVICE_BLOCKS,
-    DEVICE_THREADS,
-    FINALISTS,
-    contest,
-    finalists,
-    judge,
-)
-from tiered_kv.bench.store import build_sparse
+from tiered_kv.bench.store import BLOCKS, Device, Slots, Store, build_sparse, contest
 from tiered_kv.codecs.base import ElementType, PageFormat
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.codecs.registry import from_table
+from tiered_kv.storage import io_thread
 from tiered_kv.storage.store.options import StoreOptions
 from tiered_kv.storage.store.store import SegmentStore
 
 
-def test_the_device_is_its_best_setting_and_one_bad_round_decides_nothing() -> None:
-    device = {(1, 4096): [100.0, 100.0, 900.0], (4, 4096): [200.0, 20.0, 200.0]}
-    found = judge([180.0, 10.0, 180.0], device)
-    assert (found.threads, found.block) == (4, 4096)
+def test_the_device_is_its_best_setting_and_one_bad_turn_decides_nothing() -> None:
+    turns = list[str]()
+
+    def passes(name: str, usual: float, first: float) -> Callable[[], float]:
+        def run() -> float:
+            turns.append(name)
+            return usual if turns.count(name) > 1 else first
+
+        return run
+
+    settings = {(1, 4096): passes("slow", 100, 9_000), (4, 4096): passes("fast", 200, 20)}
+    found = contest(passes("store", 180, 10), settings, lambda _: None)
+
+    assert found.best == (4, 4096)
     assert found.fraction == pytest.approx(0.9)
     assert (found.store_mbs, found.device_mbs) == (180, 200)
+    assert turns.count("store") == turns.count("slow") == turns.count("fast")
+    assert turns[:6] == ["store", "slow", "fast", "slow", "fast", "store"]
 
 
-def test_the_best_settings_come_into_the_final() -> None:
-    ticks: list[str] = []
-    best = finalists(lambda threads, block, nbytes: threads * 1e9 + block, ticks.append)
-    assert len(best) == FINALISTS
-    assert best[0] == (max(DEVICE_THREADS), max(DEVICE_BLOCKS))
-    assert ticks
-
-
-def test_everybody_has_as_many_turns() -> None:
-    turns: list[str] = []
-
-    def runner(name: str, speed: float) -> float:
-        turns.append(name)
-        return speed
-
-    found = contest(
-        lambda: runner("store", 80), {(1, 4096): lambda: runner("device", 100)}, lambda _: None
-    )
-    assert found.fraction == pytest.approx(0.8)
-    assert turns.count("store") == turns.count("device")
-    assert turns[:4] == ["store", "device", "device", "store"]
+def test_store_and_device_move_the_same_bytes_through_the_same_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io_thread, "GROUP_BYTES", 8 << 20)
+    slots = Slots(1 << 20)
+    with closing(Store(tmp_path / "store", slots, 2)) as store:
+        if not store.direct:
+            pytest.skip("no O_DIRECT here")
+        assert store.write(2) > 0
+        assert store.read(3) > 0
+        with closing(Device(tmp_path / "device", 2, slots, 2)) as device:
+            for setting in ((1, BLOCKS[0]), (2, BLOCKS[-1])):
+                assert device.write(setting, 1) > 0
+                slots.fill(0)
+                expected = slots.bytes.copy()
+                slots.bytes[:] = 0
+                assert device.read(setting, 1) > 0
+                assert (slots.bytes == expected).all(), "the files have pages from 0 on"
 
 
 def test_a_sparse_store_opens_with_all_its_pages(tmp_path: Path) -> None:

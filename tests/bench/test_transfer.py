@@ -5,8 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tiered_kv.bench.micro.copies import CpuSide, Way
-from tiered_kv.bench.transfer import ORDERS, SHAPES, Row, Scale, Shape, jobs_of, measure, summary
+from tiered_kv.bench.transfer import (
+    ORDERS,
+    SHAPES,
+    CpuSide,
+    Row,
+    Scale,
+    Shape,
+    Way,
+    jobs_of,
+    measure,
+    summary,
+)
 from tiered_kv.transfer.base import Direction
 from tiered_kv.transfer.copy_plan import page_runs
 
@@ -60,8 +70,8 @@ def test_the_worst_row_of_256_pages_or_more_counts() -> None:
 def test_a_small_run_on_the_cpu_measures_every_row() -> None:
     scale = Scale((2, 256), 8 << 20, 1)
 
-    rows, beside = measure(CpuSide(scale.memory_bytes), scale, lambda what: None)
+    rows, slowdowns = measure(CpuSide(scale.memory_bytes), scale, lambda what: None)
 
     assert len(rows) == len(SHAPES) * len(ORDERS) * len(scale.batches) * len(Way)
     assert all(row.gbs > 0 and row.one_copy_gbs > 0 for row in rows)
-    assert beside == [], "there is no GPU whose products could be slowed down"
+    assert slowdowns == [], "there is no GPU whose products could be slowed down"

@@ -121,7 +121,10 @@ def _result_keys(path: Path) -> Iterator[str]:
         match node:
             case ast.Return(value=ast.Dict(keys=keys)):
                 yield from _texts(keys)
-            case ast.Assign(targets=[ast.Name(id="result")], value=ast.Dict(keys=keys)):
+            case ast.Assign(
+                targets=[ast.Name(id="result") | ast.Attribute(attr="result")],
+                value=ast.Dict(keys=keys),
+            ):
                 yield from _texts(keys)
             case ast.Assign(
                 targets=[ast.Subscript(value=ast.Name(id="result"), slice=ast.Constant() as key)]
