@@ -1,11 +1,18 @@
-"""Second turns elsewhere while the store has trouble, beside a replica that has no store at all."""
+"""Second turns on another replica while the store has a fault, compared with a replica without a
+store."""
 
 from __future__ import annotations
 
 import math
+import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 
@@ -13,68 +20,153 @@ from tiered_kv.bench.servers.load import read_clock
 from tiered_kv.testing.valkey import ValkeyServer
 from tiered_kv.trace.trace_reader import TraceReader
 
-from .proxy import Link, Proxy
 from .replicas import Replica
 from .turns import Answer, ask, shared_pages
 
+DELAY_S = 0.2
+BYTES_PER_S = 1_000_000
+PIECE = 64 << 10
+SLOW_PIECE = 16 << 10
+LONG = 1_000
+"""Length of a piece in which a byte is flipped: in values, not in their framing."""
 ANSWER = 8
 ADDED = 40
 RECOVERY_S = 150.0
 LOOKUPS_S = 0.1
 """Longest wait for answers of the store: twice 50 ms."""
 SLACK_S = 0.02
-TOLD_S = 10.0
-LOOK_S, BUSY_SHARE, MOST_BUSY_S = 0.3, 0.1, 60.0
-"""A replica is at rest if it used less than this share of a core in so many seconds. vLLM's worker
-spins for a second after each step, and steps go on until all orders are over."""
+TRACED_S = 10.0
+POLL_S, BUSY_SHARE, MOST_BUSY_S = 0.3, 0.1, 60.0
+"""A replica is at rest if it used less than this fraction of a core for ``POLL_S`` seconds. vLLM's
+worker spins for a second after each step, and steps continue until all orders have finished."""
+
+
+class Link(Enum):
+    """Quality of the link."""
+
+    GOOD = "good"
+    SLOW = "slow"
+    """200 ms later, at 1 MB/s."""
+    FLIPS = "flips"
+    """One byte of every long piece from the store is changed."""
+
+
+class Proxy:
+    """A port that leads to another one until the block ends.
+
+    Attributes:
+        port: port on which it listens.
+        link: quality of the link from now on.
+    """
+
+    def __init__(self, target: int) -> None:
+        self.link = Link.GOOD
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._ends: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        self._start(self._accept)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._closed = True
+        for end in [self._listener, *self._ends]:
+            _shut(end)
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+
+    def _start(self, run: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=run, args=args)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                back = socket.create_connection(("127.0.0.1", self._target), 1.0)
+                back.settimeout(None)
+            except OSError:
+                client.close()
+                continue
+            for end in (client, back):  # or small pieces wait 40 ms for an acknowledgement
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._ends |= {client, back}
+            self._start(self._carry, client, back, False)
+            self._start(self._carry, back, client, True)
+
+    def _carry(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(SLOW_PIECE if self.link is Link.SLOW else PIECE):
+                if self.link is Link.SLOW:
+                    time.sleep((0.0 if answers else DELAY_S) + len(data) / BYTES_PER_S)
+                elif self.link is Link.FLIPS and answers and len(data) >= LONG:
+                    at = len(data) // 2
+                    data = data[:at] + bytes([data[at] ^ 0x20]) + data[at + 1 :]
+                target.sendall(data)
+        for end in (source, target):
+            _shut(end)
+
+
+def _shut(end: socket.socket) -> None:
+    with suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Store:
-    """The store and the way to it."""
+    """The store and the path to it."""
 
     server: ValkeyServer
     proxy: Proxy
 
+    def link(self, link: Link) -> None:
+        """Change the link."""
+        self.proxy.link = link
 
-Fault = Callable[[Store], None]
+    def fill(self) -> None:
+        """Leave no memory for values."""
+        self.server.talk(b"CONFIG", b"SET", b"maxmemory-policy", b"noeviction")
+        self.server.talk(b"CONFIG", b"SET", b"maxmemory", b"1mb")
 
+    def restart(self) -> None:
+        """Kill it and start it again."""
+        self.server.kill()
+        self.server.start()
 
-def _stop(store: Store) -> None:
-    store.server.pause()
-
-
-def _slow(store: Store) -> None:
-    store.proxy.link = Link.SLOW
-
-
-def _flip(store: Store) -> None:
-    store.proxy.link = Link.FLIPS
-
-
-def _fill(store: Store) -> None:
-    store.server.talk(b"CONFIG", b"SET", b"maxmemory-policy", b"noeviction")
-    store.server.talk(b"CONFIG", b"SET", b"maxmemory", b"1mb")
-
-
-def _empty(store: Store) -> None:
-    store.server.kill()
-    store.server.start()
-
-
-def _kill(store: Store) -> None:
-    store.server.kill()
+    def mend(self) -> None:
+        """Undo every fault."""
+        self.server.go_on()
+        self.link(Link.GOOD)
+        try:
+            self.server.talk(b"PING")
+        except OSError:
+            self.server.start()
+        self.server.talk(b"CONFIG", b"SET", b"maxmemory", b"0")
 
 
-FAULTS: dict[str, Fault] = {
-    "flipping": _flip,
-    "slow": _slow,
-    "stopped": _stop,
-    "full": _fill,
-    "restarted empty": _empty,
-    "killed": _kill,
+FAULTS: dict[str, Callable[[Store], None]] = {
+    "flipping": lambda store: store.link(Link.FLIPS),
+    "slow": lambda store: store.link(Link.SLOW),
+    "stopped": lambda store: store.server.pause(),
+    "full": Store.fill,
+    "restarted empty": Store.restart,
+    "killed": lambda store: store.server.kill(),
 }
-"""Faults of the store, which begin after the first turns and before the second ones."""
+"""Faults of the store, which start after the first turns and before the second ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,22 +196,18 @@ class Trouble:
     first_ms: list[int]
     alone_ms: list[int]
 
-    def as_json(self) -> dict[str, object]:
-        """Plain values."""
-        return asdict(self)
-
 
 def suffer(
     fault: str,
     store: Store,
     replicas: Sequence[Replica],
     prompts: Sequence[Sequence[int]],
-    tell: Callable[[str], None] = lambda _: None,
+    tell: Callable[[str], None],
 ) -> Trouble:
-    """Ask first turns while all is well, then second ones in trouble; and mend it.
+    """Send first turns while the store works, then second ones while it has the fault.
 
     Args:
-        replicas: the one with the first turns, the one with the second ones, and one without a
+        replicas: the one for the first turns, the one for the second ones, and one without a
             store, on the same core as the second.
     """
     first, second, alone = replicas
@@ -165,16 +253,16 @@ def suffer(
 
 
 def _rest(replica: Replica) -> None:
-    """Wait until nothing goes on behind an answer: the other replica has the same core.
+    """Wait until the work after an answer is done, since the other replica has the same core.
 
     Raises:
-        TimeoutError: the replica does not rest.
+        TimeoutError: the replica stays busy.
     """
     pid = replica.server.pid
     until = time.monotonic() + MOST_BUSY_S
     while pid is not None and time.monotonic() < until:
         before = read_clock(pid)
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
         now = read_clock(pid)
         if before is None or now is None:
             return
@@ -184,8 +272,8 @@ def _rest(replica: Replica) -> None:
 
 
 def _waits(replica: Replica, fault: str, jobs: int) -> list[float]:
-    """Seconds that each turn waited for pages, by the trace, once it tells of all jobs."""
-    until = time.monotonic() + TOLD_S
+    """Seconds that each turn waited for pages, by the trace, once all jobs are in it."""
+    until = time.monotonic() + TRACED_S
     while True:
         found = [
             turn.times.pages_s
@@ -202,23 +290,17 @@ def mend(
     first: Replica,
     second: Replica,
     prompts: Sequence[Sequence[int]],
-    tell: Callable[[str], None] = lambda _: None,
+    tell: Callable[[str], None],
 ) -> float:
-    """Have the store work again, and wait until the second replica uses it; gives the seconds.
+    """Repair the store, and wait until the second replica uses it; returns the seconds.
 
     Args:
-        prompts: contexts to try it with; some are used up.
+        prompts: contexts to try it with, each once.
 
     Raises:
-        TimeoutError: it does not.
+        TimeoutError: it is not used.
     """
-    store.server.go_on()
-    store.proxy.link = Link.GOOD
-    try:
-        store.server.talk(b"PING")
-    except OSError:
-        store.server.start()
-    store.server.talk(b"CONFIG", b"SET", b"maxmemory", b"0")
+    store.mend()
     began = time.monotonic()
     for at, prompt in enumerate(prompts):
         tell("the store works again")

@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tiered_kv.bench.replay.play.forcing import SERVER_ARGS, server_env
-from tiered_kv.bench.servers.peers.cache_server import WithCacheServer
-from tiered_kv.bench.servers.peers.deployment import Deploy, alone
-from tiered_kv.bench.servers.peers.router import BehindRouter
+from tiered_kv.bench.servers.peers import BehindRouter, Deploy, WithCacheServer, alone
 from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions
 
 from .names import BEHIND_ROUTER, BOUND, CONTROL, LMCACHE, REACH, ROUTER, STOCK, TIERED

@@ -18,7 +18,7 @@ from pathlib import Path
 from tiered_kv.bench.replay.play.drive import INTERRUPTED, Hints, drive
 from tiered_kv.bench.replay.play.sources import with_sources
 from tiered_kv.bench.servers.load import cores_of_others, group_members, read_clock
-from tiered_kv.bench.servers.peers.deployment import Deployed, Setting
+from tiered_kv.bench.servers.peers import Deployed, Setting
 from tiered_kv.bench.servers.service import ServerError, error_in
 from tiered_kv.bench.servers.vllm_server import MODEL_NAME, VllmServer, machine_dtype, runs_on_cpu
 from tiered_kv.trace.rotation import files_of

@@ -1,22 +1,23 @@
-"""Snapshots of jobs on real servers: what they take, and whether what goes on is the same.
+"""Snapshots of jobs on real servers: their cost, and whether continuations are the same.
 
     python -m bench.snapshot --json
 
-A server takes the snapshots. It starts again on the same folder, and then a second server of the
-same configuration on a copy of that, as on another machine.
+A server takes the snapshots. It is restarted on the same folder. Then a second server of the same
+configuration starts on a copy of that folder, as on another machine.
 
 - ``pause_ms``: longest time between two tokens of a turn while its snapshot is taken, beyond the
-  usual one, ``decode_ms``; ``pause_steps``: over that; ``pause_control_ms``: the same without a
-  snapshot; ``delay_ms``: all tokens until it was on disk, beyond the usual time.
-- ``durable_ms``: a snapshot of a job that waits, until it is on disk, for good.
-- ``bytes_per_token``: of its pages on disk.
-- ``restore_ms``: the call that brings it back, ``restore_engine_ms`` of it in the engine,
-  ``restored_token_ms`` the first token of its next
-  turn after that; of the same server after a restart, and ``second_...`` of another one.
-  ``recompute_ms``: the first token of such a turn that is computed. ``restore_ratio``: over both.
+  usual time ``decode_ms``; ``pause_steps``: the same as a multiple of it; ``pause_control_ms``: the
+  same without a snapshot; ``delay_ms``: time of all tokens until the snapshot was on disk, beyond
+  the usual time.
+- ``durable_ms``: a snapshot of a waiting job, until it is safely on disk.
+- ``bytes_per_token``: bytes of its pages on disk.
+- ``restore_ms``: the call that restores it, ``restore_engine_ms`` of it in the engine;
+  ``restored_token_ms``: the first token of its next turn after that. Both are of the same server
+  after a restart, ``second_...`` of another one. ``recompute_ms``: the first token of such a turn
+  when it is computed. ``restore_ratio``: ``recompute_ms`` over the sum of call and first token.
 - ``forks_extra_bytes``: CPU memory that ten forks take with a turn each; ``tail_bytes``: a page.
-- ``exact_equal``: of ``exact``, continuations of 24 tokens from random tokens of a turn that equal
-  what would have been, bit for bit; ``control_equal``: those computed from the tokens.
+- ``exact_equal``: how many of ``exact`` continuations of 24 tokens, cut at random tokens of a turn,
+  equal the uncut turn bit for bit; ``control_equal``: how many that were computed from the tokens.
 - ``near_max_logprob``: largest difference of a logprob after a restore that is not exact, and
   ``control_max_logprob`` after computing.
 """
@@ -25,7 +26,6 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,14 +36,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from tiered_kv.bench.output import (
-    AsJson,
-    ModelFolder,
-    only_result_on_stdout,
-    progress,
-    run_benchmark,
-    show,
-)
+from tiered_kv.bench.output import AsJson, ModelFolder, benchmark, run_benchmark
 from tiered_kv.bench.restore import texts
 from tiered_kv.bench.servers.model import small_model
 from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, VllmServer, machine_dtype
@@ -233,19 +226,13 @@ def main(
     as_json: AsJson = False,
 ) -> None:
     """Measure snapshots. Exit with 1 if an exact continuation differs."""
+    title = f"Snapshots of {tokens:,} tokens"
     with (
-        only_result_on_stdout(),
-        progress() as bar,
         tempfile.TemporaryDirectory(prefix="snapshot-") as folder,
+        benchmark(title, 6 + exact, as_json=as_json) as run,
     ):
-        bar.disable = as_json or not sys.stderr.isatty()
-        task = bar.add_task("", total=6 + exact)
-
-        def tell(what: str) -> None:
-            bar.update(task, advance=1, description=what)
-
-        found = measure(model or small_model(), tokens, exact, Path(folder), tell)
-    show(f"Snapshots of {tokens:,} tokens", {**found, "dtype": str(machine_dtype())}, as_json)
+        found = measure(model or small_model(), tokens, exact, Path(folder), run.tick)
+        run.result = {**found, "dtype": str(machine_dtype())}
     if found["exact_equal"] < found["exact"]:
         raise typer.Exit(1)
 

@@ -12,8 +12,8 @@ from tiered_kv.bench.replay.measure import Replay, Workload
 from tiered_kv.bench.replay.names import BEHIND_ROUTER, LMCACHE, PRESSURE, ROUTER, TIERED
 from tiered_kv.bench.replay.play.drive import Hints
 from tiered_kv.bench.replay.server_costs import ServerCosts
+from tiered_kv.bench.servers import peers
 from tiered_kv.bench.servers.model import small_model
-from tiered_kv.bench.servers.peers import environments
 
 pytestmark = pytest.mark.e2e
 
@@ -36,7 +36,7 @@ INSTALLED_AS = {LMCACHE: LMCACHE, ROUTER: "vllm-router", BEHIND_ROUTER: "vllm-ro
 def test_a_peer_says_what_was_recorded_and_finds_what_was_computed(
     name: str, tmp_path: Path
 ) -> None:
-    if not (environments.FOLDER / INSTALLED_AS[name]).is_dir():
+    if not (peers.FOLDER / INSTALLED_AS[name]).is_dir():
         pytest.skip(f"{INSTALLED_AS[name]} is not installed: scripts/install-peers")
     kinds = make_kinds(small_model(), size_for([job.context for job in JOBS], 2_048), peers=True)
     (kind,) = (one for one in kinds if one.name == name)

@@ -17,8 +17,7 @@ from tiered_kv.bench.replay.kinds import (
     make_kinds,
     size_for,
 )
-from tiered_kv.bench.servers.peers.cache_server import WithCacheServer
-from tiered_kv.bench.servers.peers.router import BehindRouter
+from tiered_kv.bench.servers.peers import BehindRouter, WithCacheServer
 
 SIZING = size_for([3000, 2000], 6400)
 

@@ -12,10 +12,14 @@ import pytest
 
 from tests.bench.servers.test_server import running, scripted
 from tiered_kv.bench.replay.server_costs import ServerCosts
-from tiered_kv.bench.servers.peers import environments
-from tiered_kv.bench.servers.peers.cache_server import WithCacheServer
-from tiered_kv.bench.servers.peers.deployment import Setting, alone
-from tiered_kv.bench.servers.peers.router import BehindRouter, program_scheduling
+from tiered_kv.bench.servers import peers as peers_module
+from tiered_kv.bench.servers.peers import (
+    BehindRouter,
+    Setting,
+    WithCacheServer,
+    alone,
+    program_scheduling,
+)
 from tiered_kv.bench.servers.service import ServerError
 from tiered_kv.bench.servers.vllm_server import ServerOptions, VllmServer
 
@@ -37,7 +41,7 @@ SERVER = scripted("PORT = None\n" + SERVES)
 @pytest.fixture
 def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "peers"
-    monkeypatch.setattr(environments, "FOLDER", folder)
+    monkeypatch.setattr(peers_module, "FOLDER", folder)
     return folder
 
 

@@ -1,0 +1,244 @@
+"""Peers that run next to vLLM: LMCache's cache server and vLLM's router.
+
+Each runs from an environment of its own, since its packages fit neither ours nor the other's.
+``scripts/install-peers`` makes them. A deployment is a server for one run: alone, or with the
+processes of a peer.
+
+**LMCache**: its cache server, and vLLM with its connector, both from its environment. On a CPU only
+its multi-process connector works, in its mode ``engine_driven``.
+
+**The router** schedules programs in front of one server: it holds programs back so that the
+contexts of those that run fit together, and lets a program keep its place for a while after an
+answer. It never tells the server. A program is recognised by the header ``X-Session-ID``. Both that
+time and the order depend on the cost of a step, so its cost models get the costs of stock on this
+machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tiered_kv.bench.replay.server_costs import ServerCosts
+
+from .service import Launch, ServerError, Service, free_port
+from .vllm_server import ServerOptions, VllmServer
+
+FOLDER = Path(sys.prefix, "peers")
+LMCACHE, ROUTER = "lmcache", "vllm-router"
+START_S = 120.0
+MODULE = "lmcache.integration.vllm.lmcache_mp_connector"
+HASH_SEED = {"PYTHONHASHSEED": "0"}
+"""Both processes of LMCache must hash tokens alike."""
+PREFILL = 1_000
+"""Tokens of the prefill for which the router is told how fast decoding continues meanwhile."""
+
+
+def program(peer: str, name: str) -> str:
+    """Path of a program in a peer's environment.
+
+    Raises:
+        ServerError: it is not installed.
+    """
+    path = FOLDER / peer / "bin" / name
+    if not path.is_file():
+        raise ServerError(f"{peer} is not installed in {FOLDER}: run scripts/install-peers")
+    return str(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Needs of a deployment.
+
+    Attributes:
+        start: creates the server of these options.
+        log: the server's log; the logs of other processes are in the same folder.
+        costs: costs of stock on this machine; None while they are not measured.
+    """
+
+    start: Callable[[ServerOptions], VllmServer]
+    log: Path
+    costs: ServerCosts | None
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """A running server.
+
+    Attributes:
+        url: address for requests.
+        around: the peer's processes.
+    """
+
+    server: VllmServer
+    url: str
+    around: tuple[Service, ...] = ()
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Process groups of all of it."""
+        return tuple(one.pid for one in (self.server, *self.around) if one.pid is not None)
+
+    def check(self) -> None:
+        """Raise ``ServerError`` unless all of it is running."""
+        for one in (self.server, *self.around):
+            one.check()
+
+
+Deploy: TypeAlias = Callable[[ServerOptions, Setting], AbstractContextManager[Deployed]]
+"""Starts a deployment, and stops it when the block ends.
+
+Raises:
+    ServerError: a part of it does not start.
+"""
+
+
+@contextmanager
+def alone(options: ServerOptions, setting: Setting) -> Iterator[Deployed]:
+    """A server without a peer."""
+    with setting.start(options) as server:
+        yield Deployed(server, server.url)
+
+
+class CacheServer(Service):
+    """Process that keeps KV in CPU memory.
+
+    Args:
+        cpu_gib: size of that memory.
+    """
+
+    health_path = "/healthcheck"
+
+    def __init__(self, cpu_gib: float, log_path: Path) -> None:
+        super().__init__(log_path, start_timeout_s=START_S)
+        self._cpu_gib = cpu_gib
+        self.queue_port = free_port()
+
+    def launch(self, port: int) -> Launch:
+        """The cache server's command."""
+        command = [program(LMCACHE, "lmcache"), "server", "--host", "127.0.0.1"]
+        command += ["--port", str(self.queue_port)]
+        command += ["--http-host", "127.0.0.1", "--http-port", str(port)]
+        command += ["--l1-size-gb", f"{self._cpu_gib:g}", "--eviction-policy", "LRU"]
+        command += ["--supported-transfer-mode", "auto", "--disable-observability"]
+        return Launch(command, {**os.environ, **HASH_SEED, "LMCACHE_DISABLE_BANNER": "1"})
+
+
+@dataclass(frozen=True, slots=True)
+class WithCacheServer:
+    """A deployment with the cache server.
+
+    Attributes:
+        cpu_gib: size of its memory.
+    """
+
+    cpu_gib: float
+
+    @contextmanager
+    def __call__(self, options: ServerOptions, setting: Setting) -> Iterator[Deployed]:
+        """Start the cache server, and then the server that uses it."""
+        with CacheServer(self.cpu_gib, setting.log.with_suffix(".lmcache.log")) as cache:
+            told = replace(
+                options,
+                python=program(LMCACHE, "python"),
+                env={**options.env, **HASH_SEED},
+                kv_transfer_config={
+                    "kv_connector": "LMCacheMPConnector",
+                    "kv_connector_module_path": MODULE,
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": {
+                        "lmcache.mp.host": "tcp://127.0.0.1",
+                        "lmcache.mp.port": cache.queue_port,
+                    },
+                },
+            )
+            with setting.start(told) as server:
+                yield Deployed(server, server.url, (cache,))
+
+
+def program_scheduling(
+    costs: ServerCosts, capacity_tokens: int, *, most_waiting: int
+) -> dict[str, Any]:
+    """The router's ``--program-scheduling-config-json``. One queue for all, as its documents
+    recommend; the rest is its default.
+
+    Args:
+        costs: of stock on this machine.
+        capacity_tokens: contexts that the server holds.
+        most_waiting: number of requests waiting in the server from which on none is admitted.
+    """
+    step = costs.step + costs.seq
+    prefill = PREFILL * costs.token
+    return {
+        "program_scheduling_enable_key": "auto",
+        "token_capacity_per_target": capacity_tokens,
+        "global_queue": True,
+        "admission_waiting_request_threshold": most_waiting,
+        "prefill_cost_model": {
+            "intercept_seconds": costs.first,
+            "linear_seconds_per_1k_tokens": 1e3 * costs.token,
+            # Of n tokens there are n²/2 pairs.
+            "quadratic_seconds_per_1k_tokens_squared": 1e6 / 2 * costs.pair,
+            "decode_throughput_alpha": step / (step + prefill),
+        },
+        "decode_throughput_model": {
+            "fixed_step_seconds": costs.step,
+            "batch_step_seconds_per_request": costs.seq,
+            "context_step_seconds_per_token": costs.kv,
+        },
+    }
+
+
+class ProgramRouter(Service):
+    """Process of the router.
+
+    Args:
+        worker_url: the server that it sends to.
+        scheduling: see ``program_scheduling``.
+    """
+
+    def __init__(self, worker_url: str, scheduling: dict[str, Any], log_path: Path) -> None:
+        super().__init__(log_path, start_timeout_s=START_S)
+        self._worker_url = worker_url
+        self._scheduling = scheduling
+
+    def launch(self, port: int) -> Launch:
+        """The router's command; it retries nothing, as no client here does."""
+        command = [program(ROUTER, ROUTER), "--host", "127.0.0.1"]
+        command += ["--port", str(port), "--prometheus-port", str(free_port())]
+        command += ["--worker-urls", self._worker_url, "--worker-startup-check-interval", "1"]
+        command += ["--policy", "consistent_hash", "--disable-retries"]
+        command += ["--enable-program-scheduling"]
+        command += ["--program-scheduling-config-json", json.dumps(self._scheduling)]
+        return Launch(command, os.environ)
+
+
+@dataclass(frozen=True, slots=True)
+class BehindRouter:
+    """A deployment behind the router.
+
+    Attributes:
+        capacity_tokens, most_waiting: see ``program_scheduling``.
+    """
+
+    capacity_tokens: int
+    most_waiting: int
+
+    @contextmanager
+    def __call__(self, options: ServerOptions, setting: Setting) -> Iterator[Deployed]:
+        """Start the server, and the router in front of it."""
+        if setting.costs is None:
+            raise ServerError("the router's cost models need runs of stock, and there are none")
+        told = program_scheduling(
+            setting.costs, self.capacity_tokens, most_waiting=self.most_waiting
+        )
+        with setting.start(options) as server:
+            log = setting.log.with_suffix(".router.log")
+            with ProgramRouter(server.url, told, log) as router:
+                yield Deployed(server, router.url, (router,))
