@@ -106,7 +106,13 @@ def benchmark(title: str, steps: float | None, *, as_json: bool) -> Iterator[Run
     except (RuntimeError, OSError) as error:
         print_error(error)
         raise typer.Exit(1) from error
-    show(title, {**run.result, "measured": provenance.as_json()}, as_json)
+    measured = provenance.as_json()
+    show(title, {**run.result, **({"measured": measured} if as_json else {})}, as_json)
+    if not as_json:
+        print(
+            f"Measured in {measured['seconds']} s on {measured['cores']} cores of "
+            f"{measured['cpu']}; other programs used {measured['others_cores']} cores meanwhile."
+        )
 
 
 def progress() -> Progress:
@@ -179,19 +185,21 @@ def show(title: str, result: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(result))
         return
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    single = Table("measure", Column("value", justify="right"), title=title, title_justify="left")
+    single = Table("measure", Column("value", justify="right"))
+    tables = {title: single}
     for name, value in result.items():
         if isinstance(value, Mapping):
             show(f"{title}: {name}", value, as_json=False)
         elif isinstance(value, list) and value and isinstance(value[0], Mapping):
-            rows = Table(*value[0], title=f"{title}: {name}", title_justify="left")
+            rows = tables[f"{title}: {name}"] = Table(*value[0])
             for row in value:
                 rows.add_row(*map(_shown, row.values()))
-            console.print(rows)
         else:
             single.add_row(name, _shown(value))
-    console.print(single)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    for name, table in tables.items():
+        if table.row_count:
+            console.print(name, table)
 
 
 def _shown(value: object) -> str:
