@@ -3,11 +3,11 @@
     python -m bench.servers.dtypes
 
 vLLM's CPU build computes bf16 natively where the processor has AVX512-BF16 or AMX. Where it has
-not even AVX-512, bf16 is emulated, and float32 is two to six times as fast. Between the two the
-processor does not tell, and products of both dtypes are timed.
+not even AVX-512, bf16 is emulated, and float32 is two to six times as fast. Between the two,
+products of both dtypes are timed.
 
-PyTorch is asked, as vLLM does it, in a process of its own: few of the programs that start a server
-have PyTorch loaded.
+PyTorch reports the features, as it does to vLLM, in a process of its own: few of the programs that
+start a server have PyTorch loaded.
 """
 
 from __future__ import annotations

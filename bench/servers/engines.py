@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .vllm_server import machine_dtype
+from .vllm_server import CONNECTOR, machine_dtype
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in reach of the test
@@ -23,18 +23,13 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 SETTLE_S = 300.0
-CONNECTOR: dict[str, Any] = {
-    "kv_connector": "TieredContinuumConnector",
-    "kv_connector_module_path": "tiered_kv.connectors.vllm.connector",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
+MODULE = "tiered_kv.connectors.vllm.connector"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to a prompt: token ids, their logprobs, and by how much the best
-    token beat the second best at the position where it was closest (nats)."""
+    """Answer to a prompt: token ids, their logprobs, and the smallest lead of the best token over
+    the second best at any position (nats)."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -64,7 +59,7 @@ class Engine:
         return int(self.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> list[Answer]:
-        """All prompts at once, greedily."""
+        """Answers to all prompts, sent together, greedily."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
@@ -79,15 +74,13 @@ class Engine:
         return answers
 
     def alone(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> list[Answer]:
-        """Each prompt by itself."""
+        """Answers to the prompts, sent one by one."""
         return [self.generate([prompt], max_tokens)[0] for prompt in prompts]
 
     @contextmanager
     def without_connector(self) -> Iterator[None]:
-        """Plain vLLM for a while: the same process and memory, no connector on either side.
-
-        Only while idle. Blocks stay cached; what is computed meanwhile is not saved.
-        """
+        """Plain vLLM in the same process and memory, with no connector on either side, until the
+        block ends. Only while idle. Blocks stay cached; what is computed meanwhile is not saved."""
         from vllm.distributed.kv_transfer import kv_transfer_state as state
 
         scheduler = self.core.scheduler
@@ -99,14 +92,14 @@ class Engine:
             scheduler.connector, state._KV_CONNECTOR_AGENT = connector, agent  # noqa: SLF001
 
     def settle(self) -> None:
-        """Step until copies under way are reported; an in-process engine does not by itself."""
+        """Step until running copies are reported; an in-process engine does not by itself."""
         deadline = time.monotonic() + SETTLE_S
         while self._steps or self._orders_under_way:
             if self._steps:
                 self.core.step_fn()  # a pipeline has several batches under way
-            else:  # an idle engine makes no step, and hears of nothing
+            else:  # an idle engine makes no step, and receives no reports
                 self.generate([[100]], max_tokens=1)
-            time.sleep(0.0005)  # the workers' threads want the interpreter too
+            time.sleep(0.0005)  # the workers' threads need the interpreter too
             if time.monotonic() > deadline:
                 raise AssertionError(f"copies did not end within {SETTLE_S:g} s")
 
@@ -117,12 +110,12 @@ class Engine:
 
     @property
     def _orders_under_way(self) -> bool:
-        """True if orders are under way, also those that an idle engine makes no steps for."""
+        """True if orders are running, including those that an idle engine makes no steps for."""
         half = getattr(self.core.scheduler.connector, "scheduler_half", None)
         return half is not None and half.orders_under_way
 
     def evict_vram(self, tokens: int) -> None:
-        """Run rival texts of that many tokens, so that nothing else stays in the pool."""
+        """Run other texts of that many tokens, so that nothing else stays in the pool."""
         for start in range(0, tokens, 1000):
             self.generate([[(start + i) % 40_000 + 100 for i in range(1000)]], max_tokens=1)
         self.settle()
@@ -130,7 +123,7 @@ class Engine:
 
 @contextmanager
 def engine(model: Path, connector: bool, **options: Any) -> Iterator[Engine]:
-    """An in-process engine, gone with the block; its dtype is the machine's unless given."""
+    """An in-process engine until the block ends; its dtype is the machine's unless given."""
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
     try:
@@ -139,7 +132,8 @@ def engine(model: Path, connector: bool, **options: Any) -> Iterator[Engine]:
 
         extra = options.pop("extra", {})
         if connector:
-            options["kv_transfer_config"] = {**CONNECTOR, "kv_connector_extra_config": extra}
+            module = {"kv_connector_module_path": MODULE, "kv_connector_extra_config": extra}
+            options["kv_transfer_config"] = {**CONNECTOR, **module}
         settings: dict[str, Any] = {
             "enforce_eager": True,
             "block_size": 32,
@@ -168,11 +162,11 @@ def engine(model: Path, connector: bool, **options: Any) -> Iterator[Engine]:
 
 @contextmanager
 def _out_of_sight(name: str) -> Iterator[None]:
-    """Without a module in ``sys.modules``.
+    """Hide a module from ``sys.modules``.
 
-    When an engine starts, vLLM's CPU build (0.32) looks at every attribute of every module,
-    and fails at llvmlite's library, which claims to have any attribute. So once numba was
-    used in a process, no other engine would start in it.
+    When an engine starts, vLLM's CPU build (0.32) reads attributes of every module, and fails at
+    llvmlite's library, which claims to have any attribute. So once numba was used in a process, no
+    other engine would start in it.
     """
     module = sys.modules.pop(name, None)
     try:
@@ -185,13 +179,19 @@ def _out_of_sight(name: str) -> Iterator[None]:
 def real_texts(model: Path, lengths: Sequence[int]) -> list[list[int]]:
     """Token ids of real source text, one file of the standard library for each length.
 
-    From 60 tokens on a text begins anew after two thirds: a model that can copy is sure of
-    how it goes on.
+    From 60 tokens on a text repeats its start after two thirds: a model that can copy is sure of
+    the continuation.
     """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(model))
-    files = [p for p in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")) if big(p)]
+    files = [
+        path
+        for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
+        if path.stat().st_size > 12_000
+        and "test" not in str(path)
+        and "site-packages" not in str(path)
+    ]
     found: list[list[int]] = []
     for length, path in zip(lengths, files, strict=False):
         ids = list(tokenizer(path.read_text(errors="replace")[: length * 8])["input_ids"])
@@ -199,11 +199,3 @@ def real_texts(model: Path, lengths: Sequence[int]) -> list[list[int]]:
         again = ids[: length * 2 // 3] if length >= 60 else []
         found.append((again + ids)[:length])
     return found
-
-
-def big(path: Path) -> bool:
-    return (
-        path.stat().st_size > 12_000
-        and "test" not in str(path)
-        and "site-packages" not in str(path)
-    )

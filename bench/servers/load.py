@@ -1,7 +1,7 @@
 """Load by other programs while something was measured.
 
-vLLM's CPU worker runs one thread a core, and every step waits for the slowest: one neighbour on
-one core can triple a step. So who measures on a CPU should know, and say, whether there was one.
+vLLM's CPU worker runs one thread a core, and every step waits for the slowest: another program on
+one core can triple a step. So a measurement on a CPU should report the load of other programs.
 """
 
 from __future__ import annotations

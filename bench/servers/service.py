@@ -1,4 +1,4 @@
-"""A process that serves HTTP on loopback, as a context manager, gone when the block ends."""
+"""A process that serves HTTP on loopback, as a context manager that stops it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ STOP_GRACE_S = 20.0
 """Seconds that ``stop`` waits for the process, and then for its children, before it kills them."""
 
 START_GRACE_S = 2.0
-"""The same for a process that is not up yet: it has nothing to finish, and may not listen."""
+"""The same for a process that is still starting: it has nothing to finish, and may not listen."""
 
-# At the begin of what is said: warnings name errors that may come.
+# At the start of a message: warnings name possible errors.
 _ERROR = re.compile(r"(?:^|\] )(?P<said>[A-Za-z_.]*(?:Error|Exception): .*\S)")
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback has no proxy
@@ -40,7 +40,7 @@ class ServerError(RuntimeError):
     """The server did not start or has died. The message ends with the tail of its log.
 
     Attributes:
-        log: all that it wrote.
+        log: the whole log.
     """
 
     def __init__(self, message: str, log: str = "") -> None:
@@ -97,7 +97,7 @@ class Service(ABC):
 
     @abstractmethod
     def launch(self, port: int) -> Launch:
-        """Tell what serves on 127.0.0.1:``port``.
+        """Return the command that serves on 127.0.0.1:``port``.
 
         Raises:
             ServerError: it cannot be started here.
@@ -155,7 +155,7 @@ class Service(ABC):
         return ""
 
     def log_tail(self, lines: int = 30) -> str:
-        """The end of the log under a line that names the file."""
+        """The end of the log, below a line that names the file."""
         return "\n".join([f"--- {self.log_path}", *self.log_text().splitlines()[-lines:]])
 
     def failed(self, message: str) -> ServerError:
@@ -220,8 +220,8 @@ def _spawn(command: list[str], env: Mapping[str, str], log: IO[bytes]) -> subpro
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        # In this session: Linux gives each session a scheduling group (autogroup), and beside that
-        # of a busy engine a client, or a store, may wait for seconds for a core.
+        # In this session: Linux gives each session a scheduling group (autogroup), and beside the
+        # busy session of an engine, a client or a store may wait for seconds for a core.
         process_group=0,
     )
 
@@ -232,7 +232,7 @@ def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
         deadline = time.monotonic() + grace_s
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(grace_s)
-        # The API server does not wait for the engine, which may be writing still.
+        # The API server does not wait for the engine, which may still be writing.
         while group_members(process.pid) and time.monotonic() < deadline:
             time.sleep(POLL_S / 4)
     finally:
@@ -241,10 +241,8 @@ def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def _parent_guard() -> list[str]:
-    """A prefix that ends the server when this process is killed outright, where there is one.
-
-    The kernel watches the thread that forked, so only the main thread may ask for it.
-    """
+    """Command prefix that stops the server when this process is killed; empty without setpriv. The
+    kernel watches the thread that forked, so only the main thread may use it."""
     if threading.current_thread() is not threading.main_thread():
         return []
     setpriv = shutil.which("setpriv")
@@ -257,7 +255,7 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on."""
+    """A free port of loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

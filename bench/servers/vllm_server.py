@@ -1,4 +1,4 @@
-"""A vLLM OpenAI server as a context manager, on loopback, gone when the block ends.
+"""A vLLM OpenAI server on loopback, as a context manager that stops it.
 
     options = ServerOptions(model=small_model(), kv_blocks=220)
     with VllmServer(options, Path("server.log")) as server:
@@ -6,8 +6,8 @@
 
 Servers that are compared must get the same cores. vLLM's CPU worker does not do that by itself: it
 keeps one core for the framework, two once a KV connector is configured, and none if two are too
-many. So every server here is bound to all cores by name, and ``VllmServer.reserved_cpus`` tells
-what the worker made of it.
+many. So every server here is bound to all cores by name, and ``VllmServer.reserved_cpus``
+returns the cores that the worker kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .dtypes import Dtype, cpu_dtype
 from .service import Launch, Service
 
 MODEL_NAME = "model"
-"""Name of the model at every server here, whatever its path."""
+"""Name of the model on every server here."""
 
 CONNECTOR = {
     "kv_connector": "TieredContinuumConnector",
@@ -46,7 +46,7 @@ def runs_on_cpu() -> bool:
 
 
 def machine_dtype() -> Dtype:
-    """The dtype of every engine that is not told another.
+    """The default dtype of every engine.
 
     Raises:
         DtypeError: see ``cpu_dtype``.

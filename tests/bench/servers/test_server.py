@@ -25,6 +25,13 @@ child = subprocess.Popen([sys.executable, "-c", CHILD])
 print("child", child.pid, flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
+LEAVES = """
+import pathlib, tempfile
+scratch = pathlib.Path(tempfile.gettempdir())
+(scratch / "vllm_dist").write_text("")
+print("scratch", scratch, flush=True)
+"""
+"""What vLLM leaves in the temporary folder."""
 PLAIN_CHILD = "import time; time.sleep(600)"
 STUBBORN_CHILD = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + PLAIN_CHILD
 DIES = "print('line one'); print('no such model'); raise SystemExit(3)"
@@ -81,20 +88,9 @@ def test_the_command_line_says_what_the_options_say() -> None:
     assert json.loads(given) == {"kv_connector": "X", "kv_role": "kv_both"}
     assert command[-2:] == ["--seed", "1"]
 
-
-def test_stock_options_leave_the_rest_to_vllm() -> None:
-    options = ServerOptions(model="m", enforce_eager=False, prompt_tokens_details=False)
-    flags = options.command(1, on_cpu=False)[3:]
-    assert flags == [
-        "--host",
-        "127.0.0.1",
-        "--port",
-        "1",
-        "--model",
-        "m",
-        "--served-model-name",
-        "model",
-    ]
+    stock = ServerOptions(model="m", enforce_eager=False, prompt_tokens_details=False)
+    flags = " ".join(stock.command(1, on_cpu=False)[3:])
+    assert flags == "--host 127.0.0.1 --port 1 --model m --served-model-name model"
 
 
 def test_every_cpu_server_is_bound_to_all_cores(tmp_path: Path) -> None:
@@ -125,46 +121,33 @@ def test_cores_are_written_as_ranges(cores: list[int], text: str) -> None:
     assert all_cores(cores) == text
 
 
-def test_a_server_is_there_inside_the_block_and_gone_after_it(tmp_path: Path) -> None:
+def test_a_server_runs_inside_the_block_and_leaves_nothing_after_it(tmp_path: Path) -> None:
     waits: list[float] = []
-    options = scripted(f"CHILD = {PLAIN_CHILD!r}\n{HEALTHY}")
+    options = scripted(f"CHILD = {PLAIN_CHILD!r}\n{LEAVES}{HEALTHY}")
     with VllmServer(options, tmp_path / "a.log", on_wait=waits.append) as server:
         server.check()
+        with pytest.raises(RuntimeError, match="runs already"):
+            server.start()
         assert server.metrics_text() == "up 1\n"
         assert server.reserved_cpus == "[3]"
         pid, child = server.pid, child_of(server)
         assert pid is not None
         assert running(pid)
         assert running(child)
+        assert os.getsid(child) == os.getsid(0), "a busy session of its own would starve others"
+        assert os.getpgid(child) != os.getpgid(0)
+        scratch = Path(server.log_text().split("scratch ")[1].split()[0])
+        assert (scratch / "vllm_dist").exists()
     assert server.pid is None
     assert not running(pid)
     assert not running(child)
+    assert not scratch.exists()
     assert waits == sorted(waits)
     with pytest.raises(ServerError, match="not running"):
         server.check()
     server.stop()
-
-
-def test_a_server_has_a_group_of_its_own_in_the_session_of_its_client(tmp_path: Path) -> None:
-    """Beside a busy session, processes of another may wait for seconds for a core."""
-    options = scripted(f"CHILD = {PLAIN_CHILD!r}\n{HEALTHY}")
-    with VllmServer(options, tmp_path / "a.log") as server:
-        child = child_of(server)
-        assert os.getsid(child) == os.getsid(0)
-        assert os.getpgid(child) != os.getpgid(0)
-
-
-def test_what_a_server_leaves_in_the_temporary_folder_goes_with_it(tmp_path: Path) -> None:
-    leaves = "import os, pathlib, tempfile\n"
-    leaves += "scratch = pathlib.Path(tempfile.gettempdir())\n"
-    leaves += "(scratch / 'vllm_dist').write_text('')\nprint('scratch', scratch, flush=True)\n"
-    options = scripted(f"CHILD = {PLAIN_CHILD!r}\n{leaves}{HEALTHY}")
-    with VllmServer(options, tmp_path / "a.log") as server:
-        scratch = Path(server.log_text().split("scratch ")[1].split()[0])
-        assert (scratch / "vllm_dist").exists()
-    assert not scratch.exists()
     kept = Path(options.environment({}, on_cpu=True)["TORCHINDUCTOR_CACHE_DIR"])
-    assert kept.is_relative_to(tempfile.gettempdir())
+    assert kept.is_relative_to(tempfile.gettempdir()), "compiled code outlives the server"
     assert not kept.is_relative_to(scratch)
 
 
@@ -193,15 +176,6 @@ def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match="did not answer within"):
         server.start()
     assert server.pid is None
-
-
-def test_a_server_that_runs_cannot_be_started_again(tmp_path: Path) -> None:
-    options = scripted(f"CHILD = {PLAIN_CHILD!r}\n{HEALTHY}")
-    with (
-        VllmServer(options, tmp_path / "a.log") as server,
-        pytest.raises(RuntimeError, match="runs already"),
-    ):
-        server.start()
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv on this machine")
