@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from .provenance import Provenance
+from .provenance import measured
 
 WIDTH = 110
 """Columns of a table that goes into a file or a pipe."""
@@ -87,7 +87,7 @@ class Run:
 
 @contextmanager
 def benchmark(title: str, steps: float | None, *, as_json: bool) -> Iterator[Run]:
-    """Run a measurement and print its result, with where and when it was made as ``measured``.
+    """Run a measurement and print its result (see ``show``).
 
     Meanwhile a progress bar is on standard error, where everything else goes that is printed.
 
@@ -97,7 +97,6 @@ def benchmark(title: str, steps: float | None, *, as_json: bool) -> Iterator[Run
     Raises:
         typer.Exit: 1, after a RuntimeError or OSError, whose message goes to standard error.
     """
-    provenance = Provenance()
     try:
         with only_result_on_stdout(), progress() as bar:
             task = bar.add_task("starting", total=steps)
@@ -106,13 +105,7 @@ def benchmark(title: str, steps: float | None, *, as_json: bool) -> Iterator[Run
     except (RuntimeError, OSError) as error:
         print_error(error)
         raise typer.Exit(1) from error
-    measured = provenance.as_json()
-    show(title, {**run.result, **({"measured": measured} if as_json else {})}, as_json)
-    if not as_json:
-        print(
-            f"Measured in {measured['seconds']} s on {measured['cores']} cores of "
-            f"{measured['cpu']}; other programs used {measured['others_cores']} cores meanwhile."
-        )
+    show(title, run.result, as_json)
 
 
 def progress() -> Progress:
@@ -180,16 +173,26 @@ def _on_stderr(text: str, style: str | None = None) -> None:
 
 
 def show(title: str, result: Mapping[str, Any], as_json: bool) -> None:
-    """Print a benchmark's result on standard output: one JSON object, or tables. A figure that is a
-    mapping, or a list of mappings, gets a table of its own."""
+    """Print a benchmark's result on standard output: one JSON object, with where, when and beside
+    what load it was measured as ``measured``; or tables. A figure that is a mapping, or a list of
+    mappings, gets a table of its own."""
+    where = measured()
     if as_json:
-        print(json.dumps(result))
+        print(json.dumps({**result, "measured": where}))
         return
+    _print_tables(title, result)
+    print(
+        f"Measured in {where['seconds']} s on {where['cores']} cores of {where['cpu']}; other "
+        f"programs used {where['others_cores']} cores meanwhile."
+    )
+
+
+def _print_tables(title: str, result: Mapping[str, Any]) -> None:
     single = Table("measure", Column("value", justify="right"))
     tables = {title: single}
     for name, value in result.items():
         if isinstance(value, Mapping):
-            show(f"{title}: {name}", value, as_json=False)
+            _print_tables(f"{title}: {name}", value)
         elif isinstance(value, list) and value and isinstance(value[0], Mapping):
             rows = tables[f"{title}: {name}"] = Table(*value[0])
             for row in value:

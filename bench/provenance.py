@@ -26,35 +26,31 @@ PACKAGES = {
 """Distributions that bring each package, in the order in which they are tried."""
 
 
-class Provenance:
-    """A measurement that starts when this is created."""
+_STARTED, _CLOCK = time.monotonic(), read_clock()
 
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-        self._clock = read_clock()
 
-    def as_json(self) -> dict[str, Any]:
-        """Describe the measurement so far.
+def measured() -> dict[str, Any]:
+    """Describe the measurement that this program has made since it was started.
 
-        Returns:
-            ``commit`` (null outside a checkout, with ``-dirty`` if files were changed), ``date``,
-            ``cpu``, ``cores``, ``cpu_flags``, ``versions``, ``others_cores``: how many cores other
-            programs kept busy (null if unknown), and ``seconds``.
-        """
-        seconds = time.monotonic() - self._started
-        others = cores_of_others(self._clock, read_clock())
-        cpu, flags = _processor()
-        return {
-            "commit": _commit(),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "cpu": cpu,
-            "cores": len(os.sched_getaffinity(0)),
-            "cpu_flags": [flag for flag in FLAGS if flag in flags],
-            "versions": {"python": platform.python_version()}
-            | {name: _version(distributions) for name, distributions in PACKAGES.items()},
-            "others_cores": None if others is None else round(others, 2),
-            "seconds": round(seconds, 1),
-        }
+    Returns:
+        ``commit`` (null outside a checkout, with ``-dirty`` if files were changed), ``date``,
+        ``cpu``, ``cores``, ``cpu_flags``, ``versions``, ``others_cores``: how many cores other
+        programs kept busy (null if unknown), and ``seconds``.
+    """
+    seconds = time.monotonic() - _STARTED
+    others = cores_of_others(_CLOCK, read_clock())
+    cpu, flags = _processor()
+    return {
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu_flags": [flag for flag in FLAGS if flag in flags],
+        "versions": {"python": platform.python_version()}
+        | {name: _version(distributions) for name, distributions in PACKAGES.items()},
+        "others_cores": None if others is None else round(others, 2),
+        "seconds": round(seconds, 1),
+    }
 
 
 def _commit() -> str | None:

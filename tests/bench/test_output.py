@@ -71,7 +71,7 @@ def test_outside_a_checkout_there_is_no_commit(
 ) -> None:
     monkeypatch.setattr(provenance, "CHECKOUT", tmp_path)
     monkeypatch.setattr(provenance, "PROC", tmp_path)
-    measured = provenance.Provenance().as_json()
+    measured = provenance.measured()
     assert measured["commit"] is None
     assert measured["cpu_flags"] == []
 
