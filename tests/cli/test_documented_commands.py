@@ -18,7 +18,13 @@ from tiered_kv.cli.app import app
 from tiered_kv.cli.bench_commands import BENCHMARKS
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+DOCUMENTS = (
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")
+    ),
+    *sorted((ROOT / "docs").rglob("*.md")),
+)
 COMMAND = re.compile(r"(?:python -m (bench\.\w+)|(tiered-kv))((?: [^;#&]+)?)")
 """A command of this project's, and its arguments."""
 SPAN, BLOCK = (

@@ -11,6 +11,7 @@ import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.cli.test_documented_commands import BLOCK, DOCUMENTS
+from tests.deploy.example_files import compose_server, engines_of_script, kubernetes_server
 from tests.deploy.unit import FOLDER, STATE, command, environment
 from tiered_kv.config import load_config
 
@@ -41,11 +42,20 @@ def deployed() -> list[str]:
     ]
 
 
+def examples() -> list[str]:
+    """Blocks that start the servers of ``examples/``."""
+    found = (compose_server(), kubernetes_server(), *engines_of_script())
+    return [
+        "\n".join((*(f"{name}={value}" for name, value in one.settings.items()), one.line))
+        for one in found
+    ]
+
+
 def test_there_are_servers_in_the_documents() -> None:
     assert servers()
 
 
-@pytest.mark.parametrize("block", [*servers(), *deployed()])
+@pytest.mark.parametrize("block", [*servers(), *deployed(), *examples()])
 def test_vllm_knows_every_flag_and_we_know_every_variable(block: str, tmp_path: Path) -> None:
     parser = cli_args.make_arg_parser(FlexibleArgumentParser())
     lines = [line for line in block.split("\n") if line.startswith("vllm serve ")]
