@@ -1,4 +1,4 @@
-"""Settings: two sources, one frozen result, and refusals that say what to write."""
+"""Settings: two sources, one frozen result, and refusals that name a valid value."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_engine_is_managed_unless_it_is_to_be_observed(tmp_path: Path) -> Non
 @pytest.mark.parametrize("wrong", ["", "Observe", "dry-run", "1"])
 def test_a_mode_that_there_is_not_is_refused(wrong: str) -> None:
     said = refusal({"TIERED_KV_MODE": wrong})
-    assert said == f"TIERED_KV_MODE={wrong!r} is none of manage and observe: write one of them."
+    assert said == f"TIERED_KV_MODE={wrong!r} is not valid: set manage or observe."
 
 
 def test_a_number_may_be_written_as_text_in_the_extra_config() -> None:
@@ -84,7 +84,7 @@ def test_a_misspelt_key_is_refused_with_the_one_that_was_meant() -> None:
     sentence = refusal({"TIERED_KV_CPU_GB": "4"})
     assert (
         sentence
-        == "unknown setting 'cpu_gb' (TIERED_KV_CPU_GB): did you mean cpu_gib? Else leave it out."
+        == "unknown setting 'cpu_gb' (TIERED_KV_CPU_GB): did you mean cpu_gib? Otherwise remove it."
     )
     sentence = refusal(extra={"TIERED_KV_CPU_GIB": 4})
     assert "(TIERED_KV_CPU_GIB): did you mean cpu_gib?" in sentence
@@ -114,34 +114,34 @@ def test_a_strange_key_is_refused_with_the_keys_there_are() -> None:
 
 
 @pytest.mark.parametrize("value", ["", "4GB", "four", None, True, [4], {"gib": 4}])
-def test_what_is_not_a_number_is_refused_with_a_number_to_write(value: object) -> None:
+def test_what_is_not_a_number_is_refused_with_a_valid_one(value: object) -> None:
     sentence = refusal(extra={"cpu_gib": value})
-    assert sentence == f"TIERED_KV_CPU_GIB={value!r} is not a number: write TIERED_KV_CPU_GIB=4."
+    assert sentence == f"TIERED_KV_CPU_GIB={value!r} is not a number: set TIERED_KV_CPU_GIB=4."
 
 
 @pytest.mark.parametrize("value", [-1, -0.001, "1e9", "nan", "inf", "-inf", float("nan")])
 def test_an_impossible_size_is_refused_with_one_that_works(value: object) -> None:
     sentence = refusal(extra={"cpu_gib": value})
     assert sentence == (
-        f"TIERED_KV_CPU_GIB={value} is outside 0 to 1,048,576 GiB: write TIERED_KV_CPU_GIB=4."
+        f"TIERED_KV_CPU_GIB={value} is not between 0 and 1,048,576 GiB: set TIERED_KV_CPU_GIB=4."
     )
 
 
 def test_a_number_too_large_for_a_float_is_refused_like_any_other() -> None:
-    assert "write TIERED_KV_CPU_GIB=4." in refusal(extra={"cpu_gib": 10**400})
+    assert "set TIERED_KV_CPU_GIB=4." in refusal(extra={"cpu_gib": 10**400})
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.01, 50])
 def test_a_pin_fraction_is_a_share(value: float) -> None:
     sentence = refusal(extra={"pin_fraction": value})
-    assert "is outside 0 to 1 of VRAM blocks" in sentence
-    assert sentence.endswith("write TIERED_KV_PIN_FRACTION=1.")
+    assert "is not between 0 and 1 (a fraction)" in sentence
+    assert sentence.endswith("set TIERED_KV_PIN_FRACTION=1.")
 
 
 @pytest.mark.parametrize("value", [3, True, ["trace.jsonl"]])
 def test_a_trace_that_is_no_path_is_refused(value: object) -> None:
     assert refusal(extra={"trace": value}).endswith(
-        "is not a path: write TIERED_KV_TRACE=trace.jsonl."
+        "is not a path: set TIERED_KV_TRACE=trace.jsonl."
     )
 
 
@@ -170,7 +170,7 @@ def test_steps_are_traced_if_that_is_said(tmp_path: Path) -> None:
 def test_a_word_that_is_neither_yes_nor_no_is_refused(value: object) -> None:
     sentence = refusal(extra={"trace_steps": value})
     name = "TIERED_KV_TRACE_STEPS"
-    assert sentence.endswith(f"is neither 0 nor 1: write {name}=0 or {name}=1.")
+    assert sentence.endswith(f"is neither 0 nor 1: set {name}=0 or {name}=1.")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,9 @@ def test_every_setting_that_is_on_or_off_can_be_turned_off_in_words(name: str) -
 
 def test_steps_without_a_trace_have_no_place() -> None:
     sentence = refusal({"TIERED_KV_TRACE_STEPS": "1"})
-    assert sentence == "TIERED_KV_TRACE_STEPS=1 needs a trace: set TIERED_KV_TRACE=trace.jsonl."
+    assert (
+        sentence == "TIERED_KV_TRACE_STEPS=1 needs a trace file: set TIERED_KV_TRACE=trace.jsonl."
+    )
 
 
 @given(st.dictionaries(st.sampled_from(["cpu_gib", "pin_fraction", "trace", "x"]), JSON_VALUES))
@@ -210,7 +212,7 @@ def test_sizes_are_for_the_engine_and_split_over_its_ranks() -> None:
 def test_a_part_of_a_thread_is_refused(value: object) -> None:
     sentence = refusal(extra={"io_threads": value})
     assert sentence == (
-        f"TIERED_KV_IO_THREADS={value} is no whole number: write TIERED_KV_IO_THREADS=0."
+        f"TIERED_KV_IO_THREADS={value} is not a whole number: set TIERED_KV_IO_THREADS=0."
     )
 
 
@@ -223,8 +225,10 @@ def test_a_cpu_tier_that_does_not_fit_is_refused_with_a_size_that_does() -> None
     with pytest.raises(ConfigError, match="does not fit") as caught:
         check_cpu_size(config, 2, 2, 8 * GIB, GIB)
     sentence = str(caught.value)
-    assert "2 of 2 ranks share a machine with 8.0 GiB of memory, of which 1.0 are left" in sentence
-    assert sentence.endswith("set at most 0.8.")
+    assert (
+        "2 of 2 ranks share a machine with 8.0 GiB of memory, 1.0 GiB of it available" in sentence
+    )
+    assert sentence.endswith("Set at most 0.8.")
     check_cpu_size(TierConfig(cpu_gib=0.8), 2, 2, 8 * GIB, GIB)
 
 
@@ -256,13 +260,14 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
     for name, advice in {
-        "file": "is no folder: name one, or one that is to be made.",
-        "link": "is no folder: name one, or one that is to be made.",
-        "file/ssd": f"cannot be made: there is no folder {tmp_path}/file. Make that one, or name "
-        "another.",
-        "missing/ssd": f"cannot be made: there is no folder {tmp_path}/missing. Make that one, or "
-        "name another.",
-        "n" * 300: "cannot be used (File name too long): name a folder that is the server's.",
+        "file": "is not a folder: name a folder, or a path that does not exist.",
+        "link": "is not a folder: name a folder, or a path that does not exist.",
+        "file/ssd": f"cannot be created: there is no folder {tmp_path}/file. Create that "
+        "folder, or name another.",
+        "missing/ssd": f"cannot be created: there is no folder {tmp_path}/missing. Create that "
+        "folder, or name another.",
+        "n" * 300: "cannot be used (File name too long): name a folder that the server's user can "
+        "access.",
     }.items():
         wrong = tmp_path / name
         sentence = refusal({"TIERED_KV_SSD_PATH": str(wrong)})
@@ -290,14 +295,14 @@ def test_a_codec_nobody_knows_is_refused(name: object) -> None:
     said = refusal(extra={"codec": name})
     assert said.startswith("TIERED_KV_CODEC: ")
     assert "write raw, zstd, zstd:LEVEL (1 to 22), centred, or module:Class" in said
-    assert said.endswith("or write auto.")
+    assert said.endswith("or set auto.")
 
 
 @pytest.mark.parametrize("level", [0, 23])
 def test_a_level_that_a_codec_has_not_is_refused(level: int) -> None:
     said = refusal({"TIERED_KV_CODEC": f"zstd:{level}"})
     assert said == (
-        f"TIERED_KV_CODEC: zstd has levels 1 to 22, not {level}: write zstd; or write auto."
+        f"TIERED_KV_CODEC: zstd has levels 1 to 22, not {level}: write zstd; or set auto."
     )
 
 
@@ -307,5 +312,5 @@ def test_jobs_are_held_under_the_default_policy_only() -> None:
     assert (
         load_config({"TIERED_KV_POLICY": "lru", "TIERED_KV_ADMISSION": "auto"}).admission == "off"
     )
-    with pytest.raises(ConfigError, match="write one of them"):
+    with pytest.raises(ConfigError, match="set auto or off"):
         load_config({"TIERED_KV_ADMISSION": "yes"})

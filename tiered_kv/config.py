@@ -146,9 +146,9 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
         if key not in known:
             bare = key.lower().removeprefix(ENV_PREFIX.lower())
             close = difflib.get_close_matches(bare, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}."
+            hint = f"did you mean {close[0]}?" if close else f"valid are {', '.join(known)}."
             name = ENV_PREFIX + bare.upper()
-            raise ConfigError(f"unknown setting {key!r} ({name}): {hint} Else leave it out.")
+            raise ConfigError(f"unknown setting {key!r} ({name}): {hint} Otherwise remove it.")
     defaults = TierConfig()
     config = TierConfig(
         cpu_gib=_number(given, "cpu_gib", defaults.cpu_gib, 0, 1 << 20, "GiB"),
@@ -162,7 +162,7 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
         io_threads=_whole(given, "io_threads", defaults.io_threads, 0, 256, "threads"),
         policy=_name(given, "policy", defaults.policy),
         eviction=_name(given, "eviction", defaults.eviction),
-        pin_fraction=_number(given, "pin_fraction", defaults.pin_fraction, 0, 1, "of VRAM blocks"),
+        pin_fraction=_number(given, "pin_fraction", defaults.pin_fraction, 0, 1, "(a fraction)"),
         admission=_either(given, "admission", ("auto", "off")),
         admission_max_wait_s=_number(
             given, "admission_max_wait_s", defaults.admission_max_wait_s, 0, 86_400, "seconds"
@@ -179,17 +179,18 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
         config = replace(config, admission="off")
     if config.cpu_keep and config.cpu_path is None:
         raise ConfigError(
-            f"{ENV_PREFIX}CPU_KEEP=1 needs a folder: set {ENV_PREFIX}CPU_PATH=/dev/shm/tiered-kv."
+            f"{ENV_PREFIX}CPU_KEEP=1 needs a memory folder: set "
+            f"{ENV_PREFIX}CPU_PATH=/dev/shm/tiered-kv."
         )
     if config.trace_steps and config.trace is None:
         raise ConfigError(
-            f"{ENV_PREFIX}TRACE_STEPS=1 needs a trace: set {ENV_PREFIX}TRACE=trace.jsonl."
+            f"{ENV_PREFIX}TRACE_STEPS=1 needs a trace file: set {ENV_PREFIX}TRACE=trace.jsonl."
         )
     if config.tier_names and config.cpu_gib == 0:
         needs = "TIERS" if config.tiers else "REMOTE"
         needs = "SSD_PATH" if config.ssd_path is not None else needs
         raise ConfigError(
-            f"{ENV_PREFIX}{needs} needs CPU memory for pages on their way: "
+            f"{ENV_PREFIX}{needs} needs CPU memory, because all pages pass through it: "
             f"set {ENV_PREFIX}CPU_GIB above 0."
         )
     return config
@@ -215,8 +216,8 @@ def check_cpu_size(
         fits = int(available_bytes * 0.8) * ranks / local_ranks / GIB
         raise ConfigError(
             f"{ENV_PREFIX}CPU_GIB={config.cpu_gib:g} does not fit: {local_ranks} of {ranks} ranks "
-            f"share a machine with {total_bytes / GIB:.1f} GiB of memory, of which "
-            f"{available_bytes / GIB:.1f} are left; set at most {fits:.1f}."
+            f"share a machine with {total_bytes / GIB:.1f} GiB of memory, "
+            f"{available_bytes / GIB:.1f} GiB of it available. Set at most {fits:.1f}."
         )
 
 
@@ -230,10 +231,10 @@ def _number(
             raise ValueError
         value = float(raw)
     except (ValueError, OverflowError):
-        raise ConfigError(f"{name}={raw!r} is not a number: write {name}={default:g}.") from None
+        raise ConfigError(f"{name}={raw!r} is not a number: set {name}={default:g}.") from None
     if not low <= value <= high:
         raise ConfigError(
-            f"{name}={raw} is outside {low:,} to {high:,} {unit}: write {name}={default:g}."
+            f"{name}={raw} is not between {low:,} and {high:,} {unit}: set {name}={default:g}."
         )
     return value
 
@@ -244,7 +245,7 @@ def _whole(
     value = _number(given, key, default, low, high, unit)
     if value != int(value):
         name = ENV_PREFIX + key.upper()
-        raise ConfigError(f"{name}={value:g} is no whole number: write {name}={default}.")
+        raise ConfigError(f"{name}={value:g} is not a whole number: set {name}={default}.")
     return int(value)
 
 
@@ -253,7 +254,7 @@ def _flag(given: Mapping[str, object], key: str) -> bool:
     word = str(raw).lower()
     if word not in _FLAGS:
         name = ENV_PREFIX + key.upper()
-        raise ConfigError(f"{name}={raw!r} is neither 0 nor 1: write {name}=0 or {name}=1.")
+        raise ConfigError(f"{name}={raw!r} is neither 0 nor 1: set {name}=0 or {name}=1.")
     return _FLAGS[word]
 
 
@@ -261,7 +262,7 @@ def _name(given: Mapping[str, object], key: str, default: str) -> str:
     raw = given.get(key, default)
     if not isinstance(raw, str) or not raw:
         name = ENV_PREFIX + key.upper()
-        raise ConfigError(f"{name}={raw!r} is not a name: write {name}={default}.")
+        raise ConfigError(f"{name}={raw!r} is not a name: set {name}={default}.")
     return raw
 
 
@@ -269,7 +270,7 @@ def _names(given: Mapping[str, object], key: str) -> tuple[str, ...]:
     raw = given.get(key, "")
     if not isinstance(raw, str):
         name = ENV_PREFIX + key.upper()
-        raise ConfigError(f"{name}={raw!r} is no list: write names with commas between them.")
+        raise ConfigError(f"{name}={raw!r} is not a list: separate names with commas.")
     return tuple(name.strip() for name in raw.split(",") if name.strip())
 
 
@@ -278,20 +279,20 @@ def _remote(given: Mapping[str, object], env: Mapping[str, str]) -> RemoteAddres
     if raw is None or raw == "":
         return None
     if not isinstance(raw, str):
-        raise ConfigError(f"{ENV_PREFIX}REMOTE is no address: write {EXAMPLE}.")
+        raise ConfigError(f"{ENV_PREFIX}REMOTE is not an address: set {EXAMPLE}.")
     address = parse_address(raw)
     password, path = env.get(REMOTE_PASSWORD, ""), env.get(REMOTE_PASSWORD_FILE, "")
     if password and path:
         raise ConfigError(
-            f"{REMOTE_PASSWORD} and {REMOTE_PASSWORD_FILE} are both set: leave one of them out."
+            f"{REMOTE_PASSWORD} and {REMOTE_PASSWORD_FILE} are both set: unset one of them."
         )
     if path:
         try:
             password = Path(path).read_text().rstrip("\r\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"{REMOTE_PASSWORD_FILE}={path} cannot be read ({error}): name a file with the "
-                "password alone."
+                f"{REMOTE_PASSWORD_FILE}={path} cannot be read ({error}): name a file that "
+                "contains only the password."
             ) from error
     return address.with_password(password) if password else address
 
@@ -300,7 +301,7 @@ def _either(given: Mapping[str, object], key: str, choices: tuple[str, ...]) -> 
     raw = given.get(key, choices[0])
     if raw not in choices:
         name = ENV_PREFIX + key.upper()
-        raise ConfigError(f"{name}={raw!r} is none of {' and '.join(choices)}: write one of them.")
+        raise ConfigError(f"{name}={raw!r} is not valid: set {' or '.join(choices)}.")
     return str(raw)
 
 
@@ -311,7 +312,7 @@ def _codec(given: Mapping[str, object]) -> str:
         try:
             parse(name)
         except ConfigError as error:
-            raise ConfigError(f"{ENV_PREFIX}CODEC: {error}; or write auto.") from error
+            raise ConfigError(f"{ENV_PREFIX}CODEC: {error}; or set auto.") from error
     return name
 
 
@@ -321,21 +322,24 @@ def _folder(given: Mapping[str, object], key: str) -> Path | None:
     if raw is None or raw == "":
         return None
     if not isinstance(raw, (str, Path)):
-        raise ConfigError(f"{name}={raw!r} is not a path: write {name}=/var/cache/tiered-kv.")
+        raise ConfigError(f"{name}={raw!r} is not a path: set {name}=/var/cache/tiered-kv.")
     path = Path(raw).absolute()
     try:
         if path.is_dir():
             return path
         if path.exists() or path.is_symlink():
-            raise ConfigError(f"{name}={raw} is no folder: name one, or one that is to be made.")
+            raise ConfigError(
+                f"{name}={raw} is not a folder: name a folder, or a path that does not exist."
+            )
         if not path.parent.is_dir():
             raise ConfigError(
-                f"{name}={raw} cannot be made: there is no folder {path.parent}. Make that one, or "
-                "name another."
+                f"{name}={raw} cannot be created: there is no folder {path.parent}. Create that "
+                "folder, or name another."
             )
     except OSError as error:
         raise ConfigError(
-            f"{name}={raw} cannot be used ({error.strerror}): name a folder that is the server's."
+            f"{name}={raw} cannot be used ({error.strerror}): name a folder that the server's "
+            "user can access."
         ) from error
     return path
 
@@ -346,7 +350,7 @@ def _path(given: Mapping[str, object], key: str) -> Path | None:
     if raw is None or raw == "":
         return None
     if not isinstance(raw, (str, Path)):
-        raise ConfigError(f"{name}={raw!r} is not a path: write {name}=trace.jsonl.")
+        raise ConfigError(f"{name}={raw!r} is not a path: set {name}=trace.jsonl.")
     path = Path(raw)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ConfigError(f"{name}={raw} cannot be written: name a file in an existing folder.")

@@ -51,7 +51,10 @@ def test_the_list_of_commands_needs_none_of_their_packages() -> None:
 
 @pytest.mark.parametrize(
     ("package", "advice"),
-    [("vllm", "install tiered-kv where vLLM is installed"), ("no_plots", "'tiered-kv[bench]'")],
+    [
+        ("vllm", "install tiered-kv into the environment that has it"),
+        ("no_plots", "'tiered-kv[bench]'"),
+    ],
 )
 def test_a_package_that_is_missing_is_named(
     package: str,
@@ -77,4 +80,7 @@ def test_a_package_that_is_missed_only_while_it_runs_is_named_too() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "tiered-kv: sim needs vLLM: install tiered-kv where vLLM is installed.\n"
+    assert (
+        done.stderr
+        == "tiered-kv: sim needs vLLM: install tiered-kv into the environment that has it.\n"
+    )

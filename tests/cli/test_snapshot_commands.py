@@ -181,8 +181,8 @@ def test_a_snapshot_whose_path_cannot_be_is_not_made(
         return sentence("snapshot", server.url, "--job", "j", "--out", path)
 
     (tmp_path / "there.zip").symlink_to("nowhere")
-    assert "is there already" in to(tmp_path / "there.zip")
-    assert "is there already" in to(root)
+    assert "already exists" in to(tmp_path / "there.zip")
+    assert "already exists" in to(root)
     assert "there is no folder" in to(tmp_path / "no" / "x")
     server.answers[SNAPSHOTS] = said({"folder": str(tmp_path / "far"), "snapshots": []})
     assert "is not on this machine" in to(tmp_path / "x")
@@ -212,7 +212,7 @@ def test_a_snapshot_that_cannot_be_put_there_stays_where_it_is(
         (tmp_path / "goal").mkdir()
         told = sentence("snapshot", server.url, "--job", "j", "--out", tmp_path / "goal" / name)
         stays = server.posted[-1][1]["name"]
-        assert told.endswith(f"The snapshot stays in the server's folder, as {stays}.")
+        assert told.endswith(f"The snapshot stays in the server's folder as {stays}.")
         with open_snapshot(root / stays) as snapshot:
             snapshot.verify()
 
@@ -220,7 +220,7 @@ def test_a_snapshot_that_cannot_be_put_there_stays_where_it_is(
     (tmp_path / "goal").unlink()
     (tmp_path / "goal").mkdir()
     told = sentence("snapshot", server.url, "--job", "j", "--out", tmp_path / "goal" / "x")
-    assert "is not the one on this machine" in told
+    assert "is not the server's snapshot folder" in told
 
 
 def test_a_snapshot_is_restored_by_its_name(server: RouteServer, root: Path) -> None:
@@ -264,7 +264,7 @@ def test_a_snapshot_elsewhere_is_brought_in_and_removed_again(
     told = sentence("restore", server.url, path)
     name = server.posted[-1][1]["name"]
     assert "not over after 60 s" in told
-    assert told.endswith(f"The snapshot stays in the server's folder, as {name}.")
+    assert told.endswith(f"The snapshot stays in the server's folder as {name}.")
     with open_snapshot(find_snapshot(root, name)) as snapshot:
         snapshot.verify()
 

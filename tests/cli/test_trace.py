@@ -142,7 +142,7 @@ def test_lines_that_are_no_records_are_named_and_the_exit_code_says_so(path: Pat
     result = run(path)
     assert result.exit_code == 1
     assert "it lacks turn, request, arrived" in result.stderr
-    assert result.stderr.count("no record") == 1, "a last line that was cut off is none"
+    assert result.stderr.count("not a record") == 1, "a last line that was cut off is none"
     found = json.loads(run(path, "--json").stdout)
     assert (found["turns"], found["bad_lines"]) == (6, 1)
     assert found["bad"][0].startswith(str(path))
@@ -151,8 +151,8 @@ def test_lines_that_are_no_records_are_named_and_the_exit_code_says_so(path: Pat
 def test_mistakes_are_told_in_a_sentence(path: Path, tmp_path: Path) -> None:
     for arguments, said in (
         ([tmp_path / "nowhere"], "there is no trace"),
-        ([path, "--job", "nobody"], "holds no turn of 'nobody' whose story is over"),
-        ([path, path, "--job", "j1"], "told from one trace"),
+        ([path, "--job", "nobody"], "has no finished turn of job 'nobody'"),
+        ([path, path, "--job", "j1"], "takes a single trace"),
     ):
         result = run(*arguments)
         assert result.exit_code == 2
@@ -187,7 +187,7 @@ def test_an_empty_trace_is_exported_as_one(tmp_path: Path) -> None:
 
 def test_an_export_is_for_one_program_and_of_a_trace(path: Path, tmp_path: Path) -> None:
     for arguments in ([path], [path, "--perfetto", "--continuum"]):
-        assert "say for which program" in export(*arguments).stderr
+        assert "choose a format" in export(*arguments).stderr
     result = export(tmp_path / "nowhere", "--perfetto", "-o", tmp_path / "out")
     assert (result.exit_code, "there is no trace" in result.stderr) == (2, True)
     assert not (tmp_path / "out").exists()

@@ -36,7 +36,7 @@ def test_tables_for_people_say_how_far_they_can_be_believed(path: Path) -> None:
     ]
     assert any(line.startswith("lru: simulated over recorded") for line in lines)
     assert any(line.startswith("stock over lru, both simulated") for line in lines)
-    told = lines[lines.index("What this cannot know:") + 1 :]
+    told = lines[lines.index("Limits of this simulation:") + 1 :]
     assert len(told) >= 4
     assert all(line.startswith("- ") for line in told)
 
@@ -68,10 +68,10 @@ def test_mistakes_are_told_in_a_sentence(path: Path, tmp_path: Path) -> None:
     for arguments, said in (
         ([path, "--what-if", "nobody"], "nobody"),
         ([path, "--what-if", "nowhere:Policy"], "nowhere"),
-        ([path, path, "--what-if", "lru"], "takes one trace"),
-        ([path, "--job", "j", "--what-if", "lru"], "takes one trace"),
-        ([path, "--job-order"], "are for --what-if"),
-        ([path, "--recorded", "lru"], "are for --what-if"),
+        ([path, path, "--what-if", "lru"], "takes a single trace"),
+        ([path, "--job", "j", "--what-if", "lru"], "takes a single trace"),
+        ([path, "--job-order"], "need --what-if"),
+        ([path, "--recorded", "lru"], "need --what-if"),
         ([few, "--what-if", "lru"], "record more turns"),
         ([tmp_path / "no", "--what-if", "lru"], "there is no trace"),
     ):

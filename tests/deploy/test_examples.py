@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import tomllib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -111,7 +112,12 @@ def test_the_script_starts_two_engines_a_store_and_a_router() -> None:
     assert {one["env"]["TIERED_KV_REMOTE"] for one in engines} == {f"valkey://127.0.0.1:{port}"}
 
 
-READERS = {"python": ast.parse, "json": json.loads, "toml": tomllib.loads, "yaml": yaml.safe_load}
+READERS: dict[str, Callable[[str], object]] = {
+    "python": ast.parse,
+    "json": json.loads,
+    "toml": tomllib.loads,
+    "yaml": yaml.safe_load,
+}
 
 
 @pytest.mark.parametrize("language", READERS)

@@ -52,7 +52,7 @@ def top_command(
     token: Token = None,
 ) -> None:
     """Live view of a running server: tiers, jobs, and where each job's KV is kept. The server needs
-    VLLM_PLUGINS=tiered_kv. The last line lists the keys; q quits.
+    VLLM_PLUGINS=tiered_kv. The last line of the screen lists the keys; q quits.
 
     Exits with 2 if the server does not answer.
     """
@@ -78,12 +78,13 @@ COLUMNS = {"check": False, "": False, "seen": False, "what to change": False}
 def doctor_command(
     url: Annotated[
         str | None,
-        typer.Argument(metavar="[URL]", help="Address of a running server, as http://HOST:8000."),
+        typer.Argument(metavar="[URL]", help="Address of a running server: http://HOST:8000."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check installed versions, environment variables, memory, cores, the disk of
-    TIERED_KV_SSD_PATH, and a running server. Run it in the server's environment, as its user.
+    """Check installed versions, TIERED_KV_* variables, memory, cores, the disk of
+    TIERED_KV_SSD_PATH, and the running server at URL if one is given. Run it in the server's
+    environment, as the server's user.
 
     Exits with 1 if a check fails.
     """

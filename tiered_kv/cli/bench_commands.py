@@ -34,7 +34,7 @@ def needs_packages(command: str) -> Iterator[None]:
         if lacks == "tiered_kv":
             raise
         if lacks == "vllm":
-            refuse(f"{command} needs vLLM: install tiered-kv where vLLM is installed.")
+            refuse(f"{command} needs vLLM: install tiered-kv into the environment that has it.")
         refuse(f"{command} needs {lacks}: install it with pip install 'tiered-kv[bench]'.")
 
 
@@ -64,9 +64,17 @@ class Benchmark:
 
 
 BENCHMARKS = (
-    Benchmark("bench", "tiered_kv.bench.live.__main__", "Play agent jobs on running servers."),
-    Benchmark("replay", "tiered_kv.bench.replay.__main__", "Replay agent jobs on real servers."),
-    Benchmark("sim", "tiered_kv.bench.sim.__main__", "Simulate agent jobs on GPUs."),
+    Benchmark(
+        "bench", "tiered_kv.bench.live.__main__", "Benchmark running servers with agent jobs."
+    ),
+    Benchmark(
+        "replay",
+        "tiered_kv.bench.replay.__main__",
+        "Start servers and replay recorded agent jobs on them.",
+    ),
+    Benchmark(
+        "sim", "tiered_kv.bench.sim.__main__", "Simulate agent jobs on GPU servers. Needs no GPU."
+    ),
 )
 
 
@@ -118,7 +126,7 @@ def answer_what_if(
     else:
         _print(found)
         for line in found["bad"]:
-            typer.echo(f"no record: {line}", err=True)
+            typer.echo(f"not a record: {line}", err=True)
     exit_unless(not found["bad_lines"])
 
 
@@ -162,9 +170,9 @@ def _print(found: Mapping[str, Any]) -> None:
     if off is None or abs(off - 1) > BELIEVED:
         typer.echo(
             "The simulation of the recorded policy is off by more than 15%: do not rely on the "
-            "other one."
+            "simulation of the other policy."
         )
-    typer.echo("What this cannot know:")
+    typer.echo("Limits of this simulation:")
     for line in found["limits"]:
         typer.echo(f"- {line}")
 

@@ -25,7 +25,7 @@ from .terminal import (
 )
 
 app = typer.Typer(
-    help="List and delete CPU memory that outlives its engine.",
+    help="List and delete memory files, which outlive their engine.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -50,9 +50,9 @@ Folder = Annotated[
 
 @app.command("ls", cls=Command)
 def list_command(folder: Folder, as_json: AsJson = False) -> None:
-    """List the files of CPU memory in FOLDER, also while a server runs.
+    """List the memory files in FOLDER. Works while a server runs.
 
-    Exits with 1 if an entry had to be skipped.
+    Exits with 1 if an entry was skipped.
     """
     with one_sentence():
         found = list_memory(folder)
@@ -62,15 +62,15 @@ def list_command(folder: Folder, as_json: AsJson = False) -> None:
     report(as_json, result, COLUMNS, map(row, found.files), good=not left_out)
 
 
-@app.command("gc", cls=Command, short_help="Delete CPU memory that no process has open.")
+@app.command("gc", cls=Command, short_help="Delete memory files that no process has open.")
 def gc_command(
     folder: Folder,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be deleted; delete nothing.")
+        bool, typer.Option("--dry-run", help="Print what would be deleted, and delete nothing.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete the files of CPU memory in FOLDER that no process has open.
+    """Delete the memory files in FOLDER that no process has open.
 
     Exits with 1 if a file could not be read or deleted.
     """

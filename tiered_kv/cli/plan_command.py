@@ -269,41 +269,48 @@ SSD_GBPS = 3.0
 def plan_command(
     model: Annotated[
         Path,
-        typer.Argument(metavar="MODEL", help="Folder with a config.json, or such a file."),
+        typer.Argument(metavar="MODEL", help="Model folder with a config.json, or the file."),
     ],
-    gpu: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(GPUS)}.")],
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs, by tensor parallelism.")] = 1,
+    gpu: Annotated[str, typer.Option(metavar="NAME", help=f"GPU type: {', '.join(GPUS)}.")],
+    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs (tensor parallel).")] = 1,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Jobs at the same time, running or waiting.")
+        int | None, typer.Option(min=1, help="Concurrent jobs, running or waiting for a tool.")
     ] = None,
     context: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="TOKENS", help=f"Tokens of a job's context; {CONTEXT:,} by default."
+            min=1,
+            metavar="TOKENS",
+            help=f"Context length of a job; {CONTEXT:,} by default, or the model's limit if lower.",
         ),
     ] = None,
     cpu_gib: Annotated[
         float | None,
-        typer.Option(min=0, help=f"CPU memory for KV; by default what --jobs need, or {CPU_GIB:g}"),
+        typer.Option(
+            min=0,
+            help=f"CPU memory for KV, GiB; by default what --jobs need, or {CPU_GIB:g} without it.",
+        ),
     ] = None,
-    ssd_gib: Annotated[float, typer.Option(min=0, help="SSD for KV.")] = 0.0,
+    ssd_gib: Annotated[float, typer.Option(min=0, help="SSD space for KV, GiB.")] = 0.0,
     ssd_gbps: Annotated[
         float,
-        typer.Option(min=0.01, help="SSD read speed, GB/s; tiered-kv doctor measures it."),
+        typer.Option(min=0.01, help="SSD read speed, GB/s, as tiered-kv doctor measures it."),
     ] = SSD_GBPS,
-    dtype: Annotated[str, typer.Option(help="As vLLM's --dtype.")] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help="As vLLM's --kv-cache-dtype.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Same as vLLM's --dtype.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="Same as vLLM's --kv-cache-dtype.")] = "auto",
     gpu_memory_utilization: Annotated[
         float | None,
-        typer.Option(min=0.05, max=1, help=f"Share of VRAM for vLLM; {UTILISATION} by default."),
+        typer.Option(
+            min=0.05, max=1, help=f"Fraction of VRAM that vLLM uses; {UTILISATION} by default."
+        ),
     ] = None,
     weights_gib: Annotated[
-        float | None, typer.Option(min=0.001, help="Size of the weights, if known.")
+        float | None, typer.Option(min=0.001, help="Size of the weights, GiB, if known.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate what VRAM, CPU memory and SSD can hold of a model's KV, how long a context takes to
-    restore and to compute, and print the flags to serve it. Reads the model's files; needs no GPU.
+    """Estimate how many contexts VRAM, CPU memory and SSD can hold, and how long a context takes
+    to restore and to prefill. Print the flags to serve the model. Needs the model's files, no GPU.
 
     Exits with 2 if the model cannot be read or does not fit.
     """

@@ -103,9 +103,9 @@ def report_on(
 
 @app.command("ls", cls=Command)
 def list_command(path: Where, as_json: AsJson = False) -> None:
-    """List the stores under PATH, the most recently used one last.
+    """List the stores under PATH, least recently used first.
 
-    Exits with 1 if an entry had to be skipped.
+    Exits with 1 if an entry was skipped.
     """
     found, inventories = read_stores(path)
     fields = {"stores": [describe_store(one) for one in inventories]}
@@ -117,7 +117,7 @@ def list_command(path: Where, as_json: AsJson = False) -> None:
 def stat_command(path: Where, as_json: AsJson = False) -> None:
     """Print totals of all stores under PATH.
 
-    Exits with 1 if an entry had to be skipped.
+    Exits with 1 if an entry was skipped.
     """
     found, inventories = read_stores(path)
     total = add_up(inventories)
@@ -129,7 +129,7 @@ def stat_command(path: Where, as_json: AsJson = False) -> None:
 def verify_command(path: Where, as_json: AsJson = False) -> None:
     """Read and check every page under PATH. Changes nothing.
 
-    Exits with 1 if a page is bad, or an entry had to be skipped.
+    Exits with 1 if a page is bad or an entry was skipped.
     """
     checked = VerifyResult()
     began = time.monotonic()
@@ -172,28 +172,33 @@ def verify_command(path: Where, as_json: AsJson = False) -> None:
 def gc_command(
     path: Where,
     older_than: Annotated[
-        float | None, typer.Option(min=0, metavar="DAYS", help="Last used more than DAYS ago.")
+        float | None,
+        typer.Option(min=0, metavar="DAYS", help="Only stores last used more than DAYS ago."),
     ] = None,
     fingerprint: Annotated[
-        str, typer.Option(metavar="HEX", help="Fingerprint, or at least its first 8 digits.")
+        str,
+        typer.Option(
+            metavar="HEX", help="Only the store with this fingerprint; 8 digits are enough."
+        ),
     ] = "",
-    everything: Annotated[bool, typer.Option("--all", help="Every store.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="All stores.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be deleted; delete nothing.")
+        bool, typer.Option("--dry-run", help="Print what would be deleted, and delete nothing.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete stores that no process has open, and leftovers of dead processes under PATH.
+    """Delete the selected stores under PATH that no process has open, and files that dead processes
+    left behind.
 
     Exits with 1 if a selected store is in use, or could not be read or deleted.
     """
     with one_sentence():
         found = find_stores(path)
     if everything == (older_than is not None or bool(fingerprint)):
-        refuse("say which stores to delete: --older-than DAYS, --fingerprint HEX, both, or --all")
+        refuse("select stores with --older-than DAYS, --fingerprint HEX or both, or use --all")
     digits = fingerprint.lower()
     if digits and not re.fullmatch(rf"[0-9a-f]{{{FINGERPRINT_DIGITS},32}}", digits):
-        refuse(f"{fingerprint!r} is no fingerprint: give 8 to 32 hexadecimal digits of one")
+        refuse(f"{fingerprint!r} is not a fingerprint: use its first 8 to 32 hexadecimal digits")
     selection = Selection((older_than or 0.0) * DAY_S, digits)
     with one_sentence():
         now = time.time()
@@ -232,24 +237,28 @@ def gc_command(
     report_on(path, as_json, fields, (columns, rows), found.odd, good=not refused)
 
 
-@app.command("export", cls=Command, short_help="Write pages, decoded, into a folder.")
+@app.command("export", cls=Command, short_help="Write decoded pages to a folder.")
 def export_command(
     path: Where,
     targets: Annotated[list[str], typer.Argument(metavar="[KEY] OUT", hidden=True)],
-    everything: Annotated[bool, typer.Option("--all", help="Every page; give no KEY.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Export every page. Takes no KEY.")
+    ] = False,
     stored: Annotated[
         bool,
-        typer.Option("--stored", help="Also the stored sections: plane, zstd frame, codec table."),
+        typer.Option(
+            "--stored", help="Also write the sections as stored: plane, zstd frame, codec table."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write decoded pages and a manifest into the folder OUT, which must be empty or new: the page
-    with this KEY, in hexadecimal digits, or with --all every page.
+    """Write decoded pages and a manifest to the folder OUT, which must be empty or new. KEY selects
+    one page by its key in hexadecimal; --all selects every page.
 
-    Exits with 1 if a page could not be read, or an entry had to be skipped.
+    Exits with 1 if a page could not be read or an entry was skipped.
     """
     if len(targets) != (1 if everything else 2):
-        refuse("give a page's key and a folder to write to, or --all and a folder")
+        refuse("expected KEY and OUT, or --all and OUT")
     key = None if everything else parse_key(targets[0])
     out = Path(targets[-1])
     found, inventories = read_stores(path)
@@ -280,7 +289,7 @@ def parse_key(digits: str) -> PageKey:
     try:
         key = bytes.fromhex(digits)
     except ValueError:
-        refuse(f"{digits!r} is no key: give its hexadecimal digits, as export --all lists them")
+        refuse(f"{digits!r} is not a page key: use the hexadecimal digits that export --all lists")
     if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
-        refuse(f"a key has {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, not {len(key)}")
+        refuse(f"a page key has {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, this one has {len(key)}")
     return PageKey(key)

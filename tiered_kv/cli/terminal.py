@@ -31,15 +31,13 @@ FILE_WIDTH = 160
 """Width of tables written to a file or a pipe, in columns."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-ServerUrl = Annotated[
-    str, typer.Argument(metavar="URL", help="Address of the server, as http://HOST:8000.")
-]
+ServerUrl = Annotated[str, typer.Argument(metavar="URL", help="Server address: http://HOST:8000.")]
 Token = Annotated[
     str | None,
     typer.Option(
         envvar=ADMIN_TOKEN,
         show_envvar=False,
-        help=f"The server's {ADMIN_TOKEN}; by default that of the environment.",
+        help=f"Admin token of the server. Defaults to {ADMIN_TOKEN} in the environment.",
     ),
 ]
 
@@ -89,7 +87,7 @@ def refuse(sentence: str) -> NoReturn:
 def skipped(odd: Mapping[Path, str]) -> dict[str, str]:
     """Print skipped paths on standard error; return them as ``--json`` gives them."""
     for path, reason in odd.items():
-        typer.echo(f"left out: {path}: {reason}", err=True)
+        typer.echo(f"skipped: {path}: {reason}", err=True)
     return {str(path): reason for path, reason in odd.items()}
 
 

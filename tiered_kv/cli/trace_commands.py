@@ -36,7 +36,7 @@ from .trace_report import (
 )
 
 app = typer.Typer(
-    help="Read what a server wrote to TIERED_KV_TRACE.",
+    help="Analyze, draw and convert a server's trace.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -48,17 +48,18 @@ Where = Annotated[
 
 @app.callback()
 def trace() -> None:
-    """Read what a server wrote to TIERED_KV_TRACE."""
+    """Analyze, draw and convert a server's trace."""
 
 
 @app.command("analyze", cls=Command, short_help="Print statistics of a trace.")
 def analyze_command(
     path: Where,
     other: Annotated[
-        Path | None, typer.Argument(metavar="[PATH]", help="A trace of the same jobs.")
+        Path | None,
+        typer.Argument(metavar="[PATH]", help="Second trace of the same jobs, to compare."),
     ] = None,
     job: Annotated[
-        str | None, typer.Option(metavar="ID", help="Print the timeline of this job instead.")
+        str | None, typer.Option(metavar="ID", help="Print the timeline of one job instead.")
     ] = None,
     what_if: Annotated[
         str | None,
@@ -71,34 +72,34 @@ def analyze_command(
         str | None,
         typer.Option(
             metavar="POLICY",
-            help="The policy of the trace, for --what-if, if it is a module:Class.",
+            help="Policy that wrote the trace. Needed with --what-if if it is a module:Class.",
         ),
     ] = None,
     job_order: Annotated[
         bool | None,
         typer.Option(
             "--job-order/--arrival-order",
-            help="Order of requests under that policy; as recorded if none is given.",
+            help="Request order for --what-if. Defaults to the order of the trace.",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print statistics of a trace: jobs, waits, sources of prompts, pins, forecasts, decisions, and
-    steps if it has them. With two traces, compare their jobs. With --what-if, simulate the jobs
-    under another policy. docs/trace.md has the definitions.
+    """Print statistics of a trace: jobs, waits, where prompts were found, pins, forecasts,
+    decisions, and steps if it has them. With two traces, compare their jobs. With --what-if,
+    simulate the jobs under another policy. docs/trace.md defines every figure.
 
     Exits with 1 if a line is not a record.
     """
     paths = [path] if other is None else [path, other]
     if job is not None and other is not None:
-        refuse("a job's story is told from one trace: leave the other out")
+        refuse("--job takes a single trace: remove the second PATH")
     if what_if is not None:
         if job is not None or other is not None:
-            refuse("--what-if takes one trace, and neither another one nor a job")
+            refuse("--what-if takes a single trace: remove the second PATH and --job")
         answer_what_if(path, what_if, recorded=recorded, job_order=job_order, as_json=as_json)
         return
     if job_order is not None or recorded is not None:
-        refuse("--recorded, --job-order and --arrival-order are for --what-if")
+        refuse("--recorded, --job-order and --arrival-order need --what-if")
     with _reading(paths, quiet=as_json) as traces:
         if job is not None:
             _tell(traces[0].turns, job, as_json=as_json)
@@ -131,9 +132,9 @@ def _reading(paths: Sequence[Path], *, quiet: bool = False) -> Iterator[list[_Tr
         readers += (one.turns, *one.steps)
     for reader in () if quiet else readers:
         for bad in reader.bad:
-            typer.echo(f"no record: {bad}", err=True)
+            typer.echo(f"not a record: {bad}", err=True)
         if reader.bad_lines > len(reader.bad):
-            typer.echo(f"and {reader.bad_lines - len(reader.bad):,} more lines", err=True)
+            typer.echo(f"and {reader.bad_lines - len(reader.bad):,} more such lines", err=True)
     exit_unless(not any(reader.bad_lines for reader in readers))
 
 
@@ -170,7 +171,7 @@ def _bad(reader: TraceReader) -> dict[str, object]:
 def _tell(reader: TraceReader, job: str, *, as_json: bool) -> None:
     found = of_job(reader, job)
     if not found:
-        refuse(f"{reader.path} holds no turn of {job!r} whose story is over")
+        refuse(f"{reader.path} has no finished turn of job {job!r}")
     told = [story(one) for one in found]
     if as_json:
         print_json({"path": str(reader.path), "job": job, "turns": told, **_bad(reader)})
@@ -182,12 +183,12 @@ def _tell(reader: TraceReader, job: str, *, as_json: bool) -> None:
 @app.command("report", cls=Command, short_help="Write an HTML report of a trace.")
 def report_command(
     path: Where,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The page.")] = Path(
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Output file.")] = Path(
         "report.html"
     ),
 ) -> None:
-    """Write an HTML report of a trace, which needs no network: a lane for each job, tiers over
-    time, distributions, the worst turns and the figures of analyze.
+    """Write a trace as one HTML page that works offline: a lane for each job, tiers over time,
+    distributions, the slowest turns, and the statistics of analyze.
 
     Exits with 1 if a line is not a record.
     """
@@ -213,14 +214,15 @@ def _write(out: Path | None, texts: Iterator[str]) -> None:
 def export_command(
     path: Where,
     perfetto: Annotated[
-        bool, typer.Option("--perfetto", help="For ui.perfetto.dev and chrome://tracing.")
+        bool,
+        typer.Option("--perfetto", help="Write events for ui.perfetto.dev and chrome://tracing."),
     ] = False,
     continuum: Annotated[
-        bool, typer.Option("--continuum", help="As Continuum's scheduler_timestamps.")
+        bool, typer.Option("--continuum", help="Write Continuum's scheduler_timestamps.")
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Output file; by default stdout."),
+        typer.Option("--out", "-o", metavar="FILE", help="Output file. Defaults to stdout."),
     ] = None,
 ) -> None:
     """Convert a trace to JSON for another program.
@@ -228,7 +230,7 @@ def export_command(
     Exits with 1 if a line is not a record.
     """
     if perfetto == continuum:
-        refuse("say for which program: --perfetto or --continuum")
+        refuse("choose a format: --perfetto or --continuum")
     with _reading([path]) as (trace,):
         if perfetto:
             of_steps = map(step_events, trace.steps)

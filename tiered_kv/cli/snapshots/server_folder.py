@@ -34,11 +34,11 @@ def check_new(path: Path) -> None:
         SnapshotError: it cannot.
     """
     if os.path.lexists(path):
-        raise SnapshotError(f"{path} is there already: name a place where nothing is")
+        raise SnapshotError(f"{path} already exists: choose another path")
     if not path.parent.is_dir():
-        raise SnapshotError(f"{path} cannot be made: there is no folder {path.parent}")
+        raise SnapshotError(f"{path} cannot be created: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise SnapshotError(f"{path} cannot be made: nothing can be written to {path.parent}")
+        raise SnapshotError(f"{path} cannot be created: you may not write to {path.parent}")
 
 
 class ServerFolder:
@@ -54,13 +54,13 @@ class ServerFolder:
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
             raise SnapshotError(
-                f"the server's folder {path} is not on this machine: run the command where the "
-                "server runs, or give the name of a snapshot instead of a path"
+                f"the server's snapshot folder {path} is not on this machine: run the command on "
+                "the server's machine, or use a snapshot name instead of a path"
             )
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
             raise SnapshotError(
-                f"the server's folder {path} is not for this user: run the command as the "
-                "server's, or give the name of a snapshot instead of a path"
+                f"you may not use the server's snapshot folder {path}: run the command as the "
+                "server's user, or use a snapshot name instead of a path"
             )
         self._path = path
 
@@ -73,8 +73,8 @@ class ServerFolder:
         folder = self._path / name
         if not (folder / MANIFEST).is_file():
             raise SnapshotError(
-                f"the server's folder {self._path} is not the one on this machine: fetch the "
-                "snapshot from there"
+                f"the folder {self._path} of this machine is not the server's snapshot folder: "
+                "fetch the snapshot from the server's machine"
             )
         if path.name.endswith(ZIP):
             pack(folder, path)

@@ -41,7 +41,7 @@ from .snapshot_report import (
     snapshot_rows,
 )
 
-Job = Annotated[str, typer.Option(metavar="ID", help="The job's id, as its requests give it.")]
+Job = Annotated[str, typer.Option(metavar="ID", help="Job id, as in the job's requests.")]
 Exact = Annotated[
     bool,
     typer.Option("--exact", help="Make the continuation bit-exact."),
@@ -67,7 +67,7 @@ def snapshot_command(
         str,
         typer.Option(
             metavar="NAME",
-            help="Its name in the server's folder; or a path, with a slash or ending in .zip.",
+            help="Snapshot name in the server's folder, or a path (with a slash or .zip).",
         ),
     ],
     wait_turn: Annotated[
@@ -83,8 +83,8 @@ def snapshot_command(
     as_json: AsJson = False,
 ) -> None:
     """Create a snapshot of a job: its context and its KV. The server needs VLLM_PLUGINS=tiered_kv
-    and TIERED_KV_SNAPSHOT_PATH. A snapshot with a path is moved there; for that, run the command on
-    the server's machine as the server's user.
+    and TIERED_KV_SNAPSHOT_PATH. To write a snapshot to a path, run the command on the server's
+    machine as the server's user.
 
     Exits with 2 if the snapshot is not created.
     """
@@ -113,21 +113,22 @@ def restore_command(
         str,
         typer.Argument(
             metavar="PATH",
-            help="A snapshot: its name in the server's folder; or a path, with a slash or ending "
-            "in .zip.",
+            help="Snapshot name in the server's folder, or a path (with a slash or .zip).",
         ),
     ],
     job: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="Id of the job; by default that of the snapshot's."),
+        typer.Option(
+            metavar="ID", help="Id of the restored job. Defaults to the job's id in the snapshot."
+        ),
     ] = None,
     exact: Exact = False,
     timeout: Timeout = DEFAULT_TIMEOUT_S,
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Restore a job from a snapshot: its next turn finds its KV. A path is read by this command,
-    which brings it into the server's folder for that; run it on the server's machine.
+    """Restore a job from a snapshot, so that its next turn finds its KV. To restore from a path,
+    run the command on the server's machine as the server's user.
 
     Exits with 2 if the job is not restored.
     """
@@ -143,7 +144,7 @@ def restore_command(
                 folder.remove(name)
                 raise
             except KeyboardInterrupt:
-                _stays("the server goes on", name)
+                _stays("interrupted; the restore continues on the server", name)
             folder.remove(name)
         else:
             said = server.operate("restores", timeout, name=snapshot, job=job, exact=exact)
@@ -155,14 +156,14 @@ def fork_command(
     job: Job,
     into: Annotated[
         list[str],
-        typer.Option("--as", metavar="ID", help="Id of a new job. Repeat to create several."),
+        typer.Option("--as", metavar="ID", help="Id of a new job. Repeat to create several jobs."),
     ],
     exact: Exact = False,
     timeout: Timeout = DEFAULT_TIMEOUT_S,
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fork a job: each new job has its context, and shares its KV.
+    """Fork a job. The new jobs start with its context and share its KV.
 
     Exits with 2 if the job is not forked.
     """
@@ -174,11 +175,11 @@ def fork_command(
 def inspect_command(
     path: Where,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="Also print the tokens, which are the conversation.")
+        bool, typer.Option("--tokens", help="Also print the token ids of the conversation.")
     ] = False,
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="Read and check every page; exits with 1 if one is bad."),
+        typer.Option("--verify", help="Read and check every page. Exits with 1 if one is bad."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -212,13 +213,13 @@ def inspect_command(
 
 
 def diff_command(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A snapshot.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    first: Annotated[Path, typer.Argument(metavar="A", help="First snapshot.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Second snapshot.")],
     as_json: AsJson = False,
 ) -> None:
-    """Compare two snapshots: tokens and pages in common, and what differs. Works offline.
+    """Compare two snapshots: common tokens and pages, and fields that differ. Works offline.
 
-    Exits with 2 if one of them is not a snapshot.
+    Exits with 2 if A or B is not a snapshot.
     """
     with _told():
         with open_snapshot(first) as one, open_snapshot(second) as other:
@@ -258,7 +259,7 @@ def _server(url: str, token: str | None) -> Iterator[RouteClient]:
 
 
 def _stays(why: str, name: str) -> NoReturn:
-    said = f"{why.removesuffix('.')}. The snapshot stays in the server's folder, as {name}."
+    said = f"{why.removesuffix('.')}. The snapshot stays in the server's folder as {name}."
     refuse(harmless(said, MOST_OF_SENTENCE))
 
 
