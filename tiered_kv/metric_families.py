@@ -75,20 +75,22 @@ _C, _G, _H = MetricType.COUNTER, MetricType.GAUGE, MetricType.HISTOGRAM
 FAMILIES: Mapping[str, Family] = {
     family.name: family
     for family in (
-        Family("prompt_tokens", _C, "Prompt tokens of finished turns, by where their KV was."),
+        Family(
+            "prompt_tokens", _C, "Prompt tokens of finished turns, by where their KV was found."
+        ),
         Family(
             "would_have_saved_tokens",
             _C,
-            "Prompt tokens that were computed, as TIERED_KV_MODE=observe moves nothing, and would "
-            "have been found in a tier.",
+            "Computed prompt tokens that would have been found in a tier. Only with "
+            "TIERED_KV_MODE=observe.",
         ),
-        Family("turns", _C, "Turns finished."),
+        Family("turns", _C, "Finished turns."),
         Family("transferred_pages", _C, "Pages moved from one tier to another."),
         Family("transferred_bytes", _C, "Bytes of the pages moved, uncompressed, over all ranks."),
         Family(
             "transfer_seconds",
             _C,
-            "Seconds that moving pages took, on the slowest rank.",
+            "Seconds spent on moving pages, on the slowest rank.",
         ),
         Family("decompressed_pages", _C, COUNTERS["pages_decompressed"]),
         Family("decompressed_bytes", _C, COUNTERS["bytes_decompressed"]),
@@ -103,23 +105,35 @@ FAMILIES: Mapping[str, Family] = {
         Family(
             "ssd_compressed_pages",
             _C,
-            "Pages that went from CPU memory to SSD compressed: as they were, or compressed once "
-            "more. Those of each rank.",
+            "Compressed pages written from CPU memory to SSD: unchanged (kept) or recompressed "
+            "(renewed). Counted on every rank.",
         ),
         Family("unused_slot_bytes", _C, COUNTERS["slot_bytes_unused"]),
-        Family("restores", _C, "Restores made before the forward pass, and beside it."),
-        Family("restores_in_pieces", _C, "Restores that CPU memory had no room for at once."),
-        Family("evicted_pages", _C, "Pages that made room for others."),
+        Family(
+            "restores", _C, "Restores before a forward pass (sync) or while the model runs (async)."
+        ),
+        Family(
+            "restores_in_pieces",
+            _C,
+            "Restores split because CPU memory had no space for all pages.",
+        ),
+        Family("evicted_pages", _C, "Pages evicted to make space for others."),
         Family("unsaved_pages", _C, COUNTERS["pages_not_saved"]),
-        Family("promoted_pages", _C, "Pages read from below that were restored to VRAM, or not."),
+        Family(
+            "promoted_pages",
+            _C,
+            "Promoted pages that were restored to VRAM (used) or evicted before (wasted).",
+        ),
         Family("promoted_bytes", _C, "Bytes of these pages, uncompressed, over all ranks."),
         Family("promoted_ahead_pages", _C, COUNTERS["pages_promoted_ahead"]),
-        Family("promotions_forgone", _C, "Promotions not made, or not waited for any longer."),
-        Family("faults", _C, "Failures. Pages for copies and stores, else events."),
+        Family("promotions_forgone", _C, "Promotions not made, or no longer waited for."),
+        Family(
+            "faults", _C, "Failures: pages that could not be copied or stored; otherwise events."
+        ),
         Family("pins", _C, COUNTERS["pins"]),
-        Family("pins_ended", _C, "Pins that ended, by how."),
+        Family("pins_ended", _C, "Ended pins, by reason."),
         Family("pins_refused", _C, COUNTERS["pins_refused"]),
-        Family("decisions", _C, "Gaps, by class and by where their KV was to wait."),
+        Family("decisions", _C, "Gaps, by class and by the tier chosen for their KV."),
         Family("hints_ignored", _C, COUNTERS["hints_ignored"]),
         Family("jobs_inferred", _C, COUNTERS["jobs_inferred"]),
         Family("snapshots_taken", _C, COUNTERS["snapshots_taken"]),
@@ -130,10 +144,10 @@ FAMILIES: Mapping[str, Family] = {
         Family("holds", _C, COUNTERS["jobs_held"]),
         Family("resets", _C, COUNTERS["resets"]),
         Family("weight_updates", _C, COUNTERS["weight_updates"]),
-        Family("tier_pages", _G, "Pages that a tier holds."),
-        Family("tier_bytes", _G, "Bytes that a tier's pages take there, over all ranks."),
-        Family("tier_uncompressed_bytes", _G, "Bytes that they would take uncompressed."),
-        Family("tier_capacity_bytes", _G, "Size of a tier, over all ranks."),
+        Family("tier_pages", _G, "Pages in a tier."),
+        Family("tier_bytes", _G, "Bytes that these pages occupy, over all ranks."),
+        Family("tier_uncompressed_bytes", _G, "Bytes that these pages would occupy uncompressed."),
+        Family("tier_capacity_bytes", _G, "Capacity of a tier, over all ranks."),
         Family("cpu_slots", _G, GAUGES["cpu_slots"]),
         Family("cpu_slots_compressed", _G, GAUGES["cpu_slots_compressed"]),
         Family("pinned_blocks", _G, GAUGES["pinned_blocks"]),
@@ -145,7 +159,7 @@ FAMILIES: Mapping[str, Family] = {
         Family(
             "forecast_error_ratio",
             _H,
-            "Length of a gap that ended over what was forecast for it.",
+            "Length of an ended gap divided by its forecast.",
             RATIO_BUCKETS,
         ),
         Family("hold_seconds", _H, HISTOGRAMS["hold_seconds"], WAIT_BUCKETS),

@@ -26,27 +26,28 @@ _MOST_TIERS, _MOST_GROUPS = 4, 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceHeader:
-    """The engine whose turns follow.
+    """The engine that wrote the following records.
 
     Attributes:
         version: version of tiered-kv.
-        started: when the engine began with its trace, seconds since the epoch. Equal in all files
-            of one engine.
-        clock: its monotonic clock then, seconds: vLLM's own times are told by it.
+        started: when this engine opened the trace, in seconds since the epoch; equal in all of its
+            files.
+        clock: its monotonic clock at that moment, in seconds.
         model: name or folder of the model.
-        policy: the policy that chooses tiers.
+        policy: ``TIERED_KV_POLICY``.
         replica: index of the engine among data-parallel ones.
-        block_size: tokens of a block.
-        vram_blocks: blocks that requests can have.
-        tiers_bytes: sizes of the tiers outside VRAM, all ranks together, bytes; 0 for a tier
-            without a known end.
-        mode: ``observe`` if nothing of what the records tell of pins and pages was done.
-        page_bytes: size of a block's pages, all groups and ranks together, bytes; 0 if unknown.
-        groups: kinds of KV of the page groups; empty if unknown.
-        step_tokens, running, context_tokens: limits of the engine's scheduler: tokens of a step,
-            requests that run at once, tokens of the longest context; 0 if unknown.
-        job_order: True if requests go in the order of their jobs (``ContinuumScheduler``).
-        admission, eviction: ``TIERED_KV_ADMISSION`` and ``TIERED_KV_EVICTION``; empty if unknown.
+        block_size: tokens per block.
+        vram_blocks: VRAM blocks available to requests.
+        tiers_bytes: capacity of each tier outside VRAM, over all ranks; 0 if unlimited or unknown.
+        mode: ``observe`` if nothing was moved; otherwise left out.
+        page_bytes: size of a block's pages, over all groups and ranks; 0 if unknown.
+        groups: KV type of each page group: ``full``, ``window``, ``chunk`` or ``state``; empty if
+            unknown.
+        step_tokens, running, context_tokens: vLLM's limits: tokens per step, running requests,
+            tokens per context; 0 if unknown.
+        job_order: true under ``ContinuumScheduler``.
+        admission: ``TIERED_KV_ADMISSION`` in effect: ``off`` under all policies but ``occupancy``.
+        eviction: ``TIERED_KV_EVICTION``.
     """
 
     version: str

@@ -16,19 +16,18 @@ MAX_BYTES = 1024
 
 
 class StoryEnd(Enum):
-    """End of a turn's story, with which its record is written."""
+    """Event that ends a gap; the record of the turn before it is then written."""
 
     RETURNED = "returned"
     """The job's next turn arrived."""
     OVER = "over"
-    """The client said that no turn follows."""
+    """The client reported that no turn follows."""
     GIVEN_UP = "given_up"
-    """The job was silent for too long, or for longest while too many were."""
+    """No turn for four hours, or the longest silent job of more than 8,192."""
     CLOSED = "closed"
-    """The engine ended before any of that."""
+    """The engine stopped first."""
     NO_GAP = "no_gap"
-    """An end without a gap: the turn was of no job, another of its job was running, or it ended
-    before it had any KV."""
+    """No gap: the turn had no job or no KV, or another turn of its job was running."""
 
 
 class PinEnd(Enum):
@@ -37,31 +36,32 @@ class PinEnd(Enum):
     RETURNED = "returned"
     """The job's next turn arrived in time."""
     EXPIRED = "expired"
-    """Its time was up."""
+    """Its time limit was reached."""
     PRESSURE = "pressure"
     """A request needed the blocks more."""
     REVISED = "revised"
-    """The tool call was read, and did not warrant it."""
+    """The parsed tool call did not justify it."""
     GIVEN_UP = "given_up"
-    """The job is not waited for any longer."""
+    """The job is no longer expected."""
     RESET = "reset"
-    """All pins were given up at once: a cache reset, the watchdog, a hook that failed."""
+    """All pins were released: a cache reset, the watchdog, or a failed hook."""
     CLOSED = "closed"
-    """The engine ended."""
+    """The engine stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnTimes:
-    """Moments of a turn, seconds after its arrival, and its waits, seconds.
+    """Times of a turn, in seconds: waits, and events after its arrival.
 
     Attributes:
-        held_s: time that it was held as the turn of a new job, for want of room for that job.
-        pages_s: time that it then waited for pages on their way up, or for others' to go.
-        admitted_s: it was given blocks; None if it never was. What is left of this time, it waited
-            for blocks.
-        scheduled_s: the first step that computes of it; None if there was none.
-        first_token_s: its first token, as the scheduler half heard of it; None if there was none.
-        end_s: its end.
+        held_s: wait while its new job was held back.
+        pages_s: wait after that for pages being promoted, or for space for them.
+        admitted_s: first blocks allocated. The rest of this time was a wait for blocks. None if
+            never admitted.
+        scheduled_s: first step that computes part of it; after ``admitted_s`` if KV was restored
+            first. None without one.
+        first_token_s: first token, as seen by the scheduler, at most a step late. None without one.
+        end_s: end of the turn.
     """
 
     held_s: float = 0.0
@@ -73,18 +73,18 @@ class TurnTimes:
 
 
 FIRST_PREEMPTIONS = 3
-"""Preemptions of a turn whose moments are told; of more, only their number."""
+"""Preemptions of a turn whose times are recorded; later ones are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preemptions:
-    """Times that the turn lost its blocks to others, and had to begin anew.
+    """Preemptions of the turn.
 
     Attributes:
-        count: their number.
-        at_s: moments of the first ``FIRST_PREEMPTIONS``, seconds after its arrival.
-        back_s: moments of the first steps that computed of it again; one less if there was none.
-        found: tokens of prompt and answer that it had then, in VRAM or restored.
+        count: number of preemptions.
+        at_s: times of the first three, in seconds after its arrival.
+        back_s: times at which it was scheduled again; one fewer if it never was.
+        found: tokens of prompt and answer found then, in VRAM or restored.
     """
 
     count: int = 0
@@ -95,17 +95,19 @@ class Preemptions:
 
 @dataclass(frozen=True, slots=True)
 class TurnTokens:
-    """Tokens of a turn. Those of the prompt by source add up to it, or are 0 if it was never
-    admitted.
+    """Tokens of a turn. ``vram``, ``cpu``, ``ssd`` and ``recomputed`` add up to ``prompt``; all
+    four are 0 if it was never admitted.
 
     Attributes:
-        prompt: length of the prompt.
-        vram, cpu: found there at the first admission.
-        ssd: came up from a tier below CPU memory for this turn.
-        recomputed: computed.
-        lost: of those, the least number that its job's last turn left behind somewhere.
-        new: tokens of the prompt beyond the context of its job's last turn.
-        output: length of the answer.
+        prompt: prompt length.
+        vram, cpu: prompt tokens found in this tier at the first admission.
+        ssd: prompt tokens found in tiers below CPU memory, shared ones included. Not part of
+            ``cpu``.
+        recomputed: computed prompt tokens.
+        lost: recomputed tokens whose KV the job's last turn had left behind, at least: the cost of
+            evictions.
+        new: prompt tokens beyond the context of the job's last turn.
+        output: answer length.
     """
 
     prompt: int = 0
@@ -120,12 +122,12 @@ class TurnTokens:
 
 @dataclass(frozen=True, slots=True)
 class WouldHave:
-    """Tokens of the prompt that were computed by an engine that is only observed, and that the
-    connector would have found. They are part of ``recomputed``.
+    """Part of ``recomputed`` that an observed engine would have found in a tier.
 
     Attributes:
-        vram: under the pin of its job, or of another that begins alike. cpu: in CPU memory.
-        ssd: in a tier below.
+        vram: under a pin of its job, or of a job with the same prefix.
+        cpu: in CPU memory.
+        ssd: in a tier below CPU memory.
     """
 
     vram: int = 0
@@ -135,25 +137,24 @@ class WouldHave:
 
 @dataclass(frozen=True, slots=True)
 class PricedDecision:
-    """The tier where the turn's KV was to wait, as decided last, and the reasons.
+    """The last decision about the turn's KV, with its inputs. Times are in seconds.
 
     Attributes:
-        tier: ``pin``, ``cpu``, ``store`` or ``drop``.
-        gap_class: ``fast``, ``uncertain`` or ``slow``; empty from a policy without classes.
-        ttl_s: longest time of the pin.
-        back_s: time after the turn's end at which the KV was to be up again; None to wait for the
-            next turn.
-        q50_s, q90_s: quantiles of the forecast; None without one, or beyond four hours.
+        tier: ``pin``, ``cpu``, ``store`` (tiers below CPU memory) or ``drop``.
+        gap_class: ``fast``, ``uncertain`` or ``slow``; empty from policies without classes.
+        ttl_s: time limit of the pin.
+        back_s: planned time of the promotion, after the turn's end; None to wait for the next turn.
+        q50_s, q90_s: quantiles of the forecast gap; None without a forecast, or beyond four hours.
         benefit_s: B, time saved if the job returns while its KV is in VRAM.
         restore_s: R, expected time of the cheapest restore.
-        recompute_s: time to compute the context again.
+        recompute_s: time to recompute the context.
         cpu_s: time to restore it from CPU memory; None if it cannot be there.
-        tiers_s: time to restore it from each tier below.
-        cpu_stay_s: time that a page stays in CPU memory; None while none is evicted.
-        survival: share of KV outside VRAM that is still there when it is needed.
+        tiers_s: time to restore it, per tier below CPU memory.
+        cpu_stay_s: current residence time of a page in CPU memory; None without evictions.
+        survival: fraction of KV outside VRAM still resident when needed; default 1.
         queue_s: T, wait for admission of turns whose KV had left VRAM.
-        memoryfulness: η, share of T that a pin saves.
-        vram_price: λ, seconds charged for a second in VRAM.
+        memoryfulness: η, fraction of T that a pin saves; default 1.
+        vram_price: λ, seconds charged per second in VRAM.
     """
 
     signed: ClassVar[bool] = True
@@ -182,9 +183,9 @@ class PinStory:
     """The pin after the turn.
 
     Attributes:
-        blocks: blocks that were pinned; 0 without a pin.
-        held_s: time that it was held, seconds.
-        end: how it ended; None without a pin.
+        blocks: pinned VRAM blocks; 0 without a pin.
+        held_s: time pinned, in seconds.
+        end: reason for its end; None without a pin.
     """
 
     blocks: int = 0
@@ -194,16 +195,17 @@ class PinStory:
 
 @dataclass(frozen=True, slots=True)
 class PageMoves:
-    """Pages that moved between CPU memory and the tiers below.
+    """Pages moved between CPU memory and the tiers below.
 
     Attributes:
-        promoted: pages ordered up for the turn. promoted_bytes: their size, uncompressed, on one
-            rank.
-        used: pages that had come up, for this turn or for nobody yet, and that it restored.
-        ahead: pages ordered up in the gap, before the job returned.
-        demoted: pages of its context that the decision sent down.
-        evicted: pages of its context that were evicted in the gap, by the tier that they left.
-            Those of several jobs count for the one whose turn ended last.
+        promoted: pages promoted for this turn.
+        promoted_bytes: their size, uncompressed, on one rank.
+        used: promoted pages, not used by an earlier turn, that this turn restored to VRAM.
+        ahead: pages promoted in the gap, before the job returned.
+        demoted: pages of its context that the decision demoted; pages already in a tier are not
+            rewritten.
+        evicted: pages of its context evicted in the gap, by the tier they left. A copy in another
+            tier may remain.
     """
 
     promoted: int = 0
@@ -219,11 +221,11 @@ class GapStory:
     """The gap after the turn.
 
     Attributes:
-        end: how the story ended.
-        gap_s: length of the gap until then, seconds; None if there was none.
-        in_vram: True if the pin was there when the next turn arrived.
-        saved_s: B if so, seconds.
-        cost_s: price of the time that the pin was held, seconds.
+        end: event that ended the gap; left out if there was none.
+        gap_s: length of the gap, in seconds; None without one.
+        in_vram: true if the pin existed when the next turn arrived.
+        saved_s: B if so, in seconds.
+        cost_s: λ times the time pinned, in seconds.
     """
 
     end: StoryEnd = StoryEnd.NO_GAP
@@ -256,18 +258,19 @@ _ROOMS = (_Room(96, 120, True), _Room(48, 48, True), _Room(24, 0, True), _Room(2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRecord:
-    """The story of one turn, written when it is over.
+    """A turn, written when its gap ends.
 
     Attributes:
-        job: name of the job; None if the turn was of none.
-        client: digest of the client's cache salt; empty without one. Equal names of different
+        job: job name; None for a turn without a job.
+        client: digest of the client's ``cache_salt``; empty without one. Equal names of different
             clients are different jobs.
         replica: index of the engine among data-parallel ones.
         turn: number of the turn in its job, from 1.
-        request: the engine's id of the request.
-        arrived: seconds since the epoch.
-        finish: the engine's name for how the turn ended, or for where it was if it did not.
-        tool: the tool that ran in the gap, from the general to the particular; empty if unknown.
+        request: vLLM's request id.
+        arrived: arrival, in seconds since the epoch.
+        finish: vLLM's finish status, or the state (``WAITING``, ``RUNNING``) when the engine
+            stopped.
+        tool: the tool that ran in the gap, from general to specific; empty if unknown.
     """
 
     job: str | None = None

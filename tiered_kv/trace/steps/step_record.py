@@ -14,24 +14,24 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """The engine as a step was scheduled.
+    """The engine when a step was scheduled.
 
     Attributes:
-        step: number of the step since the engine began with its trace, from 1.
-        at: seconds since the epoch.
+        step: step number since this engine opened the trace, from 1.
+        at: scheduling time, in seconds since the epoch.
         replica: index of the engine among data-parallel ones.
-        running: requests that were given blocks and have not ended; preempted ones included.
-        waiting: requests that were not, without those that are held.
-        held: requests of new jobs for which there is no room.
-        scheduled: requests that compute in the step.
-        prefill, decode: tokens that they compute: of prompts (or, after a preemption, of all that
-            is computed again), and of answers.
-        free: blocks that nobody holds.
-        cached: hashes under which blocks can be found, held ones included.
-        pinned: blocks that pins hold.
-        nbytes: bytes that pages take in each tier outside VRAM, all ranks together.
-        orders: orders under way by kind: ``save``, ``load``, ``pack``, ``demote``, ``promote``,
-            ``lookup``; of snapshots ``export``, ``import``.
+        running: unfinished requests that have been allocated blocks, including preempted ones.
+        waiting: requests without blocks, except ``held``.
+        held: requests of new jobs that are held back.
+        scheduled: requests that compute in this step.
+        prefill: prompt tokens computed in it; after a preemption, all tokens computed again.
+        decode: answer tokens computed in it.
+        free: VRAM blocks without a reference.
+        cached: hashes of VRAM blocks that prompts can find, in use or free.
+        pinned: pinned VRAM blocks.
+        nbytes: bytes of pages per tier outside VRAM, over all ranks.
+        orders: orders in flight by type: ``save``, ``load``, ``pack`` (compress), ``demote``,
+            ``promote``, ``lookup``, and ``export`` and ``import`` of snapshots.
     """
 
     step: int

@@ -1,0 +1,17 @@
+"""Tables of reference pages are those that the code gives."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = runpy.run_path(str(ROOT / "scripts" / "reference"))
+
+
+@pytest.mark.parametrize("page", REFERENCE["PAGES"])
+def test_a_page_is_as_written(page: str) -> None:
+    kept = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    assert kept == REFERENCE["text"](page), "run scripts/reference"
