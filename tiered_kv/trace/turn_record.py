@@ -23,11 +23,11 @@ class StoryEnd(Enum):
     OVER = "over"
     """The client reported that no turn follows."""
     GIVEN_UP = "given_up"
-    """No turn for four hours, or the longest silent job of more than 8,192."""
+    """Silence of four hours, or the longest silence among more than 8,192 jobs."""
     CLOSED = "closed"
     """The engine stopped first."""
     NO_GAP = "no_gap"
-    """No gap: the turn had no job or no KV, or another turn of its job was running."""
+    """Absence of a gap: no job, no KV, or another running turn of the job."""
 
 
 class PinEnd(Enum):
