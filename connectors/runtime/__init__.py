@@ -1,1 +1,1 @@
-"""The product, whatever the engine: turns, gaps, pins, admission, saves and restores."""
+"""The engine-independent part of the product: turns, gaps, pins, admission, saves and restores."""

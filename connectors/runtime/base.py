@@ -1,7 +1,8 @@
-"""The port: what the runtime needs of an inference engine.
+"""The port: what the runtime requires of an inference engine.
 
-An adapter gives each request as a ``Request`` and its block pool as a ``BlockPool``, reads its
-configuration into ``EngineFacts``, and calls the hooks of ``SchedulerHalf`` and ``WorkerHalf``.
+An adapter presents each request as a ``Request`` and the block pool as a ``BlockPool``, reads the
+engine's configuration into ``EngineFacts``, and calls the hooks of ``SchedulerHalf`` and
+``WorkerHalf``.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from tiered_kv.page_group import KvKind, PageGroup, slot_bytes
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Way in which an answer is sampled.
+    """How an answer is sampled.
 
     Attributes:
-        parameters: the client's, as JSON.
-        inexact: why an answer that goes on elsewhere might differ though its KV is equal, as a
-            sentence; None if it cannot.
+        parameters: the client's sampling parameters, as JSON.
+        inexact: a sentence that says why an answer continued on another engine might differ
+            although its KV is equal; None if it cannot differ.
     """
 
     parameters: Mapping[str, object] = field(default_factory=dict)
@@ -31,26 +32,26 @@ class Sampling:
 
 
 class Request(Protocol):
-    """A request of the engine. Its numbers change as it runs.
+    """A request of the engine. Its counts change while it runs.
 
     Attributes:
         prompt_token_ids: None if the prompt is given as embeddings.
-        text_only: True if tokens alone tell its prompt from others.
-        block_hashes: hashes of its full blocks so far, each over all before it.
-        num_tokens: length of prompt and answer. num_computed_tokens: tokens that the steps
-            scheduled so far compute; num_in_flight_tokens: those of steps not over yet.
-        arrival_time: the engine's clock, in seconds.
+        text_only: True if its token ids alone identify its prompt.
+        block_hashes: hashes of its full blocks so far; each covers all blocks before it.
+        num_tokens: length of prompt and answer. num_computed_tokens: tokens computed once all
+            scheduled steps have run; num_in_flight_tokens: those of unfinished steps.
+        arrival_time: seconds on the engine's clock.
         adapter: the engine's handle of its LoRA adapter; None for the base model.
-        reads_cache: False if its prompt must be computed whole.
+        reads_cache: False if its whole prompt must be prefilled.
         streams_input: True if its prompt still grows.
         waits_for_kv: True while KV is loaded into its blocks.
-        answered: True if it ended with an answer, rather than cancelled or failed.
-        text_cut: True if the last tokens of its answer may be missing from what the client got.
-        shared_tokens: tokens of its prompt up to which others began alike, as far as the engine
-            knows; 0 if it does not.
-        outcome: the engine's name for how it ended.
-        priority: its client's, the lowest first; of no meaning unless ``EngineLimits.priorities``.
-        ready: True if it waits for nothing but a seat and blocks.
+        answered: True if it finished with an answer, rather than cancelled or failed.
+        text_cut: True if the client may not have received the last tokens of its answer.
+        shared_tokens: length of the prefix that other requests are known to share, in tokens;
+            0 if the engine does not track this.
+        outcome: the engine's name for its finish reason.
+        priority: its client's priority, lowest first; unused unless ``EngineLimits.priorities``.
+        ready: True if it waits only for a seat and blocks.
     """
 
     @property
@@ -106,29 +107,29 @@ class Request(Protocol):
 
     @property
     def sampling(self) -> Sampling:
-        """Way in which its answer is sampled."""
+        """How its answer is sampled."""
         ...
 
     def end_after_next_token(self) -> None:
-        """Have its answer end with the next token, as if it were as long as it may be."""
+        """Stop its answer after the next token, as if it had reached its maximum length."""
         ...
 
     def extra_key(self, token: int) -> object:
-        """The part of the block's identity beside its tokens: adapter, salt."""
+        """The part of a block's identity that is not its tokens: adapter, salt."""
         ...
 
 
 MakeRequest: TypeAlias = Callable[[Sequence[int], str | None, int], Request]
-"""Makes a request that never runs, of tokens and a cache salt, to name a context: its hashes are
-each of so many tokens. Called on any thread."""
+"""Creates a request that never runs, from tokens, a cache salt and the number of tokens per block
+hash, to compute the keys of a context. Called on any thread."""
 
 
 class Block(Protocol):
     """A block of VRAM.
 
     Attributes:
-        ref_cnt: references on it; it may be reused when there is none.
-        block_hash: None unless it is full and can be found.
+        ref_cnt: number of references; the block may be reused at 0.
+        block_hash: None unless the block is full and prefix lookups can find it.
         is_null: True for a placeholder, which is never free.
     """
 
@@ -142,12 +143,12 @@ class Block(Protocol):
 
 
 class BlockPool(Protocol):
-    """The engine's blocks. One thread, the scheduler's.
+    """The engine's VRAM blocks. Used on one thread, the scheduler's.
 
     Attributes:
-        blocks: all of them, by id.
-        tables: blocks of each request, first to last, for each page group; one table if there
-            are none. Where a request needs a block no longer, a placeholder may stand.
+        blocks: all blocks, by id.
+        tables: blocks of each request, first to last, for each page group; a single table if there
+            are no groups. A placeholder may replace a block that a request no longer needs.
         watermark: blocks that the engine keeps free when it admits a request.
     """
 
@@ -159,31 +160,31 @@ class BlockPool(Protocol):
     def watermark(self) -> int: ...
 
     def num_free(self) -> int:
-        """Blocks without a reference."""
+        """Number of blocks without a reference."""
         ...
 
     def num_cached(self) -> int:
-        """Blocks that prompts can find, in use or not; those of the same KV count once."""
+        """Number of blocks that prefix lookups can find, in use or not. Duplicates count once."""
         ...
 
     def hold(self, blocks: Sequence[Block]) -> None:
-        """Take a reference on each."""
+        """Add a reference to each block."""
         ...
 
     def release(self, blocks: Iterable[Block]) -> None:
-        """Give a reference on each back. The first is reused first."""
+        """Drop a reference to each block. The first block is reused first."""
         ...
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Make blocks unfindable."""
+        """Remove blocks from the prefix cache."""
         ...
 
     def blocks_of(self, request_id: str) -> Sequence[Block]:
-        """Blocks of a request, of every group."""
+        """Blocks of a request, in every group."""
         ...
 
     def cached(self, block_hash: bytes, group: int) -> Block | None:
-        """The block of a page group with that hash; None if there is none."""
+        """The cached block of a page group with that hash; None if there is none."""
         ...
 
 
@@ -191,24 +192,25 @@ class Fingerprints(Protocol):
     """Fingerprints of the engine's pages, for the current generation."""
 
     def base(self, group: int) -> Fingerprint:
-        """The base model's pages of a group; it names the workers' stores."""
+        """Fingerprint of the base model's pages in a group. The workers' stores are named after
+        it."""
         ...
 
     def of(self, adapter: object | None, group: int) -> bytes | None:
-        """Digest of a group's pages of requests with that adapter; None while it is not known."""
+        """Digest for a group's pages of requests with that adapter; None until it is known."""
         ...
 
     def group_of(self, key: PageKey) -> int | None:
-        """The group of a page with such a digest in its key; None if it is of none."""
+        """The group whose digest is part of the page key; None if no group matches."""
         ...
 
     def next_generation(self) -> None:
-        """Make every key so far unreachable."""
+        """Invalidate all existing keys."""
         ...
 
     def forget_weights(self) -> None:
-        """Make every key so far unreachable, and identify the base model's weights with no files:
-        no other engine finds what they compute."""
+        """Invalidate all existing keys, and no longer identify the base model by its weight files.
+        Other engines do not find pages computed after this call."""
         ...
 
     def close(self) -> None:
@@ -223,7 +225,7 @@ class KeptState:
     Attributes:
         group: position of its page group.
         block: id of its block.
-        tokens: tokens that it covers, a multiple of those of a block hash.
+        tokens: tokens that the state covers, a multiple of ``hash_tokens``.
     """
 
     request_id: str
@@ -233,12 +235,12 @@ class KeptState:
 
 
 class ScheduledStep(NamedTuple):
-    """A step that the engine scheduled.
+    """A step that the engine has scheduled.
 
     Attributes:
-        tokens: tokens that each request computes in it. total: their sum.
-        begun: requests that compute for the first time, or again after they were preempted.
-        preempted: requests that were preempted since the step before.
+        tokens: tokens that the step computes for each request. total: their sum.
+        begun: requests computed for the first time, or resumed after preemption.
+        preempted: requests preempted since the previous step.
     """
 
     tokens: Mapping[str, int]
@@ -249,14 +251,14 @@ class ScheduledStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Limits and order of the engine's scheduler; 0 if not known.
+    """Limits and queue order of the engine's scheduler. A limit is 0 if unknown.
 
     Attributes:
-        step_tokens: most tokens that a step computes.
-        running: most requests that run at once.
-        context_tokens: length of the longest context.
-        job_order: True if requests go in the order of their jobs.
-        priorities: True if requests go in the order of their clients' priorities.
+        step_tokens: maximum tokens per step.
+        running: maximum number of running requests.
+        context_tokens: maximum context length.
+        job_order: True if requests are admitted in the order of their jobs.
+        priorities: True if requests are admitted by client priority.
     """
 
     step_tokens: int = 0
@@ -266,24 +268,25 @@ class EngineLimits:
     priorities: bool = False
 
 
-@dataclass(frozen=True)  # no slots: what follows from the groups is kept
+@dataclass(frozen=True)  # no slots: cached_property needs a __dict__
 class EngineFacts:
-    """Facts that both halves must agree on.
+    """Engine configuration that both halves must agree on.
 
     Attributes:
-        ranks: tensor-parallel workers, each of which must report an order.
-        block_size: tokens of a block of the first group.
-        hash_tokens: tokens that each block hash adds to the one before.
-        hit_tokens: multiple of tokens at which a prefix is found in VRAM.
-        num_blocks: blocks of the VRAM pool, placeholders included.
-        groups: page groups that can be offloaded; empty if there are none.
-        replica: index of this engine among data-parallel ones.
-        ahead: asynchronous scheduling: a step is scheduled while the one before it runs.
-        sync_restores: whether restores may be sync.
-        whole_blocks: True if the engine uses a restore only if that ends where a block does.
-        speculates: True if a step computes tokens that may be taken back.
-        placeholders: blocks of the pool that no request is ever given.
-        model: name of the model, for people.
+        ranks: tensor-parallel workers, each of which must report every order.
+        block_size: tokens per block of the first group.
+        hash_tokens: tokens that each block hash covers.
+        hit_tokens: granularity of prefix hits in VRAM, tokens.
+        num_blocks: blocks of the VRAM pool, including placeholders.
+        groups: page groups that can be offloaded; empty if none can.
+        replica: index of this engine among data-parallel engines.
+        ahead: True with asynchronous scheduling: a step is scheduled while the previous one runs.
+        sync_restores: True if synchronous restores are allowed.
+        whole_blocks: True if the engine uses a restore only if the restore ends at a block
+            boundary.
+        speculates: True if a step may compute tokens that are later rejected.
+        placeholders: blocks of the pool that are never allocated to a request.
+        model: display name of the model.
         version: the engine's version.
         limits: limits of the engine's scheduler.
     """
@@ -306,7 +309,7 @@ class EngineFacts:
 
     @property
     def usable_blocks(self) -> int:
-        """Blocks that requests can have."""
+        """Number of blocks that can be allocated to requests."""
         return self.num_blocks - self.placeholders
 
     @property
@@ -316,13 +319,14 @@ class EngineFacts:
 
     @cached_property
     def narrow(self) -> bool:
-        """True if some group keeps less than all of a context."""
+        """True if some group keeps less than the whole context."""
         return any(group.reach.kind is not KvKind.FULL for group in self.groups)
 
     @property
     def recovers_by_block(self) -> bool:
-        """True if the engine is told of single blocks that could not be restored, and computes from
-        there on. A window lacks the blocks before, and of several groups a number tells nothing."""
+        """True if the engine accepts single blocks as failed restores, and recomputes from the
+        first of them. Windows lack the blocks before that point, and with several groups a block id
+        is ambiguous."""
         return len(self.groups) == 1 and not self.narrow
 
     @cached_property
@@ -332,26 +336,27 @@ class EngineFacts:
 
     @cached_property
     def draft_tokens(self) -> int:
-        """Tokens behind one on which its KV depends in layers of a drafter; 0 without such."""
+        """Following tokens that a token's KV depends on in a drafter's layers; 0 without a
+        drafter."""
         return max((group.draft_tokens for group in self.groups), default=0)
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that the KV of a context takes."""
+        """Number of blocks that the KV of a context occupies."""
         if not self.groups:
             return -(-tokens // self.block_size)
         return sum(len(group.needs(tokens)) for group in self.groups)
 
     def blocks_to_go_on(self, computed: int, tokens: int) -> int:
-        """Blocks that a context takes which goes on from so many tokens computed: the state that it
-        goes on from stays beside the one that is written."""
+        """Blocks of a context of ``tokens`` that continues after ``computed`` tokens. The state
+        that it continues from stays allocated in addition to the state being written."""
         states = (group for group in self.groups if group.reach.kind is KvKind.STATE)
         return self.blocks(tokens) + sum(
             computed > 0 and group.needs(computed) != group.needs(tokens) for group in states
         )
 
     def blocks_on_the_way(self, computed: int, tokens: int) -> int:
-        """The most blocks that a context takes while it goes on from so many tokens computed to
-        ``tokens``: those of windows are let go only behind what no longer needs them."""
+        """Peak number of blocks while a context grows from ``computed`` to ``tokens``. Blocks of
+        windows are freed only after the tokens that need them."""
         narrow = (group for group in self.groups if group.reach.kind is not KvKind.STATE)
         return self.blocks_to_go_on(computed, tokens) + sum(
             max(0, group.needs(tokens).start - group.needs(computed).start) for group in narrow
@@ -359,14 +364,14 @@ class EngineFacts:
 
     @cached_property
     def blocks_per_token(self) -> float:
-        """Blocks by which a context grows with each token."""
+        """Number of blocks by which a context grows per token."""
         if not self.groups:
             return 1 / self.block_size
         full = (group for group in self.groups if group.reach.kind is KvKind.FULL)
         return sum(1 / group.block_size for group in full)
 
     def mean_blocks(self, tokens: float) -> float:
-        """Blocks that the KV of contexts of about that length takes in the mean."""
+        """Average number of blocks of contexts of about that length."""
         narrow = (group for group in self.groups if group.reach.kind is not KvKind.FULL)
         return tokens * self.blocks_per_token + sum(
             len(group.needs(int(tokens))) for group in narrow
@@ -374,10 +379,10 @@ class EngineFacts:
 
     @property
     def pool_tokens(self) -> float:
-        """Tokens by which the contexts in the pool can grow together."""
+        """Total number of tokens by which contexts can grow in the pool."""
         growth = self.blocks_per_token
         return self.usable_blocks / growth if growth else math.inf
 
     def slots(self, cpu_bytes_per_rank: int) -> int:
-        """Page slots of a rank's CPU tier."""
+        """Number of page slots in a rank's CPU tier."""
         return cpu_bytes_per_rank // self.slot_bytes if self.groups else 0

@@ -1,4 +1,4 @@
-"""The components of the scheduler half, in three groups, each given what it asks for."""
+"""Builds the components of the scheduler half, in three groups, and wires them together."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ from .parts import AdmissionGroup, Pages
 from .turn import LiveTurns
 
 ASSUMED_BANDWIDTH = 4e9
-"""Bytes per second of a rank's copies until the first are measured."""
+"""Bytes per second of a rank's copies, until the first copies are measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GapGroup:
-    """TurnEnds between turns: forecasts, costs and decisions.
+    """Components that work between turns: forecasts, costs and decisions.
 
     Attributes:
         prefills: measures prefills, for ``costs``.
@@ -69,8 +69,8 @@ class GapGroup:
 
 
 def build_engine(deps: Dependencies, pool: BlockPool) -> EngineState:
-    """Build what all components share. The blocks of an engine that is only observed are left to
-    it: the components are given ghosts."""
+    """Build what all components share. In observe mode the components get a simulated pool, so that
+    the engine's blocks stay untouched."""
     return EngineState(
         facts=deps.facts,
         pool=GhostPool(pool, deps.clock) if deps.config.observes else pool,
@@ -93,7 +93,7 @@ def build_pages(deps: Dependencies, engine: EngineState) -> Pages:
         StoreId(spec.tier, group): spec for spec in specs for group in range(len(facts.groups))
     }
     indices = {store: make_index(spec, clock) for store, spec in stores.items()}
-    page_bytes = [group.page_bytes for group in facts.groups] or [0]  # then nothing is copied
+    page_bytes = [group.page_bytes for group in facts.groups] or [0]  # no groups: no copies
     book = OrderBook(index, facts.ranks, page_bytes, ASSUMED_BANDWIDTH, indices)
     tails = TailIndex(deps.notebook)
     finder = HitFinder(facts, tails)
@@ -141,7 +141,7 @@ def build_pages(deps: Dependencies, engine: EngineState) -> Pages:
 
 
 def _blocks_below(deps: Dependencies) -> float:
-    """Blocks of the largest tier below CPU memory; 0 without one."""
+    """Capacity of the largest tier below CPU memory, in blocks; 0 without lower tiers."""
     block_bytes = max(1, deps.facts.slot_bytes * deps.facts.ranks)
     sizes = (spec.capacity_bytes for spec in tiers_below(deps.config))
     blocks = (math.inf if size is None else size / block_bytes for size in sizes)
@@ -151,10 +151,10 @@ def _blocks_below(deps: Dependencies) -> float:
 def build_admission(
     deps: Dependencies, engine: EngineState, pages: Pages, gaps: OpenGaps, fit: PrefillFit
 ) -> AdmissionGroup:
-    """Build the components that share VRAM out.
+    """Build the components that allocate VRAM.
 
     Args:
-        fit: seconds of prefills.
+        fit: estimates prefill times, seconds.
     """
     facts, config, pool = engine.facts, deps.config, engine.pool
     budget = int(config.pin_fraction * facts.usable_blocks)
@@ -207,7 +207,8 @@ def build_gaps(
 def _traces(
     deps: Dependencies, engine: EngineState, pages: Pages, admission: AdmissionGroup
 ) -> tuple[TurnTrace, StepTrace | None]:
-    """Traces of turns and of steps; without a trace the first writes nothing."""
+    """Create the traces of turns and of steps. Without a trace path the turn trace writes
+    nothing."""
     path = deps.config.trace
     of_turns = _writer(path, deps) if path is not None else None
     turns = TurnTrace(of_turns, deps.facts.replica, deps.clock, deps.wall, pages.order.waiting_job)

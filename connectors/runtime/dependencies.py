@@ -1,4 +1,4 @@
-"""Everything that the scheduler half is given: the engine, settings, policies, time."""
+"""Dependencies of the scheduler half: the engine, settings, policies, clocks."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from .step_timer import StepTimer
 from .tool_reader import ToolCalls
 
 Clock = Callable[[], float]
-"""Seconds since some moment."""
+"""Returns seconds since a fixed moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependencies:
-    """Everything that the scheduler half is given. Tests and simulations replace some of it.
+    """Everything that the scheduler half depends on. Tests and simulations replace parts of it.
 
     Attributes:
         facts: the engine.
         config: the operator's settings.
-        fingerprints: the first parts of page keys; owned.
-        prefill_work: work of the model's prefills; None if that is not known.
-        policy: chooses where a finished turn's KV waits.
+        fingerprints: first parts of page keys; owned.
+        prefill_work: the model's cost of prefills; None if unknown.
+        policy: chooses the tier that keeps a finished turn's KV.
         policy_state: saves what ``policy`` learns; owned.
-        notebook: keeps jobs and the ends of turns for the next engine; owned.
-        eviction: makes the order in which pages leave CPU memory.
-        restore_policy: chooses how a restore is made.
-        job_forecast: forecasts how jobs go on.
+        notebook: records jobs and the ends of turns for the next engine; owned.
+        eviction: creates the eviction order of CPU memory.
+        restore_policy: chooses the restore mode.
+        job_forecast: forecasts the remaining course of jobs.
         tools: reads tool calls; owned.
-        make_request: makes requests that never run, to name contexts.
-        step_timer: measures steps.
+        make_request: creates requests that never run, to compute keys of contexts.
+        step_timer: measures step times.
         clock: monotonic seconds.
         wall: seconds since the epoch, for the trace.
     """
@@ -61,7 +61,7 @@ class Dependencies:
     wall: Clock
 
     def close(self) -> None:
-        """Save what was learned, and stop every thread. Idempotent."""
+        """Save learned state, and stop every thread. Idempotent."""
         self.tools.close()
         self.policy_state.close()
         self.notebook.close()

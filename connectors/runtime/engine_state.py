@@ -1,4 +1,4 @@
-"""The engine as the components of the scheduler half see it."""
+"""State of the engine that all components of the scheduler half share."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .turn import LiveTurns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineState:
-    """The engine, and what all components share.
+    """The engine's facts and pool, and what all components share.
 
     Attributes:
-        pool: its blocks.
-        turns: its live requests.
-        counters: what is counted of it.
+        pool: the engine's blocks.
+        turns: live requests.
+        counters: counters of the scheduler half.
         clock: monotonic seconds.
     """
 

@@ -1,9 +1,9 @@
 """Fairness among waiting requests: every wait has a bound, and clients share the engine equally.
 
-A request that has waited for the admission limit since it arrived is *overdue*. Until it has
-blocks, no request that arrived later is admitted and every pin gives way to it; after a little
-longer it waits for no tier. Preempted requests still go first. So do requests of a higher priority,
-where the engine takes requests by priority.
+A request that has waited for the admission limit since it arrived is *overdue*. Until it is
+allocated blocks, no request that arrived later is admitted and every pin gives way to it. After a
+further ``TIERS_GRACE`` it waits for no tier. Preempted requests still go first. So do requests of a
+higher priority, where the engine admits requests by priority.
 
 A client is a ``cache_salt`` or, without one, a job. While others wait, a client gets at most an
 equal share of the seats and of the pool. One request is always within its client's share.
@@ -30,7 +30,7 @@ NO_USE = ClientUse()
 
 TIERS_GRACE = 0.1
 """Time for which an overdue request still waits for pages that are being promoted, as a fraction of
-the limit: to compute a long context instead would cost every running request more."""
+the limit. Prefilling a long context instead would delay every running request more."""
 IDLE_STEPS = 200
 """Steps in which nothing runs and an overdue request is not admitted, after which later arrivals no
 longer wait for it: the engine refuses it for a reason that no block or seat removes."""
@@ -57,7 +57,7 @@ class _Share:
     """A client with live requests.
 
     Attributes:
-        requests: number of them.
+        requests: number of its live requests.
         admitted_at: when one of them was admitted last, seconds.
     """
 
@@ -85,16 +85,16 @@ class Fairness:
         self._live: dict[str, _Live] = {}
         # By priority: requests without blocks, in the order of their arrival.
         self._lines: dict[int, OrderedDict[str, _Live]] = {}
-        self._requeued: dict[str, _Live] = {}  # those that lost their blocks and wait once more
+        self._requeued: dict[str, _Live] = {}  # preempted requests that wait again
         self._clients: dict[Client, _Share] = {}
-        self._crowding = 0  # clients with several
+        self._crowding = 0  # clients with several requests
         self._changed = False  # since the requests over their share were determined
         self._idle_since: int | None = None
 
-    # -- what happens to requests ---------------------------------------------------------
+    # -- request events -------------------------------------------------------------------
 
     def on_arrived(self, request: Request, job: JobKey | None, arrived_at: float) -> None:
-        """Register a request that has arrived, of a job if it has one."""
+        """Register an arriving request; ``job`` is None if it belongs to no job."""
         client: Client = job_scope(request.cache_salt) or job or request.request_id
         live = _Live(request, client, arrived_at)
         self._live[request.request_id] = live
@@ -116,7 +116,7 @@ class Fairness:
         self._requeued.pop(request_id, None)
 
     def on_ended(self, request_id: str) -> None:
-        """Forget a request that has finished. Unknown ones are ignored."""
+        """Forget a finished request. Unknown requests are ignored."""
         live = self._live.pop(request_id, None)
         if live is None:
             return
@@ -158,7 +158,7 @@ class Fairness:
         return SENIORITY * self._max_wait_s
 
     def overdue_until(self) -> float:
-        """Waiting requests that arrived until then are overdue, seconds."""
+        """Latest arrival time at which a waiting request is overdue by now, seconds."""
         return self._clock() - self._max_wait_s
 
     def is_overdue(self, request_id: str) -> bool:
@@ -171,16 +171,16 @@ class Fairness:
         return waits and self._clock() - live.arrived_at >= self._max_wait_s
 
     def may_wait_for_tiers(self, request_id: str) -> bool:
-        """True if a waiting request may wait for pages that are promoted for it. A preempted one
-        always may: it has not waited since it arrived."""
+        """True if a waiting request may wait for pages that are promoted for it. Always True for a
+        preempted request, which has not waited since its arrival."""
         live, longest_s = self._live.get(request_id), (1 + TIERS_GRACE) * self._max_wait_s
         if live is None or not live.in_line:
             return True
         return self._clock() - live.arrived_at < longest_s
 
     def next_overdue_at(self) -> float:
-        """Return the time at which the next waiting request becomes
-        overdue, seconds; infinite without any."""
+        """Return the time at which the next waiting request becomes overdue, seconds; infinite if
+        no request will."""
         latest = self.overdue_until()
         times = (
             next((one.arrived_at for one in line.values() if one.arrived_at > latest), math.inf)
@@ -210,8 +210,8 @@ class Fairness:
         return False
 
     def _oldest(self, priority: int) -> Iterator[_Live]:
-        """The oldest request that waits for nothing but a seat and blocks: of each line of at least
-        that priority, and of those that lost their blocks."""
+        """The oldest request that waits only for a seat and blocks, from each line of at least that
+        priority and from the preempted requests."""
         for at, line in self._lines.items():
             if at <= priority:
                 yield from _first_ready(line.values())
@@ -220,8 +220,8 @@ class Fairness:
             yield from _first_ready(one for one in by_arrival if self._priority(one) <= priority)
 
     def _is_stuck(self, step: int) -> bool:
-        """True if nothing has run for so long that the wait of an overdue request is not for a seat
-        or for blocks."""
+        """True if nothing has run for so long that the overdue request must be waiting for
+        something other than a seat or blocks."""
         if any(self._pool.tables[CONTEXT].values()):
             self._idle_since = None
             return False
@@ -233,13 +233,13 @@ class Fairness:
 
     @property
     def shares_changed(self) -> bool:
-        """True if ``over_share`` may have another answer than before."""
+        """True if the result of ``over_share`` may have changed since the last call."""
         return self._changed and self._crowding > 0 and len(self._clients) > 1
 
     def over_share(self, waiting: Iterable[str]) -> Mapping[str, tuple[float, float]]:
         """Rank the waiting requests that would take their clients over an equal share. The client
-        that has least of its share goes first, of equal ones that whose last admission is longest
-        ago.
+        with the smallest excess goes first; among equal ones, the client whose last admission is
+        the oldest.
 
         Args:
             waiting: the requests in the order in which the engine would admit them.
@@ -263,12 +263,12 @@ class Fairness:
         return over
 
     def salts_over_share(self, pinned: Mapping[JobKey, int], waiter: str) -> Collection[str]:
-        """Salts whose pins give way to a waiting request of another client whatever they are worth,
-        since these clients have more than an equal share of the pool.
+        """Salts whose pins give way to a waiting request of another client regardless of their
+        value, because these clients have more than an equal share of the pool.
 
         Args:
-            pinned: blocks of each pin.
-            waiter: the request.
+            pinned: number of blocks of each pin.
+            waiter: id of the waiting request.
         """
         live = self._live.get(waiter)
         if live is None or not any(job.salt for job in pinned):
@@ -288,7 +288,7 @@ class Fairness:
         return EqualShare.of(facts.limits.running or math.inf, facts.usable_blocks, clients)
 
     def _used(self) -> dict[Client, ClientUse]:
-        """Seats and blocks that each client's running requests have."""
+        """Seats and blocks of each client's running requests."""
         used = dict[Client, ClientUse]()
         for request_id, live in self._live.items():
             if request_id not in self._requeued and not live.in_line:
@@ -300,7 +300,7 @@ class Fairness:
 
 
 def _first_ready(line: Iterable[_Live]) -> Iterator[_Live]:
-    """The first of these requests that the engine could admit, if any."""
+    """Yield the first of these requests that the engine could admit, if any."""
     for live in line:
         if live.request.ready:
             yield live

@@ -1,5 +1,5 @@
-"""The guard of the engine's hooks: an error of ours is counted and logged, and the engine goes on
-as without us.
+"""Guard of the engine's hooks: an error in the connector is counted and logged, and the engine
+continues as if the connector were absent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 class HookErrors:
-    """Errors of hooks. Each is counted; the first of each hook is logged. One thread."""
+    """Counts errors of hooks, and logs the first error of each hook. One thread."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
@@ -28,7 +28,7 @@ class HookErrors:
 
         Args:
             hook: the hook, or the part of it that failed.
-            instead: how the engine goes on.
+            instead: how the engine continues.
         """
         self._counters.add("hook_errors")
         if hook not in self._logged:
@@ -37,8 +37,8 @@ class HookErrors:
 
 
 def never_raises(fallback: Callable[[Any], Any]) -> Callable[[Hook], Hook]:
-    """Turn an exception of a hook into ``fallback(self)``, the engine's behaviour without us. The
-    hook's object needs a method ``_hook_failed``, which is called with the hook's name."""
+    """Return ``fallback(self)``, the engine's behaviour without the connector, if the hook raises.
+    The hook's object needs a method ``_hook_failed``, which is called with the hook's name."""
 
     def decorate(hook: Hook) -> Hook:
         @functools.wraps(hook)

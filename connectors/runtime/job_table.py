@@ -1,9 +1,9 @@
-"""Jobs: the turns that belong together, and what was said about them.
+"""Jobs: turns that belong together, and the hints given for them.
 
-The notebook tells of jobs that an earlier engine knew: how many turns each has had, and since when.
-A job is noted at the end of every turn. One that its client names is looked up when it comes back;
-names and salts are noted as digests. One that was inferred is found by its prompt, so all of these
-are taken over at once, but for those with a salt, which may be a secret.
+The notebook records jobs known to a previous engine: their number of turns and when they started.
+A job is recorded at the end of every turn. A job that its client names is looked up when its next
+turn arrives; names and salts are stored as digests. An inferred job is found by its prompt, so
+all inferred jobs are adopted at startup, except those with a salt, which may be a secret.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from tiered_kv.policies.jobs.lineage import Lineage
 from tiered_kv.storage.notebook import Fact, NoNotebook
 
 MAX_JOBS = 65_536
-"""Jobs remembered. Of more, the least recently heard of is forgotten: it never said it was over."""
+"""Maximum number of jobs. Beyond this the least recently active job is forgotten: its client never
+reported its end."""
 
 _NUMBER = attrgetter("number")
 
 
 @dataclass(slots=True)
 class Job:
-    """A job that has been seen. Written by ``JobTable``.
+    """A known job. Written by ``JobTable``.
 
     Attributes:
-        number: 1 for the first job that was seen; a job that was forgotten gets another.
-        started_at: arrival of its first turn, or of the first after it was taken to have ended;
-            seconds on the scheduler's clock.
-        first_blocks: blocks of its first prompt, which other jobs may begin with as well.
-        turns: turns arrived so far.
-        running: ids of its requests that have not finished.
-        over: True if the client said that no turn follows those that are running.
-        decided: the decision of its last gap that is over, without the forecast; None before.
+        number: 1 for the first job; a job that was forgotten gets a new number.
+        started_at: arrival of its first turn, or of the first turn after the job was presumed to
+            have ended; seconds on the scheduler's clock.
+        first_blocks: blocks of its first prompt, which other jobs may share.
+        turns: number of turns that have arrived.
+        running: ids of its unfinished requests.
+        over: True if the client declared the running turns to be the last ones.
+        decided: decision for its last finished gap, without the forecast; None before.
     """
 
     key: JobKey
@@ -53,31 +54,31 @@ class Job:
 
 
 class JobTable:
-    """Jobs by key, least recently heard of first. One thread.
+    """Jobs by key, least recently active first. One thread.
 
     Attributes:
-        on_forgotten: called with the key of each job that is forgotten.
+        on_forgotten: called with the key of each forgotten job.
     """
 
     def __init__(self) -> None:
         self.on_forgotten: Callable[[JobKey], None] = lambda _: None
         self._jobs: OrderedDict[JobKey, Job] = OrderedDict()
         self._listed: list[Job] = []  # by number
-        self._salted: dict[str, dict[JobKey, None]] = {}  # those with a salt, by name
+        self._salted: dict[str, dict[JobKey, None]] = {}  # jobs with a salt, by name
         self._count = count(1)
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def get(self, key: JobKey) -> Job | None:
-        """The job of that key; None if there is none."""
+        """The job with that key; None if it is unknown."""
         return self._jobs.get(key)
 
     def turn_arrived(self, key: JobKey, request_id: str, now: float, blocks: int) -> Job:
-        """The job of a new turn, made if it is the first.
+        """Return the job of an arriving turn. Creates the job if this is its first turn.
 
         Args:
-            blocks: blocks of its prompt.
+            blocks: blocks of the turn's prompt.
         """
         job = self._jobs.get(key)
         if job is None:
@@ -89,10 +90,10 @@ class JobTable:
         return job
 
     def adopt(self, key: JobKey, now: float, blocks: int, turns: int) -> Job:
-        """The job of that key, made if there is none, as one that has had so many turns.
+        """Return the job with that key, created if it is unknown, and set its number of turns.
 
         Args:
-            blocks: blocks of its context.
+            blocks: blocks of the job's context.
         """
         job = self._jobs.get(key)
         if job is None:
@@ -102,32 +103,33 @@ class JobTable:
         return job
 
     def turn_ended(self, job: Job, request_id: str, *, over: bool) -> None:
-        """End a turn; ``over`` if the client said that none follows."""
+        """Finish a turn; ``over`` if the client declared it the job's last."""
         job.running.discard(request_id)
         job.over = job.over or over
         if job.over and not job.running and self._jobs.get(job.key) is job:
             self._forget(job)
 
     def turn_lost(self, job: Job, request_id: str) -> None:
-        """Forget a turn whose end could not be handled: it would run for ever."""
+        """Forget a turn whose end could not be handled. It would otherwise count as running
+        forever."""
         job.running.discard(request_id)
 
     def gap_ended(self, job: Job, decision: Decision) -> None:
-        """Keep what was decided for a gap that is over."""
+        """Record the decision that was made for a finished gap."""
         job.decided = replace(decision, forecast=None)
 
     def begin_anew(self, job: Job, now: float) -> None:
-        """Give the job the youngest place: its room went to others, and so did its place."""
+        """Make the job the youngest: other jobs took its space, and so it loses its seniority."""
         job.started_at = now
 
     def named(self, name: str, most: int) -> list[Job]:
-        """Jobs of that name, at most so many: the one without a salt first."""
+        """Up to ``most`` jobs of that name; the one without a salt first."""
         keys = (JobKey("", name), *islice(self._salted.get(name, ()), most))
         return [self._jobs[key] for key in keys if key in self._jobs][:most]
 
     def after(self, number: int, most: int) -> list[Job]:
-        """The first jobs, at most so many, that were seen after the one with that number. Takes no
-        longer where there are more."""
+        """Up to ``most`` jobs that follow the given number. The time taken does not depend on the
+        total number of jobs."""
         at = bisect_right(self._listed, number, key=_NUMBER)
         return self._listed[at : at + most]
 
@@ -157,12 +159,12 @@ NOTE_PREFIX = "job "
 
 
 class KnownJobs:
-    """Notes jobs, and brings them back. One thread.
+    """Records jobs in the notebook, and restores those of a previous engine. One thread.
 
     Args:
-        notebook: has what the engine before noted.
-        jobs, lineage: receive jobs that come back.
-        clock: monotonic seconds, those of ``jobs``. wall: seconds since the epoch.
+        notebook: contains the facts that the previous engine recorded.
+        jobs, lineage: receive restored jobs.
+        clock: monotonic seconds, as in ``jobs``. wall: seconds since the epoch.
     """
 
     def __init__(
@@ -185,13 +187,13 @@ class KnownJobs:
                 self._bring_inferred_back(fact)
 
     def find(self, key: JobKey) -> None:
-        """Bring a job back that its client has named, if an engine before knew it."""
+        """Restore a job that its client has named, if a previous engine knew it."""
         fact = self._away.pop(_name(key), None) if self._away else None
         if fact is not None:
             self._bring_back(key, fact)
 
     def note(self, job: Job) -> None:
-        """Note a job, one of whose turns has ended."""
+        """Record a job after one of its turns has ended."""
         age_s = self._clock() - job.started_at
         fact: dict[str, object] = {
             "turns": job.turns,
@@ -203,7 +205,7 @@ class KnownJobs:
         self._notebook.note(_name(job.key), fact)
 
     def forget(self, key: JobKey) -> None:
-        """Strike out a job that is over."""
+        """Delete the record of a finished job."""
         self._notebook.strike(_name(key))
 
     def _bring_inferred_back(self, fact: Fact) -> None:

@@ -1,4 +1,4 @@
-"""Two groups of the scheduler half's components: one keeps pages, the other allots VRAM."""
+"""Two groups of the scheduler half's components: pages outside VRAM, and admission to VRAM."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from .fairness import Fairness
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pages:
-    """Pages outside VRAM: where they are, and what is ordered of them.
+    """Components that keep pages outside VRAM and issue the orders that move them.
 
     Attributes:
-        names: names of requests' pages.
-        order: order of eviction from CPU memory.
-        finder: prefixes that can be had.
-        settlements: word to the workers, where CPU memory outlives the engine.
-        dispatch: orders out, reports in.
+        names: page keys of requests.
+        order: eviction order of CPU memory.
+        finder: finds prefixes that can be restored.
+        settlements: notifies workers of finished work, where CPU memory outlives the engine.
+        dispatch: sends orders and handles reports.
     """
 
     index: PageIndex
@@ -53,14 +53,14 @@ class Pages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionGroup:
-    """Blocks of VRAM: who has them, who waits for them, and who gives way.
+    """Components that allocate VRAM blocks: running requests, waiting requests and pins.
 
     Attributes:
         boundaries: blocks at the ends of prompts, which pins take over.
-        pressure: has pins give way.
+        pressure: releases pins when requests need their blocks.
         gate: holds new jobs back.
-        fairness: waits and shares of the live requests.
-        queue: order of requests.
+        fairness: bounds waits and divides VRAM equally among clients.
+        queue: order in which requests are admitted.
     """
 
     pins: PinTable

@@ -1,4 +1,4 @@
-"""A policy's learned state, kept in a file: loaded at start, saved on a thread."""
+"""A policy's learned state in a file: loaded at startup, saved on a thread."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ SAVE_EVERY_S = 300.0
 
 
 class PolicyState:
-    """Keeps a file of what one policy learned.
+    """Persists the learned state of one policy.
 
-    Engines that share the folder each save their own word; the last stays. A file is written
-    under another name and then takes its place: a reader finds the old or the new one, whole.
-    What cannot be read or written is said once and done without.
+    If several engines share the folder, the last save wins. A file is written under a temporary
+    name and renamed, so that readers see either the old or the new file, never a partial one. Read
+    and write errors are logged, write errors once, and otherwise ignored.
 
     Args:
-        folder: made when there is something to save; None keeps nothing.
-        name: the policy's name; each has a file of its own.
+        folder: created at the first save; None disables persistence.
+        name: the policy's name, part of the file name.
     """
 
     def __init__(self, policy: TurnPolicy, folder: Path | None, name: str) -> None:
@@ -42,7 +42,7 @@ class PolicyState:
         self._thread = ThreadPoolExecutor(1, "tiered-kv-policy")
 
     def load(self) -> bool:
-        """Let the policy go on from its file; False if there is none that it can use."""
+        """Load the policy's state from its file; False if there is no usable file."""
         if self._path is None:
             return False
         try:

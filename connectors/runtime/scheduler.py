@@ -1,10 +1,10 @@
-"""The scheduler half: events and questions of the engine, carried to the components (``build``).
+"""The scheduler half: passes the engine's events and queries on to the components (``build``).
 
-All of it runs on the scheduler's thread, between the engine's hooks, without locks or I/O.
-They come in this order: ``on_arrived`` once; ``match`` in every step until the request is admitted;
+All code runs on the scheduler's thread, inside the engine's hooks, without locks or I/O. The
+order of calls is: ``on_arrived`` once; ``match`` in every step until the request is admitted;
 ``on_allocated`` at its admission (twice with an async restore); ``build_orders`` in every step;
-``on_reports`` after steps in which workers reported; ``on_finished`` once. A watchdog gives
-everything up if requests wait and nothing is computed for long.
+``on_reports`` after steps in which workers reported; ``on_finished`` once. If requests wait and
+nothing is computed for a long time, a watchdog releases everything.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ from .scheduler_stats import Stats
 from .turn import Turn
 
 STUCK_S = 30.0
-"""Seconds without work. Waits that we ask for are shorter or end by themselves: promotions when
-computing would be as fast, and a new job is let in when nothing else runs."""
+"""Seconds without work before the watchdog fires. Waits that the connector asks for are shorter or
+end by themselves: a promotion is awaited only while it beats prefilling, and a new job is admitted
+when nothing else runs."""
 
 STUCK_STEPS = 8
-"""Steps without work, which it takes as well."""
+"""Steps without work that are required in addition."""
 
 AT_REST_S = 1.0
-"""An engine that is stuck goes on making steps. One that makes none for so long was paused, or had
-nothing to do, and being stuck begins anew."""
+"""A stuck engine keeps making steps. An engine that makes none for this many seconds was paused or
+idle, and the count starts over."""
 
 
 class Watchdog:
-    """Sees steps without work. One thread.
+    """Detects an engine that makes steps without work. One thread.
 
     Attributes:
-        barked: it has done so, once for the engine's life.
+        barked: True once the watchdog has fired, which happens at most once per engine.
     """
 
     def __init__(self) -> None:
@@ -56,13 +57,13 @@ class Watchdog:
         self._steps = 0
 
     def worked(self) -> None:
-        """Begin anew: a step computed something, or there was nothing to compute."""
+        """Reset the count: a step computed something, or there was nothing to compute."""
         self._since = None
         self._steps = 0
 
     def barks(self, now: float) -> bool:
-        """Count a step that computed nothing although requests wait. True, once, if that has lasted
-        for too long."""
+        """Count a step that computed nothing although requests wait. Returns True, once, if such
+        steps have gone on for too long."""
         if self._since is None or now - self._last >= AT_REST_S:
             self._since, self._steps = now, 0
         self._last = now
@@ -76,33 +77,33 @@ class Watchdog:
 logger = logging.getLogger(__name__)
 
 TIME_EVERY = 8
-"""Steps between two looks at how long steps take."""
+"""Steps between two measurements of the step time."""
 POLL_EVERY_S = 0.25
-"""Seconds between two looks at what is due between turns."""
+"""Seconds between two polls for due work between turns."""
 STATS_EVERY = 32
-"""Steps between two accounts of the counters while requests run."""
+"""Steps between two reports of the counters while requests run."""
 
 
 class SchedulerHalf:
-    """The connector beside the engine's scheduler. Owns the live turns and the components.
+    """The connector's half in the engine's scheduler. Owns the live turns and the components.
 
     Args:
-        deps: everything from outside; closed with this.
+        deps: external dependencies; closed by ``close``.
         pool: the engine's blocks.
 
     Attributes:
-        deps: as given.
-        pool: the engine's blocks; in observe mode, as they would be.
-        turns: the live requests.
+        deps: dependencies as passed in.
+        pool: the engine's blocks; in observe mode, a simulated pool on top of them.
+        turns: live requests.
         pages: components that keep pages.
-        admission: components that share VRAM out.
+        admission: components that allocate VRAM.
         gaps: components that decide between turns.
-        snapshots: takes jobs out and brings them back.
-        observation: records what turns would be spared; None unless the engine is only observed.
+        snapshots: exports jobs and imports them.
+        observation: records what turns would have been saved; None unless in observe mode.
         errors: errors of hooks.
-        step: steps built so far.
+        step: number of steps built so far.
         stats: counters and gauges.
-        stats_due: True if stats are wanted; a busy engine is told in some of its steps only.
+        stats_due: True if stats are due. A busy engine receives them in some steps only.
 
     Raises:
         ConfigError: the trace cannot be written; ``deps`` is not closed.
@@ -141,15 +142,15 @@ class SchedulerHalf:
             self.errors.add("a cache reset", "pins and saves may stay")
 
     def on_handshake(self, said: Mapping[int, Handshake]) -> None:
-        """Learn what the ranks are like: their speed, and the pages that they have and hold."""
+        """Record each rank's measured speed and resident pages."""
         flops = sum(one.speeds.flops for one in said.values())
         if self.deps.prefill_work is not None and flops:
             self.gaps.prefills.fit.suppose(*self.deps.prefill_work.estimate(flops))
         self.pages.dispatch.on_handshake(said)
 
     def take_over_queue(self, *, in_job_order: bool) -> None:
-        """Have the engine's scheduler ask ``admission.queue`` who is held, and, with
-        ``in_job_order``, take requests in the order of their jobs."""
+        """Let the engine's scheduler query ``admission.queue`` for requests that are held back and,
+        with ``in_job_order``, admit requests in the order of their jobs."""
         self.admission.queue.parks = True
         self.admission.pressure.in_job_order = in_job_order
 
@@ -161,9 +162,9 @@ class SchedulerHalf:
             self.pages.dispatch.on_idle()  # no step was built while the engine was idle
         arrived_at, job = self._clock(), None
         try:
-            if not request.streams_input:  # its prompt may change
+            if not request.streams_input:  # a streamed prompt may change
                 job = self._start_turn(request, hints, arrived_at).job
-        finally:  # its wait has a bound whatever becomes of the rest
+        finally:  # the wait is bounded even if the above fails
             self.admission.fairness.on_arrived(request, job.key if job else None, arrived_at)
 
     def _start_turn(self, request: Request, hints: TurnHints, arrived_at: float) -> Turn:
@@ -185,13 +186,14 @@ class SchedulerHalf:
         return turn
 
     def match(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
-        """Find what can be restored of a waiting request.
+        """Find how much of a waiting request's prompt can be restored.
 
         Args:
-            num_computed: tokens of its prompt that VRAM has.
+            num_computed: tokens of its prompt that are in VRAM.
 
         Returns:
-            Tokens beyond those, and True if they come async. None: ask again in the next step.
+            Tokens beyond ``num_computed``, and True if their restore is async. (None, False) to
+            have the engine ask again in the next step.
         """
         turn = self.turns.by_id.get(request_id)
         if self.observation is not None:
@@ -230,10 +232,10 @@ class SchedulerHalf:
         return restores.answer(turn)
 
     def on_allocated(self, request_id: str, num_external: int) -> None:
-        """Order the restore of a request that has its blocks.
+        """Order the restore of a request that has been allocated blocks.
 
         Args:
-            num_external: tokens that the engine counts on.
+            num_external: tokens that the engine expects to be restored.
         """
         self.admission.fairness.on_allocated(request_id)
         turn = self.turns.by_id.get(request_id)
@@ -241,7 +243,7 @@ class SchedulerHalf:
             return
         pages = self.pages
         restored = pages.dispatch.restored.pop(request_id, None) is not None
-        pages.restores.loaded(turn)  # whoever loaded into its blocks is done; ``order`` begins anew
+        pages.restores.loaded(turn)  # any load into its blocks is done; ``order`` starts a new one
         pages.saves.resume(turn)
         fresh = not turn.source.admitted
         if fresh:
@@ -261,7 +263,7 @@ class SchedulerHalf:
         self.gaps.prefills.on_started(turn, self._clock(), whole=whole)
 
     def _on_admitted(self, turn: Turn, num_external: int) -> None:
-        """Count a turn that has its first blocks; if they are its job's first, that has started."""
+        """Record that a turn was admitted. If the turn is its job's first, the job has started."""
         self.turns.running += 1
         turn.source.admitted, turn.source.admitted_at = True, self._clock()
         turn.source.cpu_tokens = num_external
@@ -280,12 +282,12 @@ class SchedulerHalf:
                 self.admission.gate.on_joined(beside)
 
     def tokens_from_ssd(self, request_id: str) -> int:
-        """Tokens of a request's restore that came up from SSD."""
+        """Tokens of a request's restore that were promoted from SSD."""
         turn = self.turns.by_id.get(request_id)
         return turn.source.ssd_tokens if turn is not None else 0
 
     def refuse_restore(self, request_id: str) -> None:
-        """Have a restore fail that the engine counts on, since ``on_allocated`` failed."""
+        """Fail a restore that the engine expects, because ``on_allocated`` failed."""
         turn = self.turns.by_id.get(request_id)
         self.pool.forget(self.pages.restores.refuse(request_id, turn))  # they are hashed
         if turn is not None:
@@ -293,8 +295,8 @@ class SchedulerHalf:
             self.pages.restores.withdraw(turn)
 
     def release_for_running(self) -> bool:
-        """Release a pin, as a running request lacks blocks; False if a request must be preempted,
-        as always in an engine that is only observed: its pins hold no block."""
+        """Release a pin because a running request lacks blocks. Returns False if a request must be
+        preempted instead, as always in observe mode, where pins hold no blocks."""
         return self.observation is None and self.admission.pressure.for_running(self.step)
 
     # -- every step ---------------------------------------------------------------
@@ -302,11 +304,11 @@ class SchedulerHalf:
     def build_orders(
         self, scheduled: Mapping[str, int], states: Sequence[KeptState] = ()
     ) -> Orders:
-        """Orders of a step that was scheduled.
+        """Build the orders of a step that was scheduled.
 
         Args:
-            scheduled: tokens that each request computes in it.
-            states: states that are there once it has run; their blocks may be reused after it.
+            scheduled: tokens that the step computes for each request.
+            states: states that exist once the step has run; their blocks may be reused after it.
         """
         self.step += 1
         pages, admission, gaps = self.pages, self.admission, self.gaps
@@ -331,7 +333,8 @@ class SchedulerHalf:
         if admission.pins:
             admission.pins.expire(self._clock())
         if restored := pages.dispatch.restored:
-            # Of the step that was just scheduled: what is on its way is there in the next.
+            # For the step just scheduled: pages in flight during this step are in place by the next
+            # one.
             admission.pressure.for_restored([*restored.values()], self.step - 1, idle=not scheduled)
         if gaps.prefills.running:
             gaps.prefills.poll(self._clock())
@@ -345,7 +348,8 @@ class SchedulerHalf:
         return pages.dispatch.take()
 
     def _give_everything_up(self) -> None:
-        """Let go of everything: requests wait and nothing happens, and it must not be for us."""
+        """Release every pin and hold: the engine makes no progress, and the connector must not be
+        the cause."""
         logger.error("nothing is computed for %g s: no pin and no job is held any more", STUCK_S)
         logger.error("the state was: %s", self.stats.of_stuck(self.turns, self.pool))
         self.counters.add("watchdog_barks")
@@ -355,7 +359,7 @@ class SchedulerHalf:
         self.pages.promotions.stop_all_waits(self.turns.by_id.values())
 
     def take_orders(self) -> Orders:
-        """Hand over the orders not yet sent, as when ``build_orders`` itself fails."""
+        """Return the orders not yet sent, as when ``build_orders`` itself fails."""
         return self.pages.dispatch.take()
 
     def on_reports(self, reports: Reports) -> None:
@@ -366,7 +370,7 @@ class SchedulerHalf:
     # -- a turn ends ----------------------------------------------------------------
 
     def on_finished(self, request_id: str) -> dict[str, Any] | None:
-        """End a request; returns the answer to its client."""
+        """Finish a request. Returns the connector's answer to the client, None if it has none."""
         self.admission.fairness.on_ended(request_id)
         turn = self.turns.pop(request_id)
         if turn is None:
@@ -383,8 +387,8 @@ class SchedulerHalf:
             self.admission.boundaries.release(request_id)
 
     def _release(self, turn: Turn) -> None:
-        """Release what a turn holds: its place in the queue, its pages, its restore. An error in
-        one component does not keep what the others hold."""
+        """Release the turn's queue position, pages and restore. An error in one component does not
+        keep the others from releasing theirs."""
         try:
             self.pages.dispatch.restored.pop(turn.request_id, None)
             self.admission.queue.on_left(turn.request_id)
@@ -405,21 +409,21 @@ class SchedulerHalf:
         return answer
 
     def on_scheduler_failed(self) -> None:
-        """Count a failure of the job order: the engine's scheduler goes on without it."""
+        """Count a failure of the job order. The engine's scheduler continues without it."""
         self.errors.add("ordering requests", "those held are let in")
 
     def _release_first(self, turn: Turn) -> None:
-        """Have the blocks of a job that is over reused before those of jobs that go on: the engine
-        takes blocks without a hash first. What it may share with others, now or later, stays."""
+        """Let the blocks of a finished job be reused before those of unfinished jobs: the engine
+        reuses blocks without a hash first. Blocks that other jobs may share keep their hash."""
         if turn.job is None or turn.job.running != {turn.request_id}:
             return
         blocks = self.pool.tables[CONTEXT].get(turn.request_id, ())[turn.job.first_blocks :]
         self.pool.forget([block.block_id for block in blocks if block.ref_cnt == 1])
 
-    # -- resets, life and death -------------------------------------------------------
+    # -- resets and shutdown ----------------------------------------------------------
 
     def release_all(self) -> None:
-        """Give up every reference on VRAM blocks. Saves under way become invisible."""
+        """Release every reference to VRAM blocks. Saves in flight become invisible."""
         self.admission.pins.release_all()
         self.admission.boundaries.release_all()
         self.snapshots.release_vram()
@@ -431,9 +435,9 @@ class SchedulerHalf:
         self.deps.fingerprints.forget_weights()
 
     def reset(self) -> None:
-        """Let go of every VRAM block, and start a new generation of pages.
+        """Release every VRAM block, and start a new generation of pages.
 
-        KV of running requests was made by what is being reset, so it is not saved.
+        The KV of running requests was computed before the reset, so it is not saved.
         """
         pages, fingerprints = self.pages, self.deps.fingerprints
         self.counters.add("resets")
@@ -455,8 +459,8 @@ class SchedulerHalf:
                 turn.rename_pages(pages.names.fingerprints(turn.request))
 
     def has_pending_push_work(self) -> bool:
-        """Keep an otherwise idle engine stepping until copies are reported that need steps. One
-        that is only observed makes no step for us."""
+        """True while an otherwise idle engine must keep stepping, because copies have not been
+        reported or operations need steps. Always False in observe mode."""
         self.gaps.manager.on_idle()
         needs_steps = self.pages.dispatch.on_idle()
         just_started = not self.step  # gauges are exported with steps only
@@ -466,11 +470,11 @@ class SchedulerHalf:
 
     @property
     def orders_under_way(self) -> bool:
-        """True if a step would send orders, or could hear of those that were sent."""
+        """True if a step would send orders, or could receive reports of earlier ones."""
         return self.pages.dispatch.under_way
 
     def close(self) -> None:
-        """Save what was learned, stop the threads. Idempotent."""
+        """Save learned state and stop the threads. Idempotent."""
         try:
             self.snapshots.close()
             self.gaps.manager.close_all()

@@ -1,4 +1,4 @@
-"""Counters and gauges of the scheduler half, as the engine is told them."""
+"""Counters and gauges of the scheduler half, as reported to the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .turn import LiveTurns
 
 
 class Stats:
-    """Gathers what the components count. One thread."""
+    """Collects the counters of all components. One thread."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class Stats:
         self._gauges_told = False
 
     def take(self) -> dict[str, Any]:
-        """Counters added and values observed since the last call, with the gauges; empty if
-        nothing happened. The first time, the gauges at least."""
+        """Return counter increments and observed values since the last call, with the gauges; empty
+        if nothing changed. The first call always returns the gauges."""
         for name, total in self._kept().items():
             self._counters.add(name, total - self._counters.totals[name])
         fresh: dict[str, Any] = self._counters.take() | self._counters.take_observed()
@@ -44,7 +44,7 @@ class Stats:
         return fresh
 
     def of_stuck(self, turns: LiveTurns, pool: BlockPool) -> dict[str, int]:
-        """State of an engine that does nothing although requests wait."""
+        """State of an engine that makes no progress although requests wait."""
         waiting = turns.by_id.values()
         return {
             "requests": len(turns),
@@ -58,7 +58,7 @@ class Stats:
         }
 
     def totals(self) -> dict[str, float]:
-        """Every counter, since the start."""
+        """All counters since the start."""
         return self._counters.totals | self._kept()
 
     def _kept(self) -> dict[str, float]:
@@ -78,11 +78,11 @@ class Stats:
         }
 
     def gauges(self) -> dict[str, float]:
-        """Gauges, as they are now."""
+        """Current values of the gauges."""
         index, gate = self._pages.index, self._admission.gate
         slot_bytes = self._facts.slot_bytes * self._facts.ranks
         cold, used = index.cold.compressed, index.num_slots - index.free_slots
-        # Pages that are being compressed have a slot each.
+        # A page that is being compressed still occupies a whole slot.
         cold_slots = max(0, index.cold.num_slots - index.cold.being_compressed)
         return {
             "cpu_pages": len(index),

@@ -1,4 +1,4 @@
-"""The time that the engine's steps take."""
+"""Measures step times of the engine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ WEIGHT = 0.3
 
 
 class StepTimer:
-    """Measures how long steps with work take. One thread.
+    """Measures the duration of steps with work. One thread.
 
     Attributes:
-        step_s: seconds of a step, smoothed.
+        step_s: smoothed step time, seconds.
     """
 
     def __init__(self) -> None:
@@ -20,10 +20,10 @@ class StepTimer:
         self._looked_at: float | None = None
 
     def look(self, now: float, steps: int) -> None:
-        """Learn from the time since the last call.
+        """Record the time since the last call.
 
         Args:
-            steps: steps built since then; 0 if an idle one came between.
+            steps: steps built since then; 0 if one of them was idle.
         """
         if steps and self._looked_at is not None:
             seen = min((now - self._looked_at) / steps, LONGEST_S)

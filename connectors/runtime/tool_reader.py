@@ -21,12 +21,13 @@ logger = logging.getLogger(__name__)
 THREAD_NAME = "tiered-kv-tools"
 MAX_QUEUED = 256
 MAX_TOKENS = 1_000
-"""Tokens read of the end of an answer. Most calls are shorter."""
+"""Tokens read from the end of an answer. Most tool calls are shorter."""
 MAX_TOKENS_AGAIN = 8_000
-"""Tokens read if those hold no call: it may have begun before them, as one that writes a file."""
+"""Tokens read if ``MAX_TOKENS`` contain no call, as when a call that writes a file began
+earlier."""
 
 UNREAD = ToolUse(path=("(unread)",))
-"""Tool use of a turn whose answer could not be read: nothing is known of it."""
+"""Tool use of a turn whose answer could not be read."""
 
 _END_OF_TURN = re.compile(
     r"(?:<\|(?:im_end|eot_id|eom_id|endoftext|end_of_text|user|observation)\|>"
@@ -35,18 +36,17 @@ _END_OF_TURN = re.compile(
 
 
 class ToolReader:
-    """Takes token ids of finished answers, gives what their tool calls amount to.
+    """Extracts the tool use from the token ids of finished answers.
 
-    ``read``, ``take`` and ``pending`` are of one thread, the scheduler's. They neither block nor
-    raise.
+    ``read`` and ``take`` are called on one thread, the scheduler's. They neither block nor raise.
 
     Args:
-        load_tokenizer: called once, on the reader's thread, at its start.
+        load_tokenizer: called once, on the reader's thread, when the thread starts.
 
     Attributes:
-        answers: what ``take`` will give, to be looked at in every step.
-        dropped: answers not taken since ``MAX_QUEUED`` were waiting.
-        errors: what went wrong while reading: no tokenizer, or one that raised.
+        answers: results that ``take`` will return; checked in every step.
+        dropped: answers refused because ``MAX_QUEUED`` were waiting.
+        errors: read failures: no tokenizer, or a tokenizer that raised.
     """
 
     def __init__(self, load_tokenizer: Callable[[], Any]) -> None:
@@ -64,7 +64,7 @@ class ToolReader:
         """Queue an answer; False if too many are queued.
 
         Args:
-            token_ids: its end at least, ``MAX_TOKENS_AGAIN`` of it are used.
+            token_ids: the end of the answer; the last ``MAX_TOKENS_AGAIN`` are used.
         """
         try:
             self._queue.put_nowait((ticket, tuple(token_ids[-MAX_TOKENS_AGAIN:])))
@@ -74,7 +74,8 @@ class ToolReader:
         return True
 
     def take(self) -> list[tuple[str, ToolUse]]:
-        """Tool calls read since the last call, by ticket, in the order of ``read``."""
+        """Return the tool use of answers read since the last call, with tickets, in the order of
+        ``read``."""
         if not self.answers:
             return []
         taken = []
@@ -83,7 +84,7 @@ class ToolReader:
         return taken
 
     def close(self) -> None:
-        """Stop the thread; what is queued is not read. Idempotent."""
+        """Stop the thread. Queued answers are not read. Idempotent."""
         while self._thread.is_alive():
             try:
                 self._queue.put_nowait(None)
@@ -131,9 +132,9 @@ class ToolCalls(Protocol):
     """Reads the tool calls of answers, off the scheduler's thread. Nothing blocks or raises.
 
     Attributes:
-        answers: the answers that ``take`` will give, to be looked at in every step.
-        dropped: answers refused since too many were queued.
-        errors: failures while reading.
+        answers: results that ``take`` will return; checked in every step.
+        dropped: answers refused because too many were queued.
+        errors: read failures.
     """
 
     @property
@@ -148,7 +149,8 @@ class ToolCalls(Protocol):
         ...
 
     def take(self) -> Iterable[tuple[str, ToolUse]]:
-        """Tool calls read since the last call, by ticket, in the order of ``read``."""
+        """Return the tool use of answers read since the last call, with tickets, in the order of
+        ``read``."""
         ...
 
     def close(self) -> None:
@@ -157,7 +159,7 @@ class ToolCalls(Protocol):
 
 
 class NoTools:
-    """Reads nothing: the policy makes no use of tools, or answers cannot be decoded."""
+    """Reads nothing: the policy does not use tools, or answers cannot be decoded."""
 
     answers: Collection[tuple[str, ToolUse]] = ()
     dropped = 0

@@ -1,7 +1,6 @@
-"""The live requests, and what is known of each: facts, pages, and a part for each module that keeps
-state of it.
+"""Live requests: facts, page keys, and one part for each module that keeps state about a request.
 
-Every part has one writer, which its docstring names. Everybody may read.
+Every part has a single writer, which its docstring names. Any module may read it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class GroupPages:
 
 
 class PlacedPage(NamedTuple):
-    """A page that is to come to a block of its group."""
+    """A page and the block of its group that it is copied to."""
 
     group: int
     key: PageKey
@@ -43,10 +42,10 @@ class Hit:
 
     Attributes:
         parts: the pages, by group.
-        tokens: tokens that they give beyond the VRAM prefix.
-        mode: the mode that the engine was told.
-        pieces_until: if CPU memory has not all of them, the time by which the others must have come
-            up in pieces, seconds.
+        tokens: tokens that the pages add to the VRAM prefix.
+        mode: restore mode that was reported to the engine.
+        pieces_until: deadline by which pages missing from CPU memory must have been promoted in
+            pieces, seconds; None if CPU memory has every page.
     """
 
     parts: tuple[GroupPages, ...]
@@ -62,13 +61,14 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class EndedGap:
-    """The gap that a turn ends: facts of the context that its job waited with.
+    """The gap that a turn ends, and facts about the context that its job left behind.
 
     Attributes:
         context_tokens: length of that context.
-        shared_blocks: blocks of it that the prompt begins with as well; a few may lack.
-        kept: True if some tier was to hold it still.
-        saved: True if it was saved outside VRAM.
+        shared_blocks: blocks of that context that the prompt also begins with. May be a few too
+            few.
+        kept: True if some tier was still meant to keep the context.
+        saved: True if the context was saved outside VRAM.
     """
 
     context_tokens: int = 0
@@ -78,19 +78,19 @@ class EndedGap:
 
 
 NO_GAP = EndedGap()
-"""The gap of a turn that ends none."""
+"""The gap of a turn that ends no gap."""
 
 
 @dataclass(slots=True)
 class Source:
-    """Sources of the prompt. Written by ``scheduler``.
+    """Where the prompt's KV came from. Written by ``scheduler``.
 
     Attributes:
-        admitted: True once the turn has had blocks.
-        admitted_at: when it had the first ones, seconds.
+        admitted: True once the turn has been allocated blocks.
+        admitted_at: when the turn was first allocated blocks, seconds.
         vram_tokens, cpu_tokens: tokens found in each tier at the first admission.
-        ssd_tokens: those of ``cpu_tokens`` that came up from below for this turn.
-        remote_tokens: those of ``ssd_tokens`` that came from a tier that engines share.
+        ssd_tokens: the part of ``cpu_tokens`` that was promoted from a lower tier for this turn.
+        remote_tokens: the part of ``ssd_tokens`` that came from a tier shared between engines.
     """
 
     admitted: bool = False
@@ -103,13 +103,13 @@ class Source:
 
 @dataclass(slots=True)
 class ObservedState:
-    """Tokens of the prompt that the connector would have spared an engine that it only observes,
-    beyond those that the engine finds in VRAM by itself. Written by ``observe.observation``; all 0
-    in an engine that is managed.
+    """Tokens of the prompt that the connector would have saved an engine in observe mode, beyond
+    those that the engine finds in VRAM by itself. Written by ``observe.observation``; all 0 in an
+    engine that is managed.
 
     Attributes:
-        looked_at: the step in which they were looked for; None if never.
-        vram_tokens: under pins. cpu_tokens: in CPU memory. ssd_tokens: in the tiers below.
+        looked_at: step in which the tiers were searched for these tokens; None before.
+        vram_tokens: tokens under pins. cpu_tokens: in CPU memory. ssd_tokens: in lower tiers.
     """
 
     looked_at: int | None = None
@@ -123,15 +123,15 @@ class SaveState:
     """Progress of the turn's saves. Written by ``pages.saves``.
 
     Attributes:
-        cursors: by group, blocks before it have been saved, or found saved already.
-        boundaries: numbers of tokens up to which the prompt's KV is saved for every group, as soon
-            as it is there; the least one last.
-        bounded: pages saved at those that were, but for those before the cursors.
-        due: the step at which its next block may be full; other entries of the calendar are
-            stale. None if nobody looks.
-        suspended: True while another connector loads into its blocks.
-        pages: once the turn has ended, pages of its context, first to last.
-        last: then the order after which all of them are in CPU memory; None if they are.
+        cursors: by group, number of blocks that have been saved or were found saved already.
+        boundaries: prompt lengths, in tokens, at which the KV of every group is saved as soon as
+            it is computed. Descending, so that the next boundary is last.
+        bounded: pages saved at past boundaries, except those before the cursors.
+        due: step at which the turn's next block may be full; other calendar entries of the turn are
+            stale. None if the turn is not being watched.
+        suspended: True while another connector loads into the turn's blocks.
+        pages: pages of the turn's context, first to last; empty until the turn has finished.
+        last: order after which all these pages are in CPU memory; None if they already are.
     """
 
     cursors: list[int] = field(default_factory=list)
@@ -149,13 +149,14 @@ class RestoreState:
 
     Attributes:
         hit: pages offered to the engine; None once they are ordered.
-        loading: orders of its async restore that are not over; one more while pieces of it are to
-            be ordered.
-        broken: True if its last pieces did not come, until it goes on.
-        promised: True from when the engine is to wait for an async restore until it goes on.
-        failed: True if none of that came, until the turn has blocks again.
-        came_up: pages restored so far that had come up from a tier below, for this turn or for
-            nobody yet.
+        loading: unfinished orders of the async restore, plus one while pieces of it remain to be
+            ordered.
+        broken: True if the last pieces of the restore did not arrive, until the turn resumes.
+        promised: True from when the engine is told to wait for an async restore until the turn
+            resumes.
+        failed: True if nothing of that restore arrived, until the turn is allocated blocks again.
+        came_up: pages restored so far that had been promoted from a lower tier, for this turn or
+            before any turn used them.
     """
 
     hit: Hit | None = None
@@ -168,25 +169,25 @@ class RestoreState:
 
 @dataclass(slots=True)
 class TiersState:
-    """Pages that are promoted for the turn from the tiers below. Written by ``pages.promotions``,
-    and the first five fields by its ``pages.lookups`` too.
+    """Pages that are promoted from lower tiers for the turn. Written by ``pages.promotions``; the
+    first five fields are also written by ``pages.lookups``.
 
     Attributes:
-        lookups: times that stores were asked for the beginning of its prompt.
-        ends_asked: True if they were asked for windows and states.
-        asking: True while it waits for their answers.
-        answers_until: the end of that wait at the latest, seconds.
-        awaits: promotions or lookups that it waits for.
-        behind: pages of others for whose slots it waits; 0 if it does not.
-        longest_wait_s: longest wait for its pages; None if none is worth one.
-        wait_until: the end of that wait; None before VRAM has room for the turn.
-        looked_at: when pages were last looked for in the tiers, seconds; None if never.
-        room_seen: True if VRAM had room for it then.
-        in_pieces: True if pages that have no room in CPU memory are to come up in pieces.
-        keys: pages that came up for it, or are coming, until it is admitted, and from where.
-        held: slots of those that are there.
-        waits_since: when it first waited for them, seconds; None if it did not.
-        waited_s: time that it waited, once it was admitted.
+        lookups: number of times that stores were queried for the start of the prompt.
+        ends_asked: True if stores were queried for windows and states.
+        asking: True while the turn waits for the replies.
+        answers_until: deadline of that wait, seconds.
+        awaits: promotions or lookups that the turn waits for.
+        behind: pages of other turns whose slots the turn waits for; 0 if it does not wait.
+        longest_wait_s: longest wait for the turn's pages; None if no page is worth waiting for.
+        wait_until: deadline of that wait; None until VRAM has space for the turn.
+        looked_at: when the tiers were last searched for pages, seconds; None before.
+        room_seen: True if VRAM had space for the turn at that time.
+        in_pieces: True if pages that do not fit in CPU memory are to be promoted in pieces.
+        keys: pages promoted, or being promoted, for the turn until its admission, and their source.
+        held: slots of the pages that have arrived.
+        waits_since: when the turn first waited for these pages, seconds; None if it did not.
+        waited_s: time that the turn waited, set at its admission.
     """
 
     lookups: int = 0
@@ -206,7 +207,7 @@ class TiersState:
     waited_s: float = 0.0
 
     def left_s(self, now: float) -> float | None:
-        """Seconds that are left of its wait for pages; None if that has not begun."""
+        """Seconds left of the wait for pages; None if the wait has not started."""
         return None if self.wait_until is None else self.wait_until - now
 
 
@@ -216,10 +217,11 @@ class HoldState:
 
     Attributes:
         new: True until its job has started.
-        refused: True if it was held at least once.
-        let_in_at: when its job was let in, seconds; None before that, or if that was not asked.
-        was_dormant: True if its job was taken to have ended.
-        admitted_at: when it had its first blocks, seconds.
+        refused: True if the turn was held back at least once.
+        let_in_at: when the turn's job was admitted, seconds; None before that, or if the gate was
+            not consulted.
+        was_dormant: True if the job was presumed to have ended.
+        admitted_at: when the turn was first allocated blocks, seconds.
     """
 
     new: bool = False
@@ -231,12 +233,12 @@ class HoldState:
 
 @dataclass(slots=True)
 class PressureState:
-    """The turn's asking for blocks. Written by ``pins.pressure``.
+    """The turn's need for blocks. Written by ``pins.pressure``.
 
     Attributes:
-        asked_at: the step in which the engine last asked what can be restored, with blocks free
-            for it; None if they were not, or it never did.
-        restored_at: the last step in which it was restored and nothing was scheduled.
+        asked_at: step in which the engine last asked what can be restored while it had free blocks
+            for the turn; None if it had none, or never asked.
+        restored_at: last step in which the turn's restore finished and nothing was scheduled.
     """
 
     asked_at: int | None = None
@@ -245,11 +247,11 @@ class PressureState:
 
 @dataclass(slots=True)
 class StartState:
-    """The turn's way to its first token. Written by ``between_turns.cost_model``.
+    """The turn's progress to its first token. Written by ``between_turns.cost_model``.
 
     Attributes:
-        scheduled_at: the first step that computes of it, seconds; None before.
-        first_token_at: when its first token was heard of; None before.
+        scheduled_at: start of the first step that computes the turn, seconds; None before.
+        first_token_at: when the first token was observed; None before.
     """
 
     scheduled_at: float | None = None
@@ -258,8 +260,8 @@ class StartState:
 
 @dataclass(slots=True)
 class PromotedState:
-    """Pages ordered up from the tiers below for the turn, whole or in pieces. Written by
-    ``lower_tiers.lower_tier``, which makes these orders.
+    """Pages promoted from lower tiers for the turn, whole or in pieces. Written by
+    ``lower_tiers.lower_tier``, which creates these orders.
 
     Attributes:
         pages: their number.
@@ -272,15 +274,15 @@ class PromotedState:
 
 @dataclass(slots=True)
 class TurnPages:
-    """Names of the turn's pages. Written by ``Turn`` itself.
+    """Page keys of the turn. Written by ``Turn`` itself.
 
     Attributes:
-        fingerprints: the first part of their keys, by group; empty if they are neither saved nor
-            restored.
-        strides: block hashes for each block, by group.
-        hash_tokens: tokens that each block hash adds to the one before.
-        keys: keys of its first blocks, by group, as far as somebody asked.
-        shared_tokens: tokens of its job's last context that its prompt begins with.
+        fingerprints: first part of the page keys, by group; empty if the turn's pages are neither
+            saved nor restored.
+        strides: block hashes per block, by group.
+        hash_tokens: tokens that each block hash covers.
+        keys: keys of the first blocks, by group, as far as they were requested.
+        shared_tokens: tokens of the job's last context that the prompt begins with.
     """
 
     fingerprints: tuple[bytes, ...]
@@ -292,16 +294,16 @@ class TurnPages:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Turn:
-    """A live request: facts that do not change, and a part for each of its writers.
+    """A live request: facts that do not change, and a part for each writer.
 
-    No field is set again. It is not frozen, since requests may come by the thousand, and freezing
-    doubles the time to make one.
+    No field is reassigned. The class is not frozen, because requests may arrive by the thousand and
+    freezing doubles the time to construct one.
 
     Attributes:
-        job: None if the client named none, and none was inferred.
+        job: None if the client named no job and none was inferred.
         number: 1 for the job's first turn.
         arrived_at: seconds on the scheduler's clock.
-        gap: the gap that it ended.
+        gap: gap that the turn ended.
     """
 
     request: Request
@@ -327,22 +329,22 @@ class Turn:
 
     @property
     def loading(self) -> bool:
-        """True while a restore writes into its blocks, ours or another connector's."""
+        """True while a restore, ours or another connector's, writes into the turn's blocks."""
         return self.restore.loading > 0 or self.restore.broken or self.save.suspended
 
     @property
     def has_kv(self) -> bool:
-        """True if its blocks hold what they should."""
+        """True if the turn's blocks contain valid KV."""
         return self.source.admitted and not self.loading
 
     @property
     def vram_tokens(self) -> int:
-        """Tokens of the prompt that were found in VRAM, or would have been."""
+        """Tokens of the prompt found in VRAM or, in observe mode, that would have been."""
         return self.source.vram_tokens + self.observed.vram_tokens
 
     @property
     def found_tokens(self) -> int:
-        """Tokens of the prompt that were found in any tier, or would have been."""
+        """Tokens of the prompt found in any tier or, in observe mode, that would have been."""
         seen = self.observed
         return self.vram_tokens + self.source.cpu_tokens + seen.cpu_tokens + seen.ssd_tokens
 
@@ -364,8 +366,8 @@ class Turn:
         return keys
 
     def state_key(self, group: int, tokens: int) -> PageKey | None:
-        """Key of a state after ``tokens``, of which each block hash covers some; None if the engine
-        has not hashed them yet."""
+        """Key of the state after ``tokens``, a multiple of ``hash_tokens``; None if the engine has
+        not hashed these tokens yet."""
         place = tokens // self.pages.hash_tokens - 1
         hashes = self.request.block_hashes
         if place >= len(hashes):
@@ -373,14 +375,14 @@ class Turn:
         return page_keys(self.pages.fingerprints[group], hashes[place : place + 1])[0]
 
     def tail_place(self, tokens: int) -> tuple[bytes, object] | None:
-        """The name under which a partial tail is found, beside its tokens.
+        """Identity of a partial tail, in addition to its tokens.
 
         Args:
-            tokens: tokens before it, a multiple of those of a block hash.
+            tokens: tokens before the tail, a multiple of ``hash_tokens``.
 
         Returns:
-            The key of the page before it (the fingerprint if there is none) and the engine's
-            extra key (adapter, salt); None for inputs that tokens do not tell apart.
+            The key of the preceding page (the fingerprint if there is none) and the engine's extra
+            key (adapter, salt); None for inputs that token ids do not identify.
         """
         if not self.request.text_only:
             return None
@@ -391,22 +393,22 @@ class Turn:
         return (parent, extra) if parent is not None else None
 
     def in_group(self, key: PageKey, group: int) -> PageKey:
-        """Key of a group's page whose text is that of a page of the first group."""
+        """Key of a group's page that covers the same tokens as a page of the first group."""
         return key if group == CONTEXT else rekeyed(key, self.pages.fingerprints[group])
 
     def forget_pages(self) -> None:
-        """Give up its pages: they are of a past generation, or hold what must not be kept."""
+        """Drop the turn's page keys: its pages are of a past generation or must not be kept."""
         self.pages.fingerprints = ()
         self.pages.shared_tokens = 0
         self.pages.keys.clear()
 
     def rename_pages(self, fingerprints: tuple[bytes, ...]) -> None:
-        """Begin anew under other fingerprints. Follows ``forget_pages``."""
+        """Use other fingerprints from here on. Follows ``forget_pages``."""
         self.pages.fingerprints = fingerprints
 
 
 def job_started_at(turn: Turn) -> float:
-    """Start of the turn's job, or of the turn if it has none; seconds, as ``arrived_at``."""
+    """Start of the turn's job, or of the turn if it has no job; seconds, as ``arrived_at``."""
     return turn.job.started_at if turn.job is not None else turn.arrived_at
 
 
@@ -414,8 +416,8 @@ class LiveTurns:
     """Turns by request id. One thread. Written by ``scheduler``.
 
     Attributes:
-        by_id: turns in the order of their arrival; read only.
-        running: turns that were given blocks.
+        by_id: turns in order of arrival; read only.
+        running: number of turns that have been allocated blocks.
     """
 
     def __init__(self) -> None:
@@ -426,11 +428,11 @@ class LiveTurns:
         return len(self.by_id)
 
     def add(self, turn: Turn) -> None:
-        """Begin with a turn."""
+        """Register a turn."""
         self.by_id[turn.request_id] = turn
 
     def pop(self, request_id: str) -> Turn | None:
-        """Take a turn out; None if it is not known."""
+        """Remove a turn and return it; None if the id is unknown."""
         turn = self.by_id.pop(request_id, None)
         if turn is not None:
             self.running -= turn.source.admitted

@@ -1,1 +1,1 @@
-"""Room for new jobs: who has started, who is held, and in which order they go on."""
+"""Admission of new jobs: which jobs are active or held back, and in which order requests run."""

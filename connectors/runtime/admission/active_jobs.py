@@ -1,9 +1,10 @@
-"""The jobs that have started, and the blocks that they will need at their peak.
+"""The jobs that have started, and their projected peak of blocks.
 
-A job has *started* once a turn of it had blocks; then each of its turns *runs* from its arrival to
-its end. Who started first is *older*. A job that may have ended (its client hung up, or has been
-silent for long) is *dormant*: it takes no room. If it returns it has started, and is the youngest.
-Blocks that jobs share are counted once for each family of jobs.
+A job has *started* once one of its turns was allocated blocks. From then on each of its turns
+*runs* from its arrival to its end. A job that started earlier is *older*. A job that may have ended
+(its client disconnected, or has been silent for long) is *dormant*: it takes no space. If it
+returns, it counts as started, and is the youngest. Blocks that jobs share are counted once per
+family of jobs.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ from tiered_kv.policies.distribution import Forecast
 from tiered_kv.policies.jobs.silence import ReturnRate, soon_chance
 
 LEAST_CHANCE, LEAST_SILENCE_S = 0.05, 30.0
-"""A job that has less of a chance, and was silent for so long, is taken to have ended until it
-returns."""
+"""A job whose return is less probable, and that was silent for this long, is presumed to have ended
+until it returns."""
 SILENT_TIMES = 8.0
-"""Without a forecast: so is one that is away for so many times the mean gap, ``TurnPace.gap_s``."""
+"""Without a forecast, a job is presumed to have ended after this many mean gaps
+(``TurnPace.gap_s``)."""
 
 MOST_SILENT = 1024
-"""Jobs of a client remembered that may have ended, and clients. The one longest away, or unheard
-of, is forgotten first."""
+"""Maximum number of dormant jobs kept per client, and of clients. The job that has been away
+longest, or the client that has been inactive longest, is forgotten first."""
 SILENT_OF_ALL = 8192
-"""Jobs remembered that may have ended, shared equally by the clients: a client can invent names
-for as many others as it likes."""
+"""Maximum number of dormant jobs, divided equally among the clients, because one client can invent
+any number of salts."""
 
 
 @dataclass(slots=True)
@@ -52,14 +54,14 @@ class ActiveJob:
 
     Attributes:
         turns: number of turns started.
-        running: number of turns that run now.
-        blocks: unshared blocks of its context at the end of the present turn, or of the last.
+        running: number of turns running now.
+        blocks: unshared blocks of its context at the end of the current or last turn.
         shared: number of blocks that it found in VRAM when it started.
-        family: hash of the first block that it shares; jobs of one family share the same.
+        family: hash of the first block that it shares; equal for all jobs of a family.
         asked: arrival of its last turn, seconds.
-        since: end of the turn that ended last, seconds.
+        since: when its last finished turn ended, seconds.
         ended: unshared blocks of its context when its last turn ended.
-        grown: number of blocks that its turns have added, the first left out.
+        grown: number of blocks that its turns have added, except the first turn.
     """
 
     turns: int
@@ -78,8 +80,8 @@ class Scope:
     """A client: the jobs of one ``cache_salt``.
 
     Attributes:
-        silent: those that may have ended.
-        returns: how often they return.
+        silent: jobs that may have ended.
+        returns: how often these jobs return.
     """
 
     silent: dict[JobKey, ActiveJob] = field(default_factory=dict)
@@ -87,7 +89,7 @@ class Scope:
 
 
 class Scopes:
-    """The clients that were heard of last."""
+    """The most recently active clients."""
 
     def __init__(self) -> None:
         self._by_salt: OrderedDict[str, Scope] = OrderedDict()
@@ -96,7 +98,7 @@ class Scopes:
         return self._by_salt[salt]
 
     def of(self, job: JobKey) -> Scope:
-        """The job's client; it has been heard of now."""
+        """Return the job's client, and mark it as active now."""
         scope = self._by_salt.setdefault(job.salt, Scope())
         self._by_salt.move_to_end(job.salt)
         if len(self._by_salt) > MOST_SILENT:
@@ -104,8 +106,8 @@ class Scopes:
         return scope
 
     def add_silent(self, job: JobKey, member: ActiveJob) -> None:
-        """Remember a job that may have ended, and forget those of its client that have been away
-        for longest, if they are more than its share."""
+        """Store a dormant job. Drops the client's jobs that have been away longest if they exceed
+        its share."""
         silent = self.of(job).silent
         silent[job] = member
         most = max(1, min(MOST_SILENT, SILENT_OF_ALL // len(self._by_salt)))
@@ -114,10 +116,11 @@ class Scopes:
 
 
 class Families:
-    """Jobs that begin with the same blocks; one of them counts what they share. One thread.
+    """Jobs that begin with the same blocks. One job of a family counts the shared blocks. One
+    thread.
 
     Attributes:
-        blocks: that families share, all of them.
+        blocks: total number of blocks shared in families.
     """
 
     def __init__(self) -> None:
@@ -128,8 +131,8 @@ class Families:
     def count_all(
         self, members: Mapping[JobKey, ActiveJob], chances: Mapping[JobKey, float]
     ) -> None:
-        """Count all jobs anew: what a family shares, by the chance of the one that needs it
-        most."""
+        """Count all jobs again. The shared blocks of a family are weighted by the highest chance
+        among its jobs."""
         self.blocks, self._sizes, self._counts = 0.0, {}, {}
         needed: dict[bytes, float] = {}
         for key, member in members.items():
@@ -143,7 +146,7 @@ class Families:
                 largest[member.family] = more + largest.get(member.family, 0)
 
     def counted_with(self, key: JobKey, member: ActiveJob) -> float:
-        """Blocks that a job counts for its family; it enters it if it is new there."""
+        """Blocks that a job counts for its family. Adds the job to the family if necessary."""
         if not member.shared:
             return 0.0
         if key not in self._counts:
@@ -152,7 +155,8 @@ class Families:
         return self._counts[key][1]
 
     def leave(self, key: JobKey) -> float:
-        """Take a job out; returns the blocks that the others still share in its place."""
+        """Remove a job. Returns the number of blocks that the remaining jobs still share in its
+        place."""
         family, blocks = self._counts.pop(key, (b"", 0.0))
         if not family:
             return 0.0
@@ -170,23 +174,23 @@ class Families:
 
 
 COUNTED_S = 2e-4
-"""Seconds per job before all jobs are counted again: to count one takes some microseconds. Jobs
-that changed are counted anew whenever somebody asks."""
+"""Seconds per job between two full counts, because counting a job takes microseconds. Changed jobs
+are counted again on every query."""
 NOTHING = JobDemand(0.0, 0.0, 0.0)
 
 
 class ActiveJobs:
-    """Demand of every job, from its first blocks to its end, and of all together. One thread.
+    """Demand of every job, from its first blocks to its end, and of all jobs together. One thread.
 
     Args:
-        slots: pages that CPU memory holds.
-        gap_forecast: gives the forecast of the gap of a job that is away; None if there is none.
+        slots: number of pages that CPU memory holds.
+        gap_forecast: returns the forecast of the gap of a job between turns; None without one.
         clock: monotonic seconds.
 
-    Attributes:
-        job_forecast: forecast of how jobs go on.
+        Attributes:
+        job_forecast: forecasts the remaining course of jobs.
         cadence: regularity of their turns.
-        pace: times of their turns, and of the gaps between.
+        pace: durations of their turns and gaps.
     """
 
     def __init__(
@@ -212,9 +216,9 @@ class ActiveJobs:
         self._output = Growth()
         self._shared = Growth()
         self.pace = TurnPace()
-        self._entering: dict[str, JobDemand] = {}  # let in, without blocks yet; by request
+        self._entering: dict[str, JobDemand] = {}  # admitted, without blocks yet; by request
         self._demand = Demand()
-        self._places: dict[JobKey | str, int] = {}  # in that
+        self._places: dict[JobKey | str, int] = {}  # position in ``_demand``
         self._families = Families()
         self._changed: dict[JobKey | str, None] = {}  # since they were counted
         self._counted_until = -math.inf
@@ -226,14 +230,14 @@ class ActiveJobs:
         return job in self._members
 
     def items(self) -> Iterator[tuple[JobKey, ActiveJob]]:
-        """The oldest first; read only."""
+        """Jobs and their state, oldest first; read only."""
         return iter(self._members.items())
 
-    # -- what happens to jobs -----------------------------------------------------------
+    # -- job events ---------------------------------------------------------------------
 
     def reactivate(self, job: JobKey) -> bool:
-        """A turn of the job arrives: whether that was taken to have ended. It comes after those
-        that are there, now."""
+        """Reactivate a job whose turn arrives. Returns True if the job was dormant; it is then the
+        youngest."""
         back = self._scopes.of(job).silent.pop(job, None)
         if back is None:
             return False
@@ -242,7 +246,7 @@ class ActiveJobs:
         return True
 
     def on_arrived(self, job: JobKey, turn: Turn) -> None:
-        """Another turn of a job that has started."""
+        """Record a further turn of a job that has started."""
         member, now = self._members[job], self._clock()
         if not member.running:
             self.pace.on_gap(now - member.since)
@@ -253,7 +257,7 @@ class ActiveJobs:
         self._runs(member, turn)
 
     def on_started(self, job: JobKey, turn: Turn) -> None:
-        """The first turn of a job has its first blocks."""
+        """Record that the first turn of a job was allocated its first blocks."""
         shared = self._facts.blocks(turn.vram_tokens)
         hashes = turn.request.block_hashes
         family = bytes(hashes[0]) if shared and hashes else b""
@@ -264,12 +268,12 @@ class ActiveJobs:
         self._shared.observe(shared)
 
     def on_turn_started(self, job: JobKey) -> None:
-        """A further turn has its first blocks."""
+        """Record that a further turn was allocated its first blocks."""
         self._members[job].turns += 1
         self._changed[job] = None
 
     def on_joined(self, job: JobKey, turn: Turn) -> None:
-        """A turn arrived before the job had started, and now it has."""
+        """Record a turn that arrived before its job started, now that the job has started."""
         self._changed[job] = None
         self._runs(self._members[job], turn)
 
@@ -278,8 +282,8 @@ class ActiveJobs:
         member.blocks = max(member.blocks, self._blocks_of(turn) - member.shared)
 
     def on_ended(self, job: JobKey, turn: Turn, *, over: bool, gone: bool) -> None:
-        """A turn ended; ``over`` if its job did as well, ``gone`` if the client went away, perhaps
-        for good."""
+        """Record that a turn finished; ``over`` if its job did too, ``gone`` if the client
+        disconnected, perhaps for good."""
         member = self._members.get(job)
         if member is None:
             return
@@ -303,7 +307,8 @@ class ActiveJobs:
             self._set_dormant(job)
 
     def on_over(self, job: JobKey) -> bool:
-        """The job has no further turn, or is not waited for any longer; whether it took room."""
+        """Record that the job has no further turn, or is no longer expected. Returns True if it
+        took space."""
         self._scopes.of(job).silent.pop(job, None)
         member = self._members.pop(job, None)
         if member is None:
@@ -313,8 +318,9 @@ class ActiveJobs:
         return True
 
     def _chances(self, now: float) -> dict[JobKey, float]:
-        """Each job's chance to need its blocks soon, without those that may have ended: clients
-        may have gone without a word. What these have pinned goes before all other pins."""
+        """Chance of each job to need its blocks soon. Jobs that may have ended become dormant,
+        because clients may leave without notice. Pins of such jobs become the first to be
+        released."""
         chances = {key: self._chance(key, member, now) for key, member in self._members.items()}
         for key in [key for key, chance in chances.items() if chance < LEAST_CHANCE]:
             self._pins.devalue(key)
@@ -325,15 +331,15 @@ class ActiveJobs:
         return chances
 
     def _set_dormant(self, key: JobKey) -> None:
-        """The job may have ended: it takes no room until it returns, as one that has started."""
+        """Make a job dormant: it takes no space until it returns as a started job."""
         member = self._members.pop(key)
         self._scopes.add_silent(key, member)
         self._changed[key] = None
         self.job_forecast.lengths.ended(member.turns)
 
     def _chance(self, key: JobKey, member: ActiveJob, now: float) -> float:
-        """Chance that the job needs its blocks soon: 1 if it does now, else that it returns,
-        given for how long it has been silent, and how often its client's jobs return at all."""
+        """Chance that the job needs its blocks soon: 1 if it runs. Otherwise the chance that it
+        returns, given how long it has been silent and how often its client's jobs return at all."""
         if member.running:
             return 1.0
         away_s = now - member.since
@@ -343,10 +349,10 @@ class ActiveJobs:
             return float(key in self._pins or not silent)
         return soon_chance(forecast, away_s, self._scopes.of(key).returns.share)
 
-    # -- what they take -------------------------------------------------------------------
+    # -- demand ---------------------------------------------------------------------------
 
     def _blocks_of(self, turn: Turn) -> float:
-        """Blocks of a turn's context when it ends."""
+        """Blocks of a turn's context when the turn ends."""
         tokens: int = turn.request.num_prompt_tokens
         return self._facts.mean_blocks(tokens) + self._output.mean
 
@@ -357,30 +363,30 @@ class ActiveJobs:
         return JobDemand(need, *self.job_forecast.ahead(job, 1, 0.0))
 
     def enters(self, request_id: str, demand: JobDemand) -> None:
-        """A new job was let in, and takes that from now on."""
+        """Admit a new job. It counts with that demand from now on."""
         self._entering[request_id] = demand
         self._changed[request_id] = None
 
     def on_entered(self, request_id: str) -> None:
-        """Forget a request that was let in: its job has started, or never will. Unknown ones are
-        ignored."""
+        """Forget an admitted request, because its job has started or never will. Unknown requests
+        are ignored."""
         if self._entering.pop(request_id, None) is not None:
             self._changed[request_id] = None
 
     @property
     def entering(self) -> Collection[str]:
-        """Requests of new jobs that were let in and have no blocks yet."""
+        """Requests of new jobs that were admitted and have no blocks yet."""
         return self._entering.keys()
 
     def peak(
         self, more: JobDemand | None = None, *, anywhere: bool = False, salt: str | None = None
     ) -> float:
-        """The most blocks of VRAM that they are heading for, with those that enter, and ``more``;
-        ``anywhere``: of VRAM and CPU memory, also while they are away.
+        """Projected peak of VRAM blocks of all jobs, including admitted ones and ``more``. With
+        ``anywhere``, the peak of VRAM and CPU memory, including jobs between turns.
 
         Args:
-            salt: of the client that asks. What others leave waiting counts for it up to an equal
-                share of the room for each client.
+            salt: the client that asks. Contexts that other clients leave between turns count only
+                up to an equal share of the space per client.
         """
         self._count()
         peak = self._demand.peak(more, anywhere=anywhere)
@@ -389,9 +395,10 @@ class ActiveJobs:
         return peak - self._fair.of_others(salt, anywhere=anywhere)
 
     def peak_with_pin(self, blocks: int, job: JobKey | None) -> float:
-        """:meth:`peak` if a job whose turn has just ended keeps so many blocks while it is away.
+        """Return :meth:`peak` if a job whose turn has just ended keeps that many blocks during its
+        gap.
 
-        Those that started after it are left out: room is first theirs who started first.
+        Jobs that started after it are excluded, because older jobs have precedence.
         """
         self._count()
         away = 1 - self.pace.vram_share(0.0)
@@ -407,7 +414,8 @@ class ActiveJobs:
         return blocks
 
     def loose(self) -> float:
-        """Blocks of waiting jobs that nobody holds: they are free, and wanted."""
+        """Expected number of blocks that unpinned jobs between turns will need again. These blocks
+        are free now."""
         now = self._clock()
         return sum(
             member.blocks
@@ -420,8 +428,7 @@ class ActiveJobs:
     # -- counting ---------------------------------------------------------------------------
 
     def _count(self) -> None:
-        """See what they take and are heading for: all of them now and then, else those of which
-        something happened."""
+        """Update demand and peak: of all jobs at intervals, otherwise of the jobs that changed."""
         now = self._clock()
         if now < self._counted_until:
             for key in self._changed:
@@ -441,7 +448,7 @@ class ActiveJobs:
         self._share_room(demands)
 
     def _share_room(self, demands: Sequence[JobDemand]) -> None:
-        """See which clients leave more waiting than an equal share of the room."""
+        """Find the clients whose jobs between turns take more than an equal share of the space."""
         waiting: dict[str, Blocks] = {}
         for (key, member), demand in zip(self._members.items(), demands, strict=True):
             vram, anywhere = waiting.get(key.salt, (0.0, 0.0))
@@ -452,7 +459,7 @@ class ActiveJobs:
         self._fair = FairShare.of(waiting, self._room)
 
     def _count_one(self, key: JobKey | str, now: float) -> None:
-        """Something happened to a job: it changed, came or went."""
+        """Update the demand of a job that changed, started or ended."""
         place = self._places.get(key)
         if isinstance(key, str):
             demand = self._entering.get(key, NOTHING)

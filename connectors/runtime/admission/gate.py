@@ -1,10 +1,10 @@
-"""New jobs are held back while contexts have nowhere to go.
+"""Holds new jobs back while their contexts would not fit into any tier.
 
-A new job waits until its working set, with those of the active jobs, fits into VRAM, CPU memory or
-a tier below it. It does not wait while the engine is idle, nor beyond the admission limit, nor
-where recomputing the contexts that it displaces costs the other requests less time than a turn with
-its gap takes. A turn is *new* until one of its job has had blocks. A job that has started is never
-held.
+A new job waits until its working set, together with those of the active jobs, fits into VRAM, CPU
+memory or a lower tier. It does not wait while the engine is idle, nor beyond the admission limit.
+It does not wait either if recomputing the contexts that it displaces costs the other requests less
+time than a turn and its gap take. A turn is *new* until a turn of its job has been allocated
+blocks. A job that has started is never held back.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from tiered_kv.policies.pricing.estimators import PrefillFit
 from .active_jobs import ActiveJobs
 
 LOOK_EVERY_S = 0.1
-"""A job that is held is looked at again when something changed, or after so long: chances to
-return change with time alone."""
+"""Interval after which a held-back job is reconsidered although nothing changed, seconds, because
+return probabilities change with time."""
 SPARE_TIMES = 2.0
-"""Blocks that are free beside a held job, over those of its first turn, from which on too little
-of the pool is given out. With less, one that is let in would crowd those that are about to grow."""
+"""Free blocks per block of a held-back job's first turn above which the pool counts as underused.
+With fewer, an admitted job would crowd out jobs that are about to grow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Blocks for contexts.
+    """Capacity for contexts, in blocks.
 
     Attributes:
         vram: blocks of VRAM.
         cpu: slots in CPU memory; 0 without that tier.
-        below: blocks of the largest tier below CPU memory; 0 without one.
-        share: fraction of VRAM and CPU memory that may be given out.
+        below: blocks of the largest tier below CPU memory; 0 without lower tiers.
+        share: fraction of VRAM and CPU memory that may be committed.
     """
 
     vram: int
@@ -54,35 +54,36 @@ class Room:
 
 
 def may_wait(waited_s: float, longest_s: float, *, idle: bool) -> bool:
-    """True if a turn may have to wait: not while nothing else runs that would give room back, and
-    no longer than a client may be left waiting.
+    """True if a turn may be held back: not while no other turn runs whose end would free space, and
+    not beyond the limit.
 
     Args:
-        longest_s: that time, seconds.
-        idle: True if no other turn has blocks or was let in.
+        longest_s: the limit, seconds.
+        idle: True if no other turn has blocks or was admitted.
     """
     return not (idle or waited_s >= longest_s)
 
 
 def is_settled(refused_s: float, *, changed: bool) -> bool:
-    """True if a turn is held as before, without another look.
+    """True if a turn stays held back without being reconsidered.
 
     Args:
-        refused_s: time since a turn was last found without room, seconds.
-        changed: True if jobs came, started, ended or went since then.
+        refused_s: time since a turn last found no space, seconds.
+        changed: True if jobs arrived, started or finished since then.
     """
     return not changed and refused_s < LOOK_EVERY_S
 
 
 def fits(room: Room, peak: float, peak_anywhere: float) -> bool:
-    """True if a new job has room.
+    """True if a new job fits.
 
-    It needs VRAM for what is needed at the same time, and a place for all of it in VRAM or CPU
-    memory; or all of it in CPU memory or the tier below, from where what VRAM lacks comes back.
+    Either VRAM has space for the blocks needed at the same time, and VRAM or CPU memory has space
+    for all blocks. Or CPU memory or the lower tier has space for all blocks, from where they are
+    restored.
 
     Args:
-        peak: blocks of VRAM that all jobs are heading for, the new one included.
-        peak_anywhere: blocks in all tiers, those of jobs that are away included.
+        peak: projected peak of VRAM blocks of all jobs, including the new one.
+        peak_anywhere: projected peak in all tiers, including jobs between turns.
     """
     in_vram = peak <= room.share * room.vram
     if not room.cpu:
@@ -92,40 +93,40 @@ def fits(room: Room, peak: float, peak_anywhere: float) -> bool:
 
 
 def overflow(room: Room, peak: float, peak_anywhere: float) -> float:
-    """Blocks of contexts that have no place: in VRAM, or in CPU memory if there is any. For the
-    arguments see ``fits``."""
+    """Blocks of contexts that exceed VRAM, or CPU memory if there is any. Arguments as for
+    ``fits``."""
     if room.cpu:
         return max(0.0, peak_anywhere - min(1.0, room.share) * room.cpu)
     return max(0.0, peak - room.share * room.vram)
 
 
 def gives_too_little(*, free: int, need: float, loose: float) -> bool:
-    """True if a new job is held beside blocks that nobody will want.
+    """True if a new job is held back although unclaimed blocks are free.
 
     Args:
-        free: free blocks.
-        need: blocks of its first turn.
-        loose: free blocks that jobs which are away are expected to want back.
+        free: number of free blocks.
+        need: blocks of the job's first turn.
+        loose: free blocks that jobs between turns are expected to need again.
     """
     return free > SPARE_TIMES * need + loose
 
 
 class Admission:
-    """Admission of new jobs. One thread.
+    """Admission control of new jobs. One thread.
 
     Args:
-        max_wait_s: time after which a job is let in, whatever it needs, seconds.
-        room: blocks of each tier, those of running jobs too.
-        gap_forecast: gives the forecast of the gap of a job that is away; None if there is none.
-        job_forecast: forecast of how jobs go on.
-        fit: seconds of prefills.
-        counts: False if admission is off: no job is counted, and none is held back.
+        max_wait_s: time after which a job is admitted, whatever it needs, seconds.
+        room: capacity of each tier, including blocks in use.
+        gap_forecast: returns the forecast of the gap of a job between turns; None without one.
+        job_forecast: forecasts the remaining course of jobs.
+        fit: estimates prefill times, seconds.
+        counts: False if admission control is off: no job is counted or held back.
 
-    Attributes:
+        Attributes:
         jobs: jobs that have started.
-        overcommit: share of the pool that is given out.
+        overcommit: adapts the fraction of the pool that is committed.
         refused: number of new jobs that had to wait.
-        held: requests of jobs that wait for room.
+        held: requests of jobs that are held back.
     """
 
     def __init__(
@@ -156,13 +157,13 @@ class Admission:
         self._changed = True
         self._counts = counts
 
-    # -- what happens to jobs -----------------------------------------------------------
+    # -- job events ---------------------------------------------------------------------
 
     def on_arrived(self, turn: Turn) -> bool:
-        """Take in a turn: of a job that has started, or of one that may be held.
+        """Register an arriving turn, of a running job or of a new one that may be held back.
 
         Returns:
-            True if its job was dormant. It is the youngest now.
+            True if its job was dormant. The job is now the youngest.
         """
         if not self._counts:
             return False
@@ -177,7 +178,7 @@ class Admission:
         return back
 
     def on_started(self, turn: Turn) -> None:
-        """Take in that a turn has its first blocks."""
+        """Record that a turn was allocated its first blocks."""
         if not self._counts:
             return
         self._settled(turn)
@@ -187,22 +188,22 @@ class Admission:
             self.jobs.on_started(job, turn)
             return
         self.jobs.on_turn_started(job)
-        if turn.gap.kept and not turn.hold.was_dormant:  # then no room was kept for it
+        if turn.gap.kept and not turn.hold.was_dormant:  # space is not kept for dormant jobs
             found, whole = turn.found_tokens, turn.pages.shared_tokens
-            lost = whole - found if found + unit < whole else 0  # its last block may lack
+            lost = whole - found if found + unit < whole else 0  # its last block may be missing
             pool = self._facts.pool_tokens
             self.overcommit.returned((whole - lost) / pool, lost / pool)
 
     def on_joined(self, turn: Turn) -> None:
-        """Take in that another turn of the job has started, and with it the job."""
+        """Record that another turn of the turn's job was admitted, which started the job."""
         self._changed = True
         turn.hold.new = False
         self.held.discard(turn.request_id)
         self.jobs.on_joined(_job_of(turn), turn)
 
     def on_ended(self, turn: Turn) -> None:
-        """Record that a turn ended, and its job too if this was its last turn. A client that got no
-        answer has disconnected, perhaps for good."""
+        """Record that a turn finished, and its job too if this was its last turn. A client that got
+        no answer has disconnected, perhaps for good."""
         if not self._counts:
             return
         self._settled(turn)
@@ -210,7 +211,7 @@ class Admission:
         self.jobs.on_ended(_job_of(turn), turn, over=over, gone=gone)
 
     def on_over(self, job: JobKey) -> None:
-        """Take in that the job has no further turn, or is not waited for any longer."""
+        """Record that the job has no further turn, or is no longer expected."""
         if self.jobs.on_over(job):
             self._changed = True
 
@@ -220,11 +221,11 @@ class Admission:
         self.held.discard(turn.request_id)
         self.jobs.on_entered(turn.request_id)
 
-    # -- whether a new one may begin ------------------------------------------------------
+    # -- whether a new job may start -------------------------------------------------------
 
     def holds(self, turn: Turn, *, behind: bool = False) -> bool:
-        """True if a turn of a new job must wait for room, or ``behind`` others that came before.
-        Always False once let in."""
+        """True if a turn of a new job must wait for space, or ``behind`` other jobs that arrived
+        earlier. Always False once the job was admitted."""
         if not turn.hold.new:
             return False
         if behind:
@@ -251,14 +252,15 @@ class Admission:
         return True
 
     def lets_overdue_in(self, turn: Turn) -> bool:
-        """Let a turn in that was held for as long as it may be; whether it was."""
+        """Admit a turn that has been held back for the maximum time. Returns False if it has
+        not."""
         overdue = self._clock() - turn.arrived_at >= self._max_wait_s
         if overdue and turn.hold.new:
             self.let_in(turn)
         return overdue
 
     def let_in(self, turn: Turn) -> None:
-        """A new job may begin: what its first turn needs is taken from now on."""
+        """Admit a new job. The blocks of its first turn count as taken from now on."""
         self._enters(turn, self.jobs.demand_of_new(turn))
 
     def _enters(self, turn: Turn, need: JobDemand) -> None:
@@ -268,8 +270,8 @@ class Admission:
         self._changed = True
 
     def _fits(self, need: JobDemand, salt: str) -> bool:
-        """True if a new job has room, or may displace contexts since that costs others less than
-        the job's own wait."""
+        """True if a new job fits, or if displacing other contexts costs the other requests less
+        than the job's own wait would."""
         room = replace(self._room, share=self.overcommit.share)
         peak = self.jobs.peak(need, salt=salt)
         whole = self.jobs.peak(need, anywhere=True, salt=salt) if room.cpu else 0.0
@@ -280,8 +282,8 @@ class Admission:
         return self._recompute_s(context, displaced) <= self.jobs.pace.cycle_s
 
     def _recompute_s(self, context: float, displaced: float) -> float:
-        """Seconds that all running requests together lose while the displaced blocks of a context
-        are recomputed, which holds up each of them. Infinite while no prefill was measured."""
+        """Time lost by all running requests together while the displaced blocks of a context are
+        recomputed, seconds. Infinite while no prefill was measured."""
         per_token = self._facts.blocks_per_token
         tokens = int(context / per_token) if per_token else 0
         blocks = self._facts.blocks(tokens)
@@ -291,7 +293,7 @@ class Admission:
         return max(1, self._turns.running) * share * (self._fit.seconds(0, tokens) or math.inf)
 
     def refuse(self, turn: Turn) -> None:
-        """The turn has to wait: each counts once."""
+        """Record that the turn has to wait. Each turn counts once."""
         if not turn.hold.refused:
             turn.hold.refused = True
             self.refused += 1
@@ -299,5 +301,5 @@ class Admission:
 
 
 def _job_of(turn: Turn) -> JobKey:
-    """A request without a job is one of its own."""
+    """The turn's job; a request without a job is its own job."""
     return turn.job.key if turn.job is not None else JobKey("", f"(request) {turn.request_id}")

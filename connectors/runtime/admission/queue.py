@@ -1,6 +1,7 @@
-"""The order of requests by their jobs: the one that goes first, is held, or is preempted.
+"""The order of requests by their jobs: which request is admitted next, is held back, or is
+preempted.
 
-The engine's scheduler asks for it if it is ours; else the question ``match`` does.
+If the engine runs our scheduler, the scheduler queries this order; otherwise ``match`` does.
 """
 
 from __future__ import annotations
@@ -24,23 +25,24 @@ from tiered_kv.policies.base import job_scope
 from .gate import Admission
 
 MOST_HELD_IN_QUEUE = 8
-"""New jobs held at once in the engine's own queue: it looks each one's prefix up in every step."""
+"""Maximum number of new jobs held back in the engine's own queue, because the engine looks up the
+prefix of each one in every step."""
 TIGHT_TOKENS = 4096
-"""Room in free blocks, beside one for each running request, below which the order of victims
-matters: a step's prefills may take as much."""
+"""Free space, in tokens, in addition to one block per running request, below which the order of
+preemption matters: the prefills of one step may need that much."""
 
 
 class JobQueue:
-    """Answers about the live requests. One thread.
+    """Orders the live requests. One thread.
 
     Args:
-        fairness: waits and shares of the live requests.
+        fairness: bounds waits and divides VRAM equally among clients.
 
     Attributes:
-        parks: True if the engine's scheduler parks the requests that are held, so that ``match``
-            need not hold them. Written by ``scheduler``.
+        parks: True if the engine's scheduler parks requests that are held back, so that ``match``
+            need not hold them back. Written by ``scheduler``.
         ranks_changed: True if the order of parked requests may have changed since they were sorted.
-            The engine's scheduler sets it as well, when it parks a request, and clears it.
+            The engine's scheduler also sets it when it parks a request, and clears it.
     """
 
     def __init__(
@@ -59,30 +61,32 @@ class JobQueue:
         self._pool = engine.pool
         self._prefill_blocks = TIGHT_TOKENS // engine.facts.block_size
         self._clock = engine.clock
-        self._held: dict[str, None] = {}  # in the engine's queue, the longest held first
+        self._held: dict[str, None] = {}  # in the engine's queue, longest held first
         self._order_until = math.inf  # when the next waiting request becomes overdue
 
     @property
     def held(self) -> Sequence[str]:
-        """Requests held in the engine's own queue, the longest held first."""
+        """Requests held back in the engine's own queue, longest first."""
         return tuple(self._held)
 
     def holds(self, request_id: str, *, behind: bool = False) -> bool:
-        """True if a request of a new job has to wait for room, or ``behind`` others that came
-        before: a small one does not overtake."""
+        """True if a request of a new job has to wait for space, or ``behind`` other jobs that
+        arrived
+        earlier: a small job does not overtake."""
         turn = self._turns.get(request_id)
         if turn is None or self._lets_all_in:
             return False
         return self._admission.holds(turn, behind=behind)
 
     def lets_overdue_in(self, request_id: str) -> bool:
-        """Let a held request in that has waited for as long as it may, whoever is to go before it;
-        False if it has not."""
+        """Admit a held-back request that has waited for the maximum time, regardless of order.
+        Returns False if it has not."""
         turn = self._turns.get(request_id)
         return turn is None or self._lets_all_in or self._admission.lets_overdue_in(turn)
 
     def holds_in_queue(self, turn: Turn) -> bool:
-        """True if the engine shall ask again for a new job, of which its queue can hold a few."""
+        """True if the engine must ask again later for a new job. A few such jobs may stay in its
+        queue."""
         if self.parks or self._lets_all_in or not turn.hold.new:
             return False
         if not self._admission.holds(turn):
@@ -96,18 +100,20 @@ class JobQueue:
         return True
 
     def let_all_in(self) -> None:
-        """Let every request in, for good. The gate is not asked again: it may be at fault."""
+        """Admit every request, permanently. The gate is not consulted again, because it may be at
+        fault."""
         self._lets_all_in = True
         self._held.clear()
 
     def on_left(self, request_id: str) -> None:
         """Forget a request that was admitted, or has finished."""
         self._held.pop(request_id, None)
-        self.ranks_changed = True  # its client has other blocks now
+        self.ranks_changed = True  # the blocks of its client have changed
 
     def in_parked_order(self, parked: Iterable[str]) -> list[str]:
-        """Held requests in the order in which they are let in: turns of started jobs by the start
-        of their jobs, then new jobs by arrival, of the salt that has the fewest blocks first."""
+        """Sort held-back requests in the order in which they are admitted. Turns of started jobs
+        come first, by the start of their jobs. New jobs follow by arrival, the salt with the fewest
+        blocks first."""
         by_arrival = sorted(parked, key=self._fairness.arrived_at)
         taken = self._blocks_by_salt(by_arrival)
         ranks = dict[str, tuple[bool, float, float]]()
@@ -125,8 +131,8 @@ class JobQueue:
         return sorted(ranks, key=ranks.__getitem__)
 
     def _blocks_by_salt(self, parked: Iterable[str]) -> dict[str, float]:
-        """Blocks that the jobs of each salt among the parked requests take; empty if there is one
-        at most, so that arrival alone counts."""
+        """Blocks of the jobs of each salt among the parked requests; empty with fewer than two
+        salts, so that only arrival counts."""
         salts = {self._salt(request_id) for request_id in parked}
         if len(salts) < 2:
             return {}
@@ -138,8 +144,8 @@ class JobQueue:
         return job_scope(turn.request.cache_salt) if turn is not None else ""
 
     def in_waiting_order(self, waiting: Iterable[Any]) -> list[Any]:
-        """The engine's waiting requests in the order in which they are admitted; see
-        ``waiting_rank``. Those that would take their client over its share are last."""
+        """Sort the engine's waiting requests in the order in which they are admitted; see
+        ``waiting_rank``. Requests that would take their client over its share come last."""
         fairness = self._fairness
         overdue_until = fairness.overdue_until()
         seniority_s = fairness.seniority_s if fairness.seats_short else math.inf
@@ -155,7 +161,7 @@ class JobQueue:
 
     @property
     def order_is_stale(self) -> bool:
-        """True if the order of the waiting requests has to be made again although none came."""
+        """True if the waiting requests must be sorted again although none arrived."""
         return self._fairness.shares_changed or self._clock() >= self._order_until
 
     def _waiting_position(self, request: Any, overdue_until: float) -> QueuePosition:

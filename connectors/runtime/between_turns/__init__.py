@@ -1,1 +1,1 @@
-"""TurnEnds between turns: the decision, its price, and what follows from it."""
+"""Work between turns: the decision where KV is kept, its costs, and carrying it out."""

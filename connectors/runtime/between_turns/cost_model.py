@@ -1,5 +1,5 @@
-"""Costs of each tier on this engine now: the measured figures behind every decision, and the timer
-of prefills, on which they rest.
+"""Current costs of each tier on this engine: the measured figures behind every decision, and the
+prefill timer that they rest on.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tiered_kv.policies.pricing.pin_ttl import held_up
 
 
 class CostModel:
-    """Measures what waiting in each tier costs, for ``Costs``.
+    """Measures the cost of keeping KV in each tier, as ``Costs``.
 
     Args:
-        fit: seconds of prefills.
+        fit: estimates prefill times, seconds.
         jobs: the jobs whose demand sets the price of VRAM; None if they are not counted. Then the
-            price follows the demand that was measured.
+            price follows the measured demand.
     """
 
     def __init__(
@@ -51,11 +51,13 @@ class CostModel:
         self._jobs = jobs
 
     def on_admitted(self, turn: Turn) -> None:
-        """Learn from a turn that got its blocks. If its KV had left VRAM, it may have waited."""
+        """Record the queueing time and the survival of CPU pages for an admitted turn whose KV had
+        left VRAM."""
         unit, in_vram = self._engine.facts.hit_tokens, turn.vram_tokens
-        # The last token is computed always: its logits are wanted.
+        # The last token is always computed, because its logits are needed.
         had = min(turn.pages.shared_tokens, turn.request.num_prompt_tokens - 1)
-        # With pages from below it waited for these, and they say nothing of CPU memory.
+        # A turn that searched lower tiers also waited for their pages, and says nothing of CPU
+        # memory.
         if in_vram + unit >= had or turn.tiers.looked_at is not None:
             return
         self.queue.observe(self._engine.clock() - turn.arrived_at)
@@ -63,11 +65,11 @@ class CostModel:
             self.survival.observe(turn.found_tokens - in_vram, had - in_vram)
 
     def measure_demand(self) -> None:
-        """Measure how much VRAM is wanted."""
+        """Measure the demand for VRAM."""
         waiting = sum(
             self._engine.facts.mean_blocks(turn.request.num_tokens)
             for turn in self._engine.turns.by_id.values()
-            if not (turn.source.admitted or turn.hold.new)  # room is made for new jobs elsewhere
+            if not (turn.source.admitted or turn.hold.new)  # admission makes space for new jobs
         )
         in_use = (
             self._engine.facts.usable_blocks - self._engine.pool.num_free() - self._pins.held_blocks
@@ -75,10 +77,10 @@ class CostModel:
         self.price.observe(in_use + math.ceil(waiting), self._engine.clock())
 
     def costs(self, context_tokens: int, job: JobKey | None = None) -> Costs:
-        """Costs of each tier for the context of a turn that is ending.
+        """Return the costs of each tier for the context of a turn that is ending.
 
         Args:
-            job: the turn's job, if it has one.
+            job: the turn's job; None if it has none.
         """
         facts, book = self._engine.facts, self._book
         blocks = facts.blocks(context_tokens)
@@ -86,9 +88,9 @@ class CostModel:
         offloaded = book.index.num_slots > 0
         copy_s = sum(book.copy_seconds(count, group) for group, count in enumerate(pages))
         tiers_s = dict.fromkeys((store.tier for store in book.stores), copy_s)
-        for store in book.stores:  # those of a tier share its disk
+        for store in book.stores:  # stores of one tier share its disk
             tiers_s[store.tier] += book.promote_seconds(store, pages[store.group])
-        # Unknown, it is no reason to do without a copy.
+        # An unknown prefill time must not rule out a copy.
         recompute_s = self._fit.seconds(0, context_tokens) or copy_s
         lost_by = held_up(
             copy_s,
@@ -116,7 +118,7 @@ class CostModel:
 
 
 FEWEST_TOKENS = 128
-"""A shorter prefill says more about the step than about its tokens."""
+"""Minimum number of tokens. The time of a shorter prefill depends more on the step than on them."""
 
 
 @dataclass(slots=True)
@@ -126,23 +128,23 @@ class _Prefill:
     behind: int
     tokens: int
     measured: bool
-    not_yet: int  # looks until its first step begins
+    not_yet: int  # polls until its first step begins
 
 
 class PrefillTimer:
-    """Times prefills, from when the request has its blocks, and what was restored into them, to
-    the first token of the answer.
+    """Measures prefills, from the allocation of blocks and the end of restores to the first token
+    of the answer.
 
-    What other requests of the batch took is in it: a recomputation would go through the
-    same. A request that is preempted says nothing: how much it computes is not known.
+    The time includes the other requests of the batch, as it would in a recomputation. A preempted
+    request is not measured, because it is unknown how much of it is recomputed.
 
     Args:
-        ahead: a step is scheduled while the one before it runs, and begins as the next one is
-            scheduled.
+        ahead: True if a step is scheduled while the previous one runs, and begins when the next
+            one is scheduled.
 
     Attributes:
-        fit: what was learned.
-        running: prefills under way, those included that say nothing.
+        fit: fit of the measurements.
+        running: unfinished prefills, including those that are not measured.
     """
 
     def __init__(self, *, ahead: bool) -> None:
@@ -151,10 +153,11 @@ class PrefillTimer:
         self._not_yet = 2 if ahead else 0
 
     def on_started(self, turn: Turn, now: float, *, whole: bool) -> None:
-        """Time the prefill that begins now, of what VRAM and CPU memory have not given.
+        """Start timing a prefill of the tokens that were not found in VRAM or CPU memory.
 
         Args:
-            whole: False if part of that was computed before, or is computed besides.
+            whole: False if part of these tokens was computed before, or other tokens are computed
+                too.
         """
         first = turn.start.scheduled_at is None
         if first:
@@ -166,7 +169,7 @@ class PrefillTimer:
             self.running.append(_Prefill(turn, now, behind, tokens, measured, self._not_yet))
 
     def poll(self, now: float) -> None:
-        """Measure those of the ``running`` prefills that are over. Once in every step, when it was
+        """Measure the prefills that have finished. Call once per step, when the step is
         scheduled."""
         still = []
         for prefill in self.running:

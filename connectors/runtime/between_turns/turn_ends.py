@@ -1,8 +1,9 @@
-"""Between two turns: where each job's KV waits, from the end of a turn until the next one arrives.
+"""Work between two turns: where each job's KV is kept, from the end of a turn until the next one.
 
-The policy is asked where it waits, and told what came of it. A pin must be taken while a turn ends,
-before its tool call can be read: so it is provisional, and the decision is revised once the call
-was read, off this thread. Contexts in lower tiers are promoted before their job is expected back.
+The policy decides where, and is told the length of the gap. A pin must be taken while a turn ends,
+before its tool call can be read on another thread. The pin is therefore provisional, and the
+decision is revised once the call has been read. Contexts in lower tiers are promoted before their
+job is expected back.
 """
 
 from __future__ import annotations
@@ -44,21 +45,21 @@ from .open_gaps import OpenGap, OpenGaps, PrefixSketch
 from .turn_log import TurnLog
 
 PROVISIONAL_S = 2.0
-"""Seconds that a turn is pinned at most while its tool call is being read: its blocks are gone
-right after the turn's end if they are not pinned."""
+"""Maximum time that a turn is pinned while its tool call is being read, seconds. Without a pin its
+blocks would be lost right after the turn's end."""
 MOST_RECENT = 256
-"""Decisions that are remembered."""
+"""Number of recent decisions that are kept."""
 
 
 class Kind(NamedTuple):
-    """Kind of a decision: the class of its gap, None without classes, and its tier."""
+    """A type of decision: the class of the gap, None without classes, and the tier."""
 
     gap_class: GapClass | None
     tier: Tier
 
 
 class RecentDecisions:
-    """The last decisions. One thread."""
+    """The most recent decisions. One thread."""
 
     def __init__(self) -> None:
         self._last: deque[tuple[float, Kind]] = deque()
@@ -68,7 +69,7 @@ class RecentDecisions:
         return len(self._last)
 
     def add(self, decision: Decision, now: float) -> None:
-        """Remember a decision, and forget the oldest of too many."""
+        """Record a decision, and forget the oldest if there are too many."""
         kind = Kind(decision.gap_class, decision.tier)
         self._last.append((now, kind))
         self._counts[kind] += 1
@@ -78,24 +79,24 @@ class RecentDecisions:
 
     @property
     def since(self) -> float | None:
-        """Time of the oldest that is remembered; None if there is none."""
+        """Time of the oldest recorded decision; None without decisions."""
         return self._last[0][0] if self._last else None
 
     def counts(self) -> Iterator[tuple[Kind, int]]:
-        """Number of decisions of each kind, the most frequent first."""
+        """Number of decisions of each type, the most frequent first."""
         return ((kind, times) for kind, times in self._counts.most_common() if times)
 
 
 SPARE_ENTRIES = 64
-"""Entries of jobs that are no longer expected which the heap may keep beyond one for each job that
-is. The time that a client names may be days ahead."""
+"""Number of stale heap entries that are tolerated beyond one per expected job. The time that a
+client names may be days ahead."""
 
 
 class PrefetchQueue:
-    """Contexts by the time they should come up. One thread; no clock.
+    """Contexts by the time at which they should be promoted. One thread; no clock.
 
-    Whoever takes one out orders its promotion: when it is due, or ahead of that if the engine
-    falls idle, since no hook runs then.
+    The caller of ``take`` orders the promotion: at the due time, or earlier if the engine becomes
+    idle, because no hook runs then.
     """
 
     def __init__(self) -> None:
@@ -106,7 +107,7 @@ class PrefetchQueue:
         return len(self._keys)
 
     def expect(self, job: JobKey, due: float, keys: Sequence[PageKey]) -> None:
-        """Expect the job back soon after ``due``, in place of the time before."""
+        """Expect the job back soon after ``due``. Replaces the previous time."""
         self._keys[job] = (due, keys)
         heapq.heappush(self._heap, (due, job))
         if len(self._heap) > 2 * len(self._keys) + SPARE_ENTRIES:
@@ -114,11 +115,11 @@ class PrefetchQueue:
             heapq.heapify(self._heap)
 
     def forget(self, job: JobKey) -> None:
-        """Expect the job no longer. Unknown jobs are ignored."""
+        """Stop expecting the job. Unknown jobs are ignored."""
         self._keys.pop(job, None)
 
     def take(self, until: float) -> list[tuple[JobKey, float, Sequence[PageKey]]]:
-        """Take out the contexts that are due until then, in that order: job, time and pages."""
+        """Remove and return the contexts due until then, in order: job, time and pages."""
         taken = []
         while self._heap and self._heap[0][0] <= until:
             due, job = heapq.heappop(self._heap)
@@ -130,10 +131,10 @@ class PrefetchQueue:
 
 
 class KvPlacement:
-    """Asks the policy, and keeps the order of eviction informed. One thread.
+    """Queries the policy, and keeps the eviction order informed. One thread.
 
     Args:
-        order: ranks the pages in CPU memory; it is told which job waits for which.
+        order: eviction order of CPU memory; receives forecasts of when each page is needed.
         clock: monotonic seconds.
     """
 
@@ -162,11 +163,11 @@ class KvPlacement:
         unread: bool,
         away: bool,
     ) -> OpenGap:
-        """Decide where the KV of a turn that ended waits.
+        """Decide where the KV of a finished turn is kept.
 
         Args:
-            away: True if the job's gap opens: no other turn of it is running, and this one got as
-                far as having KV.
+            away: True if the job's gap opens: no other turn of the job is running, and this turn
+                got as far as having KV.
         """
         costs = self._cost_model.costs(end.context_tokens, end.job)
         decision = self._policy.decide(end, costs)
@@ -179,7 +180,7 @@ class KvPlacement:
         return gap
 
     def revise(self, request_id: str, tool: ToolUse) -> OpenGap | None:
-        """Decide anew, now that the turn's tool call was read. None if its gap was closed."""
+        """Decide again after the turn's tool call was read; None if its gap was closed."""
         gap = self._gaps.take_unread(request_id)
         if gap is None:
             return None
@@ -197,16 +198,16 @@ class KvPlacement:
             self._order.on_gap_begun(job, gap.pages, forecast, gap.since, page_s)
 
     def on_returned(self, job: JobKey) -> tuple[OpenGap, float] | None:
-        """Close a job's gap: its next turn arrived. The gap with its length in seconds; None if
-        there was none."""
+        """Close a job's gap because its next turn arrived. Returns the gap and its length in
+        seconds; None if there was no gap."""
         self._order.on_gap_ended(job)
         return self._close(job, ended=True)
 
     def on_over(self, job: JobKey, own: Sequence[PageKey] = ()) -> tuple[OpenGap, float] | None:
-        """Close a job's gap as censored: it is not waited for any longer.
+        """Close a job's gap as censored: the job is no longer expected. Returns as ``on_returned``.
 
         Args:
-            own: pages of its last turn that no other job begins with.
+            own: pages of its last turn that no other job shares.
         """
         self._order.on_job_ended(job, own)
         return self._close(job, ended=False)
@@ -216,12 +217,12 @@ class KvPlacement:
         if gap is None:
             return None
         gap_s = self._clock() - gap.since
-        if not gap.end.aborted:  # what follows then is a client that tries again
+        if not gap.end.aborted:  # after an abort, the next turn is a client's retry
             self._policy.observe(gap.end, gap_s, ended=ended)
         return gap, gap_s
 
     def forget_pages(self) -> None:
-        """Forget all pages after a cache reset; the gaps stay open."""
+        """Forget all pages after a cache reset. The gaps stay open."""
         for job in self._gaps.jobs():
             self._order.on_job_ended(job)
             gap = self._gaps[job]
@@ -229,15 +230,16 @@ class KvPlacement:
 
 
 IDLE_AHEAD_S = 3600.0
-"""An engine that falls idle promotes what is due in this time: no hook may run until then."""
+"""An engine that becomes idle promotes everything due in this time, because no hook may run until
+then, seconds."""
 
 
 class Arrival(NamedTuple):
-    """A turn that arrives.
+    """An arriving turn's job and the gap that it ends.
 
     Attributes:
-        job: None if it belongs to none.
-        gap: the gap that it ends.
+        job: None if it belongs to no job.
+        gap: gap that it ends.
     """
 
     job: Job | None = None
@@ -245,13 +247,13 @@ class Arrival(NamedTuple):
 
 
 class TurnEnds:
-    """Jobs, and the KV of each between its turns.
+    """Jobs, and the KV of each job between its turns.
 
     Attributes:
-        jobs: the jobs that have been seen.
-        open: the open gaps of jobs.
-        prefetch: contexts in the tiers below that are to come up in time.
-        decided: what was decided of late, for good.
+        jobs: known jobs.
+        open: open gaps of jobs.
+        prefetch: contexts in lower tiers that are to be promoted in time.
+        decided: recent final decisions.
     """
 
     def __init__(
@@ -287,8 +289,8 @@ class TurnEnds:
     # -- a turn arrives -------------------------------------------------------------
 
     def on_arrived(self, request: Request, hints: TurnHints) -> Arrival:
-        """Find the job of a turn that arrives, and end that one's gap."""
-        self.apply_tool_calls()  # the gap that ends here may be of one that was read meanwhile
+        """Find the job of an arriving turn, and close the job's gap."""
+        self.apply_tool_calls()  # the tool call of the gap that ends here may have been read by now
         key = self._job_of(request, hints)
         if key is None:
             return Arrival()
@@ -318,14 +320,14 @@ class TurnEnds:
         return Arrival(job, EndedGap(gap.end.context_tokens, shared, kept, gap.saved))
 
     def _job_of(self, request: Request, hints: TurnHints) -> JobKey | None:
-        """The job that the client names, or that the prompt tells."""
+        """The job that the client names, or that the prompt implies."""
         salt = job_scope(request.cache_salt)
         if hints.job_id is not None:
             key = JobKey(salt, hints.job_id)
-            self._lineage.forget(key)  # it was adopted, and its client names it
+            self._lineage.forget(key)  # an adopted job that its client names is no longer inferred
             return key
         prompt = request.prompt_token_ids
-        if prompt is None or not request.text_only:  # tokens alone do not tell such prompts apart
+        if prompt is None or not request.text_only:  # tokens alone do not identify such prompts
             return None
         inferred = self._lineage.arrived(salt, request.block_hashes, prompt)
         if inferred is None:
@@ -334,20 +336,20 @@ class TurnEnds:
         return inferred.job
 
     def on_admitted(self, turn: Turn) -> None:
-        """Take in that a turn has its first blocks."""
+        """Record that a turn was allocated its first blocks."""
         self._cost_model.on_admitted(turn)
         if turn.job is not None and self._pages.book.stores:
-            # VRAM has its context, and a tier below keeps what CPU memory evicts.
+            # Its context is in VRAM, and a lower tier keeps what CPU memory evicts.
             self._pages.order.on_forecast_lost(turn.job.key)
 
     def adopt(self, end: TurnEnd, named: Request, pages: Sequence[PageKey]) -> None:
-        """Take in a job that comes from elsewhere, or from another job: it waits for its next turn.
+        """Adopt a job that was restored or forked. It is now between turns.
 
         Args:
-            end: the end of its last turn. It is said to be aborted: how long the job was away
-                teaches nothing of gaps.
+            end: the end of its last turn. It is marked as aborted, because the time that the job
+                was away must not be learned as a gap.
             named: a request of its context that never runs.
-            pages: its pages, first to last.
+            pages: pages of the context, first to last.
         """
         assert end.job is not None
         blocks = self._facts.blocks(end.context_tokens)
@@ -363,8 +365,8 @@ class TurnEnds:
     # -- a turn ends ----------------------------------------------------------------
 
     def on_ended(self, turn: Turn) -> dict[str, Any] | None:
-        """Decide where the KV of a turn that ended waits, and see to it; returns the answer to its
-        client."""
+        """Decide where the KV of a finished turn is kept, and carry the decision out. Returns the
+        answer to the client, None if there is none."""
         pages, save, has_kv = turn.save.pages, turn.save.last, turn.has_kv
         job = turn.job
         if job is not None:
@@ -387,21 +389,22 @@ class TurnEnds:
         return self._log.turn(turn, gap)
 
     def _found_by_others(self, turn: Turn) -> int:
-        """Pages at the begin of a first turn that others had computed, and a third may want."""
+        """Number of pages at the start of a first turn that other jobs had computed, and that
+        further jobs may use."""
         if turn.number > 1 or self._facts.narrow:
             return 0
         return (turn.source.vram_tokens + turn.source.cpu_tokens) // self._facts.block_size
 
     def _read_tool(self, turn: Turn, end: TurnEnd) -> bool:
-        """Have the tool call read, off this thread; False if nobody would use it."""
+        """Queue the tool call for reading on another thread; False if it would not be used."""
         if end.aborted or not self._policy.reads_tools:
             return False
         return self._tools.read(turn.request_id, turn.request.output_token_ids)
 
     def _act(self, job: Job, turn: Turn, gap: OpenGap) -> int:
-        """Carry the decision out; returns the blocks that are pinned."""
+        """Carry out the decision. Returns the number of pinned blocks."""
         decision = gap.decision
-        if gap.unread:  # the blocks are gone right after this hook
+        if gap.unread:  # unpinned blocks are lost right after this hook
             return self._pin(job, turn, gap, min(PROVISIONAL_S, decision.ttl_s or PROVISIONAL_S))
         if decision.tier is Tier.PIN:
             return self._pin(job, turn, gap, decision.ttl_s)
@@ -419,7 +422,7 @@ class TurnEnds:
         return pinned
 
     def _send_down(self, gap: OpenGap) -> None:
-        """Send pages to the tiers below, if that was decided, and up again in time."""
+        """Demote the pages if that was decided, and schedule their promotion."""
         if not self._pages.book.stores or gap.decision.tier is not Tier.STORE:
             return
         gap.sent_down = len(gap.pages)
@@ -437,16 +440,16 @@ class TurnEnds:
             return
         self._known.note(job)
         if not job.running and not turn.source.admitted:
-            self._pins.release(job.key, PinEnd.GIVEN_UP)  # what the job's last turn left for it
+            self._pins.release(job.key, PinEnd.GIVEN_UP)  # the pin of its last turn
             self._pages.order.on_forecast_lost(job.key)
 
     def give_up(
         self, job: JobKey, why: StoryEnd = StoryEnd.GIVEN_UP, own: Sequence[PageKey] = ()
     ) -> None:
-        """Wait for the job no longer.
+        """Stop expecting the job.
 
         Args:
-            own: pages of its last turn that no other job begins with.
+            own: pages of its last turn that no other job shares.
         """
         self._pins.release(job, PinEnd.CLOSED if why is StoryEnd.CLOSED else PinEnd.GIVEN_UP)
         self._gate.on_over(job)
@@ -457,10 +460,10 @@ class TurnEnds:
             self._cost_model.memoryfulness.observe(gap.end.turn)
             self._trace.over(job, gap_s, why)
 
-    # -- while they gap --------------------------------------------------------------
+    # -- between turns ---------------------------------------------------------------
 
     def apply_tool_calls(self) -> None:
-        """Decide anew where turns' KV waits whose tool calls were read since the last call."""
+        """Decide again for the turns whose tool calls were read since the last call."""
         for request_id, tool in self._tools.take():
             gap = self._placement.revise(request_id, tool)
             if gap is None or gap.end.job is None:
@@ -475,18 +478,19 @@ class TurnEnds:
             self._settle(gap)
 
     def _while_saving(self, save: OrderId | None) -> OrderId | None:
-        """The save, if it is not over."""
+        """Return the save if it is unfinished, None otherwise."""
         return save if save is not None and self._pages.book.under_way(save) else None
 
     def _settle(self, gap: OpenGap) -> None:
-        """Take in that a gap was decided for good. The job may return to another engine."""
+        """Handle a final decision. The pages are shared, because the job may return to another
+        engine."""
         if gap.decision.tier is not Tier.DROP and not gap.end.aborted:
             self._pages.tiers.share(gap.pages, self._while_saving(gap.save))
-        gap.pages, gap.request_id = (), ""  # a client may have made the name as long as it likes
+        gap.pages, gap.request_id = (), ""  # a client may have chosen a name of any length
         self._tell(gap)
 
     def _gap_over(self, gap: OpenGap) -> None:
-        """Tell what was decided of a gap that ended before its tool call was read."""
+        """Report the decision of a gap that ended before its tool call was read."""
         if gap.unread:
             self._tell(gap)
 
@@ -495,7 +499,7 @@ class TurnEnds:
         self.decided.add(gap.decision, self._clock())
 
     def poll(self) -> None:
-        """See to what need not be looked at in every step."""
+        """Do the work that need not be done in every step."""
         if self.prefetch:
             self._bring_back(until=self._clock())
         while (late := self.open.oldest_late(self._clock())) is not None:
@@ -503,7 +507,7 @@ class TurnEnds:
         self._policy_state.save_if_due(self._clock())
 
     def on_idle(self) -> None:
-        """Order ahead: no request is left, and perhaps no hook runs for long."""
+        """Order promotions in advance: no request is left, and no hook may run for a long time."""
         self.apply_tool_calls()
         if self.prefetch:
             self._bring_back(until=self._clock() + IDLE_AHEAD_S)
@@ -512,16 +516,16 @@ class TurnEnds:
         for job, due, pages in self.prefetch.take(until):
             ordered = self._pages.promotions.promote_ahead(pages, due)
             self._trace.brought_up(job, ordered)
-            if not ordered and due > self._clock():  # they may yet leave CPU memory
+            if not ordered and due > self._clock():  # pages may yet leave CPU memory
                 self.prefetch.expect(job, due, pages)
 
     def reset(self) -> None:
-        """Forget every page; the jobs stay."""
+        """Forget every page. The jobs stay."""
         self._placement.forget_pages()
         self.prefetch = PrefetchQueue()
 
     def close_all(self) -> None:
-        """Wait for nobody any longer. Idempotent."""
+        """Stop expecting any job. Idempotent."""
         for job in self.open.jobs():
             self.give_up(job, StoryEnd.CLOSED)
 
@@ -542,7 +546,7 @@ def _turn_end(turn: Turn, now: float) -> TurnEnd:
 
 
 def _said_tool(hints: TurnHints) -> ToolUse | None:
-    """The tool that the client says it runs; None if it says none."""
+    """The tool use that the client reports; None if it reports none."""
     if hints.tool_name is None and hints.tool_command is None and hints.expected_s is None:
         return None
     command = hints.tool_command or ""

@@ -1,7 +1,7 @@
-"""Reports of finished turns: to the counters, the trace and the client.
+"""Reports finished turns to the counters, the trace and the client.
 
-The trace has one record for each turn. It is written once it is known what followed: the next turn
-arrived, or is not waited for any longer.
+The trace has one record per turn. It is written once it is known what followed: the next turn
+arrived, or is no longer expected.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from .open_gaps import OpenGap, OpenGaps
 
 @dataclass(slots=True)
 class _Story:
-    """A turn that has ended.
+    """A finished turn whose record is incomplete.
 
     Attributes:
-        begun: its record, as far as it was known then.
-        gap: what was decided; may be decided anew.
-        pin: its pin, once that has ended.
-        ahead: pages ordered up for its job meanwhile.
-        evicted: pages of its job that were evicted meanwhile, by tier.
+        begun: the record as of the turn's end.
+        gap: the gap and its decision, which may be revised.
+        pin: the turn's pin, once it was released.
+        ahead: pages promoted for the job in the meantime.
+        evicted: pages of the job evicted in the meantime, by tier.
     """
 
     begun: TurnRecord
@@ -60,14 +60,14 @@ class TurnTrace:
     """Writes the trace. Owns its writer.
 
     Args:
-        writer: None without a trace: then no record is made.
-        replica: index of this engine among data-parallel ones.
+        writer: None without a trace; then nothing is recorded.
+        replica: index of this engine among data-parallel engines.
         clock: the scheduler's clock, monotonic seconds.
         wall: seconds since the epoch.
-        waits_for: gives the waiting job that a page is kept for; None if none is known.
+        waits_for: returns the job between turns that a page is kept for; None if unknown.
 
-    Attributes:
-        preemptions: preemptions of the live requests. Written by ``StepTrace``.
+        Attributes:
+        preemptions: preemptions of live requests. Written by ``StepTrace``.
     """
 
     def __init__(
@@ -89,14 +89,15 @@ class TurnTrace:
 
     @property
     def dropped(self) -> int:
-        """Records dropped so far."""
+        """Number of records dropped so far."""
         return self._writer.dropped if self._writer is not None else 0
 
     def ended(self, turn: Turn, gap: OpenGap, tokens: TurnTokens, *, waits: bool) -> None:
-        """Start the record of a turn that ended.
+        """Start the record of a finished turn.
 
         Args:
-            waits: True if its job is away and waited for. Else the story is over.
+            waits: True if the job is between turns and expected back. Otherwise the record is
+                complete.
         """
         if self._writer is None:
             return
@@ -128,7 +129,7 @@ class TurnTrace:
         )
 
     def pin_ended(self, job: JobKey, why: PinEnd) -> None:
-        """Record that a job's pin has ended."""
+        """Record that a job's pin was released."""
         story = self._open.get(job)
         if story is not None and story.pin is None:
             story.pin = PinStory(story.gap.pinned, self._clock() - story.gap.since, why)
@@ -140,19 +141,20 @@ class TurnTrace:
             story.ahead += pages
 
     def evicted(self, tier: str, keys: Sequence[PageKey]) -> None:
-        """Take in that pages were evicted from a tier: those of a job that is away are told with
-        its last turn. O(1) per page."""
+        """Count evictions from a tier in the records of the jobs that the pages belong to. O(1) per
+        page."""
         for key in keys:
             story = self._open.get(self._waits_for(key))
             if story is not None:
                 story.evicted[tier] = story.evicted.get(tier, 0) + 1
 
     def over(self, job: Hashable, gap_s: float, end: StoryEnd, *, in_vram: bool = False) -> None:
-        """End the story of a job's last turn: the next one came, or is waited for no longer.
+        """Complete the record of a job's last turn: the next turn arrived, or is no longer
+        expected.
 
         Args:
             gap_s: time since that turn's end, seconds.
-            in_vram: True if the pin is still there.
+            in_vram: True if the pin still exists.
         """
         story = self._open.pop(job, None)
         if story is None:
@@ -184,12 +186,12 @@ class TurnTrace:
         )
 
     def cut_off(self, turn: Turn, tokens: TurnTokens) -> None:
-        """Write what is known of a turn that has not ended as the engine closes."""
+        """Write the partial record of a turn that is still running as the engine closes."""
         if self._writer is not None and not self._closed:
             self._writer.write(replace(self._begun(turn, tokens), gap=GapStory(StoryEnd.CLOSED)))
 
     def close(self) -> None:
-        """Write the stories that are not over, and what is queued. Idempotent."""
+        """Write incomplete and queued records, and stop the writer. Idempotent."""
         self._closed, now = True, self._clock()
         for job, story in list(self._open.items()):
             self.over(job, now - story.gap.since, StoryEnd.CLOSED)
@@ -198,11 +200,11 @@ class TurnTrace:
 
 
 def held_s(turn: Turn, now: float) -> float:
-    """Time that a turn was held as the first of a new job, seconds; 0 if it was not."""
+    """Time that a turn was held back as the first of a new job, seconds; 0 if it was not."""
     if not turn.hold.refused:
         return 0.0
     until = turn.hold.let_in_at
-    if until is None:  # another turn of its job came first, or everybody was let in
+    if until is None:  # another turn of its job came first, or all were admitted
         until = turn.source.admitted_at if turn.source.admitted else now
     return until - turn.arrived_at
 
@@ -211,7 +213,7 @@ def _times(turn: Turn, now: float) -> TurnTimes:
     arrived, source, start = turn.arrived_at, turn.source, turn.start
     first_token = start.first_token_at
     if first_token is None and turn.request.num_output_tokens > 0:
-        first_token = now  # no step was made between it and the end
+        first_token = now  # no step was made between the first token and the end
     return TurnTimes(
         held_s=held_s(turn, now),
         pages_s=turn.tiers.waited_s,
@@ -254,14 +256,14 @@ def _digest(salt: str) -> str:
 
 
 class TurnLog:
-    """Reports turns that ended, and what came of what was decided. Owns the trace.
+    """Reports finished turns, and the outcomes of decisions. Owns the trace.
 
     Args:
         turns: the live requests.
 
     Attributes:
-        trace: the trace, for what happens to turns later.
-        steps: the trace of steps; None without a trace.
+        trace: trace of turns.
+        steps: trace of steps; None without a trace.
     """
 
     def __init__(
@@ -282,13 +284,14 @@ class TurnLog:
 
     @property
     def dropped(self) -> int:
-        """Records of turns and steps that were not written so far."""
+        """Number of turn and step records dropped so far."""
         return self.trace.dropped + (self.steps.dropped if self.steps is not None else 0)
 
     def turn(self, turn: Turn, gap: OpenGap) -> dict[str, Any] | None:
-        """Report a turn that ended; returns the answer to its client, if that named a job."""
+        """Report a finished turn. Returns the answer to its client; None unless the client named a
+        job."""
         tokens = _tokens(turn)
-        came_up = tokens.cpu + tokens.ssd  # what came from below came through CPU memory
+        came_up = tokens.cpu + tokens.ssd  # pages from lower tiers pass through CPU memory
         remote = min(turn.source.remote_tokens, tokens.ssd)
         came_from = {
             "vram": tokens.vram,
@@ -309,27 +312,27 @@ class TurnLog:
         return {"tiered_kv": {"prompt_tokens": tokens.prompt, **explained}}
 
     def pin_ended(self, job: JobKey, why: PinEnd) -> None:
-        """Report that a job's pin has ended."""
+        """Report that a job's pin was released."""
         self._counters.add(f"pins_ended_{why.value}")
         self.trace.pin_ended(job, why)
 
     def decided(self, gap: OpenGap) -> None:
-        """Report where a turn's KV waits, decided for good. Once for each gap."""
+        """Report the final decision for a turn's KV. Call once per gap."""
         made = gap.decision
         gap_class = made.gap_class.value if made.gap_class is not None else GAP_CLASSES[-1]
         self._counters.add(decision_event(made.tier.value, gap_class))
 
     def returned(self, gap: OpenGap, gap_s: float) -> None:
-        """Report how long a gap was that ended with a turn, beside what was forecast."""
+        """Report the length of a gap that ended with a turn, relative to its forecast."""
         forecast = gap.decision.forecast
-        if forecast is None or gap.end.aborted:  # what follows then is a client that tries again
+        if forecast is None or gap.end.aborted:  # after an abort, the next turn is a client's retry
             return
         for name, part in (("gap_over_median", 0.5), ("gap_over_p90", 0.9)):
             if 0 < (predicted := forecast.quantile(part)) < math.inf:
                 self._counters.observe(name, gap_s / predicted)
 
     def close(self) -> None:
-        """Write what is known of turns that did not end, and stop the trace. Idempotent."""
+        """Write partial records of unfinished turns, and stop the trace. Idempotent."""
         for turn in self._turns.by_id.values():
             self.trace.cut_off(turn, _tokens(turn))
         self.trace.close()
@@ -352,7 +355,7 @@ def _tokens(turn: Turn) -> TurnTokens:
         cpu=cpu - ssd,
         ssd=ssd,
         recomputed=prompt - vram - cpu,
-        # The last token is computed always: its logits are wanted.
+        # The last token is always computed, because its logits are needed.
         lost=max(0, min(turn.pages.shared_tokens, prompt - 1) - vram - cpu),
         new=new,
         output=output,

@@ -1,1 +1,1 @@
-"""Tiers below CPU memory: the orders to their stores, and what these have."""
+"""Tiers below CPU memory: the orders to their stores, and the pages that the stores contain."""

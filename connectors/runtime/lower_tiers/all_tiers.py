@@ -1,7 +1,8 @@
-"""The tiers below CPU memory: what concerns all of them.
+"""The tiers below CPU memory: operations that concern all of them.
 
-Each page that goes down goes to every tier of this engine's own. Tiers that engines share get what
-others may want. A page comes up from the fastest tier that has it: see ``promotions``.
+A demoted page goes to every tier of this engine's own. Tiers shared between engines receive the
+pages that other engines may need. A page is promoted from the fastest tier that has it: see
+``promotions``.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from .lower_tier import LowerTier
 
 
 class TierTotals(NamedTuple):
-    """A tier's pages of all groups.
+    """Pages of a tier, in all groups.
 
     Attributes:
-        pages: pages that it has, as far as is known.
-        stored_bytes: bytes that they take there, over all ranks.
-        capacity_bytes: size of the tier, all ranks together; None if it has no known end.
-        promoting, demoting: pages on their way up, and down.
+        pages: number of pages known to be in the tier.
+        stored_bytes: bytes that these pages occupy, over all ranks.
+        capacity_bytes: size of the tier, over all ranks; None without a known limit.
+        promoting, demoting: number of pages being promoted, and demoted.
     """
 
     pages: int
@@ -38,7 +39,7 @@ class TierTotals(NamedTuple):
 
 @dataclass(slots=True)
 class _Contexts:
-    """The pages of each context that waits for a save; ``pages`` is their number."""
+    """The pages of each context that waits for a save; ``pages`` is their total number."""
 
     each: list[Sequence[PageKey]] = field(default_factory=list)
     pages: int = 0
@@ -48,15 +49,15 @@ _NO_CONTEXTS = _Contexts()
 
 
 class Tiers(Mapping[StoreId, LowerTier]):
-    """The tiers below CPU memory by their stores, fastest first. The one owner of this mapping.
+    """The tiers below CPU memory by their stores, fastest first. The only owner of this mapping.
 
     Args:
         tiers: the tiers, fastest first.
-        most_after: pages that may wait for one save. More can only wait for a copy that hangs, and
-            go down once slots run short.
+        most_after: maximum number of pages that may wait for one save. More can only accumulate
+            while a copy hangs, and are demoted once slots run short.
 
-    Attributes:
-        own: the tiers that other engines do not use.
+        Attributes:
+        own: tiers that other engines do not use.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Tiers(Mapping[StoreId, LowerTier]):
         self._book = book
         self.own = [tier for tier in tiers.values() if not tier.spec.shared]
         self._shared = [tier for tier in tiers.values() if tier.spec.shared]
-        # By save, the pages of each turn that waits for it.
+        # by save: the pages of each turn that waits for it
         self._after_save: defaultdict[OrderId, _Contexts] = defaultdict(_Contexts)
         self._share_after: defaultdict[OrderId, _Contexts] = defaultdict(_Contexts)
         self._most_after = most_after
@@ -80,20 +81,20 @@ class Tiers(Mapping[StoreId, LowerTier]):
     def __len__(self) -> int:
         return len(self._tiers)
 
-    # -- down ---------------------------------------------------------------------
+    # -- demotions ----------------------------------------------------------------
 
     def send_down(self, keys: Sequence[PageKey], after: OrderId | None) -> None:
-        """Order a turn's pages down, once their save ``after`` has settled."""
+        """Demote a turn's pages, once their save ``after`` has settled."""
         if after is not None:
             self._add(self._after_save[after], keys)
         else:
             self._demote(keys)
 
     def share(self, keys: Sequence[PageKey], after: OrderId | None) -> None:
-        """Leave pages for other engines, once their save ``after`` has settled.
+        """Store pages for other engines, once their save ``after`` has settled.
 
         Args:
-            keys: pages of a context from its beginning, or the first of them.
+            keys: a prefix of the pages of a context.
         """
         if not self._shared:
             return
@@ -108,8 +109,8 @@ class Tiers(Mapping[StoreId, LowerTier]):
             waiting.pages += len(keys)
 
     def save_over(self, order_id: OrderId) -> None:
-        """Send down what waited for a save, which is settled or was dropped, and is in CPU memory
-        by now. The rest goes down once slots run short."""
+        """Demote pages that waited for a save which has settled or was dropped, if they are in CPU
+        memory. The rest is demoted once slots run short."""
         for down in self._after_save.pop(order_id, _NO_CONTEXTS).each:
             self._demote(down)
         for shared in self._share_after.pop(order_id, _NO_CONTEXTS).each:
@@ -124,17 +125,17 @@ class Tiers(Mapping[StoreId, LowerTier]):
             tier.demote(keys)
 
     def drop_saves(self, saves: Sequence[OrderId]) -> None:
-        """Have the slots of these saves not flushed: their blocks were given up under way. Nothing
-        waits for a save any more, sent or not."""
+        """Exclude the slots of these saves from flushes, because their blocks were released during
+        the copy. Drops all pages that wait for a save, sent or not."""
         for tier in self._tiers.values():
             tier.invalidate(saves)
         self._after_save.clear()
         self._share_after.clear()
 
-    # -- up -----------------------------------------------------------------------
+    # -- promotions ---------------------------------------------------------------
 
     def by_tier(self, keys: Iterable[PageKey]) -> dict[StoreId, list[PageKey]]:
-        """Pages by the fastest tier that has them and answers, fastest first."""
+        """Group pages by the fastest responding tier that has them, fastest first."""
         usable = [(store, tier) for store, tier in self._tiers.items() if tier.answers]
         split: dict[StoreId, list[PageKey]] = {store: [] for store, _ in usable}
         for key in keys:
@@ -145,7 +146,7 @@ class Tiers(Mapping[StoreId, LowerTier]):
         return {store: found for store, found in split.items() if found}
 
     def somewhere(self) -> Callable[[PageKey], bool]:
-        """A test whether a page is in CPU memory, on its way there, or in a tier that answers."""
+        """Return a test whether a page is in CPU memory, moving there, or in a responding tier."""
         readable, coming = self._book.index.readable, self._book.promoting
         indices = [tier.pages.index for tier in self._tiers.values() if tier.answers]
         silent = {store for store, tier in self._tiers.items() if not tier.answers}
@@ -159,11 +160,11 @@ class Tiers(Mapping[StoreId, LowerTier]):
         return somewhere
 
     def give_up(self, orders: Iterable[OrderId]) -> None:
-        """Note that no turn waits for these orders any longer."""
+        """Record that no turn waits for these orders any longer."""
         for order in orders:
             self._tiers[self._book.store_of(order)].order_given_up(order)
 
-    # -- what is there ----------------------------------------------------------------
+    # -- contents ---------------------------------------------------------------------
 
     def totals(self) -> dict[TierId, TierTotals]:
         """Pages of each tier, fastest first."""
@@ -180,7 +181,7 @@ class Tiers(Mapping[StoreId, LowerTier]):
         return found
 
     def gauges(self) -> dict[str, Any]:
-        """Gauges of this engine's own tiers together; none without any."""
+        """Gauges of this engine's own tiers together; empty without own tiers."""
         if not self.own:
             return {}
         tiers = self.own
@@ -195,11 +196,11 @@ class Tiers(Mapping[StoreId, LowerTier]):
 
 @dataclass(frozen=True, slots=True)
 class Below:
-    """Pages that may come up in pieces, beside those in CPU memory.
+    """Pages that may be promoted in pieces, in addition to those in CPU memory.
 
     Attributes:
-        somewhere: tells whether a page can be had at all.
-        until: time by which all of them must have come, seconds.
+        somewhere: returns True if a page is available in any tier.
+        until: deadline for all of these pages, seconds.
     """
 
     somewhere: Callable[[PageKey], bool]

@@ -1,7 +1,7 @@
 """One tier below CPU memory: its orders, its demotions and the reports of its stores.
 
-Pages go down when CPU slots run short, before they would be evicted, and when a turn's
-decision says so. Orders are for the workers' I/O threads, which carry them out by themselves.
+Pages are demoted when CPU slots run short, before they would be evicted, and when a turn's decision
+says so. The workers' I/O threads carry the orders out independently.
 """
 
 from __future__ import annotations
@@ -48,37 +48,38 @@ _SHARED_EVENTS = {
     "demotion_seconds": "share_seconds",
     "demotion_failures": "share_failures",
 }
-"""Events that a tier which engines share counts under another name than an engine's own tier."""
+"""Event names of a shared tier that differ from those of an engine's own tier."""
 
 
 logger = logging.getLogger(__name__)
 
 STALLED_S = 5.0
-"""Seconds after which an order that a turn no longer waits for stops further ones: the store
-does not answer, and each would keep CPU slots reserved."""
+"""Seconds after which an order that no turn waits for any longer blocks further orders: the store
+does not respond, and each order would keep CPU slots reserved."""
 FORGIVEN = 1.1
-"""Factor of the measured bandwidth for each promotion that was refused for want of it."""
+"""Factor applied to the measured bandwidth for each promotion that was refused as too slow."""
 NOW = 0.0
-"""Due at once, on any machine's clock."""
+"""A due time that means immediately, on any machine's clock."""
 MOST_LOOKED_AT = 4096
-"""Waiting pages that one call examines: most may have been evicted while a disk hung, and a step
-must not take longer for that."""
+"""Maximum number of waiting pages examined per call. Most may have been evicted while a disk hung,
+and examining them must not prolong a step."""
 
 
 class LowerTier:
-    """Demotions, lookups and the answers to the stores of one tier. Owns its unsent orders.
+    """Demotions, lookups and promotions of one tier and page group, and the replies to its stores.
+    Owns its unsent orders.
 
     Args:
         store: the tier's stores of one page group.
         spec: the tier.
-        chance: probability that a waiting job comes back for a page.
-        group_of: gives the group of a page; None if that is not known.
+        chance: probability that a job between turns returns for a page.
+        group_of: returns the group of a page; None if unknown.
         lasting: True if other engines can have pages of the same fingerprint.
 
     Attributes:
-        counters: what is counted of this tier.
+        counters: counters of this tier.
         page_bytes: size of a page, over all ranks.
-        on_evicted: told of pages that a store gave up for others.
+        on_evicted: called with the pages that a store evicted.
     """
 
     def __init__(
@@ -107,8 +108,8 @@ class LowerTier:
         self.on_evicted: Callable[[Sequence[PageKey]], None] | None = None
         pages = None if spec.capacity_bytes is None else spec.capacity_bytes // self.page_bytes
         self._look_ahead = LookAhead.of(self._index.num_slots, pages)
-        self._looked_at = -self._look_ahead.window  # slots taken then
-        self._ahead = 0  # pages demoted ahead
+        self._looked_at = -self._look_ahead.window  # number of slots taken by then
+        self._ahead = 0  # number of pages demoted in advance
         self._expected_bandwidth = self.pages.bandwidth
         self._pause_until = 0.0
         self._pause_s = FIRST_PAUSE_S
@@ -116,7 +117,8 @@ class LowerTier:
         self._doubt = Doubt()
         kinds = [group.reach.kind for group in facts.groups]
         self._in_runs = spec.in_runs and kinds[store.group] is KvKind.FULL
-        self._serves = not spec.shared or (lasting and KvKind.FULL in kinds)  # these tell its end
+        # Without a full group nothing shows where a stored context ends.
+        self._serves = not spec.shared or (lasting and KvKind.FULL in kinds)
         self._asked = spec.knowledge is Knowledge.ASKED
         self._events = _SHARED_EVENTS if spec.shared else {}
         self._backlog = Backlog()
@@ -133,17 +135,17 @@ class LowerTier:
 
     @property
     def outboxes(self) -> tuple[Sized, ...]:
-        """Everything that is not sent yet, by its kind. The same objects for the tier's life."""
+        """All unsent orders, by type. The objects stay the same for the tier's lifetime."""
         orders = self._demotes, self._promotes, self._lookups, self._expedited, self._lost
         return *orders, self._invalidated, self._fingerprints, self._reclaims.unsent
 
     @property
     def has_more(self) -> bool:
-        """True if pages wait to be ordered down once others are there."""
+        """True if pages are queued for demotion."""
         return bool(self._backlog)
 
     def take(self) -> TierOrders:
-        """Hand over the unsent orders."""
+        """Return the unsent orders."""
         timed: list[DemoteOrder | PromoteOrder] = [*self._demotes, *self._promotes]
         return TierOrders(
             demotes=self._demotes.take(),
@@ -157,7 +159,7 @@ class LowerTier:
             sent_at=self._clock() if any(one.due > 0 for one in timed) else None,
         )
 
-    # -- up -----------------------------------------------------------------------
+    # -- promotions ---------------------------------------------------------------
 
     def has(self, key: PageKey) -> bool:
         """True if the tier has the page."""
@@ -165,8 +167,8 @@ class LowerTier:
 
     @property
     def answers(self) -> bool:
-        """False while the store keeps an order that its turn gave up long ago, or while a tier that
-        others write to as well is in doubt."""
+        """False while the store has not finished an order that its turn gave up long ago, or while
+        a tier that other engines also write to is in doubt."""
         now = self._clock()
         if not self._serves or self._doubt.rules(now):
             return False
@@ -176,7 +178,7 @@ class LowerTier:
         return all(now - at < STALLED_S for at in self._given_up.values())
 
     def order_given_up(self, order_id: OrderId) -> None:
-        """Note that no turn waits for the order any longer."""
+        """Record that no turn waits for the order any longer."""
         now = self._clock()
         self._given_up.setdefault(order_id, now)
         if self._asked:
@@ -185,10 +187,11 @@ class LowerTier:
     def ask(
         self, keys: Sequence[PageKey], context: Sequence[PageKey], deadline_s: float
     ) -> OrderId | None:
-        """Ask the stores for pages that the index cannot tell of; None if there are none.
+        """Queue a lookup of these pages in the stores. Returns None if the local index already
+        answers it for every page.
 
         Args:
-            context: all pages of the context that they belong to, from its beginning.
+            context: all pages of the context that the pages belong to, from its start.
         """
         order = self._book.plan_lookup(self.store, keys, deadline_s)
         if order is None:
@@ -200,16 +203,16 @@ class LowerTier:
         return order.order_id
 
     def promote_seconds(self, pages: int) -> float:
-        """Time until that many pages more are up."""
+        """Time until that many further pages are promoted, seconds."""
         return self._book.promote_seconds(self.store, pages)
 
     def promote(
         self, keys: Sequence[PageKey], due: float, turn: Turn | None = None
     ) -> PromoteOrder | None:
-        """Order pages up for a time; None if there are none to order, or no slots.
+        """Order the promotion of pages; None if there are none to promote, or no slots.
 
         Args:
-            turn: the turn that they come up for; None if they are ahead of one.
+            turn: the turn that needs the pages; None if they are promoted in advance.
         """
         order = self._book.plan_promote(self.store, keys, due)
         if order is not None:
@@ -220,24 +223,24 @@ class LowerTier:
         return order
 
     def expedite(self, order_id: OrderId) -> None:
-        """Have a promotion carried out now."""
+        """Carry out a promotion now rather than at its due time."""
         self._expedited.append(order_id)
 
     def refused(self) -> None:
-        """Forget a little of the measured bandwidth: a promotion was refused for want of it, and
-        no further measurement comes of that."""
+        """Raise the bandwidth estimate a little after a promotion was refused as too slow, because
+        a refused promotion yields no new measurement."""
         known, expected = self.pages.bandwidth, self._expected_bandwidth
         self.pages.bandwidth = max(known, min(FORGIVEN * known, expected))
 
-    # -- down ---------------------------------------------------------------------
+    # -- demotions ----------------------------------------------------------------
 
     def demote(self, keys: Sequence[PageKey]) -> None:
-        """Order down the pages that are in CPU memory and not in the tier, a limited number at a
-        time. The others wait, no more of them than CPU memory may keep for the tier: a disk that
-        hangs reports nothing, and so begins no pause.
+        """Demote the pages that are in CPU memory and not in the tier, a limited number at a time.
+        Others are queued, up to the number that CPU memory may keep for the tier. The limit matters
+        for a hung disk, which reports nothing and so causes no pause.
 
         Args:
-            keys: for a shared tier pages of a context from its beginning.
+            keys: for a shared tier, pages of a context from its start.
         """
         if not self._serves or self._clock() < self._pause_until:
             return
@@ -245,13 +248,13 @@ class LowerTier:
         mine, room = self._mine(keys), self._room
         runs = runs_of(mine) if self._in_runs else {}
         if not self._backlog and self._order_down(mine, runs, room) < room:
-            return  # that was all of it
+            return  # all of them were ordered
         demoting, readable = self.pages.demoting, self._index.readable
         fresh = [
             key for key in self.pages.index.unwritten(mine) if key not in demoting and readable(key)
         ]
         left = max(0, self._most_waiting - len(self._backlog))
-        if self.spec.shared:  # an own tier gets them before they are evicted
+        if self.spec.shared:  # own tiers get them before they are evicted
             self.counters.add("pages_not_shared", len(fresh[left:]))
         self._backlog.add(Waiting(fresh[:left], runs))
         self._feed()
@@ -263,7 +266,7 @@ class LowerTier:
         return [key for key in keys if self._group_of(key) == self.store.group]
 
     def demote_ahead(self) -> None:
-        """Keep the pages that would be evicted next in the tier as well, if it is time."""
+        """Demote the pages that would be evicted next, if it is time."""
         self._feed()
         index, look = self._index, self._look_ahead
         taken = index.taken
@@ -285,7 +288,7 @@ class LowerTier:
         self.demote(victims[:room])
 
     def _feed(self) -> None:
-        """Order the backlog down, but not so much at a time that nothing can be evicted."""
+        """Demote queued pages, but not so many at a time that nothing can be evicted."""
         looked_at = 0
         while self._backlog and (room := self._room) and looked_at < MOST_LOOKED_AT:
             waiting = self._backlog.take(room)
@@ -294,13 +297,14 @@ class LowerTier:
 
     @property
     def _room(self) -> int:
-        """Pages that may be ordered down now."""
+        """Number of pages that may be demoted now."""
         return max(0, self._look_ahead.most_demoting - len(self.pages.demoting))
 
     def _order_down(
         self, keys: Sequence[PageKey], runs: Mapping[PageKey, PageKey], most: int
     ) -> int:
-        """Order the first of these pages down that the tier lacks; gives their number."""
+        """Order the demotion of the first of these pages that the tier lacks. Returns their
+        number."""
         order = self._book.plan_demote(self.store, keys, NOW, most)
         if order is None:
             return 0
@@ -336,16 +340,16 @@ class LowerTier:
             self._feed()
 
     def on_looked_up(self, done: Settled[LookupOrder]) -> None:
-        """Trust the tier again: its store answered a lookup in time on every rank."""
+        """Trust the tier again, because its store answered a lookup in time on every rank."""
         if done.order.order_id not in self._given_up:
             self._doubt.worked()
 
     def _pause(self) -> None:
-        """Order nothing down for a while, longer with each failure behind it."""
+        """Order no demotions for a while, longer after each successive failure."""
         now = self._clock()
         if now >= self._pause_until:  # several orders may fail at once
             self._pause_until = now + self._pause_s
-            if not self.spec.shared:  # these leave servers alone themselves
+            if not self.spec.shared:  # stores of shared tiers pause by themselves
                 self._pause_s = next_pause_s(self._pause_s)
 
     def _count(self, **amounts: float) -> None:
@@ -353,20 +357,21 @@ class LowerTier:
             self.counters.add(self._events.get(event, event), amount)
 
     def _judge(self, done: Settled[PromoteOrder]) -> None:
-        """Doubt a tier that others write to as well if it had not what it said."""
+        """Doubt a tier that other engines also write to if it lacked most pages that it had
+        reported."""
         if not self._asked or done.abandoned:
             return
-        if 2 * len(done.failed) > len(done.keys):  # most of it was for nothing
+        if 2 * len(done.failed) > len(done.keys):  # mostly useless
             self._doubt.failed(self._clock())
         elif done.order.order_id not in self._given_up:
             self._doubt.worked()
 
     def _lose(self, done: Settled[PromoteOrder] | Settled[DemoteOrder]) -> None:
-        if self._facts.ranks > 1:  # a page that one rank lacks is of no use to the others
+        if self._facts.ranks > 1:  # a page that one rank lacks is useless to the others
             self._lost += [done.keys[i] for i in done.failed]
 
     def on_reports(self, reports: Mapping[int, TierReport]) -> None:
-        """Take in the news of the ranks' stores."""
+        """Handle the reports of the ranks' stores."""
         for rank, report in reports.items():
             self.stored_bytes[rank] = report.stored_bytes
             for name, amount in report.counters.items():
@@ -383,11 +388,11 @@ class LowerTier:
                 self._reclaims.answer(rank, report.proposal)
 
     def invalidate(self, saves: Iterable[OrderId]) -> None:
-        """Have the slots of these saves not flushed: they may hold anything."""
+        """Exclude the slots of these saves from flushes, because their content may be invalid."""
         self._invalidated += saves
 
     def on_handshake(self, ranks: Mapping[int, StoredPages]) -> None:
-        """Take in the content of the stores at start: every rank must have a page."""
+        """Record the initial content of the stores. A page counts if every rank has it."""
         tier = self.spec.tier
         lists = [stored.keys for stored in ranks.values()]
         if len(lists) < self._facts.ranks:
@@ -408,8 +413,8 @@ class LowerTier:
             logger.info("tier %s: %s", self.spec.tier, totals)
 
     def reset(self, fingerprint: bytes) -> None:
-        """Begin a new generation: stored pages and orders are invalid. Before the order book
-        forgets its pages."""
+        """Start a new generation: stored pages and orders become invalid. Call before the order
+        book forgets its pages."""
         unsent: list[StoreOrder] = [*self._demotes, *self._promotes, *self._lookups]
         for order in unsent:
             self._book.cancel(order)

@@ -1,4 +1,4 @@
-"""Answers to the stores of a tier: which pages of a segment are written once more before it is
+"""Replies to the stores of a tier: which pages of a segment are rewritten before the segment is
 deleted.
 """
 
@@ -12,22 +12,22 @@ from tiered_kv.messages import Proposal, Reclaim
 from tiered_kv.pages.tier_index import TierIndex
 
 LIKELY = 0.5
-"""Chance of a return that is worth a second write."""
+"""Minimum probability of a return that is worth rewriting a page."""
 SURVIVING_SHARE = 2
-"""One page in this many may survive, so that a segment's death frees at least half a segment."""
+"""One page in this many may survive, so that deleting a segment frees at least half of it."""
 
 
 def survivors(
     dying: Sequence[PageKey], used: Callable[[PageKey], bool], chance: Callable[[PageKey], float]
 ) -> tuple[PageKey, ...]:
-    """Pages of a dying segment to be written again: those that a waiting job is likely to come
-    back for, and those that were used. If they are too many, the likeliest, and of equal ones
-    those written last.
+    """Pages of a segment to be rewritten before its deletion: pages that a job between turns is
+    likely to return for, and pages that were used. If there are too many, the most probable ones;
+    among equal ones, those written last.
 
     Args:
         dying: the segment's pages, in the order in which they were written.
-        used: True if a page was used since it was last written.
-        chance: probability that somebody comes back for a page; 0 if unknown.
+        used: returns True if a page was used since it was last written.
+        chance: probability that a job returns for a page; 0 if unknown.
     """
     chances = {key: chance(key) for key in dying}
     kept = [key for key in dying if used(key) or chances[key] >= LIKELY]
@@ -37,12 +37,12 @@ def survivors(
 
 
 REPEAT_S = 5.0
-"""Seconds after which a proposal that stays is answered again: the store has not done it."""
+"""Seconds after which a repeated proposal is answered again, because the store has not acted."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answered:
-    """The last answer to a rank: the segment, and the time in seconds."""
+    """The last reply to a rank: the segment, and the time in seconds."""
 
     segment: int
     at: float
@@ -50,10 +50,10 @@ class _Answered:
 
 @dataclass(slots=True)
 class _Verdict:
-    """Fate of a page: the same for every rank, whichever asks first.
+    """The decision for a page. It is the same for every rank, whichever asks first.
 
     Attributes:
-        survives: True if it is written again.
+        survives: True if the page is rewritten.
         waiting: ranks that have not asked yet.
     """
 
@@ -62,16 +62,16 @@ class _Verdict:
 
 
 class Reclaims:
-    """The unsent answers of one tier.
+    """Decides which pages survive, and keeps the unsent replies of one tier.
 
     Args:
         pages: the tier's index.
-        ranks: workers that have a store each.
-        chance: probability that a waiting job comes back for a page.
+        ranks: number of workers, each of which has a store.
+        chance: probability that a job between turns returns for a page.
         clock: monotonic seconds.
 
-    Attributes:
-        unsent: the answers by rank.
+        Attributes:
+        unsent: unsent replies by rank.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class Reclaims:
         self._verdicts: dict[PageKey, _Verdict] = {}
 
     def take(self) -> dict[int, Reclaim]:
-        """Hand over the unsent answers, by rank."""
+        """Return the unsent replies, by rank."""
         unsent = self.unsent.copy()
         self.unsent.clear()
         return unsent
 
     def answer(self, rank: int, dying: Proposal) -> None:
-        """Answer a rank's proposal, unless it was answered a moment ago."""
+        """Answer a rank's proposal, unless it was answered recently."""
         now, last = self._clock(), self._answered.get(rank)
         if last is not None and last.segment == dying.segment and now - last.at < REPEAT_S:
             return
@@ -120,12 +120,12 @@ class Reclaims:
         return tuple(surviving)
 
     def forget(self, keys: Iterable[PageKey]) -> None:
-        """Drop the verdicts on pages that are gone."""
+        """Drop the decisions for deleted pages."""
         for key in keys:
             self._verdicts.pop(key, None)
 
     def clear(self) -> None:
-        """Drop everything: a new generation of pages begins."""
+        """Drop everything, because a new generation of pages starts."""
         self.unsent.clear()
         self._answered.clear()
         self._verdicts.clear()

@@ -1,1 +1,1 @@
-"""Observe mode: everything is decided and traced, and nothing is done."""
+"""Observe mode: decisions are made and traced, but not carried out."""

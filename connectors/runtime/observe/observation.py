@@ -1,10 +1,11 @@
-"""Observe mode: the engine serves as without a connector, while each turn's decisions are made and
-traced.
+"""Observe mode: the engine serves as without a connector. Each turn's decisions are made and
+traced, but not carried out.
 
-The scheduler half is that of an engine that is managed. Three of its parts differ. Pins hold ghosts
-in place of the engine's blocks (``pins.ghost_blocks``). Orders go to a worker that moves no bytes
-(``VirtualDispatch``), and none to the engine's workers. And the engine is offered no token and no
-wait for a waiting turn: what the turn would be spared is recorded (``Observation``).
+The scheduler half is the same as for a managed engine, except in three parts. Pins hold ghosts in
+place of the engine's blocks (``pins.ghost_blocks``). Orders go to a worker that moves no bytes
+(``VirtualDispatch``), and none to the engine's workers. The engine is offered no tokens for a
+waiting turn, and is not asked to wait. Instead, the tokens that the turn would have been saved are
+recorded (``Observation``).
 
 The worker half measures the machine, and has no memory, file or thread for KV.
 """
@@ -39,11 +40,11 @@ from .virtual_worker import CopyLines, Line, VirtualStore, VirtualWorker
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 8
-"""Steps between two searches for what a waiting turn would be spared."""
+"""Steps between two searches for the tokens that a waiting turn would be saved."""
 
 
 class _Coming(NamedTuple):
-    """Pages that are being promoted for a turn that has been admitted."""
+    """Pages that are being promoted for a turn that was already admitted."""
 
     turn: Turn
     group: int
@@ -53,8 +54,8 @@ class _Coming(NamedTuple):
 class VirtualDispatch(OrderDispatch):
     """Dispatch to a worker that moves no bytes. The engine's own workers get no order.
 
-    It overrides how orders leave and how reports arrive: here with the steps that the engine makes
-    anyway, and while it is idle.
+    Orders leave and reports arrive with the steps that the engine makes anyway, and while the
+    engine is idle.
     """
 
     def __init__(self, engine: EngineState, *parts: Any) -> None:
@@ -64,8 +65,8 @@ class VirtualDispatch(OrderDispatch):
         self._coming: list[_Coming] = []
 
     def _make_worker(self) -> VirtualWorker:
-        """Create a worker at the rates that costs are estimated by. The groups share each tier
-        equally, and its lines."""
+        """Create a worker with the rates by which costs are estimated. The page groups share each
+        tier's capacity equally, and its lines."""
         book, groups = self._book, len(self._page_bytes)
         copies = CopyLines(*(Line(book.bandwidth) for _ in range(4)))
         disks = dict[TierId, tuple[Line, Line]]()
@@ -80,14 +81,14 @@ class VirtualDispatch(OrderDispatch):
         return VirtualWorker(book.page_bytes, copies, stores, self._ranks)
 
     def on_handshake(self, said: Mapping[int, Handshake]) -> None:
-        """Record each rank's speed. The tiers begin empty, at the rates that are assumed."""
+        """Record each rank's speed. The tiers start empty, at assumed rates."""
         stores = self._book.stores
         empty = {name: StoredPages((), pages.bandwidth) for name, pages in stores.items()}
         super().on_handshake({rank: replace(one, stored=empty) for rank, one in said.items()})
         self._worker = self._make_worker()
 
     def begin_step(self, step: int) -> None:
-        """Begin a step with the virtual worker's reports."""
+        """Start a step, and handle the virtual worker's reports."""
         super().begin_step(step)
         self._handle_reports()
 
@@ -97,13 +98,13 @@ class VirtualDispatch(OrderDispatch):
             self._load_what_came_up()
 
     def take(self) -> Orders:
-        """Have the virtual worker carry out the orders not yet sent; returns no order."""
+        """Pass the unsent orders to the virtual worker. Returns no orders."""
         self._worker.carry_out(super().take(), self._clock())
         return Orders()
 
     def on_idle(self) -> bool:
-        """Exchange orders and reports without a step; returns False, since the engine makes no step
-        for us."""
+        """Exchange orders and reports without a step. Returns False, because observe mode never
+        makes the engine step."""
         self.take()
         self._handle_reports()
         return False
@@ -114,7 +115,7 @@ class VirtualDispatch(OrderDispatch):
         return False
 
     def restore(self, turn: Turn, tokens: int) -> None:
-        """Order the restore that the turn would get, so that its pages count as used."""
+        """Order the restore that the turn would have had, so that its pages count as used."""
         hit, coming = turn.restore.hit, self._book.promoting
         for part in hit.parts if hit is not None else ():
             self._load(turn, part.group, part.keys)
@@ -122,7 +123,7 @@ class VirtualDispatch(OrderDispatch):
                 self._coming.append(_Coming(turn, part.group, later))
 
     def _load_what_came_up(self) -> None:
-        """Restore pages that were promoted for turns which did not wait for them."""
+        """Restore pages that arrived too late for the turns they were promoted for."""
         promoting, waiting, self._coming = self._book.promoting, self._coming, []
         for one in waiting:
             if any(key in promoting for key in one.keys):
@@ -131,17 +132,17 @@ class VirtualDispatch(OrderDispatch):
                 self._load(*one)
 
     def _load(self, turn: Turn, group: int, pages: Sequence[PageKey]) -> None:
-        """Order the readable pages to VRAM, where no block takes them."""
+        """Order the readable pages to VRAM. No block receives them."""
         keys = [key for key in pages if self._book.index.readable(key)]
         if keys:
             self._restores.add_piece(turn, group, keys, [0] * len(keys), more=False)
 
 
 class Observation:
-    """Records the tokens that waiting turns would be spared. One thread.
+    """Records the tokens that waiting turns would have been saved. One thread.
 
     Args:
-        fit: seconds of prefills.
+        fit: estimates prefill times, seconds.
     """
 
     def __init__(
@@ -160,17 +161,18 @@ class Observation:
 
     @property
     def would_have_saved(self) -> dict[str, int]:
-        """Prompt tokens so far that were computed and would have been found, by tier."""
+        """Prompt tokens that were computed but would have been restored, by tier, since the
+        start."""
         totals = self._engine.counters.totals
         return {tier: int(totals[name]) for name, tier in WOULD_HAVE_SAVED.items()}
 
     def look(self, turn: Turn, num_computed: int, step: int) -> None:
-        """Search for what a waiting turn would find beyond what the engine finds itself: at first,
-        every few steps, and when the engine finds another number of tokens.
+        """Search for the tokens that a waiting turn would find beyond the engine's own hits.
+        Searches on the first call, every few steps, and when the engine's number of hits changes.
 
         Args:
-            num_computed: tokens of the prompt that VRAM has; ``turn.source`` has those of the last
-                search.
+            num_computed: tokens of the prompt that are in VRAM; ``turn.source`` has the number of
+                the last search.
         """
         seen, restores, promotions = turn.observed, self._pages.restores, self._pages.promotions
         changed, looked_at = num_computed != turn.source.vram_tokens, seen.looked_at
@@ -195,7 +197,7 @@ class Observation:
             seen.cpu_tokens = hit.tokens - seen.ssd_tokens
 
     def _in_vram(self, turn: Turn, num_computed: int) -> int:
-        """Tokens of a prompt that VRAM would have, pins included."""
+        """Tokens of a prompt that would be in VRAM if the pins were real."""
         if not self._pins:
             return num_computed
         facts, limit = self._engine.facts, turn.request.num_tokens - 1
@@ -206,7 +208,7 @@ class Observation:
         return max(num_computed, found // facts.hit_tokens * facts.hit_tokens)
 
     def _run_in_vram(self, turn: Turn, limit: int) -> int:
-        """The same where nothing but VRAM keeps pages."""
+        """Same as ``promotions.in_vram``, for engines where only VRAM keeps pages."""
         facts, cached, hashes = (
             self._engine.facts,
             self._engine.pool.cached,
@@ -219,7 +221,7 @@ class Observation:
         return block * facts.block_size
 
     def on_admitted(self, turn: Turn) -> None:
-        """Count what a turn that has its first blocks would have found, and use it."""
+        """Count the tokens that an admitted turn would have found, and mark their pages as used."""
         seen, counters = turn.observed, self._engine.counters
         self._pages.dispatch.restore(turn, 0)
         self._pages.restores.withdraw(turn)
@@ -229,17 +231,18 @@ class Observation:
 
 
 class ObservingWorker(WorkerHalf):
-    """One rank's side of the connector, which does nothing in a step. See ``WorkerHalf``."""
+    """One rank's side of the connector in observe mode. Does nothing in a step. See
+    ``WorkerHalf``."""
 
     _virtual_slots = 0
     _compresses: tuple[int, ...] = ()
 
     def register(self, kv_caches: Sequence[Any]) -> None:
-        """Measure this machine. KV is read, for a few milliseconds, and not written.
+        """Measure this machine. KV is read for a few milliseconds, and not written.
 
         Raises:
-            ConfigError: the CPU tier would hold no page, or there is no such codec.
-            UnsupportedError: the engine's KV cache lies in several allocations.
+            ConfigError: the CPU tier would hold no page, or the codec does not exist.
+            UnsupportedError: the engine's KV cache consists of several allocations.
         """
         facts, config = self._facts, self._config
         self._speeds = replace(self._speeds, flops=flops_of(kv_caches))
@@ -253,7 +256,8 @@ class ObservingWorker(WorkerHalf):
         logger.info("CPU tier of rank %d: %d slots, none of them made", self._rank, slots)
 
     def handshake(self) -> Handshake:
-        """Speeds of this rank, and what its tiers would have room for. They begin empty."""
+        """Speeds of this rank, and the capacity that its tiers would have. The tiers start
+        empty."""
         said = super().handshake()
         return replace(said, slots=self._virtual_slots, compresses=self._compresses)
 
@@ -265,6 +269,6 @@ def make_worker_half(
     fingerprints: Callable[[], Sequence[Fingerprint]],
     clock: Callable[[], float],
 ) -> WorkerHalf:
-    """Make a rank's worker half for the mode that is configured. Takes what that takes."""
+    """Create a rank's worker half for the configured mode."""
     make = ObservingWorker if config.observes else WorkerHalf
     return make(facts, config, rank, fingerprints, clock)

@@ -1,8 +1,8 @@
-"""A worker that moves no bytes: it reports each order once its bytes would have been moved.
+"""A worker that moves no bytes: it reports each order at the time when its bytes would have moved.
 
-It represents all ranks. Its owner provides the lines that bytes take, the size of each store, and
-the time: observe mode estimates costs by the same rates, and the simulator has those of a machine.
-There is no thread. Finished orders are found when the owner polls.
+It represents all ranks. Its owner provides the lines that transfers use, the size of each store,
+and the time. Observe mode uses the rates by which costs are estimated, and the simulator those of a
+machine. There is no thread. Finished orders are found when the owner polls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tiered_kv.orders import (
 from tiered_kv.tiers import StoreId
 
 SEGMENTS = 32
-"""Segments of a store."""
+"""Number of segments of a store."""
 BUNDLE_SHARE = 22 / 32
 """Fraction of its slots that a bundle of bf16 fills: 1.5 times smaller, the last slot half full."""
 
@@ -39,14 +39,14 @@ CopyOrder: TypeAlias = SaveOrder | LoadOrder | PackOrder
 
 
 class Line:
-    """Carries transfers one after another, in one direction.
+    """A link that carries transfers one after another, in one direction.
 
     Args:
         bandwidth: bytes per second.
         latency_s: added to each transfer.
 
     Attributes:
-        carried: bytes so far.
+        carried: bytes carried so far.
 
     Raises:
         ValueError: the bandwidth is not above 0.
@@ -67,7 +67,7 @@ class Line:
         return self._free_at
 
     def seconds(self, nbytes: int) -> float:
-        """Duration of a transfer that waits for no other, as a worker measures it."""
+        """Duration of a transfer that does not queue, as a worker measures it."""
         return self.latency_s + nbytes / self.bandwidth
 
 
@@ -87,10 +87,10 @@ class VirtualStore:
 
     Args:
         pages: capacity; None for a store without a known limit.
-        read, write: lines to it; stores of one disk have the same.
+        read, write: lines to the store; stores on one disk share them.
 
-    Attributes:
-        read, write: as given.
+        Attributes:
+        read, write: as passed in.
         generation: number of resets so far.
     """
 
@@ -136,7 +136,7 @@ class VirtualStore:
         return Proposal(oldest, tuple(self._segments[oldest]))
 
     def reclaim(self, dying: Reclaim) -> int:
-        """Delete a segment. Returns the number of survivors, which were written again."""
+        """Delete a segment. Returns the number of surviving pages, which were rewritten."""
         pages = self._segments.pop(dying.segment, None)
         if pages is None:
             return 0
@@ -149,8 +149,8 @@ class VirtualStore:
         return len(kept)
 
     def reset(self) -> None:
-        """Start over with no pages. Segments are numbered on, so that no reclaim from before
-        deletes a new one."""
+        """Drop all pages. Segment numbers continue, so that a reclaim from before the reset deletes
+        no new segment."""
         self.generation += 1
         self._newest += 1
         self._segments = {self._newest: {}}
@@ -159,7 +159,7 @@ class VirtualStore:
         self._changed = True
 
     def take_report(self, page_bytes: int) -> TierReport | None:
-        """News since the last call; None without any."""
+        """Return what changed since the last call; None if nothing did."""
         proposal = self.proposal
         if not self._changed and proposal == self._proposed:
             return None
@@ -173,7 +173,7 @@ class _Waiting(NamedTuple):
 
     Attributes:
         due: time at which it starts, seconds.
-        sent: position in the sequence of orders, which decides ties.
+        sent: position in the sequence of orders, which breaks ties.
         generation: number of resets of its store before it was sent.
     """
 
@@ -184,12 +184,12 @@ class _Waiting(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """An order under way.
+    """An order in flight.
 
     Attributes:
         over_at: time at which it finishes, seconds.
-        sent: position in the sequence of orders, which decides ties.
-        took_s: duration without waiting for others on its line.
+        sent: position in the sequence of orders, which breaks ties.
+        took_s: duration without queueing on its line.
         generation: number of resets of its store before it was sent; 0 for copies.
     """
 
@@ -234,8 +234,8 @@ class VirtualWorker:
         return min(flying, self._later[0].due if self._later else float("inf"))
 
     def carry_out(self, orders: Orders, now: float) -> float:
-        """Start a step's orders. Returns the time at which the last of its sync restores finishes,
-        or ``now`` without any."""
+        """Start a step's orders. Returns the time at which the last sync restore finishes, or
+        ``now`` if there is none."""
         for store, tier_orders in orders.stores.items():
             self._carry_out_tier(store, tier_orders, now)
         ready = now
@@ -279,8 +279,8 @@ class VirtualWorker:
             self._start(one.order, now, one.generation)
 
     def _copy(self, order: CopyOrder, line: Line, now: float, cold: int = 0) -> float:
-        """Start a copy, of which ``cold`` pages are decoded while the rest is copied. Returns the
-        time at which it finishes."""
+        """Start a copy. Its ``cold`` compressed pages are decoded while the others are copied.
+        Returns the time at which the copy finishes."""
         page_bytes = self._page_bytes[order.group]
         nbytes = len(order.slots) * page_bytes
         over_at, took_s = line.send(nbytes, now), line.seconds(nbytes)
@@ -291,7 +291,7 @@ class VirtualWorker:
         return over_at
 
     def _start(self, order: StoreOrder, now: float, generation: int) -> None:
-        """Start an order of a store. Lookups take no time, nor do orders from before a reset."""
+        """Start an order of a store. Lookups, and orders from before a reset, take no time."""
         store = self._stores[order.store]
         nbytes = len(order.keys) * self._page_bytes[order.store.group]
         over_at, took_s = now, 0.0
@@ -302,7 +302,7 @@ class VirtualWorker:
         heapq.heappush(self._flying, flight)
 
     def take_reports(self, now: float) -> Reports | None:
-        """Reports of what finished since the last call; None if nothing did."""
+        """Return the reports of orders that finished since the last call; None if none did."""
         while self._later and self._later[0].due <= now:
             later = heapq.heappop(self._later)
             self._start(later.order, later.due, later.generation)
@@ -326,7 +326,8 @@ class VirtualWorker:
         return OrderReport(self._ranks, failed, done.nbytes, done.took_s, slots)
 
     def _filled(self, order: PackOrder) -> int:
-        """Slots that a bundle fills: a whole number, on average ``BUNDLE_SHARE`` of its slots."""
+        """Whole number of slots that a bundle fills. The average is ``BUNDLE_SHARE`` of its
+        slots."""
         self._part_slots += BUNDLE_SHARE * len(order.slots)
         filled = min(len(order.slots), max(1, round(self._part_slots)))
         self._part_slots -= filled

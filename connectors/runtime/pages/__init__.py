@@ -1,1 +1,1 @@
-"""Pages between the tiers: saves, restores, the SSD tier, and their orders."""
+"""Pages between the tiers: saves, restores, promotions, and their orders."""

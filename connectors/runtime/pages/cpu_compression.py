@@ -1,7 +1,7 @@
-"""Compression of CPU memory: pages are compressed where they are once free slots are few.
+"""Compression of CPU memory: when free slots are scarce, pages are compressed in place.
 
-Those that have waited for longest come first. All that is lost by it is the time to decode them, so
-it comes before any eviction.
+The pages that have waited longest are compressed first. The only cost is decoding time, so pages
+are compressed before any page is evicted.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from tiered_kv.pages.order_book import OrderBook, Settled
 
 LEAST_PAGES, MOST_PAGES = 4, 32
 BUNDLE_BYTES = 64 << 20
-"""Pages that are compressed together, as many as that. What their records leave of the last slot
-is lost, half a slot of 20 on average; but a bundle goes as a whole."""
+"""Size of the pages that are compressed together. A bundle wastes part of its last slot, on average
+half a slot of 20. But a bundle is evicted as a whole."""
 FREE_SHARE = 8
-"""One slot in this many is kept free for saves, or as many as were taken at once lately if that is
-less; as far as compressing can."""
+"""One slot in this many is kept free for saves, or the size of recent bursts if that is smaller, as
+far as compression can."""
 FORGETS = 0.98
-"""Share of what was taken at once that is still remembered one look later."""
+"""Fraction of the burst size that is retained from one poll to the next."""
 MOST_PACKING = 8
-"""Bundles under way at a time. Their pages cannot be read meanwhile."""
+"""Maximum number of bundles being compressed. Their pages cannot be read in the meantime."""
 LOOKED_AT = 4 * MOST_PACKING * MOST_PAGES
-"""Pages that are looked at for that, at most."""
+"""Maximum number of pages examined when choosing bundles."""
 STAGING_SHARE, MOST_STAGING = 16, 32
-"""One slot in this many is kept for pages that are decoded, up to so many: half of them are copied
-while the other half is filled."""
+"""One slot in this many, up to a maximum, is reserved for decoded pages. Half of these slots are
+copied while the other half is filled."""
 LEAST_RATIO = 1.3
-"""Ratio from which pages are compressed. A bundle of 32 pages of fp16 or fp8 saves 5 or 6 slots,
-and takes as long to decode as one of bf16, which saves 10."""
+"""Minimum compression ratio. A bundle of 32 pages of fp16 or fp8 saves 5 or 6 slots, and takes as
+long to decode as one of bf16, which saves 10."""
 
 
 def staging_slots(num_slots: int) -> int:
-    """Slots that are kept for pages which are decoded on their way to VRAM; 0 if there are too few
+    """Number of slots reserved for pages decoded on their way to VRAM; 0 if there are too few slots
     to compress any.
 
     Args:
-        num_slots: all slots.
+        num_slots: total number of slots.
     """
     return min(MOST_STAGING, num_slots // STAGING_SHARE // 2 * 2)
 
 
 def bundle_pages(page_bytes: int) -> int:
-    """Number of pages that are compressed together.
+    """Number of pages in a bundle.
 
     Args:
         page_bytes: size of a page on one rank, bytes.
@@ -55,54 +55,54 @@ def bundle_pages(page_bytes: int) -> int:
 
 
 def bundles_of(pages: int, most: int) -> list[int]:
-    """Sizes of the bundles that a stretch of a context is cut into, in its order. What is left of
-    it waits for more.
+    """Sizes of the bundles that a run of pages is divided into, in order. Remaining pages wait for
+    more.
 
     Args:
-        pages: length of the stretch.
-        most: pages of a bundle (``bundle_pages``). The last one may have half as many.
+        pages: length of the run.
+        most: number of pages in a bundle (``bundle_pages``). The last bundle may have half as many.
     """
     whole, rest = divmod(pages, most)
     return [most] * whole + [rest] * (rest >= max(LEAST_PAGES, most // 2))
 
 
 def bundles_to_pack(*, num_slots: int, free: int, burst: int, under_way: int) -> int:
-    """Number of bundles to compress now, at most.
+    """Maximum number of bundles to compress now.
 
     Args:
-        num_slots: all slots.
-        free: free slots.
-        burst: slots that were recently taken together.
-        under_way: bundles that are being compressed.
+        num_slots: total number of slots.
+        free: number of free slots.
+        burst: number of slots recently taken in one burst.
+        under_way: number of bundles being compressed.
     """
     wanted = max(1, min(burst, num_slots // FREE_SHARE))
     return max(0, MOST_PACKING - under_way) if free < wanted else 0
 
 
 def burst(taken: int, before: int) -> int:
-    """Slots that were taken at once lately.
+    """Number of slots recently taken in one burst.
 
     Args:
-        taken: slots that were taken since the last look.
-        before: what this gave at the last look.
+        taken: slots taken since the last poll.
+        before: result of the last poll.
     """
     return max(taken, int(FORGETS * before))
 
 
 def worth_compressing(page_bytes: int, stored_bytes: int) -> bool:
-    """True if pages of a kind are compressed.
+    """True if pages of a format are worth compressing.
 
     Args:
-        page_bytes: size of a page. stored_bytes: its size when it is encoded.
+        page_bytes: size of a page. stored_bytes: its encoded size.
     """
     return page_bytes >= LEAST_RATIO * stored_bytes
 
 
 class Compression:
-    """Orders pages to be compressed. Owns the unsent orders.
+    """Orders the compression of pages. Owns the unsent orders.
 
     Args:
-        group_of: gives the group of a page; None if that is not known.
+        group_of: returns the group of a page; None if unknown.
     """
 
     def __init__(
@@ -117,19 +117,19 @@ class Compression:
         self._group_of = group_of
         self._counters = engine.counters
         self._groups: Sequence[int] = ()
-        self._together: Sequence[int] = ()  # pages, by group
+        self._together: Sequence[int] = ()  # pages per bundle, by group
         self._under_way = 0
         self._taken = self._burst = 0
         self.unsent = Outbox[PackOrder]()
 
     def on_handshake(self, ranks: Mapping[int, Handshake]) -> None:
-        """Take in which groups' pages all ranks can compress."""
+        """Record the groups whose pages all ranks can compress."""
         able = [set(one.compresses) for one in ranks.values()]
         self._groups = sorted(set.intersection(*able)) if able else ()
         self._together = [bundle_pages(nbytes) for nbytes in self._book.page_bytes]
 
     def pack_ahead(self) -> None:
-        """Compress the pages that have waited for longest, if free slots are few."""
+        """Compress the pages that have waited longest, if free slots are scarce."""
         if not self._groups:
             return
         index, taken = self._index, self._index.taken
@@ -152,7 +152,7 @@ class Compression:
     def _by_group(
         self, stretches: Sequence[list[PageKey]]
     ) -> Iterator[tuple[int, Sequence[PageKey]]]:
-        """Stretches of pages of one group, for the groups that can be compressed."""
+        """Split runs of pages by group, for the groups that can be compressed."""
         for keys in stretches:
             if len(self._together) == 1:
                 yield self._groups[0], keys
@@ -163,7 +163,7 @@ class Compression:
             yield from ((group, by_group[group]) for group in self._groups if group in by_group)
 
     def on_settled(self, done: Settled[PackOrder]) -> None:
-        """Take in that a bundle is packed, or lost."""
+        """Count a bundle that was packed, or lost."""
         self._under_way -= 1
         self._counters.add("compression_seconds", done.seconds)
         failed = len(done.failed)

@@ -1,8 +1,8 @@
-"""The way between the scheduler half and the workers: orders out, reports in.
+"""The path between the scheduler half and the workers: sends orders, and receives reports.
 
-A report that completes an order goes to the listeners of the order's kind. Where CPU memory
-outlives the engine, the workers are told which saves and promotions are whole on every rank: only
-the scheduler half knows.
+A report that completes an order is passed to the listeners for the order's type. If CPU memory
+outlives the engine, the workers are notified which saves and promotions every rank has completed,
+because only the scheduler half knows.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from .saves import Saves
 
 
 class Settlements:
-    """Settlements that the workers have not been told.
+    """Settlements that have not been sent to the workers.
 
     Args:
-        wanted: False if CPU memory ends with the engine: then nothing is collected.
+        wanted: False if CPU memory ends with the engine; then nothing is collected.
         wall: nanoseconds since 1970.
 
     Attributes:
         unsent: settlements not sent yet.
-        reset: True if the workers must be told of a cache reset.
+        reset: True if the workers must be notified of a cache reset.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Settlements:
         self.unsent = Outbox[Settlement]()
 
     def on_settled(self, done: Settled[SaveOrder] | Settled[PromoteOrder]) -> None:
-        """Queue word to the workers of a finished save or promotion whose pages are committed."""
+        """Queue a notification of a finished save or promotion whose pages are committed."""
         order = done.order
         if not self._wanted:
             return
@@ -75,7 +75,8 @@ class Settlements:
         self.unsent.append(Settlement(order.order_id, bad, self._wall()))
 
     def on_reset(self) -> None:
-        """Have all pages so far forgotten, and no later one told: their keys are nobody else's."""
+        """Make the workers forget all pages, and send no further settlements: no other engine has
+        keys of the new generation."""
         self.unsent.clear()
         self.reset, self._wanted = self._wanted, False
 
@@ -88,16 +89,17 @@ class Settlements:
 logger = logging.getLogger(__name__)
 
 MAX_PUSH_S = 30.0
-"""An idle engine is kept stepping for copies under way, but not for a worker gone quiet."""
+"""Longest silence, seconds. An idle engine keeps stepping for copies in flight, but not for a
+worker that has stopped reporting."""
 
 
 class OrderDispatch:
     """Collects the orders of a step, and passes each report to its component.
 
     Attributes:
-        snapshots: orders for snapshots.
-        restored: turns whose async restore is over and that the engine has not scheduled since.
-        seen_failures: restores that failed on each rank so far, as far as reported.
+        snapshots: snapshot orders.
+        restored: turns whose async restore finished, and that have not been scheduled since.
+        seen_failures: number of reported restore failures, by rank.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class OrderDispatch:
             *chain.from_iterable(self._tier_outboxes.values()),
         )
         self._no_orders = Orders()
-        self._last_word = self._clock()  # either way
+        self._last_word = self._clock()  # in either direction
         self._step = 0
         self._listeners: dict[OrderKind, Sequence[Callable[[Settled[Any]], None]]] = {}
         self.listen(SaveOrder, settlements.on_settled, saves.on_settled, self._on_saved)
@@ -152,12 +154,12 @@ class OrderDispatch:
         self.listen(ImportOrder, snapshots.on_settled)
 
     def on_handshake(self, said: Mapping[int, Handshake]) -> None:
-        """Take in what the ranks hold. With pipelines each has layers of its own, so that its pages
-        have a size of their own."""
+        """Record each rank's measured speed and resident pages. With pipeline parallelism the ranks
+        have different layers, and therefore different page sizes."""
         book, ranks = self._book, list(said.values())
         if copies := [one.speeds.copy for one in ranks if one.speeds.copy]:
             book.bandwidth = min(copies)
-        if ranks:  # whatever was measured: decoded pages pass through the slots behind these
+        if ranks:  # in observe mode too: staging slots follow these
             book.index.limit(min(one.slots for one in ranks))
             sizes = zip(*(one.page_bytes for one in ranks), strict=True)
             book.page_bytes = [max(size) for size in sizes]
@@ -172,7 +174,7 @@ class OrderDispatch:
             tier.on_handshake(there)
 
     def take(self) -> Orders:
-        """Hand over the orders not yet sent."""
+        """Return the orders not yet sent."""
         if self._pieces:
             self._advance_pieces()
         if not self._unsent:
@@ -192,10 +194,10 @@ class OrderDispatch:
         )
 
     def restore(self, turn: Turn, tokens: int) -> None:
-        """Order the restore that the engine now counts on, in pieces if need be.
+        """Order the restore that the engine expects, in pieces if necessary.
 
         Raises:
-            RuntimeError: it was not offered; follow with ``Restores.refuse``.
+            RuntimeError: this restore was not offered; follow with ``Restores.refuse``.
         """
         until = turn.restore.hit.pieces_until if turn.restore.hit is not None else None
         lacking = self._restores.order(turn, tokens)
@@ -204,7 +206,8 @@ class OrderDispatch:
             self._advance_pieces()
 
     def begins_anew(self, turn: Turn) -> bool:
-        """True if the engine asks for a turn of whose async restore nothing came; once."""
+        """Return True once if the engine asks again for a turn whose async restore failed
+        entirely."""
         begins_anew = self._restores.begins_anew(turn)
         if begins_anew:
             self.restored.pop(turn.request_id, None)  # it has no blocks any more
@@ -220,15 +223,15 @@ class OrderDispatch:
 
     @property
     def under_way(self) -> bool:
-        """True if a step would send orders, or could hear of those that were sent."""
+        """True if a step would send orders, or could receive reports of earlier ones."""
         return self._under_way(demotions=True)
 
     def on_idle(self) -> bool:
-        """Return True if an idle engine should go on stepping.
+        """Return True if an idle engine should keep stepping.
 
-        Not for pages on their way down. Their threads write them without steps, and a store may
-        take long: meanwhile the engine and its workers would keep their cores busy, and a store on
-        this machine from writing.
+        Demotions alone are no reason. Their threads write without steps, and a store may be slow.
+        Until it finishes, the engine and its workers would keep cores busy, and could slow down a
+        store on the same machine.
         """
         return self._under_way(demotions=any(tier.has_more for tier in self._tiers.values()))
 
@@ -242,25 +245,25 @@ class OrderDispatch:
         return expected > 0 and now - self._last_word < MAX_PUSH_S
 
     def listen(self, kind: type[AnyOrder], *listeners: Callable[[Settled[AnyOrder]], None]) -> None:
-        """Have these called with each order of a kind that every rank has reported, in this
-        order."""
+        """Register the listeners that are called, in this order, for each order of a type that
+        every rank has reported."""
         self._listeners[kind.kind] = listeners
 
     def begin_step(self, step: int) -> None:
-        """Begin a step, whose reports are those that follow."""
+        """Start a step. Reports received from now on belong to it."""
         self._step = step
 
     def on_reports(self, reports: Reports) -> None:
         """Pass on the workers' reports.
 
         Raises:
-            Exception: the first error of a tier or a listener, once all have been told: it must not
-                cost what others hold.
+            Exception: the first error of a tier or a listener, raised after all have been called.
+                An error in one must not leak what the others hold.
         """
         self._last_word = self._clock()
         dropped: Sequence[OrderId] = ()
         if any(n > self.seen_failures.get(rank, 0) for rank, n in reports.failures.items()):
-            # Ordered since then, perhaps of what was computed on nothing.
+            # Ordered since the failure, possibly of blocks that were computed on invalid KV.
             dropped = self._saves.drop_unsent()
             self.seen_failures = {**self.seen_failures, **reports.failures}
             self._no_orders = Orders(seen_failures=self.seen_failures)
@@ -284,7 +287,7 @@ class OrderDispatch:
         for order_id in dropped:
             self._tiers.save_over(order_id)
         if self._pieces:
-            self._advance_pieces()  # before anything else takes the slots of what came up
+            self._advance_pieces()  # before another component takes the promoted pages' slots
         for tier in self._tiers.own:
             tier.demote_ahead()
         self._compression.pack_ahead()
@@ -303,7 +306,7 @@ class OrderDispatch:
             self._restores.on_failed(turn)
         if turn is not None and self._restores.on_part_loaded(turn):
             self.restored[turn.request_id] = turn
-        # The engine hashes the blocks of an async restore once they are there, if they are.
+        # The engine hashes the blocks of an async restore only after the restore succeeded.
         if failed and order.mode is RestoreMode.SYNC:
             bad = {order.blocks[i] for i in failed}
             turns = self._turns.values()

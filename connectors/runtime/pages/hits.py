@@ -1,4 +1,4 @@
-"""Search for the longest prefix of a prompt whose pages can be had, and the names of its pages."""
+"""Search for the longest prefix of a prompt whose pages are available, and keys of its pages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tiered_kv.page_group import CONTEXT, KvKind, PageGroup
 from tiered_kv.pages.partial_blocks import Tail, TailIndex
 
 There = Callable[[PageKey], bool]
-"""Tells whether a page can be had."""
+"""Returns True if a page is available."""
 Run = Callable[[Sequence[PageKey], int, int], int]
-"""End of the run of pages that can be had, from a start on and up to a stop at most."""
+"""Returns the end of the run of available pages from a start index, at most a stop index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A prefix of ``tokens``, and its pages beyond VRAM."""
+    """A prefix of ``tokens``, and its pages beyond the VRAM prefix."""
 
     tokens: int
     parts: tuple[GroupPages, ...]
@@ -35,8 +35,8 @@ class _Query:
     """A search.
 
     Attributes:
-        start: tokens that VRAM has, whole blocks of every group.
-        ends: by group, tokens up to which pages can be had; 0 for groups that need not all.
+        start: tokens of the VRAM prefix, whole blocks of every group.
+        ends: by group, tokens up to which pages are available; 0 for groups that keep only a part.
     """
 
     turn: Turn
@@ -47,17 +47,17 @@ class _Query:
 
 @dataclass(frozen=True, slots=True)
 class _Lacks:
-    """A prefix whose pages are not all there.
+    """A prefix some of whose pages are missing.
 
     Attributes:
-        below: no prefix longer than these tokens, and shorter than this one, has them all.
+        below: no complete prefix is longer than this number of tokens and shorter than this prefix.
     """
 
     below: int
 
 
 def run_of(there: There) -> Run:
-    """The run of pages for which a test holds."""
+    """Return a function that finds the run of pages for which a test is true."""
 
     def run(keys: Sequence[PageKey], start: int, stop: int) -> int:
         while start < stop and there(keys[start]):
@@ -68,28 +68,29 @@ def run_of(there: There) -> Run:
 
 
 class HitFinder:
-    """Finds prefixes. A group that keeps all of a context has a run of pages. The others have
-    theirs at some boundaries only, so a prefix is tried that is as long as the run; then shorter
-    ones, at the tokens that a block hash covers and at the ends of turns behind them.
+    """Finds prefixes. A group that keeps the whole context has a contiguous run of pages. Other
+    groups have pages at some boundaries only. So a prefix as long as the run is tried first, then
+    shorter
+    ones: at multiples of ``hash_tokens``, and at the ends of turns just behind them.
 
     Args:
-        tails: the partial pages at the ends of turns.
+        tails: partial pages at the ends of turns.
     """
 
     def __init__(self, facts: EngineFacts, tails: TailIndex) -> None:
         self._facts = facts
         self._tails = tails
-        # States first: they are few, and looked at fast.
+        # States first: there are few of them, so they are checked quickly.
         self._order = sorted(
             range(len(facts.groups)), key=lambda at: facts.groups[at].reach.kind is not KvKind.STATE
         )
 
     def find(self, turn: Turn, start: int, limit: int, there: There, run: Run) -> Found | None:
-        """The longest prefix that can be had beyond ``start`` tokens; None if there is none.
+        """Find the longest available prefix beyond ``start`` tokens; None if there is none.
 
         Args:
-            start: tokens that VRAM has.
-            limit: tokens of the prompt that may be used.
+            start: tokens of the VRAM prefix.
+            limit: maximum number of prompt tokens that may be restored.
         """
         unit, whole = self._facts.hash_tokens, self._facts.whole_blocks
         if whole:
@@ -110,10 +111,10 @@ class HitFinder:
         )
         ends_anywhere = not self._facts.has_states
         if ends_anywhere and limit > start:
-            found = self._at(query, limit)  # a full page of which all but the last token counts
+            found = self._at(query, limit)  # a full page of which the last token is unused
             if isinstance(found, Found):
                 return found
-        # And one whose last tokens a drafter's KV is not sure of.
+        # Also a prefix without the last tokens, which a drafter's KV depends on.
         unsure = min((end for at, end in enumerate(ends) if self._keeps_all(at)), default=0)
         at = min(limit, longest) // unit * unit
         while at >= start:
@@ -136,10 +137,10 @@ class HitFinder:
         return self._facts.groups[group].reach.kind is KvKind.FULL
 
     def _end(self, turn: Turn, at: int, start: int, limit: int, run: Run) -> int:
-        """Tokens of the run of a group's pages.
+        """Tokens covered by the run of a group's pages.
 
-        Its last tokens are left out where KV of a drafter depends on those behind them: these need
-        not be the ones that it was made with.
+        The last tokens are excluded if a drafter's KV depends on the tokens behind them, which may
+        differ from those it was computed with.
         """
         group, keys = self._facts.groups[at], turn.page_keys(at)
         first = start // group.block_size
@@ -147,7 +148,8 @@ class HitFinder:
         return max(first * group.block_size, end * group.block_size - group.draft_tokens)
 
     def _in_tail(self, query: _Query, at: int, limit: int) -> Found | None:
-        """The longest prefix that ends in a partial page behind ``at`` tokens."""
+        """The longest prefix that ends in a partial page after ``at`` tokens; None if there is
+        none."""
         turn, drafts = query.turn, self._facts.draft_tokens
         parent = turn.state_key(CONTEXT, at) if at else turn.pages.fingerprints[CONTEXT]
         if parent is None or not self._tails.has_any(parent):
@@ -160,7 +162,7 @@ class HitFinder:
 
         def usable(tail: Tail, shared: int) -> bool:
             if self._facts.has_states and shared < len(tail.tokens):
-                return False  # a state is of all its tokens
+                return False  # a state covers all its tokens
             tokens = at + shared - drafts
             found = self._at(query, tokens, tail.key)
             if tokens > query.start and isinstance(found, Found):
@@ -174,7 +176,7 @@ class HitFinder:
         """The pages of a prefix of exactly that length.
 
         Args:
-            tail: the first group's page whose first tokens fill the last block.
+            tail: partial page of the first group whose first tokens fill the last block.
         """
         parts: list[GroupPages | None] = [None] * len(self._facts.groups)
         for at in self._order:
@@ -203,7 +205,7 @@ class HitFinder:
         size, keys = group.block_size, query.turn.page_keys(at)
         needed, whole = group.needs(tokens), tokens // size
         first = max(needed.start, query.start // size)
-        # Behind the last page of a run comes the text of the tail.
+        # The tail's tokens follow the last page of a run.
         end = query.ends[at] + (group.draft_tokens if tail is not None else 0)
         if group.reach.kind is KvKind.FULL and whole * size > max(end, query.start):
             return _Lacks(min(tokens, end + size) - 1)
@@ -220,7 +222,7 @@ class HitFinder:
         return GroupPages(at, first, (*keys[first : min(whole, needed.stop)], *last))
 
     def _partial(self, query: _Query, at: int, tokens: int, tail: PageKey | None) -> PageKey | None:
-        """The page of the last block, of which ``tokens`` fill a part."""
+        """Key of an available page for the last, partially filled block; None if there is none."""
         turn, keys = query.turn, query.turn.page_keys(at)
         block = tokens // self._facts.groups[at].block_size
         if block < len(keys) and query.there(keys[block]):
@@ -230,19 +232,19 @@ class HitFinder:
 
 
 def aligned_tail(turn: Turn, group: int, tokens: int) -> PageKey | None:
-    """Key of a group's partial page that ends where a block hash does; None if none does, or
-    tokens alone do not tell it from others."""
+    """Key of a group's partial page that ends at a multiple of ``hash_tokens``; None if ``tokens``
+    is no multiple, or tokens alone do not identify the page."""
     if tokens % turn.pages.hash_tokens or (place := turn.tail_place(tokens)) is None:
         return None
     return turn.in_group(tail_key(place[0], (), place[1]), group)
 
 
 class PageNames:
-    """Names pages.
+    """Computes page keys of requests.
 
     Args:
         fingerprints: fingerprints of the engine's pages.
-        slots: pages that CPU memory holds; without any, pages need no names.
+        slots: number of pages that CPU memory holds; with 0, pages get no keys.
     """
 
     def __init__(self, facts: EngineFacts, fingerprints: Fingerprints, slots: int) -> None:
@@ -252,7 +254,7 @@ class PageNames:
         self._strides = tuple(group.block_size // facts.hash_tokens for group in facts.groups)
 
     def of(self, request: Request, shared_tokens: int) -> TurnPages:
-        """The names of a new request's pages.
+        """Return the keys of a new request's pages.
 
         Args:
             shared_tokens: tokens of its job's last context that its prompt begins with.
@@ -265,6 +267,7 @@ class PageNames:
         )
 
     def fingerprints(self, request: Request) -> tuple[bytes, ...]:
-        """The first part of its keys, by group; empty while its adapter is not known."""
+        """First part of the request's page keys, by group; empty until its adapter is
+        identified."""
         found = [self._fingerprints.of(request.adapter, group) for group in self._groups]
         return tuple(one for one in found if one is not None) if None not in found else ()

@@ -1,10 +1,10 @@
-"""Lookups: stores that others write to as well are asked for pages of a prompt that are nowhere
-else.
+"""Lookups: stores that other engines also write to are queried for pages of a prompt that no local
+tier has.
 
-The first pages are asked for first, the others once all of these are there. Groups that need not
-all of a context have pages at some boundaries only, and only the engine that made them knows which.
-They are asked for last, before the end of what there is of the other groups: the end of the context
-that was left is not far from there.
+The first pages are queried first, and the others once all of the first pages are found. Groups that
+keep only a part of the context have pages at some boundaries only, and only the engine that wrote
+them knows which. Their pages are queried last, near the end of what the other groups have, because
+the stored context ends close to that point.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from tiered_kv.tiers import Knowledge
 from .hits import HitFinder, There, run_of
 
 LOOKUPS = 2
-"""Times that stores are asked for a turn's pages: for the first ones, and for the others."""
+"""Number of queries for a turn's pages: one for the first pages, one for the others."""
 FIRST_LOOKUP = 64
-"""Pages of a turn that a store is asked for first; the others once all of these are there."""
+"""Number of pages in a turn's first query. The others follow once all of these are found."""
 MOST_BOUNDARIES = 64
-"""Boundaries of a prompt at which a store is asked for windows and states, the last ones: an answer
-is not longer than these."""
+"""Maximum number of boundaries of a prompt, the last ones, at which a store is queried for windows
+and states. An answer is not longer than these."""
 LOOKUP_S = 0.05
-"""Seconds that a turn waits for a store's answer; less if computing takes less."""
+"""Seconds that a turn waits for a store's reply; less if prefilling takes less."""
 LOOKUP_SHARE = 0.05
-"""Share of the time to compute the rest of its prompt that a turn waits if that is more. Both
-lookups together make its first token a tenth later at most if no answer comes."""
+"""Fraction of the time to prefill the rest of the prompt, for which a turn waits if that is longer.
+Both queries together delay the first token by at most a tenth if no reply arrives."""
 
 
 def pages_asked(lookups: int, unknown: int) -> int:
-    """Number of a turn's unknown pages that stores are asked for now, the first ones.
+    """Number of unknown pages to query now, the first ones.
 
     Args:
-        lookups: times that they were asked for the turn before.
-        unknown: pages of which nobody knows whether a store has them.
+        lookups: number of previous queries for the turn.
+        unknown: number of pages of which it is unknown whether a store has them.
     """
     if lookups >= LOOKUPS:
         return 0
@@ -51,24 +51,24 @@ def pages_asked(lookups: int, unknown: int) -> int:
 
 
 def answer_wait_s(compute_s: float, *, measured: bool) -> float:
-    """Longest wait for the answer, seconds.
+    """Longest wait for the reply, seconds.
 
     Args:
-        compute_s: time to compute what the answer may spare, seconds; 0 if unknown.
-        measured: True if a prefill was measured. An estimate, which is of a machine that computes
-            at its best, can only make the wait longer.
+        compute_s: prefill time that the reply may save, seconds; 0 if unknown.
+        measured: True if a prefill was measured. An estimate assumes ideal speed, so it may only
+            lengthen the wait.
     """
     longest = max(LOOKUP_S, LOOKUP_SHARE * compute_s)
     return min(longest, compute_s) if measured else longest
 
 
 class _Question(NamedTuple):
-    """Pages that a tier is asked for.
+    """A query for pages to a tier.
 
     Attributes:
-        context: pages of their group from the beginning, as far as there are any.
-        start, tokens: tokens before the pages; tokens that may be spared, those of pages that a
-            later question asks for included: without an answer to this one they are computed too.
+        context: pages of the group from the start of the context, as far as they have keys.
+        start, tokens: tokens before the pages; tokens that may be saved, including those of pages
+            that a later query covers, which are prefilled too if this query gets no reply.
     """
 
     tier: LowerTier
@@ -79,10 +79,10 @@ class _Question(NamedTuple):
 
 
 class Lookups:
-    """Asks stores for turns.
+    """Queries stores for the pages of turns.
 
     Args:
-        tiers: the tiers, fastest first.
+        tiers: lower tiers, fastest first.
         clock: monotonic seconds.
     """
 
@@ -101,10 +101,10 @@ class Lookups:
         self._clock = clock
 
     def ask(self, turn: Turn, in_vram: Callable[[Turn, int], int], fit: PrefillFit) -> bool:
-        """Ask for pages that are nowhere; True if the turn waits for an answer.
+        """Query stores for pages that no tier is known to have; True if the turn waits for a reply.
 
         Args:
-            in_vram: gives the tokens that VRAM holds of the first so many of a prompt.
+            in_vram: returns the number of tokens in VRAM, of the given first tokens of a prompt.
         """
         state = turn.tiers
         beginning = state.lookups < LOOKUPS
@@ -127,7 +127,7 @@ class Lookups:
         return True
 
     def _put(self, questions: Iterator[_Question], fit: PrefillFit) -> tuple[set[OrderId], float]:
-        """Put the questions; gives the orders and the longest wait for their answers, seconds."""
+        """Send the queries. Returns the orders and the longest wait for their replies, seconds."""
         orders, waits = set[OrderId](), 0.0
         for tier, keys, context, start, tokens in questions:
             compute_s = fit.seconds(start, tokens)
@@ -139,11 +139,11 @@ class Lookups:
         return orders, waits
 
     def _answering(self) -> Iterator[tuple[LowerTier, int]]:
-        """Tiers that may be asked, and their groups."""
+        """Tiers that may be queried, and their groups."""
         return ((tier, tier.store.group) for tier in self._asked if tier.answers)
 
     def _beginning(self, turn: Turn, vram: int, somewhere: There) -> Iterator[_Question]:
-        """Pages of the groups that keep all of a context, behind the first that is nowhere."""
+        """Queries for groups that keep the whole context: pages from the first missing one on."""
         limit = turn.request.num_tokens - 1
         for tier, at in self._answering():
             group, keys = self._facts.groups[at], turn.page_keys(at)
@@ -154,13 +154,14 @@ class Lookups:
             while end < stop and somewhere(keys[end]):
                 end += 1
             if not tier.pages.index.unanswered(keys[end : min(end + 1, stop)]):
-                continue  # the next one is known not to be there: those behind it are of no use
+                continue  # the next page is known to be missing, so later pages are useless
             unknown = keys[end : end + pages_asked(turn.tiers.lookups, stop - end)]
             if unknown:
                 yield _Question(tier, unknown, keys, end * size, (stop - end) * size)
 
     def _ends(self, turn: Turn, vram: int, somewhere: There) -> Iterator[_Question]:
-        """Pages of the other groups at boundaries before the end of what there is of those."""
+        """Queries for the other groups: pages at boundaries up to the end of the full groups'
+        pages."""
         limit, unit = turn.request.num_tokens - 1, self._facts.hit_tokens
         runs = [
             run_of(somewhere)(keys := turn.page_keys(at), 0, len(keys)) * group.block_size

@@ -1,5 +1,5 @@
-"""Restores in pieces: a context that CPU memory has no room for comes up from the tiers below a
-piece at a time, each copied to VRAM, and its slots given back."""
+"""Restores in pieces: a context that does not fit in CPU memory is promoted from the lower tiers in
+pieces. Each piece is copied to VRAM, and its slots are released."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from tiered_kv.pages.order_book import OrderBook, Settled
 from .restores import Restores
 
 PIECES_SHARE = 4
-"""One slot in this many may be in use by restores in pieces."""
+"""One slot in this many may be used by restores in pieces."""
 PIECE_BYTES = 64 << 20
-"""Size of a piece of such a restore, bytes, or half of their slots if that is less. A disk reaches
-its speed with it, and the copy of the last piece, which overlaps with nothing, takes a few
-milliseconds."""
+"""Maximum size of a piece, bytes; half of the slots for pieces if that is less. It is large enough
+for a disk to reach full speed. The copy of the last piece, which overlaps with no read, takes a
+few milliseconds."""
 
 
 @dataclass(slots=True)
 class _Piece:
-    """Pages of one group on their way up.
+    """Pages of one group that are being promoted.
 
     Attributes:
-        orders: orders that bring them.
-        own: those that come up for this restore.
+        orders: promotion orders for the pages.
+        own: pages that are promoted for this restore.
     """
 
     pages: Sequence[PlacedPage]
@@ -46,10 +46,10 @@ class _Restore:
     """A restore in pieces.
 
     Attributes:
-        until: time by which all must have come, seconds.
-        rest: pages that are not ordered yet, in order.
-        coming: pieces on their way up, in order.
-        lost: blocks whose pages are nowhere any more, and those behind them.
+        until: deadline for all pages, seconds.
+        rest: pages not ordered yet, in order.
+        coming: pieces being promoted, in order.
+        lost: blocks whose pages no tier has any more, and all blocks behind them.
     """
 
     turn: Turn
@@ -60,7 +60,7 @@ class _Restore:
 
     @property
     def unfinished(self) -> bool:
-        """True if pages of it may still come."""
+        """True if further pages may arrive."""
         return bool(self.rest or self.coming)
 
     def blocks(self) -> list[int]:
@@ -70,13 +70,14 @@ class _Restore:
 
 
 class RestorePieces:
-    """Restores in pieces, the oldest first. Reading and copying go on side by side.
+    """Restores in pieces, oldest first. Reads and copies overlap.
 
-    Their slots are apart from those of other promotions: a restore in pieces has VRAM and waits for
-    slots, a turn whose pages came up has slots and may wait for VRAM.
+    Their slots are separate from the slots of other promotions, to avoid a deadlock: a restore in
+    pieces has VRAM and waits for slots, and a turn with promoted pages has slots and may wait for
+    VRAM.
 
     Args:
-        tiers: the tiers, fastest first.
+        tiers: lower tiers, fastest first.
     """
 
     def __init__(
@@ -94,28 +95,28 @@ class RestorePieces:
         self._clock = engine.clock
         self._under_way: dict[str, _Restore] = {}
         self._copying: dict[OrderId, int] = {}  # slots of orders to VRAM
-        self._slots = 0  # in use, those included
+        self._slots = 0  # slots in use, including those
 
     def __len__(self) -> int:
         return len(self._under_way)
 
     def begin(self, turn: Turn, pages: Sequence[PlacedPage], until: float) -> None:
-        """Bring up the pages that a turn's restore lacks.
+        """Promote the pages that a turn's restore lacks.
 
         Args:
-            pages: in the order of the context, one group after the other.
-            until: time by which all must have come, seconds. What has not is computed.
+            pages: in the order of the context, group by group.
+            until: deadline for all pages, seconds. Missing pages are then prefilled.
         """
         self._under_way[turn.request_id] = _Restore(turn, until, deque(pages))
         self._counters.add("restores_in_pieces")
 
     def on_settled(self, done: Settled[LoadOrder]) -> None:
-        """Take in that an order to VRAM is over: its slots are given back."""
+        """Release the slots of a finished order to VRAM."""
         self._slots -= self._copying.pop(done.order.order_id, 0)
 
     def advance(self) -> list[Turn]:
-        """Copy what has come up, and order more; gives the turns of which nothing is under way any
-        more, though some of it did not come."""
+        """Copy arrived pages, and order more. Returns the turns that have nothing in flight any
+        more and some of whose pages failed to arrive."""
         over, now = list[Turn](), self._clock()
         for request_id, restore in list(self._under_way.items()):
             self._copy_arrived(restore)
@@ -130,14 +131,14 @@ class RestorePieces:
         return over
 
     def end(self, turn: Turn) -> None:
-        """End a turn's restore in pieces, if there is one: the turn is over."""
+        """End the restore in pieces of a finished turn, if it has one."""
         restore = self._under_way.get(turn.request_id)
         if restore is not None:
             self._break_off(restore)
         self._restores.on_ended(turn)
 
     def end_all(self) -> None:
-        """End every restore in pieces: pages are forgotten, or waited for in vain."""
+        """End every restore in pieces, because pages are forgotten or are not arriving."""
         for restore in list(self._under_way.values()):
             self._break_off(restore)
 
@@ -151,8 +152,8 @@ class RestorePieces:
     # -- from CPU memory to VRAM ----------------------------------------------------
 
     def _copy_arrived(self, restore: _Restore) -> None:
-        """Order the first pieces to VRAM whose pages have come up. Those that did not, or are gone,
-        are ordered up again."""
+        """Order the first pieces to VRAM whose pages have arrived. Pages that failed to arrive, or
+        are missing again, are promoted again."""
         book, index = self._book, self._index
         while restore.coming:
             piece = restore.coming[0]
@@ -171,8 +172,8 @@ class RestorePieces:
                 self._copy(restore, there, piece.own)
 
     def _copy(self, restore: _Restore, pages: Sequence[PlacedPage], own: set[PageKey]) -> None:
-        """Order readable pages to VRAM. CPU memory keeps none that came up for this: a tier has
-        them."""
+        """Order readable pages to VRAM. Pages promoted for this restore are dropped from CPU
+        memory, because a lower tier has them."""
         more = restore.unfinished or bool(restore.lost)
         keys, blocks = [page.key for page in pages], [page.block for page in pages]
         order = self._restores.add_piece(restore.turn, pages[0].group, keys, blocks, more=more)
@@ -181,21 +182,21 @@ class RestorePieces:
         for key in given_back:
             self._index.forget(key)
 
-    # -- up to CPU memory -------------------------------------------------------------
+    # -- from lower tiers to CPU memory -----------------------------------------------
 
     def _order_more(self, restore: _Restore) -> None:
-        """Order pages up, as far as there is room."""
+        """Promote more pages, as far as slots allow."""
         while restore.rest:
             room = self._room() - self._slots
             if room <= 0 or not self._order_piece(restore, room):
                 return
 
     def _room(self) -> int:
-        """Slots that restores in pieces may use together."""
+        """Number of slots that restores in pieces may use together."""
         return max(1, self._index.num_slots // PIECES_SHARE)
 
     def _order_piece(self, restore: _Restore, room: int) -> bool:
-        """Order the next piece up, of at most ``room`` pages; False if there are no slots."""
+        """Promote the next piece, of at most ``room`` pages; False if there are no slots."""
         turn, rest, index = restore.turn, restore.rest, self._index
         group = rest[0].group
         whole = min(PIECE_BYTES // self._book.page_bytes[group], self._room() // 2)

@@ -1,7 +1,7 @@
-"""Promotions: pages come up from the tiers below CPU memory for turns, and ahead of them.
+"""Promotions: pages are promoted from the tiers below CPU memory for turns, and in advance of them.
 
-They come up when the engine asks for the request that wants them, so in the order in which turns
-are let in, each from the fastest tier that has it.
+Pages are promoted when the engine considers their request, so in the order of admission, and each
+from the fastest tier that has it.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from .hits import HitFinder, run_of
 from .lookups import LOOKUPS, Lookups
 
 UNKNOWN_WAIT_S = 10.0
-"""Longest wait if the time to compute the tokens is unknown."""
+"""Longest wait if the time to prefill the tokens is unknown, seconds."""
 LOOK_EVERY_S = 0.1
-"""Seconds between two searches for pages that a waiting turn lacks, while none of them arrives."""
+"""Seconds between two searches for missing pages of a waiting turn, while no page arrives."""
 TURNS_SHARE = 2
-"""One slot in this many may be reserved for turns that have arrived: the others are for saves."""
+"""One slot in this many may be reserved for turns that have arrived. The others serve saves."""
 AHEAD_SHARE = 4
 """One slot in this many may be reserved for promotions that are not due yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromotionCost:
-    """Costs of a promotion that is about to be ordered.
+    """Cost of a promotion before it is ordered.
 
     Attributes:
-        promote_s: seconds until its pages are in CPU memory, queue included.
-        recompute_s: seconds to compute their tokens instead; 0 if unknown.
+        promote_s: seconds until the pages are in CPU memory, including queueing.
+        recompute_s: seconds to prefill their tokens instead; 0 if unknown.
     """
 
     promote_s: float
@@ -48,37 +48,38 @@ class PromotionCost:
 
     @property
     def worth_it(self) -> bool:
-        """True unless computing is faster."""
+        """True unless prefilling is faster."""
         return not 0 < self.recompute_s < self.promote_s
 
     @property
     def longest_wait_s(self) -> float:
-        """Seconds after which the turn computes its tokens instead, from when VRAM has room for it:
-        before that it waits anyway.
+        """Longest wait for the pages before the turn prefills their tokens instead, seconds. It
+        counts from when VRAM has space for the turn, because the turn waits until then anyway.
 
-        It is the time that computing takes. So whatever the disk does, the turn needs at most
-        twice that (the ski-rental bound of 2).
+        It equals the prefill time. So the turn takes at most twice the prefill time, whatever the
+        disk does (the ski-rental bound of 2).
         """
         return self.recompute_s or UNKNOWN_WAIT_S
 
     def waits_for_slots(self, *, mine: int, others: int, left_s: float | None) -> bool:
-        """True if a turn waits for slots rather than promote only a part of its pages. A turn with
-        promoted pages never does: two would wait for each other.
+        """True if a turn should wait for slots rather than promote only a part of its pages. A turn
+        that already has promoted pages never waits, because two such turns could wait for each
+        other.
 
         Args:
-            mine: pages that were promoted for the turn, or are being promoted.
-            others: the same for other turns: their slots are given back.
-            left_s: seconds that are left of its longest wait; None if that has not begun.
+            mine: number of pages promoted, or being promoted, for the turn.
+            others: the same for other turns, whose slots will be released.
+            left_s: seconds left of the turn's longest wait; None if it has not started.
         """
         return others > 0 and not mine and (left_s is None or self.promote_s <= left_s)
 
 
 class TokensBelow(NamedTuple):
-    """Tokens of a prompt whose KV came up from below CPU memory.
+    """Tokens of a prompt whose KV was promoted from below CPU memory.
 
     Attributes:
         own: from tiers of this engine.
-        shared: from tiers that engines share.
+        shared: from tiers shared between engines.
     """
 
     own: int
@@ -86,7 +87,7 @@ class TokensBelow(NamedTuple):
 
 
 class Promotions:
-    """Pages on their way up, and the turns that wait for them. Without tiers nothing comes up.
+    """Pages being promoted, and the turns that wait for them. Does nothing without lower tiers.
 
     Args:
         tiers: the tiers, fastest first.
@@ -111,11 +112,11 @@ class Promotions:
         self._unclaimed = 0
 
     def _promote(self, turn: Turn, fit: PrefillFit, *, fits: bool) -> None:
-        """Order the pages up that the turn's prompt wants and only a lower tier has.
+        """Order the promotion of the pages that the turn's prompt needs and only a lower tier has.
 
         Args:
-            fit: time that computing their tokens takes instead.
-            fits: True if VRAM has room for the turn.
+            fit: estimates the time to prefill their tokens instead.
+            fits: True if VRAM has space for the turn.
         """
         state, now = turn.tiers, self._clock()
         state.behind, state.in_pieces = 0, False
@@ -155,11 +156,11 @@ class Promotions:
         state.keys.update((key, book.store_of(coming[key])) for key in claimed)
 
     def promote_ahead(self, keys: Sequence[PageKey], due: float) -> int:
-        """Order a waiting job's pages up, for when it is expected back; their number, 0 if there
-        are none to order, or no slots."""
+        """Order the promotion of the pages of a job between turns, for the time when it is expected
+        back. Returns the number of pages; 0 if there are none to order, or no slots."""
         index, book = self._index, self._book
         if due > self._clock():
-            # No turn can use their slots until then, so nothing is evicted for them.
+            # No turn can use these slots until then, so nothing is evicted for them.
             room = min(index.free_slots, index.num_slots // AHEAD_SHARE - book.ahead())
         else:
             room = self._room_for_turns()
@@ -173,32 +174,33 @@ class Promotions:
         return ordered
 
     def _room_for_turns(self) -> int:
-        """Pages that may be promoted for turns that have arrived."""
+        """Number of further pages that may be promoted for turns that have arrived."""
         return max(1, self._index.num_slots // TURNS_SHARE) - self._unclaimed
 
     def _worth_it(
         self, wanted: list[PageKey], behind: int, tokens: int, fit: PrefillFit, *, last: bool
     ) -> tuple[PromotionCost | None, dict[StoreId, list[PageKey]]]:
-        """The promotion that is worth its time, and the pages to order for it, by tier.
+        """Return the cost of the promotion if it is worth its time, None otherwise, and the pages
+        to order, by tier.
 
-        ``wanted`` is cut before the first page of a tier that is too slow, until what is left is
-        worth it.
+        ``wanted`` is cut before the first page of a tier that is too slow, until the rest is worth
+        promoting.
 
         Args:
-            last: True if what is not ordered now is computed.
+            last: True if pages that are not ordered now will be prefilled.
         """
         coming = self._book.promoting
         while wanted:
             fresh = self._tiers.by_tier(key for key in wanted if key not in coming)
             involved = set(fresh) | {self._book.store_of(coming[k]) for k in wanted if k in coming}
-            # The tiers work side by side.
+            # The tiers transfer concurrently.
             seconds = {
                 store: self._tiers[store].promote_seconds(len(fresh.get(store, ())))
                 for store in involved
             }
             promotion = PromotionCost(
                 promote_s=max(seconds.values(), default=0.0),
-                # An estimate is no reason to leave pages where they are.
+                # A mere estimate is no reason to leave pages where they are.
                 recompute_s=fit.seconds(behind, tokens) if fit.measured else 0.0,
             )
             if promotion.worth_it:
@@ -206,17 +208,18 @@ class Promotions:
             slowest = max(seconds, key=seconds.__getitem__)
             if last:
                 self._tiers[slowest].refused()
-            # A page is of no use without all before it. Without fresh ones, all are on their way.
+            # A page is useless without all pages before it. If none is fresh, all are being
+            # promoted.
             kept = wanted.index(fresh[slowest][0]) if slowest in fresh else 0
             tokens = tokens * kept // len(wanted)
             del wanted[kept:]
         return None, {}
 
     def _find(self, turn: Turn) -> tuple[list[PageKey], int, int]:
-        """Pages to come up for the turn, in order, the prompt tokens before them, and the tokens
-        that they make usable.
+        """Pages to promote for the turn, in order, the prompt tokens before them, and the number of
+        tokens that they make usable.
 
-        What the prompt shares with VRAM or CPU memory is passed over. All of it counts as used.
+        Pages in VRAM or CPU memory are skipped. All pages of the prefix count as used.
         """
         index, limit = self._index, turn.request.num_tokens - 1
         start, somewhere = self.in_vram(turn, limit), self._tiers.somewhere()
@@ -225,7 +228,7 @@ class Promotions:
         used = list(keys[: start // self._facts.block_size])
         used += found.keys if found is not None else ()
         self._touch(used)
-        index.touch(reversed(used))  # so that what comes up does not evict them
+        index.touch(reversed(used))  # so that promoted pages do not evict them
         wanted = [*filterfalse(index.readable, found.keys)] if found is not None else []
         if found is None or not wanted:
             return [], 0, 0
@@ -234,10 +237,10 @@ class Promotions:
         return wanted, behind, found.tokens - behind
 
     def in_vram(self, turn: Turn, limit: int, known: int = 0) -> int:
-        """Tokens of the prompt that VRAM holds, as far as they may be used.
+        """Number of usable prompt tokens that VRAM contains.
 
         Args:
-            known: tokens that it is known to hold.
+            known: number of tokens already known to be in VRAM.
         """
         hashes, strides = turn.request.block_hashes, turn.pages.strides
         cached, end = self._pool.cached, limit
@@ -257,7 +260,7 @@ class Promotions:
         return end
 
     def _ends_in_vram(self, turn: Turn, tokens: int) -> bool:
-        """True if VRAM holds the pages of groups that need not all of the prompt."""
+        """True if VRAM contains the pages of groups that keep only a part of the context."""
         hashes = turn.request.block_hashes
         return all(
             (block + 1) * turn.pages.strides[at] <= len(hashes)
@@ -272,32 +275,32 @@ class Promotions:
             tier.pages.index.touch(keys)
 
     def waits_for_answer(self, turn: Turn) -> bool:
-        """True if a turn has begun to wait for a store's answer, which is not there and not late.
-        Quickly told, as it is asked for in each step."""
+        """True if a turn is waiting for a store's reply that is outstanding and not late. Cheap,
+        because it is called in every step."""
         state = turn.tiers
         if not state.asking or state.waits_since is None or self._clock() >= state.answers_until:
             return False
         return any(map(self._book.under_way, state.awaits))
 
     def still_coming(self, turn: Turn, fit: PrefillFit, fits: Callable[[], bool]) -> bool:
-        """Promote for a turn that the engine considers for admission; True if the turn waits, so
-        that the engine shall ask again later. For the arguments see ``bring_up``."""
+        """Promote pages for a turn that the engine considers for admission. Returns True if the
+        turn waits, and the engine must ask again later. Arguments as for ``bring_up``."""
         waits = self.bring_up(turn, fit, fits)
         if waits and turn.tiers.waits_since is None:
             turn.tiers.waits_since = self._clock()
         return waits
 
     def bring_up(self, turn: Turn, fit: PrefillFit, fits: Callable[[], bool]) -> bool:
-        """Promote what a turn's prompt needs. True if pages worth waiting for, slots for them, or
-        answers, are on their way.
+        """Promote the pages that a turn's prompt needs. Returns True if the turn should wait for
+        pages, slots or replies.
 
-        Never True while VRAM lacks room for the turn: others would overtake it. So its pages come
-        up while it waits for that.
+        Always False while VRAM lacks space for the turn, because other requests would overtake it.
+        Its pages are promoted while it waits for space.
 
         Args:
-            fits: tells whether VRAM has room for it.
+            fits: returns True if VRAM has space for the turn.
         """
-        if not self._tiers:  # first, since this is asked for every waiting request
+        if not self._tiers:  # first, because this runs for every waiting request
             return False
         state, now, has_room = turn.tiers, self._clock(), fits()
         awaited = bool(state.awaits)
@@ -314,8 +317,8 @@ class Promotions:
         return has_room and bool(state.awaits or state.behind)
 
     def in_pieces(self, turn: Turn) -> Below | None:
-        """The pages that may come up in pieces beside those that came up for a turn; None if none
-        may, or need to."""
+        """Pages that may be promoted in pieces for a turn, in addition to those already promoted;
+        None if that is not allowed or not needed."""
         state = turn.tiers
         if not state.in_pieces or state.longest_wait_s is None:
             return None
@@ -325,14 +328,14 @@ class Promotions:
         return Below(self._tiers.somewhere(), until)
 
     def within_reach(self, turn: Turn) -> Below | None:
-        """The pages that a turn would have if it waited for what comes up for it; None if that is
-        not worth it, or there is nothing."""
+        """Pages that a turn would have if it waited for its promotions; None if waiting is not
+        worth it, or there is nothing to wait for."""
         if turn.tiers.longest_wait_s is None:
             return None
         return Below(self._tiers.somewhere(), self._clock() + turn.tiers.longest_wait_s)
 
     def tokens_from_below(self, turn: Turn) -> TokensBelow:
-        """Tokens of a turn's hit that came up for it from a tier, or are to come up in pieces."""
+        """Tokens of a turn's hit that were promoted for it, or are to be promoted in pieces."""
         hit, came_up, there = turn.restore.hit, turn.tiers.keys, self._index.readable
         if hit is None or not self._tiers:
             return TokensBelow(0, 0)
@@ -342,10 +345,10 @@ class Promotions:
         return TokensBelow((len(from_tiers) - shared) * size, shared * size)
 
     def _is_shared(self, store: StoreId | None, key: PageKey) -> bool:
-        """True if a page came up from a tier that engines share.
+        """True if a page comes from a tier shared between engines.
 
         Args:
-            store: where it came from; None if it is to come up in pieces.
+            store: source of the page; None if it is to be promoted in pieces.
         """
         if store is None:
             having = (one for one, tier in self._tiers.items() if tier.has(key))
@@ -353,22 +356,22 @@ class Promotions:
         return store is not None and self._tiers[store].spec.shared
 
     def _worth_a_look(self, turn: Turn, now: float, *, fits: bool) -> bool:
-        """True if pages may be looked for: at first, now and then, once VRAM has room, and once
-        others gave slots back."""
+        """True if pages should be searched: on the first call, at intervals, once VRAM has space,
+        and once other turns have released slots."""
         state = turn.tiers
         if state.looked_at is None or now - state.looked_at >= LOOK_EVERY_S:
             return True
         return (fits and not state.room_seen) or self._of_others(turn) < state.behind
 
     def _hold(self, turn: Turn) -> None:
-        """Keep what has come up for a turn from being evicted until it is claimed."""
+        """Protect the pages promoted for a turn from eviction until it claims them."""
         held = turn.tiers.held
         for key in filter(self._index.readable, turn.tiers.keys):
             if key not in held:
                 held[key] = self._index.acquire(key)
 
     def _of_others(self, turn: Turn) -> int:
-        """Pages that came up, or are coming, for other turns."""
+        """Number of pages promoted, or being promoted, for other turns."""
         return self._unclaimed - len(turn.tiers.keys)
 
     def _look_at_awaited(self, turn: Turn, now: float) -> None:
@@ -384,18 +387,18 @@ class Promotions:
             self._counters.add("lookups_overdue" if state.asking else "promotions_overdue")
             self._tiers.give_up(state.awaits)
             state.awaits.clear()
-            if state.asking:  # it has waited enough: a store that was late is not asked again
+            if state.asking:  # it has waited enough: do not query a late store again
                 state.lookups, state.ends_asked = LOOKUPS, True
 
     def stop_all_waits(self, turns: Iterable[Turn]) -> None:
-        """Have turns wait for nothing any more."""
+        """Let no turn wait for pages any longer."""
         for turn in turns:
             turn.tiers.awaits.clear()
             turn.tiers.behind, turn.tiers.in_pieces = 0, False
             turn.tiers.wait_until = self._clock()
 
     def claimed(self, turn: Turn) -> None:
-        """Let go of what came up for the turn: it was admitted, or is over."""
+        """Release the pages promoted for the turn, because it was admitted or has finished."""
         held = turn.tiers.held
         if turn.tiers.waits_since is not None:
             turn.tiers.waited_s += self._clock() - turn.tiers.waits_since

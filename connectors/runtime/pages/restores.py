@@ -1,4 +1,4 @@
-"""Restores: the pages of a prompt that can come back from CPU memory, and the orders for them."""
+"""Restores: finds the pages of a prompt that CPU memory can restore, and orders them."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from .saves import Saves
 logger = logging.getLogger(__name__)
 
 PAGES_A_STEP = 4096
-"""Pages ordered in a step, after which no further restore begins in it: to order them, and for the
-engine to find blocks for them, takes time, and to bring them takes longer than steps do."""
+"""Number of pages ordered in a step after which no further restore starts in it. Ordering pages and
+finding blocks for them takes time, and the copies take longer than a step anyway."""
 
 
 class Restores:
-    """Finds readable pages and orders their way back to VRAM. Owns the unsent orders.
+    """Finds readable pages and orders their restore to VRAM. Owns the unsent orders.
 
     Args:
         timer: measures steps.
 
     Attributes:
-        policy: chooses how a restore is made; may be replaced between two of them.
-        holding: turns that have blocks for an async restore and have not gone on since.
-        unsent: restores not yet sent.
-        refused: restores that must fail, not yet sent.
+        policy: chooses the restore mode; may be replaced between restores.
+        holding: turns that have blocks for an async restore and have not resumed.
+        unsent: restores not sent yet.
+        refused: restores that must fail, not sent yet.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Restores:
         self._counters = engine.counters
         self._pool = engine.pool
         self.unsent = Outbox[LoadOrder]()
-        self._pages = 0  # of those, if there are any
+        self._pages = 0  # pages in ``unsent``, if it is not empty
         self.refused = Outbox[FailLoad]()
         self._from_there: dict[OrderId, tuple[int, ...]] = {}
         self.holding: set[Turn] = set()
-        self._unlucky: set[Turn] = set()  # some of whose restore did not come, without blocks since
+        self._unlucky: set[Turn] = set()  # part of their restore failed; no new blocks since
 
     def comes_later(self, turn: Turn, num_computed: int) -> bool:
-        """True if a restore for the turn is left to the next step."""
+        """True if a restore for the turn should be left to the next step."""
         keys, first = turn.page_keys(), num_computed // self._facts.block_size
         if first >= len(keys):
             return False
@@ -73,7 +73,8 @@ class Restores:
         return many and self._index.readable(keys[first])
 
     def _awaits_compression(self, turn: Turn, num_computed: int) -> bool:
-        """True if the turn could restore a page that is being compressed once that has ended."""
+        """True if the turn could restore a page that is being compressed once compression
+        finishes."""
         state, limit = self._index.state, turn.request.num_tokens - 1
 
         def there(key: PageKey) -> bool:
@@ -83,23 +84,23 @@ class Restores:
         return found is not None and PageState.BEING_COMPRESSED in map(state, found.keys)
 
     def withdraw(self, turn: Turn) -> None:
-        """Take back what was offered for the turn."""
+        """Withdraw the hit that was offered for the turn."""
         turn.restore.hit = None
 
     def loaded(self, turn: Turn) -> None:
-        """End the turn's restore: whoever loaded into its blocks is done."""
+        """Finish the turn's restore: nothing loads into its blocks any more."""
         self.holding.discard(turn)
         self._unlucky.discard(turn)
         turn.restore.loading, turn.restore.broken = 0, False
         turn.restore.promised = turn.restore.failed = False
 
     def begins_anew(self, turn: Turn) -> bool:
-        """True if the engine asks for a turn of whose async restore nothing came; once.
+        """Return True once if the engine asks again for a turn whose async restore failed entirely.
 
-        vLLM has freed its blocks, and keeps it all the same before those that hold some, which get
-        no turn if the pool has no room for it; told to ask later, it lets it wait with the others.
-        Restored again it would need room twice: vLLM goes on reserving what it lacked the first
-        time. So it is computed.
+        vLLM has freed the turn's blocks, but still keeps it ahead of requests that hold blocks, and
+        these are not scheduled if the pool has no space for the turn. If vLLM is asked to come back
+        later, it queues the turn with the others. A second restore would need twice the space,
+        because vLLM keeps reserving the blocks that the first one lacked. So the turn is prefilled.
         """
         restore = turn.restore
         if not restore.promised:
@@ -109,21 +110,21 @@ class Restores:
         return True
 
     def on_failed(self, turn: Turn) -> None:
-        """Take in that some of a live turn's async restore did not come."""
+        """Record that part of a live turn's async restore failed."""
         self._unlucky.add(turn)
 
     def on_ended(self, turn: Turn) -> None:
-        """Forget a turn that is over."""
+        """Forget a finished turn."""
         self.holding.discard(turn)
         self._unlucky.discard(turn)
 
     def answer(self, turn: Turn) -> tuple[int | None, bool]:
-        """Tokens that the turn is offered, and True if they come async. None: ask again in the next
-        step.
+        """Return the number of tokens offered to the turn, and True if their restore is async. None
+        asks the engine to come back in the next step.
 
-        An async restore comes behind turns whose own failed. vLLM keeps room for all that those
-        lack, and lets no other such restore into it; and they may be behind this one in its queue,
-        where it does not look once room lacks.
+        An async restore must wait for turns whose own restore failed. vLLM reserves all blocks that
+        these turns lack, and lets no other async restore use them. These turns may also be behind
+        this one in vLLM's queue, which vLLM stops scanning once blocks are short.
         """
         hit = turn.restore.hit
         if hit is None:
@@ -134,7 +135,7 @@ class Restores:
         return hit.tokens, hit.mode is RestoreMode.ASYNC
 
     def on_part_loaded(self, turn: Turn) -> bool:
-        """Take in that an order of the turn's restore is over; True if that was the last one."""
+        """Record that an order of the turn's restore finished; True if it was the last one."""
         if not turn.restore.loading:
             return False
         turn.restore.loading -= 1
@@ -143,14 +144,14 @@ class Restores:
     def find(
         self, turn: Turn, num_computed: int, others: int, below: Below | None = None
     ) -> Hit | None:
-        """Offer the longest prefix beyond that in VRAM whose pages are readable.
+        """Offer the longest readable prefix beyond the VRAM prefix.
 
-        At least the last token is left to compute: its logits are wanted.
+        At least the last token is left to compute, because its logits are needed.
 
         Args:
             num_computed: tokens of the VRAM prefix, whole blocks.
-            others: requests running beside this one.
-            below: pages that may come up in pieces beside the readable ones.
+            others: number of other running requests.
+            below: pages that may be promoted in pieces, in addition to the readable pages.
         """
         index, limit = self._index, turn.request.num_tokens - 1
         there: There = index.readable
@@ -170,7 +171,7 @@ class Restores:
         return turn.restore.hit
 
     def _mode(self, found: Found, others: int) -> RestoreMode:
-        cold = self._index.cold  # decoded on threads of their own
+        cold = self._index.cold  # compressed pages are decoded on separate threads
         compressed = cold.compressed and PageState.COMPRESSED in map(cold.state, found.keys)
         if not self._facts.sync_restores or compressed:
             return RestoreMode.ASYNC
@@ -178,13 +179,13 @@ class Restores:
         return self.policy.choose(RestoreCost(copy_s, self._timer.step_s, others))
 
     def order(self, turn: Turn, tokens: int) -> Sequence[PlacedPage]:
-        """Order the restore that the engine now counts on.
+        """Order the restore that the engine expects.
 
         Returns:
-            Pages that CPU memory lacks: they are to come in pieces (``add_piece``).
+            Pages that CPU memory lacks and that must be restored in pieces (``add_piece``).
 
         Raises:
-            RuntimeError: none was offered, or not this one; follow with ``refuse``.
+            RuntimeError: no restore, or another one, was offered; follow with ``refuse``.
         """
         hit = turn.restore.hit
         if hit is None:
@@ -217,7 +218,7 @@ class Restores:
                 turn.restore.loading += 1
 
     def _order_first_pieces(self, turn: Turn, hit: Hit, tokens: int) -> Sequence[PlacedPage]:
-        """Order what CPU memory has of a restore; give the pages that it lacks."""
+        """Order the pages of a restore that are in CPU memory. Returns the pages that it lacks."""
         readable, lacking = self._index.readable, list[PlacedPage]()
         here = list[tuple[int, list[PageKey], list[int]]]()
         for part in hit.parts:
@@ -241,7 +242,7 @@ class Restores:
     def _places(
         self, turn: Turn, part: GroupPages, hit: Hit, tokens: int
     ) -> tuple[Sequence[PageKey], Sequence[int]]:
-        """Pages of a part, those that ``tokens`` of the hit need, and their blocks."""
+        """Pages of a part that the first ``tokens`` of the hit need, and their blocks."""
         size = self._facts.groups[part.group].block_size
         keys = part.keys if tokens == hit.tokens else part.keys[: -(-tokens // size)]
         table = self._pool.tables[part.group][turn.request_id]
@@ -267,7 +268,7 @@ class Restores:
     def add_piece(
         self, turn: Turn, group: int, keys: Sequence[PageKey], blocks: Sequence[int], *, more: bool
     ) -> OrderId:
-        """Order readable pages of a turn whose restore comes in pieces.
+        """Order readable pages of a turn that is restored in pieces.
 
         Args:
             more: False if this is the last piece.
@@ -277,10 +278,10 @@ class Restores:
         return order.order_id
 
     def break_off(self, turn: Turn, blocks: Sequence[int]) -> bool:
-        """End a restore in pieces: what its last blocks were to hold is computed.
+        """End a restore in pieces. The tokens of its remaining blocks are prefilled.
 
         Returns:
-            True if nothing of it is under way.
+            True if none of its orders is in flight.
         """
         self.refused.append(FailLoad(turn.request_id, tuple(blocks), RestoreMode.ASYNC))
         turn.restore.loading -= 1
@@ -289,11 +290,11 @@ class Restores:
         return not turn.restore.loading
 
     def refuse(self, request_id: str, turn: Turn | None) -> tuple[int, ...]:
-        """Order a restore that must fail, in place of one that the engine counts on: the workers
+        """Order a restore that must fail, in place of one that the engine expects. The workers
         report its blocks as bad, and the tokens are recomputed.
 
         Returns:
-            The blocks that will hold nothing.
+            The blocks whose content is invalid.
         """
         hit = turn.restore.hit if turn is not None else None
         usual = RestoreMode.SYNC if self._facts.sync_restores else RestoreMode.ASYNC
@@ -309,10 +310,11 @@ class Restores:
         return bad
 
     def on_settled(self, done: Settled[LoadOrder]) -> tuple[int, ...]:
-        """Take in a restore that is over on every rank.
+        """Count a restore that has finished on every rank.
 
         Returns:
-            The blocks of its request that the engine hashed before it was made, and those behind.
+            For a sync restore, the blocks of its request from the restore's first block on. The
+            engine hashed them before the restore.
         """
         good = len(done.keys) - len(done.failed)
         page_bytes = self._facts.groups[done.order.group].page_bytes * self._facts.ranks
@@ -338,20 +340,21 @@ class Restores:
         saves: Saves,
         step: int,
     ) -> None:
-        """Make the blocks of a failed sync restore unfindable.
+        """Remove the blocks of a failed sync restore from the prefix cache.
 
-        The engine hashes the blocks of a restore before it is made. It rewinds the requests that
-        use a bad block, so that they recompute it, but leaves its hash in place. If they are
-        aborted or preempted first, the next lookup would hit garbage. So the hashes of the bad
-        blocks, and of those computed behind them, go as soon as they are known.
+        The engine hashes the blocks of a restore before the restore runs. It rewinds the requests
+        that use a bad block, so that they recompute it, but leaves the block's hash in place. If
+        such a request is aborted or preempted first, the next lookup would hit garbage. So the
+        hashes of bad blocks, and of blocks computed behind them, are removed as soon as the failure
+        is known.
 
-        The workers have refused the saves that were ordered since. They are offered again, but for
-        requests that hold a bad block: nothing of these is saved or restored any more.
+        The workers have refused the saves that were ordered since. These saves are offered again,
+        except for requests that hold a bad block: nothing of these is saved or restored any more.
 
         Args:
-            bad: blocks that hold nothing.
-            restored: blocks of the restore's request, first to last. The request may be gone.
-            turns: the live requests.
+            bad: blocks whose content is invalid.
+            restored: blocks of the restore's request, first to last. The request may have finished.
+            turns: live requests.
         """
         self._forget_from(bad, restored)
         for turn in turns:
@@ -366,7 +369,7 @@ class Restores:
                 saves.watch(turn, step + 1)
 
     def _forget_from(self, bad: set[int], ids: Sequence[int]) -> bool:
-        """Make blocks from the first bad one on unfindable; False if there is none."""
+        """Remove blocks from the first bad one on from the prefix cache; False if none is bad."""
         first = next((i for i, block in enumerate(ids) if block in bad), len(ids))
         self._pool.forget(ids[first:])
         return first < len(ids)

@@ -1,9 +1,9 @@
-"""Saves: blocks are copied to CPU memory as they fill, each once.
+"""Saves: blocks are copied to CPU memory as they fill, each block once.
 
-A calendar says which request to look at in which step: looking at every running request in every
-step would cost more than the saves. Short blocks are saved a few at a time, and the requests of a
-few steps are looked at together, so that orders are few. At its end a turn's last blocks are saved,
-and its last boundary for groups that keep less than all of a context.
+A calendar records which requests to check in which step, because checking every running request in
+every step would cost more than the saves. Short blocks are saved a few at a time, and the requests
+of several steps are checked together, so that there are few orders. At the end of a turn its last
+blocks are saved, and its last boundary for groups that keep only a part of the context.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.partial_blocks import TailIndex
 
 STRIDE_TOKENS = 256
-"""A decoding request is looked at once it may have filled this many tokens' blocks..."""
+"""A decoding request is checked once it may have filled blocks of this many tokens..."""
 TOGETHER = 16
-"""...in a step that is a multiple of this. What it filled since is saved when it finishes,
-and lost when it is preempted: at most 272 tokens or a block."""
+"""...in a step that is a multiple of this. Blocks filled since then are saved when the request
+finishes, and lost when it is preempted: at most 272 tokens or a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveStride:
-    """The blocks of a decoding request that are saved together.
+    """Interval, in tokens, at which the blocks of a decoding request are saved together.
 
     Attributes:
         block_size: tokens of a block.
-        tokens: tokens of those blocks: one block at least.
+        tokens: tokens of the blocks that are saved together; at least one block.
     """
 
     block_size: int
@@ -45,20 +45,20 @@ class SaveStride:
 
     @classmethod
     def of(cls, block_size: int) -> SaveStride:
-        """The stride of an engine with blocks of that size."""
+        """Return the stride for blocks of that size."""
         return cls(block_size, max(block_size, STRIDE_TOKENS // block_size * block_size))
 
     def next_look(self, step: int, *, saved: int, computed: int, known: int) -> int:
-        """The step at which a turn is looked at again.
+        """Return the step at which a turn is checked again.
 
-        A prefill may fill many blocks in the next step. A decoding request fills one token a
-        step, so it is known when its next blocks can be full at the earliest.
+        A prefill may fill many blocks in the next step. A decoding request fills one token a step,
+        so the earliest step in which its next blocks are full is known.
 
         Args:
-            step: the present step.
-            saved: blocks that were saved so far.
-            computed: tokens that are computed once the step has run.
-            known: tokens of the prompt and of the answer so far.
+            step: current step.
+            saved: number of blocks saved so far.
+            computed: number of tokens computed once the step has run.
+            known: number of tokens of the prompt and of the answer so far.
         """
         look = step + 1
         if computed >= known:
@@ -70,13 +70,13 @@ class SaveStride:
 def worth_a_slot(
     pages: Mapping[PageKey, int], lacking: Collection[PageKey], free: int
 ) -> Mapping[PageKey, int]:
-    """The pages to save: those that no tier below has, and as many of the others as slots are free
-    besides. What VRAM and a tier below both hold is worth no page that CPU memory alone has.
+    """Pages to save: all that no lower tier has, and as many others as there are free slots left. A
+    page that VRAM and a lower tier both have is not worth evicting a page that only CPU memory has.
 
     Args:
         pages: pages that CPU memory lacks, and their blocks.
-        lacking: those of the pages that no tier below has.
-        free: free slots of CPU memory.
+        lacking: the pages among them that no lower tier has.
+        free: number of free slots in CPU memory.
     """
     if len(lacking) == len(pages):
         return pages
@@ -86,20 +86,20 @@ def worth_a_slot(
 
 
 def kept_tokens(request: Request) -> int:
-    """Tokens of a request that is over whose KV is there, whatever step is under way."""
+    """Tokens of a finished request whose KV exists, whatever step is in flight."""
     computed = request.num_computed_tokens - request.num_in_flight_tokens
     return min(computed, request.num_tokens - 1)
 
 
 def state_tokens(request: Request, facts: EngineFacts) -> int | None:
-    """Tokens that the state of a request covers that is over, once the steps under way are.
+    """Tokens that the state of a finished request covers, once the steps in flight are done.
 
-    A step under way advances the state in place. If that is the one that takes the last token in,
-    the state covers all tokens. Nobody may ask for it if the client got a shorter text. With
-    speculation the state after the tokens that were taken may lie in another block.
+    A step in flight advances the state in place. If it computes the last token, the state covers
+    all tokens. The state is useless if the client received a shorter text. With speculation the
+    state after the accepted tokens may be in another block.
 
     Returns:
-        None if the state is of no use.
+        None if the state is unusable.
     """
     if request.text_cut or facts.speculates:
         return None
@@ -110,18 +110,21 @@ def state_tokens(request: Request, facts: EngineFacts) -> int | None:
 
 
 def last_boundary(request: Request, facts: EngineFacts) -> int:
-    """Number of tokens at which the engine finds the prompt again, if it comes once more; 0 if it
-    does not. The block before is left out where KV of a drafter depends on the token behind it."""
+    """Number of tokens at which the engine finds the prompt if it is sent again; 0 if it does not.
+    One unit less if a drafter's KV depends on the following token."""
     unit = facts.hit_tokens
     resent = (request.num_prompt_tokens - 1) // unit * unit
     return max(0, resent - unit) if facts.draft_tokens else resent
 
 
 def prompt_boundaries(request: Request, facts: EngineFacts) -> list[int]:
-    """Numbers of tokens at which the KV of every group is saved while the prompt is computed, the
-    least one last: where the engine finds the prompt again, where others part from it, and its end.
+    """Prompt lengths, in tokens, at which the KV of every group is saved during prefill, in
+    descending
+    order: where the engine finds the prompt again, where other prompts diverge, and the prompt's
+        end.
 
-    Without groups that keep less than all of a context there are none: every block is one.
+    Empty unless some group keeps only a part of the context, because otherwise every block is a
+    boundary.
     """
     if not facts.narrow:
         return []
@@ -137,7 +140,7 @@ class Saves:
     """Orders saves, and holds a reference on every block until its copy is done.
 
     Attributes:
-        over: how many saves have ended so far.
+        over: number of finished saves.
     """
 
     def __init__(
@@ -156,10 +159,10 @@ class Saves:
         self.unsent = Outbox[SaveOrder]()
         self.over = 0
         self._latest: OrderId | None = None
-        self._used_by: dict[OrderId, list[PageKey]] = {}  # turns that await the save
+        self._used_by: dict[OrderId, list[PageKey]] = {}  # pages of turns that wait for the save
 
     def watch(self, turn: Turn, step: int) -> None:
-        """Look for newly filled blocks of this turn in that step, and not before."""
+        """Check the turn for newly filled blocks in that step, and not before."""
         if not turn.pages.fingerprints:
             return
         if not turn.save.cursors:
@@ -169,7 +172,7 @@ class Saves:
         self._calendar[step][turn] = None
 
     def _unwatch(self, turn: Turn) -> None:
-        """Take the turn out of the calendar, which would keep it until that step."""
+        """Remove the turn from the calendar, which would otherwise keep it until that step."""
         due, turn.save.due = turn.save.due, None
         if due is not None and due in self._calendar:
             self._calendar[due].pop(turn, None)
@@ -177,7 +180,7 @@ class Saves:
                 del self._calendar[due]
 
     def resume(self, turn: Turn) -> None:
-        """Go on saving the turn: nobody else loads into its blocks any more."""
+        """Resume saving the turn: nothing loads into its blocks any more."""
         turn.save.suspended = False
 
     def start_over(self, turn: Turn) -> None:
@@ -189,7 +192,7 @@ class Saves:
         """Order saves of the blocks that are full once this step has run.
 
         Args:
-            scheduled: tokens that each request computes in this step.
+            scheduled: tokens that the step computes for each request.
         """
         if step not in self._calendar:
             return
@@ -215,7 +218,7 @@ class Saves:
 
     def save_state(self, turn: Turn, group: int, block: int, tokens: int) -> None:
         """Save a state that the engine keeps after ``tokens``, once this step has run, if that is a
-        boundary of the prompt. An engine may keep many more, and each takes a slot."""
+        boundary of the prompt. The engine may keep many others, and each would take a slot."""
         if not turn.pages.fingerprints or tokens not in prompt_boundaries(
             turn.request, self._facts
         ):
@@ -228,10 +231,10 @@ class Saves:
             self._order(filled)
 
     def on_ended(self, turn: Turn) -> None:
-        """Save the blocks that a turn filled last, and its end, which fills no block.
+        """Save the last blocks of a finished turn, and its end, which fills no block.
 
-        All its pages then count as just used, the end of the context as the least
-        valuable: a prefix without its end is a hit, an end without its prefix is none.
+        All its pages then count as just used, the end of the context as the least valuable: a
+        prefix without its end is a hit, but an end without its prefix is not.
         """
         if not turn.has_kv or not turn.pages.fingerprints:
             return
@@ -248,7 +251,7 @@ class Saves:
         if end is not None:
             self._add_end(turn, end, filled)
         self._order(filled)
-        # Without pages to save now, those of the last step may be on their way.
+        # Without pages to save now, the pages of the last step may still be in flight.
         last, context = self._latest, self._context(turn)
         turn.save.pages = context
         if last is not None and self._book.under_way(last):
@@ -258,8 +261,8 @@ class Saves:
             self._book.index.touch(reversed(context))
 
     def _used_after(self, save: OrderId, keys: Iterable[PageKey]) -> None:
-        """Count pages as just used once the save has settled. Of more pages than CPU memory holds,
-        the latest count: behind a copy that hangs, any number of turns may end."""
+        """Count pages as just used once the save has settled. At most one page per slot is kept,
+        the latest ones, because any number of turns may end while a copy hangs."""
         used = self._used_by.setdefault(save, [])
         used.extend(keys)
         del used[: max(0, len(used) - self._book.index.num_slots)]
@@ -289,14 +292,14 @@ class Saves:
             self._add_boundary(turn, end, filled)
 
     def _add_boundary(self, turn: Turn, tokens: int, filled: list[dict[PageKey, int]]) -> None:
-        """Add the pages that a prefix of ``tokens`` needs beside those of whole blocks, if all of
-        them are there; they are then known as its end."""
+        """Add the pages that a prefix of ``tokens`` needs in addition to whole blocks, if all
+        exist. They are recorded as a boundary of the turn."""
         for at, key, block in self._boundary(turn, tokens):
             filled[at][key] = block
             turn.save.bounded[key] = None
 
     def _boundary(self, turn: Turn, tokens: int) -> Sequence[tuple[int, PageKey, int]]:
-        """The pages of a boundary, each with its group and block; none if one of them lacks."""
+        """Pages of a boundary, each with its group and block; empty if one is missing."""
         request, unit = turn.request, self._facts.hash_tokens
         start = tokens // unit * unit
         tail: PageKey | None = None
@@ -307,7 +310,7 @@ class Saves:
         for at, group in enumerate(self._facts.groups):
             if group.reach.kind is KvKind.STATE:
                 if tokens < request.num_prompt_tokens:
-                    continue  # the engine gives it, if it has it
+                    continue  # the engine offers it, if it has it
                 key = turn.state_key(at, tokens) if start == tokens else tail
                 wanted = [(group.needs(tokens).start, key)]
             else:
@@ -325,7 +328,7 @@ class Saves:
     def _narrow_blocks(
         self, turn: Turn, at: int, tokens: int, tail: PageKey | None
     ) -> list[tuple[int, PageKey | None]]:
-        """Blocks that a prefix needs and no cursor passes, with their keys."""
+        """Blocks that a prefix needs and that no cursor passes, with their keys."""
         group, keys = self._facts.groups[at], turn.page_keys(at)
         needed, whole = group.needs(tokens), tokens // group.block_size
         blocks = list[tuple[int, PageKey | None]]()
@@ -341,7 +344,7 @@ class Saves:
         self._prune_tails()
 
     def _prune_tails(self) -> None:
-        """Forget the tails whose pages are gone, once they outnumber the pages."""
+        """Forget tails whose pages no tier has, once tails outnumber pages by two to one."""
         index, book = self._book.index, self._book
         stored = sum(len(tier.index) for tier in book.stores.values())
         if len(self._tails) > 2 * (index.num_slots + stored):
@@ -352,10 +355,11 @@ class Saves:
             )
 
     def _remember_prompt_end(self, turn: Turn) -> None:
-        """Keep the block in which the prompt ended as a partial tail: the answer has filled it.
+        """Register the block in which the prompt ended as a partial tail. The answer has filled the
+        block.
 
-        A prompt that ends there again, or goes on otherwise (answers are tokenised anew), can use
-        its first part.
+        A prompt that ends there again, or continues differently (answers are tokenised again), can
+        use the first part of the block.
         """
         size = self._facts.block_size
         block, length = divmod(turn.request.num_prompt_tokens, size)
@@ -367,7 +371,7 @@ class Saves:
             self._prune_tails()
 
     def on_settled(self, done: Settled[SaveOrder]) -> None:
-        """Give up the blocks of a save that is over on every rank."""
+        """Release the blocks of a save that has finished on every rank."""
         self.over += 1
         self._book.index.touch(self._used_by.pop(done.order.order_id, ()))
         failed = len(done.failed)
@@ -384,7 +388,8 @@ class Saves:
         self._give_up(done.order.blocks)
 
     def free_some(self) -> bool:
-        """True if blocks are free once the saves under way are over: nobody else has them."""
+        """True if finishing the saves in flight will free blocks, because nothing else references
+        them."""
         blocks = self._pool.blocks
         return any(
             blocks[block].ref_cnt == 1
@@ -393,7 +398,7 @@ class Saves:
         )
 
     def drop_unsent(self) -> list[OrderId]:
-        """Forget the saves that were not sent yet, and give up their blocks; returns them."""
+        """Forget the unsent saves, and release their blocks. Returns the ids of the saves."""
         dropped = self.unsent.take()
         for order in dropped:
             self._book.cancel(order)
@@ -402,8 +407,8 @@ class Saves:
         return [order.order_id for order in dropped]
 
     def drop_all(self) -> list[OrderId]:
-        """Forget every save, sent or not, and give up its blocks at once; returns those sent,
-        whose copies may go on while others write into the blocks."""
+        """Forget every save, and release its blocks immediately. Returns the ids of the sent saves,
+        whose copies may still run while the blocks are overwritten."""
         self.drop_unsent()
         self._used_by.clear()
         abandoned = self._book.abandon_saves()
@@ -415,11 +420,11 @@ class Saves:
         return [{} for _ in self._facts.groups]
 
     def _add_filled(self, turn: Turn, tokens: int, filled: list[dict[PageKey, int]]) -> None:
-        """Add the blocks filled since the last look, with their keys.
+        """Add the blocks filled since the last check, with their keys.
 
         Args:
-            tokens: tokens whose KV is there, drafts and placeholders perhaps included;
-                blocks whose tokens are not final yet have no hash, and wait.
+            tokens: tokens whose KV exists, possibly including drafts and placeholders. Blocks whose
+                tokens are not final have no hash yet, and wait.
         """
         for at, group in enumerate(self._facts.groups):
             if group.reach.kind is not KvKind.FULL:
@@ -440,13 +445,14 @@ class Saves:
 
     def _worth_a_slot(self, pages: Mapping[PageKey, int]) -> Mapping[PageKey, int]:
         book, index = self._book, self._book.index
-        if len(book.stored_nowhere(pages)) == len(pages):  # mostly so
+        if len(book.stored_nowhere(pages)) == len(pages):  # the usual case
             return pages
         missing = index.missing(pages)
         return worth_a_slot(missing, book.stored_nowhere(missing), index.free_slots)
 
     def capture(self, filled: Sequence[Mapping[PageKey, int]]) -> list[SaveOrder]:
-        """Order saves of pages, by group, worth a slot or not; as many as have room."""
+        """Order saves of pages, by group, whether worth a slot or not, as far as there are
+        slots."""
         orders = list[SaveOrder]()
         for at, pages in enumerate(filled):
             order = self._book.plan_save(pages, at) if pages else None

@@ -1,1 +1,1 @@
-"""Pins, and when they give way."""
+"""Pins, and when they are released."""

@@ -1,10 +1,11 @@
-"""Blocks at the end of each prompt that a request needs no longer, held until its turn ends.
+"""Blocks at the end of each prompt that a request no longer needs, held until its turn ends.
 
-The engine finds a prompt again at its last boundary: with all blocks of full attention before it,
-and there the window and the state of the other groups. Those leave the request's table while it
-answers. So they are held from the prompt on, for the pin to take over.
+The engine finds a prompt again at its last boundary. It needs all full-attention blocks before the
+boundary, and the window and state of the other groups at the boundary. Windows and states leave the
+request's table while it decodes, so their blocks are held from the prompt on, for the pin to take
+over.
 
-Without groups that keep less than all of a context there are none.
+Models whose groups all keep the whole context need no such blocks.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class _Boundary:
     """The last boundary of a prompt.
 
     Attributes:
-        tokens: tokens before it.
-        held: blocks that are held, by group.
+        tokens: number of tokens before the boundary.
+        held: held blocks, by group.
         lacking: groups whose blocks are not held yet.
     """
 
@@ -34,7 +35,7 @@ class _Boundary:
 
 
 class BoundaryBlocks:
-    """Boundaries of the prompts of live turns. One thread.
+    """Holds the blocks at the prompt boundaries of live turns. One thread.
 
     Args:
         pool: the engine's block pool.
@@ -50,7 +51,7 @@ class BoundaryBlocks:
         self._awaited: dict[str, Turn] = {}
 
     def watch(self, turn: Turn) -> None:
-        """Hold the blocks at the turn's boundary as soon as they are there."""
+        """Hold the blocks at the turn's boundary as soon as they are computed."""
         if not self._narrow or turn.request_id in self._boundaries:
             return
         if tokens := last_boundary(turn.request, self._facts):
@@ -58,10 +59,10 @@ class BoundaryBlocks:
             self._awaited[turn.request_id] = turn
 
     def step(self, scheduled: Mapping[str, int]) -> None:
-        """Hold what is there once this step has run.
+        """Hold the boundary blocks that exist once this step has run.
 
         Args:
-            scheduled: tokens that each request computes in it.
+            scheduled: tokens that the step computes for each request.
         """
         if not self._awaited:  # in every step
             return
@@ -72,7 +73,8 @@ class BoundaryBlocks:
                 continue
             for group in list(boundary.lacking):
                 state = self._facts.groups[group].reach.kind is KvKind.STATE
-                # A state is in its block until the next token comes; later the engine offers it.
+                # The next token overwrites the state in its block. After that, the engine offers a
+                # copy.
                 if not state or computed == boundary.tokens:
                     self._hold(request_id, group, self._in_table(turn, group, boundary.tokens))
             del self._awaited[request_id]
@@ -80,12 +82,12 @@ class BoundaryBlocks:
     def _in_table(self, turn: Turn, group: int, tokens: int) -> Sequence[Block]:
         table = self._pool.tables[group].get(turn.request_id, ())
         needed = self._facts.groups[group].needs(tokens)
-        # The engine finds one block more where a drafter's KV depends on the next token.
+        # With a drafter the engine needs one more block, because KV depends on the next token.
         stop = needed.stop + (self._facts.groups[group].draft_tokens > 0)
         return table[needed.start : stop] if stop <= len(table) else ()
 
     def on_state(self, request_id: str, group: int, block_id: int, tokens: int) -> None:
-        """Hold a state that the engine offers, if it is the one at the boundary."""
+        """Hold a state that the engine offers, if it is the state at the boundary."""
         boundary = self._boundaries.get(request_id)
         if boundary is not None and tokens == boundary.tokens and group in boundary.lacking:
             self._hold(request_id, group, [self._pool.blocks[block_id]])
@@ -99,9 +101,10 @@ class BoundaryBlocks:
         boundary.lacking.discard(group)
 
     def of(self, turn: Turn) -> list[Block]:
-        """The blocks with which the engine finds the turn's context again: all of them, or none.
+        """Return the blocks in which the engine finds the turn's context again; empty unless
+        complete.
 
-        Those of full attention come last, in the order of the context.
+        Full-attention blocks come last, in the order of the context.
         """
         if not self._narrow:
             return [
@@ -122,14 +125,14 @@ class BoundaryBlocks:
         return found
 
     def release(self, request_id: str) -> None:
-        """Give a turn's blocks back."""
+        """Release a turn's blocks."""
         self._awaited.pop(request_id, None)
         boundary = self._boundaries.pop(request_id, None)
         if boundary is not None:
             self._give_back(boundary)
 
     def release_all(self) -> bool:
-        """Give the blocks of all turns back, for good; False if there are none."""
+        """Release the blocks of all turns, for good. Returns False if no blocks were held."""
         held = [boundary for boundary in self._boundaries.values() if boundary.held]
         for boundary in held:
             self._give_back(boundary)

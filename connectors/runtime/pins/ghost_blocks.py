@@ -1,7 +1,7 @@
-"""Ghosts: blocks that pins would hold in an engine that is only observed. The engine's own are left
-to it.
+"""Ghosts: stand-ins for the blocks that pins would hold in observe mode. The engine's own blocks
+are not touched.
 
-A ghost is named by what it holds, as the engine may give the block to somebody else meanwhile.
+A ghost is identified by the content of its block, because the engine may reuse the block meanwhile.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .boundary_blocks import BoundaryBlocks
 from .pin_table import PinTable
 
 COUNTED_S = 1e-4
-"""Seconds per ghost before those are counted again that the engine has in use: to look at one takes
-a microsecond."""
+"""Seconds per ghost for which the number of ghosts in use is cached. Checking a ghost takes a
+microsecond."""
 
 
 class Name(NamedTuple):
-    """Name of a ghost: the page group, and the hash of the block that it stands for."""
+    """Identity of a ghost: the page group, and the hash of the block that it stands for."""
 
     group: int
     block_hash: bytes
@@ -32,7 +32,7 @@ class Name(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Ghost:
-    """A block that a pin would hold. ``block_id`` is below 0: no block of the engine has it."""
+    """A block that a pin would hold. ``block_id`` is negative, so no block of the engine has it."""
 
     block_id: int
     name: Name
@@ -45,7 +45,7 @@ class Ghost:
 
 
 class GhostPool:
-    """The engine's blocks as they would be: a ``BlockPool`` that changes nothing of the engine's.
+    """A simulated ``BlockPool`` on top of the engine's. Changes nothing in the engine.
 
     Args:
         real: the engine's blocks.
@@ -65,41 +65,42 @@ class GhostPool:
         self._counted_until = float("-inf")
 
     def ghost(self, group: int, block_hash: bytes) -> Ghost:
-        """The ghost of what a block holds."""
+        """Return the ghost for a block with that content."""
         name = Name(group, block_hash)
         return self._held.get(name) or Ghost(next(self._ids), name)
 
     def hold(self, blocks: Sequence[Block]) -> None:
-        """Take a reference on each ghost; blocks of the engine are left alone."""
+        """Add a reference to each ghost. The engine's blocks are ignored."""
         for ghost in _ghosts(blocks):
             ghost.ref_cnt += 1
             self._held[ghost.name] = ghost
 
     def release(self, blocks: Iterable[Block]) -> None:
-        """Give a reference on each ghost back."""
+        """Drop a reference to each ghost."""
         for ghost in _ghosts(blocks):
             ghost.ref_cnt -= 1
             if not ghost.ref_cnt:
                 del self._held[ghost.name]
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Do nothing: what the engine finds is its own affair."""
+        """Do nothing: the engine's prefix cache stays as it is."""
 
     def cached(self, block_hash: bytes, group: int) -> Block | None:
-        """The block with that hash, a ghost's too."""
+        """Return the block or ghost with that hash; None if there is none."""
         return self._held.get(Name(group, block_hash)) or self._real.cached(block_hash, group)
 
     def num_free(self) -> int:
-        """Blocks that would be free beside the pins."""
+        """Number of blocks that would be free if the pins were real."""
         return max(0, self._room())
 
     def num_cached(self) -> int:
-        """Blocks that the engine can find."""
+        """Number of blocks in the engine's prefix cache."""
         return self._real.num_cached()
 
     @property
     def short(self) -> bool:
-        """True if requests have blocks that pins would hold: these would have given way."""
+        """True if requests use blocks that pins would hold, so that some pins would have been
+        released."""
         return self._room() < 0
 
     def _room(self) -> int:
@@ -112,21 +113,21 @@ class GhostPool:
 
 
 class GhostPins(PinTable):
-    """Pins of ghosts, over a ``GhostPool``."""
+    """Pins of ghosts, on a ``GhostPool``."""
 
     _pool: GhostPool
 
     def expire(self, now: float) -> int:
-        """Release pins whose time is up, and those whose blocks requests have taken: the engine
-        asks for no block of a ghost, so such a pin is found here."""
+        """Release pins that are past their deadline, and pins whose blocks requests have taken. The
+        engine never asks for a ghost's block, so taken blocks are detected here."""
         return super().expire(now) + self.make_room(lambda: not self._pool.short)
 
 
 class GhostBoundaries(BoundaryBlocks):
-    """The blocks that pins would take over, as ghosts.
+    """Boundary blocks that pins would take over, as ghosts.
 
     Args:
-        pool: the engine's blocks as they would be.
+        pool: the simulated pool.
     """
 
     def __init__(self, facts: EngineFacts, pool: GhostPool) -> None:
@@ -139,7 +140,7 @@ class GhostBoundaries(BoundaryBlocks):
         self._groups = groups or [(CONTEXT, facts.block_size, True)]
 
     def of(self, turn: Turn) -> list[Block]:
-        """Ghosts of the blocks with which the engine would find the turn's context again."""
+        """Ghosts of the blocks in which the engine would find the turn's context again."""
         found = list[Block]()
         for at, size, _ in sorted(self._groups, key=lambda group: group[2]):
             wanted = self._wanted(turn, at)
@@ -151,7 +152,7 @@ class GhostBoundaries(BoundaryBlocks):
         return found
 
     def _wanted(self, turn: Turn, group: int) -> range | None:
-        """Blocks of a group; None if some group lacks its own."""
+        """Blocks of a group; None if some group's blocks at the boundary are missing."""
         if not self._narrow:
             table = self._pool.tables[group].get(turn.request_id, ())
             return range(sum(not one.is_null and one.block_hash is not None for one in table))

@@ -1,8 +1,8 @@
 """Pins: extra references on VRAM blocks, with a deadline and a budget.
 
-A pinned block stays hashed, so vLLM's own prefix cache hits it. Pins are soft: they go
-when their time is up, when the job's next turn has taken its blocks over, and whenever
-somebody needs the blocks more. Only the scheduler thread may touch the block pool.
+A pinned block stays hashed, so vLLM's own prefix cache hits it. Pins are soft. They are released at
+their deadline, when the job's next turn has taken over their blocks, and whenever another request
+needs the blocks more. Only the scheduler thread may touch the block pool.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class _Pin:
 
 
 class PinFacts(NamedTuple):
-    """A pin as others see it.
+    """A pin's size and deadline.
 
     Attributes:
-        blocks: blocks that it holds.
-        deadline: on the scheduler half's clock, seconds; infinite while its job's turn waits.
+        blocks: number of blocks that the pin holds.
+        deadline: seconds on the scheduler half's clock; infinite while the job's turn is queued.
     """
 
     blocks: int
@@ -50,7 +50,7 @@ class PinTable:
         budget: number of distinct blocks that all pins together may hold.
 
     Attributes:
-        on_end: told of every pin that ends, and why.
+        on_end: called with the job of every released pin, and the reason.
     """
 
     def __init__(self, pool: BlockPool, budget: int) -> None:
@@ -73,7 +73,7 @@ class PinTable:
         return len(self._held)
 
     def look(self, job: JobKey) -> PinFacts | None:
-        """A job's pin; None if it has none."""
+        """Return the size and deadline of a job's pin; None if the job has no pin."""
         pin = self._pins.get(job)
         return PinFacts(len(pin.blocks), pin.deadline) if pin is not None else None
 
@@ -91,19 +91,19 @@ class PinTable:
         *,
         whole: bool = False,
     ) -> int:
-        """Hold a job's blocks until ``deadline``, in place of what it held before.
+        """Pin a job's blocks until ``deadline``. Replaces the job's previous pin.
 
-        A context over budget is pinned from its start: the tail alone would be no hit.
+        A context over budget is pinned from its start, because the tail alone would not be a hit.
 
         Args:
             blocks: full, hashed blocks in the order of the context.
             deadline: on the scheduler half's clock, seconds.
             started_at: start of the job, seconds.
             value: value of the pin.
-            whole: True if a part of the blocks is of no use.
+            whole: True if pinning only a part of the blocks is useless.
 
         Returns:
-            Number of the blocks that are pinned.
+            Number of blocks that are pinned.
         """
         self.release(job)
         kept = self._within_budget(blocks)
@@ -126,7 +126,7 @@ class PinTable:
         return list(blocks[: within_budget((block.block_id in held for block in blocks), room)])
 
     def revise(self, job: JobKey, deadline: float, value: PinValue) -> None:
-        """Change a pin's deadline and value. Ignored if the job has none."""
+        """Change a pin's deadline and value. Ignored if the job has no pin."""
         pin = self._pins.get(job)
         if pin is not None:
             pin.deadline = deadline
@@ -134,19 +134,19 @@ class PinTable:
             self._next_deadline = min(self._next_deadline, deadline)
 
     def on_arrived(self, job: JobKey) -> None:
-        """Keep a pin until its job's turn, which is in the queue, has its blocks: nothing saves
-        more. Ignored if the job has none."""
+        """Keep a job's pin until its queued turn has been allocated blocks: no other pin saves
+        more. Ignored if the job has no pin."""
         self.revise(job, float("inf"), PinValue(PinState.ARRIVED))
 
     def devalue(self, job: JobKey) -> None:
-        """Have a pin go first, and for anybody: nothing is expected of it any more. Ignored if
-        the job has none."""
+        """Make a job's pin the first to be released, for any request: it is no longer expected to
+        be useful. Ignored if the job has no pin."""
         pin = self._pins.get(job)
         if pin is not None:
             pin.view = replace(pin.view, value=PinValue(PinState.WORTHLESS))
 
     def release(self, job: JobKey, why: PinEnd = PinEnd.RETURNED) -> bool:
-        """Give a job's references back; False if it has none."""
+        """Release a job's pin; False if the job has no pin."""
         pin = self._pins.pop(job, None)
         if pin is None:
             return False
@@ -159,7 +159,7 @@ class PinTable:
         return True
 
     def expire(self, now: float) -> int:
-        """Release every pin whose deadline has passed; their number."""
+        """Release every pin whose deadline has passed. Returns their number."""
         if now < self._next_deadline:
             return 0
         late = [job for job, pin in self._pins.items() if pin.deadline <= now]
@@ -179,15 +179,16 @@ class PinTable:
         *,
         greedy: Collection[str] = (),
     ) -> int:
-        """Release pins in ``release_order`` until ``enough()``, or no more may go; their number.
+        """Release pins in ``release_order`` until ``enough()``, or none may be released. Returns
+        the number of released pins.
 
         Args:
-            spare: the job that the room is for; its pin goes last.
-            waiter_started_at: start of the job that waits for pins that are worth it, seconds;
-                None if all may go.
-            greedy: salts whose pins may all go.
+            spare: job that the blocks are for; its own pin is released last.
+            waiter_started_at: start of the job that waits for pins worth waiting for, seconds; None
+                if every pin may be released.
+            greedy: salts whose pins may all be released.
         """
-        if enough():  # as nearly always: it is asked for every waiting request in every step
+        if enough():  # the usual case; called for every waiting request in every step
             return 0
         views = {job: pin.view for job, pin in self._pins.items()}
         order = release_order(views, spare, waiter_started_at, greedy)
@@ -200,5 +201,5 @@ class PinTable:
         return released
 
     def release_all(self) -> int:
-        """Release every pin; their number."""
+        """Release every pin. Returns their number."""
         return self.make_room(lambda: False, why=PinEnd.RESET)

@@ -1,13 +1,13 @@
-"""Memory pressure: pins give way before a request is refused, preempted or left waiting, and saves
-under way are waited for before anybody is preempted.
+"""Memory pressure: pins are released before a request is refused, preempted or left waiting. Before
+any request is preempted, saves in flight are awaited.
 
-Others wait for a pin while something runs, if it is worth that; where jobs are taken in their
-order, older ones for the worthiest alone. They would be the next to lose their KV to the one that
-returns, or compute theirs again beside it.
+While another request runs, a turn waits for a pin that is worth the wait. In job order, older jobs
+wait only for the most valuable pins. Otherwise the job with the older pin would be the next to lose
+its KV to the returning job, or would recompute its own next to it.
 
-vLLM's step finds blocks missing in three places, in this order: a running request cannot grow
-(``for_running``), a waiting one asks to be admitted (``for_waiting``), a restored one cannot be
-scheduled and never asks again (``for_restored``).
+vLLM's step runs out of blocks in three places, in this order: a running request cannot grow
+(``for_running``), a waiting request cannot be admitted (``for_waiting``), a restored request cannot
+be scheduled and does not query the connector again (``for_restored``).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .boundary_blocks import BoundaryBlocks
 from .pin_table import PinTable
 
 SAVES_PATIENCE_S = 1.0
-"""Seconds that a running request waits for saves while none of them ends, before others are
-preempted for it: a worker that is gone never reports."""
+"""Seconds that a running request waits for saves while no save finishes, before other requests are
+preempted for it. A failed worker never reports."""
 
 
 def waiter_started_at(
@@ -39,21 +39,20 @@ def waiter_started_at(
     in_job_order: bool,
     new: bool,
 ) -> float | None:
-    """Start of the job of a turn that waits for pins which are worth it, seconds, as
-    ``release_order`` wants it; None if all pins give way to it.
+    """Start of the job of a turn that waits for pins worth waiting for, in seconds, as
+    ``release_order`` expects it; None if every pin gives way to the turn.
 
-    A turn does not wait where no running request would give blocks back, nor where it goes before
-    those that the pins are for. Where requests are taken in the order of their jobs,
-    every other turn waits. In any other order an older job's turn may be behind the one that
-    waits, so that only a new job does.
+    A turn does not wait if no running request would free blocks, or if the turn precedes the turns
+    that the pins are for. If requests are admitted in the order of their jobs, every other turn
+    waits. In any other order only a new job waits, because an older job's turn may be queued behind
+    the waiting turn.
 
     Args:
         job_started_at: start of the turn's job, seconds.
-        goes_first: True if the turn was preempted, has waited for the admission limit, or goes by
-            its arrival.
+        goes_first: True if the turn was preempted, is overdue, or is admitted by arrival time.
         somebody_runs: True if some request has blocks.
-        in_job_order: True if requests are taken in the order of their jobs.
-        new: True if no turn of its job has had blocks.
+        in_job_order: True if requests are admitted in the order of their jobs.
+        new: True if no turn of its job has been allocated blocks.
     """
     if goes_first or not somebody_runs:
         return None
@@ -61,10 +60,10 @@ def waiter_started_at(
 
 
 def worth_waiting_for_saves(stalled_s: float) -> bool:
-    """True if a running request waits for blocks that are being saved.
+    """True if a running request should wait for blocks that are being saved.
 
     Args:
-        stalled_s: time since a save ended, or since it began to wait, seconds.
+        stalled_s: time since a save finished, or since the request started to wait, seconds.
     """
     return stalled_s < SAVES_PATIENCE_S
 
@@ -72,16 +71,17 @@ def worth_waiting_for_saves(stalled_s: float) -> bool:
 def needs_one_more(
     mode: RestoreMode | None, *, refused: bool, released: int, stuck: bool = False
 ) -> bool:
-    """True if a pin goes for a turn although its blocks are free.
+    """True if a pin is released for a turn although its blocks are free.
 
-    It was refused in the step before with its blocks free: an async restore must leave what running
-    prefills still need, and the next part of a prompt may take more blocks of windows and states
-    than its end. How much that is the engine does not say, so pins go one by one.
+    The turn was refused in the previous step although its blocks were free. Either an async restore
+    must leave blocks that running prefills still need, or the next chunk of a prompt takes more
+    window and state blocks than its end. The engine does not report how many, so pins are released
+    one by one.
 
     Args:
-        mode: mode of the restore that it was offered; None without one.
-        refused: True if it was refused in the step before although its blocks were free.
-        released: pins that went for it now.
+        mode: mode of the restore offered to the turn; None without a restore.
+        refused: True if it was refused in the previous step although its blocks were free.
+        released: number of pins just released for it.
         stuck: True if nothing runs, and the context has windows or states.
     """
     return refused and not released and (stuck or mode is RestoreMode.ASYNC)
@@ -91,12 +91,12 @@ class PinPressure:
     """Releases pins when blocks are short.
 
     Args:
-        fairness: waits and shares of the live requests.
-        saves: saves; those under way hold blocks, which are free when they are over.
+        fairness: bounds waits and divides VRAM among clients.
+        saves: saves in flight hold blocks, which are free once the saves finish.
 
     Attributes:
-        in_job_order: True if the engine is given waiting requests in the order of their jobs.
-            Written by ``scheduler``.
+        in_job_order: True if the engine admits waiting requests in the order of their jobs. Written
+            by ``scheduler``.
     """
 
     def __init__(
@@ -121,52 +121,53 @@ class PinPressure:
         self._saves_over, self._waits_since = 0, 0.0
         self._waited_at: int | None = None
         self._holding: tuple[int, frozenset[Turn]] | None = None
-        self._held_back = 0  # blocks that those need
+        self._held_back = 0  # blocks that these turns still need
 
     def on_ended(self, turn: Turn, step: int) -> None:
-        """Count the blocks of a turn that ended while a step was scheduled ahead of its end."""
+        """Count the blocks of a finished turn that was also scheduled in a step still in flight."""
         if self._facts.ahead and turn.request.num_in_flight_tokens > 0:
             own = self._pool.blocks_of(turn.request_id)
             late = sum(block.ref_cnt == 1 and not block.is_null for block in own)
             self.freed_late(late, step)
 
     def freed_late(self, blocks: int, step: int) -> None:
-        """Count blocks of a turn that has ended and that are free only once the step scheduled
-        ahead of its end is over: pins need not go for want of them in the ``step`` until then."""
+        """Count blocks of a finished turn that become free only when the step in flight finishes.
+        During this ``step``, no pin needs to be released for lack of these blocks."""
         self._coming = blocks + self._late(step)
         self._coming_at = step
 
     def _late(self, step: int) -> int:
-        """Blocks that are free in the next step, and not yet."""
+        """Number of blocks that become free by the next step."""
         return self._coming if self._coming_at == step else 0
 
     def _free(self, step: int) -> int:
-        """Blocks that are free in the next step at the latest."""
+        """Number of blocks that are free by the next step."""
         free = self._pool.num_free()
         return free + self._late(step)
 
     def for_running(self, step: int) -> bool:
-        """Release one pin that frees a block, unless some are about to be freed; False if none
-        is, so that vLLM preempts somebody.
+        """Release a pin that frees a block, unless blocks are about to become free. Returns False
+        if nothing was freed, so that vLLM preempts a request.
 
-        vLLM then asks again if the blocks of that one did not suffice, since they are being saved:
-        it must not preempt one after the other for want of blocks that are on their way.
+        After a preemption vLLM asks again if the victim's blocks did not suffice because they are
+        being saved. It must not preempt request after request for blocks that are about to become
+        free.
         """
         freed = self._late(step) > 0 or self._waits_for_saves(step) or self._release_one(None)
-        # What was pinned may be being saved as well.
+        # Blocks of the released pin may be in a save as well.
         freed = freed or self._waits_for_saves(step) or self._boundaries.release_all()
         if freed:
             self._deferred_at = step
         return freed
 
     def defers_new(self, step: int) -> bool:
-        """True if blocks were freed for running requests in this step, or soon will be. vLLM has
-        ended its loop over these, and the step's loop over waiting requests must not take the
+        """True if blocks were or will be freed for running requests in this step. vLLM has finished
+        its loop over running requests, and its loop over waiting requests must not take these
         blocks."""
         return self._deferred_at == step
 
     def _waits_for_saves(self, step: int) -> bool:
-        """True if saves under way will free blocks, and do go on."""
+        """True if saves in flight will free blocks, and saves keep finishing."""
         if not self._saves.free_some():
             return False
         now = self._clock()
@@ -177,10 +178,10 @@ class PinPressure:
         return worth_waiting_for_saves(now - self._waits_since)
 
     def for_waiting(self, turn: Turn, num_computed: int, step: int) -> None:
-        """Release pins, the one that saves least first, until the request can be admitted, or
-        only those are left that are worth its wait."""
+        """Release pins, the least valuable first, until the request can be admitted or the
+        remaining pins are worth its wait."""
         wanted = self._wanted(turn, num_computed)
-        # If not, vLLM refuses it once for want of blocks.
+        # Otherwise vLLM refuses the request once for lack of blocks.
         sure = not self._late(step) or self._pool.num_free() >= wanted
         asked_before = sure and turn.pressure.asked_at == step - 1
         turn.pressure.asked_at = step if sure else None
@@ -208,12 +209,12 @@ class PinPressure:
             self._release_one(spare, waiter)
 
     def fits(self, turn: Turn, num_computed: int, step: int) -> bool:
-        """True if the blocks are free that a waiting turn needs to be admitted."""
+        """True if enough blocks are free to admit a waiting turn."""
         lacks = self._wanted(turn, num_computed) - self._free(step)
         if lacks <= 0:
             return True
         found = sum(len(blocks) for _, blocks, _ in self._hits(num_computed))
-        # Looked at one by one only if that can change the answer: this is asked in every step.
+        # Blocks are checked one by one only if that can change the result: this runs in every step.
         return lacks <= found and lacks <= self._held_hits(turn, num_computed)
 
     def _wanted(self, turn: Turn, num_computed: int) -> int:
@@ -222,10 +223,10 @@ class PinPressure:
     def comes_behind(
         self, holding: Collection[Turn], turn: Turn, num_computed: int, step: int
     ) -> bool:
-        """True if a turn's async restore must wait for others that hold blocks and wait to go on.
+        """True if a turn's async restore must wait for other restored turns that hold blocks.
 
-        vLLM reserves nothing for these in groups of windows, and looks at none behind one that
-        lacks blocks: two that wait for each other's would do so for ever.
+        vLLM reserves no blocks for these turns in window groups, and considers no request behind
+        one that lacks blocks. Two turns that wait for each other's blocks would wait forever.
         """
         hit, whole = turn.restore.hit, self._facts.blocks_on_the_way
         if hit is None or hit.mode is not RestoreMode.ASYNC:
@@ -233,7 +234,7 @@ class PinPressure:
         if not holding or not self._facts.narrow:
             return False
         now = step, frozenset(holding)
-        if self._holding != now:  # many may ask in a step, and to count blocks takes time
+        if self._holding != now:  # many turns may ask in one step, and counting blocks takes time
             self._holding = now
             self._held_back = sum(
                 max(0, whole(request.num_computed_tokens, request.num_tokens) - self._own(one))
@@ -244,14 +245,14 @@ class PinPressure:
         return wanted + self._held_back > self._free(step)
 
     def _own(self, turn: Turn) -> int:
-        """Blocks that a turn has."""
+        """Number of blocks that a turn has been allocated."""
         return sum(not block.is_null for block in self._pool.blocks_of(turn.request_id))
 
     def for_restored(self, turns: Sequence[Turn], step: int, *, idle: bool) -> None:
-        """Release pins until each restored request has the blocks it lacks.
+        """Release pins until each restored request has the blocks that it lacks.
 
         Args:
-            idle: nothing was scheduled, so that those which are there since before were refused.
+            idle: True if nothing was scheduled, so that requests restored earlier were refused.
         """
         for turn in turns:
             wanted = self._blocks(turn, turn.request.num_computed_tokens) - self._own(turn)
@@ -280,7 +281,7 @@ class PinPressure:
         return self._pool.num_free() > before
 
     def _held_hits(self, turn: Turn, num_computed: int) -> int:
-        """Blocks of its VRAM prefix that somebody references: they cost no free block."""
+        """Number of referenced blocks in the turn's VRAM prefix. These take no free block."""
         hashes, unit = turn.request.block_hashes, self._facts.hash_tokens
         held = 0
         for at, blocks, size in self._hits(num_computed):
@@ -290,7 +291,7 @@ class PinPressure:
         return held
 
     def _hits(self, num_computed: int) -> Iterator[tuple[int, range, int]]:
-        """Blocks of a VRAM prefix, by group, and how many tokens one has."""
+        """Blocks of a VRAM prefix: the group, its blocks, and the tokens per block."""
         for at, group in enumerate(self._facts.groups):
             yield at, group.needs(num_computed), group.block_size
         if not self._facts.groups:

@@ -1,13 +1,13 @@
-"""Capture of a job: the pages of its turn, or of the context that it waits with, are brought into
-CPU memory and held there.
+"""Capture of a job: the pages of its running turn, or of its last context, are brought into CPU
+memory and held there.
 
-The pages of a running turn are copied from its blocks, up to the last boundary of its answer: the
-very bytes that the turn goes on with. A full block does not change any more, and what later steps
-write behind the boundary does not matter. So the turn waits for nothing.
+The pages of a running turn are copied from its blocks, up to the last boundary of its answer. They
+are the very bytes that the turn continues with. Full blocks do not change any more, and writes of
+later steps behind the boundary do not matter, so the turn does not have to wait.
 
-The pages of a job between two turns are found by their keys, wherever they are.
+The pages of a job between two turns are found by their keys, in any tier.
 
-An exact one has names of its own, by a cache salt that no other request has.
+The pages of an exact capture have separate keys, from a cache salt that no other request has.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .operations import Wait, file_work
 
 LOST_BLOCKS = "The turn has just lost its blocks: try again."
 LONGEST_TURN_S = 3600.0
-"""Longest wait for the end of a turn, seconds."""
+"""Longest wait for a turn to finish, seconds."""
 
 
 @dataclass(slots=True)
@@ -46,10 +46,10 @@ class Captured:
     """A context whose pages are held in CPU memory.
 
     Attributes:
-        context: the context; ``kv_tokens`` of it have their KV in the pages.
-        named: a turn of those tokens.
-        salt: cache salt that the pages are named by.
-        saved: pages that were copied from VRAM for this.
+        context: the context; the pages contain the KV of its first ``kv_tokens`` tokens.
+        named: a turn of these tokens.
+        salt: cache salt of the page keys.
+        saved: number of pages that were copied from VRAM for this capture.
     """
 
     context: Context
@@ -65,15 +65,15 @@ class Captured:
 
 
 Capturing: TypeAlias = Generator[Wait, None, Captured]
-"""A capture under way. Whatever ends it, the caller's ``HeldPages`` releases what it held."""
+"""A capture in progress. However it ends, the caller's ``HeldPages`` releases what it held."""
 
 
 class Captures:
     """Captures jobs. One thread, the scheduler's.
 
     Args:
-        group_of: gives the group of a page; None if that is not known.
-        names: names contexts, on a thread of ``files``.
+        group_of: returns the group of a page; None if unknown.
+        names: computes page keys of contexts, on a thread of ``files``.
 
     Attributes:
         contexts: contexts of the jobs between two turns.
@@ -108,14 +108,14 @@ class Captures:
         return HeldPages(self._index)
 
     def release_vram(self) -> None:
-        """Release every block of VRAM that captures hold. A capture that still needs one fails."""
+        """Release every VRAM block that captures hold. A capture that still needs one fails."""
         for blocks in self._in_use.values():
             self._pool.release(reversed(blocks))
             blocks.clear()
 
     @contextmanager
     def _blocks_held(self, blocks: list[Block]) -> Iterator[None]:
-        """Hold blocks of VRAM. ``release_vram`` empties the list."""
+        """Hold VRAM blocks. ``release_vram`` empties the list."""
         self._pool.hold(blocks)
         self._in_use[id(blocks)] = blocks
         try:
@@ -128,10 +128,10 @@ class Captures:
         naming = self._files.submit(self._names.name, tokens, salt)
         return (yield from file_work("the context is named", naming))
 
-    # -- of a job ---------------------------------------------------------------------
+    # -- capture of a job -------------------------------------------------------------
 
     def turn_over(self, job: Job, *, stop: bool) -> Generator[Wait, None, None]:
-        """Wait for the end of a job's turns; with ``stop`` they end with their next token."""
+        """Wait for a job's turns to finish; with ``stop``, after their next token."""
         for request_id in job.running if stop else ():
             turn = self._turns.by_id.get(request_id)
             if turn is not None:
@@ -139,16 +139,16 @@ class Captures:
         yield Wait("the turn runs to its end", lambda: not job.running, LONGEST_TURN_S)
 
     def of(self, job: Job, held: HeldPages, *, exact: bool) -> Generator[Wait, None, Captured]:
-        """Capture a job, whatever it does.
+        """Capture a job, whether it runs or is between two turns.
 
         Args:
-            held: holds the pages; with ``exact`` it forgets them at the end unless published.
+            held: holds the pages; with ``exact`` it drops them at the end unless published.
 
         Raises:
-            SnapshotError: it cannot be captured; the sentence says what to do.
+            SnapshotError: the job cannot be captured; the message says what to do.
         """
         while (turn := self._running_turn(job)) is not None and not self._has_boundary(turn):
-            yield self._boundary(turn)  # another turn may run once this one has ended
+            yield self._boundary(turn)  # another turn may run once this turn has ended
         if turn is None:
             context = self.contexts.get(job.key)
             if context is None:
@@ -207,19 +207,19 @@ class Captures:
             )
 
     def parents(self, job: JobKey) -> tuple[str, ...]:
-        """Names of the jobs that it was forked or restored from, oldest first."""
+        """Names of the jobs that a job was forked or restored from, oldest first."""
         context = self.contexts.get(job)
         return context.parents if context is not None else ()
 
-    # -- of a running turn ----------------------------------------------------------
+    # -- capture of a running turn --------------------------------------------------
 
     def _running(
         self, turn: Turn, salt: str | None, parents: tuple[str, ...], held: HeldPages
     ) -> Capturing:
-        """Capture a turn that has started to answer, under names with that salt.
+        """Capture a turn that has started to decode, with page keys of the given salt.
 
         Raises:
-            SnapshotError: it cannot be captured; the sentence says what to do.
+            SnapshotError: the turn cannot be captured; the message says what to do.
         """
         if self._facts.has_states:
             raise SnapshotError(
@@ -239,7 +239,7 @@ class Captures:
         return captured
 
     def _blocks(self, turn: Turn, tokens: int) -> list[Block]:
-        """The turn's blocks of its first ``tokens``, group after group."""
+        """The blocks of the turn's first ``tokens``, group by group."""
         found = list[Block]()
         for at, group in enumerate(self._facts.groups):
             table = self._pool.tables[at].get(turn.request_id, ())
@@ -252,10 +252,10 @@ class Captures:
     def _copy(
         self, captured: Captured, blocks: Sequence[Block], held: HeldPages
     ) -> Generator[Wait, None, None]:
-        """Copy the pages that CPU memory lacks from their blocks, and hold all of them.
+        """Copy the pages that CPU memory lacks from their blocks, and hold all pages.
 
-        Pages that another save or the compression is moving are waited for. If that fails, they
-        are copied too. Each round of copies must get further than the one before.
+        Pages that another save or the compression is moving are awaited. If the move fails, they
+        are copied too. Each round of copies must get further than the previous one.
         """
         pages = captured.pages
         if not blocks:
@@ -284,19 +284,20 @@ class Captures:
             yield _arrival(held, missing)
 
     def _save(self, sources: Mapping[PageKey, tuple[int, int]]) -> int:
-        """Order copies of pages, each from a group's block; return how many have slots."""
+        """Order copies of pages from blocks of their groups. Returns the number that were given
+        slots."""
         filled: list[dict[PageKey, int]] = [{} for _ in self._facts.groups]
         for key, (group, block) in sources.items():
             filled[group][key] = block
         return sum(len(order.keys) for order in self._saves.capture(filled))
 
-    # -- of a job between two turns ---------------------------------------------------
+    # -- capture of a job between turns -----------------------------------------------
 
     def _waiting(self, context: Context, held: HeldPages) -> Capturing:
-        """Capture the context of a waiting job, as far as its KV can be found.
+        """Capture the context of a job between two turns, as far as its KV can be found.
 
         Raises:
-            SnapshotError: nothing of it can; the sentence says what to do.
+            SnapshotError: none of it can be found; the message says what to do.
         """
         whole = yield from self._named(context.token_ids, context.salt)
         captured = Captured(context, whole, context.salt)
@@ -308,8 +309,8 @@ class Captures:
     def _gather(self, captured: Captured, held: HeldPages) -> Generator[Wait, None, None]:
         """Bring the pages into CPU memory, and hold them there.
 
-        Pages may be evicted or fail to arrive meanwhile. Then a shorter prefix is taken. Each round
-        of orders must get further than the one before.
+        Pages may be evicted or fail to arrive in the meantime. Then a shorter prefix is captured.
+        Each round of orders must get further than the previous one.
         """
         context = captured.context
         tokens, least = context.kv_tokens, (math.inf, math.inf)
@@ -346,8 +347,8 @@ class Captures:
         captured.context = replace(context, kv_tokens=tokens)
 
     def _somewhere(self) -> Callable[[PageKey], bool]:
-        """A test whether a page can be had: in CPU memory, moving there, in a lower tier that
-        answers, or in VRAM."""
+        """Return a test whether a page is available: in CPU memory, moving there, in a reachable
+        lower tier, or in VRAM."""
         sources, promoting = self._tiers.somewhere(), self._book.promoting
 
         def somewhere(key: PageKey) -> bool:
@@ -360,13 +361,14 @@ class Captures:
         return somewhere
 
     def _in_vram(self, key: PageKey) -> tuple[int, Block] | None:
-        """The block of a page in VRAM, with its group; None if none has it."""
+        """Return a page's group and VRAM block; None if it is not in VRAM."""
         at = self._group_of(key)
         block = self._pool.cached(key[DIGEST_BYTES:], at) if at is not None else None
         return (at, block) if at is not None and block is not None else None
 
     def _fetch(self, absent: Sequence[PageKey]) -> tuple[int, int]:
-        """Order pages to CPU memory; return how many are copied from VRAM, and how many in all."""
+        """Order pages into CPU memory. Returns how many are copied from VRAM, and how many in
+        total."""
         found = {key: self._in_vram(key) for key in absent}
         saved = self._save(
             {key: (one[0], one[1].block_id) for key, one in found.items() if one is not None}
@@ -387,10 +389,10 @@ def _no_room(pages: int) -> SnapshotError:
 
 
 def fresh_salt() -> str:
-    """A cache salt that nobody else has."""
+    """Return a cache salt that no other request has."""
     return f"tiered-kv-exact-{secrets.token_hex(16)}"
 
 
 def is_named_by_tokens(turn: Turn) -> bool:
-    """True if a turn's tokens and cache salt alone tell its pages from others."""
+    """True if a turn's tokens and cache salt alone identify its pages."""
     return turn.request.text_only and turn.request.adapter is None

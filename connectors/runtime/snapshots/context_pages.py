@@ -1,9 +1,7 @@
-"""Names of a context's pages, computed from its tokens alone.
+"""Page keys of a context, computed from its tokens alone, and the contexts of jobs between turns.
 
-The engine names the pages of its requests. A context that is not a request gets its names from a
-request that is made for them and never runs.
-
-Contexts of jobs between their turns: the tokens that their KV is of.
+The engine hashes the blocks of its requests. The keys of a context that is not a request come from
+a request that is created for this purpose and never runs.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ from tiered_kv.policies.jobs.hints import TurnHints
 
 
 class ContextNames:
-    """Names contexts. May be used on any thread: hashing a long context takes a while.
+    """Computes page keys of contexts. May be used on any thread: hashing a long context is slow.
 
     Args:
-        make_request: makes requests of the engine.
+        make_request: creates requests of the engine.
     """
 
     def __init__(self, facts: EngineFacts, names: PageNames, make_request: MakeRequest) -> None:
@@ -37,7 +35,7 @@ class ContextNames:
         self._make_request = make_request
 
     def name(self, token_ids: Sequence[int], salt: str | None) -> Turn:
-        """A turn of these tokens that never runs."""
+        """Return a turn of these tokens that never runs, with all page keys."""
         request = self._make_request(token_ids, salt, self._facts.hash_tokens)
         pages = self._names.of(request, 0)
         named = Turn(
@@ -49,9 +47,9 @@ class ContextNames:
 
 
 def context_pages(named: Turn, facts: EngineFacts) -> tuple[ContextPage, ...]:
-    """All pages that a context of exactly the named tokens needs.
+    """All pages that a context of exactly these tokens needs.
 
-    A page that its tokens fill in part has the name of a tail.
+    A partially filled page has the key of a tail.
     """
     tokens = named.request.num_tokens
     end = _tail(named, facts)
@@ -71,7 +69,7 @@ def context_pages(named: Turn, facts: EngineFacts) -> tuple[ContextPage, ...]:
 
 
 def _tail(named: Turn, facts: EngineFacts) -> tuple[bytes, object, Sequence[int]] | None:
-    """Place of the tail, and its tokens; None for inputs that tokens do not tell apart."""
+    """Place and tokens of the tail; None for inputs that token ids do not identify."""
     tokens = named.request.num_tokens
     start = tokens // facts.hash_tokens * facts.hash_tokens
     place = named.tail_place(start)
@@ -79,22 +77,22 @@ def _tail(named: Turn, facts: EngineFacts) -> tuple[bytes, object, Sequence[int]
 
 
 def remember_tail(named: Turn, facts: EngineFacts, tails: TailIndex) -> None:
-    """Have the end of a context found that fills no block hash."""
+    """Register the end of a context that does not fill a block hash, so that lookups find it."""
     tail = _tail(named, facts)
     if tail is not None and tail[2]:
         tails.add(*tail)
 
 
 MOST_TOKENS = 1 << 22
-"""Tokens remembered of all jobs together, some 150 MB. The least recently used contexts are
-forgotten first. Contexts that share their tokens, as forks do, count them once."""
+"""Maximum number of tokens kept for all jobs together, about 150 MB. The least recently used
+contexts are forgotten first. Tokens that contexts share, as forks do, count once."""
 OVERHEAD_TOKENS = 256
-"""Tokens that a context counts as in addition to its own: its job's name, sampling parameters and
-bookkeeping take memory as well."""
+"""Tokens that a context counts in addition to its own, for the memory of its job's name, sampling
+parameters and bookkeeping."""
 TOKEN_BYTES = 36
-"""Memory that a token takes in a list, bytes: a pointer and an int."""
+"""Memory per token in a list, bytes: a pointer and an int."""
 MOST_PARENTS = 100
-"""Parents that a context names: the last ones."""
+"""Maximum number of parents recorded for a context: the latest ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +101,12 @@ class Context:
 
     Attributes:
         token_ids: prompt and answer.
-        kv_tokens: those of them whose KV was there.
+        kv_tokens: number of these tokens whose KV existed.
         prompt_tokens: length of the prompt.
         salt: cache salt of its pages.
-        turns: turns of the job so far.
-        parents: names of the jobs that it was forked or restored from, oldest first.
-        sampling: parameters that its answer was sampled with, as JSON.
+        turns: number of turns of the job so far.
+        parents: names of the jobs that the job was forked or restored from, oldest first.
+        sampling: sampling parameters of its answer, as JSON.
     """
 
     token_ids: Sequence[int]
@@ -121,7 +119,7 @@ class Context:
 
     @classmethod
     def of(cls, request: Request, turns: int, parents: tuple[str, ...]) -> Context:
-        """The context of a request as far as it has come."""
+        """The context of a request as computed so far."""
         kv_tokens = kept_tokens(request)
         return cls(
             token_ids=request.all_token_ids,
@@ -137,23 +135,23 @@ class Context:
 class Contexts:
     """The last context of each job that is between two turns. One thread.
 
-    Each belongs to a job that exists: whoever forgets a job calls ``forget``.
+    Each context belongs to an existing job: code that forgets a job must call ``forget``.
     """
 
     def __init__(self) -> None:
         self._contexts: OrderedDict[JobKey, Context] = OrderedDict()
-        self._sharing: dict[int, int] = {}  # contexts that have a list of tokens, by its id
+        self._sharing: dict[int, int] = {}  # contexts per token list, by the list's id
         self._tokens = 0
 
     def __len__(self) -> int:
         return len(self._contexts)
 
     def get(self, job: JobKey) -> Context | None:
-        """A job's context; None if it is not remembered."""
+        """Return a job's context; None if it is not stored."""
         return self._contexts.get(job)
 
     def remember(self, job: JobKey, context: Context) -> None:
-        """Remember a job's context in place of the one before. The tokens may not change."""
+        """Store a job's context, replacing the previous one. The token list must not change."""
         self.forget(job)
         self._contexts[job] = context
         tokens = id(context.token_ids)
@@ -163,7 +161,7 @@ class Contexts:
             self.forget(next(iter(self._contexts)))
 
     def forget(self, job: JobKey) -> None:
-        """Forget a job. Unknown ones are ignored."""
+        """Forget a job's context. Unknown jobs are ignored."""
         context = self._contexts.pop(job, None)
         if context is None:
             return
@@ -182,6 +180,6 @@ class Contexts:
 
 
 def _own_tokens(job: JobKey, context: Context) -> int:
-    """Number of tokens that take as much memory as a context without its tokens."""
+    """Memory of a context without its tokens, expressed in tokens."""
     names = len(job.name) + len(context.salt or "") + sum(map(len, context.parents))
     return OVERHEAD_TOKENS + (names + len(repr(context.sampling))) // TOKEN_BYTES

@@ -1,4 +1,4 @@
-"""Files of snapshots, as the scheduler half handles them: on a thread of its own."""
+"""Snapshot files of the scheduler half, handled on a separate thread."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from .capture import Captured
 from .context_pages import ContextNames
 
 LEFT_OUT = ("generation", "hash_algorithm")
-"""Fields of a fingerprint that say nothing of bytes: whoever restores computes keys anew."""
+"""Fields of a fingerprint that do not affect page bytes. A restoring engine computes new keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A snapshot that fits the engine.
+    """A snapshot that is compatible with the engine.
 
     Attributes:
-        path: the folder or file.
-        named: a turn of the tokens whose KV it has.
-        salt: cache salt that this is named by.
+        path: the snapshot's folder or file.
+        named: a turn of the tokens whose KV the snapshot contains.
+        salt: cache salt of the turn's page keys.
     """
 
     path: Path
@@ -43,7 +43,7 @@ class Opened:
 
 
 class SnapshotFiles:
-    """Begins, ends and opens snapshots under one folder.
+    """Creates, seals and opens snapshots in one folder.
 
     Args:
         root: the folder.
@@ -63,10 +63,10 @@ class SnapshotFiles:
         self.thread = ThreadPoolExecutor(1, "tiered-kv-snapshot-files")
 
     def identity(self) -> EngineIdentity:
-        """The engine, as far as the bytes of its pages depend on it.
+        """Everything about the engine that its page bytes depend on.
 
         Raises:
-            SnapshotError: nobody could tell its weights from others.
+            SnapshotError: its weights cannot be identified.
         """
         found = [self._fingerprints.base(at) for at in range(len(self._facts.groups))]
         if any(one.model.startswith(UPDATED) for one in found):
@@ -100,7 +100,7 @@ class SnapshotFiles:
     def seal(
         self, draft: SnapshotDraft, captured: Captured, job: str, exact: bool, now: float
     ) -> Future[Manifest]:
-        """End a snapshot whose pages all ranks have written.
+        """Seal a snapshot whose pages have been written by all ranks.
 
         Args:
             now: seconds since the epoch.
@@ -133,10 +133,10 @@ class SnapshotFiles:
         )
 
     def open(self, name: str, salt: str | None) -> Future[Opened]:
-        """Open a snapshot, and name its pages.
+        """Open a snapshot, and compute its page keys.
 
         Args:
-            salt: cache salt for an exact one; None for a near one, which has its own.
+            salt: cache salt for an exact snapshot; None for any other, which has its own.
         """
         return self.thread.submit(self._open, name, salt, self.identity())
 
@@ -156,7 +156,7 @@ class SnapshotFiles:
         return Opened(path, manifest, self._names.name(list(tokens), salt), salt)
 
     def close(self) -> None:
-        """Finish what is under way, and end the thread. Idempotent."""
+        """Finish pending work, and stop the thread. Idempotent."""
         self.thread.shutdown()
 
 

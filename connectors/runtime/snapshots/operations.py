@@ -1,7 +1,7 @@
-"""Operations that take longer than a step: each is a generator that yields what it waits for.
+"""Operations that take longer than a step. Each is a generator that yields its waits.
 
-One thread, the scheduler's: an operation goes on between two steps, for as long as it has something
-to do without waiting.
+All operations run on the scheduler's thread. Between two steps, an operation runs until it has to
+wait.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ logger = logging.getLogger(__name__)
 
 _Done = TypeVar("_Done")
 LONGEST_WAIT_S = 300.0
-"""Longest wait of an operation for files or copies, seconds."""
+"""Default limit of a wait for files or copies, seconds."""
 OUTCOMES_KEPT = 256
-"""Operations that are over and can be asked for."""
+"""Number of finished operations whose outcome is kept."""
 MOST_AT_ONCE = 64
-"""Operations that are under way at once."""
+"""Maximum number of concurrent operations."""
 
 
 class Wait(NamedTuple):
     """A wait of an operation.
 
     Attributes:
-        doing: what goes on meanwhile, in words.
-        over: tells whether it is over.
-        limit_s: longest time that it may take, seconds.
+        doing: description of what the operation waits for.
+        over: returns True once the wait has finished.
+        limit_s: maximum duration of the wait, seconds.
     """
 
     doing: str
@@ -43,12 +43,12 @@ class Wait(NamedTuple):
 
 
 Steps: TypeAlias = Generator[Wait, None, JsonObject]
-"""An operation. It returns its result, or raises ``SnapshotError`` with a sentence."""
+"""An operation. Returns its result, or raises ``SnapshotError`` with a message for the user."""
 
 
 def file_work(doing: str, future: Future[_Done]) -> Generator[Wait, None, _Done]:
-    """Wait for work on files, and return its result. Work that has not started is cancelled if the
-    operation ends meanwhile."""
+    """Wait for file work, and return its result. Work that has not started is cancelled if the
+    operation ends first."""
     try:
         yield Wait(doing, future.done)
         return future.result()
@@ -70,7 +70,7 @@ class _Operation:
 
 
 class Operations:
-    """The operations of an engine, by number.
+    """Operations of an engine, by number.
 
     Args:
         clock: monotonic seconds.
@@ -84,16 +84,16 @@ class Operations:
 
     @property
     def under_way(self) -> bool:
-        """True if an operation is not over."""
+        """True while an operation is unfinished."""
         return bool(self._live)
 
     @property
     def full(self) -> bool:
-        """True if no more may begin now."""
+        """True if no further operation may start now."""
         return len(self._live) >= MOST_AT_ONCE
 
     def begin(self, steps: Steps) -> int:
-        """Begin an operation; returns its number."""
+        """Start an operation. Returns its number."""
         number, operation = next(self._numbers), _Operation(steps)
         self._all[number] = self._live[number] = operation
         self._go_on(number, operation)
@@ -103,19 +103,20 @@ class Operations:
         return number
 
     def poll(self) -> None:
-        """Let every operation hold what has arrived for it, without going on."""
+        """Let every operation take hold of the pages that have arrived for it, without advancing
+        it."""
         for number, operation in [*self._live.items()]:
             self._is_over(number, operation)
 
     def advance(self) -> None:
-        """Go on with every operation whose wait is over."""
+        """Advance every operation whose wait has finished."""
         for number, operation in [*self._live.items()]:
             if self._is_over(number, operation):
                 self._go_on(number, operation)
 
     def _is_over(self, number: int, operation: _Operation) -> bool:
-        """True if an operation's wait is over. An operation that waits for too long, or whose test
-        fails, is ended."""
+        """True if an operation's wait has finished. An operation that has waited too long, or whose
+        test raises, is ended."""
         wait = operation.wait
         if wait is None:
             return True
@@ -149,7 +150,7 @@ class Operations:
         self._end(number, operation, why="It failed; the engine's log says why.")
 
     def _end(self, number: int, operation: _Operation, why: str) -> None:
-        operation.why, operation.wait = why, None  # the wait refers to all that was held
+        operation.why, operation.wait = why, None  # the wait references everything that was held
         del self._live[number]
         try:
             operation.steps.close()
@@ -157,12 +158,12 @@ class Operations:
             logger.exception("an operation on a snapshot could not be undone")
 
     def end_all(self, why: str) -> None:
-        """Have every operation fail that is under way."""
+        """Fail every unfinished operation."""
         for number, operation in [*self._live.items()]:
             self._end(number, operation, why)
 
     def outcome(self, number: int) -> dict[str, Any]:
-        """State of an operation, as JSON."""
+        """Return the state of an operation, as JSON."""
         operation = self._all.get(number)
         if operation is None:
             return {"state": "failed", "why": "Nothing is known of this operation any more."}

@@ -1,7 +1,7 @@
-"""Snapshots of jobs: a job is taken out of the engine, brought into one, or forked.
+"""Snapshots of jobs: a job is saved to a snapshot, restored from one, or forked.
 
-Exact ones have names of their own, by a cache salt that no other request has: the engine looks in
-VRAM first, and would find other bytes of the same text under the usual names.
+Exact snapshots have separate page keys, from a cache salt that no other request has. The engine
+searches VRAM first, and under the usual keys would find other bytes for the same text.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from .operations import MOST_AT_ONCE, Operations, Steps, Wait, file_work
 
 
 class NoFolderError(SnapshotError):
-    """Want of a folder: nothing can be taken from this engine, or brought into it."""
+    """No snapshot folder: this engine can neither take nor restore snapshots."""
 
 
 class NoSnapshots:
-    """Stand-in for ``Snapshots``.
+    """Stand-in for ``Snapshots`` when there is no folder, or in observe mode.
 
     Args:
-        observes: True if the engine is only observed.
+        observes: True in observe mode.
     """
 
     under_way = False
@@ -48,7 +48,7 @@ class NoSnapshots:
         self._observes = observes
 
     def take(self, *_: object, **__: object) -> NoReturn:
-        """Refuse, as ``restore``, ``fork`` and ``outcome`` do.
+        """Refuse; also used for ``restore``, ``fork`` and ``outcome``.
 
         Raises:
             NoFolderError: always.
@@ -62,33 +62,33 @@ class NoSnapshots:
     restore = fork = outcome = take
 
     def parents(self, job: JobKey) -> tuple[str, ...]:
-        """Return none."""
+        """Return an empty tuple."""
         return ()
 
     def on_ended(self, turn: Turn) -> None:
         """Do nothing."""
 
     def advance(self) -> None:
-        """Do nothing, as at every other event."""
+        """Do nothing; also used for the other events."""
 
     on_reports = release_vram = on_reset = close = advance
 
 
 MOST_NAMESAKES = 2
-"""Jobs of one name that are looked for."""
+"""Number of jobs with the same name that are searched for."""
 
 
 class Snapshots:
-    """Takes, brings back and forks jobs. One thread, the scheduler's.
+    """Takes snapshots, and restores and forks jobs. One thread, the scheduler's.
 
     Args:
         manager: gaps and jobs.
         wall: seconds since the epoch.
 
     Attributes:
-        operations: those under way, and what came of others.
-        contexts: contexts of the jobs that wait.
-        orders: orders for snapshots.
+        operations: running operations, and the outcomes of finished ones.
+        contexts: contexts of jobs between turns.
+        orders: snapshot orders for the workers.
     """
 
     def __init__(
@@ -114,19 +114,19 @@ class Snapshots:
         self._clock = engine.clock
         self._wall = wall
 
-    # -- what is asked for ------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------
 
     def take(self, name: str, to: str, *, wait_turn: bool, stop: bool, exact: bool) -> int | None:
-        """Begin to take a job's snapshot; gives the number of the operation, or None if there is no
-        such job.
+        """Start taking a job's snapshot. Returns the number of the operation, or None if the job
+        does not exist.
 
         Args:
             to: name of the snapshot.
-            wait_turn: True to take it once its turn has ended.
-            stop: True to have that end with its next token.
+            wait_turn: True to take the snapshot once the running turn has finished.
+            stop: True to stop that turn after its next token.
 
         Raises:
-            SnapshotError: it cannot be done; the sentence says what to do.
+            SnapshotError: the snapshot is not possible; the message says what to do.
         """
         job = self._job(name)
         if job is None:
@@ -135,23 +135,24 @@ class Snapshots:
         return self.operations.begin(self._take(job, to, wait_turn, stop, exact))
 
     def restore(self, name: str, job: str | None, *, salt: str | None) -> int:
-        """Begin to bring a snapshot back; gives the number of the operation.
+        """Start restoring a snapshot. Returns the number of the operation.
 
         Args:
-            job: name of the job that it becomes; None for its own.
-            salt: cache salt that nobody else has, for an exact one; None for a near one.
+            job: name of the restored job; None for the name in the snapshot.
+            salt: an unused cache salt, to restore an exact snapshot as exact; None otherwise.
 
         Raises:
-            SnapshotError: it cannot be done.
+            SnapshotError: the restore is not possible.
         """
         self._check(exact=salt is not None)
         return self.operations.begin(self._restore(name, job, salt))
 
     def fork(self, name: str, children: Sequence[str], *, exact: bool) -> int | None:
-        """Begin to fork a job; gives the number of the operation, or None if there is no such job.
+        """Start forking a job. Returns the number of the operation, or None if the job does not
+        exist.
 
         Raises:
-            SnapshotError: it cannot be done.
+            SnapshotError: the fork is not possible.
         """
         job = self._job(name)
         if job is None:
@@ -276,10 +277,10 @@ class Snapshots:
         )
 
     def _turns_of(self, key: JobKey) -> tuple[int, int] | None:
-        """Number and turns of a job that waits; None if there is none of that key.
+        """Number and turns of a job that is between turns; None if no job has that key.
 
         Raises:
-            SnapshotError: it runs.
+            SnapshotError: the job is running.
         """
         job = self._manager.jobs.get(key)
         if job is not None and job.running:
@@ -289,11 +290,11 @@ class Snapshots:
     def _read(
         self, opened: Opened, pages: Sequence[ContextPage], held: HeldPages
     ) -> Generator[Wait, None, None]:
-        """Hold a snapshot's pages in CPU memory: those that are readable there, and the others from
+        """Hold a snapshot's pages in CPU memory. Pages that are not readable there are read from
         its files.
 
-        Pages that a save is moving are waited for. If that fails, they are read too. Each round of
-        reads must get further than the one before.
+        Pages that a save is moving are awaited. If the save fails, they are read too. Each round of
+        reads must get further than the previous one.
         """
         by_key, least = {page.key: page for page in pages}, len(pages) + 1
         while missing := held.hold(by_key):
@@ -353,10 +354,10 @@ class Snapshots:
         )
         self._manager.adopt(end, named.request, pages)
 
-    # -- the engine's events --------------------------------------------------------------
+    # -- engine events --------------------------------------------------------------------
 
     def on_ended(self, turn: Turn) -> None:
-        """Remember the context of a turn that ended, while its job goes on."""
+        """Store the context of a finished turn whose job continues."""
         job = turn.job
         if job is None:
             return
@@ -370,20 +371,20 @@ class Snapshots:
         )
 
     def advance(self) -> None:
-        """Go on with what is under way, between two steps."""
+        """Advance the running operations, between two steps."""
         self.operations.advance()
 
     def on_reports(self) -> None:
-        """Hold the pages that have arrived, before others can evict them."""
+        """Hold the pages that have arrived, before they can be evicted."""
         self.operations.poll()
 
     def release_vram(self) -> None:
-        """Release every block of VRAM that captures hold. A capture that still needs one fails."""
+        """Release every VRAM block that captures hold. A capture that still needs one fails."""
         self._captures.release_vram()
 
     @property
     def under_way(self) -> bool:
-        """True if a step would bring an operation on."""
+        """True if a step would advance an operation."""
         return self.operations.under_way
 
     def parents(self, job: JobKey) -> tuple[str, ...]:
@@ -391,20 +392,20 @@ class Snapshots:
         return self._captures.parents(job)
 
     def outcome(self, number: int) -> dict[str, Any]:
-        """State of an operation, as JSON."""
+        """Return the state of an operation, as JSON."""
         return self.operations.outcome(number)
 
     def on_reset(self) -> None:
-        """Give up everything: all KV is of the past."""
+        """Fail every operation and forget all contexts: existing KV is invalid."""
         self.operations.end_all("The cache was reset meanwhile.")
         self.contexts.clear()
 
     def drain(self) -> None:
-        """Wait until the work on files that was begun is done. For tests."""
+        """Wait until submitted file work is done. For tests."""
         self._files.thread.submit(int).result()
 
     def close(self) -> None:
-        """Give up what is under way, and end the thread. Idempotent."""
+        """Fail every operation, and stop the thread. Idempotent."""
         self.operations.end_all("The engine ends.")
         self._files.close()
 
@@ -416,7 +417,8 @@ def _all_read(reading: SnapshotFlight, arrived: Callable[[], bool]) -> Wait:
 def build_snapshots(
     deps: Dependencies, engine: EngineState, pages: Pages, gaps: GapGroup
 ) -> Snapshots | NoSnapshots:
-    """Build it. Nothing is taken without a folder, or from an engine that is only observed."""
+    """Create the snapshots component. Without a folder or in observe mode, a stand-in that
+    refuses."""
     root = deps.config.snapshot_path
     if root is None or deps.config.observes:
         return NoSnapshots(observes=deps.config.observes)

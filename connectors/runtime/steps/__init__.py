@@ -1,1 +1,1 @@
-"""Steps of the engine, as the trace tells them."""
+"""Trace of the engine's steps."""

@@ -1,5 +1,5 @@
-"""The trace of steps: who was preempted; and, if asked for, how full the engine was at each step,
-and how many of its tokens were of prompts.
+"""Trace of steps: preemptions and, if enabled, the engine's load at each step and the number of its
+prompt tokens.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tiered_kv.trace.turn_record import FIRST_PREEMPTIONS, Preemptions
 
 
 class PrefillsUnderWay:
-    """Requests that compute their prompts, or all of it again after a preemption.
+    """Requests that prefill, or that recompute everything after a preemption.
 
-    A step takes time that grows with those, and not with the requests that answer.
+    The time per step grows with these requests, not with the requests that decode.
 
     Args:
-        turns: the live requests.
+        turns: live requests.
     """
 
     def __init__(self, turns: LiveTurns) -> None:
@@ -33,8 +33,8 @@ class PrefillsUnderWay:
         self._until: dict[str, tuple[Request, int]] = {}
 
     def tokens(self, step: ScheduledStep) -> int:
-        """Count the tokens of prompts among those of a step, before the engine adds them to what
-        its requests have computed."""
+        """Return the number of prompt tokens in a step. Call before the engine adds the step's
+        tokens to its requests' computed tokens."""
         until = self._until
         for request_id in step.preempted:
             until.pop(request_id, None)
@@ -53,19 +53,19 @@ class PrefillsUnderWay:
 
 
 MOST_PREEMPTED = 65_536
-"""Requests that are remembered: of more, those that were preempted first are forgotten. They are
-forgotten at their end otherwise."""
+"""Maximum number of requests that are tracked. Beyond it the request preempted first is forgotten.
+Requests are otherwise forgotten when they finish."""
 
 
 @dataclass(slots=True)
 class _Preempted:
-    """A request that was preempted.
+    """Preemptions of a request.
 
     Attributes:
-        count: times that it was.
-        at, back: moments of the first ones, and of the steps in which it went on; seconds.
-        found: tokens that it had then.
-        away: True until it goes on.
+        count: number of preemptions.
+        at, back: times of the first preemptions, and of the steps in which it resumed; seconds.
+        found: tokens already computed each time it resumed.
+        away: True until it resumes.
     """
 
     count: int = 0
@@ -85,7 +85,7 @@ class PreemptionLog:
         return request_id in self._of
 
     def preempted(self, request_id: str, now: float) -> None:
-        """Take in that a request lost its blocks."""
+        """Record that a request lost its blocks."""
         one = self._of.get(request_id)
         if one is None:
             if len(self._of) >= MOST_PREEMPTED:
@@ -97,10 +97,10 @@ class PreemptionLog:
             one.at.append(now)
 
     def goes_on(self, request_id: str, found: int, now: float) -> None:
-        """Take in that a request computes again.
+        """Record that a request resumes.
 
         Args:
-            found: tokens that it need not compute.
+            found: tokens that it need not recompute.
         """
         one = self._of.get(request_id)
         if one is None or not one.away:
@@ -111,7 +111,8 @@ class PreemptionLog:
             one.found.append(found)
 
     def take(self, turn: Turn) -> Preemptions:
-        """Hand over those of a request that has ended, with times after its arrival."""
+        """Remove and return the preemptions of a finished request, with times relative to its
+        arrival."""
         one = self._of.pop(turn.request_id, None)
         if one is None:
             return Preemptions()
@@ -124,17 +125,18 @@ class PreemptionLog:
 
 
 AT_ONCE, LATEST_S = 64, 1.0
-"""Steps that are handed to the writer together, and the longest time that one is kept, seconds.
-Waking the writer for each would cost the scheduler more than the record."""
+"""Number of step records passed to the writer together, and the longest time that a record is kept,
+seconds. Waking the writer for each record would cost the scheduler more than the record."""
 
 
 class StepTrace:
-    """Looks at every step, for the trace. Owns the writer of steps.
+    """Records every step for the trace. Owns the step writer.
 
-    Takes time that grows with the requests which begin in a step, or compute their prompts, and not
-    with pages, blocks, jobs or requests.
+    The time taken grows with the requests that start in a step or prefill, not with pages, blocks,
+    jobs or other requests.
 
     Args:
+        writer: writer of step records; None to record only preemptions.
         writer: writer of steps; None if only preemptions are wanted.
         preemptions: records the preemptions of the live requests.
         wall: seconds since the epoch.
@@ -163,11 +165,11 @@ class StepTrace:
 
     @property
     def dropped(self) -> int:
-        """Steps that were not written so far."""
+        """Number of step records dropped so far."""
         return self._writer.dropped if self._writer is not None else 0
 
     def step(self, scheduled: Callable[[], ScheduledStep]) -> None:
-        """Look at a step that was scheduled. Never raises."""
+        """Record a scheduled step. Never raises."""
         try:
             step = scheduled()
             self._note_preemptions(step)
@@ -225,7 +227,7 @@ class StepTrace:
         return {"cpu": used, **below}
 
     def close(self) -> None:
-        """Write what is queued. Idempotent."""
+        """Write queued records, and stop the writer. Idempotent."""
         self._hand_over()
         if self._writer is not None:
             self._writer.close()

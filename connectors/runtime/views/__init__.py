@@ -1,1 +1,1 @@
-"""Views of the scheduler half for operators: read only, as JSON."""
+"""Read-only views of the scheduler half for operators, as JSON."""

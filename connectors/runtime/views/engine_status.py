@@ -1,6 +1,6 @@
-"""Status of an engine: its tiers, pins, jobs and queues, its counters and gauges.
+"""Status of an engine: its tiers, pins, jobs, queues, counters and gauges.
 
-Moments of the scheduler's clock, as seconds since the epoch.
+Times on the scheduler's clock are converted to seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -29,32 +29,34 @@ from tiered_kv.status import (
 
 
 class Moments:
-    """Both clocks at one moment, from which others follow.
+    """A simultaneous reading of both clocks, to convert times between them.
 
     Attributes:
-        now: on the scheduler's clock, seconds.
-        wall: the same moment in seconds since the epoch.
+        now: seconds on the scheduler's clock.
+        wall: seconds since the epoch.
     """
 
     def __init__(self, deps: Dependencies) -> None:
         self.now, self.wall = deps.clock(), deps.wall()
 
     def since_epoch(self, at: float) -> float | None:
-        """A moment of the scheduler's clock, to the millisecond; None if it never comes."""
+        """Convert a time of the scheduler's clock, rounded to milliseconds; None if it is
+        infinite."""
         return round(self.wall + at - self.now, 3) if math.isfinite(at) else None
 
 
 def finite(seconds: float) -> float | None:
-    """Seconds to the tenth of a millisecond; None for those that JSON cannot tell."""
+    """Round to 0.1 ms; None for values that JSON cannot represent."""
     return round(seconds, 4) if math.isfinite(seconds) else None
 
 
 MOST_ORDERS = 1_000
-"""Orders in flight that are told by their kinds: the oldest of more."""
+"""Maximum number of orders in flight that are counted by type: the oldest ones."""
 
 
 def status(half: SchedulerHalf) -> EngineStatus:
-    """All of it. Takes time that does not grow with pages, blocks, jobs or requests."""
+    """Return the whole status. The time taken does not grow with pages, blocks, jobs or
+    requests."""
     config, turns, admission, gaps = half.deps.config, half.turns, half.admission, half.gaps
     held = len(admission.gate.held)
     return EngineStatus(
@@ -133,7 +135,7 @@ def _lower(half: SchedulerHalf) -> Iterator[LowerTier]:
 
 
 def _transfers(half: SchedulerHalf) -> dict[str, Transfers]:
-    """Orders in flight and their pages, by kind."""
+    """Orders in flight and their pages, by type."""
     orders, pages = Counter[str](), Counter[str]()
     for flight in islice(half.pages.book.flights(), MOST_ORDERS):
         kind = flight.order.kind.status_name
@@ -143,7 +145,7 @@ def _transfers(half: SchedulerHalf) -> dict[str, Transfers]:
 
 
 def _decisions(half: SchedulerHalf) -> Decisions:
-    """The last decisions, by class and tier."""
+    """Latest decisions, by class and tier."""
     decided = half.gaps.manager.decided
     since = decided.since
     return Decisions(
@@ -157,5 +159,5 @@ def _decisions(half: SchedulerHalf) -> Decisions:
 
 
 def gap_class_name(gap_class: GapClass | None) -> str | None:
-    """Name of a class of gaps in answers; None without classes."""
+    """Name of a gap class in replies; None if the policy has no classes."""
     return gap_class.value if gap_class is not None else None

@@ -1,4 +1,4 @@
-"""Jobs as an operator sees them: what each does, where its KV waits, and why there."""
+"""Jobs as an operator sees them: the state of each job, where its KV is kept, and why."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from tiered_kv.status import JobDecision, JobKv, JobState, JobStatus, Quantiles,
 from .engine_status import Moments, finite, gap_class_name
 
 MOST_TURNS = 100
-"""Live turns that are reported of one job."""
+"""Maximum number of live turns reported per job."""
 QUANTILES = {"q10_s": 0.1, "q50_s": 0.5, "q90_s": 0.9, "q99_s": 0.99}
-"""Quantiles of a forecast that are reported of one job."""
+"""Quantiles of a forecast that are reported for a single job."""
 
 
 class JobView:
-    """The jobs of an engine at one moment. Reads only."""
+    """The jobs of an engine at one moment. Read-only."""
 
     def __init__(self, half: SchedulerHalf) -> None:
         self._half = half
         self._moments = Moments(half.deps)
 
     def page(self, after: int, most: int) -> list[JobStatus]:
-        """Jobs in the order in which they were first seen.
+        """List jobs in the order in which they were first seen.
 
         Args:
             after: number of the job before the first; 0 for the start.
-            most: number of jobs, at most.
+            most: maximum number of jobs.
         """
         return [self._row(job) for job in self._half.gaps.manager.jobs.after(after, most)]
 
     def named(self, name: str, most: int) -> list[dict[str, Any]]:
-        """All that is known of the jobs of that name. Clients with different cache salts may use
-        the same one; ``most`` of them are told."""
+        """Return full details of up to ``most`` jobs of that name. Clients with different cache
+        salts may use the same name."""
         return [self._full(job) for job in self._half.gaps.manager.jobs.named(name, most)]
 
     def _row(self, job: Job) -> JobStatus:
@@ -92,12 +92,13 @@ class JobView:
         return JobState.HELD if held else JobState.QUEUED
 
     def _since(self, turns: Sequence[Turn], gap: OpenGap | None) -> float | None:
-        """When the job's gap began, or the first of its live turns came; None if it is silent."""
+        """Start of the job's gap, or arrival of the first of its live turns; None if the job is
+        silent."""
         begins = [gap.since] if gap is not None else [turn.arrived_at for turn in turns]
         return self._moments.since_epoch(min(begins)) if begins else None
 
     def _kv(self, job: Job, turns: Sequence[Turn], gap: OpenGap | None) -> JobKv:
-        """Where a job's KV is, and until when."""
+        """Where a job's KV is kept, and until when."""
         pin = self._half.admission.pins.look(job.key)
         runs = any(turn.source.admitted for turn in turns)
         if runs or pin is not None:
@@ -166,7 +167,7 @@ def _context_tokens(turns: Sequence[Turn], gap: OpenGap | None) -> int:
 
 
 def _outside(decision: Decision | None, *, saved: bool) -> Where:
-    """Place of KV that VRAM does not hold."""
+    """Location of KV that is not in VRAM."""
     if decision is None or not saved:
         return Where.NOWHERE
     return Where.STORE if decision.tier is Tier.STORE else Where.CPU

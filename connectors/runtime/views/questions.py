@@ -1,17 +1,18 @@
-"""Questions to the scheduler half from outside, and their answers: plain JSON both ways.
+"""External queries to the scheduler half and their replies, in plain JSON.
 
-A question is ``{"ask": ASK}`` with what that needs:
+A query is ``{"ask": ASK}`` with these fields:
 
-- ``status``: nothing more.
+- ``status``: no further fields.
 - ``jobs``: ``limit``, and ``after`` with the engine and number of the job before the first, as
-  ``[engine, number]``. With several engines the jobs of the first come first.
+  ``[engine, number]``. With several engines the jobs of the first engine come first.
 - ``job``: ``id``.
 - ``snapshot``: ``job``, ``name``, ``wait_turn``, ``stop``, ``exact``.
-- ``restore``: ``name``, ``job`` or null, ``salt``: a cache salt for an exact one, or null.
+- ``restore``: ``name``, ``job`` or null, ``salt``: a cache salt for an exact restore, or null.
 - ``fork``: ``job``, ``as`` with the names of the new jobs, ``exact``.
-- ``operation``: ``engine`` and ``id``, as one of the last three was answered with.
+- ``operation``: ``engine`` and ``id``, as in the reply to one of the previous three.
 
-Those three begin something and change the engine; all others only look.
+``snapshot``, ``restore`` and ``fork`` start an operation and change the engine. The others are
+read-only.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from .engine_status import status
 from .job_view import JobView
 
 MOST_JOBS = 100
-"""Jobs in an answer. To report them delays a step by a millisecond or two."""
+"""Maximum number of jobs in a reply. Reporting them delays a step by a millisecond or two."""
 MOST_NAMESAKES = 100
-"""Jobs of one name in an answer."""
+"""Maximum number of jobs with the same name in a reply."""
 
 
 def answer(half: SchedulerHalf, question: Mapping[str, Any]) -> dict[str, Any]:
-    """Answer a question. Takes time for what is asked alone.
+    """Answer a query. Computes only what the query asks for.
 
     Raises:
-        KeyError, TypeError, ValueError: it is no question.
+        KeyError, TypeError, ValueError: the query is malformed.
     """
     match question["ask"]:
         case "status":
@@ -51,7 +52,7 @@ def answer(half: SchedulerHalf, question: Mapping[str, Any]) -> dict[str, Any]:
             return {**_now(half), "jobs": jobs}
         case "snapshot" | "restore" | "fork" | "operation":
             engine = half.facts.replica
-            if question.get("engine", engine) != engine:  # another one's operation
+            if question.get("engine", engine) != engine:  # an operation of another engine
                 return {"engine": engine, "state": None}
             return {"engine": engine, **_of_snapshots(half.snapshots, question)}
         case unknown:

@@ -1,8 +1,8 @@
-"""Cold pages on one rank: compresses pages in their slots, and restores them from there.
+"""Compressed pages on one rank: compresses pages in their slots, and restores them from there.
 
-Packing yields to everything else on the machine. Restores do not, since a request waits for them:
-pages are decoded on several threads, into slots that are kept for this, and copied while the next
-ones are decoded.
+Packing yields to everything else on the machine. Restores do not, because a request waits for them.
+Pages are decoded on several threads into staging slots, and copied to VRAM while the next pages are
+decoded.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Report = Callable[[tuple[OrderId, OrderReport]], None]
-"""Accepts the report of an order, on any thread."""
+"""Receives the report of an order, on any thread."""
 
 CORES_SHARE = 4
-"""One spare core in this many may encode, and one decode; a single one where none is to spare."""
+"""One in this many spare cores may encode, and one decode; at least one each."""
 NICE = 10
-"""Niceness of packing."""
+"""Niceness of packing threads."""
 
 
 class Compressor:
-    """Packs and restores, each on threads of its own.
+    """Packs and restores pages, on separate threads.
 
     Args:
         groups: bundles of each page group that is compressed.
         slots: the CPU pool's slots.
-        staging: slots for decoded pages on their way, at least two.
-        make_backend: makes a backend between VRAM and the pool, for this alone.
-        threads: number of threads that encode, and of those that decode.
-        report: called by a thread of this with the report of each pack.
+        staging: slots for decoded pages on their way to VRAM, at least two.
+        make_backend: creates a backend between VRAM and the pool, used only by this object.
+        threads: number of threads that encode, and of threads that decode.
+        report: called on the packing thread with the report of each pack.
 
     Attributes:
-        staging: number of those slots.
+        staging: number of staging slots.
         backend: the backend; None while VRAM is released.
     """
 
@@ -85,7 +85,7 @@ class Compressor:
     # -- packing ----------------------------------------------------------------------
 
     def pack(self, order: PackOrder, note: Note | None = None) -> None:
-        """Begin to pack a bundle."""
+        """Start packing a bundle."""
         self._packs.submit(self._pack, order, note)
 
     def _pack(self, order: PackOrder, note: Note | None) -> None:
@@ -104,7 +104,7 @@ class Compressor:
     # -- restoring ----------------------------------------------------------------------
 
     def load(self, order: LoadOrder) -> None:
-        """Begin a restore of which some pages are compressed."""
+        """Start a restore that includes compressed pages."""
         fence = self.backend.fence() if self.backend is not None else None
         self._loads.submit(self._load, order, fence)
 
@@ -121,8 +121,8 @@ class Compressor:
         self._results.put(CopyResult(order.order_id, failed, nbytes, seconds))
 
     def _restore(self, order: LoadOrder, fence: AbstractContextManager[None]) -> set[int]:
-        """Copy the resident pages, then the compressed ones. While a part is copied, the next one
-        is decoded. Returns the indices of the pages that are in VRAM."""
+        """Copy the resident pages, then the compressed ones. The next part is decoded while a part
+        is copied. Returns the indices of the pages that are in VRAM."""
         backend, good = self.backend, set[int]()
         if backend is None:
             return good
@@ -137,13 +137,13 @@ class Compressor:
                     backend.submit(
                         CopyJob(order.order_id, Direction.LOAD, blocks, slots, order.group)
                     )
-            finally:  # in any case: nothing may write to blocks that are reported
+            finally:  # always: nothing may write to blocks once they are reported
                 good.update(_arrived(backend, sent))
         return good
 
     def _decoded(self, order: LoadOrder) -> Iterator[list[tuple[int, int]]]:
-        """Decode an order's compressed pages into one half of the staging slots after the other.
-        Yields the indices of the good pages of a half, with their slots."""
+        """Decode an order's compressed pages, alternating between the halves of the staging slots.
+        Yields the indices and slots of the good pages of each half."""
         bundles = self.groups[order.group]
         places = [i for i, slot in enumerate(order.slots) if slot < 0]
         pages = list(zip(places, order.cold, strict=True))
@@ -163,22 +163,22 @@ class Compressor:
             yield [(i, slot) for (i, _), slot, fits in zip(part, half, good, strict=False) if fits]
 
     def poll(self) -> list[CopyResult]:
-        """Results of loads since the last call."""
+        """Return the results of loads since the last call."""
         return drained(self._results)
 
-    # -- life -----------------------------------------------------------------------------
+    # -- lifecycle ------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Wait until what was begun before is over."""
+        """Wait for everything that was started before."""
         for threads in (self._packs, self._loads):
-            threads.submit(int).result()  # behind all of it
+            threads.submit(int).result()  # runs after everything queued before
 
     def release_vram(self) -> None:
-        """Finish the restores under way. From now on they fail. Idempotent."""
+        """Finish the restores in flight. Later restores fail. Idempotent."""
         self._loads.submit(self._drop_backend).result()
 
     def take_vram(self) -> None:
-        """Restore again, into VRAM that may be elsewhere."""
+        """Allow restores again. VRAM may be at another address."""
         if self.backend is None:
             self.backend = self._make_backend()
 
@@ -188,7 +188,7 @@ class Compressor:
             backend.close()
 
     def close(self) -> None:
-        """Finish what is under way, and end the threads. Idempotent."""
+        """Finish work in flight, and stop the threads. Idempotent."""
         with suppress(RuntimeError):  # closed before
             self.release_vram()
         for threads in (self._packs, self._encoders, self._loads, self._decoders):
@@ -196,14 +196,14 @@ class Compressor:
 
 
 def _arrived(backend: TransferBackend, sent: Sequence[tuple[int, int]]) -> set[int]:
-    """Wait for the copy under way. Returns the indices of the pages that it brought."""
+    """Wait for the copy in flight. Returns the indices of the pages that were copied."""
     backend.drain()
     failed = frozenset[int]().union(*(one.failed for one in backend.poll()))
     return {i for at, (i, _) in enumerate(sent) if at not in failed}
 
 
 def drained(queue: SimpleQueue[T]) -> list[T]:
-    """Everything that is in a queue of which the caller is the only reader."""
+    """Empty a queue whose only reader is the caller, and return its items."""
     return [queue.get() for _ in range(queue.qsize())]
 
 
@@ -214,14 +214,14 @@ def make_compressor(
     make_backend: Callable[[], TransferBackend],
     report: Report,
 ) -> Compressor | None:
-    """Make a rank's compressor; None if nothing is to be compressed.
+    """Create a rank's compressor; None if nothing is to be compressed.
 
     Args:
-        codec: its name, as ``TIERED_KV_CODEC`` gives it.
-        slots: the CPU pool's slots, of which the last ones are kept for what is decoded.
+        codec: value of ``TIERED_KV_CODEC``.
+        slots: the CPU pool's slots; the last ones are the staging slots.
 
     Raises:
-        ConfigError: there is no such codec, or it does not work.
+        ConfigError: the codec does not exist, or does not work.
     """
     staging = staging_slots(len(slots))
     if not staging:
@@ -235,18 +235,18 @@ def make_compressor(
 
 
 def threads_of(facts: EngineFacts) -> int:
-    """Threads of a rank that encode, and as many that decode."""
+    """Number of encoding threads of a rank, and also of decoding threads."""
     return max(1, spare_cores(facts.ranks) // facts.ranks // CORES_SHARE)
 
 
 def codecs_of(facts: EngineFacts, codec: str) -> dict[int, Codec]:
-    """Codecs for the pages of groups that are worth compressing in CPU memory, by group.
+    """Codecs of the groups whose pages are worth compressing in CPU memory, by group.
 
     Args:
-        codec: its name, as ``TIERED_KV_CODEC`` gives it.
+        codec: value of ``TIERED_KV_CODEC``.
 
     Raises:
-        ConfigError: there is no such codec, or it does not work.
+        ConfigError: the codec does not exist, or does not work.
     """
     found, threads = dict[int, Codec](), threads_of(facts)
     for at, group in enumerate(facts.groups):
@@ -258,16 +258,16 @@ def codecs_of(facts: EngineFacts, codec: str) -> dict[int, Codec]:
 
 
 def _codec(name: str, page_format: PageFormat, threads: int) -> Codec | None:
-    """The codec for a group's pages in CPU memory; None if they are not worth compressing."""
+    """Codec for a group's pages in CPU memory; None if they are not worth compressing."""
     try:
         codec = parse("centred" if name == "auto" else name)(page_format)
-    except ValueError:  # it does not know such pages
+    except ValueError:  # the codec does not support such pages
         return None
     if codec.stores_in_place:
         return None
     try:
         measured = measure_codec(codec, synthetic_page(page_format))
-    except Exception as error:  # of whatever a stranger's codec does
+    except Exception as error:  # a third-party codec may raise anything
         raise ConfigError(f"TIERED_KV_CODEC={name}: {error}; write auto") from error
     if not worth_compressing(page_format.page_bytes, measured.stored_bytes):
         return None

@@ -1,5 +1,5 @@
-"""A rank's share of the CPU tier: its size in pages, its memory (of this engine alone, or a file
-that outlives it), and the allocation behind the engine's KV tensors.
+"""A rank's share of the CPU tier: its size in pages, its memory (anonymous, or a file that outlives
+the engine), and the allocation behind the engine's KV tensors.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ def make_memory(
     on_gpu: bool,
     clock: Callable[[], float],
 ) -> tuple[HostMemory, LastingPages | None]:
-    """Make memory for so many slots, pinned for a GPU, and what becomes of its pages afterwards.
+    """Allocate memory for that many slots, pinned for a GPU. Returns it with the object that keeps
+    its pages for later engines; None if they do not outlive this engine.
 
     Raises:
-        ConfigError: it does not fit, or its file cannot be had.
+        ConfigError: it does not fit, or its file cannot be opened or created.
     """
     import torch
 
@@ -56,10 +57,10 @@ def make_memory(
 
 
 def slots_of(facts: EngineFacts, config: TierConfig) -> int:
-    """Slots of a rank's share of the CPU tier, which is not off.
+    """Number of slots of a rank's share of the CPU tier, which must be enabled.
 
     Raises:
-        ConfigError: it holds no page.
+        ConfigError: the share holds no page.
     """
     slots = facts.slots(config.cpu_bytes_per_rank(facts.ranks))
     if slots == 0:
@@ -72,7 +73,8 @@ def slots_of(facts: EngineFacts, config: TierConfig) -> int:
 
 
 def flops_of(kv_caches: Sequence[Any]) -> float:
-    """Speed of matrix products in the type of the KV cache, or what comes nearest."""
+    """Speed of matrix products in the KV cache's dtype, in operations per second. Uses bfloat16 if
+    that dtype is unusual. 0 without tensors."""
     import torch
 
     caches = [cache for cache in kv_caches if isinstance(cache, torch.Tensor)]
@@ -84,10 +86,10 @@ def flops_of(kv_caches: Sequence[Any]) -> float:
 
 
 def storage_of(kv_caches: Sequence[Any]) -> Any:
-    """The one allocation behind all layers' KV tensors.
+    """The single allocation behind all layers' KV tensors.
 
     Raises:
-        UnsupportedError: the layers lie in several allocations, which the layout cannot name.
+        UnsupportedError: the layers have several allocations, which the layout cannot describe.
     """
     storages = {cache.untyped_storage().data_ptr(): cache for cache in kv_caches}
     if len(storages) != 1:

@@ -1,8 +1,8 @@
-"""A rank's CPU memory that outlives its engine: whose pages a later engine may find in it.
+"""A rank's CPU memory that outlives its engine: which of its pages a later engine may use.
 
-A page is found again only if the scheduler has said that it is whole on every rank, its bytes were
-hashed, and nothing was written to its slot since. Compressed pages are noted when they are packed,
-hashed or not: the records of a bundle have digests of their own, and under pressure pages are
+A page is found again only if the scheduler has confirmed that every rank has the whole page, its
+bytes were hashed, and its slot was not written since. Compressed pages are recorded when they are
+packed, hashed or not. The records of a bundle have digests, and under memory pressure pages are
 packed as soon as they are saved.
 """
 
@@ -34,13 +34,13 @@ logger = logging.getLogger(__name__)
 
 
 class PackNote(Note):
-    """Note of the pages of one order to compress. Made by the worker's thread, before anything is
-    written to their slots; written by the one that compresses.
+    """Records the pages of a pack order in the memory file. Created on the worker's thread before
+    anything is written to their slots; written by the packing thread.
 
     Args:
-        order: what is about to be packed.
-        saved: for pages that are known to be whole on every rank, since when, nanoseconds since
-            1970.
+        order: the pack order.
+        saved: for each page that every rank is known to have whole, the time of that
+            confirmation, nanoseconds since 1970.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class PackNote(Note):
 
     def write(self, bundle: Bundle) -> None:
         try:
-            if bundle.codec is None:  # the pages are where they were
+            if bundle.codec is None:  # the pages stay in their slots
                 self._validate(bundle)
             elif self._room:
                 note = self._note(bundle, bundle.codec)
                 if note.pages:
                     self._memory.validate_bundle(note, [self._tickets[at] for at in note.slots])
-        except Exception:  # pages that are not found again are no reason to lose them now
+        except Exception:  # a page that cannot be found again is still usable now
             logger.exception("compressed pages cannot be noted")
 
     def _validate(self, bundle: Bundle) -> None:
@@ -88,13 +88,13 @@ class PackNote(Note):
 def adopt_bundles(
     memory: LastingMemory, groups: Mapping[int, Bundles], num_slots: int, trusted: str
 ) -> tuple[AdoptedBundle, ...]:
-    """Take over the bundles of the engine before, as far as this one can read them; the others are
-    left to whoever gets their slots.
+    """Adopt the bundles of the previous engine that this engine can read. The slots of other
+    bundles count as free.
 
     Args:
         groups: bundles of each page group that is compressed.
-        num_slots: number of slots that pages may have.
-        trusted: name of the one codec out of tree that may be imported for this.
+        num_slots: number of slots available to pages.
+        trusted: name of the only third-party codec that may be imported.
     """
     codecs = dict[tuple[int, int, bytes], Codec | None]()
     found = list[AdoptedBundle]()
@@ -118,21 +118,21 @@ def _codec(note: BundleNote, groups: Mapping[int, Bundles], trusted: str) -> Cod
         return None
     try:
         return from_table(note.codec_id, note.table, bundles.page_format, trusted)
-    except Exception as error:  # of a stranger's codec as well
+    except Exception as error:  # includes anything that a third-party codec raises
         logger.warning("compressed pages of the engine before cannot be read: %s", error)
         return None
 
 
 VALIDATE_S = 1.0
-"""Time at a clean stop for pages that are not hashed yet. vLLM gives a worker 5 seconds to end,
-of which the last flush to SSD may take 3."""
+"""Time for hashing remaining pages at a clean stop, seconds. vLLM gives a worker 5 seconds to stop,
+and the final flush to SSD may take 3 of them."""
 
 
 class LastingPages:
-    """Keeps a memory file true. One thread, the worker's.
+    """Keeps the records of a memory file correct. One thread, the worker's.
 
     Args:
-        memory: closed by its pool, after this.
+        memory: closed by its pool, after this object.
         page_bytes: size of a page of each group, bytes.
     """
 
@@ -143,7 +143,7 @@ class LastingPages:
         self._page_bytes = page_bytes
         self._validation = Validation(memory)
         self._unsettled: dict[OrderId, SaveOrder | PromoteOrder] = {}
-        self._landed: dict[int, LandedPage] = {}  # by slot, until it is overwritten
+        self._landed: dict[int, LandedPage] = {}  # by slot, until overwritten
         found = memory.adopted
         self._adopted = AdoptedPages(
             tuple(found),
@@ -152,10 +152,10 @@ class LastingPages:
         )
 
     def overwrite(self, slots: Sequence[int], by: SaveOrder | PromoteOrder | None = None) -> None:
-        """Prepare these slots for being written to.
+        """Prepare slots for being overwritten.
 
         Args:
-            by: order that fills the slots, and whose settlement follows later.
+            by: order that fills the slots, if a settlement for it will follow.
         """
         self._memory.invalidate(slots)
         for slot in slots:
@@ -164,7 +164,7 @@ class LastingPages:
             self._unsettled[by.order_id] = by
 
     def packing(self, order: PackOrder) -> Note:
-        """Take note that pages are about to be compressed in their slots."""
+        """Prepare the record of pages that are about to be compressed in their slots."""
         saved = dict[PageKey, int]()
         for slot, key in zip(order.slots, order.keys, strict=True):
             page = self._landed.pop(slot, None) or self._memory.valid(slot)
@@ -173,20 +173,20 @@ class LastingPages:
         return PackNote(self._memory, order, saved)
 
     def adopt_bundles(self, groups: Mapping[int, Bundles], num_slots: int, trusted: str) -> None:
-        """Take over compressed pages from before."""
+        """Adopt the compressed pages of the previous engine."""
         found = adopt_bundles(self._memory, groups, num_slots, trusted)
         self._adopted = replace(self._adopted, bundles=found)
 
     def offer(self) -> AdoptedPages:
-        """Give the pages from before to the scheduler. The engine has started: a clean stop
-        deletes the file from now on, unless it is to be kept."""
+        """Return the pages of the previous engine for the scheduler. The engine has started: from
+        now on a clean stop deletes the file, unless it is to be kept."""
         self._memory.keep = self._keep
         return self._adopted
 
     def on_orders(self, orders: Orders) -> None:
-        """Take in what the scheduler knows of orders that are over. Before anything of this step
-        writes to a slot."""
-        if orders.reset:  # keys of a new generation are nobody else's
+        """Handle the scheduler's notifications of finished orders. Call before anything in this
+        step writes to a slot."""
+        if orders.reset:  # no other engine has keys of a new generation
             self._memory.clear()
             self._unsettled.clear()
             self._landed.clear()
@@ -206,16 +206,16 @@ class LastingPages:
             self._validation.landed(landed)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until every page is hashed; False if that took longer."""
+        """Wait until every page is hashed; False on timeout."""
         return self._validation.wait_idle(timeout_s)
 
     def close(self) -> None:
-        """Hash what is left, as far as there is time. Idempotent."""
+        """Hash remaining pages, as far as time allows. Idempotent."""
         self._validation.close(VALIDATE_S if self._memory.keep else 0.0)
 
 
 def held_bytes(facts: EngineFacts, config: TierConfig, rank: int) -> int:
-    """Memory that this rank's file has already, bytes: it need not be free."""
+    """Memory that this rank's file already occupies, bytes. It need not be free in addition."""
     if config.cpu_path is None:
         return 0
     with suppress(OSError):
@@ -233,11 +233,11 @@ def open_lasting(
     on_gpu: bool,
     clock: Callable[[], float],
 ) -> LastingMemory | None:
-    """Open this rank's memory file, with the good pages of the engine before; None if it is not
-    wanted, or if no later engine could have the same keys.
+    """Open this rank's memory file, with the valid pages of the previous engine; None if the file
+    is not configured, or if no later engine could have the same keys.
 
     Raises:
-        ConfigError: it cannot be had; the sentence says what to do.
+        ConfigError: the file cannot be opened or created; the message says what to do.
     """
     folder: Path | None = config.cpu_path
     if folder is None or config.observes:
@@ -270,5 +270,6 @@ def open_lasting(
 
 
 def _kept_if_this_fails(memory: LastingMemory) -> bool:
-    """True if the file is to stay if the engine does not start: it may have pages from before."""
+    """True if the file should be kept even if the engine fails to start: it may contain pages of
+    the previous engine."""
     return memory.keep or bool(memory.adopted or memory.bundles)

@@ -1,7 +1,7 @@
-"""Snapshots on one rank: pages of CPU memory are written to files, and read from them.
+"""Snapshots on one rank: writes pages of CPU memory to files, and reads pages from files.
 
-On threads of its own. Those that write yield to everything else on the machine; those that read do
-not, since a job waits for them.
+It has its own threads. Writing threads yield to everything else on the machine. Reading threads do
+not, because a job waits for them.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from .compressor import Report
 logger = logging.getLogger(__name__)
 
 NICE = 19
-"""Niceness of the threads that write."""
+"""Niceness of the writing threads."""
 THREADS = 4
-"""Threads that read pages, and of those that write; one more waits for them."""
+"""Number of reading threads, and of writing threads. One more thread waits for them."""
 
 
 class SnapshotWorker:
-    """Carries out orders for snapshots, one after the other.
+    """Carries out snapshot orders, one after another.
 
     Args:
         slots: the CPU pool's slots.
-        bundles: compressed pages of each page group that has some.
-        report: called by a thread of this with the report of each order.
+        bundles: compressed pages, by page group.
+        report: called on a thread of this object with the report of each order.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SnapshotWorker:
         self._writers = run_beside("snapshot-write", THREADS, NICE)
 
     def carry_out(self, order: SnapshotOrder) -> None:
-        """Begin an order."""
+        """Start an order."""
         self._orders.submit(self._carry_out, order)
 
     def _carry_out(self, order: SnapshotOrder) -> None:
@@ -92,7 +92,7 @@ class SnapshotWorker:
         return failed
 
     def _page(self, order: ExportOrder, i: int) -> Bytes | None:
-        """A page to be written; None if it is damaged."""
+        """Return a page to be written; None if it is damaged."""
         group, slot = order.groups[i], order.slots[i]
         nbytes = self._groups[group].page_bytes
         if slot >= 0:
@@ -119,23 +119,23 @@ class SnapshotWorker:
             return _each(self._readers, read, len(order.keys))
 
     def drain(self) -> None:
-        """Wait until what was begun before is over."""
+        """Wait for all orders started before."""
         self._orders.submit(int).result()
 
     def close(self) -> None:
-        """Finish what is under way, and end the threads. Idempotent."""
+        """Finish work in flight, and stop the threads. Idempotent."""
         self._orders.shutdown()
         self._readers.shutdown()
         self._writers.shutdown()
 
 
 def _each(threads: Executor, move: Callable[[int], bool], count: int) -> frozenset[int]:
-    """Move so many pages; gives those that could not be."""
+    """Move ``count`` pages. Returns the indices of pages that could not be moved."""
 
     def moved(i: int) -> bool:
         try:
             return move(i)
-        except Exception as error:  # of a file, whatever may be wrong with it
+        except Exception as error:  # a damaged file may raise anything
             logger.error("a page of a snapshot: %s", error)
             return False
 

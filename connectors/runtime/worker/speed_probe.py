@@ -1,8 +1,8 @@
 """Speed of this machine, measured in less than a second when the engine starts.
 
-Copies between VRAM and CPU memory are timed as they will be made. A prefill cannot be run from
-here: its time is estimated from the model's arithmetic and the speed of a matrix product, until
-the first real ones were seen.
+Copies between VRAM and CPU memory are timed the way restores perform them. A prefill cannot be run
+from here. Its time is estimated from the model's arithmetic and the speed of a matrix product,
+until the first real prefills have been measured.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from tiered_kv.transfer.host_memory import CpuPool
 MOST_PAGES = 64
 ROUNDS = 5
 READ_BYTES = 16 << 20
-"""Size of a read that is timed, bytes."""
+"""Size of a timed read, bytes."""
 SMALLEST_MATRIX, LARGEST_MATRIX = 128, 1024
 MATMUL_S = 0.03
-"""Time for matrix products. Where bf16 is emulated, one of the largest takes seconds."""
+"""Time limit for matrix products, seconds. Where bf16 is emulated, a single large product takes
+seconds."""
 UTILISATION = 0.5
-"""Share of a matrix product's speed that a prefill reaches, about."""
+"""Approximate fraction of a matrix product's speed that a prefill reaches."""
 
 
 def measure_copies(backend: TransferBackend, pool: CpuPool, num_blocks: int) -> float:
-    """Bytes a second of restores; the best of several. The engine must be empty: blocks are
-    overwritten."""
+    """Speed of restores, bytes per second; the best of several. The engine must be idle, because
+    blocks are overwritten."""
     pages = min(MOST_PAGES, pool.slots.shape[0], num_blocks - 1)
     if pages < 1:
         return 0.0
     blocks, slots = range(1, pages + 1), range(pages)
     results = []
-    for _ in range(ROUNDS):  # not ``run``, which on a GPU returns before the bytes are there
+    for _ in range(ROUNDS):  # not ``run``: on a GPU it returns before the copy is done
         backend.submit(CopyJob(0, Direction.LOAD, blocks, slots))
         backend.drain()
         results += backend.poll()
@@ -42,11 +43,11 @@ def measure_copies(backend: TransferBackend, pool: CpuPool, num_blocks: int) -> 
 
 
 def measure_reads(storage: Any) -> float:
-    """Bytes a second from the engine's KV to CPU memory; the best of several. Nothing is written
-    there, so the engine may be at work.
+    """Speed of copies from the engine's KV to CPU memory, bytes per second; the best of several.
+    Nothing is written to VRAM, so the engine may be running.
 
     Args:
-        storage: the allocation of its KV, as torch has it.
+        storage: torch storage of the KV cache.
     """
     import torch
 
@@ -66,7 +67,7 @@ def measure_reads(storage: Any) -> float:
 
 
 def measure_flops(device: Any, dtype: Any) -> float:
-    """Operations a second of a square matrix product in the model's type."""
+    """Speed of square matrix products in the model's dtype, operations per second."""
     import torch
 
     def product_s(size: int) -> float:
@@ -86,10 +87,11 @@ def measure_flops(device: Any, dtype: Any) -> float:
 
 
 def fastest_product(product_s: Callable[[int], float]) -> float:
-    """Operations a second of the fastest of several matrix products, as large as the time allows.
+    """Speed of the fastest of several matrix products, operations per second. Sizes grow as far as
+    the time limit allows.
 
     Args:
-        product_s: makes a product of square matrices of that many rows; seconds it took.
+        product_s: multiplies square matrices with that many rows, and returns the seconds taken.
     """
     size, spent_s, best = SMALLEST_MATRIX, 0.0, 0.0
     while spent_s < MATMUL_S:
@@ -103,25 +105,26 @@ def fastest_product(product_s: Callable[[int], float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PrefillWork:
-    """Arithmetic of a prefill, over all ranks.
+    """Arithmetic of a prefill, summed over all ranks.
 
     Attributes:
-        per_token: operations for each token: two for each weight it meets.
-        per_token2: operations for each token squared: scores and their sums over values, of
-            which the causal mask leaves half.
+        per_token: operations per token: two per weight that the token uses.
+        per_token2: operations per token squared: scores and weighted sums of values, of which the
+            causal mask leaves half.
     """
 
     per_token: float
     per_token2: float
 
     def estimate(self, flops: float) -> tuple[float, float]:
-        """Seconds per 1,000 tokens and per (1,000 tokens)², at ``flops`` a second together."""
+        """Return seconds per 1,000 tokens and per (1,000 tokens)², at a total of ``flops`` per
+        second."""
         usable = UTILISATION * flops
         return 1e3 * self.per_token / usable, 1e6 * self.per_token2 / usable
 
 
 def prefill_work(model_config: Any) -> PrefillWork | None:
-    """Work of prefills, from the model's shape; None if that has not the usual names."""
+    """Cost of prefills, from the model's shape; None if its configuration lacks the usual names."""
     shape = model_config.hf_text_config
     try:
         layers, hidden = int(shape.num_hidden_layers), int(shape.hidden_size)
@@ -131,7 +134,7 @@ def prefill_work(model_config: Any) -> PrefillWork | None:
         experts = int(getattr(shape, "num_experts_per_tok", None) or 1)
         wide = int(getattr(shape, "moe_intermediate_size", None) or shape.intermediate_size)
         kinds = list(getattr(shape, "layer_types", None) or ())
-    except Exception:  # configurations raise what they like, of layers that differ for example
+    except Exception:  # configurations raise anything, for example if layers differ
         return None
     attending = kinds.count("full_attention") if len(kinds) == layers else layers
     attention = hidden * head * (2 * heads + 2 * kv_heads)

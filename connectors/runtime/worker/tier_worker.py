@@ -1,5 +1,5 @@
-"""One rank's side of a tier below CPU memory: its store, the thread that serves it, and its
-last flush."""
+"""One rank's side of a tier below CPU memory: its store, the I/O thread of the store, and the final
+flush."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from tiered_kv.transfer.host_memory import CpuPool
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 3.0
-"""Seconds for the last flush. vLLM gives a worker 5 seconds to end, then tells it again (which
-disturbs no flush) and kills it 4 seconds later; Python alone takes 2 of them to end one."""
+"""Time limit of the final flush, seconds. vLLM gives a worker 5 seconds to stop, then signals it
+again (which does not interrupt the flush) and kills it 4 seconds later. Python alone needs 2
+seconds to exit."""
 
 
 class TierWorker:
@@ -39,12 +40,12 @@ class TierWorker:
         group_at: position of the page group.
         rank: index of this worker.
         fingerprint: fingerprint of the group's pages.
-        pool: slots that pages come from and go to.
+        pool: slots that pages are read from and written to.
         bundles: compressed pages of the group; None if there are none.
         clock: monotonic seconds.
 
-    Raises:
-        ConfigError: the store cannot be opened; the sentence says what to do.
+        Raises:
+        ConfigError: the store cannot be opened; the message says what to do.
     """
 
     def __init__(
@@ -75,16 +76,16 @@ class TierWorker:
         with _on_all_cores():
             store = tier.open(self._site)
             self.io = IoThread(store, pool.slots[:, : group.page_bytes], clock, self._cold_page)
-        if bundles is not None:  # so that they need not be encoded once more
+        if bundles is not None:  # so that pages need not be encoded again
             bundles.encode_like(lambda: self.io.store.codec_of_new_pages)
         self.stored = StoredPages(tuple(store.keys()), tier.bandwidth, store.stored_bytes)
-        # What slots hold that is perhaps nowhere else, by whose save; the newest last.
+        # Pages in slots that may exist nowhere else, with the save that wrote them; newest last.
         self._holds: dict[int, tuple[PageKey, OrderId]] = {}
-        # The same of bundles, by first slot. One whose slots were given to others may be among
-        # them: its pages are no longer what they were, which their digests tell.
+        # The same for bundles, by first slot. An entry may be stale because its slots were reused.
+        # Its pages then fail their digest check.
         self._bundles: dict[int, Sequence[tuple[PageKey, OrderId]]] = {}
-        # Saves up to this one that have not been reported yet are invalid: orders are numbered in
-        # sequence, and all that are in flight become invalid together.
+        # Unreported saves up to this order are invalid. Orders are numbered in sequence, and all
+        # orders in flight become invalid together.
         self._invalid_to = OrderId(0)
         self._counted = Counter[str]()
         self._counted_of = store
@@ -94,7 +95,7 @@ class TierWorker:
     # -- orders in ----------------------------------------------------------------
 
     def carry_out(self, orders: TierOrders) -> None:
-        """Hand a step's orders to the I/O thread."""
+        """Pass a step's orders to the I/O thread."""
         if orders.fingerprint is not None:
             self._site = replace(self._site, fingerprint=orders.fingerprint, lasting=False)
             self._holds.clear()
@@ -115,7 +116,7 @@ class TierWorker:
             self.io.reclaim(dying.segment, dying.survivors)
         for lookup in orders.lookups:
             self.io.look_up(lookup)
-        # Each machine's clock began at a time of its own.
+        # The clocks of different machines start at different times.
         ahead_s = 0.0 if orders.sent_at is None else self.io.now() - orders.sent_at
         for promote in orders.promotes:
             self.io.submit(promote, ahead_s)
@@ -125,7 +126,7 @@ class TierWorker:
             self.io.expedite(orders.expedited)
 
     def saved(self, order: SaveOrder, failed: frozenset[int]) -> None:
-        """Note that slots now hold pages that are perhaps nowhere else."""
+        """Record that slots now hold pages that may exist nowhere else."""
         if order.order_id <= self._invalid_to:
             return
         for i, (slot, key) in enumerate(zip(order.slots, order.keys, strict=True)):
@@ -133,13 +134,13 @@ class TierWorker:
                 self._holds[slot] = (key, order.order_id)
 
     def forget_slots(self, slots: tuple[int, ...]) -> None:
-        """Note that slots are about to be written."""
+        """Record that slots are about to be overwritten."""
         for slot in slots:
             self._holds.pop(slot, None)
             self._bundles.pop(slot, None)
 
     def packed(self, order: PackOrder) -> None:
-        """Note that pages are about to be compressed in their slots."""
+        """Record that pages are about to be compressed in their slots."""
         held = [self._holds.pop(slot, None) for slot in order.slots]
         self.forget_slots(order.slots)
         if self._cold is not None and order.group == self._group:
@@ -151,13 +152,13 @@ class TierWorker:
     # -- reports out ----------------------------------------------------------------
 
     def take_reports(self) -> tuple[dict[OrderId, OrderReport], TierReport | None]:
-        """Results of orders, and the store's news; None without news."""
+        """Return results of orders, and what changed in the store; None if nothing changed."""
         reports, gone = self.io.take_reports(), self.io.take_gone()
         proposal = self.io.proposal
         if not reports and not gone and proposal == self._said.proposal:
             return reports, None
         store, added = self.io.store, Counter[str]()
-        if store is not self._counted_of:  # a reset came between
+        if store is not self._counted_of:  # a reset happened in between
             added += self._count_up(self._counted_of)
             self._counted, self._counted_of = Counter(), store
         added += self._count_up(store)
@@ -170,15 +171,16 @@ class TierWorker:
         return reports, self._said
 
     def _count_up(self, store: PageStore) -> Counter[str]:
-        """Events of one store since the last call."""
+        """Event counts of a store since the last call."""
         totals = Counter(store.counters())
         added, self._counted = totals - self._counted, totals
         return added
 
     def close(self) -> None:
-        """Flush what the time allows, the newest pages first; release the store.
+        """Flush as many pages as time allows, newest first, and release the store.
 
-        A store that others write to as well gets no flush: it has what was ordered down.
+        A store that other engines write to gets no flush: every page meant for it was demoted
+        already.
         """
         last: list[tuple[PageKey, int]] = []
         if self._site.lasting and self._tier.spec.knowledge is Knowledge.KNOWN:
@@ -193,8 +195,8 @@ class TierWorker:
 
 @contextmanager
 def _on_all_cores() -> Iterator[None]:
-    """Threads started within may run on all cores of the process, whatever core this one is
-    bound to."""
+    """Let threads started within run on all cores of the process, even if this thread is bound to
+    one core."""
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, CORES)
     try:

@@ -1,8 +1,8 @@
-"""The worker half: moves bytes, and owns every buffer. It decides nothing.
+"""The worker half: moves bytes, and owns every buffer. It makes no decisions.
 
-In a step: ``start`` makes the restores this forward pass needs and begins the others,
-``save`` begins the saves behind the forward pass, ``finish`` polls. Everything runs on
-the worker's thread; the backend has threads or streams of its own.
+In a step, ``start`` performs the sync restores and starts the async ones, ``save`` starts the saves
+behind the forward pass, and ``finish`` polls. All methods run on the worker's thread. The backend
+has its own threads or streams.
 """
 
 from __future__ import annotations
@@ -46,12 +46,11 @@ logger = logging.getLogger(__name__)
 
 
 class Arrivals(NamedTuple):
-    """Requests whose async restore is over.
+    """Requests whose async restore finished.
 
     Attributes:
-        requests: all of them, whether it went well or not.
-        failed: those of them that must be computed anew; none where the engine recovers by
-            block.
+        requests: all these requests, whether the restore succeeded or not.
+        failed: the requests that must be prefilled again; empty if the engine recovers by block.
     """
 
     requests: set[str]
@@ -65,7 +64,7 @@ class WorkerHalf:
         facts: the engine.
         config: the operator's settings.
         rank: this worker's rank.
-        fingerprints: gives the fingerprint of each page group; asked only if pages outlive the
+        fingerprints: returns the fingerprint of each page group; called only if pages outlive the
             engine.
         clock: monotonic seconds.
     """
@@ -86,16 +85,16 @@ class WorkerHalf:
         self._speeds = Speeds(copy=0.0, flops=0.0)
         self.stores: dict[StoreId, TierWorker] = {}
         self.pool: CpuPool | None = None
-        self.backend: TransferBackend | None = None  # none while VRAM is released
+        self.backend: TransferBackend | None = None  # None while VRAM is released
         self.compressor: Compressor | None = None
         self.snapshots: SnapshotWorker | None = None
         self.lasting: LastingPages | None = None
         self._kv_caches: Sequence[Any] = ()
         self._orders: dict[OrderId, SaveOrder | LoadOrder] = {}
         self._reports: dict[OrderId, OrderReport] = {}
-        self._reported: SimpleQueue[tuple[OrderId, OrderReport]] = SimpleQueue()  # by threads
-        self._parts: Counter[str] = Counter()  # of async restores under way, by request
-        self._more: set[str] = set()  # requests for whose restore further orders follow
+        self._reported: SimpleQueue[tuple[OrderId, OrderReport]] = SimpleQueue()  # from threads
+        self._parts: Counter[str] = Counter()  # unfinished parts of async restores, by request
+        self._more: set[str] = set()  # requests whose restore has further orders to come
         self._failed: set[str] = set()
         self._arrived: set[str] = set()
         self.bad_blocks: set[int] = set()
@@ -103,14 +102,14 @@ class WorkerHalf:
         self._newly_failed = False
 
     def register(self, kv_caches: Sequence[Any]) -> None:
-        """Take the engine's KV tensors and allocate this rank's share of the CPU tier.
+        """Register the engine's KV tensors and allocate this rank's share of the CPU tier.
 
         Args:
-            kv_caches: views of the one allocation that ``EngineFacts.groups`` lay out.
+            kv_caches: views of the single allocation that ``EngineFacts.groups`` describe.
 
         Raises:
             ConfigError: the tier does not fit into memory, or holds no page.
-            UnsupportedError: the engine's KV cache lies in several allocations.
+            UnsupportedError: the engine's KV cache consists of several allocations.
         """
         self._speeds = replace(self._speeds, flops=flops_of(kv_caches))
         if not self._facts.groups or self._config.cpu_gib == 0:
@@ -156,7 +155,7 @@ class WorkerHalf:
                 )
             tiers = make_tiers(self._config)
             if self.lasting is not None:
-                self.lasting.overwrite(range(self._slots(), slots))  # decoded pages pass through
+                self.lasting.overwrite(range(self._slots(), slots))  # staging slots hold no pages
                 self.lasting.adopt_bundles(bundles, self._slots(), self._config.codec)
             fingerprints = self._fingerprints() if tiers else ()
             for tier in tiers:
@@ -189,8 +188,8 @@ class WorkerHalf:
         return CpuTransfer(layouts, raw.numpy(), pool)
 
     def release_vram(self) -> None:
-        """Finish the copies under way, as the engine is about to free its KV cache. From now on
-        every copy that is ordered fails. The tiers below VRAM go on. Idempotent."""
+        """Finish the copies in flight before the engine frees its KV cache. Later copies fail until
+        ``take_vram``. The tiers below VRAM keep working. Idempotent."""
         backend, self.backend = self.backend, None
         if backend is not None:
             self._stop(backend)
@@ -198,7 +197,7 @@ class WorkerHalf:
             self.compressor.release_vram()
 
     def take_vram(self) -> None:
-        """Copy again: the engine's tensors have memory, perhaps elsewhere than before. Does
+        """Allow copies again: the engine's tensors have memory, perhaps at another address. Does
         nothing unless VRAM was released."""
         if self.pool is not None and self.backend is None:
             self.backend = self._make_backend(self.pool)
@@ -214,7 +213,7 @@ class WorkerHalf:
             backend.close()
 
     def handshake(self) -> Handshake:
-        """Speeds of this rank, and the pages that its stores have from before."""
+        """Speeds of this rank, and the pages that its stores already contain."""
         return Handshake(
             self._speeds,
             slots=self._slots(),
@@ -225,14 +224,15 @@ class WorkerHalf:
         )
 
     def _slots(self) -> int:
-        """Slots for pages, without those that decoded ones pass through."""
+        """Number of slots for pages, without the staging slots."""
         slots = len(self.pool.slots) if self.pool is not None else 0
         return slots - (self.compressor.staging if self.compressor is not None else 0)
 
     # -- a step -----------------------------------------------------------------
 
     def start(self, orders: Orders) -> None:
-        """Restores: sync ones are done when this returns, async ones have begun."""
+        """Start a step's orders. Sync restores have finished on return; async restores have
+        started."""
         if self.pool is None:
             return
         if self.lasting is not None:
@@ -275,11 +275,10 @@ class WorkerHalf:
                 self.compressor.pack(pack, note)
 
     def save(self, orders: Orders) -> None:
-        """Saves, behind the forward pass.
+        """Start a step's saves, behind the forward pass.
 
-        After a failed sync restore the forward pass computed on bytes that never came,
-        and so may the next ones until the scheduler has heard of it: what they would
-        save is refused.
+        After a failed sync restore the forward pass computed on invalid KV. So may later steps,
+        until the scheduler has received the report. Their saves are refused.
         """
         if self.pool is None or not orders.saves:
             return
@@ -294,7 +293,7 @@ class WorkerHalf:
             self.backend.submit(job)
 
     def finish(self) -> Arrivals:
-        """Requests whose async restore is over since the last call."""
+        """Return the requests whose async restore finished since the last call."""
         if self.backend is not None and self._orders:
             for result in self.backend.poll():
                 self._done(result)
@@ -307,12 +306,12 @@ class WorkerHalf:
         return Arrivals(arrived, failed)
 
     def take_bad_blocks(self) -> set[int]:
-        """VRAM blocks whose restore failed since the last call."""
+        """Return the VRAM blocks whose restore failed since the last call."""
         bad, self.bad_blocks = self.bad_blocks, set()
         return bad
 
     def take_reports(self) -> Reports | None:
-        """Results of orders since the last call; None if there are none."""
+        """Return the results of orders since the last call; None if there are none."""
         news: dict[StoreId, dict[int, TierReport]] = {}
         for store, tier in self.stores.items():
             settled, report = tier.take_reports()
@@ -365,9 +364,9 @@ class WorkerHalf:
             self._newly_failed = True
 
     def close(self) -> None:
-        """Finish copies under way, flush to the tiers below, stop threads, free the slab.
+        """Finish copies in flight, flush to the lower tiers, stop threads, free the CPU memory.
 
-        Idempotent. What one of these fails to do keeps none of the others from being done.
+        Idempotent. An error in one of these does not keep the others from running.
         """
         with ExitStack() as last_to_first:
             if self.pool is not None:
