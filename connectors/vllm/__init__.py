@@ -1,1 +1,1 @@
-"""The connector for vLLM. Its class is in ``connector``; this package imports nothing."""
+"""The connector for vLLM. Its class is in ``connector``; importing this package imports nothing."""

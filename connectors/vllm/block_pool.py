@@ -1,7 +1,7 @@
-"""The port's ``BlockPool`` over vLLM's KV cache manager, resets of that cache, and the port's
-view of a step.
+"""The port's ``BlockPool`` on top of vLLM's KV cache manager, hooks for cache resets, and the
+port's view of a step.
 
-Before a reset our references go, and KV that survives it is never found.
+Before a reset our references are released. KV that survives a reset is never found.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class VllmBlockPool:
         self.release = self._pool.free_blocks
 
     def num_cached(self) -> int:
-        return len(self._pool.cached_block_hash_to_block)  # a reset of the cache makes a new one
+        return len(self._pool.cached_block_hash_to_block)  # a cache reset replaces this dict
 
     def forget(self, block_ids: Iterable[int]) -> None:
         self._pool.evict_blocks(set(block_ids))
@@ -50,8 +50,8 @@ class VllmBlockPool:
 def watch_resets(
     manager: Any, blocks_of: Mapping[str, Sequence[Any]], told: Callable[[], None]
 ) -> None:
-    """Hear of every reset of vLLM's KV cache manager, before it, and change nothing: nothing was
-    saved that could be found. Takes what ``Resets`` takes.
+    """Call ``told`` before every reset of vLLM's KV cache manager. For observe mode, where nothing
+    was saved that must be hidden. Arguments as for ``Resets``.
     """
     reset = manager.reset_prefix_cache
 
@@ -65,18 +65,19 @@ def watch_resets(
 class Resets:
     """Wrapper around the reset of vLLM's KV cache manager.
 
-    vLLM refuses to reset its cache while blocks are referenced, and tells the connector too late.
-    So our references are released first, inside the manager's own reset.
+    vLLM refuses to reset its cache while blocks are referenced, and notifies the connector too
+    late. So our references are released first, inside the manager's own reset.
 
-    If vLLM still refuses, because requests run or are being restored, their KV belongs to the past
-    generation, and so does everything they compute from it. Its hashes are removed, and no more of
-    it is hashed. Otherwise later requests would find it, and save it under keys of the new
-    generation. A preempted request starts over, and is then like any other.
+    If vLLM still refuses, because requests run or are being restored, their KV belongs to the
+    previous generation, and so does everything that they compute from it. Its hashes are removed,
+    and no further blocks of these requests are hashed. Otherwise later requests would find this KV,
+    and save it under keys of the new generation. A preempted request starts over, and is then
+    treated like any other.
 
     Args:
         manager: vLLM's KV cache manager.
-        blocks_of: returns the manager's blocks of each request.
-        let_go: releases everything we hold; called before vLLM checks.
+        blocks_of: maps each request to the manager's blocks.
+        let_go: releases all our references; called before vLLM checks.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Resets:
         self._coordinator = manager.coordinator
         self._blocks_of = blocks_of
         self._let_go = let_go
-        self._old: dict[str, Sequence[Any]] = {}  # block tables; a new one is of a new beginning
+        self._old: dict[str, Sequence[Any]] = {}  # block tables; a new table means a restart
         self._reset = manager.reset_prefix_cache
         self._hash: Callable[..., None] | None = None
         manager.reset_prefix_cache = self._reset_prefix_cache
@@ -100,13 +101,13 @@ class Resets:
         if not done:
             self._pool.evict_blocks(set(range(len(self._pool.blocks))))
             self._old = {request: blocks for request, blocks in self._blocks_of.items() if blocks}
-            if self._hash is None:  # not before: it is asked in every step of every request
+            if self._hash is None:  # not before: it runs in every step for every request
                 self._hash = self._coordinator.cache_blocks
                 self._coordinator.cache_blocks = self._cache_blocks
         return done
 
     def _cache_blocks(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        """Hash the blocks that a request has filled, unless it began before the last reset."""
+        """Hash the blocks that a request has filled, unless it started before the last reset."""
         assert self._hash is not None
         blocks = self._old.get(request.request_id)
         if blocks is not None:
@@ -117,8 +118,8 @@ class Resets:
 
 
 def scheduled_step(output: Any) -> ScheduledStep:
-    """The step of vLLM's ``SchedulerOutput``. Which of its lists has a request that goes on after
-    it was preempted depends on vLLM's model runner."""
+    """Convert vLLM's ``SchedulerOutput``. A request that resumes after preemption is in either of
+    its lists, depending on vLLM's model runner."""
     new = [one.req_id for one in output.scheduled_new_reqs]
     return ScheduledStep(
         tokens=output.num_scheduled_tokens,
@@ -129,10 +130,10 @@ def scheduled_step(output: Any) -> ScheduledStep:
 
 
 def kept_states(output: Any, positions: Mapping[int, int]) -> list[KeptState]:
-    """States that vLLM hands over in this step.
+    """States that vLLM offers in this step.
 
     Args:
-        positions: positions of page groups by vLLM's number of the group.
+        positions: positions of page groups by vLLM's group index.
     """
     offered = output.kv_connector_block_state.boundary_state_offloads
     return [

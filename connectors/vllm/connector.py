@@ -1,7 +1,7 @@
-"""``TieredContinuumConnector``: vLLM's hooks on one side, the scheduler and worker on the other.
+"""``TieredContinuumConnector``: adapts vLLM's hooks to the scheduler half and the worker half.
 
 A façade: it checks the configuration, builds the half that its role needs, and catches every
-exception of the scheduler half, which would end the server.
+exception of the scheduler half, which would otherwise stop the server.
 """
 
 from __future__ import annotations
@@ -64,10 +64,11 @@ logger = logging.getLogger(__name__)
 
 
 class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
-    """KV cache in VRAM, in CPU memory, on SSD or nowhere between an agent's turns.
+    """KV connector that keeps KV in VRAM, in CPU memory, on SSD or nowhere between an agent's
+    turns.
 
     Raises:
-        ConfigError, UnsupportedError: at start; the message tells what to change.
+        ConfigError, UnsupportedError: at startup; the message says what to change.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -75,7 +76,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         check_version(vllm.__version__)
         refuse_unsupported(vllm_config)
         transfer = vllm_config.kv_transfer_config
-        # Known in the workers only. They are made first, and what they refuse ends the start.
+        # Only known in the workers. They are created first, so an error there stops the startup.
         engine = get_current_vllm_config_or_none()
         if engine is not None and engine.kv_transfer_config is not None:
             refuse_company(transfer, engine.kv_transfer_config, connector_class)
@@ -83,15 +84,15 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         facts = replace(read_engine(vllm_config, kv_cache_config), version=vllm.__version__)
         self._deps: Dependencies | None = None
-        self.scheduler_half: SchedulerHalf | None = None  # once there are blocks
+        self.scheduler_half: SchedulerHalf | None = None  # set when there are blocks
         self.worker_half: WorkerHalf | None = None
-        self.weight_calls: WeightCalls | None = None  # once there are blocks
+        self.weight_calls: WeightCalls | None = None  # set when there are blocks
         self._has_states = facts.has_states
         self._positions: dict[int, int] = {}
         self._step_trace: StepTrace | None = None
         self._introduced = False
         if role is KVConnectorRole.SCHEDULER:
-            install()  # named by its module, it is there without the plugin
+            install()  # needed if the module is named without the plugin
             report_speculation(vllm_config)
             if reason := why_not_offloadable(vllm_config, kv_cache_config):
                 logger.warning("KV of this model stays in VRAM, without CPU copies: %s", reason)
@@ -119,10 +120,10 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
     def make_dependencies(
         cls, vllm_config: Any, facts: EngineFacts, config: TierConfig
     ) -> Dependencies:
-        """Everything that the scheduler half is given. Tests and simulations override it.
+        """Create everything that the scheduler half depends on. Tests and simulations override it.
 
         Raises:
-            ConfigError: there is no such policy.
+            ConfigError: the policy does not exist.
         """
         policy = registry.policy(config.policy)
         notes = folder_for_notes(config.notes_path)
@@ -151,7 +152,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Return False: this is a cache, and a lost save is only a later miss."""
+        """Return False: this is a cache, and a lost save only causes a miss."""
         return False
 
     @property
@@ -171,7 +172,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
             return
         half.errors.add(name, "the engine goes on without it")
         try:
-            half.release_all()  # a hook that failed half-way must not keep blocks from the engine
+            half.release_all()  # a half-finished hook must not keep blocks from the engine
         except Exception:
             logger.exception("giving up pins and saves failed as well")
 
@@ -205,8 +206,8 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
     @never_raises(lambda self: None)
     def on_new_request(self, request: Any) -> None:
         if request.abort_immediately:
-            # Refused: the server rejected it, or the engine is paused. It only passes through so
-            # that a connector can free what it holds for it, and its job is still between turns.
+            # Refused: the server rejected it, or the engine is paused. vLLM only passes it so that
+            # a connector can free resources. Its job is still between turns.
             return
         self._scheduler.on_arrived(VllmRequest(request), hints_of(request))
 
@@ -236,7 +237,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         found = {CacheHitSource.HOST: num_external_tokens - disk, CacheHitSource.DISK: disk}
         return {source: tokens for source, tokens in found.items() if tokens}
 
-    # The hooks of every step guard themselves: the wrapper's cost would be seen.
+    # The hooks of every step have their own guards, because the wrapper's cost would be noticeable.
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         try:
@@ -296,7 +297,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
         found = {r: one for r, one in metadata.items() if isinstance(one, TieredHandshake)}
-        if not self._introduced:  # after a sleep vLLM passes on again what was true at start
+        if not self._introduced:  # after a sleep vLLM repeats the handshake of the start
             self._introduced = True
             self._scheduler.on_handshake({rank: one.handshake for rank, one in found.items()})
 
@@ -307,7 +308,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         layers = [layer for tensor in tensors for layer in tensor.layers if layer in kv_caches]
         self._worker.register([kv_caches[layer] for layer in layers])
 
-    # Since 0.33: around the sleep of an engine, which frees its KV cache.
+    # Since 0.33: called around the sleep of an engine, which frees its KV cache.
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -331,7 +332,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.start(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: sync restores are complete before the forward pass begins."""
+        """Do nothing: sync restores are complete before the forward pass starts."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
@@ -354,7 +355,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         reports = self._worker.take_reports()
         return TieredWorkerMetadata(reports) if reports is not None else None
 
-    # -- both ---------------------------------------------------------------------
+    # -- both sides ---------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> TieredStats | None:
         half = self.scheduler_half
@@ -384,7 +385,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _tool_reader(vllm_config: Any) -> ToolCalls:
-    """Build the reader of tool calls; one that reads none if the engine has no tokenizer."""
+    """Create the reader of tool calls, or a stub if the engine has no tokenizer."""
     model_config = vllm_config.model_config
     if model_config.skip_tokenizer_init:
         return NoTools()

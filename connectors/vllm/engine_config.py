@@ -1,4 +1,4 @@
-"""The engine's configuration, read once and checked for unsupported features."""
+"""Reads the engine's configuration, and checks it for unsupported features."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_version(version: str) -> None:
-    """Refuse a vLLM that lacks required hooks; warn once about an untested one.
+    """Refuse a vLLM version that lacks required hooks. Warns once about an untested version.
 
     Raises:
-        UnsupportedError: older than 0.30.
+        UnsupportedError: the version is older than 0.30.
     """
     found = parse_version(version)
     if found is None:
@@ -38,14 +38,14 @@ def check_version(version: str) -> None:
 
 
 warned_versions: set[str] = set()
-"""Versions that were warned of in this process."""
+"""Versions that were warned about in this process."""
 
 
 def refuse_unsupported(vllm_config: Any) -> None:
-    """Refuse configurations that would give wrong or no results.
+    """Refuse configurations that would give wrong results, or none.
 
     Raises:
-        UnsupportedError: the message tells what to change.
+        UnsupportedError: the message says what to change.
     """
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     if (
@@ -90,7 +90,7 @@ def report_speculation(vllm_config: Any) -> None:
     if getattr(vllm_config.cache_config, "mamba_cache_mode", "none") != "none":
         logger.warning("speculative decoding with a model that keeps states: %s", SPECULATED_STATES)
     if not hasattr(vllm_config, "num_hash_lookahead_tokens"):
-        return  # before 0.33 vLLM drops the block without a connector as well
+        return  # before 0.33 vLLM drops the block without a connector too
     if drafter.use_eagle_block_drop() and not drafter.disable_lookahead_block_hashes:
         logger.info(
             "vLLM drops the last block of a prefix in VRAM with EAGLE or MTP if any KV connector "
@@ -99,27 +99,27 @@ def report_speculation(vllm_config: Any) -> None:
 
 
 def is_diffusion(vllm_config: Any) -> bool:
-    """True if tokens may still change once they are computed. vLLM has a separate scheduler for
+    """True if tokens may still change after they were computed. vLLM has a separate scheduler for
     such models."""
     declared = getattr(vllm_config, "diffusion_config", None) is not None
     return declared or bool(getattr(vllm_config.model_config, "is_diffusion", False))
 
 
 def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
-    """Turn vLLM's configuration into ours. Both halves get the same answer, but for the units of
-    its block hashes, which vLLM's KV cache manager tells (``with_hash_units``)."""
+    """Convert vLLM's configuration. Both halves get the same result, except for the tokens per
+    block hash, which only vLLM's KV cache manager knows (``with_hash_units``)."""
     groups: tuple[PageGroup, ...] = ()
     if why_not_offloadable(vllm_config, kv_cache_config) is None:
         groups = read_groups(vllm_config, kv_cache_config)
     block_size = groups[0].block_size if groups else vllm_config.cache_config.block_size
-    # Several batches are under way with pipelines, as with asynchronous scheduling.
+    # With pipelines several batches are in flight, as with asynchronous scheduling.
     pipelines = vllm_config.parallel_config.pipeline_parallel_size > 1
     ahead = bool(vllm_config.scheduler_config.async_scheduling) or pipelines
-    # vLLM rewinds a request whose sync restore failed only where no later step was scheduled yet,
-    # and only for its older model runner (vllm-project/vllm#49250); elsewhere it would go on with
-    # wrong KV. With states a sync restore comes too late, with several groups it cannot fail.
+    # vLLM rewinds a request whose sync restore failed only if no later step was scheduled yet, and
+    # only in its older model runner (vllm-project/vllm#49250). Otherwise it would continue with
+    # wrong KV. With states a sync restore comes too late, and with several groups it may not fail.
     plain = len(groups) == 1 and groups[0].reach.kind is KvKind.FULL
-    # Since 0.33 vLLM, where it returns the experts of each token, drops any other external hit.
+    # Since 0.33 vLLM drops any other external hit if it returns the experts of each token.
     returned = getattr(vllm_config, "aux_output_config", None)
     return EngineFacts(
         ranks=vllm_config.parallel_config.world_size,
@@ -141,7 +141,7 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
 
 def _limits(vllm_config: Any) -> EngineLimits:
     scheduler = vllm_config.scheduler_config
-    named = scheduler.scheduler_cls or ""  # its class, or where that is
+    named = scheduler.scheduler_cls or ""  # a class, or its path
     name = named if isinstance(named, str) else named.__name__
     ours = name.rpartition(".")[2] == "ContinuumScheduler"
     return EngineLimits(
@@ -154,7 +154,7 @@ def _limits(vllm_config: Any) -> EngineLimits:
 
 
 def with_hash_units(facts: EngineFacts, kv_cache_manager: Any) -> EngineFacts:
-    """Add the tokens of a block hash, and those at whose multiples vLLM finds a prefix."""
+    """Add the tokens per block hash, and the granularity of vLLM's prefix hits."""
     first = kv_cache_manager.coordinator.single_type_managers[0]
     hash_tokens = int(kv_cache_manager.block_pool.hash_block_size)
     hit_tokens = getattr(first, "cache_hit_alignment_tokens", first.scheduler_block_size)

@@ -3,13 +3,13 @@
     vllm serve MODEL --kv-transfer-config … \\
         --scheduler-cls tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler
 
-It changes three things. Requests that the connector holds are parked outside the waiting queue.
-Requests in the queue go in the order in which their jobs started, jobs with pinned KV first; where
-seats are short, nearly in the order of their arrival. A client gets an equal share while others
-wait, and a request that has waited for the admission limit goes before every later one. And the
-request that loses least is preempted. Without our connector, or with ``--scheduling-policy
-priority`` (the operator's own order), only parking is changed. Diffusion models, for which vLLM has
-a separate scheduler, are refused (``UnsupportedError``).
+It changes three things. Requests that the connector holds back are parked outside the waiting
+queue. Requests in the queue are ordered by the start of their jobs, jobs with pinned KV first;
+where seats are short, nearly by arrival. A client gets an equal share while others wait, and a
+request that has waited for the admission limit precedes every later request. And preemption picks
+the request that loses least. Without our connector, or with ``--scheduling-policy priority`` (the
+operator's own order), only parking is changed. Diffusion models, for which vLLM has a separate
+scheduler, are refused (``UnsupportedError``).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 class _InJobOrder:
-    """Changes to both of vLLM's schedulers; see the module.
+    """Changes to both of vLLM's schedulers; see the module docstring.
 
     Attributes:
-        parked: requests outside the queue by id, in the order in which they are let in.
+        parked: held-back requests by id, in the order of admission.
     """
 
     connector: Any
@@ -56,12 +56,12 @@ class _InJobOrder:
             )
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         self.parked: dict[str, Any] = {}
-        self._came: deque[str] = deque()  # the same, first come first; some are gone
+        self._came: deque[str] = deque()  # the same, by arrival; may include removed ones
         self._unsorted = False
         self._counts_parked = True
         half = getattr(self.connector, "scheduler_half", None)
         if half is not None and half.deps.config.observes:
-            half = None  # what is observed is vLLM's own order
+            half = None  # observe mode observes vLLM's own order
         self._half: SchedulerHalf | None = half
         if half is not None:
             half.take_over_queue(in_job_order=self.policy is SchedulingPolicy.FCFS)
@@ -108,7 +108,7 @@ class _InJobOrder:
     def get_num_unfinished_requests(self) -> int:
         unfinished: int = super().get_num_unfinished_requests()  # type: ignore[misc]
         if not unfinished and self._pause_state == PauseState.UNPAUSED:
-            return len(self.parked)  # vLLM 0.30 counts its queues only, and would fall asleep
+            return len(self.parked)  # vLLM 0.30 counts only its queues, and would sleep
         return unfinished
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +120,7 @@ class _InJobOrder:
             except Exception:
                 self._half.on_scheduler_failed()
                 self._unpark_all()
-        self._counts_parked = False  # vLLM shares the step's tokens among those it counts
+        self._counts_parked = False  # vLLM divides the step's tokens among counted requests
         try:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -137,7 +137,7 @@ class _InJobOrder:
             if queue.holds(request_id):
                 break
             self._unpark(request_id)
-        # Nobody waits for longer because others go first.
+        # The order of others must not extend a wait beyond the limit.
         while came and (came[0] not in self.parked or queue.lets_overdue_in(came[0])):
             request_id = came.popleft()
             if request_id in self.parked:
@@ -162,12 +162,12 @@ class _InJobOrder:
             waiting.extend(ordered)
         self._unsorted = False
         if len(self.running) > 1 and queue.is_tight(len(self.running)):
-            # vLLM preempts the last.
+            # vLLM preempts the last request.
             self.running = sorted(self.running, key=queue.running_rank)
 
 
 class ContinuumScheduler(_InJobOrder, Scheduler):
-    """vLLM's scheduler with these changes; see the module."""
+    """vLLM's scheduler with these changes; see the module docstring."""
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the asynchronous scheduler where vLLM would have chosen its own."""

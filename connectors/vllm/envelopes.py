@@ -15,7 +15,7 @@ from tiered_kv.messages import Handshake, Orders, Reports
 
 @dataclass(frozen=True)
 class TieredHandshake(KVConnectorHandshakeMetadata):
-    """A worker's first message."""
+    """The first message of a worker."""
 
     handshake: Handshake
 
@@ -29,7 +29,7 @@ class TieredMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class TieredWorkerMetadata(KVConnectorWorkerMetadata):
-    """Results of orders; vLLM merges those of all ranks."""
+    """Results of orders. vLLM merges the results of all ranks."""
 
     reports: Reports
 

@@ -1,4 +1,4 @@
-"""Fingerprints of the running engine: one for the base model, one for each adapter."""
+"""Fingerprints of the running engine: one for the base model, and one for each adapter."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ Value = TypeVar("Value")
 
 
 Stamp = tuple[int, ...]
-"""Inode, size, and times of the last change of a file."""
+"""Inode, size, and modification times of a file."""
 
 MOST_ADAPTERS = 4096
-"""Adapters that are remembered; of more, those loaded longest ago are forgotten."""
+"""Maximum number of adapters tracked. Beyond it the adapter loaded longest ago is forgotten."""
 
 
 @dataclass(slots=True)
 class _Load:
-    """An adapter as vLLM loaded it.
+    """An adapter as loaded by vLLM.
 
     Attributes:
         path: folder of its files.
-        stamps: its files at the load; None if they cannot be trusted to be those that were loaded.
-        identity: what its keys have in place of the files' digest; None if it has no keys.
-        check: comparison of the files with the stamps that is under way.
+        stamps: stamps of its files when they were loaded; None if the files may differ from what
+            was loaded.
+        identity: used in its keys as the digest of its files; None if it has no keys.
+        check: running comparison of the files with the stamps.
     """
 
     path: Path
@@ -45,7 +46,7 @@ class _Load:
     check: Future[None] | None = None
 
     def distrust(self) -> None:
-        """Give the adapter no keys any more."""
+        """Stop giving the adapter keys."""
         self.stamps = None
         if self.identity is not None:
             self.identity.cancel()
@@ -55,16 +56,16 @@ class _Load:
 class Fingerprints:
     """Fingerprints by request, 16 bytes each, for the current generation.
 
-    An adapter is identified by its files as they were when vLLM loaded it (:meth:`on_load`; the
-    first request, if no call loaded it). They are digested once for each load, on a thread, since
-    reading files would block the scheduler. Until the digest is known, requests of that adapter are
-    neither saved nor restored. Nor are they once the files have changed: vLLM reads them again
-    whenever it likes, and nobody can tell by which weights it answers then. An adapter that was
-    loaded in place is identified by the load alone, so that its pages are no other engine's.
+    An adapter is identified by its files as they were when vLLM loaded it (:meth:`on_load`; at the
+    first request, if no call loaded it). The files are digested once per load, on a thread, because
+    reading them would block the scheduler. Until the digest is known, requests of that adapter are
+    neither saved nor restored. The same applies once the files have changed, because vLLM may read
+    them again at any time, and it is then unknown which weights it uses. An adapter that was loaded
+    in place is identified by the load alone, so that no other engine shares its pages.
 
     Args:
         base: fingerprints of the base model's pages, by group.
-        hashes_paths: True if vLLM's block hashes cover an adapter's path, False if its name alone.
+        hashes_paths: True if vLLM's block hashes cover an adapter's path, False if only its name.
     """
 
     def __init__(self, base: Sequence[Fingerprint], *, hashes_paths: bool = True) -> None:
@@ -77,31 +78,31 @@ class Fingerprints:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tiered-kv-digest")
 
     def base(self, group: int) -> Fingerprint:
-        """The base model's pages of a group, in this generation. It names the workers' stores:
-        pages of adapters lie there under keys of their own."""
+        """Fingerprint of the base model's pages in a group, for this generation. The workers'
+        stores are named after it. They also contain pages of adapters, under different keys."""
         return self._base[group]
 
     def group_of(self, key: PageKey) -> int | None:
-        """The group of a page of this generation; None of others."""
+        """The group of a page of this generation; None for other pages."""
         return self._groups.get(key[:DIGEST_BYTES])
 
     def next_generation(self) -> None:
-        """Make every key so far unreachable."""
+        """Invalidate all existing keys."""
         generation = secrets.token_hex(8)
         self._base = [replace(one, generation=generation) for one in self._base]
         self._digests.clear()
         self._groups.clear()
 
     def forget_weights(self) -> None:
-        """Make every key so far unreachable, since the base model's weights may not be those of its
-        files any more."""
+        """Invalidate all existing keys, because the base model's weights may no longer be those of
+        its files."""
         model = f"{UPDATED}{secrets.token_hex(8)}"
         self._base = [replace(one, model=model) for one in self._base]
         self.next_generation()
 
     def on_load(self, adapter: Any) -> bool:
-        """Record that vLLM is about to load an adapter (vLLM's ``LoRARequest``). Looks at its
-        files, and reads none.
+        """Record that vLLM is about to load an adapter (vLLM's ``LoRARequest``). Checks its files
+        without reading them.
 
         Returns:
             True if vLLM's cache may have KV of other weights under the same hashes.
@@ -111,7 +112,8 @@ class Fingerprints:
         return self._load(adapter) or (in_place and loaded_before)
 
     def _load(self, adapter: Any) -> bool:
-        """Record a load; True if other weights were loaded whose blocks have the same hashes."""
+        """Record a load. Returns True if other weights were loaded before whose blocks have equal
+        hashes."""
         number, path = adapter.lora_int_id, Path(adapter.lora_path).expanduser()
         stamps = _stamps(path)
         hashed = adapter.lora_path if self._hashes_paths else adapter.lora_name
@@ -120,7 +122,7 @@ class Fingerprints:
         changed = before not in (None, (adapter.lora_path, stamps))
         in_place = bool(getattr(adapter, "load_inplace", False)) and stamps is not None
         if (known := self._loads.get(number)) is not None:
-            if not in_place:  # vLLM keeps what it has, or reads the files anew
+            if not in_place:  # vLLM keeps the adapter, or reads its files again
                 if known.path != path or known.stamps != stamps:
                     known.distrust()
                 return changed
@@ -139,13 +141,13 @@ class Fingerprints:
             load.distrust()
 
     def of(self, adapter: Any | None, group: int) -> bytes | None:
-        """Digest of a group's pages of requests with that adapter (vLLM's ``LoRARequest``); None
-        while (or if) the weights of its KV are unknown."""
+        """Digest for a group's pages of requests with that adapter (vLLM's ``LoRARequest``); None
+        while the weights of its KV are unknown."""
         if adapter is None:
             return self._digest("", group)
         load = self._loads.get(adapter.lora_int_id)
         if load is None or load.path != Path(adapter.lora_path).expanduser():
-            if self._load(adapter):  # no call loaded it, which would have started a generation
+            if self._load(adapter):  # not loaded by a call that starts a generation
                 self._loads[adapter.lora_int_id].distrust()
             load = self._loads[adapter.lora_int_id]
         self._check(load)
@@ -155,15 +157,15 @@ class Fingerprints:
         return self._digest(identity.result(), group)
 
     def drain(self) -> None:
-        """Wait for the work on files that is under way."""
+        """Wait for file work in progress."""
         self._threads.submit(int).result()
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _check(self, load: _Load) -> None:
-        """Compare the files with those that were loaded, on the thread; at most one comparison of
-        an adapter is under way."""
+        """Compare the files with the loaded ones, on the thread. At most one comparison per adapter
+        runs."""
         if load.check is not None and load.check.done():
             if load.check.exception() is not None and load.identity is not None:
                 logger.warning("KV of adapter %s: %s", load.path, load.check.exception())
@@ -189,13 +191,13 @@ class Fingerprints:
 
 
 def base_fingerprints(vllm_config: Any, facts: EngineFacts) -> tuple[Fingerprint, ...]:
-    """Fingerprints of the base model's pages, one for each group. Reads the model's files, unless
-    cached."""
+    """Fingerprints of the base model's pages, one per group. Reads the model's files, unless their
+    digests are cached."""
     if not facts.groups:
         return ()
     model, cache = vllm_config.model_config, vllm_config.cache_config
     config = _config(model)
-    if len(facts.groups) > 1:  # a page of one group says nothing without those of the others
+    if len(facts.groups) > 1:  # a page is only usable with the pages of the other groups
         config["groups"] = [
             f"{group.index} {group.block_size} {group.reach.describe()} {group.describe()}"
             for group in facts.groups
@@ -206,7 +208,7 @@ def base_fingerprints(vllm_config: Any, facts: EngineFacts) -> tuple[Fingerprint
         if drafter["weights"].startswith(UNIDENTIFIED):
             digest = drafter["weights"]
     stages = vllm_config.parallel_config.pipeline_parallel_size
-    if stages > 1:  # ranks have unlike layers then
+    if stages > 1:  # ranks have different layers then
         config["stages"] = stages
     return tuple(
         Fingerprint(
@@ -228,9 +230,9 @@ def base_fingerprints(vllm_config: Any, facts: EngineFacts) -> tuple[Fingerprint
 
 
 def _config(model: Any) -> dict[str, object]:
-    """Return the text model's whole configuration, since ``--hf-overrides`` may change anything
+    """Return the text model's whole configuration, because ``--hf-overrides`` may change fields
     that no file records. Configurations of other parts, such as a vision model, are added only if
-    overridden: the files cover them."""
+    overridden, because their files cover them."""
     loaded = _loaded(model.hf_text_config)
     overrides: Any = model.hf_overrides
     beside = model.hf_config is not model.hf_text_config
@@ -245,7 +247,7 @@ def _loaded(config: Any) -> dict[str, object]:
 
 
 def _drafter(vllm_config: Any) -> dict[str, Any] | None:
-    """The drafter whose layers lie in the pages as well; None if there is none."""
+    """The drafter whose layers are also in the pages; None if there is none."""
     speculation = vllm_config.speculative_config
     if speculation is None or not speculation.uses_draft_kv_cache():
         return None
@@ -259,8 +261,7 @@ def _hash_algorithm(cache: Any) -> str:
 
 
 def _weights_digest(model: Any, load: Any) -> str:
-    """Digest of the weights as served; random, and so never found again, for a model without
-    files."""
+    """Digest of the served weights; random, and so never found again, for a model without files."""
     unknown = f"{UNIDENTIFIED}{secrets.token_hex(8)}"
     if str(load.load_format) == "dummy":
         return unknown
@@ -273,11 +274,11 @@ def _weights_digest(model: Any, load: Any) -> str:
                 snapshot_download(model.model, revision=model.revision, local_files_only=True)
             )
         files = model_files(folder)
-        # Of a model in object storage vLLM has the configuration here, and its weights elsewhere.
+        # For a model in object storage, vLLM has only the configuration here.
         if any(path.suffix in WEIGHT_SUFFIXES for path in files):
             return f"{digest_files(files, default_cache())}/{model.quantization}"
         reason = "no weight files found"
-    except Exception as error:  # hub caches and remote loaders raise what they like
+    except Exception as error:  # hub caches and remote loaders raise anything
         reason = str(error)
     logger.warning(
         "the weights of %s cannot be told from others (%s): pages on SSD are not found again "
@@ -289,7 +290,7 @@ def _weights_digest(model: Any, load: Any) -> str:
 
 
 def _stamps(path: Path) -> Mapping[str, Stamp] | None:
-    """Stamps of an adapter's files; None if it has none here."""
+    """Stamps of an adapter's files; None if it has no local files."""
     try:
         found = {}
         for file in model_files(path):
@@ -301,10 +302,10 @@ def _stamps(path: Path) -> Mapping[str, Stamp] | None:
 
 
 def _compare(path: Path, stamps: Mapping[str, Stamp] | None) -> None:
-    """Check that an adapter's files are those that were loaded.
+    """Check that an adapter's files are the ones that were loaded.
 
     Raises:
-        OSError: they are not.
+        OSError: the files have changed.
     """
     if _stamps(path) != stamps:
         raise OSError(
@@ -316,7 +317,7 @@ def _compare(path: Path, stamps: Mapping[str, Stamp] | None) -> None:
 def _digest_adapter(path: Path, stamps: Mapping[str, Stamp] | None) -> str:
     try:
         files = model_files(path)
-        if not files:  # a name that the worker looks up on a hub, whatever is there today
+        if not files:  # a name that the worker resolves on a hub
             raise FileNotFoundError("it has no files here; load it by its local folder")
         digest = digest_files(files)
         _compare(path, stamps)

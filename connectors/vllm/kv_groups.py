@@ -1,4 +1,4 @@
-"""vLLM's KV cache groups as page groups."""
+"""Converts vLLM's KV cache groups to page groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiered_kv.codecs.base import ElementType, Section
 from tiered_kv.page_group import KvKind, KvReach, PageGroup, Placement, page_layout
 
 NO_LAYER_BYTES = 512
-"""Size of a page of a group of which a rank has no layer. Nobody reads its blocks there."""
+"""Page size of a group for which a rank has no layer. Nothing reads its blocks there."""
 _ELEMENTS = {
     "bfloat16": ElementType.BF16,
     "float16": ElementType.FP16,
@@ -22,12 +22,12 @@ _ELEMENTS = {
     "fp8_e5m2": ElementType.FP8_E5M2,
 }
 _STATE_ELEMENTS = {**_ELEMENTS, "float32": ElementType.FP32}
-"""Types of elements by vLLM's names. KV of attention in float32 has been stored as opaque."""
+"""Element types by vLLM's names. Attention KV in float32 is stored as opaque."""
 
 
 def planning() -> ModuleType:
-    """Return the module in which vLLM puts layers into groups: ``kv_cache_planning`` since 0.33,
-    before that ``kv_cache_utils``."""
+    """Return the module in which vLLM groups layers: ``kv_cache_planning`` since 0.33,
+    ``kv_cache_utils`` before."""
     try:
         return importlib.import_module("vllm.v1.core.kv_cache_planning")
     except ModuleNotFoundError:
@@ -35,9 +35,9 @@ def planning() -> ModuleType:
 
 
 def read_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[PageGroup, ...]:
-    """The groups that prefix caching knows, those of full attention first.
+    """Return the groups that take part in prefix caching, full attention first.
 
-    Requires that nothing speaks against it (``why_not_offloadable``).
+    Requires that ``why_not_offloadable`` returns None.
     """
     found = [
         _group(vllm_config, kv_cache_config, index) for index in cacheable_groups(kv_cache_config)
@@ -46,7 +46,7 @@ def read_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[PageGroup, ...]
 
 
 def cacheable_groups(kv_cache_config: Any) -> tuple[int, ...]:
-    """Indices of the groups whose blocks can be found by a hash."""
+    """Indices of the groups whose blocks can be found by hash."""
     groups = kv_cache_config.kv_cache_groups
     every = tuple(range(len(groups)))
     return tuple(getattr(kv_cache_config, "prefix_cacheable_group_ids", every))
@@ -72,7 +72,7 @@ def _group(vllm_config: Any, kv_cache_config: Any, index: int) -> PageGroup:
         )
         for t in tensors
     ]
-    if not placements:  # a pipeline's rank without layers of this kind
+    if not placements:  # a pipeline rank without such layers
         some = kv_cache_config.kv_cache_tensors[0]
         whole = kv_cache_config.num_blocks * some.block_stride
         placements = [Placement(1, whole, some.block_stride, 0, NO_LAYER_BYTES)]
@@ -92,15 +92,15 @@ def _group(vllm_config: Any, kv_cache_config: Any, index: int) -> PageGroup:
 
 
 def _state_sections(spec: Any) -> Iterator[Section]:
-    """Parts of a layer's state, which may be of unlike types; none of attention."""
+    """Parts of a layer's state, whose dtypes may differ; empty for attention."""
     for shape, dtype in zip(getattr(spec, "shapes", ()), getattr(spec, "dtypes", ()), strict=True):
         name = str(dtype).removeprefix("torch.")
         yield Section(_STATE_ELEMENTS.get(name, ElementType.OPAQUE), prod(shape) * dtype.itemsize)
 
 
 def _draft_tokens(vllm_config: Any, kv_cache_config: Any, index: int) -> int:
-    """Tokens behind one on which its KV in layers of the drafter depends: EAGLE and MTP take the
-    next token in. vLLM takes all groups for such if it knows of none."""
+    """Following tokens that a token's KV depends on in the drafter's layers: EAGLE and MTP also
+    read the next token. If vLLM marks no group as the drafter's, all groups count as such."""
     drafter = vllm_config.speculative_config
     if drafter is None or not drafter.use_eagle():
         return 0
@@ -115,7 +115,7 @@ def _draft_tokens(vllm_config: Any, kv_cache_config: Any, index: int) -> int:
 
 
 def _used_bytes(spec: Any, tensor: Any, num_blocks: int, *, only: bool) -> int | None:
-    """Bytes of a layer's page, where what is between two pages is not ours."""
+    """Page size of a layer, bytes, if the space between pages belongs to others; None otherwise."""
     if hasattr(spec, "shapes"):  # a state, padded to the size of other groups' pages
         return int(spec.real_page_size_bytes)
     packed = tensor.layer_stride < num_blocks * tensor.block_stride
@@ -123,7 +123,7 @@ def _used_bytes(spec: Any, tensor: Any, num_blocks: int, *, only: bool) -> int |
 
 
 def read_reach(spec: Any) -> KvReach | str:
-    """Reach of a group's layers; the reason in words if it is not known here."""
+    """Reach of a group's layers; if it is not supported, the reason as text."""
     reaches = {_layer_reach(one) for one in _layer_specs(spec)}
     if len(reaches) > 1:
         return f"layers of one group keep unlike KV ({type(spec).__name__})"
@@ -183,7 +183,7 @@ def _arrangement(vllm_config: Any, kv_cache_config: Any) -> str:
     backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
     try:
         device = f"{current_platform.device_type} {current_platform.get_device_capability()}"
-    except Exception:  # platforms differ in what they can say
+    except Exception:  # platforms differ in what they report
         device = str(current_platform.device_type)
     version = ".".join(vllm.__version__.split(".")[:2])
     return f"{layout} {backend} {device} vllm-{version}"

@@ -3,12 +3,12 @@
     --middleware tiered_kv.connectors.vllm.middleware.JobMiddleware
 
 Continuum's clients name jobs at the top level of the body. Claude Code and Codex name their session
-in other fields. vLLM drops all of these silently. This middleware puts them into
-``kv_transfer_params`` before vLLM reads the body, without judging them. Everything else passes
+in other fields. vLLM drops all of these silently. This middleware copies them into
+``kv_transfer_params`` before vLLM reads the body, without validating them. Everything else passes
 through unchanged, so streamed answers stay streams.
 
 Without it, vLLM 0.30 to 0.33 keeps ``kv_transfer_params`` and ``vllm_xargs`` on all four paths, the
-header ``X-Session-ID`` too, and a top-level ``session_id`` on all but ``/v1/messages``.
+header ``X-Session-ID`` too, and a top-level ``session_id`` on all paths except ``/v1/messages``.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES, MESSAGES})
-"""Paths on which vLLM takes ``kv_transfer_params``."""
+"""Paths on which vLLM accepts ``kv_transfer_params``."""
 NAMES = ("job_id", "is_last_step", "tool_name", "tool_command", "expected_tool_s")
 """Names of moved hints, which ``tiered_kv.policies.jobs.hints`` reads."""
 MAX_BODY_BYTES = 16 << 20
-"""Longest body that is changed: a few million tokens, or many images."""
+"""Maximum size of a body that is changed: a few million tokens, or many images."""
 MAX_USER_ID_CHARS = 4096
-"""Longest user id that is parsed; Claude Code's has about 250 characters."""
+"""Maximum length of a user id that is parsed. Claude Code's has about 250 characters."""
 
 _SESSION_FIELDS = {MESSAGES: ("session_id", "metadata"), RESPONSES: ("prompt_cache_key",)}
-"""Fields that name a session and are unknown to vLLM, by path."""
+"""Session fields that vLLM does not know, by path."""
 _MARKS = {
     path: tuple(f'"{name}"'.encode() for name in (*NAMES, *_SESSION_FIELDS.get(path, ())))
     for path in PATHS
@@ -45,10 +45,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class JobMiddleware:
-    """ASGI application around another.
+    """ASGI middleware.
 
     Args:
-        app: application that receives the requests next.
+        app: next application.
     """
 
     def __init__(self, app: App) -> None:
@@ -61,14 +61,14 @@ class JobMiddleware:
 
 
 def move_hints(body: bytes, path: str) -> bytes:
-    """Move the hints at the top level of a JSON object into ``kv_transfer_params``, and put the
-    session that its client names there as ``session_id``.
+    """Move the hints at the top level of a JSON object into ``kv_transfer_params``, together with
+    the client's session name as ``session_id``.
 
-    Hints already there win. A body without hints, or one that vLLM would not accept, is returned
-    unchanged; never raises.
+    Hints that are already there take precedence. A body without hints, or one that vLLM would
+    reject, is returned unchanged. Never raises.
 
     Args:
-        path: one of ``PATHS``, the request's path.
+        path: the request's path, one of ``PATHS``.
     """
     if not any(mark in body for mark in _MARKS[path]):
         return body
@@ -91,20 +91,20 @@ def move_hints(body: bytes, path: str) -> bytes:
 
 
 def _session(request: Mapping[str, Any], path: str) -> Any:
-    """Session that a body names; None if it names none, or vLLM itself reads it."""
+    """Session that a body names; None if it names none, or if vLLM itself reads it."""
     if path == MESSAGES:
         session = request.get("session_id")
         return session if session is not None else _of_claude_code(request.get("metadata"))
     if path == RESPONSES:
         key = request.get("prompt_cache_key")
-        # Codex's is its session. Others name what many conversations share: those are no job.
+        # Codex sends its session. Other clients name something that many conversations share.
         return key if isinstance(key, str) and _UUID.fullmatch(key) else None
     return None
 
 
 def _of_claude_code(metadata: Any) -> Any:
-    """Session in ``metadata.user_id``: a JSON object with ``session_id``, or (before 2.1.78) a
-    name that ends in it. Other clients name a user there: None."""
+    """Session in ``metadata.user_id``: a JSON object with ``session_id``, or (before 2.1.78) a name
+    that ends in it. None for other clients, which name a user there."""
     user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
     if not isinstance(user_id, str) or len(user_id) > MAX_USER_ID_CHARS:
         return None
@@ -126,7 +126,7 @@ def _asked(scope: Scope) -> str | None:
 
 
 async def _with_hints_moved(scope: Scope, receive: Receive, path: str) -> tuple[Scope, Receive]:
-    """Read the body and change it if needed; return what the application receives."""
+    """Read the body, and change it if needed. Returns what the application receives."""
     messages = [await receive()]
     size = len(messages[0].get("body", b""))
     while messages[-1].get("more_body", False) and size <= MAX_BODY_BYTES:

@@ -1,13 +1,14 @@
-"""Program that asks vLLM about models on GPUs that this machine lacks; ``tiered-kv plan`` runs it.
+"""Program that queries vLLM about models on GPUs that this machine lacks. Run by ``tiered-kv
+plan``.
 
-It reads a list of requests as JSON from its standard input and writes a line of JSON for each.
-vLLM's own classes are built on torch's ``meta`` device, so without weights, as for the GPU that a
-request describes. Their layers return the KV that they keep, and vLLM puts the layers into groups.
-Parameters are counted on transformers' class of the model, or on vLLM's where there is none or it
-reads the file differently.
+It reads a list of requests as JSON from standard input, and writes a line of JSON for each. vLLM's
+own model classes are built on torch's ``meta`` device, so without weights, for the GPU that a
+request describes. Their layers report the KV that they keep, and vLLM groups the layers. Parameters
+are counted on the transformers class of the model, or on vLLM's class if there is none or it
+interprets the file differently.
 
-It is a process of its own because it replaces what needs a GPU, and vLLM keeps global state.
-Modules compiled for CUDA, which CPU builds of vLLM lack, become empty ones.
+It runs as a separate process because it replaces everything that needs a GPU, and vLLM keeps global
+state. Modules compiled for CUDA, which CPU builds of vLLM lack, are replaced by empty ones.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from typing import Any
 COMPILED = re.compile(
     r"vllm\.(\w+\.)*_\w*C(_\w+)?|vllm\.third_party\.(flashmla|deep_gemm)\b.*|torchvision\b.*"
 )
-"""Modules that CPU builds of vLLM come without; building a model calls none of them."""
+"""Modules that CPU builds of vLLM lack. Building a model calls none of them."""
 SHAPING = re.compile(r"\w*(pattern|layer\w*freq|index|sparse|latent|compress)\w*")
-"""Fields that change what layers keep or how large they are, in models that have them."""
+"""Fields that change what layers keep, or its size, in models that have such fields."""
 HARMLESS = re.compile(
     r"(img|image|video|vision|visual|audio|mm_)\w*|\w*(token|pad|ignore)\w*_index|"
     r"\w*(mtp|nextn)\w*|_\w*"
 )
-"""Fields among them of other parts than the language model, of drafters, and transformers' own."""
+"""Exceptions to these fields: other parts than the language model, drafters, transformers' own."""
 NEUTRAL = re.compile(r"\w*(eps|epsilon|dropout|theta|initializer_range)")
-"""Constants that no size depends on."""
+"""Constants that do not affect any size."""
 SENSES = re.compile(r"(^|\.)(vision|visual|audio|image|mm_|multi_modal)")
 """Parts of a model that text does not pass through."""
 FOR_KERNELS = re.compile(r"(cuda|cutlass|flashinfer|flashinfer_cubin)\b.*")
-"""Packages that vLLM installs for CUDA and that models import for their kernels. Others probe for
-them when vLLM is imported."""
+"""Packages that vLLM installs for CUDA, and that models import for their kernels. Added after
+vLLM's import, because other packages probe for them during it."""
 QUANTIZATION = ("quantization_config", "compression_config")
 STATES = {
     "MAMBA1": "Mamba",
@@ -56,14 +57,14 @@ STATES = {
     "LINEAR": "linear attention",
 }
 POOL_BYTES = 1 << 50
-"""Some pool, to see the size of a block."""
+"""An arbitrary pool size, used to determine the block size."""
 
 _reads: set[tuple[type, str]] | None = None
-"""Fields that were read of each class of configurations while a model is built."""
+"""Fields read from each configuration class while a model is built; None otherwise."""
 
 
 class UnknownModel(Exception):
-    """A model that cannot be read; the message is a sentence."""
+    """A model that cannot be read. The message is shown to the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def main() -> None:
     """Answer the requests on standard input, each in a child process."""
     requests = json.load(sys.stdin)
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # keep library output out of the answers
     _pretend_gpu()
     for request in requests:
         read, write = os.pipe()
@@ -112,7 +113,7 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sentence(error: BaseException) -> str:
-    """First sentence of an exception; of pydantic's, what its validator raised."""
+    """First sentence of an exception; for pydantic, the message of its validator."""
     text = str(error)
     missing = re.search(r"'\w*Config' object has no attribute '(\w+)'", text)
     if missing or isinstance(error, KeyError):
@@ -135,7 +136,7 @@ def _sentence(error: BaseException) -> str:
 
 def _read(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     config, ranks = dict(request["config"]), int(request["ranks"])
-    config.pop("auto_map", None)  # the folder's own code is not run
+    config.pop("auto_map", None)  # never run code from the model's folder
     _register(config)
     assumed: dict[str, Any] = {}
     beside = request["quantization"] and _complete(request["quantization"], assumed)
@@ -181,7 +182,7 @@ def _read(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 class _Fields(dict[str, Any]):
-    """Fields of a part of a model, read as attributes."""
+    """Fields of a part of a model, accessible as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
@@ -190,13 +191,13 @@ class _Fields(dict[str, Any]):
 
 
 def _register(config: dict[str, Any]) -> None:
-    """Let transformers read a kind of model that it has no class for, field by field.
+    """Let transformers read a model type that it has no class for, field by field.
 
-    It takes what the file says and has no defaults: vLLM's class of the model fails over a field
-    that the file leaves out.
+    Fields have no defaults: vLLM's class of the model fails if the file lacks a field that it
+    reads.
 
     Raises:
-        UnknownModel: vLLM has no class of the model either.
+        UnknownModel: vLLM has no class for the model either.
     """
     import transformers
     import vllm
@@ -223,12 +224,12 @@ def _register(config: dict[str, Any]) -> None:
         if isinstance(one, (int, float, str)):
             setattr(PlainConfig, name, one)
     AutoConfig.register(kind, PlainConfig)
-    if config.get("use_sliding_window") is False:  # as every class that has the field does
+    if config.get("use_sliding_window") is False:  # as all classes with this field do
         config.pop("sliding_window", None)
 
 
 def _as_fields(value: Any) -> Any:
-    """Let parts of layers, which are lists of objects, be read by attribute."""
+    """Make descriptions of layers, which are lists of objects, accessible by attribute."""
     if isinstance(value, list):
         return [_as_fields(one) for one in value]
     if isinstance(value, dict):
@@ -237,7 +238,7 @@ def _as_fields(value: Any) -> Any:
 
 
 def _complete(described: Mapping[str, Any], assumed: dict[str, Any]) -> dict[str, Any]:
-    """Fill in what vLLM's readers of quantizations demand and collections of files leave out."""
+    """Add quantization fields that vLLM's parsers require and published files omit."""
 
     def fill(part: dict[str, Any], name: str, value: Any) -> None:
         if name not in part:
@@ -284,7 +285,7 @@ def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kv_dtype(config: Any) -> str:
-    """Type of KV by vLLM's name, with ``auto`` resolved."""
+    """KV dtype by vLLM's name, with ``auto`` resolved."""
     name = str(config.cache_config.cache_dtype)
     return str(config.model_config.dtype).removeprefix("torch.") if name == "auto" else name
 
@@ -296,8 +297,8 @@ def _build_leniently(
     request: Mapping[str, Any],
     assumed: dict[str, Any],
 ) -> Built:
-    """Build a model whose file may leave out constants that no size depends on, and what layers
-    with a window have in common with the others."""
+    """Build a model whose file may omit constants that do not affect sizes, and fields that window
+    layers share with other layers."""
     while True:
         try:
             return _build(folder, request, int(request["ranks"]))
@@ -317,7 +318,7 @@ def _build_leniently(
 
 
 def _build(folder: Path, request: Mapping[str, Any], ranks: int) -> Built:
-    """Build vLLM's class of a model, for the first of ``ranks``."""
+    """Build vLLM's class of a model, for the first of ``ranks`` ranks."""
     global _reads
     import torch
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
@@ -372,10 +373,10 @@ def _build(folder: Path, request: Mapping[str, Any], ranks: int) -> Built:
 def _refuse_unread(fields: Mapping[str, Any], built: Built) -> None:
     """Refuse a model with a field that may shape its layers and that nothing has read.
 
-    Fields that transformers' class of the configuration declares, or takes away, count as read.
+    Fields that the transformers class of the configuration declares or consumes count as read.
 
     Raises:
-        UnknownModel: there is such a field.
+        UnknownModel: such a field exists.
     """
     from transformers import PretrainedConfig
 
@@ -408,7 +409,7 @@ def _refuse_unread(fields: Mapping[str, Any], built: Built) -> None:
 
 
 def _group(built: Built, ranks: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
-    """Kinds of layers, groups that share blocks, and bytes of a block, on one rank."""
+    """Types of layers, groups that share blocks, and the block size in bytes, on one rank."""
     from vllm.v1.attention.backends.utils import (
         get_supported_kv_cache_layouts,
         resolve_kv_cache_layout,
@@ -467,7 +468,7 @@ def _group(built: Built, ranks: int) -> tuple[list[dict[str, Any]], list[dict[st
 
 
 def _words(layer: Any, spec: Any) -> str:
-    """Name the kind of a layer for people."""
+    """Describe the type of a layer for display."""
     if hasattr(spec, "shapes"):
         name = spec.mamba_type.name
         return str(STATES.get(name, name.lower().replace("_", " ")))
@@ -487,7 +488,7 @@ def _words(layer: Any, spec: Any) -> str:
 
 
 def _pair_flops(built: Built, name: str, spec: Any, ranks: int) -> int:
-    """Operations of a (query, key) pair in a layer of attention, over all ranks."""
+    """Operations per (query, key) pair in an attention layer, over all ranks."""
     layer, text = built.layers[name], built.config.model_config.hf_text_config
     if (heads := getattr(layer, "num_heads", 0)) == 0:  # an indexer
         heads = getattr(text, "index_n_heads", None) or 1
@@ -499,7 +500,7 @@ def _pair_flops(built: Built, name: str, spec: Any, ranks: int) -> int:
 
 
 def _sees(built: Built, name: str, spec: Any) -> int:
-    """Tokens that a query of sparse attention attends to; 0 if it attends to all."""
+    """Number of tokens that a sparse-attention query attends to; 0 if it attends to all."""
     layer, text = built.layers[name], built.config.model_config.hf_text_config
     if blocks := getattr(getattr(layer, "impl", None), "topk_blocks", 0):
         return int(blocks * layer.impl.block_size)
@@ -508,7 +509,7 @@ def _sees(built: Built, name: str, spec: Any) -> int:
 
 
 def _chosen_share(model: Any) -> float:
-    """Fraction of the experts that a token is multiplied with."""
+    """Fraction of the experts that each token uses."""
     for module in model.modules():
         if (config := getattr(module, "moe_config", None)) is not None:
             return min(1.0, float(config.experts_per_token / config.num_logical_experts))
@@ -516,13 +517,13 @@ def _chosen_share(model: Any) -> float:
 
 
 def _count(plain: Path, request: Mapping[str, Any], served: float | None) -> dict[str, Any]:
-    """Count a model's parameters without quantization: of experts, and of what every token of text
-    passes through. A table of input embeddings is looked up, not multiplied with.
+    """Count a model's parameters without quantization: in experts, and in parts that every text
+    token passes through. Input embeddings do not count as such, because they are looked up, not
+    multiplied.
 
     Args:
-        served: parameters of vLLM's class over all ranks, if it was built without quantization.
-            Where transformers takes another default for a field that the file leaves out, vLLM's
-            class counts.
+        served: parameters of vLLM's class over all ranks; None if it was built with quantization.
+            If transformers uses another default for a missing field, vLLM's class is counted.
     """
     model, by = _transformers_model(plain), "transformers"
     if model is not None and served is not None:
@@ -561,20 +562,20 @@ def _transformers_model(folder: Path) -> Any | None:
         transformers.AutoModelForImageTextToText,
         transformers.AutoModelForMultimodalLM,
     ):
-        if type(config) in auto._model_mapping:  # noqa: SLF001 - there is no public question
+        if type(config) in auto._model_mapping:  # there is no public way to query this
             try:
                 with torch.device("meta"):
                     return auto.from_config(config)
             except Exception:
-                return None  # vLLM has fewer demands on a configuration
+                return None  # vLLM requires less of a configuration
     return None
 
 
-# --- A GPU that is not here ---------------------------------------------------------------------
+# --- Simulated GPU ------------------------------------------------------------------------------
 
 
 class _Anything(type):
-    """Class of which every attribute exists: another such class."""
+    """Class on which every attribute exists: another such class."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -595,7 +596,7 @@ class _Empty(types.ModuleType):
 
 
 class _Compiled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finder of modules that this build of vLLM lacks; asked after all others."""
+    """Finder of modules that this build of vLLM lacks. Consulted after all others."""
 
     def __init__(self, names: re.Pattern[str]) -> None:
         self._names = names
@@ -613,7 +614,7 @@ class _Compiled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Operator:
-    """Operator that this build lacks: whether it is supported is answered with no."""
+    """Operator that this build lacks. Queries whether it is supported return False."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -625,7 +626,7 @@ class _Operator:
 
 
 class _Idle:
-    """Stands in for what only a GPU gives a meaning: CUDA's streams, events, names of kernels."""
+    """Stand-in for objects that only a GPU gives meaning: CUDA streams, events, kernel names."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.device = None
@@ -642,7 +643,7 @@ def _replace(owner: Any, **values: Any) -> None:
 
 
 def _pretend_gpu() -> None:
-    """Import vLLM as it is on a machine with an NVIDIA GPU."""
+    """Import vLLM as on a machine with an NVIDIA GPU."""
     sys.meta_path.append(_Compiled(COMPILED))
     import torch
     import torch._ops
@@ -731,7 +732,7 @@ def _pretend_gpu() -> None:
 
     _replace(namespace, __getattr__=get)
     _replace(vllm.utils.import_utils, has_deep_gemm=lambda: True)
-    _replace(  # vLLM inspects the kernels of FlashInfer, which its installs for CUDA bring
+    _replace(  # vLLM inspects FlashInfer's kernels, installed with CUDA only
         vllm.utils.flashinfer,
         has_flashinfer_sm90_nope_mla=lambda: True,
         has_flashinfer_sparse_mla_sm120=lambda: True,
@@ -776,7 +777,7 @@ def _set_capability(capability: Any) -> None:
 
 
 def _on_meta() -> Any:
-    """Mode in which tensors that a model places on its GPU are on the ``meta`` device."""
+    """Return a mode in which tensors that a model places on its GPU are on the ``meta`` device."""
     import torch
     from torch.overrides import TorchFunctionMode
 

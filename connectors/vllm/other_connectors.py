@@ -1,7 +1,7 @@
-"""Refusal of other connectors inside vLLM's ``MultiConnector`` that would corrupt pages.
+"""Refuses other connectors inside vLLM's ``MultiConnector`` that would corrupt pages.
 
-``MultiConnector`` gives its blocks to every connector in it, but tells none who fills them and
-when. So a block that another connector is still filling looks ready to be saved.
+``MultiConnector`` passes its blocks to every connector in it, but does not report which connector
+fills them and when. So a block that another connector is still filling looks ready to be saved.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HANDSHAKE = (
 
 
 def connector_class(config: Mapping[str, Any]) -> type:
-    """The class of a connector for its configuration."""
+    """Return the class of a connector for its configuration."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -28,15 +28,16 @@ def connector_class(config: Mapping[str, Any]) -> type:
 
 
 def refuse_company(ours: Any, whole: Any, class_of: Callable[[Mapping[str, Any]], type]) -> None:
-    """Refuse other connectors that would break ours, or ours them.
+    """Refuse other connectors that conflict with ours.
 
     Args:
-        ours: transfer configuration that our connector was given.
-        whole: the engine's; the same, or that of the connector that contains ours.
+        ours: transfer configuration that our connector received.
+        whole: the engine's transfer configuration; ours, or that of the connector that contains
+            ours.
         class_of: returns the class of a connector for its configuration.
 
     Raises:
-        UnsupportedError: the message tells what to change.
+        UnsupportedError: the message says what to change.
     """
     if whole.kv_connector == ours.kv_connector:
         return
@@ -75,8 +76,8 @@ def refuse_company(ours: Any, whole: Any, class_of: Callable[[Mapping[str, Any]]
 
 
 def _shakes_hands(connector: type) -> bool:
-    """True if a connector takes part in the handshake. ``MultiConnector`` asks its connectors in
-    order, and gives all of them the first answer."""
+    """True if a connector takes part in the handshake. ``MultiConnector`` queries its connectors in
+    order, and passes the first reply to all of them."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     return any(

@@ -1,7 +1,7 @@
 """Entry points of vLLM's plugins.
 
-vLLM calls ``register`` in the API server, the engine core and every worker, possibly twice in one
-process; and ``endpoints`` in the API server, if ``VLLM_PLUGINS`` names it.
+vLLM calls ``register`` in the API server, the engine core and every worker, possibly twice per
+process. It calls ``endpoints`` in the API server if ``VLLM_PLUGINS`` names it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tiered_kv import machine  # noqa: F401
 
-# Imported here, since vLLM imports this before its CPU worker binds its main thread.
+# Imported here because vLLM imports this module before its CPU worker binds its main thread.
 from tiered_kv.connectors.vllm.routes.core_method import install
 
 from .weights import install as install_weight_calls
@@ -35,7 +35,7 @@ def share_logging() -> None:
 
 def register() -> None:
     """Register the connector with vLLM's factory, once, add our method to the engine core, and
-    have calls that may change weights seen."""
+    intercept calls that may change weights."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if NAME not in KVConnectorFactory._registry:  # noqa: SLF001 - it raises for known names
@@ -45,7 +45,7 @@ def register() -> None:
 
 
 def endpoints() -> TieredEndpoints:
-    """Make the routes of an API server."""
+    """Create the routes of an API server."""
     from tiered_kv.connectors.vllm.routes.endpoints import TieredEndpoints
 
     share_logging()

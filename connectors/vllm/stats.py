@@ -30,7 +30,7 @@ class TieredStats(KVConnectorStats):
             if name in GAUGES:
                 self.data[name] = value
             elif name in self.data:
-                self.data[name] = self.data[name] + value  # a list is another's as well
+                self.data[name] = self.data[name] + value  # not in place: the list is shared
             else:
                 self.data[name] = value
         return self
@@ -44,7 +44,7 @@ class TieredStats(KVConnectorStats):
 
 
 class TieredPromMetrics(KVConnectorPromMetrics):
-    """Prometheus' metrics: one for each family, with the engine's labels before its own."""
+    """Prometheus metrics: one per family, with the engine's labels before its own."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class TieredPromMetrics(KVConnectorPromMetrics):
             name: _make(family, metric_types, labelnames) for name, family in FAMILIES.items()
         }
         self._labels = per_engine_labelvalues
-        # A series is there once it is bound: an engine that is managed has none of the observed.
+        # A bound series is exported, so a managed engine must not bind those of observe mode.
         self._bound = {
             (engine, event): self._bind(engine, event)
             for engine in per_engine_labelvalues

@@ -1,14 +1,14 @@
-"""Calls of the engine that may change weights: each starts a new generation of pages first.
+"""Calls of the engine that may change weights. Each starts a new generation of pages first.
 
 Trainers update the weights of a running engine through methods of its workers, whose names they
-choose. All of these calls pass ``Executor.collective_rpc``: those of ``LLM``, ``AsyncLLM`` and the
-HTTP routes, ``update_weights`` and ``reload_weights``, and those of trainers that have the executor
-in their process. So every call there whose method is not known to be harmless starts a new
-generation before it reaches a worker: KV that the old weights computed is not found afterwards, in
-any tier or in VRAM, and running requests are no longer saved. Steps that were sent before the call
-run before it, and later ones after it.
+choose. All of these calls go through ``Executor.collective_rpc``: the calls of ``LLM``,
+``AsyncLLM`` and the HTTP routes, ``update_weights`` and ``reload_weights``, and those of trainers
+that run the executor in their own process. So every call there whose method is not known to be
+harmless starts a new generation before it reaches a worker. Afterwards, KV computed with the old
+weights is not found in any tier or in VRAM, and running requests are no longer saved. Steps sent
+before the call run before it, and later ones after it.
 
-Parameters that are written without any call cannot be seen.
+Parameters that are written without any such call cannot be detected.
 """
 
 from __future__ import annotations
@@ -71,21 +71,21 @@ HARMLESS: Mapping[str, str] = {
     "wake_up": _SLEEP,
     "handle_ft_command": "it repairs communication; vLLM calls it on a thread of its own",
 }
-"""Workers' methods that change no weights, each with the reason."""
+"""Worker methods that do not change weights, each with the reason."""
 
 WINDOW_S = 60.0
-"""Time in which a method's calls are logged once."""
+"""Period in which a method's calls are logged once, seconds."""
 OFTEN = 10
-"""Calls of one method in that time for which a warning is logged."""
+"""Number of calls of one method in that period at which a warning is logged."""
 _MOST_NAMES = 256
 
 
 class WeightCalls:
-    """Starts generations for the calls of one engine. Scheduler's thread.
+    """Starts generations for the calls of one engine. Used on the scheduler's thread.
 
     Args:
         start_over: resets vLLM's cache, and the connector with it.
-        harmless: methods and functions that change no weights, in addition to ``HARMLESS``.
+        harmless: methods and functions that do not change weights, in addition to ``HARMLESS``.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class WeightCalls:
         """Prepare for a call of the workers. Never raises.
 
         Args:
-            method: name of a worker's method, or a function of the worker.
-            args, kwargs: what it is called with.
+            method: name of a worker method, or a function called with the worker.
+            args, kwargs: arguments of the call.
         """
         if isinstance(method, str) and method in HARMLESS:
             if method == "add_lora" or method == "remove_lora":
@@ -161,7 +161,7 @@ class WeightCalls:
 
 
 def install() -> None:
-    """Have every executor watched that is given our connector, once. Before the executor has it."""
+    """Watch every executor that receives our connector, before it does. Idempotent."""
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import Executor
 
@@ -188,7 +188,7 @@ def install() -> None:
 
 
 def watch(executor: Any, connector: Any) -> None:
-    """Prepare for each call of an executor's workers before it is made."""
+    """Intercept each call of an executor's workers before it is made."""
     calls = calls_of(connector)
     if calls is None:
         return
@@ -205,7 +205,8 @@ def watch(executor: Any, connector: Any) -> None:
 
 
 def calls_of(connector: Any) -> WeightCalls | None:
-    """The watch of our connector, also inside vLLM's ``MultiConnector``; None without one."""
+    """Return the ``WeightCalls`` of our connector, also inside vLLM's ``MultiConnector``; None
+    without it."""
     for one in (connector, *getattr(connector, "_connectors", ())):
         calls = getattr(one, "weight_calls", None)
         if isinstance(calls, WeightCalls):

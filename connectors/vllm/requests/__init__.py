@@ -1,1 +1,1 @@
-"""Requests of vLLM, as the port has them."""
+"""vLLM's requests, adapted to the port."""

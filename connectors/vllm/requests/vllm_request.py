@@ -1,5 +1,5 @@
-"""The port's ``Request`` over vLLM's requests; requests that never run, made to name a context as
-vLLM would; and sampling parameters as JSON.
+"""The port's ``Request`` on top of vLLM's requests; requests that never run, created to compute
+keys of a context as vLLM would; and sampling parameters as JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOLD = (
     "ignore_eos",
     "logprobs",
 )
-"""Parameters that a snapshot has. What stop strings have seen is the answer so far."""
+"""Parameters that a snapshot stores. The text seen by stop strings is the answer so far."""
 _NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 _WITHOUT = {
     "structured_outputs": "structured output",
@@ -41,11 +41,11 @@ _WITHOUT = {
     "thinking_token_budget": "a budget for thinking",
     "logits_processors": "logit processors",
 }
-"""Parameters whose state is not in the tokens, and what to call them."""
+"""Parameters whose state cannot be derived from the tokens, and their names in messages."""
 
 
 def read_sampling(request: Any) -> Sampling:
-    """Read the sampling of one of vLLM's requests."""
+    """Return the sampling parameters of a vLLM request."""
     params = request.sampling_params
     if params is None:
         return Sampling(inexact="this request samples nothing.")
@@ -84,7 +84,7 @@ _READY = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED})
 
 
 def hints_of(request: Any) -> TurnHints:
-    """Read the hints that the client sent beside the prompt."""
+    """Read the hints that the client sent with the prompt."""
     sampling = request.sampling_params
     xargs = sampling.extra_args if sampling is not None else None
     return read_hints(request.kv_transfer_params, xargs, getattr(request, "session_id", None))
@@ -184,9 +184,9 @@ class VllmRequest:
 
     @property
     def answered(self) -> bool:
-        """True if the answer is complete. The engine does not look for stop strings: the API
-        server does, and then has the engine abort the request. So an aborted request with stop
-        strings and any output is taken to have met one."""
+        """True if the answer is complete. Stop strings are matched by the API server, not by the
+        engine, and the API server then aborts the request. So an aborted request with stop strings
+        and any output is assumed to have matched one."""
         request = self._request
         if request.status is RequestStatus.FINISHED_ABORTED:
             sampling = request.sampling_params
@@ -218,7 +218,7 @@ class VllmRequest:
         return read_sampling(self._request)
 
     def end_after_next_token(self) -> None:
-        """Have its answer end with the next token: vLLM looks at this number after each."""
+        """Stop its answer after the next token: vLLM checks this limit after each token."""
         request = self._request
         request.max_tokens = min(request.max_tokens, int(request.num_output_tokens) + 1)
 
@@ -228,8 +228,8 @@ class VllmRequest:
 
 
 def request_maker(vllm_config: Any) -> MakeRequest:
-    """A maker of such requests for an engine. It belongs into the process of the engine core, where
-    vLLM has chosen what its first block hash follows."""
+    """Return a function that creates such requests for an engine. Call it in the engine core's
+    process, where vLLM has initialized the seed of block hashes."""
     hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
 
     def make(token_ids: Sequence[int], salt: str | None, hash_tokens: int) -> VllmRequest:

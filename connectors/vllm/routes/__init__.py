@@ -1,1 +1,1 @@
-"""Routes of the API server that tell what the scheduler half holds, and their way to it."""
+"""Routes of the API server that report the scheduler half's state, and their path to it."""

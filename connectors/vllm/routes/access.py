@@ -1,12 +1,11 @@
-"""Access to the routes: with a token, or without one from the server's own machine.
+"""Access control of the routes: with a token, or without one from the server's own machine.
 
 Without a token the server must listen on loopback or on a Unix socket. Web pages in a browser on
 that machine, and proxies that forward requests from elsewhere, can reach loopback too. They are
 recognized by their headers.
 
-Queries of the routes' URLs, read without trusting them.
-
-Refusals: answers other than what was asked for, each a status with a sentence.
+Also parses the query strings of the routes, which are untrusted, and defines refusals: responses
+with an error status and a message.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ NO_JOB = "There is no job of this id: it is over, was forgotten, or never came."
 
 
 class Refusal(Exception):
-    """A request that is not answered.
+    """A request that is refused.
 
     Attributes:
-        status: status of HTTP.
-        sentence: what is wrong and what to do; nothing of the request is in it.
+        status: HTTP status.
+        sentence: what is wrong and what to do. Contains nothing from the request.
     """
 
     def __init__(self, status: int, sentence: str) -> None:
@@ -51,21 +50,21 @@ PASSED_ON = (
 """Headers that only web pages and proxies send."""
 
 FETCH_SITE, TYPED = "sec-fetch-site", "none"
-"""Header in which a browser reports what caused a request, also for an ``<img>`` or a link, which
+"""Header in which a browser reports the cause of a request, also for an ``<img>`` or a link, which
 send no ``Origin``; and its value for an address that the user typed."""
 
 _BLANK = " \t"
 """Optional whitespace around a header value (RFC 9110). ``str.strip()`` would also remove the bytes
-85 and A0, with which a character in UTF-8 may end."""
+85 and A0, which may end a UTF-8 character."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The rule of a server.
+    """The access rule of a server.
 
     Attributes:
         token: the token; None if there is none.
-        on_loopback: True if the server listens on loopback or on a Unix socket alone.
+        on_loopback: True if the server listens only on loopback or on a Unix socket.
     """
 
     token: str | None = field(repr=False)
@@ -73,10 +72,10 @@ class Access:
 
     @classmethod
     def of(cls, env: Mapping[str, str], args: Any) -> Access:
-        """The rule for the API server's arguments.
+        """Create the rule for the API server's arguments.
 
-        An empty token is none. Whitespace around a token is removed, because a header cannot carry
-        it; a token of whitespace alone is kept, so that nobody has access.
+        An empty token counts as none. Whitespace around a token is removed, because a header cannot
+        carry it. A token of whitespace alone is kept, so that no request has access.
         """
         local = bool(getattr(args, "uds", None)) or is_loopback(getattr(args, "host", None) or "")
         token = env.get(ADMIN_TOKEN) or None
@@ -93,7 +92,7 @@ class Access:
         """
         if self.token is not None:
             kind, _, given = headers.get("authorization", "").partition(" ")
-            # As bytes: the environment gives bytes that are no UTF-8 as surrogates.
+            # As bytes: the environment represents bytes that are not UTF-8 as surrogates.
             token = self.token.encode("utf-8", "surrogateescape")
             right = hmac.compare_digest(given.strip(_BLANK).encode("latin-1"), token)
             if kind.lower() != "bearer" or not right:
@@ -134,9 +133,10 @@ def _is_passed_on(headers: Mapping[str, str]) -> bool:
 
 
 def _host(headers: Mapping[str, str]) -> str:
-    """Host that a request names, without its port; localhost if it names none, as no browser does.
+    """Host that a request names, without its port; localhost if it names none, which browsers never
+    do.
 
-    A name other than localhost may belong to an attacker who has it resolve to loopback.
+    A name other than localhost may belong to an attacker who makes it resolve to loopback.
     """
     host = headers.get("host", "")
     if host.startswith("["):
@@ -146,26 +146,26 @@ def _host(headers: Mapping[str, str]) -> str:
 
 
 DEFAULT_LIMIT = 100
-"""Jobs in a page unless the query says otherwise."""
+"""Default number of jobs in a page."""
 MOST_LIMIT = 1000
-"""Jobs in a page, at most."""
+"""Maximum number of jobs in a page."""
 
 _LIMIT = re.compile(r"[0-9]{1,4}")
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page of the list of jobs: ``limit`` of them, ``after`` one that was listed."""
+    """A page of the list of jobs: at most ``limit`` jobs that follow ``after``."""
 
     limit: int = DEFAULT_LIMIT
     after: Cursor = field(default_factory=Cursor)
 
 
 def read_page(query: Mapping[str, str]) -> Page:
-    """Read what page of the list is wanted.
+    """Read the page parameters of a query.
 
     Raises:
-        Refusal: there is no such page.
+        Refusal: a parameter is invalid.
     """
     read_nothing({name: "" for name in query if name not in ("limit", "after")})
     limit = query.get("limit", str(DEFAULT_LIMIT))
@@ -179,10 +179,10 @@ def read_page(query: Mapping[str, str]) -> Page:
 
 
 def read_nothing(query: Mapping[str, str]) -> None:
-    """Read a query that must be empty.
+    """Check that a query is empty.
 
     Raises:
-        Refusal: it is not.
+        Refusal: the query is not empty.
     """
     if query:
         raise Refusal(400, "The query has a name that is not known here: leave it out.")

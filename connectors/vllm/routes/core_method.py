@@ -1,7 +1,7 @@
-"""The method that we add to vLLM's engine core: a question in, its answer out.
+"""The method that we add to vLLM's engine core: takes a query, returns its reply.
 
 The API server calls it by name, through vLLM's own ``call_utility_async``. It runs on the
-scheduler's thread between two steps, also in an engine that has nothing to do.
+scheduler's thread between two steps, and also in an idle engine.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ logger = logging.getLogger(__name__)
 METHOD = "tiered_kv_answer"
 """Name of the method."""
 NO_CONNECTOR, FAILED = "no connector", "failed"
-"""Values of ``error`` in the answer of an engine that has no connector of ours, or a mistake in
-it."""
+"""Values of ``error`` in the reply of an engine that does not have our connector, or that failed to
+answer."""
 
 _failures: set[str] = set()
-"""Kinds of failures that were logged in this process."""
+"""Types of exceptions that were logged in this process."""
 
 
 def install() -> None:
-    """Add the method, once. For an engine core that is already there as well."""
+    """Add the method, once. Also affects existing engine cores."""
     from vllm.v1.engine.core import EngineCore
 
     setattr(EngineCore, METHOD, _answer)
 
 
 def _answer(core: Any, question: Any) -> str:
-    """Answer a question (``runtime.views.questions``). Never raises.
+    """Answer a query (``runtime.views.questions``). Never raises.
 
     Returns:
-        A JSON object in ASCII: vLLM passes it on whatever a client has put into its names.
+        A JSON object in ASCII, which vLLM can transport whatever characters a client has used in
+        its names.
     """
     half = None
     try:
-        # Not before: vLLM loads its plugins in processes that have no engine, too.
+        # late import: plugins also load in processes without engine
         from tiered_kv.connectors.runtime.views.questions import answer
 
         half = half_of(core)
@@ -57,8 +58,8 @@ def _answer(core: Any, question: Any) -> str:
 
 
 def half_of(core: Any) -> SchedulerHalf | None:
-    """The scheduler half in an engine core, also inside vLLM's ``MultiConnector``; None if that
-    engine has none."""
+    """Return the scheduler half of an engine core, also inside vLLM's ``MultiConnector``; None if
+    the engine has none."""
     connector = core.scheduler.get_kv_connector()
     for one in (connector, *getattr(connector, "_connectors", ())):
         half: SchedulerHalf | None = getattr(one, "scheduler_half", None)

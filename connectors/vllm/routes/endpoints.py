@@ -1,8 +1,8 @@
 """The endpoint plugin: ``/tiered_kv/status``, ``/tiered_kv/jobs`` and ``/tiered_kv/jobs/ID``, and
 the routes for snapshots.
 
-vLLM loads it only if ``VLLM_PLUGINS`` names it. It adds the middleware of job hints as well, and
-reports in streamed answers.
+vLLM loads it only if ``VLLM_PLUGINS`` names it. It also adds the job-hint middleware, and reports
+in streamed answers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MIDDLEWARE = f"{JobMiddleware.__module__}.{JobMiddleware.__qualname__}"
 
 
 class _JobId(Convertor[str]):
-    """The rest of a path, with slashes and line breaks."""
+    """The rest of a path, including slashes and line breaks."""
 
     regex = r"[\s\S]*"
 
@@ -72,7 +72,7 @@ class TieredEndpoints:
         app.add_middleware(ReportMiddleware)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Take the way to the engine, and the rule of who may ask; listen to its answers."""
+        """Connect to the engine, set the access rule, and start observing answers."""
         listen(engine_client)
         self._engines = EngineCalls(engine_client)
         self._access = Access.of(os.environ, args)
@@ -106,14 +106,14 @@ class TieredEndpoints:
         return {"version": __version__, "vllm_version": vllm.__version__, "engines": engines}
 
     async def _jobs(self, request: Request) -> dict[str, Any]:
-        """A page, in parts of no more than an engine reports between two steps."""
+        """Return a page of jobs, collected in parts that an engine may report between two steps."""
         page = read_page(request.query_params)
         jobs, after = list[dict[str, Any]](), page.after
         while True:
             limit = min(MOST_JOBS, page.limit - len(jobs))
             place = [after.engine, after.number]
             answers = await self._engines.ask({"ask": "jobs", "limit": limit, "after": place})
-            part = [job for said in answers for job in said["jobs"]]  # of each that many
+            part = [job for said in answers for job in said["jobs"]]  # each up to the limit
             part = sorted(part, key=_place)[:limit]
             jobs += part
             more = len(part) == limit
@@ -143,7 +143,7 @@ def _place(job: dict[str, Any]) -> Cursor:
 
 
 def _json(status: int, said: dict[str, Any], **headers: str) -> Response:
-    """JSON in ASCII: names may have what is no Unicode text."""
+    """Return a JSON response in ASCII, because names may contain invalid Unicode."""
     return Response(
         json.dumps(said),
         status,

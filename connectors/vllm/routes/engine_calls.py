@@ -13,9 +13,9 @@ from .core_method import METHOD, NO_CONNECTOR
 Call = Callable[..., Awaitable[list[str]]]
 
 PATIENCE_S = 30.0
-"""Longest wait for the engines' answers, seconds, those to others before it included."""
+"""Longest wait for the engines' replies, including the wait for earlier queries, seconds."""
 MOST_WAITING = 32
-"""Questions that wait for their turn: more are refused."""
+"""Maximum number of queued queries. Further queries are refused."""
 NO_WAY = (
     "This server cannot pass questions on to an engine: use vLLM 0.30 to 0.33, and a server that "
     "runs its engines in processes of their own."
@@ -27,10 +27,10 @@ NOT_THERE = (
 
 
 class EngineCalls:
-    """Questions to every engine core of this API server. One event loop.
+    """Sends queries to every engine core of this API server. One event loop.
 
-    One question is under way at a time, so that however many come, an engine answers at most one
-    between two steps.
+    Only one query is in flight at a time, so that an engine answers at most one between two steps,
+    however many arrive.
 
     Args:
         client: vLLM's engine client; None for a server without an engine.
@@ -43,10 +43,10 @@ class EngineCalls:
         self._missing = False
 
     async def ask(self, question: dict[str, Any]) -> list[dict[str, Any]]:
-        """Ask all engines; returns the answer of each, by rank.
+        """Query all engines. Returns the reply of each, by rank.
 
         Raises:
-            Refusal: there is no answer.
+            Refusal: there is no reply.
         """
         if self._call is None:
             raise Refusal(501, NO_WAY)
@@ -76,13 +76,13 @@ class EngineCalls:
 
     def _failed(self, error: Exception) -> Refusal:
         if METHOD in str(error) and "has no attribute" in str(error):
-            self._missing = True  # an engine logs each such call, and would never have it
+            self._missing = True  # do not retry: an engine logs each such call
             return Refusal(501, NOT_THERE)
         return Refusal(503, "The engine does not answer: it is being stopped, or has failed.")
 
 
 def _way_to_all(core: Any) -> Call | None:
-    """Call of a method on every engine core; None if this client has none."""
+    """Return a function that calls a method on every engine core; None if this client has none."""
     if (to_all := getattr(core, "call_utility_all_async", None)) is not None:  # since 0.32
         found: Call = to_all
         return found

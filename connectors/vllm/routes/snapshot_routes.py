@@ -1,11 +1,11 @@
 """Routes for snapshots of jobs: ``/tiered_kv/snapshots``, ``/restores`` and ``/forks``.
 
-What a client sends becomes no path here. Engines look a snapshot up by its name, under their own
-folder. Bodies of requests are read without trusting them.
+No path is built from client input here. Engines look up a snapshot by its name, in their own
+folder. Request bodies are untrusted.
 
-An engine starts an operation for one question, and is then asked for its state until it is over.
-Each of these is a question of its own, so that others are answered meanwhile. An operation
-continues whether or not a client waits for it.
+An engine starts an operation for one query, and is then polled for its state until the operation
+has finished. Each poll is a separate query, so that other queries are answered in between. An
+operation continues whether or not a client waits for it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from tiered_kv.status import DEFAULT_TIMEOUT_S, MOST_TIMEOUT_S
 from .access import NO_JOB, Refusal, read_nothing
 
 MAX_BODY_BYTES = 64 << 10
-"""Longest body that is read."""
+"""Maximum size of a body."""
 MOST_FORKS = 64
-"""Jobs that one is forked into at once, at most."""
+"""Maximum number of jobs that one request creates by forking."""
 
 _NEEDED = object()
 
@@ -45,9 +45,9 @@ class Field:
     """A field of a body.
 
     Attributes:
-        check: returns the field's value from what JSON gave, or raises ``ValueError``.
-        expected: what it may be, for the sentence of a refusal.
-        default: value if the body lacks the field; without one the field is needed.
+        check: converts the JSON value to the field's value, or raises ``ValueError``.
+        expected: the allowed values, as text for a refusal.
+        default: value if the body lacks the field; without a default the field is required.
     """
 
     check: Callable[[object], Any]
@@ -62,12 +62,12 @@ def _name_of_snapshot(value: object) -> str:
 
 
 def _job_id(value: object) -> str:
-    """Id of an existing job. It may have any characters."""
+    """Id of an existing job. Any characters are allowed."""
     return text(value, 1, MAX_JOB_ID_CHARS)
 
 
 def _new_job_id(value: object) -> str:
-    """Id of a job that will be created: one that a client's turns can name."""
+    """Id of a job to be created. A client's turns must be able to name it."""
     job = _job_id(value)
     if job.startswith(INFERRED_PREFIX):
         raise ValueError
@@ -122,10 +122,11 @@ FORK = {"job": Field(_job_id, _JOB), "as": Field(_new_job_ids, _NEW_JOBS), **_OF
 async def read_body(request: Request, fields: Mapping[str, Field]) -> dict[str, Any]:
     """Read the body of a request: a JSON object with these fields.
 
-    Web pages cannot send its content type to a server of another origin unless that allows it.
+    The content type must be JSON. Web pages cannot send that type to another origin without its
+    permission.
 
     Raises:
-        Refusal: it is none.
+        Refusal: the body is invalid.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -137,7 +138,7 @@ def read_fields(body: bytes, fields: Mapping[str, Field]) -> dict[str, Any]:
     """Read a JSON object with these fields.
 
     Raises:
-        Refusal: it is none.
+        Refusal: the object is invalid.
     """
     try:
         given = mapping(parse(body))
@@ -164,7 +165,7 @@ def _checked(name: str, field: Field, value: object) -> Any:
 
 
 async def _bytes(request: Request) -> bytes:
-    """The whole body. Of one that is too long no more is read than tells that."""
+    """Read the whole body. Stops reading as soon as the body is too long."""
     pieces, length = [], 0
     try:
         async with aclosing(request.stream()) as stream:
@@ -179,15 +180,15 @@ async def _bytes(request: Request) -> bytes:
 
 
 Ask = Callable[[dict[str, Any]], Awaitable[list[dict[str, Any]]]]
-"""Puts a question to all engines; returns the answer of each, by rank."""
+"""Sends a query to all engines; returns the reply of each, by rank."""
 Gone = Callable[[], Awaitable[bool]]
-"""Tells whether nobody waits any more."""
+"""Returns True once the client no longer waits."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_GROWTH = 0.005, 0.1, 1.1
-"""Time between two looks at an operation: at first, at most, and by what it grows."""
+"""Interval between two polls of an operation, seconds: initial, maximum, and growth factor."""
 MOST_WAITED_FOR = 16
-"""Operations that are waited for at one time: more are refused. Each look is a question, which an
-engine answers between two steps."""
+"""Maximum number of operations awaited concurrently. Further ones are refused, because each poll is
+a query that an engine answers between two steps."""
 
 SEVERAL = (
     "There are several jobs of this id, with cache salts of their own or in several engines: give "
@@ -195,17 +196,17 @@ SEVERAL = (
 )
 CROWD = "Too many operations on jobs are under way: ask again in a while."
 _BUSY = (429, 504)
-"""Refusals of a question for which the engine has no time: the operation goes on."""
+"""Refusals of a poll for which the engine has no time. The operation continues."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Patience of whoever waits.
+    """How long a client is willing to wait.
 
     Attributes:
         timeout_s: longest wait, seconds.
-        until: its end, by the event loop's clock.
-        gone: tells whether nobody waits any more.
+        until: its end, on the event loop's clock.
+        gone: returns True once the client no longer waits.
     """
 
     timeout_s: float
@@ -214,31 +215,31 @@ class Patience:
 
     @classmethod
     def of(cls, timeout_s: float, gone: Gone) -> Patience:
-        """The patience of a client that starts to wait now."""
+        """Create the patience of a client that starts to wait now."""
         return cls(timeout_s, _now() + timeout_s, gone)
 
     @property
     def left_s(self) -> float:
-        """Time that is left, seconds."""
+        """Time left, seconds."""
         return max(0.0, self.until - _now())
 
     async def is_over(self) -> bool:
-        """True once there is no time left, or nobody waits."""
+        """True once no time is left, or the client no longer waits."""
         return self.left_s == 0 or await self.gone()
 
 
 FOLDER = f"{ENV_PREFIX}SNAPSHOT_PATH"
-"""Variable that names the folder of snapshots."""
+"""Variable that names the snapshot folder."""
 OFF = f"This server has no {FOLDER}: set it to a folder for snapshots, and start it again."
 
 Answer = Callable[[Request], Awaitable[dict[str, Any]]]
 
 
 class SnapshotRoutes:
-    """The routes' answers, and the operations of the engines that they wait for. One event loop.
+    """Handlers of the routes, which wait for the engines' operations. One event loop.
 
     Args:
-        ask: the way to the engines.
+        ask: queries the engines.
         env: environment of the server.
     """
 
@@ -248,7 +249,7 @@ class SnapshotRoutes:
         self._waited_for = 0
 
     def answers(self) -> tuple[tuple[str, str, Answer], ...]:
-        """The routes: method, path and answer of each."""
+        """The routes: method, path and handler of each."""
         return (
             ("GET", "/tiered_kv/snapshots", self._list),
             ("POST", "/tiered_kv/snapshots", partial(self._on_job, "snapshot", SNAPSHOT)),
@@ -273,18 +274,18 @@ class SnapshotRoutes:
     async def _on_job(
         self, ask: str, fields: Mapping[str, Field], request: Request
     ) -> dict[str, Any]:
-        """Answers with the result of the one engine that has the job."""
+        """Return the result of the only engine that has the job."""
         question, patience = await _read(request, ask, fields)
         jobs = await self._ask({"ask": "job", "id": question["job"]})
         if sum(len(said["jobs"]) for said in jobs) > 1:
             raise Refusal(409, SEVERAL)
         results = await self.results(question, patience)
-        if len(results) > 1:  # the job came to another engine just now
+        if len(results) > 1:  # the job has just come to another engine
             raise Refusal(409, SEVERAL)
         return results[0]
 
     async def _restore(self, request: Request) -> dict[str, Any]:
-        """Answers with the result of the first engine; of further ones in ``others``."""
+        """Return the result of the first engine, with the others' results in ``others``."""
         question, patience = await _read(request, "restore", RESTORE)
         question["salt"] = fresh_salt() if question.pop("exact") else None  # one for all engines
         first, *others = await self.results(question, patience, of_all=True)
@@ -293,14 +294,14 @@ class SnapshotRoutes:
     async def results(
         self, question: dict[str, Any], patience: Patience, *, of_all: bool = False
     ) -> list[dict[str, Any]]:
-        """Have the engines do what is requested.
+        """Start the requested operation on the engines, and wait for it.
 
         Returns:
-            The result of each engine with its number, by rank.
+            The result of each engine with its index, by rank.
 
         Raises:
-            Refusal: it failed in one, or is not over; or with ``of_all`` one refuses. The others
-                have done it.
+            Refusal: the operation failed on an engine, or is unfinished; with ``of_all`` also if an
+                engine refuses. The other engines have completed it.
         """
         if self._waited_for >= MOST_WAITED_FOR:
             raise Refusal(429, CROWD)
@@ -322,10 +323,10 @@ class SnapshotRoutes:
         return [one for one in outcomes if not isinstance(one, Refusal)]
 
     async def _outcome(self, begun: dict[str, Any], patience: Patience) -> dict[str, Any] | Refusal:
-        """Result of an operation, or why it failed.
+        """Return the result of an operation, or the reason why it failed.
 
         Raises:
-            Refusal: it is not over.
+            Refusal: the operation is unfinished.
         """
         engine, pause = begun["engine"], FIRST_PAUSE_S
         while True:
@@ -370,7 +371,7 @@ def _now() -> float:
 async def _read(
     request: Request, ask: str, fields: Mapping[str, Field]
 ) -> tuple[dict[str, Any], Patience]:
-    """The question that a request puts to the engines, and the patience of its client."""
+    """Return the query that a request sends to the engines, and the patience of its client."""
     read_nothing(request.query_params)
     said = await read_body(request, fields)
     patience = Patience.of(said.pop(TIMEOUT), request.is_disconnected)
@@ -378,11 +379,11 @@ async def _read(
 
 
 def _names(folder: Path) -> list[str]:
-    """Names of the snapshots in a folder; none if it is still to be made."""
+    """Names of the snapshots in a folder; empty if the folder does not exist."""
     found = set[str]()
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
-            with suppress(SnapshotError):  # a name that no snapshot has
+            with suppress(SnapshotError):  # not a valid snapshot name
                 if (name := _name(entry)) is not None:
                     check_name(name)
                     found.add(name)

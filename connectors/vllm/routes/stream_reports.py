@@ -1,12 +1,12 @@
 """Reports in streamed answers: where their prompt came from.
 
-vLLM puts what the connector returns for a finished request into whole answers alone. The API server
-has it for streams too, with the last tokens of the request. ``listen`` takes it there, as the
-tokens pass, and ``ReportMiddleware`` adds it to the event that ends the answer, as a field at its
-top level, as in whole answers. Every event goes on at once, and none is added. What does not look
-as expected is left as it is.
+vLLM puts what the connector returns for a finished request into complete answers only. For streams,
+the API server receives it too, with the last tokens of the request. ``listen`` reads it there, as
+the tokens pass, and ``ReportMiddleware`` adds it to the event that ends the answer, as a top-level
+field, as in complete answers. Events are passed on immediately, and none is added. Anything
+unexpected is left unchanged.
 
-``/v1/responses`` needs none of this: vLLM's last event holds the whole answer.
+``/v1/responses`` needs none of this, because vLLM's last event contains the complete answer.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 FIELD, OURS = "kv_transfer_params", "tiered_kv"
-"""Field of an answer, and in it the name of the connector's report."""
+"""Field of an answer, and the name of the connector's report in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LastEvent:
-    """Form of the event that ends an answer, as vLLM writes it.
+    """Format of the event that ends an answer, as vLLM writes it.
 
     Attributes:
-        begins: what it begins with, up to its JSON object.
-        mark: what only such an event has, outside of the answer's text.
+        begins: start of the event, up to its JSON object.
+        mark: text that only such an event contains, outside of the answer's text.
     """
 
     begins: bytes
     mark: bytes
 
     def with_field(self, event: bytes, value: bytes) -> bytes:
-        """Add the field to an event of this form; return any other as it is.
+        """Add the field to an event of this format. Returns any other event unchanged.
 
         Args:
-            value: JSON.
+            value: the field's value, as JSON.
         """
         name = f'"{FIELD}":'.encode()
         alone = event.startswith(self.begins) and event.endswith(b"}\n\n")
         if not alone or self.mark not in event or name in event:
             return event
-        if event.find(b"\n", len(self.begins)) != len(event) - 2:  # several events at once
+        if event.find(b"\n", len(self.begins)) != len(event) - 2:  # several events together
             return event
         return event[:-3] + b"," + name + value + b"}\n\n"
 
@@ -66,10 +66,10 @@ _EVENTS = {
 
 
 class _Report:
-    """The report of an HTTP request that is under way.
+    """The report of an HTTP request in progress.
 
     Attributes:
-        said: it, as JSON, once the engine has told it.
+        said: the report as JSON; None until the engine has sent it.
     """
 
     __slots__ = ("_prompts", "said")
@@ -79,8 +79,8 @@ class _Report:
         self._prompts = 0
 
     def listen(self, outputs: AsyncGenerator[Any]) -> AsyncGenerator[Any]:
-        """Pass outputs on. Of several prompts in one request none is reported: their outputs may
-        come in any order."""
+        """Pass outputs on. With several prompts in a request nothing is reported, because their
+        outputs may arrive in any order."""
         self._prompts += 1
         return self._listen(outputs)
 
@@ -97,7 +97,7 @@ _current: ContextVar[_Report | None] = ContextVar("tiered_kv_report", default=No
 
 
 class _Listening:
-    """An engine client's ``generate`` whose outputs are listened to."""
+    """An engine client's ``generate`` with its outputs observed."""
 
     def __init__(self, generate: Callable[..., AsyncGenerator[Any]]) -> None:
         self._generate = generate
@@ -109,7 +109,7 @@ class _Listening:
 
 
 def listen(client: Any) -> None:
-    """Listen to what an engine client generates, from now on. Idempotent.
+    """Start observing what an engine client generates. Idempotent.
 
     Args:
         client: vLLM's engine client; None for a server without an engine.
@@ -120,10 +120,10 @@ def listen(client: Any) -> None:
 
 
 class ReportMiddleware:
-    """ASGI application around another.
+    """ASGI middleware.
 
     Args:
-        app: application that receives the requests next.
+        app: next application.
     """
 
     def __init__(self, app: App) -> None:
@@ -149,7 +149,8 @@ class ReportMiddleware:
 
 
 def _form(scope: Scope) -> LastEvent | None:
-    """Form of the last event of a request's answer, if it is streamed; None for other requests."""
+    """Format of the last event of a request's answer, if it is streamed; None for other
+    requests."""
     if scope["type"] != "http" or scope["method"] != "POST":
         return None
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
