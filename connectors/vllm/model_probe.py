@@ -562,7 +562,7 @@ def _transformers_model(folder: Path) -> Any | None:
         transformers.AutoModelForImageTextToText,
         transformers.AutoModelForMultimodalLM,
     ):
-        if type(config) in auto._model_mapping:  # there is no public way to query this
+        if type(config) in auto._model_mapping:  # noqa: SLF001 - there is no public query
             try:
                 with torch.device("meta"):
                     return auto.from_config(config)

@@ -114,7 +114,7 @@ class ContextTree:
         for run in _path(context.leaf):
             self._changed(run)
 
-    # -- inside -------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------
 
     def _add(
         self, context: Context, keys: Sequence[PageKey], known: set[PageKey]
