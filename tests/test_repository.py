@@ -1,4 +1,4 @@
-"""What people expect of a repository, and that it is in step with the rest."""
+"""Files that people expect in a repository, compared with the rest of it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tiered_kv.page_group import KvKind, PageGroup, slot_bytes
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How an answer is sampled.
+    """Sampling settings of an answer.
 
     Attributes:
         parameters: the client's sampling parameters, as JSON.
@@ -107,7 +107,7 @@ class Request(Protocol):
 
     @property
     def sampling(self) -> Sampling:
-        """How its answer is sampled."""
+        """Sampling settings of its answer."""
         ...
 
     def end_after_next_token(self) -> None:

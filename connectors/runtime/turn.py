@@ -83,7 +83,7 @@ NO_GAP = EndedGap()
 
 @dataclass(slots=True)
 class Source:
-    """Where the prompt's KV came from. Written by ``scheduler``.
+    """Origin of the prompt's KV. Written by ``scheduler``.
 
     Attributes:
         admitted: True once the turn has been allocated blocks.

@@ -1,4 +1,4 @@
-"""What a benchmark prints, and with which status it exits, however it ends."""
+"""Output and exit status of a benchmark, however it ends."""
 
 from __future__ import annotations
 

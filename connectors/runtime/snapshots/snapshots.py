@@ -32,7 +32,7 @@ from .operations import MOST_AT_ONCE, Operations, Steps, Wait, file_work
 
 
 class NoFolderError(SnapshotError):
-    """No snapshot folder: this engine can neither take nor restore snapshots."""
+    """Error of an engine that has no snapshot folder, to take or restore snapshots."""
 
 
 class NoSnapshots:

@@ -201,7 +201,7 @@ _BUSY = (429, 504)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a client is willing to wait.
+    """Seconds that a client is willing to wait.
 
     Attributes:
         timeout_s: longest wait, seconds.
