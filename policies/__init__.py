@@ -1,1 +1,1 @@
-"""Pure decisions: signals in, decision out. No I/O, no torch, no vLLM; time is an argument."""
+"""Pure decisions: signals in, decisions out. No I/O, no torch, no vLLM; time is an argument."""

@@ -1,4 +1,4 @@
-"""Forecast of a gap: a distribution over a fixed grid of seconds."""
+"""Forecast of a gap, as a distribution over a fixed grid of seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 # Round numbers, because programs wait for them: `sleep 30`, `timeout 120`, a poll every 5 s, a
-# trace with whole seconds. A wait that ends just short of such a number is a wait for nothing.
+# trace with whole seconds. A pin that ends just short of such a number is wasted.
 _MINUTES = [1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30, 45]
 _HOURS = [1, 1.5, 2, 3, 4]
 
@@ -29,20 +29,20 @@ GRID: Array = np.concatenate(
         np.array(_HOURS) * 3600,
     ]
 )
-"""Points of the grid in seconds, ascending by a tenth to a third. Shape (points,)."""
+"""Grid points in seconds, ascending in steps of a tenth to a third. Shape (points,)."""
 GRID.flags.writeable = False
 _POINTS: list[float] = GRID.tolist()
 
 CELLS = len(GRID) + 1
-"""Number of cells. A cell ends at each point of the grid and includes it; the last one is
-everything beyond."""
+"""Number of cells. Each cell ends at a grid point, inclusive; the last cell is everything beyond
+the grid."""
 
 _EDGES = np.concatenate([[0.0], GRID])
 _WIDTHS = np.diff(_EDGES)
 _HALF_WIDTHS = _WIDTHS / 2
 
 CELL_LOG_S: Array = np.log(np.concatenate([[0.03], np.sqrt(GRID[:-1] * GRID[1:]), [GRID[-1] * 2]]))
-"""Log of a typical gap of each cell, in seconds. Shape (cells,)."""
+"""Log of a typical gap in each cell, in seconds. Shape (cells,)."""
 CELL_LOG_S.flags.writeable = False
 
 
@@ -52,7 +52,7 @@ def cell_of(gap_s: float) -> int:
 
 
 def masses_of(cdf: Array) -> Array:
-    """Return the probability of each cell. ``cdf``: of a forecast. Shape (cells,)."""
+    """Return the probability of each cell, from a forecast's ``cdf``. Shape (cells,)."""
     masses = np.empty(CELLS)
     masses[:-1] = cdf
     masses[-1] = 1.0
@@ -62,13 +62,13 @@ def masses_of(cdf: Array) -> Array:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forecast:
-    """The distribution of a gap X. Immutable; linear between two points of the grid.
+    """The distribution of a gap X. Immutable; linear between grid points.
 
-    Mixing forecasts is a weighted sum of their ``cdf``.
+    Forecasts are mixed by a weighted sum of their ``cdf``.
 
     Attributes:
-        cdf: P(X <= GRID[i]), non-descending, at most 1; the rest to 1 comes beyond the grid, or
-            never. Shape (points,); becomes read-only.
+        cdf: P(X <= GRID[i]), non-descending, at most 1. The remainder to 1 is the probability of a
+            return beyond the grid, or never. Shape (points,); becomes read-only.
     """
 
     cdf: Array
@@ -84,7 +84,8 @@ class Forecast:
 
     @classmethod
     def of_masses(cls, masses: Array) -> Forecast:
-        """Build a forecast from the probability of each cell. ``masses``: shape (cells,), sum 1."""
+        """Create a forecast from the probability of each cell. ``masses``: shape (cells,), sum
+        1."""
         return cls(np.minimum(masses[:-1].cumsum(), 1.0))
 
     @property
@@ -94,9 +95,9 @@ class Forecast:
 
     @property
     def held_s(self) -> Array:
-        """E[min(X, t)] in seconds at every point of the grid. Shape (points,).
+        """E[min(X, t)] in seconds at every grid point. Shape (points,).
 
-        It is the integral of P(X > t), which is linear between the points.
+        The integral of P(X > t), which is linear between the points.
         """
         later = 1.0 - self.cdf
         steps = later * _HALF_WIDTHS
@@ -117,7 +118,7 @@ class Forecast:
         return float(before + share * (float(self.cdf[i]) - before))
 
     def held(self, t: float) -> float:
-        """E[min(X, t)]: mean time that something held until X or t is held, seconds."""
+        """E[min(X, t)]: mean time that something kept until X or t is kept, seconds."""
         if not t > 0:
             return 0.0
         i = cell_of(t)
@@ -126,8 +127,8 @@ class Forecast:
         return before_s + float(t - _EDGES[i]) * (later + 1.0 - self.within(t)) / 2
 
     def quantile(self, q: float) -> float:
-        """Return the point of the grid (or 0) that X does not exceed with a probability nearest
-        to ``q``; inf if X exceeds the whole grid with more than 1 - ``q``."""
+        """Return the grid point (or 0) that X does not exceed with a probability closest to ``q``;
+        inf if X exceeds the whole grid with a probability above 1 - ``q``."""
         i = int(np.searchsorted(self.cdf, q))
         if i == len(GRID):
             return math.inf
@@ -145,8 +146,8 @@ class Forecast:
         return Forecast(np.maximum(cdf, 0.0))
 
     def between(self, least_s: float, most_s: float) -> Forecast:
-        """Forecast X raised to ``least_s`` and cut to ``most_s`` seconds: a command that sleeps
-        for 30 s ends just after that, and so does one stopped by a timeout."""
+        """Clamp the forecast of X to ``least_s`` and ``most_s`` seconds. A command that sleeps for
+        30 s ends just after that, and so does one that a timeout stops."""
         if not least_s > 0 and math.isinf(most_s):
             return self
         cdf = self.cdf.copy()

@@ -1,4 +1,4 @@
-"""Policies and eviction rules by name, or as ``module:Class`` from elsewhere."""
+"""Policies and eviction rules by name, or by ``module:Class`` from other packages."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ EVICTION: Mapping[str, EvictionRule] = MappingProxyType(
 
 
 def policy(name: str) -> TurnPolicy:
-    """Make the policy of that name.
+    """Create the policy of that name.
 
     Raises:
-        ConfigError: there is none, or it cannot be used.
+        ConfigError: it does not exist, or cannot be used.
     """
     made = load("policy", name, POLICIES, TurnPolicy)()
     if not hasattr(made, "reads_tools"):
@@ -50,9 +50,9 @@ def policy(name: str) -> TurnPolicy:
 
 
 def eviction(name: str) -> EvictionRule:
-    """Find the eviction rule of that name.
+    """Return the eviction rule of that name.
 
     Raises:
-        ConfigError: there is none, or it cannot be used.
+        ConfigError: it does not exist, or cannot be used.
     """
     return load("eviction rule", name, EVICTION, EvictionOrder)

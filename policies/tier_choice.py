@@ -1,5 +1,5 @@
-"""The default policy: chooses the tier where a turn's KV waits, from a forecast of the gap and each
-tier's cost. VRAM is charged for the time that it is held.
+"""The default policy: chooses the tier that keeps a turn's KV, from a forecast of the gap and the
+cost of each tier. VRAM is charged for the time that it is occupied.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from .base import Costs, Decision, GapClass, Tier, TurnEnd
 from .distribution import Forecast
 
 BACK_BEFORE = 0.25
-"""q̂: share of the returns before which KV below CPU memory is up again. Gaps have long tails.
-Waiting for the median would be late for half of the returns; being early costs only room in CPU
-memory."""
+"""q̂: quantile of the return time by which KV below CPU memory is promoted again. Gaps have long
+tails. Waiting for the median would be too late for half of the returns, while being early only
+costs space in CPU memory."""
 
 
 def unpriced(turn: TurnEnd) -> Decision | None:
-    """Return the decision for KV that no price decides on; None if one does.
+    """Return the decision for KV that does not depend on costs; None if it does.
 
-    After the last step the KV is not needed. If the job is unknown, or its client went away, nobody
-    would return to a pin.
+    After the last step the KV is not needed. If the job is unknown, or its client disconnected, no
+    turn would use a pin.
     """
     if turn.is_last_step:
         return Decision(Tier.DROP)
@@ -34,8 +34,8 @@ def unpriced(turn: TurnEnd) -> Decision | None:
 
 
 def choose(turn: TurnEnd, forecast: Forecast, costs: Costs) -> Decision:
-    """Choose PIN while U pays; else CPU memory, or a tier below it if CPU memory would evict the
-    KV before it is needed; DROP if prefilling again is cheapest."""
+    """Choose PIN while U is worth it; otherwise CPU memory, or a lower tier if CPU memory would
+    evict the KV before it is needed; DROP if prefilling again is cheapest."""
     decided = unpriced(turn)
     if decided is not None:
         return decided
@@ -50,7 +50,7 @@ def choose(turn: TurnEnd, forecast: Forecast, costs: Costs) -> Decision:
 
 
 def without_pin(costs: Costs, median_s: float) -> Tier:
-    """Return the best tier but VRAM for a gap of about ``median_s`` seconds."""
+    """Return the best tier other than VRAM for a gap of about ``median_s`` seconds."""
     if costs.cpu_s is not None and costs.recompute_s < costs.cpu_s:
         return Tier.DROP
     store_pays = costs.store_s is not None and costs.store_s < costs.recompute_s
@@ -60,7 +60,7 @@ def without_pin(costs: Costs, median_s: float) -> Tier:
 
 
 def _back_s(forecast: Forecast, costs: Costs) -> float | None:
-    """q̂ - R: time at which the way up begins, seconds. None if the job may well not return."""
+    """q̂ - R: time at which the promotion starts, seconds; None if the job may well not return."""
     back_s = forecast.quantile(BACK_BEFORE)
     if math.isinf(back_s):
         return None
@@ -68,8 +68,8 @@ def _back_s(forecast: Forecast, costs: Costs) -> float | None:
 
 
 class Occupancy:
-    """The default policy. See ``forecast.gap_model`` for the forecast, ``pricing.pin_ttl`` for
-    the price, and ``tier_choice`` for the rest."""
+    """The default policy. See ``forecast.gap_model`` for the forecast, ``pricing.pin_ttl`` for the
+    value of a pin, and this module for the choice of the tier."""
 
     reads_tools: ClassVar[bool] = True
 

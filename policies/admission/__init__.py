@@ -1,1 +1,1 @@
-"""Room for new jobs."""
+"""Admission control of new jobs, and the order of requests."""

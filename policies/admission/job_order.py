@@ -1,6 +1,6 @@
-"""The order in which requests are let in, admitted and kept running. Pure.
+"""The order in which requests are admitted and kept running. Pure.
 
-Each rank sorts ascending: the least is first.
+Ranks sort in ascending order.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ import math
 from dataclasses import dataclass
 
 SENIORITY = 0.1
-"""Longest time by which a later request may precede an earlier one where seats are short, as a
-fraction of the admission limit. A seat that is given to an older job saves no computation."""
+"""Maximum time by which a later request may precede an earlier one where seats are short, as a
+fraction of the admission limit. Giving a seat to an older job saves no computation."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueuePosition:
-    """A request, as the orders see it.
+    """A request as seen by the orders.
 
     Attributes:
         job_started_at: start of its job, seconds; the request's own arrival without a job.
         arrived_at: arrival of the request, seconds.
-        new: True if no turn of its job has had blocks.
+        new: True if no turn of its job has been allocated blocks.
         preempted: True if it was preempted.
         overdue: True if it has waited for the admission limit.
         has_kv: True if its job's KV is pinned, or being promoted for it.
-        is_last_step: True if its job ends with it.
-        client_blocks: for a new job, blocks of its client's jobs that go before it.
+        is_last_step: True if its job ends with this turn.
+        client_blocks: for a new job, blocks of its client's jobs that precede it.
     """
 
     job_started_at: float
@@ -39,8 +39,8 @@ class QueuePosition:
 
 
 def parked_rank(position: QueuePosition) -> tuple[bool, float, float]:
-    """Order in which held requests are admitted: turns of started jobs by the start of their jobs,
-    then new jobs, those of the client that has the fewest blocks first, by arrival."""
+    """Order in which held-back requests are admitted: turns of started jobs by the start of their
+    jobs, then new jobs, first those of the client with the fewest blocks, then by arrival."""
     if not position.new:
         return False, 0.0, position.job_started_at
     return True, position.client_blocks, position.arrived_at
@@ -49,12 +49,13 @@ def parked_rank(position: QueuePosition) -> tuple[bool, float, float]:
 def waiting_rank(
     position: QueuePosition, seniority_s: float = math.inf
 ) -> tuple[int, float, float]:
-    """Order in which waiting requests are admitted: preempted ones, overdue ones by arrival, those
-    whose KV is pinned or being promoted, the others; by the start of their jobs.
+    """Order in which waiting requests are admitted: preempted requests; overdue requests by
+    arrival; requests whose KV is pinned or being promoted; all others. Within each group, by the
+    start of their jobs.
 
     Args:
-        seniority_s: where seats are short, the longest time by which a request may have arrived
-            later than one that it precedes, seconds.
+        seniority_s: where seats are short, the maximum time by which a request may have arrived
+            later than a request that it precedes, seconds.
     """
     if position.overdue and not position.preempted:
         return 1, position.arrived_at, position.arrived_at
@@ -66,6 +67,6 @@ def waiting_rank(
 
 
 def running_rank(position: QueuePosition) -> tuple[bool, float]:
-    """Order in which running requests lose most by a preemption: last turns, then the oldest
-    jobs. The last in this order is the victim."""
+    """Order of running requests by what they lose if preempted: last turns, then the oldest jobs.
+    The last request in this order is preempted."""
     return not position.is_last_step, position.job_started_at

@@ -1,17 +1,18 @@
-"""The working set of jobs: a new one may begin if its own fits beside those already started.
+"""The working set of jobs: a new job may start if its working set fits next to those already
+started.
 
-vLLM admits whatever finds free blocks. With more jobs than fit, each job's KV is evicted before
-its next turn, all of them compute their contexts again, and none ends. So a new job waits until
-the highest demand that the others are heading for leaves room for it.
+vLLM admits every request that finds free blocks. With more jobs than fit, each job's KV is evicted
+before its next turn, all jobs recompute their contexts, and none finishes. So a new job waits until
+the projected peak demand of the others leaves space for it.
 
-The forecast lets every job go on at the same pace, by so many blocks a turn, until it ends after
-as many turns as jobs of its age had left. As some are slower than others, each is taken to stay
-for a while after that: as much longer as turns differ in length. The highest total on the way is
-reached just before some job goes, so only such moments are looked at.
+The forecast lets every job continue at the same pace, by a fixed number of blocks per turn, until
+it ends after as many turns as jobs of its age had left. Because some jobs are slower than others,
+each is assumed to stay longer than that, by a margin that grows with the spread of turn times. The
+total is highest just before some job ends, so only these moments are evaluated.
 
-Clients get equal shares: contexts that one leaves waiting must not keep the new jobs of others out
-(``FairShare``), nor its requests and pins the requests of others (``EqualShare``). Pure but for
-``TurnPace``, which learns.
+Clients get equal shares. Contexts that a client leaves between turns must not keep other clients'
+new jobs out (``FairShare``), nor its requests and pins other clients' requests (``EqualShare``).
+Pure, except for ``TurnPace``, which learns.
 """
 
 from __future__ import annotations
@@ -32,34 +33,36 @@ from tiered_kv.policies.jobs.silence import SOON_S
 Array = NDArray[np.float64]
 
 MOMENTS = 32
-"""Looked at; of more, so many are taken evenly."""
+"""Maximum number of moments evaluated. If there are more, this many are sampled evenly."""
 CHUNK = 64
-"""Jobs that are added up together."""
+"""Number of jobs whose sum is cached together."""
 JOBS = 256
-"""Ended jobs whose numbers of turns are remembered."""
+"""Number of finished jobs whose lengths are kept."""
 GROWTH_DECAY = 0.98
-"""Weight of a turn's growth after the next one."""
+"""Factor by which the weight of a turn's growth decays with the next turn."""
 MOST, LEAST = 1.25, 0.5
-"""Bounds of the share of the pool that may be given out. More than all of it where the forecast
-has been seen to ask for more than jobs then take."""
+"""Bounds of the fraction of the pool that may be committed. It exceeds 1 if forecasts proved higher
+than what jobs then used."""
 UP = 1.001
-"""Factor of that share for a second in which a job is held beside free blocks."""
+"""Factor applied to that fraction for each second in which a job is held back despite free
+blocks."""
 LEARN_EVERY_S = 1.0
-"""Time between two rises of it: a job is looked at more often while others come and go."""
+"""Minimum time between two increases, seconds, because a job is reconsidered more often while
+others come and go."""
 
 
 class JobDemand(NamedTuple):
     """Expected demand of a job.
 
     Attributes:
-        blocks: unshared blocks of its context at the end of its present turn, or of its next if
-            none runs.
-        grows: growth with every turn after that, blocks.
-        left: number of turns after that.
-        weight: share of the time that it needs them in VRAM, 0 to 1: a job that waits in CPU
-            memory needs them only while a turn of it runs.
+        blocks: unshared blocks of its context at the end of its current turn, or of its next turn
+            if none runs.
+        grows: growth with every later turn, blocks.
+        left: number of later turns.
+        weight: fraction of the time that VRAM must hold them, 0 to 1. A job that waits in CPU
+            memory needs them only while a turn runs.
         chance: probability that it needs them at all.
-        shared: blocks that it shares with others, counted with one of these.
+        shared: blocks that it shares with other jobs, counted for one of them.
     """
 
     blocks: float
@@ -71,13 +74,14 @@ class JobDemand(NamedTuple):
 
 
 class Demand:
-    """Projected demand of all jobs together, the oldest first.
+    """Projected demand of all jobs together, oldest first.
 
-    A question costs the same however many there are; so does a job that changes, comes or goes.
+    The cost of a query, and of adding, changing or removing a job, does not depend on the number of
+    jobs.
 
     Args:
         jobs: demand of each job.
-        spread: standard deviation of the time that a turn with its gap takes, over its mean.
+        spread: standard deviation over mean of the time of a turn with its gap.
     """
 
     def __init__(self, jobs: Sequence[JobDemand] = (), spread: float = 0.0) -> None:
@@ -88,7 +92,7 @@ class Demand:
         if len(moments) > MOMENTS:
             moments = moments[np.linspace(0, len(moments) - 1, MOMENTS).astype(int)]
         self._moments = moments
-        # A row for each job: in VRAM at every moment, and the same anywhere.
+        # One row per job: its demand of VRAM at every moment, then its demand anywhere.
         self._rows = np.zeros((self._len + CHUNK, 2 * len(moments)))
         self._rows[: self._len] = self._rows_of(given)
         self._sum_up()
@@ -97,7 +101,7 @@ class Demand:
         return self._len
 
     def put(self, place: int, demand: JobDemand) -> None:
-        """The job at that place, or a new one behind the last, is expected to take this."""
+        """Set the demand of the job at that position, or append a new job."""
         if place == len(self._rows):
             self._rows = np.concatenate([self._rows, np.zeros_like(self._rows[:CHUNK])])
             self._sum_up()
@@ -109,13 +113,12 @@ class Demand:
     def peak(
         self, more: JobDemand | None = None, *, first: int | None = None, anywhere: bool = False
     ) -> float:
-        """The most blocks that the jobs take at any time on their way, those that they share
-        counted once.
+        """Highest number of blocks that the jobs take at any time. Shared blocks count once.
 
         Args:
-            more: another job beside them.
-            first: of so many jobs only, the first ones.
-            anywhere: in VRAM or outside it.
+            more: an additional job.
+            first: number of jobs to include, from the first on; None for all.
+            anywhere: True for blocks in VRAM or outside it.
         """
         totals, count = self._until(first), len(self._moments)
         if more is not None:
@@ -131,7 +134,7 @@ class Demand:
         return found
 
     def _sum_up(self) -> None:
-        """Sums of all chunks before each, and of all."""
+        """Compute the sums of all preceding chunks for each chunk, and the total."""
         chunks = [
             self._rows[at : at + CHUNK].sum(axis=0) for at in range(0, len(self._rows), CHUNK)
         ]
@@ -149,15 +152,15 @@ class Demand:
 
 
 class JobLengths:
-    """Number of turns that a job still has, by the jobs that ended lately."""
+    """Number of turns that a job has left, from recently finished jobs."""
 
     def __init__(self) -> None:
         self._latest: deque[int] = deque()
         self._sorted: list[int] = []
-        self._sums: list[int] | None = None  # from each place on
+        self._sums: list[int] | None = None  # sums from each position on
 
     def ended(self, turns: int) -> None:
-        """A job ended after so many turns."""
+        """Record that a job ended after that many turns."""
         if turns < 1:
             return
         if len(self._latest) >= JOBS:
@@ -167,15 +170,15 @@ class JobLengths:
         self._sums = None
 
     def left(self, turns: int) -> float:
-        """Turns that follow the ``turns`` that have started: the mean of the jobs that had more;
-        as many again if there was none."""
+        """Expected number of further turns after ``turns`` have started: the mean of the jobs that
+        had more; ``turns`` if there was none."""
         if self._sums is None:
             total, sums = 0, [0]
             for one in reversed(self._sorted):
                 total += one
                 sums.append(total)
             self._sums = sums[::-1]
-        # Jobs that end here count too, with none left.
+        # Jobs that ended here count too, with no turns left.
         at = bisect_right(self._sorted, turns - 1)
         count = len(self._sorted) - at
         if not count:
@@ -184,7 +187,7 @@ class JobLengths:
 
 
 class Growth:
-    """Blocks that contexts gain with a turn, lately."""
+    """Mean number of blocks that contexts gained per turn recently."""
 
     def __init__(self) -> None:
         self._sum = self._weight = 0.0
@@ -195,17 +198,17 @@ class Growth:
 
     @property
     def mean(self) -> float:
-        """0 before the first."""
+        """0 before the first observation."""
         return self._sum / self._weight if self._weight else 0.0
 
 
 class JobForecast:
-    """Forecast of a job: it goes on for as many turns as jobs of its age had left. Each adds the
-    mean of the turns it had, with the mean of all jobs counted as one of them.
+    """Forecast of a job: it continues for as many turns as jobs of its age had left. Each turn adds
+    the job's mean growth, with the mean of all jobs counted as one more turn.
 
     Attributes:
-        lengths: lengths of jobs that ended, turns.
-        growth: growth of all contexts, blocks a turn.
+        lengths: lengths of finished jobs, turns.
+        growth: growth of all contexts, blocks per turn.
     """
 
     def __init__(self) -> None:
@@ -213,20 +216,20 @@ class JobForecast:
         self.growth = Growth()
 
     def ahead(self, job: JobKey, turns: int, grown: float) -> tuple[float, float]:
-        """Forecast of one job.
+        """Forecast one job.
 
         Args:
-            turns: turns that it has started.
-            grown: growth since the first, blocks.
+            turns: number of turns that it has started.
+            grown: growth since the first turn, blocks.
 
         Returns:
-            Growth with a turn in blocks, and number of turns after those that have started.
+            Growth per turn in blocks, and number of turns after those that have started.
         """
         return (grown + self.growth.mean) / max(1, turns), self.lengths.left(turns)
 
 
 class TurnCadence:
-    """Regularity of turns: times from one turn's arrival to the job's next."""
+    """Regularity of turns: times between the arrivals of a job's consecutive turns."""
 
     def __init__(self) -> None:
         self._mean = self._square = 0.0
@@ -238,19 +241,19 @@ class TurnCadence:
 
     @property
     def spread(self) -> float:
-        """Standard deviation over mean; 0 before the second."""
+        """Standard deviation over mean; 0 before the second observation."""
         if self._mean <= 0:
             return 0.0
         return math.sqrt(max(0.0, self._square - self._mean**2)) / self._mean
 
 
 class Overcommit:
-    """The share of the pool that jobs may be let in for.
+    """Fraction of the pool that may be committed to jobs.
 
-    It begins at all of it and falls by what was evicted before its job returned. Contexts that are
-    found whole bring it back: a pool of them by 1 - 1/e of what is missing, so that it settles
-    where as much recovers as is lost. Jobs that are held although blocks stay free raise it slowly,
-    beyond all of the pool if need be.
+    It starts at 1, and falls by the fraction that was evicted before its job returned. Contexts
+    that are found whole raise it: a pool's worth of them by 1 - 1/e of the missing part, so that it
+    settles where as much recovers as is lost. Jobs that are held back despite free blocks raise it
+    slowly, above 1 if necessary.
     """
 
     def __init__(self) -> None:
@@ -258,15 +261,15 @@ class Overcommit:
         self._raised_at = -math.inf
 
     def returned(self, found: float, lost: float) -> None:
-        """A context that was to stay for its job: shares of the pool that were, and were not,
-        still there."""
+        """Record a returning job whose context was meant to be kept: the fractions of the pool that
+        still existed, and that did not."""
         if lost:
             self.share = max(LEAST, self.share - lost)
         elif self.share < 1.0:
             self.share += (1.0 - self.share) * min(1.0, found)
 
     def spare(self, now: float) -> None:
-        """A job is held, and more is free than it needs.
+        """Record that a job is held back although more blocks are free than it needs.
 
         Args:
             now: monotonic seconds.
@@ -277,7 +280,7 @@ class Overcommit:
 
 
 class Blocks(NamedTuple):
-    """Expected blocks.
+    """Expected numbers of blocks.
 
     Attributes:
         vram: blocks of VRAM.
@@ -293,11 +296,11 @@ NOTHING = Blocks()
 
 @dataclass(frozen=True, slots=True)
 class FairShare:
-    """Blocks that clients leave waiting beyond an equal share of the room each.
+    """Blocks that clients leave between turns beyond an equal share of the space each.
 
     Attributes:
-        over: those of each client.
-        total: those of all clients.
+        over: excess of each client.
+        total: excess of all clients.
     """
 
     over: Mapping[str, Blocks] = field(default_factory=dict)
@@ -305,12 +308,12 @@ class FairShare:
 
     @classmethod
     def of(cls, waiting: Mapping[str, Blocks], room: Blocks) -> FairShare:
-        """Compare clients with their shares. A client that is alone gets half of the room: the
-        next one may come at any time.
+        """Compare clients with their shares. A single client gets half of the space, because the
+        next client may arrive at any time.
 
         Args:
-            waiting: expected demand of each client's jobs that are away and unpinned; a client
-                without any counts as well if it has jobs.
+            waiting: expected demand of each client's unpinned jobs between turns; includes clients
+                with jobs but no such demand.
             room: blocks of VRAM, and anywhere.
         """
         clients = max(2, len(waiting))
@@ -325,26 +328,26 @@ class FairShare:
         return cls(over, total)
 
     def of_others(self, client: str, *, anywhere: bool) -> float:
-        """Blocks that do not count when that client asks for room: what the others leave waiting
-        beyond their shares."""
+        """Blocks that do not count when that client needs space: the excess of all other
+        clients."""
         own = self.over.get(client, NOTHING)
         return self.total[anywhere] - own[anywhere]
 
 
 @dataclass(frozen=True, slots=True)
 class ClientUse:
-    """Use that a client makes of the engine.
+    """A client's use of the engine.
 
     Attributes:
-        contexts: its running requests and pins.
-        blocks: their blocks.
+        contexts: number of its running requests and pins.
+        blocks: number of their blocks.
     """
 
     contexts: int = 0
     blocks: float = 0.0
 
     def plus(self, blocks: float) -> ClientUse:
-        """Return the use with one context more, of that many blocks."""
+        """Return the use with one more context, of that many blocks."""
         return ClientUse(self.contexts + 1, self.blocks + blocks)
 
 
@@ -353,8 +356,8 @@ class EqualShare:
     """Share of each client while others wait. A single context is always within it.
 
     Attributes:
-        seats: requests that may run.
-        blocks: blocks of the pool.
+        seats: number of requests that may run.
+        blocks: number of blocks.
     """
 
     seats: float
@@ -365,15 +368,15 @@ class EqualShare:
         """Divide an engine among its clients.
 
         Args:
-            seats: most requests that the engine runs at the same time.
-            blocks: blocks of its pool.
+            seats: maximum number of running requests.
+            blocks: size of the pool, blocks.
             clients: number of clients that have requests or pins.
         """
         return cls(seats / clients, blocks / clients)
 
     def excess(self, use: ClientUse) -> float:
-        """Return how many times its share a client has, of the seats or of the pool; 0 if it is
-        within its share."""
+        """Return the ratio of a client's use to its share, of seats or of the pool, whichever is
+        larger; 0 if the client is within its share."""
         times = max(use.contexts / self.seats, use.blocks / self.blocks)
         return times if times > 1 and use.contexts > 1 else 0.0
 
@@ -387,12 +390,12 @@ PACE_DECAY = 0.9
 
 
 class TurnPace:
-    """Mean time of a turn, and of the gap between two, over all jobs.
+    """Mean time of a turn and of a gap, over all jobs.
 
     Attributes:
-        turn_s: seconds; 0 before the first.
+        turn_s: mean time of a turn, seconds; 0 before the first.
         served_s: the same without the wait for the first blocks.
-        gap_s: the same of gaps, of which none counts for more than ``SOON_S``.
+        gap_s: mean gap, seconds; each gap counts as at most ``SOON_S``.
     """
 
     def __init__(self) -> None:
@@ -404,7 +407,7 @@ class TurnPace:
         return self.served_s + self.gap_s
 
     def on_turn(self, seconds: float, served_s: float) -> None:
-        """Add a turn that ended, of which it had blocks for ``served_s``."""
+        """Add a finished turn, which had blocks for ``served_s``."""
         self.turn_s = _mean(self.turn_s, seconds)
         self.served_s = _mean(self.served_s, served_s)
 
@@ -413,23 +416,23 @@ class TurnPace:
         self.gap_s = _mean(self.gap_s, min(seconds, SOON_S))
 
     def vram_share(self, away_s: float) -> float:
-        """Share of the time until its next turn has ended in which a job needs VRAM. It needs it
-        while a turn runs.
+        """Fraction of the time until the end of its next turn in which a job needs VRAM. It needs
+        VRAM while a turn runs.
 
         Args:
-            away_s: time since its last turn ended, seconds; 0 for a whole gap to come.
+            away_s: time since its last turn ended, seconds; 0 at the start of a gap.
         """
         cycle_s = self.turn_s + max(self.gap_s, away_s)
         return self.turn_s / cycle_s if self.turn_s else 1.0
 
 
 def running_demand(blocks: float, grows: float, left: float, shared: float) -> JobDemand:
-    """Demand of a job of which a turn runs: its whole context.
+    """Demand of a job with a running turn: its whole context.
 
     Args:
         blocks: unshared blocks of its context at the end of the turn.
-        grows: growth with every turn after that, blocks.
-        left: number of turns after that.
+        grows: growth with every later turn, blocks.
+        left: number of later turns.
         shared: blocks that it counts for its family.
     """
     return JobDemand(blocks, grows, left, 1.0, 1.0, shared)
@@ -443,22 +446,22 @@ def away_demand(
     chance: float,
     weight: float,
 ) -> JobDemand:
-    """Demand of a job between two turns, of which the next one counts as the present.
+    """Demand of a job between two turns. The next turn counts as the current one.
 
     Args:
         blocks: unshared blocks of its context.
         grows: growth with every turn, blocks.
         left: number of turns after the last.
         shared: blocks that it counts for its family.
-        chance: that it returns soon.
-        weight: share of its blocks that VRAM must have on average: the chance to return, times
-            the share of the time in which it then needs them (all of it under a pin).
+        chance: probability that it returns soon.
+        weight: fraction of its blocks that VRAM must hold on average: the chance to return, times
+            the fraction of the time in which the job then needs them (all of it under a pin).
     """
     return JobDemand(blocks + grows, grows, max(0.0, left - 1), weight, chance, shared)
 
 
 def mean_context(demand: JobDemand) -> float:
-    """Blocks of a job's context in the mean of the turns that it still has."""
+    """Mean number of blocks of a job's context over its remaining turns."""
     return demand.blocks + demand.grows * demand.left / 2
 
 

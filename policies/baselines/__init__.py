@@ -1,1 +1,1 @@
-"""Policies that others published, to be compared with."""
+"""Published policies, implemented for comparison."""

@@ -1,7 +1,7 @@
-"""ContextServe: rules on the command, posteriors, then Continuum.
+"""ContextServe: rules on the command, then posteriors, then Continuum.
 
-The authors' third layer, trees on the command, is left out: neither the trees nor their training
-set are published.
+The authors' third layer, decision trees on the command, is omitted, because neither the trees nor
+their training set are published.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FAST = (
     "env printenv date whoami id uname basename dirname mkdir touch cp mv rm"
 )
 FAST_WORDS = frozenset(_FAST.split())
-"""First words of commands that are fast, whatever follows."""
+"""First words of commands that are fast, whatever their arguments."""
 FAST_RULE_S = 3.0
 SLOW_PREFIXES = (
     "make",
@@ -53,26 +53,25 @@ WINDOW = 200
 FAST_S, SLOW_S = 1.0, 5.0
 SURE = 0.85
 TTL_QUANTILE = 0.9
-_FROM = (10, 5, 2)  # observations of the command, of the tool, of all
+_FROM = (10, 5, 2)  # number of gaps required: of the command, of the tool, of all
 _LOG_GRID = np.log(GRID)
 _LOG_BOUNDS = np.log([FAST_S, SLOW_S])
 
 
 class ContextServe:
-    """The policy as its authors describe it; its thresholds know nothing of restore costs.
+    """The policy as described by its authors. Its thresholds do not depend on restore costs.
 
-    Its layers, the first that answers decides:
+    The first layer that has an answer decides:
 
-    1. Rules. A first word that is known to be fast is FAST, and pinned for 3 s. A command that
-       begins like a known slow one is SLOW, and freed at once.
-    2. The posterior of the narrowest context with enough gaps: 10 of the command, 5 of the tool, 2
-       of all. It says FAST if P(X < 1 s) > 0.85, and pins for the 0.9 quantile. It says SLOW if
-       P(X > 5 s) > 0.85.
-    3. Continuum's rule.
+    1. Rules. If the first word is known to be fast, the gap is FAST, with a pin of 3 s. If the
+       command starts like a known slow one, the gap is SLOW, without a pin. 2. The posterior of the
+       narrowest context with enough gaps: 10 of the command, 5 of the tool, 2 of all. The gap is
+       FAST if P(X < 1 s) > 0.85, with a pin until the 0.9 quantile. It is SLOW if P(X > 5 s) >
+       0.85. 3. Continuum's rule.
 
-    Two parts of the description are left out: trees on the command, which the authors ask before
-    Continuum's rule (neither the trees nor their training set are published), and Thompson
-    sampling, which is optional.
+    Two parts of the description are omitted: decision trees on the command, which the authors
+    evaluate before Continuum's rule (neither the trees nor their training set are published), and
+    Thompson sampling, which is optional.
     """
 
     reads_tools: ClassVar[bool] = True

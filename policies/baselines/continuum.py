@@ -20,18 +20,18 @@ Array = NDArray[np.float64]
 Tool = tuple[str, ...]
 
 ENOUGH = 100
-"""K: least number of gaps for which a distribution is used."""
+"""K: minimum number of gaps for which a distribution is used."""
 MAX_GAPS = 4000
-"""Gaps kept of a tool; the paper keeps all. With more a decision takes longer than 100 µs."""
+"""Maximum number of gaps per tool; the paper keeps all. With more, a decision exceeds 100 µs."""
 MAX_TOOLS = 128
-"""Tools kept; the one that was not used for longest is dropped first."""
+"""Maximum number of tools. The least recently used one is dropped first."""
 VERSION = 1
 
 ALL: Tool = ()
 
 
 class _Gaps:
-    """The last gaps of one tool, by age and by length."""
+    """The last gaps of one tool, in order of arrival and sorted by length."""
 
     def __init__(self, seconds: Sequence[float] = ()) -> None:
         self.latest = deque(seconds)
@@ -49,26 +49,26 @@ _NONE = _Gaps()
 
 
 class ToolGaps:
-    """S[f]: the last gaps of each tool, and of all under ``ALL``. One thread at a time."""
+    """S[f]: the last gaps of each tool, and of all tools under ``ALL``. One thread at a time."""
 
     def __init__(self) -> None:
         self._tools: OrderedDict[Tool, _Gaps] = OrderedDict({ALL: _Gaps()})
 
     def count(self, tool: Tool) -> int:
-        """Number of gaps kept of a tool."""
+        """Number of stored gaps of a tool."""
         return len(self._tools.get(tool, _NONE).latest)
 
     def ascending(self, tool: Tool) -> Array:
-        """Gaps of a tool, seconds, the shortest first."""
+        """Gaps of a tool, seconds, ascending."""
         return self._tools.get(tool, _NONE).ascending
 
     def latest(self, tool: Tool, count: int) -> Array:
-        """The last gaps of a tool, at most ``count``, seconds."""
+        """The last gaps of a tool, latest first, at most ``count``, seconds."""
         kept = self._tools.get(tool, _NONE).latest
         return np.fromiter(islice(reversed(kept), count), np.float64)
 
     def observe(self, tools: Iterable[Tool], gap_s: float) -> None:
-        """Add a gap of these tools. A number that cannot be a gap is ignored."""
+        """Add a gap to these tools. Impossible values are ignored."""
         if not 0 <= gap_s < math.inf:
             return
         for tool in tools:
@@ -78,15 +78,15 @@ class ToolGaps:
             self._tools.popitem(last=False)
 
     def dump(self) -> dict[str, object]:
-        """All gaps as JSON."""
+        """Return all gaps as JSON."""
         tools = [{"tool": list(t), "gaps": list(g.latest)} for t, g in self._tools.items()]
         return {"version": VERSION, "tools": tools}
 
     def load(self, saved: Mapping[str, object]) -> None:
-        """Go on from what ``dump`` gave.
+        """Restore a state that ``dump`` returned.
 
         Raises:
-            ValueError: ``saved`` is nothing of the kind; nothing has changed.
+            ValueError: ``saved`` is malformed; nothing was changed.
         """
         fields = Fields(saved)
         fields.take("version", exactly, VERSION)
@@ -108,7 +108,7 @@ class _OfToolGaps:
         self.gaps = ToolGaps()
 
     def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
-        if ended:  # neither variant knows of gaps that never end
+        if ended:  # neither variant considers gaps that never end
             self.gaps.observe({ALL, _tool(turn)}, gap_s)
 
     def dump(self) -> dict[str, object]:
@@ -122,7 +122,7 @@ class Continuum(_OfToolGaps):
     """The published rule: τ* = argmax of P(τ) (T η + R) - τ over the recorded gaps and 0.
 
     With fewer than 100 gaps of the tool, P is the distribution over all tools. With fewer than 100
-    gaps in all, it is the exponential distribution with mean 1 s, and η is 1: τ* = ln(T + R).
+    gaps in total, it is the exponential distribution with mean 1 s, and η is 1: τ* = ln(T + R).
     """
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
@@ -136,8 +136,8 @@ class Continuum(_OfToolGaps):
 class ContinuumFixed(_OfToolGaps):
     """The rule of the released code.
 
-    A turn is pinned for exactly 2.0 s if the mean gap of its tool is at most that, or if there was
-    none yet. A turn that called no tool is not pinned.
+    A turn is pinned for exactly 2.0 s if the mean gap of its tool is at most that, or if none was
+    observed. A turn without a tool call is not pinned.
     """
 
     ttl_s: ClassVar[float] = 2.0
@@ -152,7 +152,7 @@ class ContinuumFixed(_OfToolGaps):
 
 
 def time_to_live(gaps: ToolGaps, tool: Tool, costs: Costs) -> float:
-    """Continuum's τ*, seconds; 0 for no pin."""
+    """Continuum's τ*, seconds; 0 without a pin."""
     if gaps.count(ALL) < ENOUGH:
         return max(0.0, math.log(max(costs.queue_s + costs.restore_s, 1e-9)))
     seconds = gaps.ascending(tool if gaps.count(tool) >= ENOUGH else ALL)
@@ -162,7 +162,7 @@ def time_to_live(gaps: ToolGaps, tool: Tool, costs: Costs) -> float:
 
 
 def pinned(ttl_s: float, costs: Costs) -> Decision:
-    """A pin for ``ttl_s`` seconds; if that is 0, the best tier for a short gap."""
+    """Pin for ``ttl_s`` seconds; if that is 0, choose the best tier for a short gap."""
     if ttl_s > 0:
         return Decision(Tier.PIN, ttl_s)
     return Decision(without_pin(costs, 0.0))

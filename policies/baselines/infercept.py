@@ -1,4 +1,4 @@
-"""InferCept (arXiv 2402.01869): preserve, swap or discard, whatever wastes the least memory."""
+"""InferCept (arXiv 2402.01869): preserve, swap or discard, whichever wastes the least memory."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from .unpinned import StatelessPolicy
 
 
 class InferCept(StatelessPolicy):
-    """The choice with the least waste of memory over time, for one turn of C tokens of size M.
+    """Chooses the least waste of memory over time, for one turn of C tokens of size M.
 
-    The waste, divided by the factor C M that all three have in common, is:
+    The waste, divided by the common factor C M, is:
 
-    - discard: T_fwd(C), the time to compute the context again;
+    - discard: T_fwd(C), the time to recompute the context;
     - preserve: the gap;
-    - swap: 2 T_swap, the time of the copies there and back.
+    - swap: 2 T_swap, the time of both copies.
 
     The gap is estimated as the time since the tool was called, which grows from 0. So the turn is
-    preserved until that has cost as much as the cheaper of the others, and is then discarded or
-    swapped. The waste of other requests, which are stalled meanwhile, is left out: it weighs on
-    both of these.
+    preserved until that has cost as much as the cheaper alternative, and is then discarded or
+    swapped. The waste of other requests, which are stalled in the meantime, is omitted, because it
+    affects both alternatives.
     """
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:

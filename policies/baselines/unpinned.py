@@ -1,4 +1,4 @@
-"""Serving without a policy: plain offload, and no offload at all."""
+"""Serving without pins: plain offloading, and no offloading at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd
 
 
 class StatelessPolicy:
-    """Base of policies that learn nothing: ``decide`` is all they need."""
+    """Base of policies that learn nothing and only need ``decide``."""
 
     reads_tools: ClassVar[bool] = False
 

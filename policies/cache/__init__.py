@@ -1,1 +1,1 @@
-"""Pages in CPU memory: which go, which come back, and how."""
+"""Pages in CPU memory: which are evicted, and how they are restored."""

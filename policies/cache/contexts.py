@@ -1,7 +1,7 @@
-"""The pages of waiting jobs as a tree, in which a common prefix of contexts is there once.
+"""Pages of waiting jobs as a tree that stores each common prefix of contexts once.
 
-A page's key stands for all tokens up to its end. So contexts that share a page share all pages
-before it, and none behind the point where they part.
+A page's key covers all tokens up to the end of the page. So contexts that share a page share all
+pages before it, and no page behind the point where they diverge.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class Run:
     """Consecutive pages that belong to the same contexts.
 
     Attributes:
-        above: the run before it; None at the beginning.
-        last: the latest put of the contexts that pass through it.
+        above: the preceding run; None at the start.
+        last: the most recently put context that passes through the run.
         shared: True if several contexts had its pages at some time.
         below: runs that follow it.
         ends: contexts that end with its last page.
-        end: number of its pages behind the last of which none is in CPU memory.
-        rank: number of the ranking that the next two belong to; None for none.
-        owner: context with which it goes in that ranking.
-        at: number of its pages that are still to go.
+        end: number of its pages up to the last one that may be in CPU memory.
+        rank: number of the ranking that ``owner`` and ``at`` belong to; None if none.
+        owner: context that the run is evicted with in that ranking.
+        at: number of its pages still to be evicted.
     """
 
     keys: list[PageKey]
@@ -49,11 +49,11 @@ class Context:
 
     Attributes:
         job: the job.
-        forecast: distribution of its gap; None while its next turn is here.
-        since: time when the gap began, seconds.
-        page_s: seconds of prefill that one of its pages saves.
+        forecast: distribution of its gap; None while its next turn is live.
+        since: when the gap started, seconds.
+        page_s: prefill time that one of its pages saves, seconds.
         leaf: run that it ends with; None if it has no pages.
-        worth: seconds that a page is expected to save, soon and ever; see ``ByWorth``.
+        worth: time that a page is expected to save, soon and ever, seconds; see ``ByWorth``.
     """
 
     job: Hashable = None
@@ -64,7 +64,7 @@ class Context:
     worth: tuple[float, float] = (0.0, 0.0)
 
     def chance(self, now: float, within_s: float) -> float:
-        """Probability that the job wants its pages in the next ``within_s`` seconds."""
+        """Probability that the job needs its pages in the next ``within_s`` seconds."""
         if self.forecast is None:
             return 1.0
         waited = now - self.since
@@ -73,11 +73,11 @@ class Context:
 
 
 class ContextTree:
-    """Contexts by their pages. A change costs O(1) per page that comes or goes.
+    """Contexts by their pages. A change costs O(1) per page added or removed.
 
     Attributes:
         runs: run of each page.
-        changed: runs that are new, or have other pages, since this was cleared.
+        changed: runs that are new or whose pages changed since this dict was cleared.
     """
 
     def __init__(self) -> None:
@@ -87,24 +87,25 @@ class ContextTree:
     def put(
         self, context: Context, keys: Sequence[PageKey], known: set[PageKey]
     ) -> tuple[list[PageKey], list[Run]]:
-        """Give the context these pages in place of those it had.
+        """Set the pages of a context, replacing its previous ones.
 
         Args:
             known: pages outside the tree that several contexts had.
 
         Returns:
-            Pages that are new to the tree; and runs that are no longer in it, the last pages first.
+            Pages that are new to the tree; and runs that were removed from it, the last pages
+            first.
         """
         self.change(context)
         leaf, fresh = self._add(context, keys, known)
-        old, context.leaf = context.leaf, leaf  # it may have been parted meanwhile
+        old, context.leaf = context.leaf, leaf  # the leaf may have been split meanwhile
         if leaf is not None:
             leaf.ends[context] = None
         self.change(context)
         return fresh, self._release(context, old) if old is not None else []
 
     def remove(self, context: Context) -> list[Run]:
-        """Take the context out; returns the runs that go with it, the last pages first."""
+        """Remove the context. Returns the runs removed with it, the last pages first."""
         self.change(context)
         leaf, context.leaf = context.leaf, None
         return self._release(context, leaf) if leaf is not None else []
@@ -131,7 +132,7 @@ class ContextTree:
                 run.last, run.shared = context, True
             at, above = at + same, run
         fresh = list(keys[at:])
-        if not self.runs.keys().isdisjoint(fresh):  # no context: its keys lie elsewhere
+        if not self.runs.keys().isdisjoint(fresh):  # not a context: its keys are elsewhere
             fresh = list(takewhile(lambda key: key not in self.runs, fresh))
         shared = _leading(fresh, known) if known else 0
         for part in (fresh[:shared], fresh[shared:]):
@@ -149,7 +150,7 @@ class ContextTree:
         return run
 
     def _split(self, run: Run, at: int) -> None:
-        """Cut the run at ``at``; the pages from there on become a run below it."""
+        """Split the run at ``at``. The pages from there on become a run below it."""
         lower = Run(run.keys[at:], run, run.last, run.shared, run.below, run.ends)
         lower.end = max(0, run.end - at)
         for one in lower.below:
@@ -179,7 +180,7 @@ class ContextTree:
         self._forget(lower)
 
     def _release(self, context: Context, leaf: Run) -> list[Run]:
-        """Drop what nobody has any more, after the context has moved from ``leaf``."""
+        """Remove runs that no context has any more, after the context has moved from ``leaf``."""
         if context.leaf is not leaf:
             leaf.ends.pop(context, None)
         run: Run | None = leaf
@@ -212,7 +213,7 @@ class ContextTree:
 
 
 def _path(run: Run | None) -> list[Run]:
-    """The run and those above it, up to the beginning."""
+    """The run and all runs above it, up to the start."""
     path = []
     while run is not None:
         path.append(run)
@@ -229,5 +230,5 @@ def _common(one: Sequence[PageKey], other: Sequence[PageKey]) -> int:
 
 
 def _leading(keys: Sequence[PageKey], known: set[PageKey]) -> int:
-    """Length of the longest prefix that is known."""
+    """Length of the longest prefix whose keys are all known."""
     return next((i for i, key in enumerate(keys) if key not in known), len(keys))

@@ -1,7 +1,7 @@
-"""The default eviction rule: pages of the job that is least worth waiting for go first.
+"""The default eviction rule: pages of the job that is least worth waiting for are evicted first.
 
-Pages are of one size, so value per byte is value per page: the probability that the job comes
-back for it before it would be evicted anyway, times the seconds of prefill that it saves.
+Pages have equal sizes, so value per byte is value per page: the probability that the job returns
+for the page before it would be evicted anyway, times the prefill time that it saves.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from tiered_kv.pages.base import EvictionOrder, ReturnForecast
 from .contexts import Context, ContextTree, Run
 
 RANK_EVERY_S = 1.0
-"""Least time between two rankings of the contexts."""
+"""Minimum time between two rankings of the contexts, seconds."""
 AT_ONCE = 1024
-"""Contexts valued anew for one ranking, which takes a millisecond or two. With more contexts, they
-take turns."""
+"""Number of contexts revalued for one ranking, which takes a millisecond or two. If there are more,
+they take turns."""
 NOBODYS, HALF_S = 0.5, 30.0
-"""Worth of a page that nobody waits for, as a share of the mean worth, when it was just used; and
-the half-life of that worth. Most such pages are of jobs that are over, and the next job may begin
-with the others."""
+"""Worth of a page that no job waits for, as a fraction of the mean worth, when it was just used;
+and the half-life of that worth, seconds. Most such pages belong to finished jobs, and the next job
+may begin with the others."""
 
 
 class ByWorth(EvictionOrder):
     """Evicts pages of the job that is least worth waiting for, the end of its context first.
 
-    - A page of several jobs goes with the one most worth waiting for, and is counted once.
-    - Pages that only jobs had which are over go before all others.
-    - Other pages that nobody waits for (of running turns, prefixes that several jobs had) are worth
+    - A page of several jobs ranks with the most valuable of them, and counts once.
+    - Pages that only finished jobs had are evicted before all others.
+    - Other pages that no job waits for (of running turns, prefixes that several jobs had) are worth
       half a mean page when they are used, and half as much every half minute.
-    - If nobody ever waits this is LRU.
+    - If no job ever waits, this is LRU.
 
-    Contexts are ranked now and then, and not their pages, which are found from the end of each
-    context when they are to go. Until the next ranking, pages that are used or new go after all
-    others. So an eviction is O(1), as with LRU. Only pages in use cost more: those that went
-    behind them are passed over again.
+    Contexts are ranked at intervals, but not their pages. The pages are found from the end of each
+    context when they are to be evicted. Until the next ranking, pages that are used or new come
+    after all others. So an eviction is O(1), as with LRU. Only pages in use cost more, because
+    pages that moved behind them are skipped again.
 
     Args:
         clock: monotonic seconds.
-        most_pages: pages of all contexts together; those of the job silent for longest are
-            forgotten first.
+        most_pages: maximum number of pages in all contexts together. Beyond it the job that has
+            been silent for longest is forgotten.
     """
 
     rank_every_s: ClassVar[float] = RANK_EVERY_S
@@ -56,18 +56,19 @@ class ByWorth(EvictionOrder):
         self._contexts: OrderedDict[Hashable, Context] = OrderedDict()
         self._tree = ContextTree()
         self._resident: set[PageKey] = set()
-        # A page in CPU memory is in _done, in _free or in a context, and if so perhaps in _recent.
-        self._done: dict[PageKey, None] = {}  # only jobs that are over had it
+        # Every page in CPU memory is in _done, in _free or in a context, and in the last case
+        # possibly also in _recent.
+        self._done: dict[PageKey, None] = {}  # only finished jobs had it
         self._free: OrderedDict[PageKey, float] = OrderedDict()  # in no context: time of use
         self._recent: dict[PageKey, None] = {}  # in a context, used since the ranking
-        self._several: set[PageKey] = set()  # in no context now, once in several
-        self._ranking: list[Context] = []  # the first to go first
+        self._several: set[PageKey] = set()  # in no context now, formerly in several
+        self._ranking: list[Context] = []  # first to be evicted first
         self._rank = 0
         self._passed = 0  # contexts at the head of the ranking that have no page left
         self._ranked_at = -math.inf
         self._mean_page_s = 0.0
         self._stay_s = math.inf
-        self._valued = 0  # contexts before this were valued for the last ranking
+        self._valued = 0  # number of contexts valued so far in the current round
 
     # -- pages ----------------------------------------------------------------------
 
@@ -136,13 +137,14 @@ class ByWorth(EvictionOrder):
         yield from filter(self._tree.runs.__contains__, self._recent)
 
     def _goes_before(self, used: float, context: Context, now: float) -> bool:
-        """True if a page in no context that was used then is worth no more than the context's."""
+        """True if a page outside all contexts, used at that time, is worth no more than the
+        context's."""
         halves = min(max(now - used, 0.0) / HALF_S, 1000.0)
         return (NOBODYS * self._mean_page_s * 0.5**halves, 0.0) <= context.worth
 
     def _from_the_end(self, run: Run) -> Iterator[PageKey]:
-        """Pages of a run that are in CPU memory and were not used since the ranking, the last one
-        first. Pages behind them, which are gone or were used, are passed over once."""
+        """Pages of a run that are in CPU memory and unused since the ranking, last first. Pages
+        behind them that are missing or were used are skipped only once."""
         keys, resident, recent = run.keys, self._resident, self._recent
         begun = False
         for place in range(run.at - 1, -1, -1):
@@ -222,7 +224,7 @@ class ByWorth(EvictionOrder):
                 if among:
                     found.append(list(stretch))
                     left -= len(found[-1])
-                if not left:  # a run is long, and the oldest pages are at its beginning
+                if not left:  # runs are long, and the oldest pages come first
                     break
         return found
 
@@ -231,8 +233,8 @@ class ByWorth(EvictionOrder):
         return run.last.job if run is not None else None
 
     def return_chance(self, key: PageKey, within_s: float) -> float:
-        """Probability that the job which had the page last wants it in the next ``within_s``
-        seconds; 0 if nobody waits."""
+        """Probability that the job which last had the page needs it in the next ``within_s``
+        seconds; 0 if no job waits for it."""
         run = self._tree.runs.get(key)
         return 0.0 if run is None else run.last.chance(self.clock(), within_s)
 
@@ -240,21 +242,22 @@ class ByWorth(EvictionOrder):
         self._free.update(self._pages(run, self.clock()))
 
     def _long_unused(self, runs: Sequence[Run], since: float) -> None:
-        """Put pages that a job no longer has, and last used when its gap began, before all others
-        that are in no context, the last of them first."""
+        """Move pages that a job no longer has, last used when its gap started, before all other
+        pages outside contexts, last page first."""
         for run in reversed(runs):
             for key in filter(self._resident.__contains__, run.keys):
                 self._free[key] = since
                 self._free.move_to_end(key, last=False)
 
     def _pages(self, run: Run, value: Any = None) -> dict[PageKey, Any]:
-        """Pages of a run that are in CPU memory, the last one first."""
+        """Pages of a run that are in CPU memory, last first."""
         return dict.fromkeys(filter(self._resident.__contains__, reversed(run.keys)), value)
 
     # -- ranking --------------------------------------------------------------------
 
     def _value(self, context: Context, now: float) -> None:
-        """Set the worth of the context's pages: what is not wanted soon may be wanted later."""
+        """Set the worth of the context's pages: first by a return soon, then by a return at any
+        time."""
         soon = context.chance(now, self._stay_s) * context.page_s
         context.worth = soon, soon or context.chance(now, math.inf) * context.page_s
 
@@ -271,7 +274,7 @@ class ByWorth(EvictionOrder):
             self._value(context, now)
         contexts.sort(key=attrgetter("worth"))
         whole, count = 0.0, 0
-        for context in reversed(contexts):  # the worthiest takes what several have
+        for context in reversed(contexts):  # the most valuable context owns shared runs
             run = context.leaf
             if run is not None and run.end:
                 whole, count = whole + context.page_s, count + 1

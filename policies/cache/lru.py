@@ -1,4 +1,4 @@
-"""The simplest eviction rule: the page that was used the longest ago goes first."""
+"""The simplest eviction rule: evicts the least recently used page first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tiered_kv.pages.base import EvictionOrder
 
 
 class LeastRecentlyUsed(EvictionOrder):
-    """Evicts the page that was used the longest ago."""
+    """Evicts the least recently used page."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, most_pages: int = 1 << 20

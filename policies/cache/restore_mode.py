@@ -1,4 +1,4 @@
-"""The mode of a restore from CPU memory: sync or async."""
+"""Chooses the mode of a restore from CPU memory: sync or async."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tiered_kv.orders import RestoreMode
 
 @dataclass(frozen=True, slots=True)
 class RestoreCost:
-    """Costs of a restore that is about to be ordered.
+    """Costs of a restore before it is ordered.
 
     Attributes:
-        copy_s: seconds of the copy at the bandwidth measured so far.
-        step_s: seconds of a scheduler step with its forward pass, measured.
-        others: number of requests running beside this one.
+        copy_s: copy time at the bandwidth measured so far, seconds.
+        step_s: measured time of a scheduler step including its forward pass, seconds.
+        others: number of other running requests.
     """
 
     copy_s: float
@@ -24,12 +24,12 @@ class RestoreCost:
 
 @dataclass(frozen=True, slots=True)
 class FasterRestore:
-    """The mode with the least waiting time, summed over all requests. Pure.
+    """Chooses the mode with the shortest wait, summed over all requests. Pure.
 
-    A sync restore holds up this step, so this request and every other wait for the
-    copy: ``copy_s * (1 + others)``. An async one starts behind this step's forward pass, and
-    its request is scheduled in the step after the one that saw it finish: this request alone
-    waits, for two steps, or for the copy if that is longer.
+    A sync restore delays this step, so this request and all others wait for the copy: ``copy_s * (1
+    + others)``. An async restore starts behind this step's forward pass, and its request is
+    scheduled in the step after the step that saw it finish. Only this request waits: for two steps,
+    or for the copy if that takes longer.
     """
 
     def choose(self, cost: RestoreCost) -> RestoreMode:
@@ -41,13 +41,13 @@ class FasterRestore:
         return RestoreMode.SYNC if sync_s <= async_s else RestoreMode.ASYNC
 
     def usable(self, tokens: int) -> int:
-        """Tokens of a prompt to have after a restore, out of those that are found."""
+        """Number of prompt tokens to restore, out of those that were found."""
         return tokens
 
 
 @dataclass(frozen=True, slots=True)
 class AlwaysRestore(FasterRestore):
-    """The same mode whatever it costs, for tests and measurements."""
+    """Always chooses the same mode, for tests and measurements."""
 
     mode: RestoreMode
 

@@ -1,13 +1,12 @@
-"""Forecast of the gap after a turn: by its tool, then corrected for the job's own earlier gaps.
+"""Forecast of the gap after a turn: by its tool, then corrected by the job's own earlier gaps.
 
-The correction multiplies the probability of each cell by exp(s(rank)), then normalises
-(exponential tilting). s is piecewise linear in the rank of the cell and linear in the job's
-history. As s depends on ranks and not on seconds, a correction learned with one tool holds for
-another. It is learned online: AdaGrad (Duchi, Hazan & Singer, 2011) on the log loss of every gap,
-which is convex.
+The correction multiplies the probability of each cell by exp(s(rank)), then normalises (exponential
+tilting). s is piecewise linear in the rank of the cell, and linear in the job's history. Because s
+depends on ranks and not on seconds, a correction learned with one tool applies to others. It is
+learned online: AdaGrad (Duchi, Hazan & Singer, 2011) on the log loss of every gap, which is convex.
 
-The constants of this module and of ``job_history`` were chosen by cross-validation over recorded
-coding-agent sessions: see docs/benchmarks.md. The results hardly change with any of them.
+The constants of this module and of ``job_history`` were chosen by cross-validation on recorded
+coding-agent sessions: see docs/benchmarks.md. The results are insensitive to each of them.
 """
 
 from __future__ import annotations
@@ -32,15 +31,16 @@ Array = NDArray[np.float64]
 VERSION = 2
 """Version of the saved state. The grid and the rank knots are part of it."""
 TRUST = 0.5
-"""Initial exponent of each of the two views of the job's history: their geometric mean."""
+"""Initial exponent of each of the two views of the job's history, which gives their geometric
+mean."""
 RATE = 0.05
 """Step size of AdaGrad."""
 CAUTION = 1.0
-"""Initial sum of squared gradients, so that the first steps are not the largest."""
+"""Initial sum of squared gradients. Keeps the first steps from being the largest."""
 
 
 class GapModel:
-    """Forecast that learns from every gap. Not thread-safe."""
+    """Gap forecast that learns from every gap. Not thread-safe."""
 
     def __init__(self) -> None:
         self._tools = ToolHierarchy()
@@ -48,7 +48,7 @@ class GapModel:
         self._correction = HistoryCorrection()
 
     def forecast(self, turn: TurnEnd) -> Forecast:
-        """Forecast the gap after a turn. Does not mutate."""
+        """Forecast the gap after a turn. Does not change the model."""
         features = features_of(self._jobs.past(turn))
         return Forecast.of_masses(
             self._correction.corrected(self._tools.forecast(turn.tool), features)
@@ -70,7 +70,7 @@ class GapModel:
         self._tools.observe(turn.tool, cells)
 
     def dump(self) -> dict[str, object]:
-        """Return the learned state as JSON, without the history of single jobs."""
+        """Return the learned state as JSON, without the histories of jobs."""
         return {
             "version": VERSION,
             "tools": self._tools.dump(),
@@ -107,7 +107,8 @@ class HistoryCorrection:
         self.squares: Array = np.full_like(self.weights, CAUTION)
 
     def corrected(self, masses: Array, features: Array) -> Array:
-        """Return the corrected probability of each cell. Does not mutate. Shape (cells,)."""
+        """Return the corrected probability of each cell. Does not change the correction. Shape
+        (cells,)."""
         return tilted(masses, features @ self.weights)
 
     def observe(self, masses: Array, features: Array, missed: Array) -> None:
@@ -127,7 +128,7 @@ class HistoryCorrection:
 
     @classmethod
     def loaded(cls, saved: object) -> HistoryCorrection:
-        """Build from what ``dump`` returned.
+        """Create a correction from what ``dump`` returned.
 
         Raises:
             ValueError: the state is malformed.

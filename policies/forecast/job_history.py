@@ -1,7 +1,7 @@
 """Ranks of a job's own earlier gaps: its recent ones, and those after answers of similar length.
 
 An agent's answers are mostly tool calls, and calls of one tool have similar lengths. So the length
-of an answer shows which earlier gaps to compare with, even where no tool is named.
+of an answer shows which earlier gaps to compare with, even if no tool is named.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ RECENT_DECAY = 0.8
 SIMILAR_DECAY = 0.97
 """Decay of a gap's weight with each later gap, among gaps after answers of similar length."""
 SIMILAR_SIGMA = 0.3
-"""Difference in log length at which two answers stop being similar."""
+"""Difference in log length beyond which two answers are no longer similar."""
 PRIOR_WEIGHT = 1.0
-"""Weight of an evenly spread rank that every job starts with, in gaps."""
+"""Weight of a uniform rank that every job starts with, in gaps."""
 MAX_GAPS = 64
-"""Gaps kept per job. Older ones would weigh almost nothing."""
+"""Maximum number of gaps kept per job. Older ones would have almost no weight."""
 MAX_JOBS = 4096
-"""Jobs remembered, about 5 KiB each. The least recently active job is forgotten first."""
+"""Maximum number of jobs kept, about 5 KiB each. The least recently active job is dropped first."""
 
 
 class Past(NamedTuple):
-    """A job's history, as seen from the end of a turn.
+    """A job's history at the end of a turn.
 
     Attributes:
-        recent, similar: log of how much more often than evenly the ranks fell at each knot, in the
-            recent gaps and in those after answers of similar length. Shape (knots,).
+        recent, similar: log of the ratio of the ranks' frequency to a uniform distribution at each
+            knot, for recent gaps and for gaps after answers of similar length. Shape (knots,).
     """
 
     recent: Array

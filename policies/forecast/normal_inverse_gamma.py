@@ -1,4 +1,4 @@
-"""Normal-Inverse-Gamma posteriors of ln X, and the Student-t distributions they predict.
+"""Normal-Inverse-Gamma posteriors of ln X, and the Student-t distributions that they predict.
 
 The conjugate prior of a normal distribution with unknown mean and variance (K. Murphy, "Conjugate
 Bayesian analysis of the Gaussian distribution", 2007, section 3).
@@ -23,7 +23,7 @@ class NormalInverseGamma:
         mu: expected mean.
         lam: weight of the mean, in observations.
         alpha: half the weight of the variance, in observations; above 0.5.
-        beta: about alpha times the expected variance.
+        beta: approximately alpha times the expected variance.
     """
 
     mu: float
@@ -88,7 +88,7 @@ _STEPS = np.diff(_CDF, axis=0)
 
 
 def student_t_cdf(z: Array, df: float) -> Array:
-    """P(T <= z) of Student's t with ``df`` >= 1 degrees of freedom, to within 1e-4."""
+    """P(T <= z) of Student's t with ``df`` >= 1 degrees of freedom, with an error below 1e-4."""
     row = (len(_INVERSE_DF) - 1) / max(df, 1.0)
     low = min(int(row), len(_INVERSE_DF) - 2)
     curve: Array = _STEPS[low] * (row - low)

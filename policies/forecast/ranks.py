@@ -1,4 +1,4 @@
-"""Rank of a gap in its forecast: 0 is the earliest return that was thought possible, 1 the latest.
+"""Rank of a gap in its forecast: 0 is the earliest possible return, 1 the latest.
 
 Ranks (the probability integral transform) make the gaps of an `ls` and of a test suite comparable:
 a job whose tools are all slow has high ranks, whatever it runs.
@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 KNOTS: Array = np.array([0.0, 0.02, 0.08, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0])
-"""Ranks between which functions are linear. They are dense at both ends, where the difference
-between a short and a very short gap decides. Shape (knots,)."""
+"""Ranks between which functions are linear. The knots are dense at both ends, where the difference
+between a short and a very short gap matters. Shape (knots,)."""
 _STEPS = np.diff(KNOTS)
 EVEN: Array = np.convolve(_STEPS, [0.5, 0.5])
-"""Weight of each knot if ranks are evenly spread. Shape (knots,), sum 1."""
+"""Weight of each knot under uniform ranks. Shape (knots,), sum 1."""
 
 
 def ranks_of(masses: Array) -> Array:
@@ -27,7 +27,7 @@ def ranks_of(masses: Array) -> Array:
 
 
 def at_knots(ranks: Array, weights: Array) -> Array:
-    """Distribute weighted ranks over the two neighbouring knots. Shape (knots,)."""
+    """Distribute weighted ranks to their two neighbouring knots. Shape (knots,)."""
     low = np.clip(np.searchsorted(KNOTS, ranks, "right") - 1, 0, len(KNOTS) - 2)
     upper = weights * (ranks - KNOTS[low]) / _STEPS[low]
     shared = np.zeros(len(KNOTS))

@@ -1,7 +1,8 @@
-"""Durations of tools: global, tool, subcommand, masked command, each the prior of the next.
+"""Tool durations in a hierarchy: global, tool, subcommand, masked command. Each level is the prior
+of the next.
 
-A node learns ln X as a Normal-Inverse-Gamma whose observations decay and, after enough of them, the
-empirical distribution as well. A node with few observations forecasts as its parent does.
+A node learns ln X as a Normal-Inverse-Gamma with decaying observations and, after enough of them,
+the empirical distribution too. A node with few observations forecasts like its parent.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ ROOT_PRIOR = NormalInverseGamma(mu=0.0, lam=1.0, alpha=1.0, beta=1.0)
 PRIOR_WORTH = 4.0
 """κ: weight of a prior from the parent or from a rule, in observations."""
 NODE_DECAY = 0.99
-"""Decay of an observation's weight with each later one of the same node."""
+"""Factor by which the weight of an observation decays with each later one of the same node."""
 HISTOGRAM_DECAY = 0.9995
 """Decay in the empirical distribution, which needs many more observations than a mean."""
 HISTOGRAM_FROM = 30
-"""Observations from which the empirical distribution is mixed in, with half the weight."""
+"""Number of observations from which the empirical distribution is mixed in, with half the
+weight."""
 MAX_NODES = 1024
-"""Nodes kept; the least recently used one is evicted. Models invent commands without end."""
+"""Maximum number of nodes. The least recently used node is evicted, because models keep inventing
+commands."""
 EXPECTED_SIGMA = 0.7
-"""Spread of ln X around a client's estimate: mostly right within a factor of two."""
+"""Spread of ln X around a client's estimate, which is mostly right within a factor of two."""
 
 _LOG_GRID = np.log(GRID)
 
@@ -74,22 +77,22 @@ _UNSEEN = Node()
 
 
 class ToolHierarchy:
-    """Forecasts of gaps by tool alone, over all jobs. Not thread-safe."""
+    """Forecasts gaps by tool alone, over all jobs. Not thread-safe."""
 
     def __init__(self) -> None:
         self._root = Node()
         self._nodes: OrderedDict[tuple[str, ...], Node] = OrderedDict()
 
     def forecast(self, tool: ToolUse | None) -> Array:
-        """Return the probability of each cell; that of all gaps if the tool is unknown. Does not
-        mutate. Shape (cells,)."""
+        """Return the probability of each cell; for all gaps if the tool is unknown. Does not change
+        the hierarchy. Shape (cells,)."""
         belief = _posterior(ROOT_PRIOR, self._root)
         deepest = self._root
         path = tool.path if tool else ()
         for depth in range(1, len(path) + 1):
             node = self._nodes.get(path[:depth])
             belief = belief.capped(PRIOR_WORTH)
-            # A rule speaks of a command, which says more than what shells usually do.
+            # A rule is about a command, and more specific than what is known of shells in general.
             if tool and tool.rule and depth == min(2, len(path)):
                 belief = _rule_prior(tool.rule)
             if node:
@@ -99,7 +102,7 @@ class ToolHierarchy:
         if deepest.seen >= HISTOGRAM_FROM:
             empirical = deepest.histogram.cumsum()
             total = float(empirical[-1])
-            # The share of the empirical distribution is total / (total + HISTOGRAM_FROM).
+            # The empirical distribution has the weight total / (total + HISTOGRAM_FROM).
             cdf *= HISTOGRAM_FROM
             cdf += empirical[:-1]
             cdf /= total + HISTOGRAM_FROM
@@ -128,7 +131,7 @@ class ToolHierarchy:
 
     @classmethod
     def loaded(cls, saved: object) -> ToolHierarchy:
-        """Build from what ``dump`` returned.
+        """Create a hierarchy from what ``dump`` returned.
 
         Raises:
             ValueError: the state is malformed.

@@ -1,13 +1,13 @@
-"""Hints: what clients tell about a turn, read without trusting it.
+"""Hints: what clients report about a turn. Input is untrusted.
 
-A client may give hints in four places, read in this order; the first usable value of each name
+A client may give hints in four places, read in this order. The first usable value of each name
 counts:
 
 1. ``kv_transfer_params`` of the request's body;
 2. ``vllm_xargs`` of the body, which vLLM passes on as ``SamplingParams.extra_args``;
-3. the request's session, as vLLM knows it (``session_id`` of the body, the header ``X-Session-ID``,
-   ``session_id`` of ``vllm_xargs``): a job id, nothing else;
-4. ``session_id`` of ``kv_transfer_params``, where the middleware puts a session that vLLM does not
+3. the request's session as known to vLLM (``session_id`` of the body, the header ``X-Session-ID``,
+   ``session_id`` of ``vllm_xargs``): only a job id;
+4. ``session_id`` of ``kv_transfer_params``, where the middleware puts sessions that vLLM does not
    know: also a job id.
 """
 
@@ -20,27 +20,28 @@ from typing import Any, NamedTuple
 from tiered_kv.json_fields import real, string, whole
 
 MAX_JOB_ID_CHARS = 512
-"""Longest job id. It is kept as long as the job; a longer one is a mistake or an attack."""
+"""Maximum length of a job id, which is kept as long as the job. A longer one is an error or an
+attack."""
 MAX_TOOL_NAME_CHARS = 256
 MAX_TOOL_COMMAND_CHARS = 16_384
-"""Longest command, about as much as the decoded end of an answer can hold."""
+"""Maximum length of a command, about as much as the decoded end of an answer can contain."""
 MAX_EXPECTED_S = 7 * 86_400.0
-"""Longest expected duration, a week. No KV is kept that long."""
+"""Maximum expected duration, a week. No KV is kept that long."""
 INFERRED_PREFIX = "(inferred) "
-"""Prefix of inferred jobs' names, which no client's name may have."""
+"""Prefix of the names of inferred jobs, which clients may not use."""
 
 _MAPPINGS = (dict, Mapping)
-"""Types of a source. Nearly all are a ``dict``; the check for any other ``Mapping`` is slow."""
+"""Types of a source. Almost all are a ``dict``; the check for another ``Mapping`` is slow."""
 
 
 class TurnHints(NamedTuple):
-    """Usable hints of a request; None where there was none.
+    """Usable hints of a request; None where there is none.
 
     Attributes:
         job_id: name of the job.
         is_last_step: True if no turn of this job follows.
         tool_name, tool_command: the tool that runs after this turn.
-        expected_s: its expected duration, seconds.
+        expected_s: expected duration of the tool, seconds.
         ignored: number of unusable values.
     """
 
@@ -55,15 +56,15 @@ class TurnHints(NamedTuple):
 def read_hints(
     kv_transfer_params: object, xargs: object = None, session_id: object = None
 ) -> TurnHints:
-    """Read a request's sources. Unusable values are counted, never raised.
+    """Read a request's hints. Unusable values are counted; nothing is raised.
 
-    ``job_id`` is a non-empty string of at most 512 characters, or an integer, which is taken as its
-    decimal text. ``is_last_step`` is a bool, or 0 or 1 (vLLM turns the booleans of ``vllm_xargs``
-    into numbers). ``tool_name`` and ``tool_command`` are non-empty strings. ``expected_tool_s`` is
-    a number of seconds from 0 to a week.
+    ``job_id`` is a non-empty string of at most 512 characters, or an integer, which is converted to
+    its decimal text. ``is_last_step`` is a bool, or 0 or 1 (vLLM turns the booleans of
+    ``vllm_xargs`` into numbers). ``tool_name`` and ``tool_command`` are non-empty strings.
+    ``expected_tool_s`` is a number of seconds from 0 to a week.
 
-    An unknown key of ``kv_transfer_params`` counts as ignored; those of ``xargs`` may be meant for
-    others. Session ids are read only if no job id was found.
+    An unknown key of ``kv_transfer_params`` counts as ignored. Unknown keys of ``xargs`` do not,
+    because they may be meant for others. Session ids are read only if no job id was found.
     """
     found: dict[str, Any] = {}
     ignored = 0
@@ -125,5 +126,5 @@ _READERS: dict[str, Callable[[object], Any]] = {
     "expected_tool_s": partial(real, most=MAX_EXPECTED_S),
 }
 
-# tiered_kv is what answers carry: a client that sends an answer's parameters back is not wrong.
+# Answers contain tiered_kv: a client may legitimately send an answer's parameters back.
 _KNOWN = frozenset({*_READERS, "session_id", "tiered_kv"})

@@ -1,18 +1,18 @@
 """Inference of a request's job from its prompt, for requests without a job id.
 
-An agent's next prompt repeats its last one and adds to it. So a request that extends the last
-prompt of a job is that job's next turn. Answers are not matched: clients send them back tokenised
-anew, and often cut.
+An agent's next prompt repeats its last one and extends it. So a request that extends the last
+prompt of a job is that job's next turn. Answers are not matched, because clients send them back
+tokenised again, and often truncated.
 
-vLLM chains block hashes: a block's hash stands for all tokens up to its end. So a turn is found by
-the hash of one block of its prompt: the last one that ends at least ``TOLERANCE`` tokens before the
+vLLM chains block hashes: a block's hash covers all tokens up to its end. So a turn is found by the
+hash of one block of its prompt: the last block that ends at least ``TOLERANCE`` tokens before the
 prompt does. The few tokens behind that block are compared one by one. A common system prompt alone
-joins nothing: two questions behind it differ in their tokens. Only the last tokens, where a chat
-template puts its own, may differ.
+does not join jobs, because two questions after it differ in their tokens. Only the last tokens,
+where a chat template puts its own, may differ.
 
-Only the last turn of a job can be continued. A prompt that extends an earlier turn, or one that is
-still running, is a fork and starts a new job. So does a prompt that was trimmed or summarised, and
-one that repeats another without adding to it. A prompt repeated after an abort is a retry.
+Only the last turn of a job can be continued. A prompt that extends an earlier turn, or a turn that
+is still running, is a fork and starts a new job. So does a prompt that was trimmed or summarised,
+and a prompt that repeats another without extending it. A prompt repeated after an abort is a retry.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from tiered_kv.policies.base import JobKey
 from .hints import INFERRED_PREFIX
 
 TOLERANCE = 4
-"""Tokens at the end of a prompt that the next prompt may lack. Chat templates end a prompt with
-an empty or opened thought that they leave out of the history (four tokens for Qwen3 without
-thinking). The last token of plain text may merge with the text after it."""
+"""Number of tokens at the end of a prompt that the next prompt may lack. Chat templates end a
+prompt with an empty or opened thought that they omit from the history (four tokens for Qwen3
+without thinking). The last token of plain text may merge with the text after it."""
 ANSWER_TOKENS = 64
-"""Tokens kept of each answer, to distinguish samples of one prompt."""
+"""Number of tokens kept of each answer, to distinguish samples of one prompt."""
 MAX_JOBS = 16_384
-"""Jobs remembered, about 2 KiB each. The least recently active job is forgotten first."""
+"""Maximum number of jobs kept, about 2 KiB each. The least recently active one is dropped first."""
 MAX_NEIGHBOURS = 256
-"""Jobs remembered per block hash: short questions behind one system prompt."""
+"""Maximum number of jobs kept per block hash: short questions after one system prompt."""
 MAX_TWINS = 8
-"""Samples of one prompt whose answers are compared with the next prompt."""
+"""Maximum number of samples of one prompt whose answers are compared with the next prompt."""
 MAX_PLACES = 16
-"""Blocks of a prompt at which turns are compared. No agent needs more."""
+"""Maximum number of blocks of a prompt at which turns are compared. No agent needs more."""
 
 _TOKEN_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Inferred:
-    """The job of a request. ``turn`` is 1 for its first, and unchanged for a retry."""
+    """The job of a request. ``turn`` is 1 for its first turn, and unchanged for a retry."""
 
     job: JobKey
     turn: int
@@ -70,7 +70,7 @@ class _Turn:
         start: position in the prompt where that block ends, tokens.
         rest: the prompt's tokens from ``start`` on, packed.
         answer: the first tokens of the answer, packed.
-        ended_at: number of requests that had arrived when it ended.
+        ended_at: number of requests that had arrived when the turn ended.
     """
 
     job: JobKey
@@ -96,7 +96,7 @@ class Lineage:
     """Jobs inferred from one engine's requests. Not thread-safe; needs no clock.
 
     Args:
-        block_size: tokens per hash that ``arrived`` is given.
+        block_size: tokens per hash passed to ``arrived``.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -111,13 +111,13 @@ class Lineage:
 
     @property
     def places(self) -> int:
-        """Blocks at which turns are compared."""
+        """Number of blocks at which turns are compared."""
         return sum(map(len, self._places.values()))
 
     def arrived(self, salt: str, hashes: Sequence[bytes], prompt: Sequence[int]) -> Inferred | None:
         """Infer the job of a request without a job id. Its turn runs until ``ended``.
 
-        Walks over all hashes of a new job's prompt once, and over the new hashes of a next turn.
+        Visits all hashes of a new job's prompt once, and only the new hashes of a next turn.
 
         Args:
             salt: the request's ``cache_salt``; jobs with another salt are never considered.
@@ -148,7 +148,7 @@ class Lineage:
 
         Args:
             answer: token ids.
-            aborted: True if the client went away or cancelled.
+            aborted: True if the client disconnected or cancelled.
         """
         turn = self._jobs.get(job)
         if turn is None:
@@ -166,10 +166,10 @@ class Lineage:
         prompt: Sequence[int],
         answer: Sequence[int],
     ) -> None:
-        """Remember a job whose last turn has ended in another engine, or was another job's.
+        """Register a job whose last turn ran on another engine, or belonged to another job.
 
         Args:
-            turn: its number.
+            turn: number of that turn.
             hashes, prompt: as for ``arrived``. answer: as for ``ended``.
         """
         blocks = (len(prompt) - TOLERANCE) // self._block_size
@@ -182,8 +182,8 @@ class Lineage:
         self.ended(job, answer, aborted=False)
 
     def dump(self, job: JobKey) -> dict[str, object] | None:
-        """Return the last turn of a job without a salt as JSON, for ``load``; None for unknown
-        jobs and while it runs."""
+        """Return the last turn of a job without a salt as JSON, for ``load``; None for unknown jobs
+        and while the turn runs."""
         turn = self._jobs.get(job)
         if turn is None or job.salt or turn.state is _State.RUNNING:
             return None
@@ -199,10 +199,11 @@ class Lineage:
         }
 
     def load(self, said: object) -> JobKey:
-        """Remember a job that ``dump`` returned in another process, before any request arrives.
+        """Register a job that ``dump`` returned in another process. Call before any request
+        arrives.
 
         Raises:
-            ValueError: it is malformed.
+            ValueError: the input is malformed.
         """
         match said:
             case {
@@ -226,7 +227,7 @@ class Lineage:
         state = _State.ABORTED if aborted else _State.ENDED
         job = JobKey("", name)
         self.forget(job)
-        self._arrivals = max(self._arrivals, named)  # the next one has another name
+        self._arrivals = max(self._arrivals, named)  # the next job gets another name
         self._remember(
             _Turn(
                 job,
@@ -265,7 +266,7 @@ class Lineage:
         self._places.setdefault(turn.job.salt, {}).setdefault(turn.block, []).append(turn)
 
     def _continued(self, salt: str, hashes: Sequence[bytes], prompt: Sequence[int]) -> _Turn | None:
-        """The turn with the longest prompt that this one extends."""
+        """The turn with the longest prompt that this prompt extends; None if there is none."""
         places = self._places.get(salt, {})
         known = filter(places.__contains__, reversed(hashes))
         for block in islice(known, MAX_PLACES):
@@ -279,10 +280,10 @@ class Lineage:
         return None
 
     def _likeliest(self, twins: Sequence[_Turn], behind: bytes) -> _Turn:
-        """Choose among turns that a prompt all extends: the one whose answer it repeats furthest.
+        """Choose among turns that a prompt all extends: the turn whose answer it repeats furthest.
 
         If several remain: the longer a job has waited, the less likely it is to return at all. But
-        jobs that wait about equally long return first come, first served.
+        jobs that have waited about equally long return first come, first served.
         """
         common = [_common_tokens(turn.rest + turn.answer, behind) for turn in twins]
         alike = [turn for turn, n in zip(twins, common, strict=True) if n == max(common)]

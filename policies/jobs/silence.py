@@ -1,6 +1,6 @@
-"""Silent jobs: the chance that one returns. Pure but for ``ReturnRate``, which learns.
+"""Silent jobs: the chance that one returns. Pure, except for ``ReturnRate``, which learns.
 
-Most clients never say that a job is over: they just stop.
+Most clients never declare that a job is over: they just stop.
 """
 
 from __future__ import annotations
@@ -8,38 +8,38 @@ from __future__ import annotations
 from tiered_kv.policies.distribution import Forecast
 
 SOON_S = 60.0
-"""A job takes room while it is away by its chance to return in this time: for one that comes later
-a new one need not wait."""
+"""A job between turns takes space in proportion to its chance to return within this time, seconds.
+A new job need not wait for one that returns later."""
 RETURN_DECAY = 0.98
-"""Share of a client's record that is kept with the next job that returned, or did not."""
+"""Factor by which a client's record decays with each further job."""
 PRIOR_RETURNS, PRIOR_LOSSES = 19.0, 1.0
-"""Record of a client of which nothing is known: nearly all of its jobs go on."""
+"""Initial record of an unknown client: almost all of its jobs continue."""
 
 
 class ReturnRate:
-    """Record of one client's jobs: they return, or end without a word."""
+    """Record of one client's jobs: how many return, and how many end without notice."""
 
     def __init__(self) -> None:
         self._returned, self._gone = PRIOR_RETURNS, PRIOR_LOSSES
 
     def observe(self, *, returned: bool) -> None:
-        """Count a job that was away: it returned, or is taken to have ended without a word."""
+        """Count a job that was between turns: it returned, or is presumed to have ended."""
         self._returned = RETURN_DECAY * self._returned + returned
         self._gone = RETURN_DECAY * self._gone + (not returned)
 
     @property
     def share(self) -> float:
-        """The chance that a turn that was not said to be the last is not."""
+        """Probability that a job returns after a turn that was not declared the last."""
         return self._returned / (self._returned + self._gone)
 
 
 def soon_chance(forecast: Forecast, away_s: float, goes_on: float) -> float:
-    """Chance that a silent job returns in ``SOON_S``.
+    """Chance that a silent job returns within ``SOON_S``.
 
     Args:
-        forecast: of its gap, if it returns at all.
+        forecast: forecast of its gap, if it returns at all.
         away_s: time since its last turn ended, seconds.
-        goes_on: chance that it returns at all, as it was when the gap began.
+        goes_on: chance that it returns at all, as of the start of the gap.
     """
     gone = forecast.within(away_s)
     later = goes_on * (1 - gone) + 1 - goes_on

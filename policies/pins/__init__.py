@@ -1,1 +1,1 @@
-"""Pins that give way, and the order in which they do."""
+"""Values of pins, and the order in which pins are released."""

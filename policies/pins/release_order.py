@@ -1,5 +1,5 @@
-"""Pins: what one is worth, how much of a context it holds, and the order in which pins give way to
-requests that find no blocks. Pure.
+"""Pins: the value of a pin, how much of a context it covers, and the order in which pins are
+released for requests that find no free blocks. Pure.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from tiered_kv.policies.distribution import Forecast
 from tiered_kv.policies.pricing.pin_ttl import saved_per_second, saved_s
 
 WORTH_A_WAIT = 0.5
-"""Seconds of requests that a pin saves in each second, below which no other job's turn waits for
-it. Found in simulations: at 0.75 contexts of large models go too soon, at 0.35 small ones too
-late."""
+"""Request seconds saved per second of a pin, below which no other job's turn waits for the pin.
+Found in simulations: at 0.75, contexts of large models are released too early; at 0.35, those of
+small models too late."""
 WORTH_MAKING_OLDER_WAIT = 1.0
-"""The same for turns of older jobs. They would not be the next to lose their KV, so that a second
-of their waiting counts whole."""
+"""The same for turns of older jobs. These would not be the next to lose their KV, so a second of
+waiting costs them a whole second."""
 
 
 class PinState(Enum):
-    """Reason for which a pin is held."""
+    """Why a pin is held."""
 
     UNPRICED = "unpriced"
-    """Its job's return, by a policy that forecasts nothing."""
+    """For its job's return, by a policy without forecasts."""
     HELD = "held"
-    """Its job's return, as long as that pays."""
+    """For its job's return, as long as that is worth it."""
     ARRIVED = "arrived"
-    """Blocks for its job's turn, which is in the queue."""
+    """For its job's turn, which is queued."""
     WORTHLESS = "worthless"
-    """Nobody in particular: its job has probably ended."""
+    """For no expected turn: its job has probably ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class PinValue:
     """Value of a pin.
 
     Attributes:
-        state: reason for which the pin is held.
-        saves_s: time that it is expected to save, seconds; 0 unless it is HELD.
-        saved_per_second: seconds of requests that it saves in each second; 0 unless it is HELD.
+        state: why the pin is held.
+        saves_s: time that it is expected to save, seconds; 0 unless HELD.
+        saved_per_second: request seconds that it saves per second; 0 unless HELD.
     """
 
     state: PinState
@@ -51,14 +51,14 @@ class PinValue:
 
     @property
     def worth_a_wait(self) -> bool:
-        """True if a younger job's turn waits for the pin rather than take its blocks."""
+        """True if a younger job's turn should wait for the pin rather than take its blocks."""
         if self.state is PinState.HELD:
             return self.saved_per_second >= WORTH_A_WAIT
         return self.state is not PinState.WORTHLESS
 
     @property
     def worth_making_older_wait(self) -> bool:
-        """True if an older job's turn does."""
+        """True if even an older job's turn should wait for the pin."""
         if self.state is PinState.HELD:
             return self.saved_per_second >= WORTH_MAKING_OLDER_WAIT
         return self.state is PinState.ARRIVED
@@ -66,7 +66,7 @@ class PinValue:
 
 @dataclass(frozen=True, slots=True)
 class PinView:
-    """A pin, as the order of release sees it.
+    """A pin as seen by the release order.
 
     Attributes:
         value: value of the pin.
@@ -80,8 +80,8 @@ class PinView:
 
     @property
     def saved_per_block_s(self) -> float:
-        """Time that each block saves, seconds: nothing saves more than blocks for a turn that is
-        in the queue."""
+        """Time that each block saves, seconds. Infinite for a queued turn's blocks, because no
+        other pin saves more."""
         arrived = self.value.state is PinState.ARRIVED
         return math.inf if arrived else self.value.saves_s / self.blocks
 
@@ -92,17 +92,17 @@ def release_order(
     waiter_started_at: float | None,
     greedy: Collection[str] = (),
 ) -> list[JobKey]:
-    """The pins that may go, the first to go first.
+    """Sort the pins that may be released, the first to be released first.
 
-    The pin that saves the least with a block goes first; of equal ones, as those of a policy that
-    forecasts nothing, the youngest job's.
+    The pin that saves the least per block is released first. Among equal ones, as with a policy
+    without forecasts, the youngest job's pin is first.
 
     Args:
         pins: all pins.
-        spare: the job that the room is for; its pin goes last.
-        waiter_started_at: start of the job whose turn waits for pins that are worth it, seconds;
-            None if it does not wait, so that all may go.
-        greedy: salts of clients that have more than their share, whose pins may all go.
+        spare: job that needs the blocks; its own pin is released last.
+        waiter_started_at: start of the job whose turn waits for valuable pins, seconds; None if it
+            does not wait, so that every pin may be released.
+        greedy: salts of clients that exceed their share; all their pins may be released.
     """
 
     def goes(job: JobKey, pin: PinView) -> bool:
@@ -119,10 +119,10 @@ def release_order(
 
 
 def pin_value(forecast: Forecast | None, costs: Costs, ttl_s: float) -> PinValue:
-    """Value of a pin of ``ttl_s``.
+    """Value of a pin for ``ttl_s`` seconds.
 
     Args:
-        forecast: forecast of the gap; None from policies that make none.
+        forecast: forecast of the gap; None from policies without forecasts.
     """
     if forecast is None:
         return PinValue(PinState.UNPRICED)
@@ -134,12 +134,12 @@ def pin_value(forecast: Forecast | None, costs: Costs, ttl_s: float) -> PinValue
 
 
 def within_budget(held: Iterable[bool], room: int) -> int:
-    """Number of blocks that are pinned of a context over budget, its first ones: the tail alone
-    would be no hit.
+    """Number of blocks to pin of a context over budget, from its start, because the tail alone
+    would not be a hit.
 
     Args:
-        held: of each block, True if another pin holds it, so that it costs nothing.
-        room: further blocks that pins may hold.
+        held: for each block, True if another pin holds it, so that it costs nothing.
+        room: number of further blocks that pins may hold.
     """
     count = 0
     for is_held in held:

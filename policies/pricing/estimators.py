@@ -1,6 +1,6 @@
-"""Estimators of what a restore and a second in VRAM cost, learned from this engine's requests.
+"""Estimators of the cost of a restore and of a second in VRAM, learned from this engine's requests.
 
-R, T and η are those of Continuum (arXiv 2511.02230); λ replaces the 1 in its cost.
+R, T and η are Continuum's (arXiv 2511.02230); λ replaces the 1 in its cost.
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ import math
 from collections import deque
 
 WINDOW = 100
-"""Evicted turns over which Continuum takes the mean of T."""
+"""Number of evicted turns over which T is averaged, as in Continuum."""
 PREFILL_DECAY = 0.98
-"""Decay of a measured prefill's weight with each later one."""
+"""Factor by which the weight of a measured prefill decays with each later one."""
 SURVIVAL_STEP = 0.2
 """Weight of the latest returning job in the moving average."""
 PEAK_HALF_LIFE_S = 10.0
 """Half-life of a demand peak in the forecast, seconds."""
 PRICE = 1.0
-"""λ in a shortage, which is Continuum's: a context in VRAM keeps another one out."""
+"""λ during a shortage, as in Continuum: a context in VRAM keeps another one out."""
 
 SHORTEST_S = 1e-6
-"""Shortest duration that counts as measured, seconds."""
+"""Minimum duration that counts as measured, seconds."""
 
-_TOKENS = 1000.0  # unit of the fit, so that its two terms are of one size
+_TOKENS = 1000.0  # unit of the fit, so that both terms have similar magnitude
 
 
 class PrefillFit:
-    """Seconds to prefill tokens behind a context: linear in their number, plus attention, which is
-    quadratic in where they end. Weighted least squares on relative errors; both terms stay
+    """Time to prefill tokens after a context: linear in their number, plus attention, which is
+    quadratic in their end position. Weighted least squares on relative errors; both terms stay
     non-negative.
 
     Attributes:
@@ -50,7 +50,7 @@ class PrefillFit:
             self._learn(tokens, tokens**2, linear * tokens + quadratic * tokens**2)
 
     def observe(self, behind: int, tokens: int, seconds: float) -> None:
-        """Add a prefill of ``tokens`` tokens behind ``behind`` others that took ``seconds``."""
+        """Add a prefill of ``tokens`` tokens after ``behind`` others that took ``seconds``."""
         if tokens > 0 and seconds >= SHORTEST_S:
             self.measured = True
             self._learn(*_terms(behind, tokens), seconds)
@@ -73,7 +73,8 @@ class PrefillFit:
         self._linear, self._quadratic = linear, quadratic
 
     def seconds(self, behind: int, tokens: int) -> float:
-        """Return the seconds to prefill ``tokens`` behind ``behind`` others; 0 while unknown."""
+        """Return the time to prefill ``tokens`` after ``behind`` others, seconds; 0 while
+        unknown."""
         x, z = _terms(behind, tokens)
         return self._linear * x + self._quadratic * z
 
@@ -84,8 +85,8 @@ def _terms(behind: int, tokens: int) -> tuple[float, float]:
 
 
 class QueueDelay:
-    """T: mean seconds that a turn whose KV had left VRAM waited for admission, over the last 100
-    such turns; 0 before the first."""
+    """T: mean admission wait of the last 100 turns whose KV had left VRAM, seconds; 0 before the
+    first."""
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=WINDOW)
@@ -97,7 +98,7 @@ class QueueDelay:
 
 
 class Survival:
-    """Share of the KV outside VRAM that was still there when its job came back: a moving average.
+    """Fraction of the KV outside VRAM that still existed when its job returned: a moving average.
 
     Args:
         share: initial value.
@@ -115,9 +116,9 @@ class Survival:
 
 
 class Memoryfulness:
-    """η = -Corr(k, N-k) over the finished jobs, for each of a job's N turns with k the turns
-    served: 1 if every job is of one length, 0 if k tells nothing about N-k. 1 before the second
-    job, and never below 0."""
+    """η = -Corr(k, N-k) over the finished jobs, where k is the number of turns served, for each of
+    a job's N turns. 1 if all jobs have the same length, 0 if k says nothing about N-k. 1 before the
+    second job, and never below 0."""
 
     def __init__(self) -> None:
         self._count = self._served = self._left = 0.0
@@ -148,8 +149,8 @@ class Memoryfulness:
 
 
 class ShadowPrice:
-    """λ, seconds charged for a second in VRAM: 0 while there is room for the forecast demand beside
-    the pins, else ``PRICE``.
+    """λ, seconds charged per second in VRAM: 0 while VRAM has space for the forecast demand in
+    addition to the pins, otherwise ``PRICE``.
 
     The forecast is the highest recent demand (blocks in use, plus those that waiting requests
     need). It decays with a half-life of ten seconds.
@@ -160,7 +161,7 @@ class ShadowPrice:
         self._seen_at = 0.0
 
     def observe(self, demand: int, now: float) -> None:
-        """Add the current demand: blocks in use without pins, plus those that waiting requests
+        """Record the current demand: blocks in use without pins, plus those that waiting requests
         need."""
         fade = 0.5 ** (max(0.0, now - self._seen_at) / PEAK_HALF_LIFE_S)
         self._peak = max(float(demand), self._peak * fade)
@@ -168,13 +169,13 @@ class ShadowPrice:
 
     @staticmethod
     def of(demand: float, blocks: int, held_up: float = 1.0) -> float:
-        """Return λ where the jobs' projected demand is known, pins included.
+        """Return λ if the jobs' projected demand is known, pins included.
 
         Args:
-            demand: blocks that jobs are heading for.
-            blocks: blocks of the pool.
-            held_up: requests that lose B without a pin, which U counts once. 0 if nothing is
-                lost, at any price.
+            demand: projected demand of the jobs, blocks.
+            blocks: size of the pool, blocks.
+            held_up: number of requests that lose B without a pin, which U counts once; 0 if nothing
+                is lost at any price.
         """
         return PRICE / (held_up or 1.0) if demand > blocks else 0.0
 
@@ -182,6 +183,6 @@ class ShadowPrice:
         """Return λ with ``pinned`` of the pool's ``blocks`` pinned.
 
         Args:
-            own: blocks of the job that asks; now pinned, they were demand before.
+            own: blocks of the job in question; they counted as demand before they were pinned.
         """
         return PRICE if pinned > blocks - max(0.0, self._peak - own) else 0.0

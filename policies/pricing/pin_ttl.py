@@ -2,8 +2,8 @@
 
     U(τ) = P(X <= τ) B - λ E[min(X, τ)]
 
-A pin is charged for the time that it is really held. With λ = 1, U rises while the hazard of the
-job's return is at least 1/B. Continuum (arXiv 2511.02230) charges the whole τ instead.
+A pin is charged for the time that it is actually held. With λ = 1, U rises while the hazard rate of
+the job's return is at least 1/B. Continuum (arXiv 2511.02230) charges the whole τ instead.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from .estimators import SHORTEST_S
 Array = NDArray[np.float64]
 
 WORTHWHILE = 0.02
-"""Share of B that a pin must be expected to gain. No forecast is exact to its last percents."""
+"""Minimum gain of a pin, as a fraction of B. No forecast is accurate to the last percent."""
 LATER_PRICE, LATER_S = 1.0, 60.0
-"""λ after a wait of a minute (or of B, if longer) where it is lower now: a low price does not
-last."""
+"""λ after a minute of waiting (or after B, if longer) if it is lower now, because a low price does
+not last; and that minute, seconds."""
 
 
 def utility(forecast: Forecast, benefit_s: float, vram_price: float) -> Array:
-    """U in seconds at every point of the grid. Shape (points,).
+    """U in seconds at every grid point. Shape (points,).
 
     Args:
-        benefit_s: B, what a pin saves if the job returns to it.
-        vram_price: λ, seconds charged for a second in VRAM.
+        benefit_s: B, time that a pin saves if the job returns to it, seconds.
+        vram_price: λ, seconds charged per second in VRAM.
     """
     held_s = forecast.held_s
     gains: Array = forecast.cdf * benefit_s
@@ -42,7 +42,7 @@ def utility(forecast: Forecast, benefit_s: float, vram_price: float) -> Array:
 
 
 def best_wait(forecast: Forecast, benefit_s: float, vram_price: float) -> float:
-    """Return τ*, the shortest time at which U is highest, in seconds; 0 if no wait pays."""
+    """Return τ*, the shortest time at which U is highest, seconds; 0 if no wait is worth it."""
     if benefit_s <= 0:
         return 0.0
     gains = utility(forecast, benefit_s, vram_price)
@@ -51,13 +51,13 @@ def best_wait(forecast: Forecast, benefit_s: float, vram_price: float) -> float:
 
 
 def saved_s(forecast: Forecast, benefit_s: float, wait_s: float) -> float:
-    """P(X <= τ) B: seconds that a pin until τ is expected to save."""
+    """P(X <= τ) B: time that a pin until τ is expected to save, seconds."""
     return benefit_s * forecast.within(wait_s)
 
 
 def saved_per_second(forecast: Forecast, costs: Costs, wait_s: float) -> float:
-    """Mean seconds of requests that a pin until τ saves per second held: its own job's restore,
-    and the delay of others while that is computed."""
+    """Mean request seconds that a pin until τ saves per second held: its own job's restore, and the
+    delay of other requests while the context is recomputed."""
     saved = saved_s(forecast, costs.work_s, wait_s)
     return saved / max(forecast.held(wait_s), SHORTEST_S)
 
@@ -65,17 +65,16 @@ def saved_per_second(forecast: Forecast, costs: Costs, wait_s: float) -> float:
 def held_up(
     copy_s: float, recompute_s: float, *, wait_s: float, survival: float, running: int
 ) -> float:
-    """Requests that lose B without a pin, the job's own included.
+    """Number of requests that lose B without a pin, including the job's own.
 
-    KV that is computed again holds up every other request of the batch as well; waiting and copies
-    hold up none.
+    Recomputing KV also delays every other request of the batch. Waiting and copies delay no other.
 
     Args:
-        copy_s: time to copy the context back from CPU memory, seconds.
-        recompute_s: time to compute it again, seconds.
-        wait_s: T η, wait for admission that a pin saves, seconds.
-        survival: share of the KV outside VRAM that is still there when it is needed.
-        running: running requests.
+        copy_s: time to restore the context from CPU memory, seconds.
+        recompute_s: time to recompute it, seconds.
+        wait_s: T η, admission wait that a pin saves, seconds.
+        survival: fraction of the KV outside VRAM that still exists when it is needed.
+        running: number of running requests.
     """
     copied = survival if copy_s <= recompute_s else 0.0
     alone_s = wait_s + copied * copy_s
@@ -84,7 +83,8 @@ def held_up(
 
 
 def gap_class(best_wait_s: float, benefit_s: float) -> GapClass:
-    """SLOW if no wait pays, FAST if waiting for all of B pays, else UNCERTAIN."""
+    """SLOW if no wait is worth it, FAST if waiting for all of B is worth it, otherwise
+    UNCERTAIN."""
     if best_wait_s <= 0:
         return GapClass.SLOW
     return GapClass.FAST if best_wait_s >= benefit_s else GapClass.UNCERTAIN

@@ -1,1 +1,1 @@
-"""Tool calls: read from answers, and how long they run."""
+"""Tool calls: parsed from answers, and how long they run."""

@@ -1,4 +1,4 @@
-"""Tool calls read from the end of a turn's answer, in any model's format."""
+"""Tool calls parsed from the end of a turn's answer, in any model's format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from .formats import BARE, HARMONY, MARKED, Format
 
 MAX_CHARS = 1 << 16
-"""Longest part of a text that is read, from its end, in characters."""
+"""Maximum number of characters that are parsed, from the end of a text."""
 
 _MAX_COMMAND_CHARS = 1 << 14
 
@@ -22,7 +22,7 @@ class ToolCall:
     Attributes:
         name: name of the tool.
         arguments: arguments as the model wrote them; values are of any JSON type.
-        command: shell command if the tool is a shell, else an empty string.
+        command: shell command if the tool is a shell; empty otherwise.
     """
 
     name: str
@@ -31,18 +31,19 @@ class ToolCall:
 
 
 def read_tool_calls(text: str) -> tuple[ToolCall, ...]:
-    """Return the calls that an answer ends with, in order; empty if it makes none.
+    """Return the calls that an answer ends with, in order; empty if there are none.
 
     Args:
-        text: the answer or its end, special tokens kept. Calls inside a thinking block are ignored.
+        text: the answer or its end, including special tokens. Calls inside a thinking block are
+            ignored.
 
-    Takes time linear in the text. Never raises.
+    Takes linear time. Never raises.
     """
     return find_calls(after_thinking(text))
 
 
 def find_calls(text: str) -> tuple[ToolCall, ...]:
-    """Find the calls in a text without thinking blocks, in whichever format has any."""
+    """Parse the calls in a text without thinking blocks, in the first format that has any."""
     for style in _candidates(text):
         calls = tuple(tool_call(*call) for call in style.read(text))
         if calls:
@@ -53,7 +54,7 @@ def find_calls(text: str) -> tuple[ToolCall, ...]:
 def _candidates(text: str) -> Iterator[Format]:
     """Formats that the text may be in, likeliest first.
 
-    The first of several markers counts: later ones may stand in its arguments.
+    The first of several markers counts, because later ones may be part of its arguments.
     """
     if "<|message|>" in text:
         yield HARMONY
@@ -65,7 +66,7 @@ def _candidates(text: str) -> Iterator[Format]:
 
 _BEGINS = [re.compile(style.begin) for style in MARKED]
 
-# Of the chat templates. gpt-oss ends a message with <|end|>, and begins the next one.
+# Markers of the chat templates. gpt-oss ends a message with <|end|>, and begins the next one.
 _THINK = r"[\w|:]{0,12}think[\w|:]{0,12}>"
 _OPEN = rf"<{_THINK}|<(?:reasoning|thought)>|\[THINK\]|<\|START_THINKING\|>|◁think▷"
 _OPEN += r"|<\|begin_of_thought\|>|<\|channel>thought|<\|channel\|>analysis<\|message\|>"
@@ -79,14 +80,14 @@ _MARKS = re.compile(
 
 
 def after_thinking(text: str) -> str:
-    """Return the answer behind the last thinking block.
+    """Return the answer after the last thinking block.
 
-    A block may have begun before the text. A block without an end takes the rest with it. A marker
-    inside a call belongs to its arguments: agents edit chat templates, too.
+    A block may have started before the text. A block without an end extends to the end of the text.
+    A marker inside a call belongs to its arguments, because agents also edit chat templates.
     """
     text = text[-MAX_CHARS:]
     answer = (0, len(text))
-    if_outside: tuple[int, int] | None = None  # the answer if this is no argument after all
+    if_outside: tuple[int, int] | None = None  # the answer if the marker is no argument after all
     in_call = False
     for mark in _MARKS.finditer(text):
         kind = mark.lastgroup
@@ -112,14 +113,14 @@ _COMMAND_KEYS = ("command", "cmd", "commands", "script", "code", "input")
 
 
 def name_parts(name: str) -> list[str]:
-    """Words of a tool's name, in lower case: ``run_command``, ``RunCommand``. Anything before
-    the last ``.``, ``/`` or ``__`` is a server or a namespace, and dropped."""
+    """Words of a tool's name, in lower case: ``run_command``, ``RunCommand``. Anything before the
+    last ``.``, ``/`` or ``__`` is a server or a namespace, and is dropped."""
     last = re.split(r"[./:]|__", name)[-1]
     return [part.lower() for part in _NAME_PART.findall(last)]
 
 
 def tool_call(name: str, arguments: Mapping[str, object]) -> ToolCall:
-    """Build a call; if the tool's name is that of a shell, find its command."""
+    """Create a call. If the tool is a shell, extract its command."""
     parts = set(name_parts(name))
     if not (parts & _SHELLS or (parts and parts <= _RUN)):
         return ToolCall(name, arguments)

@@ -1,7 +1,7 @@
 """Durations of common tools: priors before anything has been observed.
 
 Orders of magnitude on a developer's machine, including an agent's overhead per call. They are
-guesses, not measurements: a few observations outweigh them.
+guesses, not measurements, and a few observations outweigh them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from tiered_kv.policies.base import Rule
 
 OVERHEAD_S = 0.1
-"""Part of every median that is the agent's overhead: starting a shell, reporting. Seconds."""
+"""The agent's overhead in every median, such as starting a shell and reporting, seconds."""
 
-# Medians in seconds. A spread of 0.8 in ln X is a factor of 2.2 up or down, 1.5 one of 4.5.
+# Medians in seconds. A spread of 0.8 in ln X is a factor of 2.2 up or down; 1.5 is a factor of 4.5.
 AT_ONCE = Rule(0.15, 0.8)
 SEARCH = Rule(0.3, 1.1)
 SEARCH_ALL = Rule(3.0, 1.2)
@@ -123,14 +123,14 @@ COMMANDS = (
 )
 """Commands by rule, alone or with a subcommand."""
 RULES = {name.strip(): rule for rule, names in COMMANDS for name in names.split(",")}
-"""Rules by command, with its subcommand where that matters."""
+"""Rules by command, including the subcommand if it matters."""
 
 _WEB = Rule(3.0, 1.0)
 _BROWSER = Rule(1.5, 0.9)
 _PERSON = Rule(60.0, 1.5)
 _AGENT = Rule(90.0, 1.3)
 
-# Words of a tool's name; the first line of which one holds all decides.
+# Words of a tool's name. The first line with an entry whose words are all in the name decides.
 _TOOLS = tuple(
     (frozenset(words.split()), rule)
     for names, rule in (
@@ -153,7 +153,7 @@ _TOOLS = tuple(
 
 
 def tool_rule(name_parts: Sequence[str]) -> Rule | None:
-    """Return the rule for the words of a tool's name, in lower case; None if none fits."""
+    """Return the rule for the words of a tool's name, in lower case; None if no rule matches."""
     parts = set(name_parts)
     if parts == {"task"}:
         return _AGENT

@@ -1,7 +1,7 @@
-"""Formats in which models write tool calls: one reader each.
+"""Formats in which models write tool calls, with one reader each.
 
 The formats are those of the models' chat templates. Every reader scans the text once, from left to
-right, skips what it cannot read, and never raises.
+right, skips what it cannot parse, and never raises.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .pythonic import read_calls
 
 MAX_CALLS = 32
-"""Calls read from one answer. More of them are a model in a loop."""
+"""Maximum number of calls read from one answer. More of them indicate a model in a loop."""
 
 _JSON = json.JSONDecoder(strict=False)
 _BLANK = re.compile(r"\s*")
@@ -24,7 +24,7 @@ _TEXTS = re.compile(r'"(\w{1,64})"\s*:\s*"((?:[^"\\]|\\.)*)', re.DOTALL)
 
 
 class RawCall(NamedTuple):
-    """A call before its command is looked for."""
+    """A call before its command is extracted."""
 
     name: str
     arguments: Mapping[str, object]
@@ -32,12 +32,12 @@ class RawCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A way to write tool calls.
+    """A format of tool calls.
 
     Attributes:
-        name: name of the format in vLLM's ``--tool-call-parser``, where it has one.
-        begin, end: regular expressions of the markers that only a call has.
-        read: reader of a text's calls.
+        name: name of the format in vLLM's ``--tool-call-parser``, if it has one.
+        begin, end: regular expressions of markers that only calls have.
+        read: reader of the calls in a text.
     """
 
     name: str
@@ -47,7 +47,8 @@ class Format:
 
 
 def _json_at(text: str, start: int) -> tuple[object, int] | None:
-    """Parse the JSON object or list at ``start``, after white space; return it and its end."""
+    """Parse the JSON object or list at ``start``, after white space. Returns the value and its
+    end."""
     start = _BLANK.match(text, start).end()  # type: ignore[union-attr]  # matches nothing, too
     if not text.startswith(("{", "["), start):
         return None
@@ -58,7 +59,7 @@ def _json_at(text: str, start: int) -> tuple[object, int] | None:
 
 
 def _as_arguments(value: object) -> Mapping[str, object]:
-    """Return arguments, which may be JSON inside a JSON string."""
+    """Return arguments, which may be JSON inside a JSON string; empty if they are malformed."""
     if isinstance(value, str):
         read = _json_at(value, 0)
         value = read[0] if read else {}
@@ -66,7 +67,7 @@ def _as_arguments(value: object) -> Mapping[str, object]:
 
 
 def _calls_of(value: object) -> Iterator[RawCall]:
-    """Calls in a JSON object or in a list of them; models name the fields differently."""
+    """Calls in a JSON object or in a list of objects. Models name the fields differently."""
     for one in value if isinstance(value, list) else [value]:
         if isinstance(one, dict) and isinstance(one.get("function"), dict):
             one = one["function"]
@@ -80,7 +81,7 @@ def _calls_of(value: object) -> Iterator[RawCall]:
 
 
 def _named(name: str, body: str) -> RawCall:
-    """Build a call whose name stands before its JSON. Of broken JSON, keep the strings."""
+    """Create a call whose name precedes its JSON. From broken JSON, keep the strings."""
     read = _json_at(body, 0)
     if read:
         return RawCall(name, _as_arguments(read[0]))
@@ -100,8 +101,8 @@ def _unescaped(text: str) -> str:
 
 
 def _json_after(text: str, begin: str) -> Iterator[RawCall]:
-    """Calls in the JSON after a marker. The parser finds their ends: the marker may occur in an
-    argument."""
+    """Calls in the JSON after a marker. The JSON parser finds their ends, because the marker may
+    occur in an argument."""
     position = 0
     for _ in range(MAX_CALLS):
         start = text.find(begin, position)
@@ -136,8 +137,8 @@ def _read_hermes(text: str) -> Iterator[RawCall]:
 
 
 def _read_function_tags(text: str) -> Iterator[RawCall]:
-    """SWE-agent, Qwen3-coder: ``<function=f><parameter=k>v</parameter></function>``; Llama 3.1
-    has JSON inside."""
+    """SWE-agent, Qwen3-coder: ``<function=f><parameter=k>v</parameter></function>``; Llama 3.1 has
+    JSON inside."""
     for block in _between(text, "<function=", "</function>"):
         name, _, body = block.partition(">")
         if not _NAME.fullmatch(name.strip()):
@@ -152,7 +153,7 @@ def _read_function_tags(text: str) -> Iterator[RawCall]:
         yield RawCall(name.strip(), arguments)
 
 
-# DeepSeek's vertical bar and space are not the usual ones.
+# DeepSeek's vertical bar and space are not the usual characters.
 _DSML = "\uff5cDSML\uff5c"
 _DEEPSEEK_BEGIN = "<\uff5ctool\u2581call\u2581begin\uff5c>"
 _DEEPSEEK_SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
@@ -191,8 +192,7 @@ def _read_glm(text: str) -> Iterator[RawCall]:
 
 
 def _read_deepseek(text: str) -> Iterator[RawCall]:
-    """DeepSeek: V3 writes ``type<sep>name`` and a fence of JSON, V3.1 ``name<sep>`` and the
-    JSON."""
+    """DeepSeek: V3 writes ``type<sep>name`` and a JSON fence, V3.1 ``name<sep>`` and the JSON."""
     for block in _between(text, _DEEPSEEK_BEGIN, _DEEPSEEK_END):
         head, _, rest = block.partition(_DEEPSEEK_SEPARATOR)
         before, fence, body = rest.partition("```json")
@@ -231,7 +231,7 @@ _HARMONY_TO = re.compile(r"\bto=([^\s<]{1,128})")
 
 
 def _read_harmony(text: str) -> Iterator[RawCall]:
-    """gpt-oss: a message to a tool is a call, whatever its channel."""
+    """gpt-oss: a message to a tool is a call, in any channel."""
     for message in re.split(r"<\|(?:start|end|call|return)\|>", text)[-MAX_CALLS:]:
         head, marker, body = message.partition("<|message|>")
         to = _HARMONY_TO.search(head) if marker else None
@@ -245,7 +245,7 @@ _AFTER_ALL = re.compile(r"(?:\s|<\|[^<>|]{1,40}\|>|</s>)*\Z")
 
 
 def _read_json(text: str) -> Iterator[RawCall]:
-    """Llama 3: objects with ``;`` between them, after ``<|python_tag|>`` or alone."""
+    """Llama 3: objects separated by ``;``, after ``<|python_tag|>`` or alone."""
     _, tag, body = text.rpartition("<|python_tag|>")
     position, found = 0, list[RawCall]()
     for _ in range(MAX_CALLS):
@@ -257,7 +257,7 @@ def _read_json(text: str) -> Iterator[RawCall]:
             found += _calls_of(value)
         while body.startswith((";", " ", "\n"), position):
             position += 1
-    # JSON with text behind it is an answer that has JSON in it.
+    # JSON followed by text is an answer that contains JSON.
     if tag or _AFTER_ALL.match(body, position):
         yield from found
 
@@ -300,11 +300,11 @@ MARKED = (
     Format("qwen3_coder", "<function=", "</function>", _read_function_tags),
     Format("mistral", r"\[TOOL_CALLS\]", r"</s>", _read_mistral),
 )
-"""Formats whose marker always announces a call."""
+"""Formats whose marker always introduces a call."""
 
 BARE = (
     Format("llama3_json", r"<\|python_tag\|>", r"<\|eom_id\|>", _read_json),
     Format("pythonic", r"<\|python_start\|>", r"<\|python_end\|>", _read_pythonic),
     Format("mini-swe-agent", _FENCE_BEGIN, r"\n```", _read_fence),
 )
-"""Formats that other text may resemble: read only if no marker was found."""
+"""Formats that other text may resemble. Read only if no marker was found."""

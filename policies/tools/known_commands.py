@@ -1,4 +1,4 @@
-"""Names of commands: with the subcommand, and with arguments that change what runs."""
+"""Names of commands, including the subcommand and arguments that change what runs."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ _MAX_NAME_CHARS = 40
 
 
 def split_command(words: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Split a command from its arguments. The command includes its subcommand, if it has one (``git
+    """Split a command from its arguments. The command includes its subcommand, if any (``git
     clone``, ``npm run build``, ``tar -x``).
 
     Args:
-        words: not empty, as ``shell`` gives them.
+        words: words of a command, not empty, as in ``Segment.words``.
     """
     name = words[0][:_MAX_NAME_CHARS]
     if name == "tar":
@@ -91,8 +91,8 @@ class KnownCommand(NamedTuple):
     """Name and rule of a command.
 
     Attributes:
-        name: command, subcommand, and arguments that change what runs; commands of one name are
-            expected to take about as long.
+        name: command, subcommand, and arguments that change what runs. Commands of one name are
+            expected to take similar times.
         rule: prior of its duration; None if unknown.
     """
 
@@ -101,10 +101,10 @@ class KnownCommand(NamedTuple):
 
 
 def known_command(words: Sequence[str]) -> KnownCommand:
-    """Look up a command from ``shell``.
+    """Look up a command.
 
     Args:
-        words: not empty.
+        words: words of a command, not empty, as in ``Segment.words``.
     """
     name, arguments = split_command(words)
     rule: Rule | None = None
@@ -118,7 +118,7 @@ def known_command(words: Sequence[str]) -> KnownCommand:
 
 
 def _by_arguments(name: str, rule: Rule | None, arguments: Sequence[str]) -> KnownCommand | None:
-    """Refine a command by those of its arguments that change what runs."""
+    """Refine a command by those arguments that change what runs; None if there are none."""
     options = set(arguments)
     for asks in ("--help", "--version", "--dry-run"):
         if asks in options:
@@ -132,7 +132,7 @@ def _by_arguments(name: str, rule: Rule | None, arguments: Sequence[str]) -> Kno
     if name == "git clone" and not any("://" in word or "@" in word for word in arguments):
         return KnownCommand("git clone <path>", QUERY)
     if name in ("git gc", "git repack") and options & {"--aggressive", "-f", "-F"}:
-        return KnownCommand(f"{name} -f", BUILD)  # packs everything anew
+        return KnownCommand(f"{name} -f", BUILD)  # repacks everything
     if name in _COMPILERS:
         sources = [word for word in arguments if word.endswith(_C_SOURCES)]
         times = sum(SOME_TIMES if "*" in word else 1 for word in sources)
@@ -153,7 +153,7 @@ def _by_arguments(name: str, rule: Rule | None, arguments: Sequence[str]) -> Kno
 
 
 _SUBMITS = frozenset({"COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT", "MINI_SWE_AGENT_FINAL_OUTPUT"})
-"""Strings that a mini-swe-agent prints when it is done."""
+"""Strings that a mini-swe-agent prints when it has finished."""
 
 _COMPILERS = frozenset({"gcc", "g++", "cc", "c++", "clang", "clang++", "nvcc"})
 _C_SOURCES = (".c", ".cc", ".cpp", ".cxx", ".cu")
@@ -168,7 +168,7 @@ def _packs(arguments: Sequence[str], letter: str) -> bool:
 
 
 def _tar_mode(arguments: Sequence[str]) -> str:
-    """Return the mode of tar; only the first word may lack its dash."""
+    """Return the mode of tar. Only the first word may lack its dash."""
     dashed = [word for n, word in enumerate(arguments) if n == 0 or word.startswith("-")]
     return next((word for word in dashed if _TAR_MODE.fullmatch(word)), "")
 

@@ -1,6 +1,6 @@
-"""Calls written in Python, as ``[f(a=1), g(b="x")]``, read without evaluating them.
+"""Parser of calls written in Python, such as ``[f(a=1), g(b="x")]``, without evaluating them.
 
-``ast`` would refuse a truncated call, and prints warnings about escapes.
+``ast`` would reject a truncated call, and prints warnings about escapes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def _literal(text: str) -> object:
 
 
 def _arguments(text: str, start: int) -> tuple[dict[str, object], int]:
-    """Read keyword arguments from ``start``; return them and the end of the closing parenthesis."""
+    """Parse keyword arguments from ``start``. Returns them and the end of the closing
+    parenthesis."""
     arguments: dict[str, object] = {}
     begins, depth, end = start, 0, len(text)
 
@@ -58,7 +59,7 @@ def _arguments(text: str, start: int) -> tuple[dict[str, object], int]:
 
 
 def read_calls(text: str, most: int) -> tuple[list[Call], int]:
-    """Read at most ``most`` calls from the beginning of ``text``; return them and their end."""
+    """Parse at most ``most`` calls from the start of ``text``. Returns them and their end."""
     calls: list[Call] = []
     position = 0
     while len(calls) < most:

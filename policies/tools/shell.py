@@ -1,4 +1,4 @@
-"""Analysis of a shell command: the commands that run, how often, and the bounds it sets."""
+"""Analysis of a shell command: which commands run, how often, and the time bounds that they set."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .wrappers import LONGEST_S, SHELLS, SOME_TIMES, seconds, unwrap
 
 MAX_SEGMENTS = 64
 MAX_TOKENS = 500
-"""Tokens read of a script, those of nested scripts included. The rest is ignored."""
+"""Maximum number of tokens read of a script, including nested scripts. The rest is ignored."""
 
 _MAX_DEPTH = 3
 _TOKENS_PER_SCRIPT = 10
-"""Tokens that a nested script is charged for, since reading it costs time even if it is short."""
+"""Tokens charged for a nested script, because reading it takes time even if it is short."""
 _MAX_TIMES = 10_000
 _MAX_WORDS = 64
 
@@ -26,7 +26,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Done at once by the shell itself: never what is waited for.
+# Executed by the shell itself, immediately: never what a turn waits for.
 _SILENT = _names(
     "cd export source . set alias unset pushd popd trap umask ulimit declare local readonly "
     "typeset shopt : true read shift return break continue exit case function"
@@ -36,7 +36,7 @@ _AT_ONCE = _names(
     "echo printf pwd test [ [[ false date which type basename dirname cat head tail wc ls mkdir "
     "touch rm cp mv kill pkill stat file"
 )
-# Ends when what comes through the pipe ends.
+# Commands that end when their input from the pipe ends.
 _FILTERS = _names(
     "head tail grep egrep rg cat tee sort wc awk gawk sed cut less more jq uniq tr column nl tac "
     "fold fmt paste rev strings hexdump xxd od base64 md5sum sha256sum"
@@ -62,11 +62,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Commands that run, one after the other, until a command line is done.
+    """Commands that run, one after another, until a command line has finished.
 
     Attributes:
         segments: at most ``MAX_SEGMENTS``. Background commands, shell builtins, and filters behind
-            a pipe are left out.
+            a pipe are omitted.
         least_s, most_s: bounds set by ``sleep`` and ``timeout``, seconds.
     """
 
@@ -76,7 +76,7 @@ class Script:
 
 
 def take_apart(command: str) -> Script:
-    """Analyse any text in linear time. Text that is no command gives segments of its words."""
+    """Analyse any text in linear time. Text that is not a command yields segments of its words."""
     reader = _Reader()
     reader.read(command)
     bounded = 0 < reader.most_s < math.inf
@@ -150,7 +150,8 @@ class _Reader:
         self._inner += token.inner
 
     def _reserved(self, word: str) -> bool:
-        """Take a reserved word of the shell's grammar where a command begins."""
+        """Handle a reserved word of the shell's grammar at the start of a command; False if it is
+        none."""
         if word in ("while", "until"):
             self._loop_times = None
         elif word == "do":
@@ -195,7 +196,7 @@ class _Reader:
             self._mark = _Mark(len(self.segments), self.least_s, self.most_s)
 
     def _open(self, opening: str, times: int | None) -> None:
-        """Open a group that runs ``times`` times; None if that is unknown, and perhaps never."""
+        """Open a group that runs ``times`` times; None if that is unknown, and possibly 0."""
         self._end_pipe()
         self._groups.append(_Group(opening, times, self._mark, self.least_s, self.most_s))
         self.least_s = self.most_s = 0.0
@@ -249,7 +250,7 @@ class _Reader:
                 self._found(words)
 
     def _found(self, words: tuple[str, ...]) -> None:
-        """Handle ``find -exec``: one command for all files found, or one for each."""
+        """Handle ``find -exec``: one command for all files found, or one per file."""
         for n, word in enumerate(words):
             if word in ("-exec", "-execdir"):
                 inner = words[n + 1 :]
@@ -282,7 +283,7 @@ class _Reader:
             self.segments.append(replace(segment, times=min(times, _MAX_TIMES)))
 
     def _add_bounds(self, least_s: float, most_s: float) -> None:
-        """Add the bounds of a command. Commands of one pipeline run at the same time."""
+        """Add the bounds of a command. Commands of one pipeline run concurrently."""
         self._pipe_least_s = max(self._pipe_least_s, least_s)
         self._pipe_most_s = max(self._pipe_most_s, most_s)
 
@@ -293,7 +294,7 @@ class _Reader:
         self._fed = False
 
     def _to_background(self) -> None:
-        """Drop the list that just ended: it runs in the background."""
+        """Remove the list that just ended, because it runs in the background."""
         self._background += self.segments[self._mark.segments :]
         least_s, most_s = self.least_s - self._mark.least_s, self.most_s
         most_s -= self._mark.most_s if most_s < math.inf else 0.0
@@ -304,7 +305,7 @@ class _Reader:
 
 
 def _times(words: Sequence[str]) -> int | None:
-    """Count the runs of ``for name in words``; None if that is known only at run time."""
+    """Count the runs of ``for name in words``; None if the number is only known at run time."""
     if len(words) < 3 or words[2] != "in":
         return None
     times = 0

@@ -1,7 +1,7 @@
-"""Lexer of shell scripts, as far as needed to see what runs.
+"""Lexer of shell scripts, as far as needed to determine which commands run.
 
-Follows the token rules of POSIX.1-2017, XCU 2, and bash's additions. Text that no shell would
-accept also gives tokens. shlex supports neither substitutions nor here-documents.
+Follows the token rules of POSIX.1-2017, XCU 2, and bash's extensions. Text that no shell would
+accept also yields tokens. ``shlex`` supports neither substitutions nor here-documents.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Kind(Enum):
     WORD = "word"
     OPERATOR = "operator"
     HEREDOC = "heredoc"
-    """Body of a here-document; it comes before the end of the line that began it."""
+    """Body of a here-document. It precedes the end of the line that started it."""
 
 
 class Token(NamedTuple):
@@ -25,7 +25,7 @@ class Token(NamedTuple):
 
     Attributes:
         text: text without quotes; substitutions as ``$()``.
-        quoted: True if any part was quoted, so that it is no reserved word.
+        quoted: True if any part was quoted, so that the token is not a reserved word.
         inner: scripts in its substitutions.
     """
 
@@ -37,7 +37,7 @@ class Token(NamedTuple):
 
 SUBSTITUTED = "$()"
 _MAX_HEREDOCS = 4
-"""Here-documents read per line. Each takes another pass over the rest."""
+"""Maximum number of here-documents per line. Each takes another pass over the rest."""
 
 _TOKEN = re.compile(
     r"""
@@ -99,7 +99,7 @@ class _Word:
         return end
 
     def double_quoted(self, text: str, start: int) -> int:
-        """Read up to the closing quote; return its end."""
+        """Read up to the closing quote. Returns its end."""
         self.quoted = True
         self.pieces.append("")
         position = start
@@ -117,7 +117,7 @@ class _Word:
 
 
 def tokens(script: str) -> Iterator[Token]:
-    """Tokens of a script, without redirections and comments. Linear time."""
+    """Tokens of a script, without redirections and comments. Takes linear time."""
     word, redirected = _Word(), False
     heredocs: list[str] = []
     position = 0
@@ -163,7 +163,7 @@ def tokens(script: str) -> Iterator[Token]:
 
 
 def _heredoc(script: str, start: int, tag: str) -> tuple[str, int]:
-    """Return the body that begins at ``start``, and the end of the line that closes it."""
+    """Return the body that starts at ``start``, and the end of the line that closes it."""
     position = start
     while position < len(script):
         found = script.find("\n", position)

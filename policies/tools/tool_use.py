@@ -1,4 +1,4 @@
-"""Summary of a turn's tool calls: the one that takes longest."""
+"""Summarises a turn's tool calls by the one that takes longest."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .shell import Script, Segment, take_apart
 from .wrappers import LONGEST_S
 
 UNKNOWN_S = 0.5
-"""Assumed duration of an unknown command beside known ones, seconds."""
+"""Assumed duration of an unknown command when compared with known ones, seconds."""
 
 SHELL = "bash"
-"""Name for every shell, whatever an agent calls its own."""
+"""Common name for every shell, whatever an agent calls it."""
 
 _MAX_COMMAND_CHARS = 2_000
 _MAX_PART_CHARS = 80
@@ -27,7 +27,7 @@ _MAX_MASKED_WORDS = 8
 
 
 def tool_use(calls: Sequence[ToolCall]) -> ToolUse:
-    """Summarise calls that run side by side: the slowest counts. Without a call, ``NO_TOOL``."""
+    """Summarise concurrent calls: the slowest counts. ``NO_TOOL`` if there are none."""
     if not calls:
         return NO_TOOL
     uses = [_use(call) for call in calls]
@@ -40,7 +40,7 @@ def tool_use(calls: Sequence[ToolCall]) -> ToolUse:
 
 
 def _weight(use: ToolUse) -> float:
-    """Seconds by which calls are compared."""
+    """Expected duration by which calls are compared, seconds."""
     median_s = use.rule.median_s if use.rule else UNKNOWN_S
     return min(max(median_s, use.least_s), use.most_s)
 
@@ -64,7 +64,8 @@ _KIND = re.compile(r"[\w.-]{1,32}")
 
 
 def _kind(arguments: Mapping[str, object]) -> str:
-    """Return the action of an editor or a browser: an argument of one word."""
+    """Return the action of an editor or a browser, which is an argument of one word; empty if
+    none."""
     for key in _KIND_KEYS:
         value = arguments.get(key)
         if isinstance(value, str) and _KIND.fullmatch(value):
@@ -92,11 +93,12 @@ def _waited(arguments: Mapping[str, object]) -> float | None:
 
 
 _MORE_THAN_SECONDS = 10_000
-"""Smallest timeout that is in milliseconds, as Claude Code's: nobody waits three hours."""
+"""Smallest timeout that is interpreted as milliseconds, as Claude Code's. No tool waits three
+hours."""
 
 
 def _limit_s(arguments: Mapping[str, object]) -> float:
-    """Time limit that the tool sets for a command, seconds."""
+    """Time limit that the tool sets for a command, seconds; infinite without one."""
     limit_s = math.inf
     for key in ("timeout_ms", "yield_time_ms", "timeout", "timeout_s", "timeout_seconds"):
         number = _number(arguments.get(key))
@@ -131,7 +133,8 @@ def _shell_use(command: str, arguments: Mapping[str, object]) -> ToolUse:
 
 
 def _slowest(script: Script) -> tuple[Segment, Rule | None]:
-    """Return the longest segment, and a rule for the total: segments run one after the other."""
+    """Return the longest segment, and a rule for the total, because segments run one after
+    another."""
     slowest, slowest_s, total_s = script.segments[0], -1.0, OVERHEAD_S
     for segment in script.segments:
         rule = known_command(segment.words).rule
@@ -154,7 +157,7 @@ _DIGITS = re.compile(r"\d+")
 
 
 def _mask(word: str) -> str:
-    """Replace an argument by its kind."""
+    """Replace an argument by its type."""
     if word.startswith("-"):
         return _DIGITS.sub("<n>", word.partition("=")[0])[:24]
     if _NUMBER.fullmatch(word):
@@ -170,11 +173,11 @@ def _mask(word: str) -> str:
 
 
 def masked(words: Sequence[str]) -> str:
-    """Mask the parts of a command that are specific to one call. A script's name is kept: it is the
-    program.
+    """Mask the parts of a command that are specific to one call. A script's name is kept, because
+    it is the program.
 
     Args:
-        words: not empty, as ``shell`` gives them.
+        words: words of a command, not empty, as in ``Segment.words``.
     """
     name, arguments = split_command(words)
     parts = [name]

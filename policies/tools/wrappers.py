@@ -11,13 +11,13 @@ LONGEST_S = 7 * 86_400.0
 """Duration of ``sleep infinity``, seconds."""
 
 SOME_TIMES = 10
-"""Assumed number of runs where a script does not give it."""
+"""Assumed number of runs if a script does not specify it."""
 
 SHELLS = frozenset({"bash", "sh", "zsh", "dash", "ksh", "ash", "fish"})
 
 _MAX_WRAPPERS = 8
 
-# Options of each that take a value, and how many words stand between them and the command.
+# For each wrapper: options that take a value, and the number of words between them and the command.
 _WRAPPERS: dict[tuple[str, ...], tuple[str, int]] = {
     ("sudo",): ("-u -g -h -p -C -T -r -t -D -R --user --group", 0),
     ("doas",): ("-u -C", 0),
@@ -76,13 +76,13 @@ _VERSIONED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Unwrapped:
-    """The command that runs in the end.
+    """The command that is finally run.
 
     Attributes:
         words: the command, name first; empty if there are only assignments.
         most_s: time limit, seconds.
-        script: script that a shell is given to run, in place of ``words``.
-        by_xargs: True if its arguments come through the pipe.
+        script: script that a shell runs, in place of ``words``.
+        by_xargs: True if its arguments come from the pipe.
         times: number of runs.
     """
 
@@ -94,7 +94,8 @@ class Unwrapped:
 
 
 def seconds(word: str) -> float | None:
-    """Parse a duration of ``sleep`` or ``timeout``; None if it is none."""
+    """Parse a duration of ``sleep`` or ``timeout``, in seconds; None if the word is not a
+    duration."""
     if word in ("inf", "infinity"):
         return LONGEST_S
     match = _DURATION.fullmatch(word)
@@ -102,7 +103,7 @@ def seconds(word: str) -> float | None:
 
 
 def program(word: str) -> str:
-    """Name of a program, without its version, and without its folder if that is one for
+    """Name of a program, without its version, and without its folder if that is a folder for
     programs."""
     folder, slash, name = word.rpartition("/")
     if slash and folder.rpartition("/")[2] not in ("bin", "sbin", ".bin", "Scripts"):
@@ -152,7 +153,8 @@ def _script(words: list[str]) -> str | None:
 
 
 def _inner(words: list[str]) -> list[str]:
-    """Return the command that a wrapper runs; empty if this is no wrapper, or runs nothing."""
+    """Return the command that a wrapper runs; empty if this is not a wrapper, or if it runs
+    nothing."""
     if words[0] == "python":
         return _module(words)
     key = next((key for key in (tuple(words[:2]), tuple(words[:1])) if key in _OPTIONS), None)
