@@ -19,7 +19,7 @@ from tiered_kv.page_group import KvKind, PageGroup, slot_bytes
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings of an answer.
+    """The sampling of an answer.
 
     Attributes:
         parameters: the client's sampling parameters, as JSON.
@@ -107,7 +107,7 @@ class Request(Protocol):
 
     @property
     def sampling(self) -> Sampling:
-        """Sampling settings of its answer."""
+        """The sampling of its answer."""
         ...
 
     def end_after_next_token(self) -> None:
@@ -275,7 +275,7 @@ class EngineFacts:
     Attributes:
         ranks: tensor-parallel workers, each of which must report every order.
         block_size: tokens per block of the first group.
-        hash_tokens: tokens that each block hash covers.
+        hash_tokens: tokens per block hash.
         hit_tokens: granularity of prefix hits in VRAM, tokens.
         num_blocks: blocks of the VRAM pool, including placeholders.
         groups: page groups that can be offloaded; empty if none can.
@@ -331,7 +331,7 @@ class EngineFacts:
 
     @cached_property
     def has_states(self) -> bool:
-        """True if some group keeps states."""
+        """True if some group keeps states rather than KV per token."""
         return any(group.reach.kind is KvKind.STATE for group in self.groups)
 
     @cached_property
@@ -356,7 +356,7 @@ class EngineFacts:
 
     def blocks_on_the_way(self, computed: int, tokens: int) -> int:
         """Peak number of blocks while a context grows from ``computed`` to ``tokens``. Blocks of
-        windows are freed only after the tokens that need them."""
+        windows are freed only once no token needs them."""
         narrow = (group for group in self.groups if group.reach.kind is not KvKind.STATE)
         return self.blocks_to_go_on(computed, tokens) + sum(
             max(0, group.needs(tokens).start - group.needs(computed).start) for group in narrow

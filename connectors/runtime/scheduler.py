@@ -289,7 +289,7 @@ class SchedulerHalf:
     def refuse_restore(self, request_id: str) -> None:
         """Fail a restore that the engine expects, because ``on_allocated`` failed."""
         turn = self.turns.by_id.get(request_id)
-        self.pool.forget(self.pages.restores.refuse(request_id, turn))  # they are hashed
+        self.pool.forget(self.pages.restores.refuse(request_id, turn))  # already hashed
         if turn is not None:
             turn.forget_pages()
             self.pages.restores.withdraw(turn)
@@ -463,7 +463,7 @@ class SchedulerHalf:
         reported or operations need steps. Always False in observe mode."""
         self.gaps.manager.on_idle()
         needs_steps = self.pages.dispatch.on_idle()
-        just_started = not self.step  # gauges are exported with steps only
+        just_started = not self.step  # gauges are only exported with steps
         return self.observation is None and (
             just_started or self.snapshots.under_way or needs_steps
         )

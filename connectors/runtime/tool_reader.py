@@ -1,4 +1,4 @@
-"""Reads the tool calls of finished turns, on a thread of its own."""
+"""Reads the tool calls of finished turns, on a separate thread."""
 
 from __future__ import annotations
 

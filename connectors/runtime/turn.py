@@ -280,7 +280,7 @@ class TurnPages:
         fingerprints: first part of the page keys, by group; empty if the turn's pages are neither
             saved nor restored.
         strides: block hashes per block, by group.
-        hash_tokens: tokens that each block hash covers.
+        hash_tokens: tokens per block hash.
         keys: keys of the first blocks, by group, as far as they were requested.
         shared_tokens: tokens of the job's last context that the prompt begins with.
     """

@@ -231,7 +231,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # since 0.32, as this hook
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # since 0.32, like this hook
 
         disk = min(num_external_tokens, self._scheduler.tokens_from_ssd(request.request_id))
         found = {CacheHitSource.HOST: num_external_tokens - disk, CacheHitSource.DISK: disk}

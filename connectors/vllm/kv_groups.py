@@ -85,7 +85,7 @@ def _group(vllm_config: Any, kv_cache_config: Any, index: int) -> PageGroup:
         sections=tuple(sections),
         reach=reach,
         draft_tokens=0
-        if reach.kind is KvKind.STATE  # drafters have none
+        if reach.kind is KvKind.STATE  # drafters have no states
         else _draft_tokens(vllm_config, kv_cache_config, index),
         arrangement=_arrangement(vllm_config, kv_cache_config),
     )

@@ -412,7 +412,7 @@ class TurnPace:
         self.served_s = _mean(self.served_s, served_s)
 
     def on_gap(self, seconds: float) -> None:
-        """Add a gap that ended with the job's return."""
+        """Add a gap that ended with the job's next turn."""
         self.gap_s = _mean(self.gap_s, min(seconds, SOON_S))
 
     def vram_share(self, away_s: float) -> float:

@@ -165,7 +165,7 @@ class ContextTree:
         self.changed[lower] = None
 
     def _join(self, run: Run) -> None:
-        """Merge the run with the only one below it."""
+        """Merge the run with the only run below it."""
         lower = next(iter(run.below))
         if lower.end:
             run.end = len(run.keys) + lower.end

@@ -64,7 +64,7 @@ class ByWorth(EvictionOrder):
         self._several: set[PageKey] = set()  # in no context now, formerly in several
         self._ranking: list[Context] = []  # first to be evicted first
         self._rank = 0
-        self._passed = 0  # contexts at the head of the ranking that have no page left
+        self._passed = 0  # contexts at the head of the ranking without pages left
         self._ranked_at = -math.inf
         self._mean_page_s = 0.0
         self._stay_s = math.inf

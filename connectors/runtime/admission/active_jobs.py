@@ -220,7 +220,7 @@ class ActiveJobs:
         self._demand = Demand()
         self._places: dict[JobKey | str, int] = {}  # position in ``_demand``
         self._families = Families()
-        self._changed: dict[JobKey | str, None] = {}  # since they were counted
+        self._changed: dict[JobKey | str, None] = {}  # changed since they were counted
         self._counted_until = -math.inf
 
     def __len__(self) -> int:

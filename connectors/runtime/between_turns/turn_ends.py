@@ -309,11 +309,11 @@ class TurnEnds:
         self._trace.over(key, gap_s, StoryEnd.RETURNED, in_vram=key in self._pins)
         self._pins.on_arrived(key)
         shared = 0
-        if not gap.end.aborted:  # how far that had come is not known
+        if not gap.end.aborted:  # it is unknown how much of the aborted turn was computed
             sketch = PrefixSketch.of(request.block_hashes)
             shared = gap.sketch.common_blocks(sketch)
             if not shared and gap.sketch.hashes and sketch.hashes:
-                self._pins.release(key, PinEnd.RETURNED)  # or another text would wait for its pin
+                self._pins.release(key, PinEnd.RETURNED)  # another text must not wait for it
         decision = gap.decision
         in_vram = decision.tier is Tier.PIN and gap.pinned > 0 and gap_s < decision.ttl_s
         kept = in_vram or (gap.saved and decision.tier is not Tier.DROP)

@@ -32,7 +32,7 @@ class Backlog:
 
     def __init__(self) -> None:
         self._waiting: deque[Waiting] = deque()
-        self._taken = 0  # of the first context
+        self._taken = 0  # pages taken of the first context
         self._pages = 0
 
     def __len__(self) -> int:

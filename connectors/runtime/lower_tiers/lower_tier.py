@@ -128,7 +128,7 @@ class LowerTier:
         self._promotes = Outbox[PromoteOrder]()
         self._lookups = Outbox[LookupOrder]()
         self._expedited = Outbox[OrderId]()
-        self._fingerprints = Outbox[bytes]()  # of the last reset
+        self._fingerprints = Outbox[bytes]()  # fingerprint since the last reset
         self._lost = Outbox[PageKey]()
         self._invalidated = Outbox[OrderId]()
         self._reclaims = Reclaims(self.pages.index, facts.ranks, chance, clock)

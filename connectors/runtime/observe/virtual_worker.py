@@ -73,7 +73,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class CopyLines:
-    """Lines of copies between VRAM and CPU memory, and of the codec of cold pages there."""
+    """Lines for copies between VRAM and CPU memory, and for the codec of compressed pages."""
 
     save: Line
     load: Line
@@ -225,7 +225,7 @@ class VirtualWorker:
         self._sent = count()
         self._flying: list[_Flight] = []
         self._later: list[_Waiting] = []
-        self._part_slots = 0.0  # of bundles so far, beyond whole slots
+        self._part_slots = 0.0  # fraction of a slot carried over to the next bundle
 
     @property
     def next_event(self) -> float:

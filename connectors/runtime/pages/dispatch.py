@@ -219,7 +219,7 @@ class OrderDispatch:
 
     @property
     def _unsent(self) -> bool:
-        return any(self._outboxes) or self._settlements.reset  # in every step
+        return any(self._outboxes) or self._settlements.reset  # evaluated in every step
 
     @property
     def under_way(self) -> bool:

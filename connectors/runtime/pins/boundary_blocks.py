@@ -64,7 +64,7 @@ class BoundaryBlocks:
         Args:
             scheduled: tokens that the step computes for each request.
         """
-        if not self._awaited:  # in every step
+        if not self._awaited:  # the usual case; runs in every step
             return
         for request_id, turn in list(self._awaited.items()):
             computed = turn.request.num_computed_tokens

@@ -61,7 +61,7 @@ class GhostPool:
         self._clock = clock
         self._held: dict[Name, Ghost] = {}
         self._ids = count(-1, -1)
-        self._in_use = 0  # ghosts whose block the engine has in use
+        self._in_use = 0  # ghosts whose block is in use by the engine
         self._counted_until = float("-inf")
 
     def ghost(self, group: int, block_hash: bytes) -> Ghost:

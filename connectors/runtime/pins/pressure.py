@@ -1,9 +1,9 @@
 """Memory pressure: pins are released before a request is refused, preempted or left waiting. Before
 any request is preempted, saves in flight are awaited.
 
-While another request runs, a turn waits for a pin that is worth the wait. In job order, older jobs
-wait only for the most valuable pins. Otherwise the job with the older pin would be the next to lose
-its KV to the returning job, or would recompute its own next to it.
+While another request runs, a turn waits for a pin that is worth the wait. In job order, turns of
+older jobs wait only for the most valuable pins. A turn that took the pin's blocks instead would be
+the next to lose its KV to the returning job, or would recompute its KV while that job runs.
 
 vLLM's step runs out of blocks in three places, in this order: a running request cannot grow
 (``for_running``), a waiting request cannot be admitted (``for_waiting``), a restored request cannot
@@ -115,7 +115,7 @@ class PinPressure:
         self._saves = saves
         self._pool = engine.pool
         self._clock = engine.clock
-        self._deferred_at: int | None = None  # the last step in which new requests were deferred
+        self._deferred_at: int | None = None  # last step in which new requests were deferred
         self._coming = 0
         self._coming_at: int | None = None
         self._saves_over, self._waits_since = 0, 0.0

@@ -101,7 +101,7 @@ class Captures:
         self._names = names
         self._files = files
         self._clock = engine.clock
-        self._in_use: dict[int, list[Block]] = {}  # held blocks of VRAM, by the list's id
+        self._in_use: dict[int, list[Block]] = {}  # held VRAM blocks, by the list's id
 
     def hold_nothing(self) -> HeldPages:
         """Return a holder without pages, for a capture to fill."""
@@ -230,7 +230,7 @@ class Captures:
         tokens = list(context.token_ids[: context.kv_tokens + 1])
         context = replace(context, token_ids=tokens)  # the request's own list grows
         blocks = self._blocks(turn, context.kv_tokens)
-        with self._blocks_held(blocks):  # the request may end meanwhile
+        with self._blocks_held(blocks):  # the request may finish meanwhile
             named = yield from self._named(tokens[: context.kv_tokens], salt)
             captured = Captured(context, named, salt, context_pages(named, self._facts))
             if salt != context.salt:

@@ -1,1 +1,1 @@
-"""The worker half: moves bytes, and decides nothing."""
+"""The worker half: moves bytes, and makes no decisions."""

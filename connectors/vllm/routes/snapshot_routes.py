@@ -201,7 +201,7 @@ _BUSY = (429, 504)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds that a client is willing to wait.
+    """The patience of a waiting client.
 
     Attributes:
         timeout_s: longest wait, seconds.
@@ -287,7 +287,7 @@ class SnapshotRoutes:
     async def _restore(self, request: Request) -> dict[str, Any]:
         """Return the result of the first engine, with the others' results in ``others``."""
         question, patience = await _read(request, "restore", RESTORE)
-        question["salt"] = fresh_salt() if question.pop("exact") else None  # one for all engines
+        question["salt"] = fresh_salt() if question.pop("exact") else None  # for all engines
         first, *others = await self.results(question, patience, of_all=True)
         return {**first, "others": others}
 
