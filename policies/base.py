@@ -19,8 +19,8 @@ MAX_SALT_CHARS = 512
 
 
 class JobKey(NamedTuple):
-    """Identity of a job: its name, scoped by the cache salt. Equal names under different salts
-    are different jobs."""
+    """Identity of a job: its name, scoped by the cache salt. Equal names under different salts are
+    different jobs."""
 
     salt: str
     name: str
@@ -45,7 +45,7 @@ class Tier(Enum):
     STORE = "store"
     """The tiers below CPU memory, once the KV is saved. Chosen if the next turn is far away."""
     DROP = "drop"
-    """Not kept: the job is over, or prefilling again is cheapest."""
+    """Release of the KV: the job is over, or prefilling again is cheapest."""
 
 
 class GapClass(Enum):
@@ -182,7 +182,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where a turn's KV is kept, and for how long.
+    """The tier that keeps a turn's KV, and for how long.
 
     Attributes:
         ttl_s: maximum duration of the pin, seconds; 0 without a pin.

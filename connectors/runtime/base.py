@@ -47,8 +47,8 @@ class Request(Protocol):
         waits_for_kv: True while KV is loaded into its blocks.
         answered: True if it finished with an answer, rather than cancelled or failed.
         text_cut: True if the client may not have received the last tokens of its answer.
-        shared_tokens: length of the prefix that other requests are known to share, in tokens;
-            0 if the engine does not track this.
+        shared_tokens: length of the prefix that other requests are known to share, in tokens; 0 if
+            the engine does not track this.
         outcome: the engine's name for its finish reason.
         priority: its client's priority, lowest first; unused unless ``EngineLimits.priorities``.
         ready: True if it waits only for a seat and blocks.

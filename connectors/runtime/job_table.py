@@ -1,9 +1,9 @@
 """Jobs: turns that belong together, and the hints given for them.
 
-The notebook records jobs known to a previous engine: their number of turns and when they started.
-A job is recorded at the end of every turn. A job that its client names is looked up when its next
-turn arrives; names and salts are stored as digests. An inferred job is found by its prompt, so
-all inferred jobs are adopted at startup, except those with a salt, which may be a secret.
+The notebook records jobs known to a previous engine: their number of turns and when they started. A
+job is recorded at the end of every turn. A job that its client names is looked up when its next
+turn arrives; names and salts are stored as digests. An inferred job is found by its prompt, so all
+inferred jobs are adopted at startup, except those with a salt, which may be a secret.
 """
 
 from __future__ import annotations

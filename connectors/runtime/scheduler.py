@@ -1,7 +1,7 @@
 """The scheduler half: passes the engine's events and queries on to the components (``build``).
 
-All code runs on the scheduler's thread, inside the engine's hooks, without locks or I/O. The
-order of calls is: ``on_arrived`` once; ``match`` in every step until the request is admitted;
+All code runs on the scheduler's thread, inside the engine's hooks, without locks or I/O. The order
+of calls is: ``on_arrived`` once; ``match`` in every step until the request is admitted;
 ``on_allocated`` at its admission (twice with an async restore); ``build_orders`` in every step;
 ``on_reports`` after steps in which workers reported; ``on_finished`` once. If requests wait and
 nothing is computed for a long time, a watchdog releases everything.

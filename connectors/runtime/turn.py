@@ -83,7 +83,7 @@ NO_GAP = EndedGap()
 
 @dataclass(slots=True)
 class Source:
-    """Origin of the prompt's KV. Written by ``scheduler``.
+    """Sources of the prompt's KV. Written by ``scheduler``.
 
     Attributes:
         admitted: True once the turn has been allocated blocks.
@@ -124,8 +124,8 @@ class SaveState:
 
     Attributes:
         cursors: by group, number of blocks that have been saved or were found saved already.
-        boundaries: prompt lengths, in tokens, at which the KV of every group is saved as soon as
-            it is computed. Descending, so that the next boundary is last.
+        boundaries: prompt lengths, in tokens, at which the KV of every group is saved as soon as it
+            is computed. Descending, so that the next boundary is last.
         bounded: pages saved at past boundaries, except those before the cursors.
         due: step at which the turn's next block may be full; other calendar entries of the turn are
             stale. None if the turn is not being watched.

@@ -3,7 +3,7 @@
     --middleware tiered_kv.connectors.vllm.middleware.JobMiddleware
 
 Continuum's clients name jobs at the top level of the body. Claude Code and Codex name their session
-in other fields. vLLM drops all of these silently. This middleware copies them into
+in other fields. vLLM drops all of these silently. This middleware moves them into
 ``kv_transfer_params`` before vLLM reads the body, without validating them. Everything else passes
 through unchanged, so streamed answers stay streams.
 

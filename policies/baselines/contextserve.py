@@ -64,10 +64,11 @@ class ContextServe:
     The first layer that has an answer decides:
 
     1. Rules. If the first word is known to be fast, the gap is FAST, with a pin of 3 s. If the
-       command starts like a known slow one, the gap is SLOW, without a pin. 2. The posterior of the
-       narrowest context with enough gaps: 10 of the command, 5 of the tool, 2 of all. The gap is
-       FAST if P(X < 1 s) > 0.85, with a pin until the 0.9 quantile. It is SLOW if P(X > 5 s) >
-       0.85. 3. Continuum's rule.
+       command starts like a known slow one, the gap is SLOW, without a pin.
+    2. The posterior of the narrowest context with enough gaps: 10 of the command, 5 of the tool, 2
+       of all. The gap is FAST if P(X < 1 s) > 0.85, with a pin until the 0.9 quantile. It is SLOW
+       if P(X > 5 s) > 0.85.
+    3. Continuum's rule.
 
     Two parts of the description are omitted: decision trees on the command, which the authors
     evaluate before Continuum's rule (neither the trees nor their training set are published), and

@@ -61,8 +61,8 @@ _INVERSE_DF = np.linspace(0.0, 1.0, 41)
 
 
 def _make_table() -> tuple[Array, Array]:
-    """Tabulate the CDF at points z for each 1/df of ``_INVERSE_DF`` (0 is the normal
-    distribution). The density is integrated by Simpson's rule. Shapes (points,), (1/df, points)."""
+    """Tabulate the CDF at points z for each 1/df of ``_INVERSE_DF`` (0 is the normal distribution).
+    The density is integrated by Simpson's rule. Shapes (points,), (1/df, points)."""
     z = np.sinh(np.linspace(0.0, 7.0, 1601))
     middle = (z[1:] + z[:-1]) / 2
     rows = []

@@ -23,16 +23,16 @@ waiting costs them a whole second."""
 
 
 class PinState(Enum):
-    """Why a pin is held."""
+    """Reason why a pin is held."""
 
     UNPRICED = "unpriced"
-    """For its job's return, by a policy without forecasts."""
+    """Expected return of its job, by a policy without forecasts."""
     HELD = "held"
-    """For its job's return, as long as that is worth it."""
+    """Expected return of its job, as long as that is worth it."""
     ARRIVED = "arrived"
-    """For its job's turn, which is queued."""
+    """Queued turn of its job."""
     WORTHLESS = "worthless"
-    """For no expected turn: its job has probably ended."""
+    """Leftover of a job that has probably ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class PinValue:
     """Value of a pin.
 
     Attributes:
-        state: why the pin is held.
+        state: reason why the pin is held.
         saves_s: time that it is expected to save, seconds; 0 unless HELD.
         saved_per_second: request seconds that it saves per second; 0 unless HELD.
     """

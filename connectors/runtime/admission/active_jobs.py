@@ -187,7 +187,7 @@ class ActiveJobs:
         gap_forecast: returns the forecast of the gap of a job between turns; None without one.
         clock: monotonic seconds.
 
-        Attributes:
+    Attributes:
         job_forecast: forecasts the remaining course of jobs.
         cadence: regularity of their turns.
         pace: durations of their turns and gaps.

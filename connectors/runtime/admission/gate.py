@@ -122,7 +122,7 @@ class Admission:
         fit: estimates prefill times, seconds.
         counts: False if admission control is off: no job is counted or held back.
 
-        Attributes:
+    Attributes:
         jobs: jobs that have started.
         overcommit: adapts the fraction of the pool that is committed.
         refused: number of new jobs that had to wait.

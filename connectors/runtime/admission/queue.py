@@ -71,8 +71,7 @@ class JobQueue:
 
     def holds(self, request_id: str, *, behind: bool = False) -> bool:
         """True if a request of a new job has to wait for space, or ``behind`` other jobs that
-        arrived
-        earlier: a small job does not overtake."""
+        arrived earlier. A small job does not overtake."""
         turn = self._turns.get(request_id)
         if turn is None or self._lets_all_in:
             return False

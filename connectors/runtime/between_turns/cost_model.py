@@ -118,7 +118,7 @@ class CostModel:
 
 
 FEWEST_TOKENS = 128
-"""Minimum number of tokens. The time of a shorter prefill depends more on the step than on them."""
+"""Minimum length of a measured prefill, tokens. Shorter ones depend mostly on the step time."""
 
 
 @dataclass(slots=True)
@@ -139,8 +139,8 @@ class PrefillTimer:
     request is not measured, because it is unknown how much of it is recomputed.
 
     Args:
-        ahead: True if a step is scheduled while the previous one runs, and begins when the next
-            one is scheduled.
+        ahead: True if a step is scheduled while the previous one runs, and begins when the next one
+            is scheduled.
 
     Attributes:
         fit: fit of the measurements.

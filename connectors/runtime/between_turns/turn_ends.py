@@ -1,6 +1,6 @@
 """Work between two turns: where each job's KV is kept, from the end of a turn until the next one.
 
-The policy decides where, and is told the length of the gap. A pin must be taken while a turn ends,
+The policy decides where, and receives the length of the gap. A pin must be taken while a turn ends,
 before its tool call can be read on another thread. The pin is therefore provisional, and the
 decision is revised once the call has been read. Contexts in lower tiers are promoted before their
 job is expected back.
@@ -230,8 +230,8 @@ class KvPlacement:
 
 
 IDLE_AHEAD_S = 3600.0
-"""An engine that becomes idle promotes everything due in this time, because no hook may run until
-then, seconds."""
+"""Time for which an engine that becomes idle promotes due contexts in advance, seconds. No hook may
+run until then."""
 
 
 class Arrival(NamedTuple):

@@ -66,7 +66,7 @@ class TurnTrace:
         wall: seconds since the epoch.
         waits_for: returns the job between turns that a page is kept for; None if unknown.
 
-        Attributes:
+    Attributes:
         preemptions: preemptions of live requests. Written by ``StepTrace``.
     """
 

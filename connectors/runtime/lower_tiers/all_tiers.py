@@ -56,7 +56,7 @@ class Tiers(Mapping[StoreId, LowerTier]):
         most_after: maximum number of pages that may wait for one save. More can only accumulate
             while a copy hangs, and are demoted once slots run short.
 
-        Attributes:
+    Attributes:
         own: tiers that other engines do not use.
     """
 

@@ -164,7 +164,7 @@ def runs_of(keys: Sequence[PageKey]) -> dict[PageKey, PageKey]:
 
 
 class Doubt:
-    """Doubt whether a tier is worth querying. Times are on one clock, in seconds."""
+    """Tracks whether a tier is worth querying. Times are on one clock, in seconds."""
 
     def __init__(self) -> None:
         self._until = float("-inf")

@@ -12,7 +12,7 @@ from tiered_kv.messages import Proposal, Reclaim
 from tiered_kv.pages.tier_index import TierIndex
 
 LIKELY = 0.5
-"""Minimum probability of a return that is worth rewriting a page."""
+"""Minimum return probability at which a page is worth rewriting."""
 SURVIVING_SHARE = 2
 """One page in this many may survive, so that deleting a segment frees at least half of it."""
 
@@ -70,7 +70,7 @@ class Reclaims:
         chance: probability that a job between turns returns for a page.
         clock: monotonic seconds.
 
-        Attributes:
+    Attributes:
         unsent: unsent replies by rank.
     """
 

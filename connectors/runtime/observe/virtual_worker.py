@@ -89,7 +89,7 @@ class VirtualStore:
         pages: capacity; None for a store without a known limit.
         read, write: lines to the store; stores on one disk share them.
 
-        Attributes:
+    Attributes:
         read, write: as passed in.
         generation: number of resets so far.
     """

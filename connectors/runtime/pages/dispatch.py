@@ -159,7 +159,7 @@ class OrderDispatch:
         book, ranks = self._book, list(said.values())
         if copies := [one.speeds.copy for one in ranks if one.speeds.copy]:
             book.bandwidth = min(copies)
-        if ranks:  # in observe mode too: staging slots follow these
+        if ranks:  # even without measured speeds: staging slots follow
             book.index.limit(min(one.slots for one in ranks))
             sizes = zip(*(one.page_bytes for one in ranks), strict=True)
             book.page_bytes = [max(size) for size in sizes]

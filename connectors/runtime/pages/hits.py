@@ -69,9 +69,8 @@ def run_of(there: There) -> Run:
 
 class HitFinder:
     """Finds prefixes. A group that keeps the whole context has a contiguous run of pages. Other
-    groups have pages at some boundaries only. So a prefix as long as the run is tried first, then
-    shorter
-    ones: at multiples of ``hash_tokens``, and at the ends of turns just behind them.
+    groups have pages at some boundaries only. A prefix as long as the run is tried first. Shorter
+    prefixes follow, at multiples of ``hash_tokens`` and at the ends of turns just behind them.
 
     Args:
         tails: partial pages at the ends of turns.

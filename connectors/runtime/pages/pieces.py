@@ -23,8 +23,8 @@ PIECES_SHARE = 4
 """One slot in this many may be used by restores in pieces."""
 PIECE_BYTES = 64 << 20
 """Maximum size of a piece, bytes; half of the slots for pieces if that is less. It is large enough
-for a disk to reach full speed. The copy of the last piece, which overlaps with no read, takes a
-few milliseconds."""
+for a disk to reach full speed. The copy of the last piece, which overlaps with no read, takes a few
+milliseconds."""
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from .operations import MOST_AT_ONCE, Operations, Steps, Wait, file_work
 
 
 class NoFolderError(SnapshotError):
-    """Error of an engine that has no snapshot folder, to take or restore snapshots."""
+    """Refusal without a snapshot folder: this engine can neither take nor restore snapshots."""
 
 
 class NoSnapshots:

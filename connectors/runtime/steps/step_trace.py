@@ -137,7 +137,6 @@ class StepTrace:
 
     Args:
         writer: writer of step records; None to record only preemptions.
-        writer: writer of steps; None if only preemptions are wanted.
         preemptions: records the preemptions of the live requests.
         wall: seconds since the epoch.
     """

@@ -39,8 +39,8 @@ class PackNote(Note):
 
     Args:
         order: the pack order.
-        saved: for each page that every rank is known to have whole, the time of that
-            confirmation, nanoseconds since 1970.
+        saved: for each page that every rank is known to have whole, the time of that confirmation,
+            nanoseconds since 1970.
     """
 
     def __init__(

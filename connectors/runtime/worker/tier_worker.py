@@ -44,7 +44,7 @@ class TierWorker:
         bundles: compressed pages of the group; None if there are none.
         clock: monotonic seconds.
 
-        Raises:
+    Raises:
         ConfigError: the store cannot be opened; the message says what to do.
     """
 
