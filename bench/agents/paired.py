@@ -1,24 +1,34 @@
-"""Paired ratios: two servers given the same jobs, side by side in several rounds."""
+"""The interval of every comparison: paired ratios, over rounds that have both servers."""
 
 from __future__ import annotations
 
 import importlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import numpy as np
 
 CONFIDENCE = 0.95
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class PairedRatio:
     """A ratio of positive figures, such as mean completion times, over pairs.
 
+    A pair is a round: both servers got the same jobs at nearly the same time, and so share what
+    else the machine was doing, which a ratio cancels. Times are multiplied by what slows them, so
+    ratios are averaged as logarithms: then A over B is the inverse of B over A, its interval too.
+    There are three to ten rounds. A bootstrap over so few is too narrow (with three, one draw in
+    nine is a single round), and resampling the jobs within a round would take jobs that ran
+    concurrently for independent ones. Student's t is exact for few pairs if the logarithms are
+    normal; ``drawn_order`` makes their errors independent and symmetric.
+
     Attributes:
         value: geometric mean of the pairs' ratios.
-        low, high: bounds of its 95% interval (Student's, of the logarithms); None for one pair,
-            which does not tell how far two of them differ.
+        low, high: bounds of its 95% interval; None for a single pair, which has no spread.
     """
 
     value: float
@@ -42,3 +52,19 @@ class PairedRatio:
         quantile = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1))
         half = quantile * math.sqrt(variance / count)
         return cls(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+    def as_json(self) -> dict[str, float | None]:
+        """Plain values."""
+        return asdict(self)
+
+
+def drawn_order(servers: Sequence[T], seed: int, number: int) -> list[T]:
+    """Order of the servers in round ``number``: as given or reversed, by a coin drawn from
+    ``seed``.
+
+    Then the differences of equal servers are as likely positive as negative, in each round
+    independently, whatever the noise is like, as the interval assumes. Alternating orders put two
+    runs of one server next to each other, where one spell of noise hits both.
+    """
+    heads = np.random.default_rng([seed, number, 3]).integers(2)
+    return list(reversed(servers)) if heads else list(servers)

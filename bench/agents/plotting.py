@@ -1,19 +1,22 @@
-"""Style of all plots: colours that everybody tells apart, and matplotlib, if it is there."""
+"""Style of all plots: colours and markers that everybody can distinguish, figures that repeat."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 COLOURS = ("#000000", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#999933")
-"""Told apart with any colour vision: Okabe and Ito, "Color Universal Design", 2008; the last is
-darker than their yellow, which a white page swallows."""
+"""Distinguishable with any colour vision: Okabe and Ito, "Color Universal Design", 2008; the last
+is darker than their yellow, which is hard to see on white."""
 MARKERS = "osD^vPX*<>hp"
 """Markers, for print in grey: each compared thing has its own."""
 
 
 class PlotError(RuntimeError):
-    """There is nothing to draw with, or nothing to draw."""
+    """matplotlib is missing, or there is nothing to draw."""
 
 
 def matplotlib_modules() -> tuple[Any, Any]:
@@ -26,3 +29,43 @@ def matplotlib_modules() -> tuple[Any, Any]:
         return importlib.import_module("matplotlib"), importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise PlotError("matplotlib is not installed: pip install matplotlib") from error
+
+
+def looks(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Colour and marker of each name, as arguments of ``plot``."""
+    return {
+        name: {"color": COLOURS[at % len(COLOURS)], "marker": MARKERS[at % len(MARKERS)]}
+        for at, name in enumerate(dict.fromkeys(names))
+    }
+
+
+@contextmanager
+def drawn(folder: Path, name: str, panels: int = 3) -> Iterator[tuple[list[Any], list[Path]]]:
+    """Panels in a row to draw on; saved as ``name.png`` and ``name.svg`` when the block ends. The
+    legend below is that of the first panel. Equal drawings give equal files.
+
+    Returns:
+        The panels' axes, and the paths.
+
+    Raises:
+        PlotError: matplotlib is missing.
+    """
+    matplotlib, figures = matplotlib_modules()
+    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+    # A fixed salt and no date.
+    with matplotlib.rc_context({"svg.hashsalt": name, "font.size": 10}):
+        figure = figures.Figure(figsize=(13, 4.2), layout="constrained")
+        axes = list(figure.subplots(1, panels))
+        yield axes, paths
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(paths[0], dpi=150)
+        figure.savefig(paths[1], metadata={"Date": None})
+
+
+def label(axes: Any, titles: Mapping[str, str]) -> None:
+    """Title and axis labels (``title``, ``xlabel``, ``ylabel``) of a panel, with a grid from 0."""
+    axes.set(**titles)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)

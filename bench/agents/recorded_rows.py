@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ Read = TypeVar("Read")
 
 DECODE_TOKENS_PER_S = 60.0
 """Assumed speed of a recorded answer, where only requests have times."""
+LEAST_GAP_S = 0.05
 FEWEST_PAIRS = 3
 """Pairs of requests from which on their times are judged."""
 MOST_SAID = 200
@@ -40,6 +42,31 @@ def read_rows(path: Path, read: Callable[[Row], Read]) -> list[Read]:
     """
     with _sentences(path) as at, open_lines(path) as file:
         return [read(row) for row in _rows(file, at)]
+
+
+def read_table(path: Path, read: Callable[[Row], Read]) -> list[Read]:
+    """Read the rows of a file of comma-separated values with a header. Values that are numbers
+    become numbers.
+
+    Raises:
+        RecordingError: a row cannot be read, with its line.
+    """
+    with _sentences(path) as at, open_lines(path) as file:
+
+        def lines() -> Iterator[str]:
+            for line in lines_of(file):
+                at.line += 1
+                yield line.decode()
+
+        table = csv.DictReader(lines(), restval="", strict=True)
+        return [read({name: _value(value) for name, value in row.items()}) for row in table]
+
+
+def _value(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def first_row(path: Path) -> Row:
@@ -70,7 +97,7 @@ def _sentences(path: Path) -> Iterator[_At]:
         yield at
     except OSError as error:
         raise RecordingError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, csv.Error) as error:
         raise RecordingError(f"{path}, line {at.line}: {_reason(error)}") from error
 
 
@@ -154,6 +181,18 @@ def hashes(row: Row) -> tuple[int | str, ...]:
     return tuple(found)
 
 
+def gap_between(apart_s: float | None, output_tokens: float) -> float:
+    """Seconds from an answer to the next request, where a record has only the times of requests.
+
+    Args:
+        apart_s: from request to request; None if no other follows.
+        output_tokens: of the answer, which is assumed to take 1 s for 60 tokens.
+    """
+    if apart_s is None:
+        return 0.0
+    return max(LEAST_GAP_S, apart_s - output_tokens / DECODE_TOKENS_PER_S)
+
+
 def check_times(path: Path, unit: str, pairs: Iterable[tuple[float, float]]) -> None:
     """Refuse a recording in which no gap is left: its times are most likely in another unit.
 
@@ -175,7 +214,7 @@ def check_times(path: Path, unit: str, pairs: Iterable[tuple[float, float]]) -> 
         )
 
 
-def _reason(error: ValueError) -> str:
+def _reason(error: Exception) -> str:
     """Describe the error in a line."""
     if isinstance(error, UnicodeDecodeError):
         return "it is neither text in UTF-8 nor gzipped"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from .results import Kept, Run
 
 PLAN = "plan.json"
 
@@ -15,16 +18,16 @@ class RunFileError(Exception):
     """The runs kept in a folder are of another workload, or cannot be read."""
 
 
-class RunFiles:
-    """Runs kept as JSON files, one a run, whole or not there.
+class Ledger:
+    """Runs kept as JSON files in ``folder/runs``, one a run.
 
     Args:
-        plan: what every run in the folder must have in common.
-        resume: go on from the runs that are there; otherwise they are put aside as
-            ``runs-before``, and what was put aside before is deleted.
+        plan: what all runs in the folder have in common.
+        resume: go on from the runs that are there; otherwise they are moved to ``runs-before``,
+            and what was there before is deleted.
 
     Raises:
-        RunFileError: with ``resume``, the runs are of another plan.
+        RunFileError: with ``resume``, the runs have another plan.
     """
 
     def __init__(self, folder: Path, plan: Mapping[str, object], *, resume: bool) -> None:
@@ -44,29 +47,51 @@ class RunFiles:
                 )
         _write(plan_path, wanted)
 
-    def get(self, load: str, number: int, server: str) -> tuple[Path, dict[str, Any]] | None:
-        """A run and its path; None if it is not there.
+    def get(self, load: str, number: int, server: str) -> Kept | str | None:
+        """A run; the message of a server that did not start; None if there is neither.
 
         Raises:
             RunFileError: the file cannot be read.
         """
         path = self._path(load, number, server)
-        return (path, read_object(path)) if path.exists() else None
+        return _read(path) if path.exists() else None
 
-    def put(self, load: str, number: int, server: str, said: Mapping[str, object]) -> None:
+    def put(self, load: str, number: int, server: str, found: Kept | str) -> None:
+        """Keep a run, or the message of a server that did not start."""
+        said: dict[str, Any] = {"not_started": found, "server": server}
+        if isinstance(found, Kept):
+            said = asdict(found)
         _write(self._path(load, number, server), said)
 
+    def get_or_measure(
+        self, load: str, number: int, server: str, measure: Callable[[], Kept | str]
+    ) -> Kept | str:
+        """What ``get`` returns, or what is measured now and kept."""
+        found = self.get(load, number, server)
+        if found is None:
+            found = measure()
+            self.put(load, number, server, found)
+        return found
+
     def _path(self, load: str, number: int, server: str) -> Path:
-        return self._folder / f"{load}-{number}-{server}.json"
+        return self._folder / f"{load.replace(' ', '-')}-{number}-{server}.json"
 
 
-def run_paths(folder: Path) -> list[Path]:
-    """Paths of the runs kept under ``folder``, in order of load, round and server."""
-    return sorted((folder / "runs").glob("*-*-*.json"))
+def read_runs(folder: Path) -> list[Kept]:
+    """All runs kept under ``folder``, in order of load, round and server.
+
+    Raises:
+        RunFileError: there is none, or one cannot be read.
+    """
+    read = [_read(path) for path in sorted((folder / "runs").glob("*-*-*.json"))]
+    found = [kept for kept in read if isinstance(kept, Kept)]
+    if not found:
+        raise RunFileError(f"{folder} holds no runs: measure some with --out {folder}")
+    return found
 
 
 def read_plan(folder: Path) -> dict[str, Any]:
-    """Plan of the runs under ``folder``: what they have in common.
+    """Plan of the runs under ``folder``.
 
     Raises:
         RunFileError: it cannot be read.
@@ -92,6 +117,16 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(said, dict):
         raise RunFileError(f"{path} holds no object")
     return said
+
+
+def _read(path: Path) -> Kept | str:
+    said = read_object(path)
+    try:
+        if "not_started" in said:
+            return str(said["not_started"])
+        return Kept(**{**said, "run": Run.from_json(said["run"])})
+    except (KeyError, TypeError) as error:
+        raise RunFileError(f"{path} holds no run: {error!r}") from error
 
 
 def _write(path: Path, said: Mapping[str, object]) -> None:

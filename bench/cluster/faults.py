@@ -16,12 +16,13 @@ from typing import Self
 
 import numpy as np
 
+from tiered_kv.bench.agents.client import Answer
 from tiered_kv.bench.servers.load import read_clock
 from tiered_kv.testing.valkey import ValkeyServer
 from tiered_kv.trace.trace_reader import TraceReader
 
 from .replicas import Replica
-from .turns import Answer, ask, shared_pages
+from .turns import ask, shared_pages
 
 DELAY_S = 0.2
 BYTES_PER_S = 1_000_000

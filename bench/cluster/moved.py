@@ -6,8 +6,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from tiered_kv.bench.agents.client import Answer
+
 from .replicas import Replica
-from .turns import Answer, ask, shared_pages
+from .turns import ask, shared_pages
 
 ANSWER = 16
 """Tokens of the answers that are compared."""

@@ -10,24 +10,20 @@ only where the servers' outputs do.
 
 from __future__ import annotations
 
-import asyncio
 import random
 import sysconfig
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from openai import APIStatusError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
-
+from tiered_kv.bench.agents.client import open_client
+from tiered_kv.bench.agents.jobs import Job as PlayedJob
+from tiered_kv.bench.agents.jobs import Turn
+from tiered_kv.bench.agents.player import Player, together
+from tiered_kv.bench.agents.results import TurnDone
 from tiered_kv.bench.paths import ROOT
 from tiered_kv.bench.servers.vllm_server import MODEL_NAME
-
-if TYPE_CHECKING:
-    from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageParam
-
 
 CHARS_PER_TOKEN = 3.4
 """Code, in SmolLM2's tokenizer: 3.3 to 4.0, by file. Larger vocabularies need fewer tokens."""
@@ -190,14 +186,14 @@ async def run_jobs(
     on_turn: Callable[[TurnResult], None] = lambda _: None,
     timeout_s: float,
 ) -> list[TurnResult]:
-    """Run all jobs at once against the server at ``url`` and return every turn, in order of end.
+    """Run all jobs concurrently against the server at ``url`` and return every turn, in order of
+    end.
 
     Each request carries its job's id and whether it is the last in ``kv_transfer_params``; a
     server without the connector ignores that.
 
     Args:
         url: base URL without ``/v1``.
-        jobs: the work.
         max_tokens: length of an answer.
         on_turn: called after every turn.
         timeout_s: longest silence of the server.
@@ -207,26 +203,40 @@ async def run_jobs(
     """
     results: list[TurnResult] = []
 
-    def done(result: TurnResult) -> None:
-        results.append(result)
-        on_turn(result)
+    def done(job: str, turn: TurnDone) -> None:
+        results.append(
+            TurnResult(
+                job=job,
+                turn=turn.turn,
+                ttft_s=turn.ttft_s,
+                latency_s=turn.latency_s,
+                ended_s=turn.sent_s + turn.latency_s,
+                prompt_tokens=turn.prompt_tokens,
+                cached_tokens=turn.cached_tokens,
+                output_tokens=turn.output_tokens,
+                text=turn.text,
+            )
+        )
+        on_turn(results[-1])
 
-    began = time.perf_counter()
-    # Loopback: a proxy from the environment must not be asked.
-    http = DefaultAsyncHttpxClient(trust_env=False, timeout=timeout_s)
-    async with AsyncOpenAI(
-        base_url=f"{url}/v1", api_key="none", http_client=http, max_retries=0
-    ) as client:
-        tasks = [
-            asyncio.create_task(_run_job(client, job, max_tokens, began, done)) for job in jobs
-        ]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    async with open_client(url, MODEL_NAME, silence_s=timeout_s) as client:
+        player = Player(client, on_turn=done)
+
+        async def run(job: Job) -> None:
+            (played,) = await player.arriving([(job.steps[0].gap_s, _played(job, max_tokens))])
+            if played.error is not None:
+                raise AgentError(f"{job.job_id}, {played.error}")
+
+        await together(map(run, jobs))
     return results
+
+
+def _played(job: Job, max_tokens: int) -> PlayedJob:
+    """The job for the player, whose gaps come after a turn and not before it."""
+    gaps = [*(step.gap_s for step in job.steps[1:]), 0.0]
+    turns = zip(job.steps, gaps, strict=True)
+    made = tuple(Turn((), (), gap_s, length=max_tokens, text=step.message) for step, gap_s in turns)
+    return PlayedJob(job.job_id, "", made, SYSTEM)
 
 
 def in_other_order(jobs: Sequence[Job]) -> list[Job]:
@@ -247,83 +257,6 @@ def differing_answers(first: Iterable[TurnResult], second: Iterable[TurnResult])
     texts = {(result.job, result.turn): result.text for result in second}
     differing = [r for r in first if texts.get((r.job, r.turn)) != r.text]
     return len(differing), len({result.job for result in differing})
-
-
-async def _run_job(
-    client: AsyncOpenAI,
-    job: Job,
-    max_tokens: int,
-    began: float,
-    done: Callable[[TurnResult], None],
-) -> None:
-    chat: list[ChatCompletionMessageParam] = [{"role": "system", "content": SYSTEM}]
-    for turn, step in enumerate(job.steps, start=1):
-        await asyncio.sleep(step.gap_s)
-        chat.append({"role": "user", "content": step.message})
-        hints = {"job_id": job.job_id, "is_last_step": turn == len(job.steps)}
-        try:
-            result = await _ask(client, job.job_id, turn, chat, hints, max_tokens, began)
-        except Exception as error:
-            raise AgentError(f"turn {turn} of {job.job_id} {_trouble(error)}") from error
-        chat.append({"role": "assistant", "content": result.text})
-        done(result)
-
-
-def _trouble(error: Exception) -> str:
-    if isinstance(error, APITimeoutError):
-        return "got no answer for longer than a client waits"
-    if isinstance(error, APIStatusError):
-        return f"was refused: {error.message}"
-    return f"got no answer: {error!r}"
-
-
-async def _ask(
-    client: AsyncOpenAI,
-    job_id: str,
-    turn: int,
-    chat: list[ChatCompletionMessageParam],
-    hints: dict[str, object],
-    max_tokens: int,
-    began: float,
-) -> TurnResult:
-    sent = time.perf_counter()
-    first: float | None = None
-    text = ""
-    usage = None
-    stream = await client.chat.completions.create(
-        model=MODEL_NAME,
-        messages=chat,
-        max_tokens=max_tokens,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"kv_transfer_params": hints},
-    )
-    async for chunk in stream:
-        usage = chunk.usage or usage
-        piece = _text_of(chunk)
-        if piece and first is None:
-            first = time.perf_counter()
-        text += piece
-    ended = time.perf_counter()
-    if usage is None:
-        raise ValueError("the answer came without usage")
-    details = usage.prompt_tokens_details
-    return TurnResult(
-        job=job_id,
-        turn=turn,
-        ttft_s=(first or ended) - sent,
-        latency_s=ended - sent,
-        ended_s=ended - began,
-        prompt_tokens=usage.prompt_tokens,
-        cached_tokens=(details.cached_tokens or 0) if details else 0,
-        output_tokens=usage.completion_tokens,
-        text=text,
-    )
-
-
-def _text_of(chunk: ChatCompletionChunk) -> str:
-    return "".join(choice.delta.content or "" for choice in chunk.choices)
 
 
 def _long(path: Path) -> bool:

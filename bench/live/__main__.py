@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -17,17 +17,20 @@ from urllib.parse import urlsplit
 import typer
 from rich.console import Console
 
-from tiered_kv.bench.agents.run_files import RunFileError, RunFiles, differing, read_plan
-from tiered_kv.bench.live.chat_client import Api
-from tiered_kv.bench.live.live_figures import live_pairs, live_rows
+from tiered_kv.bench.agents.client import Api, Hints
+from tiered_kv.bench.agents.jobs import digest
+from tiered_kv.bench.agents.results import Run
+from tiered_kv.bench.agents.run_files import (
+    Ledger,
+    RunFileError,
+    differing,
+    read_plan,
+    read_runs,
+)
 from tiered_kv.bench.live.live_jobs import load_jobs
-from tiered_kv.bench.live.live_load import Arriving, Load
-from tiered_kv.bench.live.live_plot import plot_sweeps
-from tiered_kv.bench.live.live_report import lines, table
-from tiered_kv.bench.live.live_rounds import Rounds, read_live_runs
-from tiered_kv.bench.live.live_run import LiveRun
-from tiered_kv.bench.live.server_page import ServerPageError
-from tiered_kv.bench.live.targets import Target
+from tiered_kv.bench.live.report import lines, live_pairs, live_rows, plot_sweeps, table
+from tiered_kv.bench.live.rounds import Arriving, Load, Rounds, level_of
+from tiered_kv.bench.live.servers import LiveError, Target, served
 from tiered_kv.bench.live.workload_statistics import (
     statistics_lines,
     statistics_table,
@@ -41,9 +44,7 @@ from tiered_kv.bench.output import (
     without_nan,
 )
 from tiered_kv.bench.paths import ROOT
-from tiered_kv.bench.replay.ab import digest
 from tiered_kv.bench.replay.failures import FAILURES
-from tiered_kv.bench.replay.play.drive import Hints
 from tiered_kv.bench.replay.verify_pin import verify_running
 from tiered_kv.bench.sim.workloads.generate import GENERATED
 from tiered_kv.doctor.running_server import UnreachableError, base_of
@@ -57,31 +58,13 @@ app = command_line("Agents' jobs played on running servers, ours or not.")
 Out = Annotated[Path, typer.Option(help="Folder of the runs.")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A measurement, as the command line asks for it."""
-
-    targets: tuple[Target, ...]
-    loads: tuple[Load, ...]
-    workload: str
-    jobs: int
-    turns: int | None
-    scale: float
-    longest: int | None
-    rounds: int
-    seed: int
-    resume: bool
-    out: Path
-    as_json: bool
-
-
 def finish(command: Callable[[], int]) -> None:
     """Carry a command out.
 
     Raises:
         typer.Exit: always, with 1 on a failure that the message on standard error explains.
     """
-    failures = (*FAILURES, ServerPageError, UnreachableError)
+    failures = (*FAILURES, LiveError, UnreachableError)
     raise typer.Exit(run_command(command, failures, STOPPED))
 
 
@@ -89,7 +72,7 @@ def finish(command: Callable[[], int]) -> None:
 def bench(
     context: typer.Context,
     url: Annotated[
-        list[str], typer.Option(help="Address of a server; once for each that is compared.")
+        list[str], typer.Option(help="Server address. Repeat to compare several servers.")
     ] = [],  # noqa: B006 - typer reads it, nobody writes it
     name: Annotated[
         list[str], typer.Option(help="Name of a server in the results, in the order of --url.")
@@ -98,13 +81,13 @@ def bench(
         str, typer.Option(help=f"One of {', '.join(GENERATED)}, or the path of a recording.")
     ] = "original",
     jps: Annotated[
-        list[float], typer.Option(min=1e-6, help="Jobs that arrive a second; more for a sweep.")
+        list[float], typer.Option(min=1e-6, help="Jobs that arrive per second. Repeat for a sweep.")
     ] = [],  # noqa: B006
     sessions: Annotated[
-        list[int], typer.Option(min=1, help="Jobs that are live at once; more for a sweep.")
+        list[int], typer.Option(min=1, help="Jobs that are live concurrently. Repeat for a sweep.")
     ] = [],  # noqa: B006
     duration: Annotated[
-        float, typer.Option(min=0.1, help="Seconds of a run for which jobs begin.")
+        float, typer.Option(min=0.1, help="Seconds for which jobs start in each run.")
     ] = 300.0,
     turns: Annotated[
         int | None, typer.Option(min=1, help="Turns of a job at most; all if none.")
@@ -116,24 +99,24 @@ def bench(
     ] = 1.0,
     longest: Annotated[
         int | None,
-        typer.Option(min=1, help="Most tokens of a context; as the server says if none."),
+        typer.Option(min=1, help="Longest context, tokens; the server's limit by default."),
     ] = None,
-    api: Annotated[Api, typer.Option(help="Route that is asked.")] = Api.CHAT,
-    hints: Annotated[
-        Hints, typer.Option(help="How a job is named to the server.")
-    ] = Hints.KV_PARAMS,
+    api: Annotated[Api, typer.Option(help="Route that requests use.")] = Api.CHAT,
+    hints: Annotated[Hints, typer.Option(help="How a request names its job.")] = Hints.KV_PARAMS,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Send only what OpenAI's own API knows.")
+        bool, typer.Option("--plain", help="Send only what OpenAI's own API has.")
     ] = False,
     model: Annotated[
         str | None, typer.Option(help="Name of the model; the servers' only one if none.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of jobs and arrivals.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the runs in --out.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Resume from the runs in --out.")
+    ] = False,
     out: Out = OUT,
     as_json: AsJson = False,
 ) -> None:
-    """Play the same jobs on every server in turn. A key is read from OPENAI_API_KEY."""
+    """Play the same jobs on every server in turn. Reads a key from OPENAI_API_KEY."""
     if context.invoked_subcommand is not None:
         return
     if not url:
@@ -146,28 +129,58 @@ def bench(
     loads += [Load(Arriving.SESSIONS, level, duration) for level in sessions]
 
     def measured() -> int:
-        common = (model, api, hints, plain, os.environ.get(API_KEY) or "none")
+        played = load_jobs(workload, count=jobs, seed=seed)
+        plan = {
+            "workload": played.name,
+            "jobs": digest(played.jobs),
+            "turns": turns,
+            "scale": scale,
+            "longest": longest,
+            "seconds": duration,
+            "seed": seed,
+            "api": api.value,
+            "hints": hints.value,
+            "plain": plain,
+        }
+        key = os.environ.get(API_KEY) or "none"
         bases = [base_of(one) for one in url]
-        targets = tuple(
-            Target(called, base, *common)
+        targets = [
+            Target(called, base, *served(base, model, key), api, hints, plain, key)
             for called, base in zip(_names(bases, name), bases, strict=True)
-        )
-        return measure(
-            Asked(
-                targets=targets,
-                loads=tuple(dict.fromkeys(loads)),
-                workload=workload,
-                jobs=jobs,
-                turns=turns,
-                scale=scale,
-                longest=longest,
+        ]
+        ledger = Ledger(out, plan, resume=resume)
+        with progress() as bar:
+            bar.disable = as_json or not sys.stderr.isatty()
+            task = bar.add_task("the servers' sizes", total=1)
+            what, answered = "", 0
+
+            def report(run: str) -> None:
+                nonlocal what, answered
+                what, answered = run, 0
+                done, total = len(measuring.runs), measuring.total
+                bar.update(task, completed=done, total=total, description=run)
+                if bar.disable:
+                    print(run, file=sys.stderr, flush=True)
+
+            def on_turn(_name: str, _turn: object) -> None:
+                nonlocal answered
+                answered += 1
+                bar.update(task, description=f"{what}: {answered} turns")
+
+            measuring = Rounds(
+                targets,
+                tuple(dict.fromkeys(loads)),
+                played,
                 rounds=rounds,
                 seed=seed,
-                resume=resume,
-                out=out,
-                as_json=as_json,
+                scale=scale,
+                turns=turns,
+                longest=longest,
+                ledger=ledger,
+                report=report,
+                on_turn=on_turn,
             )
-        )
+            return measure(measuring, as_json)
 
     finish(measured)
 
@@ -178,7 +191,7 @@ def compare(
     other: Annotated[Path, typer.Argument(help="Another, of the same jobs and loads.")],
     as_json: AsJson = False,
 ) -> None:
-    """Compare two measurements in pairs. The first is what the other is told against."""
+    """Compare two measurements in pairs. The second is reported relative to the first."""
 
     def compared() -> int:
         if one.resolve() == other.resolve():
@@ -189,7 +202,7 @@ def compare(
             raise RunFileError(
                 f"{one} and {other} cannot be compared: their {', '.join(unlike)} differ"
             )
-        show([run for folder in (one, other) for run in _told_by_folder(folder)], {}, as_json)
+        show([run for folder in (one, other) for run in _named_by_folder(folder)], {}, as_json)
         return 0
 
     finish(compared)
@@ -206,7 +219,7 @@ def draw(
     """Draw a sweep as PNG and SVG: over arrival rates, or over live sessions."""
 
     def drawn() -> int:
-        read = read_live_runs if len(folders) == 1 else _told_by_folder
+        read = _runs if len(folders) == 1 else _named_by_folder
         rows = live_rows([run for folder in folders for run in read(folder)])
         paths = [str(path) for path in plot_sweeps(rows, to or folders[0])]
         print(json.dumps({"files": paths}) if as_json else "\n".join(paths))
@@ -224,9 +237,9 @@ def statistics(
     seed: Annotated[int, typer.Option(help="Seed of a generated workload.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Tell the turns, tokens, gaps and tools of a workload."""
+    """Show the turns, tokens, gaps and tools of a workload."""
 
-    def told() -> int:
+    def shown() -> int:
         found = workload_statistics(load_jobs(workload, count=jobs, seed=seed))
         if as_json:
             print(json.dumps(found))
@@ -236,15 +249,15 @@ def statistics(
             print(f"- {line}")
         return 0
 
-    finish(told)
+    finish(shown)
 
 
 @app.command("verify-pin")
 def check_pin(
-    url: Annotated[str, typer.Option(help="Address of a server that serves nobody else.")],
+    url: Annotated[str, typer.Option(help="Address of a server that serves no other client.")],
     as_json: AsJson = False,
 ) -> None:
-    """Exit with 1 unless a job's blocks stay in VRAM while its tool runs."""
+    """Verify that a job's blocks stay in VRAM between turns; exits with 1 if not."""
 
     def checked() -> int:
         verdict = verify_running(base_of(url))
@@ -254,67 +267,23 @@ def check_pin(
     finish(checked)
 
 
-def measure(asked: Asked) -> int:
-    """Measure. Returns 0 at its end, and 130 when stopped, with the results until then shown."""
-    jobs = load_jobs(asked.workload, count=asked.jobs, seed=asked.seed)
-    first = asked.targets[0]
-    plan = {
-        "workload": jobs.name,
-        "jobs": digest(jobs.jobs),
-        "turns": asked.turns,
-        "scale": asked.scale,
-        "longest": asked.longest,
-        "seconds": asked.loads[0].seconds,
-        "seed": asked.seed,
-        "api": first.api.value,
-        "hints": first.hints.value,
-        "plain": first.plain,
-    }
-    files = RunFiles(asked.out, plan, resume=asked.resume)
+def measure(measuring: Rounds, as_json: bool) -> int:
+    """Measure and show the results. Returns 0 at the end, and 130 when interrupted, with the
+    results so far."""
     stopped = False
-    with progress() as bar:
-        bar.disable = asked.as_json or not sys.stderr.isatty()
-        task = bar.add_task("the servers' sizes", total=1)
-        what, turns = "", 0
-
-        def tell(run: str) -> None:
-            nonlocal what, turns
-            what, turns = run, 0
-            bar.update(task, completed=len(measuring.runs), total=measuring.total, description=run)
-            if bar.disable:
-                print(run, file=sys.stderr, flush=True)
-
-        def on_turn() -> None:
-            nonlocal turns
-            turns += 1
-            bar.update(task, description=f"{what}: {turns} turns")
-
-        measuring = Rounds(
-            asked.targets,
-            asked.loads,
-            jobs,
-            rounds=asked.rounds,
-            seed=asked.seed,
-            scale=asked.scale,
-            turns=asked.turns,
-            longest=asked.longest,
-            files=files,
-            tell=tell,
-            on_turn=on_turn,
-        )
-        try:
-            measuring.prepare()
-            measuring.run_all()
-        except KeyboardInterrupt:
-            stopped = True
+    try:
+        measuring.prepare()
+        measuring.run_all()
+    except KeyboardInterrupt:
+        stopped = True
     left_out = {reason: asdict(found) for reason, found in measuring.jobs.left_out.items()}
-    show(measuring.runs, left_out, asked.as_json)
+    show(measuring.runs, left_out, as_json)
     if stopped:
         print(STOPPED, file=sys.stderr)
     return 130 if stopped else 0
 
 
-def show(runs: Sequence[LiveRun], left_out: dict[str, Any], as_json: bool) -> None:
+def show(runs: Sequence[Run], left_out: dict[str, Any], as_json: bool) -> None:
     """Print the figures of runs on standard output."""
     result = {"servers": live_rows(runs), "pairs": live_pairs(runs), "left_out": left_out}
     if as_json:
@@ -338,9 +307,22 @@ def _names(bases: Sequence[str], given: Sequence[str]) -> list[str]:
     return names
 
 
-def _told_by_folder(folder: Path) -> list[LiveRun]:
-    """Runs, their servers named by the folder: alone where it has only one."""
-    runs = read_live_runs(folder)
+def _runs(folder: Path) -> list[Run]:
+    """Runs in a folder, in order of load, round and server.
+
+    Raises:
+        RunFileError: there is none, or one is of ``replay``.
+    """
+    try:
+        runs = [kept.run for kept in read_runs(folder)]
+        return sorted(runs, key=lambda run: (level_of(run.load), run.round, run.server))
+    except ValueError as error:
+        raise RunFileError(f"{folder} holds no runs of tiered-kv bench: {error}") from error
+
+
+def _named_by_folder(folder: Path) -> list[Run]:
+    """Runs whose servers are named by the folder: alone where it has only one."""
+    runs = _runs(folder)
     several = len({run.server for run in runs}) > 1
     return [
         replace(run, server=f"{folder}/{run.server}" if several else str(folder)) for run in runs

@@ -17,6 +17,7 @@ from tiered_kv.bench.agents.sessions import FIELDS
 from tiered_kv.bench.live.recordings.agent_texts import agent_texts
 from tiered_kv.bench.live.recordings.cache_tester import BLOCK, tester_traces
 from tiered_kv.bench.live.recordings.mooncake import hashed_requests
+from tiered_kv.bench.live.recordings.tracelab import COLUMNS, is_tracelab, tracelab_rounds
 from tiered_kv.bench.sim.workloads.generate import GENERATED, generate
 from tiered_kv.bench.sim.workloads.recorded import coding_agents
 from tiered_kv.bench.sim.workloads.workload import SimJob, SimTurn, Workload
@@ -55,8 +56,8 @@ def load_jobs(source: str, *, count: int, seed: int) -> LiveJobs:
 
     Args:
         source: name of a generated workload, or path of a recording: a file of LMCache's agent
-            traces, of Mooncake's or Bailian's, of kv-cache-tester's, or a folder of the latter.
-            Each file may be gzipped.
+            traces, of Mooncake's or Bailian's, TraceLab's replay CSV, of kv-cache-tester's, or a
+            folder of the latter. Each file may be gzipped.
         count: of generated jobs; a recording has as many as it has.
 
     Raises:
@@ -72,6 +73,8 @@ def load_jobs(source: str, *, count: int, seed: int) -> LiveJobs:
         )
     if path.is_dir():
         return _recorded(tester_traces(path))
+    if is_tracelab(path):
+        return _of(tracelab_rounds(path))
     first = first_row(path)
     if first.keys() >= FIELDS:
         read = agent_texts(path)
@@ -82,7 +85,8 @@ def load_jobs(source: str, *, count: int, seed: int) -> LiveJobs:
     raise RecordingError(
         f"{path} is no recording that is known: neither of LMCache's agent traces "
         f"({', '.join(sorted(FIELDS))}), nor of Mooncake's or Bailian's (hash_ids, timestamp, "
-        "input_length, output_length), nor of kv-cache-tester's (id, requests). It has "
+        "input_length, output_length), nor of kv-cache-tester's (id, requests), nor TraceLab's CSV "
+        f"({', '.join(COLUMNS)}). It has "
         f"{names(first)}: rename its fields"
     )
 

@@ -15,28 +15,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from tiered_kv.bench.agents.client import Hints
+from tiered_kv.bench.agents.jobs import RecordedJobs, digest, mini_swe_jobs, synthetic_jobs
+from tiered_kv.bench.agents.run_files import Ledger, read_runs
 from tiered_kv.bench.output import AsJson, command_line, one_of, progress, run_command
 from tiered_kv.bench.paths import ROOT
-from tiered_kv.bench.replay import figures
-from tiered_kv.bench.replay.ab import PRESETS, Harness, Preset, digest, total_runs
+from tiered_kv.bench.replay.ab import PRESETS, Harness, Preset, total_runs
 from tiered_kv.bench.replay.failures import FAILURES
-from tiered_kv.bench.replay.jobs import RecordedJobs, mini_swe_jobs, synthetic_jobs
 from tiered_kv.bench.replay.kinds import ROUND, longest_context, make_kinds, size_for
-from tiered_kv.bench.replay.ledger import Ledger, read_runs
 from tiered_kv.bench.replay.measure import Replay, Workload, versions
-from tiered_kv.bench.replay.names import (
-    BEYOND,
-    BOUND,
-    CONTROL,
-    IDLE,
-    PRESSURE,
-    REACH,
-    STOCK,
-    TIERED,
-)
-from tiered_kv.bench.replay.play.drive import Hints
-from tiered_kv.bench.replay.report.plot import plot
-from tiered_kv.bench.replay.report.summary import lines, summary, table
+from tiered_kv.bench.replay.names import CALIBRATION
+from tiered_kv.bench.replay.report import lines, plot, rows, summary, table
 from tiered_kv.bench.replay.verify_pin import verify
 from tiered_kv.bench.servers.model import small_model
 from tiered_kv.bench.servers.vllm_server import machine_dtype
@@ -45,8 +34,6 @@ from tiered_kv.policies import registry
 
 OUT = ROOT / ".replay"
 TRACES = Path("../shared/traces/miniswe.jsonl.gz")
-LOADS = (IDLE, PRESSURE, BEYOND)
-SERVERS = (STOCK, CONTROL, TIERED, REACH, BOUND)
 SYNTHETIC_VOCABULARY = 40_000
 """Ids that every model of interest knows."""
 
@@ -183,9 +170,8 @@ def draw(
     """Draw the runs of a folder as PNG and SVG."""
 
     def drawn() -> int:
-        runs = [kept.run for kept in read_runs(out)]
-        runs.sort(key=lambda run: (_place(run.load, LOADS), _place(run.server, SERVERS)))
-        paths = [str(path) for path in plot(figures.rows(runs, forced=False), to or out)]
+        runs = [kept.run for kept in read_runs(out) if kept.run.load != CALIBRATION]
+        paths = [str(path) for path in plot(rows(runs, forced=False), to or out)]
         print(json.dumps({"files": paths}) if as_json else "\n".join(paths))
         return 0
 
@@ -275,14 +261,14 @@ def compare(asked: Asked) -> int:
         runs = bar.add_task("runs", total=total_runs(kinds, preset))
         turns = bar.add_task("turns of this run", total=sum(len(job.turns) for job in jobs))
 
-        def tell(what: str) -> None:
+        def report(what: str) -> None:
             bar.update(runs, completed=len(harness.kept), description=what)
             bar.reset(turns)
             if bar.disable:
                 print(what, file=sys.stderr, flush=True)
 
         replay = Replay(workload, asked.out, on_turn=lambda: bar.advance(turns))
-        harness = Harness(kinds, preset, replay, ledger, tell)
+        harness = Harness(kinds, preset, replay, ledger, seed=asked.seed, report=report)
         try:
             harness.run_all()
         except KeyboardInterrupt:
@@ -299,10 +285,6 @@ def compare(asked: Asked) -> int:
     if stopped:
         print("stopped; --resume goes on from here, no server is left", file=sys.stderr)
     return 130 if stopped else 0
-
-
-def _place(name: str, order: Sequence[str]) -> int:
-    return order.index(name) if name in order else len(order)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from .figures import completions
+from tiered_kv.bench.agents.figures import completions
+from tiered_kv.bench.agents.paired import drawn_order
+from tiered_kv.bench.agents.results import Kept, Run
+from tiered_kv.bench.agents.run_files import Ledger
+from tiered_kv.bench.servers.server_costs import ServerCosts
+
 from .kinds import Kind
-from .ledger import Kept, Ledger
 from .names import BEYOND, BOUND, CALIBRATION, CONTROL, IDLE, PRESSURE, REACH, STOCK, TIERED
-from .results import Run
-from .server_costs import ServerCosts
 
 BEYOND_TIMES = 1.5
 """The highest load's arrival rate over that of pressure."""
@@ -27,8 +28,6 @@ FIRST_RATE = 1.9
 STEEP = 2.5
 """Behind that, slowdown rises about with this power of the rate."""
 BOUNDS = (REACH, BOUND)
-BUSY_CORES = 0.15
-"""Cores from which on a note says that other programs were running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +101,11 @@ class Measure(Protocol):
 
 
 class Harness:
-    """Loads, rounds and servers, in an order that no server gains by.
+    """Loads, rounds and servers, in an order that favours no server (see ``drawn_order``).
 
     Args:
-        tell: told of every run before it starts.
+        seed: of that order.
+        report: called before every run with what it is.
 
     Attributes:
         kept: the runs so far, resumed ones included, those that calibrate left out.
@@ -118,7 +118,9 @@ class Harness:
         preset: Preset,
         measure: Measure,
         ledger: Ledger,
-        tell: Callable[[str], None] = lambda _: None,
+        *,
+        seed: int,
+        report: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.kept: list[Kept] = []
         self.not_started: dict[str, str] = {}
@@ -126,7 +128,8 @@ class Harness:
         self._preset = preset
         self._measure = measure
         self._ledger = ledger
-        self._tell = tell
+        self._seed = seed
+        self._report = report
         self._costs: ServerCosts | None = None
 
     @property
@@ -144,14 +147,14 @@ class Harness:
         busy = [kind for kind in self._kinds if kind.name != CONTROL]
         idle = [kind for kind in self._kinds if not kind.needs_costs]
         for number in range(preset.idle_rounds):
-            for kind in alternate(idle if number == 0 else main, number):
+            for kind in drawn_order(idle if number == 0 else main, self._seed, number):
                 self._one(kind, IDLE, number, None)
         rate = self._calibrate()
         for number in range(preset.rounds):
             alone = number > 0 and preset.bounds_once
             kinds = [kind for kind in busy if not (alone and kind.name in BOUNDS)]
             for load, jobs_per_s in ((PRESSURE, rate), (BEYOND, rate * BEYOND_TIMES)):
-                for kind in alternate(kinds, number):
+                for kind in drawn_order(kinds, self._seed, number):
                     self._one(kind, load, number, jobs_per_s)
 
     def _calibrate(self) -> float:
@@ -189,30 +192,25 @@ class Harness:
 
     def _measured(self, kind: Kind, load: str, number: int, jobs_per_s: float | None) -> Kept | str:
         """A run, measured now or before; the message of a server that did not start."""
-        found = self._ledger.get(load, number, kind.name)
-        if found is None:
-            self._tell(f"{load}, round {number + 1}, {kind.name}")
+
+        def measure() -> Kept | str:
+            self._report(f"{load}, round {number + 1}, {kind.name}")
             try:
-                found = self._measure(kind, load, number, jobs_per_s, self._costs)
+                return self._measure(kind, load, number, jobs_per_s, self._costs)
             except NotStarted as error:
-                found = str(error)
-            self._ledger.put(load, number, kind.name, found)
-        return found
+                return str(error)
+
+        return self._ledger.get_or_measure(load, number, kind.name, measure)
 
 
-def costs_of(runs: Iterable[Run], beside: Run) -> ServerCosts | None:
+def costs_of(runs: Iterable[Run], busy: Run) -> ServerCosts | None:
     """Costs of stock's steps, from its first run at idle and one under load; None if they have
     too few turns."""
     alone = next(run for run in runs if (run.server, run.load) == (STOCK, IDLE))
     try:
-        return ServerCosts.of(alone, beside)
+        return ServerCosts.of(alone, busy)
     except ValueError:
         return None
-
-
-def alternate(kinds: Sequence[Kind], number: int) -> list[Kind]:
-    """The order of round ``number``: every other round the other way."""
-    return list(kinds) if number % 2 == 0 else list(reversed(kinds))
 
 
 def next_rate(tried: Sequence[tuple[float, float]], wanted: float) -> float:
@@ -236,11 +234,6 @@ def nearest_rate(tried: Sequence[tuple[float, float]], wanted: float) -> float:
     return min(tried, key=lambda pair: abs(math.log(pair[1] / wanted)))[0]
 
 
-def digest(jobs: Sequence[object]) -> str:
-    """A name for a workload: equal for equal jobs."""
-    return hashlib.sha256(repr(list(jobs)).encode()).hexdigest()[:16]
-
-
 def total_runs(kinds: Sequence[Kind], preset: Preset) -> int:
     """Largest number of runs, for a progress bar."""
     idle = len(kinds) + 3 * (preset.idle_rounds - 1)
@@ -250,19 +243,7 @@ def total_runs(kinds: Sequence[Kind], preset: Preset) -> int:
     return idle + TRIES - 1 + 2 * busy
 
 
-def unequal(kept: Sequence[Kept]) -> list[str]:
-    """Reasons why runs cannot be compared, a sentence each."""
-    found = []
-    cores = {one.reserved_cpus for one in kept}
-    if len(cores) > 1:
-        found.append(f"servers kept different cores for the framework: {sorted(map(str, cores))}")
-    busy = max((one.other_cores or 0.0 for one in kept), default=0.0)
-    if busy > BUSY_CORES:
-        found.append(f"other programs used up to {busy:.1f} cores during a run")
-    return found
-
-
-def _mean(runs: Iterator[Run] | Sequence[Run]) -> float:
+def _mean(runs: Iterable[Run]) -> float:
     times = [s for run in runs for s in completions(run)]
     if not times:
         raise HarnessError("stock finished no job: there is nothing to calibrate by")

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tiered_kv.bench.agents.results import Run, TurnDone
+
 from .names import STOCK
-from .results import Run, TurnDone
 
 WIDER = 1.5
 """Outputs agree if their differences are at most this many times those of stock's own runs …"""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tiered_kv.bench.replay.play.forcing import SERVER_ARGS, server_env
+from tiered_kv.bench.agents.forcing import SERVER_ARGS, server_env
 from tiered_kv.bench.servers.peers import BehindRouter, Deploy, WithCacheServer, alone
 from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions
 

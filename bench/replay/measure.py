@@ -15,21 +15,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from tiered_kv.bench.replay.play.drive import INTERRUPTED, Hints, drive
-from tiered_kv.bench.replay.play.sources import with_sources
+from tiered_kv.bench.agents.client import Hints
+from tiered_kv.bench.agents.jobs import Job, arrivals
+from tiered_kv.bench.agents.player import drive
+from tiered_kv.bench.agents.results import JobDone, Kept, Run
+from tiered_kv.bench.agents.sources import with_sources
 from tiered_kv.bench.servers.load import cores_of_others, group_members, read_clock
 from tiered_kv.bench.servers.peers import Deployed, Setting
+from tiered_kv.bench.servers.server_costs import ServerCosts
 from tiered_kv.bench.servers.service import ServerError, error_in
 from tiered_kv.bench.servers.vllm_server import MODEL_NAME, VllmServer, machine_dtype, runs_on_cpu
 from tiered_kv.trace.rotation import files_of
 
 from .ab import NotStarted
-from .jobs import Job, arrivals
 from .kinds import TRACE, Kind
-from .ledger import Kept
 from .names import IDLE
-from .results import JobDone, Run
-from .server_costs import ServerCosts
 
 WARM_UP_TURNS = 2
 OPTIONAL_START_S = 180.0
@@ -107,7 +107,6 @@ class Replay:
         """Raises:
         NotStarted: the kind is optional and does not serve.
         MeasureError: another one does not.
-        KeyboardInterrupt: also if only the load generator saw it.
         """
         log = self._folder / "logs" / f"{load}-{number}-{kind.name}.log"
         with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
@@ -208,18 +207,10 @@ class Replay:
         )
 
         async def limited() -> tuple[JobDone, ...]:
-            task = asyncio.ensure_future(work)
-            _, late = await asyncio.wait({task}, timeout=limit_s)
-            if late:
-                task.cancel()
-                await asyncio.wait({task})
-                raise TimeoutError
-            return task.result()
+            async with asyncio.timeout(limit_s):
+                return await work
 
-        done = asyncio.run(limited())
-        if any(job.error == INTERRUPTED for job in done):
-            raise KeyboardInterrupt
-        return done
+        return asyncio.run(limited())
 
 
 def keep_trace(trace: Path, folder: Path) -> None:

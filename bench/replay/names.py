@@ -11,3 +11,5 @@ IDLE, PRESSURE, BEYOND = "idle", "pressure", "beyond"
 CALIBRATION = "calibration"
 """The load of stock's runs that look for the arrival rate. The one that is taken is its first under
 pressure; the others are in no figure."""
+LOADS, SERVERS = (IDLE, PRESSURE, BEYOND), (STOCK, CONTROL, TIERED, REACH, BOUND)
+"""Order of loads and servers in results; others come after them."""

@@ -1,7 +1,7 @@
 """Does the pin hold? A job of five turns, and the VRAM blocks held in each of its gaps.
 
-The original's second test as a command. The job's blocks must rise turn by turn, stay constant
-through every gap, and be free after the last turn.
+The job's blocks must rise turn by turn, stay constant through every gap, and be free after the last
+turn: the second test of Continuum, as a command.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import itertools
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
+from tiered_kv.bench.agents.client import Ask, Hints, ask_over
 from tiered_kv.bench.restore import texts
 from tiered_kv.bench.servers.vllm_server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer
-from tiered_kv.doctor.running_server import events
+from tiered_kv.doctor.running_server import events, totals
 
 from .kinds import BLOCK
 
@@ -174,32 +175,19 @@ class Prober:
         context = texts(self._client, 1, self._pool.first_tokens, self._pool.model)[0]
         gaps = []
         for turn in range(1, TURNS + 1):
-            hints: dict[str, object] = {"job_id": "five-turns", "is_last_step": turn == TURNS}
-            if turn < TURNS:
-                hints |= TOOL
+            last = turn == TURNS
+            hints = Hints.KV_PARAMS.body("five-turns", last, {} if last else TOOL)
             answer = self._ask(context, 4, hints)
-            context = (
-                context + answer + [700 + turn * 100 + i for i in range(self._pool.added_tokens)]
-            )
+            added = [700 + turn * 100 + i for i in range(self._pool.added_tokens)]
+            context = [*context, *answer, *added]
             gaps.append(Gap(self._held(), self._held()))
         return Verdict(tuple(gaps), int(self._handed_over() - handed_over))
 
     def _ask(
-        self, prompt: Sequence[int], max_tokens: int, hints: dict[str, object] | None = None
-    ) -> list[int]:
-        body = {
-            "model": self._pool.model,
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
-        if hints is not None:
-            body["kv_transfer_params"] = hints
-        answer = self._client.post("/v1/completions", json=body).raise_for_status().json()
-        ids: list[int] = answer["choices"][0]["token_ids"]
-        return ids
+        self, prompt: Sequence[int], tokens: int, hints: Mapping[str, object] = {}
+    ) -> tuple[int, ...]:
+        ask = Ask(prompt=prompt, max_tokens=tokens, extra=hints)
+        return ask_over(self._client, self._pool.model, ask).tokens
 
     def _held(self) -> int:
         """Blocks in use between requests. The gauge moves on steps only, so an unrelated request
@@ -208,17 +196,15 @@ class Prober:
         for _ in range(READINGS):
             self._ask([500 + next(self._ticks)], 1)
             time.sleep(0.02)  # /metrics follows the answer
-            readings.append(self._metric(USAGE))
+            readings.append(totals(self._metrics()).get(USAGE, 0.0))
         return round(min(readings) * (self._pool.blocks - 1))  # one block is vLLM's own
 
     def _handed_over(self) -> float:
-        """Pins that a turn took over. None is counted by a server without the connector."""
-        return events(self._client.get("/metrics").raise_for_status().text).get(HANDED_OVER, 0)
+        """Pins that a turn took over; 0 from a server without the connector."""
+        return events(self._metrics()).get(HANDED_OVER, 0)
 
-    def _metric(self, name: str) -> float:
-        text = self._client.get("/metrics").raise_for_status().text
-        found = re.search(rf"^{re.escape(name)}(?:\{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-        return float(found[1]) if found else 0.0
+    def _metrics(self) -> str:
+        return self._client.get("/metrics").raise_for_status().text
 
 
 def _faults(gaps: Sequence[Gap], handed_over: int) -> list[str]:

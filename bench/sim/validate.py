@@ -16,18 +16,18 @@ from typing import Any
 
 import numpy as np
 
+from tiered_kv.bench.agents.client import Hints as ReplayHints
+from tiered_kv.bench.agents.figures import unequal
+from tiered_kv.bench.agents.jobs import Job, Turn, arrivals, digest, mini_swe_jobs
+from tiered_kv.bench.agents.results import Kept, Run
+from tiered_kv.bench.agents.run_files import Ledger
 from tiered_kv.bench.agents.sessions import recording
-from tiered_kv.bench.replay.ab import digest, unequal
-from tiered_kv.bench.replay.jobs import Job, Turn, arrivals, mini_swe_jobs
 from tiered_kv.bench.replay.kinds import Kind, longest_context, make_kinds, size_for
-from tiered_kv.bench.replay.ledger import Kept, Ledger
 from tiered_kv.bench.replay.measure import Replay, versions
 from tiered_kv.bench.replay.measure import Workload as ReplayWorkload
 from tiered_kv.bench.replay.names import BOUND, PRESSURE, STOCK, TIERED
-from tiered_kv.bench.replay.play.drive import Hints as ReplayHints
-from tiered_kv.bench.replay.results import Run
-from tiered_kv.bench.replay.server_costs import ServerCosts
 from tiered_kv.bench.servers.model import small_model
+from tiered_kv.bench.servers.server_costs import ServerCosts
 from tiered_kv.bench.sim.engine.driver import Tiers, simulate
 from tiered_kv.bench.sim.engine.machines import Machine
 from tiered_kv.bench.sim.engine.metrics import Outcome

@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -96,7 +97,8 @@ def pause(client: Client, prompt: Sequence[int], name: str) -> dict[str, float]:
         taken.append(time.perf_counter())
 
     answer = answered_with(client, prompt, 160, name, 40, take)
-    gaps, ends = answer.gaps_ms, answer.times[1:]
+    ends = answer.times[1:]
+    gaps = [1e3 * (end - begin) for begin, end in pairwise(answer.times)]
     began, over = taken
     beside = [gap for gap, end in zip(gaps, ends, strict=True) if began <= end <= over]
     before = [gap for gap, end in zip(gaps, ends, strict=True) if end < began]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tiered_kv.bench.agents.client import Answer, Reading
 from tiered_kv.snapshot.reader import open_snapshot
 
-from .told_answers import Answer, Client
+from .told_answers import Client
 
 TOKENS = 24
 """Tokens of a continuation that are compared."""
@@ -52,13 +53,12 @@ def cut_and_go_on(
         manifest = snapshot.manifest
     so_far = list(manifest.token_ids)
     there = len(so_far) - len(prompt)
-    if so_far != [*prompt, *whole.token_ids[:there]]:
+    if so_far != [*prompt, *whole.tokens[:there]]:
         raise RuntimeError("a snapshot has other tokens than its turn")
-    if there + TOKENS > len(whole.token_ids):
+    if there + TOKENS > len(whole.tokens):
         raise RuntimeError("a snapshot was taken too late to be compared")
-    expected = Answer(
-        whole.token_ids[there : there + TOKENS], whole.logprobs[there : there + TOKENS]
-    )
+    rest = slice(there, there + TOKENS)
+    expected = replace(whole, tokens=whole.tokens[rest], logprobs=whole.logprobs[rest])
     brought = target.post("restores", name=name, exact=True)
     found = target.ask(so_far, TOKENS, manifest.job, brought["cache_salt"])
     control = target.ask(so_far, TOKENS, f"control-{number}", f"control-{number}")
@@ -88,8 +88,8 @@ def answered_with(
 
     thread = threading.Thread(target=run)
 
-    def on_token(answer: Answer) -> None:
-        if len(answer.token_ids) >= at and thread.ident is None:
+    def on_token(answer: Reading) -> None:
+        if len(answer.tokens) >= at and thread.ident is None:
             thread.start()
 
     answer = client.ask(prompt, tokens, job, on_token=on_token)
@@ -100,13 +100,13 @@ def answered_with(
 
 
 def _equal(one: Answer, other: Answer) -> bool:
-    return one.token_ids == other.token_ids and one.logprobs == other.logprobs
+    return one.tokens == other.tokens and one.logprobs == other.logprobs
 
 
 def logprob_distance(one: Answer, other: Answer) -> float:
     """Largest difference of two answers' logprobs, up to the first token that differs."""
     largest = 0.0
-    pairs = zip(one.token_ids, other.token_ids, one.logprobs, other.logprobs, strict=False)
+    pairs = zip(one.tokens, other.tokens, one.logprobs, other.logprobs, strict=False)
     for mine, theirs, a, b in pairs:
         largest = max(largest, abs(a - b))
         if mine != theirs:

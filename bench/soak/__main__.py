@@ -54,11 +54,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import httpx
 import httpx2
 import numpy as np
 import typer
 
-from tiered_kv.bench.agents.openai_client import KEEPALIVE_S
+from tiered_kv.bench.agents.client import SILENCE_S, Ask, ask_over, open_client
 from tiered_kv.bench.output import AsJson, progress, run_benchmark, show
 from tiered_kv.bench.paths import ROOT
 from tiered_kv.bench.replay.kinds import BLOCK, SCHEDULER
@@ -122,14 +123,14 @@ async def soak(
     began = time.monotonic()
 
     async def one(server: VllmServer, tally: Tally) -> None:
-        limits = httpx2.Limits(keepalive_expiry=KEEPALIVE_S)
-        async with httpx2.AsyncClient(
-            base_url=server.url, timeout=900.0, limits=limits, trust_env=False
-        ) as http:
+        async with (
+            open_client(server.url, MODEL_NAME) as openai,
+            httpx2.AsyncClient(base_url=server.url, timeout=SILENCE_S, trust_env=False) as http,
+        ):
             weights = (Path(server.options.model), folder / OTHER_WEIGHTS)
             with_routes = server.options.kv_transfer_config is not None
             snapshots = folder / SNAPSHOTS if with_routes else None
-            site = Site(http, began + seconds, seed, tally, weights, snapshots)
+            site = Site(openai, http, began + seconds, seed, tally, weights, snapshots)
             clients = asyncio.create_task(all_clients(site))
             while not clients.done():
                 now = time.monotonic() - began
@@ -168,18 +169,18 @@ def holdings(server: VllmServer) -> dict[str, int]:
     return {**found, "threads": threads, "descriptors": descriptors}
 
 
-async def settle(server: VllmServer) -> None:
-    """Drop the cache once nothing runs, and return what the server then holds."""
-    async with httpx2.AsyncClient(base_url=server.url, timeout=900.0, trust_env=False) as client:
+def settle(server: VllmServer) -> None:
+    """Reset the cache until nothing is pinned and no order is in flight."""
+    with httpx.Client(base_url=server.url, timeout=SILENCE_S, trust_env=False) as client:
         deadline = time.monotonic() + SETTLE_S
         while time.monotonic() < deadline:
-            await client.post("/reset_prefix_cache")
-            body = {"model": MODEL_NAME, "prompt": [1, 2, 3], "max_tokens": 18, "ignore_eos": True}
-            await client.post("/v1/completions", json=body)  # gauges are told in steps
+            client.post("/reset_prefix_cache")
+            ask = Ask(prompt=[1, 2, 3], max_tokens=18)
+            ask_over(client, MODEL_NAME, ask)  # gauges are reported in steps
             held = holdings(server)
             if not held["pinned_blocks"] and not held["orders_in_flight"]:
                 return
-            await asyncio.sleep(0.5)
+            time.sleep(0.5)
 
 
 def leaks(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
@@ -243,18 +244,18 @@ def measure(minutes: float, seed: int, logs: Path) -> dict[str, Any]:
         task = bar.add_task("seconds", total=60 * minutes)
         servers = {"ours": ours, "stock": control}
         asyncio.run(soak(servers, min(WARM_UP_S, 20 * minutes), seed + 1, folder))
-        asyncio.run(settle(ours))
+        settle(ours)
         before = holdings(ours)
         tallies = asyncio.run(
             soak(servers, 60 * minutes, seed, folder, lambda s: bar.update(task, completed=s))
         )
         metrics = ours.metrics_text()
         deadline = time.monotonic() + SETTLE_S
-        asyncio.run(settle(ours))
+        settle(ours)
         after = holdings(ours)
         while leaks(before, after) and time.monotonic() < deadline:
             time.sleep(1.0)  # an idle server ends the surplus threads of its pools
-            asyncio.run(settle(ours))
+            settle(ours)
             after = holdings(ours)
         for server in servers.values():
             server.check()

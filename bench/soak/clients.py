@@ -9,7 +9,6 @@ newcomers share one.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import shutil
 import time
@@ -20,7 +19,8 @@ from typing import Any
 
 import httpx2
 
-from tiered_kv.bench.servers.vllm_server import MODEL_NAME
+from tiered_kv.bench.agents.client import Ask, trouble
+from tiered_kv.bench.agents.client import Client as OpenAIClient
 
 from .tally import Tally, Turn
 
@@ -56,15 +56,12 @@ LIES: Sequence[dict[str, Any]] = (
 """Reported of tools, or of the turn, whatever comes after it."""
 
 
-class RequestError(Exception):
-    """The server refused a request, or broke off its answer."""
-
-
 @dataclass(slots=True)
 class Site:
     """One server, as its clients see it.
 
     Attributes:
+        openai: sends turns. http: calls the other routes.
         until: monotonic seconds at which they stop.
         weights: folders of the weights that it serves in turn; the first at the start.
         snapshots: folder of its snapshots; None for stock vLLM, which has none.
@@ -73,6 +70,7 @@ class Site:
         generation: part of each ``cache_salt``, so that nothing older is found.
     """
 
+    openai: OpenAIClient
     http: httpx2.AsyncClient
     until: float
     seed: int
@@ -137,79 +135,41 @@ class Client:
     ) -> None:
         """Send a turn and read its answer. Hang up after ``patience_s``."""
         site = self.site
-        body = {
-            "model": MODEL_NAME,
-            "prompt": list(prompt),
-            "max_tokens": tokens,
-            "ignore_eos": True,
-            "temperature": 0,
-            "logprobs": 2,
-            "return_tokens_as_token_ids": True,
-            "stream": True,
-            "cache_salt": f"{self.salt}-{site.generation}",
-            **({} if hints is None else {"kv_transfer_params": hints}),
-        }
+        ask = Ask(
+            prompt=prompt,
+            max_tokens=tokens,
+            session=self.session,
+            salt=f"{self.salt}-{site.generation}",
+            logprobs=2,
+            extra={} if hints is None else {"kv_transfer_params": hints},
+        )
         sent_at, weights, updates = time.monotonic(), site.serving, site.tally.updates
         site.tally.requests += 1
         site.tally.open += 1
         try:
-            async with asyncio.timeout(patience_s):
-                wait_s, chosen, margins = await self._answer(body)
-        except TimeoutError:
-            return  # it has hung up
-        except (httpx2.HTTPError, RequestError) as error:
-            site.tally.errors.append(repr(error))
+            async with asyncio.timeout(patience_s) as patience:
+                answer = await site.openai.ask(ask)
+        except Exception as error:
+            if not patience.expired():  # otherwise it has hung up
+                site.tally.errors.append(f"a turn {trouble(error)}")
             return
         finally:
             site.tally.open -= 1
+        if len(answer.tokens) != tokens:
+            site.tally.errors.append("an answer broke off")
+            return
         same = weights == site.serving and updates == site.tally.updates
         site.tally.turns.append(
             Turn(
                 sent_at,
-                wait_s,
+                answer.ttft_s,
                 hash((tuple(prompt), tokens)),
                 weights if same else None,
-                tuple(chosen),
-                tuple(margins),
+                answer.tokens,
+                answer.margins,
                 newcomer,
             )
         )
-
-    async def _answer(self, body: dict[str, Any]) -> tuple[float, list[str], list[float]]:
-        """Read a whole answer: seconds to its first token, its tokens and their margins.
-
-        Raises:
-            RequestError: it is refused, or incomplete.
-        """
-        began, first = time.monotonic(), None
-        ended = False
-        tokens: list[str] = []
-        margins: list[float] = []
-        headers = {} if self.session is None else {"X-Session-ID": self.session}
-        stream = self.site.http.stream("POST", "/v1/completions", json=body, headers=headers)
-        async with stream as answer:
-            if answer.status_code != 200:
-                text = (await answer.aread()).decode(errors="replace")
-                raise RequestError(f"{answer.status_code}: {text[:200]}")
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: "):
-                    continue
-                if line == "data: [DONE]":
-                    ended = True
-                    continue
-                chunk = json.loads(line[6:])
-                if "error" in chunk:
-                    raise RequestError(line[:200])
-                first = first or time.monotonic() - began
-                logprobs = chunk["choices"][0]["logprobs"]
-                if logprobs is not None:
-                    tokens += logprobs["tokens"]
-                    for best in logprobs["top_logprobs"]:
-                        high, low, *_ = sorted(best.values(), reverse=True)
-                        margins.append(high - low)
-        if first is None or not ended or len(tokens) != body["max_tokens"]:
-            raise RequestError("an answer broke off")
-        return first, tokens, margins
 
 
 async def work(client: Client, name: str) -> None:

@@ -30,7 +30,7 @@ class Turn:
     wait_s: float
     prompt: int
     weights: str | None
-    tokens: tuple[str, ...]
+    tokens: tuple[int, ...]
     margins: tuple[float, ...]
     newcomer: bool = False
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from tiered_kv.bench.agents.client import Answer
 from tiered_kv.bench.cluster.moved import logprob_difference
-from tiered_kv.bench.cluster.turns import Answer
 
 
 def answer(*said: tuple[str, float]) -> Answer:
-    tokens, logprobs = zip(*said, strict=True)
-    return Answer(1.0, {}, tokens, logprobs)
+    words, logprobs = zip(*said, strict=True)
+    return Answer(0.0, 1.0, 1.0, 8, len(words), tokens=tuple(map(hash, words)), logprobs=logprobs)
 
 
 def test_what_two_answers_say_behind_another_token_is_not_compared() -> None:

@@ -43,7 +43,7 @@ def turn(
     newcomer: bool = False,
 ) -> Turn:
     margins = (margin,) * len(tokens)
-    return Turn(sent_at, wait_s, prompt, weights, tuple(tokens), margins, newcomer)
+    return Turn(sent_at, wait_s, prompt, weights, tuple(map(ord, tokens)), margins, newcomer)
 
 
 def test_memory_that_grew_at_first_and_stays_has_no_slope() -> None:

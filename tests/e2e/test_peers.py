@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.bench.replay.jobs import Job, Turn
+from tiered_kv.bench.agents.client import Hints
+from tiered_kv.bench.agents.jobs import Job, Turn
 from tiered_kv.bench.replay.kinds import make_kinds, size_for
 from tiered_kv.bench.replay.measure import Replay, Workload
 from tiered_kv.bench.replay.names import BEHIND_ROUTER, LMCACHE, PRESSURE, ROUTER, TIERED
-from tiered_kv.bench.replay.play.drive import Hints
-from tiered_kv.bench.replay.server_costs import ServerCosts
 from tiered_kv.bench.servers import peers
 from tiered_kv.bench.servers.model import small_model
+from tiered_kv.bench.servers.server_costs import ServerCosts
 
 pytestmark = pytest.mark.e2e
 

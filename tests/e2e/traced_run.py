@@ -18,12 +18,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tiered_kv.bench.hybrid.agents import FIRST_WORD, Load, make_jobs
-from tiered_kv.bench.replay.jobs import Job, Turn
+from tiered_kv.bench.agents.client import Hints
+from tiered_kv.bench.agents.jobs import FIRST_WORD, Job, Load, Turn, make_jobs
+from tiered_kv.bench.agents.player import drive, request_id
+from tiered_kv.bench.agents.results import JobDone
+from tiered_kv.bench.agents.sources import client_name
+from tiered_kv.bench.models.catalogue import VOCABULARY
 from tiered_kv.bench.replay.kinds import BLOCK, SCHEDULER
-from tiered_kv.bench.replay.play.drive import Hints, drive, request_id
-from tiered_kv.bench.replay.play.sources import client_name
-from tiered_kv.bench.replay.results import JobDone
 from tiered_kv.bench.servers.load import group_members
 from tiered_kv.bench.servers.vllm_server import (
     CONNECTOR,
@@ -146,9 +147,9 @@ def run_script(model: Path, folder: Path, seed: int, tell: Callable[[str], None]
     tell("the server starts")
     with VllmServer(_options(model, folder, trace), folder / "server.log") as server:
         tell("agents under pressure")
-        played = _play(server, make_jobs(AGENTS, seed), Hints.KV_PARAMS)
+        played = _play(server, make_jobs(AGENTS, seed, VOCABULARY), Hints.KV_PARAMS)
         tell("jobs that stay open")
-        jobs = make_jobs(replace(AGENTS, jobs=3, turns=2), seed + 1)
+        jobs = make_jobs(replace(AGENTS, jobs=3, turns=2), seed + 1, VOCABULARY)
         opened = [replace(job, name=f"open-{job.name}") for job in jobs]
         left_open = _play(server, opened, Hints.SESSION)
         tell("the server becomes idle")

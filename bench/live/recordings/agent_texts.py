@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiered_kv.bench.agents.left_out import LeftOut
+from tiered_kv.bench.agents.recorded_rows import gap_between
 from tiered_kv.bench.agents.sessions import CHARACTERS_PER_TOKEN, Recorded, read_recording
 from tiered_kv.bench.sim.workloads.workload import SimJob, SimTurn
-
-from .between import gap_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ def agent_texts(path: Path) -> AgentTexts:
     """All jobs of a recording.
 
     Raises:
-        bench.agents.recorded_rows.RecordingError: it cannot be read, or is no such recording.
+        RecordingError: it cannot be read, or is no such recording.
     """
     record = read_recording(path)
     jobs, texts = [], {}
@@ -71,7 +70,7 @@ def _turns(session: Sequence[Recorded], added: Sequence[str]) -> tuple[SimTurn, 
         shared = context if goes_on else 0
         output = max(1, len(turn.answer))
         apart_s = (session[at + 1].at - turn.at) / 1e6 if at + 1 < len(session) else None
-        gap = gap_s(apart_s, output / CHARACTERS_PER_TOKEN)
+        gap = gap_between(apart_s, output / CHARACTERS_PER_TOKEN)
         made.append(SimTurn(shared, len(added[at]), output, gap))
         context = shared + len(added[at]) + output
     return tuple(made)

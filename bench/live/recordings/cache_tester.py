@@ -14,6 +14,7 @@ from typing import Any
 from tiered_kv.bench.agents.recorded_rows import (
     RecordingError,
     Row,
+    gap_between,
     hashes,
     identity,
     json_files,
@@ -27,8 +28,6 @@ from tiered_kv.bench.agents.recorded_rows import (
 from tiered_kv.bench.sim.workloads.recorded import workload_of
 from tiered_kv.bench.sim.workloads.workload import Workload
 
-from .between import gap_s
-
 BLOCK = 64
 """Tokens of a block, where a trace does not say."""
 MOST_HASHED = 2.0
@@ -40,7 +39,7 @@ def tester_traces(path: Path) -> Workload:
     """Jobs of a trace, of a file with one a line, or of a folder of ``*.json``, gzipped or not.
 
     Raises:
-        bench.agents.recorded_rows.RecordingError: it cannot be read, is no such trace, or has no
+        RecordingError: it cannot be read, is no such trace, or has no
             job.
     """
     paths = list(json_files(path)) if path.is_dir() else [path]
@@ -132,4 +131,4 @@ def _gap_s(before: Row | None, request: Row) -> float:
     took_s = known(before, "api_time", real)
     if took_s is not None:
         return max(0.0, apart_s - took_s)
-    return gap_s(apart_s, known(before, "out", whole) or 0)
+    return gap_between(apart_s, known(before, "out", whole) or 0)

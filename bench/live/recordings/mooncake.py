@@ -28,6 +28,7 @@ from tiered_kv.bench.agents.recorded_rows import (
     Row,
     check_times,
     first_row,
+    gap_between,
     hashes,
     identity,
     known,
@@ -36,8 +37,6 @@ from tiered_kv.bench.agents.recorded_rows import (
     whole,
 )
 from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
-
-from .between import gap_s
 
 MOST_ODD = 0.01
 """Share of requests that may be odd."""
@@ -89,7 +88,7 @@ def hashed_requests(path: Path) -> Workload:
     share that beginning.
 
     Raises:
-        bench.agents.recorded_rows.RecordingError: it cannot be read, or is no such trace.
+        RecordingError: it cannot be read, or is no such trace.
     """
     form = _BAILIAN if "parent_chat_id" in first_row(path) else _MOONCAKE
     found = read_rows(path, partial(_request, form))
@@ -172,7 +171,7 @@ def _job(name: str, chain: Sequence[_Request], begins: Mapping[int | str, int]) 
     shared = 0
     for at, request in enumerate(chain):
         following = chain[at + 1] if at + 1 < len(chain) else None
-        gap = gap_s(following.at_s - request.at_s if following else None, request.output)
+        gap = gap_between(following.at_s - request.at_s if following else None, request.output)
         turns.append(SimTurn(shared, request.prompt - shared, request.output, gap))
         shared = _shared(request, following) if following else 0
     first = chain[0]

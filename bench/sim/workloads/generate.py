@@ -22,7 +22,7 @@ from functools import partial
 
 import numpy as np
 
-from tiered_kv.bench.replay.jobs import (
+from tiered_kv.bench.agents.jobs import (
     ADDED_TOKENS,
     ANSWER_TOKENS,
     FIRST_TOKENS,

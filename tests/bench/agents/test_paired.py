@@ -1,14 +1,15 @@
-"""A paired ratio, and how sure it is."""
+"""A paired ratio, its interval, and the order of servers that the interval depends on."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.bench.agents.paired import PairedRatio
+from tiered_kv.bench.agents.paired import PairedRatio, drawn_order
 
 seconds = st.floats(0.1, 1e4)
 
@@ -43,3 +44,52 @@ def test_one_pair_has_a_ratio_and_no_interval() -> None:
 def test_no_pair_is_an_error() -> None:
     with pytest.raises(ValueError, match="no pair"):
         PairedRatio.of([], [])
+
+
+SEEDS = range(400)
+ROUNDS = 4
+
+
+def spells(seed: int) -> list[float]:
+    """Times of consecutive runs on a machine that is slow for two runs, then fast for two."""
+    rng = np.random.default_rng(seed)
+    phase, level = rng.integers(4), rng.uniform(0, 0.04)
+    noise = rng.normal(0, 0.01, 2 * ROUNDS)
+    slow = [1 + level * ((at + phase) % 4 < 2) for at in range(2 * ROUNDS)]
+    return [one + float(more) for one, more in zip(slow, noise, strict=True)]
+
+
+def contains_one(times: list[float], orders: list[list[str]]) -> bool:
+    """Whether the interval of a server over itself does, measured in these orders."""
+    by_server: dict[str, list[float]] = {"a": [], "b": []}
+    for number, order in enumerate(orders):
+        for at, server in enumerate(order):
+            by_server[server].append(times[2 * number + at])
+    ratio = PairedRatio.of(by_server["b"], by_server["a"])
+    assert ratio.low is not None
+    assert ratio.high is not None
+    return ratio.low <= 1 <= ratio.high
+
+
+def test_a_seed_draws_the_same_orders_and_each_server_is_first_half_of_the_time() -> None:
+    servers = ["a", "b", "c"]
+
+    def drawn() -> list[list[str]]:
+        return [drawn_order(servers, seed, number) for seed in SEEDS for number in range(ROUNDS)]
+
+    assert drawn() == drawn()
+    assert {tuple(one) for one in drawn()} == {("a", "b", "c"), ("c", "b", "a")}
+    first = sum(one[0] == "a" for one in drawn())
+    assert abs(first - len(drawn()) / 2) < 3 * math.sqrt(len(drawn())) / 2
+    same = sum(drawn_order(servers, seed, 0) == drawn_order(servers, seed, 1) for seed in SEEDS)
+    assert abs(same - len(SEEDS) / 2) < 3 * math.sqrt(len(SEEDS)) / 2, "rounds are independent"
+
+
+def test_spells_of_noise_do_not_make_a_server_differ_from_itself() -> None:
+    """The interval keeps its promise of 95% with orders that are drawn, not with ones that
+    alternate."""
+    alternating = [["a", "b"], ["b", "a"], ["a", "b"], ["b", "a"]]
+    drawn = [[drawn_order(["a", "b"], seed, number) for number in range(ROUNDS)] for seed in SEEDS]
+    kept = sum(contains_one(spells(seed), drawn[seed]) for seed in SEEDS)
+    assert kept >= 0.93 * len(SEEDS)
+    assert sum(contains_one(spells(seed), alternating) for seed in SEEDS) < 0.85 * len(SEEDS)

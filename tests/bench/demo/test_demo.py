@@ -145,8 +145,8 @@ SILENT = REFUSES.replace("self.answer(500)", "import time; time.sleep(600)")
     ("script", "said"),
     [
         (DIES_OF, "stock vLLM, while its server started: ValueError: the model does not fit."),
-        (REFUSES, "stock vLLM, after 0 of 2 turns: turn 1 of agent-1 was refused"),
-        (SILENT, "turn 1 of agent-1 got no answer for longer than a client waits. Run the demo"),
+        (REFUSES, "stock vLLM, after 0 of 2 turns: agent-1, turn 1 was refused"),
+        (SILENT, "agent-1, turn 1 got no answer for longer than a client waits. Run the demo"),
     ],
 )
 def test_a_run_that_fails_says_in_a_sentence_what_happened_and_where_the_log_is(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from tests.bench.live.stub_server import StubServer, running
+from tests.bench.agents.stub_server import StubServer, running
 from tiered_kv.bench.live.__main__ import app
 
 QUICK = ("--duration", "0.1", "--turns", "2", "--jobs", "3", "--scale", "0.05")
@@ -65,7 +65,7 @@ def test_a_sweep_is_resumed_and_drawn(server: StubServer, tmp_path: Path) -> Non
     resumed = json.loads((tmp_path / "runs" / "sessions-1-0-{}.json".format(
         server.url.removeprefix("http://"))).read_text())  # fmt: skip
     first = next(row for row in said["servers"] if row["sessions"] == 1)
-    assert first["num_jobs"] == len(resumed["jobs"])
+    assert first["num_jobs"] == len(resumed["run"]["jobs"])
     assert len(server.bodies) > before
     done = call("plot", tmp_path, "--json")
     files = [Path(one) for one in json.loads(done.stdout)["files"]]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
-from tiered_kv.bench.live.live_figures import live_pairs, live_rows
-from tiered_kv.bench.live.live_load import Arriving, Load
-from tiered_kv.bench.live.live_run import LiveRun
-from tiered_kv.bench.replay.results import JobDone, TurnDone
+from tiered_kv.bench.agents.results import JobDone, Run, TurnDone
+from tiered_kv.bench.live.report import live_pairs, live_rows
 
-LOAD = Load(Arriving.JPS, 0.5, 60.0)
+LOAD = "jps 0.5"
 
 
 def turn(number: int = 1, ttft_s: float = 0.5, cached: int = 30) -> TurnDone:
@@ -22,9 +21,8 @@ def job(name: str, seconds: float, error: str | None = None, turns: int = 2) -> 
     return JobDone(name, 1.0, 1.0 + seconds, tuple(turn(at + 1) for at in range(turns)), error)
 
 
-def run(server: str, number: int, *jobs: JobDone, tells: bool = True, **more: object) -> LiveRun:
-    made = LiveRun(server, "http://x", LOAD, number, jobs, tells_cached=tells)
-    return LiveRun.from_json({**made.as_json(), **more})
+def run(server: str, number: int, *jobs: JobDone, **more: Any) -> Run:
+    return Run(server, LOAD, number, 0, 0.5, jobs, **more)
 
 
 def test_times_carry_the_names_of_continuums_analysis() -> None:
@@ -51,17 +49,12 @@ def test_jobs_that_failed_are_counted_and_in_no_time() -> None:
     assert row["average_duration"] == 1.0
 
 
-def test_rates_are_over_the_time_from_begin_to_end_with_sub_agents() -> None:
-    agent = job("agent", 1.0, turns=1)
-    made = run("a", 0, job("x", 3.0), job("y", 4.0, turns=1))
-    (row,) = live_rows([LiveRun.from_json({**made.as_json(), "agents": [_json(agent)]})])
-    assert row["turns_per_s"] == pytest.approx(4 / 5)
-    assert row["tokens_per_s"] == pytest.approx(4 * 120 / 5)
+def test_rates_are_over_the_time_from_start_to_end_with_sub_agents() -> None:
+    agents = (job("agent", 1.0, turns=1),)
+    (row,) = live_rows([run("a", 0, job("x", 3.0), job("y", 4.0, turns=1), agents=agents)])
+    assert row["turns_per_s"] == pytest.approx(4 / 4)
+    assert row["tokens_per_s"] == pytest.approx(4 * 120 / 4)
     assert row["num_jobs"] == 2
-
-
-def _json(job: JobDone) -> object:
-    return LiveRun("", "", LOAD, 0, (job,)).as_json()["jobs"][0]
 
 
 def test_hits_are_told_where_the_server_tells_them() -> None:
@@ -69,7 +62,7 @@ def test_hits_are_told_where_the_server_tells_them() -> None:
     (row,) = live_rows([run("a", 0, job("x", 1.0), counts=counts)])
     assert row["hit_ratio"] == pytest.approx(0.3)
     assert row["hits_by_counter"] == {"vram": 0.25, "connector": 0.5}
-    (dumb,) = live_rows([run("a", 0, job("x", 1.0), tells=False)])
+    (dumb,) = live_rows([run("a", 0, job("x", 1.0), reports_cached=False)])
     assert dumb["hit_ratio"] is None
     assert dumb["hits_by_counter"] is None
 

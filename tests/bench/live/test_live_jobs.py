@@ -253,6 +253,50 @@ def test_a_line_ends_with_a_line_feed_alone(form: str, tmp_path: Path) -> None:
     assert load(path).jobs == load(lines(tmp_path / "plain.jsonl", OF_EACH_FORM[form])).jobs
 
 
+TRACELAB = """session_id,round_idx,prefix_len,input_len,output_len,tool_wait_after_ms
+b,1,520,60,40,0
+b,0,500,20,0,1500.5
+7,0,0,300,50,2000
+7,1,350,100,50,250
+7,2,64,36,20,9000
+"""
+
+
+def test_tracelab_s_rounds_are_the_turns_of_their_sessions(tmp_path: Path) -> None:
+    path = tmp_path / "rounds.csv"
+    path.write_text(TRACELAB)
+    b, seven = load(path).jobs
+    assert (b.name, seven.name) == ("b", "7")
+    assert [(turn.shared, turn.added, turn.output) for turn in b.turns] == [
+        (0, 520, 1),  # no round before it has sent its prefix
+        (520, 60, 40),
+    ]
+    assert [turn.gap_s for turn in b.turns] == [1.5005, 0.0]
+    assert [(turn.shared, turn.added) for turn in seven.turns] == [(0, 300), (350, 100), (64, 36)]
+    assert [turn.gap_s for turn in seven.turns] == [2.0, 0.25, 0.0], "nothing follows the last"
+    path.write_bytes(gzip.compress(TRACELAB.encode()))
+    assert load(path).jobs == (b, seven)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("7,3,-1,36,20,9000", r"line 7: prefix_len is -1.0, and not from 0"),
+        ("7,3,1.5,36,20,9000", "line 7: prefix_len is 1.5, and no whole number"),
+        ("7,3,nan,36,20,9000", "line 7: prefix_len is nan, and not from 0"),
+        ("7,3,long,36,20,9000", "line 7: prefix_len is 'long', and no number"),
+        ("7,3,64,36", "line 7: it has no output_len, tool_wait_after_ms"),
+        ("7,2,64,36,20,9000", "session 7 has a round_idx twice"),
+        ('7,3,"64', "line 7: unexpected end of data"),
+    ],
+)
+def test_a_round_that_cannot_be_read_is_refused(row: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "rounds.csv"
+    path.write_text(f"{TRACELAB}{row}\n")
+    with pytest.raises(ValueError, match=said):
+        load(path)
+
+
 ODD_NUMBERS = ("NaN", "Infinity", "-Infinity", "1e999", "-184", "true", '"7"', "[]", "1" + "0" * 30)
 
 

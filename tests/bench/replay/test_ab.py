@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiered_kv.bench.agents.client import Hints
+from tiered_kv.bench.agents.figures import unequal
+from tiered_kv.bench.agents.jobs import Job, Turn, digest
 from tiered_kv.bench.agents.left_out import LeftOut
-from tiered_kv.bench.agents.run_files import RunFileError
+from tiered_kv.bench.agents.paired import drawn_order
+from tiered_kv.bench.agents.results import JobDone, Kept, Run, TurnDone
+from tiered_kv.bench.agents.run_files import Ledger, RunFileError, read_runs
 from tiered_kv.bench.replay.__main__ import Asked, app
 from tiered_kv.bench.replay.ab import (
     BEYOND_TIMES,
@@ -21,23 +26,15 @@ from tiered_kv.bench.replay.ab import (
     HarnessError,
     NotStarted,
     Preset,
-    alternate,
-    digest,
     nearest_rate,
     next_rate,
     total_runs,
-    unequal,
 )
-from tiered_kv.bench.replay.figures import Row
-from tiered_kv.bench.replay.jobs import Job, Turn
 from tiered_kv.bench.replay.kinds import Kind, make_kinds, size_for
-from tiered_kv.bench.replay.ledger import Kept, Ledger, read_runs
-from tiered_kv.bench.replay.measure import Workload
-from tiered_kv.bench.replay.play.drive import Hints
-from tiered_kv.bench.replay.report.summary import lines, summary, table
-from tiered_kv.bench.replay.results import JobDone, Run, TurnDone
-from tiered_kv.bench.replay.server_costs import ServerCosts
+from tiered_kv.bench.replay.measure import Workload, keep_trace
+from tiered_kv.bench.replay.report import Row, lines, summary, table
 from tiered_kv.bench.replay.verify_pin import Gap, Verdict
+from tiered_kv.bench.servers.server_costs import ServerCosts
 
 KINDS = make_kinds("model", size_for([3000], 6400))
 PRESET = Preset(jobs=2, turns=1, idle_jobs=1, idle_rounds=3, rounds=2, pool_tokens=6400)
@@ -79,22 +76,38 @@ class Machine:
 
 
 def harness(folder: Path, machine: Machine, *, resume: bool = False, seed: int = 0) -> Harness:
-    return Harness(KINDS, PRESET, machine, Ledger(folder, {"seed": seed}, resume=resume))
+    ledger = Ledger(folder, {"seed": seed}, resume=resume)
+    return Harness(KINDS, PRESET, machine, ledger, seed=seed)
 
 
-def test_all_loads_are_measured_in_alternating_order(tmp_path: Path) -> None:
+def test_all_loads_are_measured_in_an_order_that_the_seed_draws(tmp_path: Path) -> None:
     machine = Machine()
     done = harness(tmp_path, machine)
     done.run_all()
-    idle = [server for load, server, _ in machine.measured if load == "idle"]
-    first, others = idle[:5], idle[5:]
-    assert first == ["stock", "control", "tiered", "reach", "bound"]
-    assert others == ["tiered", "control", "stock", "stock", "control", "tiered"]
-    pressure = [server for load, server, _ in machine.measured if load == "pressure"]
-    there, back = ["tiered", "reach", "bound"], ["bound", "reach", "tiered", "stock"]
-    assert pressure == [*there, *back], "calibration was the first"
+    names = ["stock", "control", "tiered", "reach", "bound"]
+    for number, servers in enumerate((names, names[:3], names[:3])):
+        idle = [name for load, name, n in machine.measured if (load, n) == ("idle", number)]
+        assert idle == drawn_order(servers, 0, number)
+    pressure = [name for load, name, n in machine.measured if (load, n) == ("pressure", 1)]
+    assert pressure == drawn_order(["stock", "tiered", "reach", "bound"], 0, 1)
+    first = [name for load, name, n in machine.measured if (load, n) == ("pressure", 0)]
+    assert sorted(first) == ["bound", "reach", "tiered"], "calibration was stock's first"
     assert len(machine.measured) <= total_runs(KINDS, PRESET)
     assert set(done.not_started) == {"vllm-offloading", "vllm-simple"}
+
+
+def test_bounds_may_run_in_the_first_round_alone(tmp_path: Path) -> None:
+    machine = Machine()
+    preset = replace(PRESET, bounds_once=True)
+    Harness(KINDS, preset, machine, Ledger(tmp_path, {}, resume=False), seed=0).run_all()
+    for load in ("pressure", "beyond"):
+        by_round = [
+            {name for at, name, n in machine.measured if (at, n) == (load, number)}
+            for number in range(PRESET.rounds)
+        ]
+        assert by_round[0] >= {"reach", "bound", "tiered"}
+        assert by_round[1] == {"stock", "tiered"}
+    assert len(machine.measured) <= total_runs(KINDS, preset)
 
 
 def test_a_router_is_told_what_stocks_steps_cost_and_is_not_run_before_that_is_known(
@@ -124,7 +137,7 @@ def test_a_router_is_told_what_stocks_steps_cost_and_is_not_run_before_that_is_k
 
     kinds = make_kinds("model", size_for([3000], 6400), peers=True)
     ledger = Ledger(tmp_path, {}, resume=False)
-    Harness(kinds, PRESET, Costly(), ledger).run_all()
+    Harness(kinds, PRESET, Costly(), ledger, seed=0).run_all()
     assert told["lmcache idle"] == [None]
     assert "vllm-router idle" not in told
     for name in ("vllm-router", "tiered-behind-router"):
@@ -162,14 +175,15 @@ def test_stopped_and_resumed_is_as_measured_at_once(tmp_path: Path) -> None:
     assert resumed.kept == whole.kept
     assert resumed.not_started == whole.not_started
     assert len(machine.measured) == len(at_once.measured) - 9
-    assert sorted(map(str, read_runs(tmp_path / "parts"))) == sorted(map(str, whole.kept))
+    read = [kept for kept in read_runs(tmp_path / "parts") if kept.run.load != "calibration"]
+    assert sorted(map(str, read)) == sorted(map(str, whole.kept))
 
 
 def test_more_rounds_go_on_from_those_there_are(tmp_path: Path) -> None:
     few, more = harness(tmp_path, Machine()), Machine()
     few.run_all()
     plan = Ledger(tmp_path, {"seed": 0}, resume=True)
-    resumed = Harness(KINDS, replace(PRESET, rounds=3), more, plan)
+    resumed = Harness(KINDS, replace(PRESET, rounds=3), more, plan, seed=0)
     resumed.run_all()
     assert {number for _, _, number in more.measured} == {2}
     assert len(resumed.kept) == len(few.kept) + len(more.measured)
@@ -235,11 +249,6 @@ def test_a_noisy_calibration_goes_on_in_the_middle() -> None:
 def test_a_calibration_that_saw_one_side_only_takes_the_curve_to_be_steep() -> None:
     assert next_rate([(1.0, 3.0 / 2**STEEP)], 3.0) == pytest.approx(2.0)
     assert next_rate([(1.0, 3.0 * 2**STEEP)], 3.0) == pytest.approx(0.5)
-
-
-def test_every_other_round_goes_the_other_way() -> None:
-    assert alternate(KINDS, 0) == KINDS
-    assert alternate(KINDS, 1) == KINDS[::-1]
 
 
 def test_a_workload_is_known_by_its_digest() -> None:
@@ -311,12 +320,29 @@ def test_answers_that_were_not_forced_are_not_compared(tmp_path: Path) -> None:
     assert {row["agrees"] for row in said["rows"]} == {None}
 
 
-def test_the_cpu_preset_is_what_is_published() -> None:
-    preset = PRESETS["cpu"]
-    assert preset.jobs >= 30
-    assert preset.idle_rounds == 5
-    assert preset.rounds == 3
-    assert preset.slowdown == 3.0
+def test_the_presets_are_what_is_published() -> None:
+    cpu, peers = PRESETS["cpu"], PRESETS["peers"]
+    assert (cpu.jobs, cpu.idle_rounds, cpu.rounds, cpu.slowdown) == (30, 5, 3, 3.0)
+    assert (peers.rounds, peers.slowdown, peers.pool_tokens) == (3, 3.0, cpu.pool_tokens)
+
+
+def test_a_run_s_trace_is_kept_with_its_older_files_and_replaces_that_of_an_earlier_try(
+    tmp_path: Path,
+) -> None:
+    scratch, kept = tmp_path / "scratch", tmp_path / "out" / "traces" / "idle-0-tiered"
+    scratch.mkdir()
+    trace = scratch / "trace.jsonl"
+    trace.write_text("newest\n")
+    (scratch / "trace.jsonl.1").write_text("older\n")
+    kept.mkdir(parents=True)
+    (kept / "trace.jsonl.2").write_text("of the run before\n")
+
+    keep_trace(trace, kept)
+
+    assert {file.name: file.read_text() for file in kept.iterdir()} == {
+        "trace.jsonl": "newest\n",
+        "trace.jsonl.1": "older\n",
+    }
 
 
 def run(*arguments: str) -> int:

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiered_kv.bench.agents.figures import compare, recomputed, sources_of
+from tiered_kv.bench.agents.results import JobDone, Run, TurnDone
 from tiered_kv.bench.replay.agreement import agreement, difference, within
-from tiered_kv.bench.replay.figures import closed, idle_ratio, recomputed, row, rows, sources_of
-from tiered_kv.bench.replay.results import JobDone, Run, TurnDone
+from tiered_kv.bench.replay.report import closed, idle_ratio, ratios, row, rows
 
 TOKENS = 40
 
@@ -152,31 +153,62 @@ def test_there_is_no_share_of_no_gap() -> None:
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=2, max_size=6))
-def test_the_idle_interval_holds_the_ratio_and_lies_within_the_rounds(
-    ratios: list[float],
-) -> None:
+def test_the_idle_interval_is_that_of_the_rounds_ratios(factors: list[float]) -> None:
     runs = []
-    for number, ratio in enumerate(ratios):
+    for number, factor in enumerate(factors):
         runs.append(run("stock", [2.0, 4.0], load="idle", number=number))
-        runs.append(run("tiered", [2.0 * ratio, 4.0 * ratio], load="idle", number=number))
+        runs.append(run("tiered", [2.0 * factor, 4.0 * factor], load="idle", number=number))
     found = idle_ratio(runs, "tiered")
     assert found is not None
-    assert found.ratio == pytest.approx(np.mean(ratios))
-    slack = 1e-9
-    assert min(ratios) - slack <= found.low <= found.ratio + slack
-    assert found.ratio - slack <= found.high <= max(ratios) + slack
+    assert found.value == pytest.approx(np.exp(np.mean(np.log(factors))))
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low * found.high == pytest.approx(found.value**2), "symmetric in logarithms"
 
 
-def test_a_round_that_lacks_a_server_does_not_count() -> None:
+def test_a_round_counts_with_the_jobs_that_finished_on_both_servers() -> None:
     runs = [
-        run("stock", [2.0], load="idle"),
-        run("tiered", [2.2], load="idle"),
-        run("stock", [50.0], load="idle", number=1),
+        run("reach", [10, 90], failed=[1]),
+        run("tiered", [11, 11]),
+        run("tiered", [99, 99], number=1),
+        run("reach", [99, 99], number=2),
     ]
-    found = idle_ratio(runs, "tiered")
+    found = compare(runs, "tiered", "reach")
     assert found is not None
-    assert found.ratio == found.low == found.high == pytest.approx(1.1)
-    assert idle_ratio(runs[:1], "tiered") is None
+    assert found.rounds == pytest.approx((1.1,))
+    assert found.mean.value == pytest.approx(1.1)
+    assert found.mean.low is None
+    assert found.jobs == 1
+    assert compare(runs, "tiered", "bound") is None
+    assert compare([run("reach", [9], failed=[0]), run("tiered", [9])], "tiered", "reach") is None
+
+
+def test_ours_are_told_against_each_server_under_each_load_but_idle() -> None:
+    names = ("stock", "tiered", "reach", "bound", "control")
+    runs = [run(name, [2.0, 4.0], load=load) for load in ("idle", "beyond") for name in names]
+    runs += [run(name, [3.0, 9.0], load="beyond", number=1) for name in ("stock", "tiered")]
+    found = ratios(runs)
+    assert [(one["load"], one["server"]) for one in found] == [
+        ("beyond", "stock"),
+        ("beyond", "reach"),
+        ("beyond", "bound"),
+    ]
+    assert found[0]["rounds"] == [1.0, 1.0]
+    assert found[0]["mean"] == found[0]["p90"] == {"ratio": 1.0, "low": 1.0, "high": 1.0}
+    assert found[1]["mean"]["low"] is None, "one round has no interval"
+
+
+def test_the_interval_is_that_of_pairs_and_not_of_the_times_themselves() -> None:
+    """Jobs take from a second to a hundred; ours takes a tenth less for each."""
+    times = [float(2**at) for at in range(8)]
+    runs = []
+    for number in range(3):
+        runs.append(run("stock", times, number=number))
+        runs.append(run("tiered", [0.9 * time for time in times], number=number))
+    found = compare(runs, "tiered", "stock")
+    assert found is not None
+    for one in (found.mean, found.p90, found.p95):
+        assert (one.value, one.low, one.high) == pytest.approx((0.9, 0.9, 0.9))
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.1])

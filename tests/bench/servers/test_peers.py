@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.bench.servers.test_server import running, scripted
-from tiered_kv.bench.replay.server_costs import ServerCosts
 from tiered_kv.bench.servers import peers as peers_module
 from tiered_kv.bench.servers.peers import (
     BehindRouter,
@@ -20,6 +19,7 @@ from tiered_kv.bench.servers.peers import (
     alone,
     program_scheduling,
 )
+from tiered_kv.bench.servers.server_costs import ServerCosts
 from tiered_kv.bench.servers.service import ServerError
 from tiered_kv.bench.servers.vllm_server import ServerOptions, VllmServer
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tiered_kv.bench.agents.recorded_rows import RecordingError
+from tiered_kv.bench.agents.results import JobDone, Run, TurnDone
 from tiered_kv.bench.agents.run_files import RunFileError
 from tiered_kv.bench.replay.measure import MeasureError
-from tiered_kv.bench.replay.results import JobDone, Run, TurnDone
 from tiered_kv.bench.servers.model import ModelError
 from tiered_kv.bench.servers.service import ServerError
 from tiered_kv.bench.sim.__main__ import app

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.e2e.asking import BLOCKS, PATIENCE_S
-from tiered_kv.bench.replay.play.forcing import SERVER_ARGS, server_env
+from tiered_kv.bench.agents.forcing import SERVER_ARGS, server_env
 from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, VllmServer
 
 

@@ -11,11 +11,12 @@ import httpx
 import pytest
 
 from tests.e2e.asking import EVENT_S
-from tiered_kv.bench.replay.jobs import Job, Turn
-from tiered_kv.bench.replay.play.drive import Hints, drive
-from tiered_kv.bench.replay.play.forcing import XARG
-from tiered_kv.bench.replay.play.sources import with_sources
-from tiered_kv.bench.replay.results import JobDone
+from tiered_kv.bench.agents.client import Hints
+from tiered_kv.bench.agents.forcing import XARG
+from tiered_kv.bench.agents.jobs import Job, Turn
+from tiered_kv.bench.agents.player import drive
+from tiered_kv.bench.agents.results import JobDone
+from tiered_kv.bench.agents.sources import with_sources
 from tiered_kv.bench.restore import texts
 from tiered_kv.bench.servers.vllm_server import MODEL_NAME, VllmServer
 

@@ -1,0 +1,353 @@
+"""The client of every load generator: one turn over an OpenAI route, timed.
+
+A prompt is a list of messages (``/v1/chat/completions``), or a text or token ids
+(``/v1/completions``). ``Client`` streams over the OpenAI SDK. ``ask_over`` sends over a connection
+that the caller has already, streamed or whole. Without our plugin, a server reports only with whole
+answers where a prompt's KV came from.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, TypeAlias
+
+import httpx
+import httpx2  # what the OpenAI SDK is built on
+from openai import APIStatusError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
+from openai.types import Completion
+
+from .forcing import XARG
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""A text, token ids, or messages."""
+
+SILENCE_S = 900.0
+"""Longest wait for a server's next bytes: under load a turn waits for minutes."""
+KEEPALIVE_S = 2.0
+"""Connections idle for longer are not reused: vLLM's server closes them after 5 s, and a request
+sent at that moment would be lost."""
+SESSION_HEADER = "X-Session-ID"
+"""Routers keep a job on one server by this header."""
+
+
+class AnswerError(Exception):
+    """A server's answer cannot be used; the message says why."""
+
+
+class Api(Enum):
+    """Route for jobs whose turns are texts."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+
+
+class Hints(Enum):
+    """Form in which a request names its job, of those that ``policies.jobs.hints`` reads."""
+
+    KV_PARAMS = "kv-params"
+    """In ``kv_transfer_params``."""
+    XARGS = "xargs"
+    """In ``vllm_xargs``."""
+    SESSION = "session"
+    """As ``session_id``, which cannot mark a turn as the last."""
+    TOP_LEVEL = "top-level"
+    """At the top level, as Continuum's clients do: only ``JobMiddleware`` reads it."""
+    NONE = "none"
+
+    def body(self, job_id: str, is_last_step: bool, tool: Mapping[str, str] = {}) -> dict[str, Any]:
+        """Fields of a request's body.
+
+        Args:
+            tool: ``tool_name`` and ``tool_command`` of the tool that runs after the turn.
+        """
+        hint = {"job_id": job_id, "is_last_step": is_last_step}
+        bodies: dict[Hints, dict[str, Any]] = {
+            Hints.KV_PARAMS: {"kv_transfer_params": {**hint, **tool}},
+            Hints.XARGS: {"vllm_xargs": {**hint, **tool}},
+            Hints.SESSION: {"session_id": job_id},
+            Hints.TOP_LEVEL: hint,
+            Hints.NONE: {},
+        }
+        return bodies[self]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A turn's request.
+
+    Attributes:
+        max_tokens: length of the answer. The model's own end of text is ignored.
+        session: value of ``X-Session-ID``; None sends none.
+        salt: ``cache_salt``; None sends none.
+        forced: token ids that the server must answer; it needs ``forcing.SERVER_ARGS``.
+        logprobs: alternatives for each answered token; None asks for no logprobs.
+        extra: further fields of the body, such as ``Hints.body``.
+        plain: send only what OpenAI's own API has. The answer may then end early.
+    """
+
+    prompt: Prompt
+    max_tokens: int
+    session: str | None = None
+    salt: str | None = None
+    forced: Sequence[int] | None = None
+    logprobs: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    plain: bool = False
+
+    @property
+    def is_chat(self) -> bool:
+        """True if the prompt is a list of messages."""
+        return not isinstance(self.prompt, str) and isinstance(self.prompt[0], Mapping)
+
+    @property
+    def is_ids(self) -> bool:
+        """True if the prompt is a list of token ids."""
+        return not isinstance(self.prompt, str) and not self.is_chat
+
+    def fields(self, model: str) -> dict[str, Any]:
+        """The part of the body that OpenAI's API has."""
+        said: dict[str, Any] = {"model": model, "max_tokens": self.max_tokens, "temperature": 0}
+        said["messages" if self.is_chat else "prompt"] = self.prompt
+        return said if self.logprobs is None else {**said, "logprobs": self.logprobs}
+
+    def more_fields(self) -> dict[str, Any]:
+        """The part of the body that only vLLM has."""
+        if self.plain:
+            return {}
+        body: dict[str, Any] = {**self.extra, "ignore_eos": True}
+        if self.is_ids:
+            body["return_token_ids"] = True
+        if self.logprobs:  # two tokens of one text would be one key among the alternatives
+            body["return_tokens_as_token_ids"] = True
+        if self.salt is not None:
+            body["cache_salt"] = self.salt
+        if self.forced is not None:
+            body["vllm_xargs"] = {**body.get("vllm_xargs", {}), XARG: tuple(self.forced)}
+        return body
+
+    def headers(self) -> dict[str, str]:
+        """Headers of the request."""
+        return {} if self.session is None else {SESSION_HEADER: self.session}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A complete answer.
+
+    Attributes:
+        sent_at: seconds of ``time.perf_counter`` when it was sent.
+        ttft_s: from sending to the first token; to the end where tokens are no text, such as half
+            a character. latency_s: to the last token. Seconds.
+        text: without the model's reasoning.
+        cached_tokens: of the prompt, as the server reports them; None if it does not.
+        tokens: ids, if the prompt was token ids. times: arrival of each, as ``sent_at``.
+        logprobs: raw, of these tokens, if asked for. margins: lead of the best over the second
+            best alternative, in nats, if two were asked for.
+        sources: prompt tokens by where their KV came from, in the connector's names; empty
+            without the connector, and in streams without its plugin.
+    """
+
+    sent_at: float
+    ttft_s: float
+    latency_s: float
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int | None = None
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    times: tuple[float, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    margins: tuple[float, ...] = ()
+    sources: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def ms(self) -> float:
+        """Milliseconds until all of it had arrived."""
+        return 1e3 * self.latency_s
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Streams turns from one server over the OpenAI SDK; see ``open_client``."""
+
+    openai: AsyncOpenAI
+    model: str
+
+    async def ask(self, ask: Ask) -> Answer:
+        """Send a turn and read its answer. Cancelling hangs up.
+
+        Raises:
+            AnswerError: an answer without usage or token ids, or not the forced one.
+            Exception: no answer, or half of one. The SDK passes some errors of its connections on
+                as they are; see ``trouble``.
+        """
+        api: Any = self.openai.chat.completions if ask.is_chat else self.openai.completions
+        reading = Reading(ask)
+        stream = await api.create(
+            **ask.fields(self.model),
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=ask.more_fields(),
+            extra_headers=ask.headers(),
+        )
+        async with stream:
+            async for chunk in stream:
+                reading.add(chunk)
+        return reading.answer()
+
+
+@asynccontextmanager
+async def open_client(
+    base_url: str, model: str, api_key: str = "none", silence_s: float = SILENCE_S
+) -> AsyncIterator[Client]:
+    """A client that neither limits the load nor retries, without any proxy.
+
+    Args:
+        base_url: without ``/v1``.
+        silence_s: longest wait for the server's next bytes.
+    """
+    limits = httpx2.Limits(
+        max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
+    )
+    http = DefaultAsyncHttpxClient(trust_env=False, timeout=silence_s, limits=limits)
+    async with AsyncOpenAI(
+        base_url=f"{base_url}/v1", api_key=api_key, http_client=http, max_retries=0
+    ) as openai:
+        yield Client(openai, model)
+
+
+def ask_over(
+    http: httpx.Client,
+    model: str,
+    ask: Ask,
+    *,
+    on_token: Callable[[Reading], None] | None = None,
+) -> Answer:
+    """Send a turn of token ids over an open connection, and block until it is answered.
+
+    Args:
+        on_token: called with the answer so far after each token, which has the answer streamed.
+
+    Raises:
+        httpx.HTTPError: it was not answered, or refused.
+        AnswerError: see ``Client.ask``.
+    """
+    body = {**ask.fields(model), **ask.more_fields()}
+    reading = Reading(ask)
+    if on_token is None:
+        reply = http.post("/v1/completions", json=body, headers=ask.headers())
+        reading.add(Completion.construct(**reply.raise_for_status().json()))
+        return reading.answer()
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    with http.stream("POST", "/v1/completions", json=body, headers=ask.headers()) as stream:
+        if stream.is_error:
+            raise AnswerError(f"{stream.status_code}: {stream.read().decode(errors='replace')}")
+        for line in stream.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                raise AnswerError(line)
+            reading.add(Completion.construct(**chunk))
+            on_token(reading)
+    return reading.answer()
+
+
+class Reading:
+    """An answer while it arrives, in one piece or in chunks. Sent when this is created.
+
+    Attributes:
+        tokens: ids so far.
+    """
+
+    def __init__(self, ask: Ask) -> None:
+        self.tokens: list[int] = []
+        self._ask = ask
+        self._sent_at = time.perf_counter()
+        self._first: float | None = None
+        self._last = 0.0
+        self._times: list[float] = []
+        self._text: list[str] = []
+        self._logprobs: list[float] = []
+        self._margins: list[float] = []
+        self._usage: Any = None
+        self._sources: Mapping[str, int] = {}
+
+    def add(self, chunk: Any) -> None:
+        """Add a chunk, or the whole answer, as the SDK parses it."""
+        now = time.perf_counter()
+        self._usage = chunk.usage or self._usage
+        params = (chunk.model_extra or {}).get("kv_transfer_params") or {}
+        self._sources = params.get("tiered_kv") or self._sources
+        for choice in chunk.choices:
+            ids = (choice.model_extra or {}).get("token_ids") or []
+            text, reasoning = _text_of(choice)
+            if not (ids or text or reasoning):
+                continue
+            self._first = now if self._first is None else self._first
+            self._last = now
+            self._text.append(text)
+            self.tokens += ids
+            self._times += [now] * len(ids)
+            if choice.logprobs is not None:
+                self._logprobs += choice.logprobs.token_logprobs or []
+                self._margins += map(_margin, choice.logprobs.top_logprobs or [])
+
+    def answer(self) -> Answer:
+        """The complete answer.
+
+        Raises:
+            AnswerError: it lacks usage or token ids, or is not the forced one.
+        """
+        usage, ended_at = self._usage, time.perf_counter()
+        if usage is None or not usage.completion_tokens:
+            raise AnswerError("an answer without usage: the server does not report its tokens")
+        if self._ask.is_ids and not self.tokens:
+            raise AnswerError("an answer without token ids")
+        if self._ask.forced is not None and self.tokens != list(self._ask.forced):
+            raise AnswerError("the server did not answer the forced tokens")
+        details = usage.prompt_tokens_details
+        return Answer(
+            sent_at=self._sent_at,
+            ttft_s=(ended_at if self._first is None else self._first) - self._sent_at,
+            latency_s=(self._last or ended_at) - self._sent_at,
+            prompt_tokens=usage.prompt_tokens,
+            output_tokens=usage.completion_tokens,
+            cached_tokens=None if details is None else details.cached_tokens,
+            text="".join(self._text),
+            tokens=tuple(self.tokens),
+            times=tuple(self._times),
+            logprobs=tuple(self._logprobs),
+            margins=tuple(self._margins) if (self._ask.logprobs or 0) > 1 else (),
+            sources=self._sources,
+        )
+
+
+def trouble(error: Exception) -> str:
+    """What happened to a turn that got no answer, to follow the turn's name."""
+    if isinstance(error, APITimeoutError):
+        return "got no answer for longer than a client waits"
+    if isinstance(error, APIStatusError):
+        return f"was refused: {error.message}"
+    return f"got no answer: {error!r}"
+
+
+def _text_of(choice: Any) -> tuple[str, str]:
+    """Text of a chunk, and the model's reasoning in it."""
+    if hasattr(choice, "text"):
+        return choice.text or "", ""
+    extra: Mapping[str, Any] = choice.delta.model_extra or {}
+    return choice.delta.content or "", extra.get("reasoning_content") or extra.get(
+        "reasoning"
+    ) or ""
+
+
+def _margin(alternatives: Mapping[str, float]) -> float:
+    """Lead of the best alternative over the second best, nats; infinite if there is only one."""
+    best, *others = sorted(alternatives.values(), reverse=True)
+    return best - others[0] if others else float("inf")

@@ -1,0 +1,168 @@
+"""Figures of runs: times, sources of prompts, and one server against another in pairs."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .paired import PairedRatio
+from .results import JobDone, Kept, Run, TurnDone
+
+BUSY_CORES = 0.15
+"""Cores from which on a note says that other programs were running."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One server over another under one load, over the rounds that have both.
+
+    In a round count the jobs that finished on both; for tokens a second all that was answered.
+
+    Attributes:
+        rounds: ratio of the mean completion times in each round.
+        jobs: pairs of jobs, over all rounds.
+        mean, p90, p95: of completion times. ttft: of mean times to the first token.
+        tpot: of mean times from one token of an answer to the next; None where a server sends
+            answers in one piece.
+        tokens_per_s: of prompts and answers, from a run's start to its end.
+    """
+
+    rounds: tuple[float, ...]
+    jobs: int
+    mean: PairedRatio
+    p90: PairedRatio
+    p95: PairedRatio
+    ttft: PairedRatio
+    tpot: PairedRatio | None
+    tokens_per_s: PairedRatio
+
+
+def compare(runs: Iterable[Run], server: str, over: str) -> Compared | None:
+    """Compare two servers by runs of one load; None if no job finished on both in a round."""
+    by_name = {(run.server, run.round): run for run in runs}
+    numbers = sorted(number for name, number in by_name if name == server)
+    pairs = [
+        (by_name[server, number], by_name[over, number], among)
+        for number in numbers
+        if (over, number) in by_name
+        and (among := common([by_name[server, number], by_name[over, number]]))
+    ]
+    if not pairs:
+        return None
+    figures = [[_figures(run, among) for run in both] for *both, among in pairs]
+
+    def ratio(name: str) -> PairedRatio | None:
+        found = [(one[name], other[name]) for one, other in figures]
+        known = [pair for pair in found if all(one > 0 for one in pair)]
+        return PairedRatio.of(*zip(*known, strict=True)) if known else None
+
+    def certain(name: str) -> PairedRatio:
+        found = ratio(name)
+        if found is None:
+            raise ValueError(f"no round has a {name} of both servers")
+        return found
+
+    return Compared(
+        rounds=tuple(one["mean"] / other["mean"] for one, other in figures),
+        jobs=sum(len(among) for *_, among in pairs),
+        mean=certain("mean"),
+        p90=certain("p90"),
+        p95=certain("p95"),
+        ttft=certain("ttft"),
+        tpot=ratio("tpot"),
+        tokens_per_s=certain("tokens_per_s"),
+    )
+
+
+def _figures(run: Run, among: frozenset[str]) -> dict[str, float]:
+    times = completions(run, among)
+    turns = [turn for job in run.jobs if job.name in among for turn in job.turns]
+    p90, p95 = np.quantile(times, (0.9, 0.95))
+    return {
+        "mean": mean(times),
+        "p90": float(p90),
+        "p95": float(p95),
+        "ttft": mean(turn.ttft_s for turn in turns),
+        "tpot": mean(tpots(turns)),
+        "tokens_per_s": tokens(run.turns) / run.span_s,
+    }
+
+
+def completions(run: Run, among: frozenset[str] | None = None) -> list[float]:
+    """Completion times of the run's finished jobs, seconds, in order of their names."""
+    jobs = sorted(run.finished, key=lambda job: job.name)
+    return [job.completion_s for job in jobs if among is None or job.name in among]
+
+
+def common(runs: Iterable[Run]) -> frozenset[str]:
+    """Names of the jobs that finished in every run."""
+    names = [{job.name for job in run.finished} for run in runs]
+    return frozenset(set.intersection(*names))
+
+
+def sources_of(turn: TurnDone) -> dict[str, int]:
+    """Prompt tokens by tier; "cached" where the server does not report which."""
+    if turn.sources:
+        return dict(turn.sources)
+    return {"cached": turn.cached_tokens, "recomputed": turn.prompt_tokens - turn.cached_tokens}
+
+
+def sum_sources(turns: Iterable[TurnDone]) -> dict[str, int]:
+    """Prompt tokens of all turns by tier."""
+    total: Counter[str] = Counter()
+    for turn in turns:
+        total.update(sources_of(turn))
+    return dict(total)
+
+
+def recomputed(job: JobDone) -> int:
+    """Prompt tokens that were computed although the previous turn's context held them."""
+    known = found = 0
+    for turn in job.turns:
+        new = turn.prompt_tokens - known
+        found += max(0, sources_of(turn).get("recomputed", 0) - new)
+        known = turn.prompt_tokens + turn.output_tokens
+    return found
+
+
+def tpots(turns: Iterable[TurnDone]) -> list[float]:
+    """Seconds a token after the first, of every answer that has more than one."""
+    return [
+        (turn.latency_s - turn.ttft_s) / (turn.output_tokens - 1)
+        for turn in turns
+        if turn.output_tokens > 1
+    ]
+
+
+def tokens(turns: Iterable[TurnDone]) -> int:
+    """Tokens of prompts and answers."""
+    return sum(turn.prompt_tokens + turn.output_tokens for turn in turns)
+
+
+def by_number(jobs: Iterable[JobDone]) -> dict[int, list[TurnDone]]:
+    """Turns of each number, 1 for the first."""
+    grouped: dict[int, list[TurnDone]] = defaultdict(list)
+    for job in jobs:
+        for turn in job.turns:
+            grouped[turn.turn].append(turn)
+    return dict(sorted(grouped.items()))
+
+
+def mean(values: Iterable[float]) -> float:
+    """The mean; NaN of nothing."""
+    return float(np.mean(list(values) or [np.nan]))
+
+
+def unequal(kept: Sequence[Kept]) -> list[str]:
+    """Reasons why runs cannot be compared, a sentence each."""
+    found = []
+    cores = {one.reserved_cpus for one in kept}
+    if len(cores) > 1:
+        found.append(f"servers kept different cores for the framework: {sorted(map(str, cores))}")
+    busy = max((one.other_cores or 0.0 for one in kept), default=0.0)
+    if busy > BUSY_CORES:
+        found.append(f"other programs used up to {busy:.1f} cores during a run")
+    return found

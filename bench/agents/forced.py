@@ -1,0 +1,80 @@
+"""A logits processor that makes the model say what was recorded. Runs inside vLLM.
+
+    --logits-processors bench.agents.forced:ForcedTokens
+
+A request whose ``vllm_xargs`` hold ``{"forced_tokens": [id, ...]}`` is answered with these ids;
+beyond the last of them the model speaks for itself. The model is run as ever, and only what is
+sampled is changed. vLLM takes raw logprobs before any processor runs (``--logprobs-mode
+raw_logprobs``, its default), so those of the forced tokens are the model's own.
+
+The interface is that of vLLM's V1 model runner; see ``forcing`` for a server's flags
+and environment.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
+
+from .forcing import XARG
+
+
+class ForcedTokens(LogitsProcessor):  # type: ignore[misc]
+    """Forces the ids of those requests in the batch that carry some.
+
+    How far a request has come is the length of its output, which vLLM keeps: nothing is counted
+    here, so that requests may be preempted and come back.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._vocabulary: int = vllm_config.model_config.get_vocab_size()
+        self._forced: dict[int, tuple[list[int], list[int]]] = {}
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Runs when a request comes in: vLLM answers 400.
+
+        Raises:
+            ValueError: something else than a list of token ids was sent.
+        """
+        said = (sampling_params.extra_args or {}).get(XARG)
+        if said is not None and not _are_ids(said):
+            raise ValueError(f"{XARG} must be a list of token ids")
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        process_dict_updates(self._forced, batch_update, self._new)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Leave each forced row one choice, in place.
+
+        Args:
+            logits: (requests, vocabulary), float32.
+        """
+        rows, ids = [], []
+        for row, (forced, output) in self._forced.items():
+            if len(output) < len(forced):
+                rows.append(row)
+                ids.append(forced[len(output)])
+        if rows:
+            logits[rows] = -torch.inf
+            logits[rows, ids] = 0.0
+        return logits
+
+    def _new(
+        self, params: SamplingParams, prompt: list[int] | None, output: list[int]
+    ) -> tuple[list[int], list[int]] | None:
+        forced: Any = (params.extra_args or {}).get(XARG)
+        # An id beyond the vocabulary is only known here, where an error would end the engine.
+        if not _are_ids(forced) or any(token >= self._vocabulary for token in forced):
+            return None
+        return forced, output
+
+
+def _are_ids(said: Any) -> bool:
+    return isinstance(said, list) and all(type(token) is int and token >= 0 for token in said)

@@ -1,0 +1,28 @@
+"""Forced outputs as both sides name them: the client, and the processor inside the server.
+
+Imports neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import tiered_kv
+
+XARG = "forced_tokens"
+"""The name in ``vllm_xargs`` under which the ids travel, a JSON list of integers."""
+
+SERVER_ARGS = ("--logits-processors", "tiered_kv.bench.agents.forced:ForcedTokens")
+"""Arguments of a server that forces; vLLM's default ``--logprobs-mode`` stays raw."""
+
+
+def server_env() -> dict[str, str]:
+    """Environment of such a server: it must find this package from any folder, and the
+    model runner whose interface the processor has (the only one on CPU)."""
+    path = os.environ.get("PYTHONPATH")
+    ours = str(Path(tiered_kv.__file__).parents[1])
+    return {
+        "PYTHONPATH": f"{ours}{os.pathsep}{path}" if path else ours,
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+    }

@@ -1,0 +1,279 @@
+"""Jobs as load generators play them, fixed before the first run: recorded ones and synthetic ones.
+
+A job's prompt grows turn by turn: the previous prompt, its answer, and what the agent's tool
+returned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from .left_out import LeftOut
+from .recorded_rows import gap_between
+from .sessions import Recorded, read_recording
+
+# The synthetic workload of Continuum (arXiv 2511.02230): seven gaps, one of them long, contexts of
+# 2,900 tokens at the end. How they grow is chosen here: a quarter of it in the first turn.
+SHORT_GAPS, SHORT_S, LONG_S = 6, (0.05, 0.3), (2.0, 5.0)
+FIRST_TOKENS, ADDED_TOKENS, ANSWER_TOKENS = 750, 250, 50
+FIRST_WORD = 3
+"""Token ids below it are special."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request and the pause after it.
+
+    Attributes:
+        added: token ids that the prompt gains after the previous prompt and its answer.
+        answer: token ids of the recorded answer; empty if there is none.
+        gap_s: seconds from the answer, and from the end of its sub-agents, to the next turn; 0
+            after the last.
+        kept: leading fraction of the context that the prompt keeps, below 1 where an agent
+            compacted it. Only of texts.
+        tool, tool_name: command and name of the tool that runs in the gap; may be empty.
+        agents: sub-agents that start when the answer ends.
+        length: tokens of an answer that is not recorded.
+        text: text that the prompt gains, in place of ``added``.
+    """
+
+    added: tuple[int, ...]
+    answer: tuple[int, ...]
+    gap_s: float
+    kept: float = 1.0
+    tool: str = ""
+    tool_name: str = ""
+    agents: tuple[Job, ...] = ()
+    length: int = 0
+    text: str = ""
+
+    @property
+    def output(self) -> int:
+        """Tokens of the answer."""
+        return len(self.answer) or self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An agent's work. Its turns are all token ids, or all texts.
+
+    Attributes:
+        name: unique in a workload.
+        salt: jobs share cached prefixes only under the same salt; may be empty.
+        system: the system's message of a job of texts; may be empty.
+    """
+
+    name: str
+    salt: str
+    turns: tuple[Turn, ...]
+    system: str = ""
+
+    @property
+    def is_text(self) -> bool:
+        """True if its turns are texts."""
+        return bool(self.turns[0].text)
+
+    @property
+    def context(self) -> int:
+        """Tokens after its last answer; of a job of token ids."""
+        return sum(len(turn.added) + turn.output for turn in self.turns)
+
+    def prompt(self, turn_index: int) -> list[int]:
+        """The prompt of a turn, the first being 0, if all answers are the recorded ones."""
+        context: list[int] = []
+        for turn in self.turns[:turn_index]:
+            context += [*turn.added, *turn.answer]
+        return [*context, *self.turns[turn_index].added]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedJobs:
+    """Jobs of a recording.
+
+    Attributes:
+        left_out: by the reason: ``nulls`` in the record, ``too_short`` (or prompts that do not go
+            on from one another) and ``too_long``.
+    """
+
+    jobs: list[Job]
+    left_out: Mapping[str, LeftOut]
+
+
+class Tokenizer(Protocol):
+    """The used part of a tokenizer of transformers."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+
+def mini_swe_jobs(
+    path: Path,
+    tokenizer: Tokenizer,
+    *,
+    count: int,
+    turns: int,
+    seed: int,
+    longest: int | None = None,
+) -> RecordedJobs:
+    """``count`` jobs of the first ``turns`` turns of recorded sessions, in random order.
+
+    Sessions are left out and counted if they are shorter, if a prompt does not continue the one
+    before, or if a context gets too long. When fewer than ``count`` remain, they are repeated: each
+    copy has its own name and salt, and so shares nothing with any other job.
+
+    The record has only the times of requests: see ``gap_between``.
+
+    Args:
+        path: JSON lines with ``session_id``, ``timestamp`` in µs, ``input`` and ``output``, plain
+            or gzipped. ``input`` may lack the answers, as that of mini-swe-agent does.
+        longest: most tokens of a context; None: any.
+
+    Raises:
+        RecordingError: the file cannot be read or is no such recording.
+        ValueError: no session is left; the message says why.
+    """
+    record = read_recording(path)
+    long_enough, short = [], []
+    for session in record.sessions:
+        first = session[:turns]
+        if len(first) == turns and _goes_on(first):
+            long_enough.append(first)
+        else:
+            short.append(len(session))
+    order = np.random.default_rng(seed).permutation(len(long_enough))
+    made = [_recorded_job(long_enough[at], tokenizer) for at in order]
+    recorded = [job for job in made if longest is None or job.context <= longest]
+    too_long = len(made) - len(recorded)
+    left_out = {
+        "nulls": record.nulls,
+        "too_short": LeftOut(len(short), sum(short)),
+        "too_long": LeftOut(too_long, too_long * turns),
+    }
+    if not recorded:
+        raise ValueError(
+            f"no session of {path.name} can be played: {len(short)} have no {turns} turns that go "
+            f"on from one another, {too_long} grow to more than {longest} tokens, and "
+            f"{record.nulls.sessions} have nulls"
+        )
+    jobs = []
+    for number in range(count):
+        copy, which = divmod(number, len(recorded))
+        job = recorded[which]
+        name = f"{job.name}-copy{copy}"
+        jobs.append(replace(job, name=name, salt=name) if copy else job)
+    return RecordedJobs(jobs, left_out)
+
+
+def synthetic_jobs(*, count: int, seed: int, vocabulary: int) -> list[Job]:
+    """``count`` jobs of eight turns that grow to 2,900 tokens, the last answer included.
+
+    Six gaps take 50 to 300 ms, one, drawn with an even chance, 2 to 5 s. All tokens are random ids
+    below ``vocabulary``, so that no two jobs share a prefix.
+    """
+    rng = np.random.default_rng(seed)
+
+    def noise(tokens: int) -> tuple[int, ...]:
+        return tuple(rng.integers(vocabulary, size=tokens).tolist())
+
+    jobs = []
+    for number in range(1, count + 1):
+        gaps = rng.uniform(*SHORT_S, size=SHORT_GAPS).tolist()
+        gaps.insert(int(rng.integers(SHORT_GAPS + 1)), float(rng.uniform(*LONG_S)))
+        turns = tuple(
+            Turn(noise(ADDED_TOKENS if at else FIRST_TOKENS), noise(ANSWER_TOKENS), gap_s)
+            for at, gap_s in enumerate([*gaps, 0.0])
+        )
+        jobs.append(Job(f"synthetic-{number}", "", turns))
+    return jobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Number and size of random jobs. Lengths in tokens, times in seconds.
+
+    Attributes:
+        system: length of the prompt that all jobs start with.
+        task: mean length of what a job's first turn adds to it.
+        result: mean length of a tool's result, which each later turn adds.
+        answer: length of every answer.
+        gap_s: median time of a tool; gaps are lognormal with ``gap_spread``, and at most
+            ``gap_limit_s``.
+        apart_s: mean time between two jobs' starts.
+    """
+
+    jobs: int
+    turns: int
+    system: int
+    task: int
+    result: int
+    answer: int
+    gap_s: float
+    gap_spread: float
+    gap_limit_s: float
+    apart_s: float
+
+
+def make_jobs(load: Load, seed: int, vocabulary: int) -> tuple[Job, ...]:
+    """Jobs of random token ids below ``vocabulary`` that share a system prompt.
+
+    What a turn adds is half to one and a half times as long as its mean, so that turns end
+    anywhere in a block.
+    """
+    rng = np.random.default_rng(seed)
+
+    def words(count: int) -> tuple[int, ...]:
+        return tuple(rng.integers(FIRST_WORD, vocabulary, size=count).tolist())
+
+    def about(mean: int) -> int:
+        return int(rng.integers(mean // 2, mean + mean // 2 + 1))
+
+    system = words(load.system)
+    jobs = []
+    for number in range(1, load.jobs + 1):
+        drawn = rng.lognormal(np.log(load.gap_s), load.gap_spread, size=load.turns - 1)
+        gaps = [*np.minimum(drawn, load.gap_limit_s).tolist(), 0.0]
+        added = [system + words(about(load.task))]
+        added += [words(about(load.result)) for _ in gaps[1:]]
+        turns = zip(added, gaps, strict=True)
+        jobs.append(
+            Job(f"agent-{number}", "", tuple(Turn(a, words(load.answer), gap) for a, gap in turns))
+        )
+    return tuple(jobs)
+
+
+def arrivals(count: int, jobs_per_s: float, seed: int) -> list[float]:
+    """Start of each job, seconds since the run began: a Poisson process that starts at 0."""
+    between = np.random.default_rng(seed).exponential(1 / jobs_per_s, size=count)
+    times: list[float] = (np.cumsum(between) - between[:1]).tolist()
+    return times
+
+
+def digest(jobs: Sequence[object]) -> str:
+    """A name for a workload: equal for equal jobs."""
+    return hashlib.sha256(repr(list(jobs)).encode()).hexdigest()[:16]
+
+
+def _goes_on(session: Sequence[Recorded]) -> bool:
+    follows = all(later.prompt.startswith(turn.prompt) for turn, later in pairwise(session))
+    return follows and all(turn.answer for turn in session)
+
+
+def _recorded_job(session: Sequence[Recorded], tokenizer: Tokenizer) -> Job:
+    turns = []
+    known, last_answer = "", ""
+    for at, turn in enumerate(session):
+        added = turn.prompt.removeprefix(known).removeprefix(last_answer)
+        answer = tokenizer.encode(turn.answer, add_special_tokens=False)
+        gap_s = 0.0
+        if at + 1 < len(session):
+            gap_s = gap_between((session[at + 1].at - turn.at) / 1e6, len(answer))
+        ids = tokenizer.encode(added, add_special_tokens=at == 0)
+        turns.append(Turn(tuple(ids), tuple(answer), gap_s))
+        known, last_answer = turn.prompt, turn.answer
+    return Job(session[0].session, "", tuple(turns))

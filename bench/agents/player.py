@@ -1,0 +1,194 @@
+"""The player: jobs on one server, as they arrive or a number at a time.
+
+A job's turns follow one another, each its gap after the answer before it. Jobs start when they
+arrive, however many are running. The next prompt is the previous one, its answer, and what the turn
+adds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from .client import Answer, Api, Ask, Client, Hints, open_client, trouble
+from .conversation import Conversation, TokenContext
+from .jobs import Job, Turn
+from .results import JobDone, TurnDone
+
+T = TypeVar("T")
+OnTurn = Callable[[str, TurnDone], None]
+"""Called with a job's name and each of its turns as it is answered."""
+
+
+class Player:
+    """Plays one run of jobs on one server. The run's clock starts now.
+
+    Args:
+        api: route for jobs of texts; token ids always go to completions.
+        prefix: put before a job's name at the server.
+        sessions: name each job by ``X-Session-ID`` as well.
+        plain: send only what OpenAI's own API has, which names no job.
+        force: have the recorded answers said. Otherwise the model answers as many tokens.
+        logprobs: ask for the answers' logprobs.
+
+    Attributes:
+        agents: sub-agents that were played, in the order of their ends.
+        reports_cached: the server reported which part of a prompt was cached.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        api: Api = Api.CHAT,
+        hints: Hints = Hints.KV_PARAMS,
+        prefix: str = "",
+        sessions: bool = False,
+        plain: bool = False,
+        force: bool = False,
+        logprobs: bool = False,
+        on_turn: OnTurn = lambda _name, _turn: None,
+    ) -> None:
+        self.agents: list[JobDone] = []
+        self.reports_cached = False
+        self._client = client
+        self._api = api
+        self._hints = hints
+        self._prefix = prefix
+        self._sessions = sessions
+        self._plain = plain
+        self._force = force
+        self._logprobs = logprobs
+        self._on_turn = on_turn
+        self._began = time.perf_counter()
+
+    async def arriving(self, jobs: Iterable[tuple[float, Job]]) -> tuple[JobDone, ...]:
+        """Play jobs, each from its arrival on, in seconds of the run's clock; return them in their
+        order. A request that fails ends its job with an error, and the others go on.
+        """
+
+        async def later(at_s: float, job: Job) -> JobDone:
+            await asyncio.sleep(at_s - self._now_s())
+            return await self.job(job)
+
+        return tuple(await together(later(at_s, job) for at_s, job in jobs))
+
+    async def live(self, jobs: Iterator[Job], count: int, seconds: float) -> tuple[JobDone, ...]:
+        """Keep ``count`` jobs live: when one ends, the next one starts, until ``seconds`` have
+        passed. Return them in the order of their starts."""
+
+        async def seat() -> list[JobDone]:
+            done = [await self.job(next(jobs))]
+            while self._now_s() < seconds:
+                done.append(await self.job(next(jobs)))
+            return done
+
+        played = [job for seat in await together(seat() for _ in range(count)) for job in seat]
+        return tuple(sorted(played, key=lambda job: (job.began_s, job.name)))
+
+    async def job(self, job: Job) -> JobDone:
+        """Play one job from now on."""
+        began_s, turns, error = self._now_s(), list[TurnDone](), None
+        context = Conversation(job.system) if job.is_text else TokenContext()
+        for number, turn in enumerate(job.turns, start=1):
+            context.add(turn)
+            ask = self._ask(job, number, turn, context)
+            try:
+                answer = await self._client.ask(ask)
+            except Exception as failure:
+                error = f"turn {number} {trouble(failure)}"
+                break
+            context.answered(answer)
+            turns.append(self._done(number, answer))
+            self._on_turn(job.name, turns[-1])
+            self.agents += await together(map(self.job, turn.agents))
+            await asyncio.sleep(turn.gap_s)
+        return JobDone(job.name, began_s, self._now_s(), tuple(turns), error)
+
+    def _ask(self, job: Job, number: int, turn: Turn, context: Conversation | TokenContext) -> Ask:
+        name = f"{self._prefix}{job.name}"
+        tool = {"tool_name": turn.tool_name, "tool_command": turn.tool}
+        extra: dict[str, Any] = {}
+        if not self._plain:
+            known = {key: value for key, value in tool.items() if value}
+            extra = self._hints.body(name, number == len(job.turns), known)
+            if not job.is_text:
+                extra["request_id"] = request_id(name, number)
+        return Ask(
+            prompt=context.prompt(self._api),
+            max_tokens=turn.output,
+            session=name if self._sessions and not self._plain else None,
+            salt=job.salt or None,
+            forced=turn.answer if self._force else None,
+            logprobs=0 if self._logprobs else None,
+            extra=extra,
+            plain=self._plain,
+        )
+
+    def _done(self, number: int, answer: Answer) -> TurnDone:
+        self.reports_cached |= answer.cached_tokens is not None
+        return TurnDone(
+            turn=number,
+            sent_s=answer.sent_at - self._began,
+            ttft_s=answer.ttft_s,
+            latency_s=answer.latency_s,
+            prompt_tokens=answer.prompt_tokens,
+            cached_tokens=answer.cached_tokens or 0,
+            output_tokens=answer.output_tokens,
+            sources={},
+            tokens=answer.tokens,
+            logprobs=answer.logprobs,
+            text=answer.text,
+        )
+
+    def _now_s(self) -> float:
+        return time.perf_counter() - self._began
+
+
+def request_id(job: str, turn: int) -> str:
+    """Name of a turn's request at the server; ``turn`` is 1 for the job's first."""
+    return f"{job}.{turn}"
+
+
+async def drive(
+    base_url: str,
+    model: str,
+    jobs: Sequence[Job],
+    arrivals_s: Sequence[float],
+    *,
+    hints: Hints,
+    force: bool,
+    logprobs: bool,
+    session_header: bool = False,
+    on_turn: Callable[[], None] = lambda: None,
+) -> tuple[JobDone, ...]:
+    """Play jobs of token ids on the server at ``base_url``; see ``Player``.
+
+    Raises:
+        ValueError: not as many arrivals as jobs.
+    """
+    if len(jobs) != len(arrivals_s):
+        raise ValueError(f"{len(jobs)} jobs, but {len(arrivals_s)} arrivals")
+    async with open_client(base_url, model) as client:
+        player = Player(
+            client,
+            hints=hints,
+            sessions=session_header,
+            force=force,
+            logprobs=logprobs,
+            on_turn=lambda _name, _turn: on_turn(),
+        )
+        return await player.arriving(zip(arrivals_s, jobs, strict=True))
+
+
+async def together(parts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run parts concurrently; if one raises, or this is cancelled, the others are cancelled."""
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

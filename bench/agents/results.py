@@ -1,0 +1,142 @@
+"""Results of a load: turns, jobs and runs, as they are kept in JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class TurnDone:
+    """A turn that was answered. Times in seconds; ``sent_s`` since the run began.
+
+    Attributes:
+        turn: 1 for the job's first.
+        ttft_s: from sending to the first token.
+        latency_s: from sending to the last.
+        cached_tokens: of the prompt, as vLLM reports them; from VRAM or from a connector.
+        sources: prompt tokens by tier (vram, cpu, ssd, recomputed) if the server says.
+        tokens: ids of the answer.
+        logprobs: raw, of those tokens; empty if they were not asked for.
+        text: of the answer.
+    """
+
+    turn: int
+    sent_s: float
+    ttft_s: float
+    latency_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    sources: Mapping[str, int] = field(default_factory=dict)
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone:
+    """A job, finished or not.
+
+    Attributes:
+        began_s, ended_s: since the run began; completion time is the difference.
+        error: why it did not finish; None if it did.
+    """
+
+    name: str
+    began_s: float
+    ended_s: float
+    turns: tuple[TurnDone, ...]
+    error: str | None = None
+
+    @property
+    def completion_s(self) -> float:
+        return self.ended_s - self.began_s
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> JobDone:
+        """A job out of its fields.
+
+        Raises:
+            KeyError, TypeError: it is none.
+        """
+        turns = tuple(
+            TurnDone(
+                **{**turn, "tokens": tuple(turn["tokens"]), "logprobs": tuple(turn["logprobs"])}
+            )
+            for turn in said["turns"]
+        )
+        return cls(**{**said, "turns": turns})
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One workload on one server.
+
+    Attributes:
+        server: its name in the results.
+        load: name of the load; ``jobs_per_s`` is its arrival rate.
+        round: 0 for the first.
+        flags: of the server. versions: of what it ran. Empty for a server that ran already.
+        cpu_s: processor time of the server during the run. rss_bytes: its memory at the end.
+        agents: sub-agents, as jobs of their own; the times of their jobs include theirs.
+        reports_cached: ``cached_tokens`` of the turns are what the server reported, not zeros.
+        counts: prompt tokens by the server's own counters: asked, vram, connector.
+    """
+
+    server: str
+    load: str
+    round: int
+    seed: int
+    jobs_per_s: float
+    jobs: tuple[JobDone, ...]
+    flags: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    cpu_s: float = 0.0
+    rss_bytes: int = 0
+    agents: tuple[JobDone, ...] = ()
+    reports_cached: bool = True
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> list[JobDone]:
+        return [job for job in self.jobs if job.error is None]
+
+    @property
+    def turns(self) -> list[TurnDone]:
+        """Turns of all jobs, those of sub-agents included."""
+        return [turn for job in (*self.jobs, *self.agents) for turn in job.turns]
+
+    @property
+    def span_s(self) -> float:
+        """Seconds from the first job's start to the last one's end."""
+        began = min((job.began_s for job in self.jobs), default=0.0)
+        return max((job.ended_s for job in self.jobs), default=0.0) - began
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Run:
+        """The inverse of ``as_json``.
+
+        Raises:
+            KeyError, TypeError: it is no run.
+        """
+        jobs = {key: tuple(map(JobDone.from_json, said.get(key, ()))) for key in ("jobs", "agents")}
+        return cls(**{**said, **jobs, "flags": tuple(said["flags"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A run and the conditions it was measured under.
+
+    Attributes:
+        reserved_cpus: the cores that the CPU worker kept for itself, by its log.
+        other_cores: cores' worth of time that other programs used meanwhile; None if unknown.
+    """
+
+    run: Run
+    reserved_cpus: str | None = None
+    other_cores: float | None = None

@@ -1,1 +1,0 @@
-"""Agents under pressure on models of several KV groups: ours beside stock vLLM."""

@@ -1,0 +1,231 @@
+"""Results of a measurement: rows and pairs as JSON has them, a table, sentences, and a figure.
+
+Times carry the names that Continuum's own analysis gives them (``average_duration``,
+``percentile_95`` and so on), so that its readers find them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from tiered_kv.bench.agents.figures import by_number, compare, mean, tokens, tpots
+from tiered_kv.bench.agents.plotting import PlotError, drawn, label, looks
+from tiered_kv.bench.agents.results import Run
+
+from .rounds import Arriving, level_of
+
+PERCENTILES = (50, 90, 95, 99)
+REASONS: Mapping[str, str] = {
+    "nulls": "have nulls",
+    "too_short": "are too short to be jobs",
+    "cut": "end early: the server's context or --turns allows no more",
+}
+AXES: Mapping[str, str] = {
+    Arriving.JPS.value: "jobs a second",
+    Arriving.SESSIONS.value: "live sessions",
+}
+
+
+def live_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """One row for every load and server, over all rounds; times in seconds.
+
+    ``hit_ratio`` is the fraction of prompt tokens that were cached, as the server's answers report
+    it, and ``hits_by_counter`` by its own counters; None where it does not report them. ``tpot`` is
+    of turns, the mean time from one token of an answer to the next. ``turns_per_s`` and
+    ``tokens_per_s`` (of prompts and answers) are over the time from a run's start to its end.
+    """
+    return [
+        _row(load, server, own)
+        for load in _names(run.load for run in runs)
+        for server in _names(run.server for run in runs)
+        if (own := [run for run in runs if (run.load, run.server) == (load, server)])
+    ]
+
+
+def live_pairs(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Every server against the first, by load; see ``Compared``. ``paired_difference`` is the
+    ratio of completion times less one, in per cent."""
+    first, *others = _names(run.server for run in runs) or [""]
+    pairs = []
+    for load in _names(run.load for run in runs):
+        for server in others:
+            found = compare([run for run in runs if run.load == load], server, first)
+            if found is None:
+                continue
+            names = ("mean", "p90", "ttft", "tpot", "tokens_per_s")
+            ratios = {name: getattr(found, name) for name in names}
+            percent = {
+                key: None if bound is None else 100 * (bound - 1)
+                for key, bound in (
+                    ("percent", found.mean.value),
+                    ("low", found.mean.low),
+                    ("high", found.mean.high),
+                )
+            }
+            pairs.append(
+                {
+                    "load": load,
+                    "server": server,
+                    "over": first,
+                    "rounds": len(found.rounds),
+                    "jobs": found.jobs,
+                    "paired_difference": percent,
+                    **{f"{name}_ratio": one.as_json() for name, one in ratios.items() if one},
+                }
+            )
+    return pairs
+
+
+def _row(load: str, server: str, runs: Sequence[Run]) -> dict[str, Any]:
+    done = [job for run in runs for job in run.finished]
+    failed = [job for run in runs for job in run.jobs if job.error is not None]
+    times = np.array([job.completion_s for job in done] or [np.nan])
+    turns = [turn for run in runs for turn in run.turns]
+    seconds = sum(run.span_s for run in runs)
+    prompt = sum(turn.prompt_tokens for turn in turns)
+    cached = sum(turn.cached_tokens for turn in turns)
+    how, level = level_of(load)
+    return {
+        "server": server,
+        "load": load,
+        how: level,
+        "rounds": len(runs),
+        "num_jobs": len(done),
+        "unfinished": len(failed),
+        "first_error": failed[0].error if failed else None,
+        "average_duration": float(times.mean()),
+        "min_duration": float(times.min()),
+        "max_duration": float(times.max()),
+        "median_duration": float(np.median(times)),
+        **{f"percentile_{at}": float(np.percentile(times, at)) for at in PERCENTILES},
+        "ttft": _distribution([turn.ttft_s for turn in turns]),
+        "tpot": _distribution(tpots(turns)),
+        "by_turn": [
+            {
+                "turn": number,
+                "requests": len(same),
+                "ttft": mean(turn.ttft_s for turn in same),
+                "latency": mean(turn.latency_s for turn in same),
+                "prompt_tokens": mean(turn.prompt_tokens for turn in same),
+            }
+            for number, same in by_number(job for run in runs for job in run.jobs).items()
+        ],
+        "hit_ratio": cached / prompt if all(run.reports_cached for run in runs) else None,
+        "hits_by_counter": _counted(runs),
+        "jobs_per_s": len(done) / seconds,
+        "turns_per_s": len(turns) / seconds,
+        "tokens_per_s": tokens(turns) / seconds,
+        "prompt_tokens": prompt,
+        "answer_tokens": tokens(turns) - prompt,
+    }
+
+
+def _counted(runs: Sequence[Run]) -> dict[str, float] | None:
+    """Fractions of the prompt tokens that a server looked up, by where it found them."""
+    if not all(run.counts.get("asked") for run in runs):
+        return None
+    asked = sum(run.counts["asked"] for run in runs)
+    places = [place for place in runs[0].counts if place != "asked"]
+    return {place: sum(run.counts.get(place, 0) for run in runs) / asked for place in places}
+
+
+def _distribution(values: Sequence[float]) -> dict[str, float]:
+    some = np.array(values or [np.nan])
+    at = {f"p{percent}": float(np.percentile(some, percent)) for percent in PERCENTILES}
+    return {"mean": float(some.mean()), **at}
+
+
+def _names(values: Iterator[str]) -> list[str]:
+    return list(dict.fromkeys(values))
+
+
+def table(result: Mapping[str, Any]) -> Table:
+    """One row for every load and server; times in seconds."""
+    made = Table(title="Jobs on running servers", title_justify="left")
+    for column in ("load", "server"):
+        made.add_column(column)
+    times = ("mean", "P50", "P90", "P95", "P99", "TTFT", "P90", "TPOT ms")
+    for column in ("jobs", *times, "hits", "tokens/s"):
+        made.add_column(column, justify="right")
+    for row in result["servers"]:
+        counted = row["hits_by_counter"]
+        hits = sum(counted.values()) if counted else row["hit_ratio"]
+        made.add_row(
+            row["load"],
+            row["server"],
+            str(row["num_jobs"]),
+            f"{row['average_duration']:.1f}",
+            *(f"{row[f'percentile_{at}']:.1f}" for at in PERCENTILES),
+            f"{row['ttft']['mean']:.2f}",
+            f"{row['ttft']['p90']:.2f}",
+            f"{1e3 * row['tpot']['mean']:.0f}",
+            "-" if hits is None else f"{hits:.1%}",
+            f"{row['tokens_per_s']:,.0f}",
+        )
+    return made
+
+
+def lines(result: Mapping[str, Any]) -> Iterator[str]:
+    """Sentences below the table: on pairs, on jobs that failed, on what was left out."""
+    for pair in result["pairs"]:
+        found = pair["paired_difference"]
+        text = (
+            f"{pair['load']}: jobs on {pair['server']} take {found['percent']:+.1f}% longer than "
+            f"on {pair['over']}"
+        )
+        if found["low"] is None:
+            yield f"{text}; one round has no interval"
+        else:
+            yield (
+                f"{text}, 95% interval {found['low']:+.1f} to {found['high']:+.1f}%, "
+                f"{pair['rounds']} rounds, {pair['jobs']} pairs of jobs"
+            )
+    for row in result["servers"]:
+        if row["unfinished"]:
+            yield (
+                f"{row['load']}: {row['unfinished']} jobs of {row['server']} did not finish; "
+                f"the first: {row['first_error']}"
+            )
+    for reason, found in result["left_out"].items():
+        if found["sessions"]:
+            why = REASONS.get(reason, reason)
+            yield f"{found['turns']} turns of {found['sessions']} sessions left out: they {why}"
+
+
+def plot_sweeps(rows: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
+    """Draw ``jps.png`` and ``sessions.png``, each with its SVG, of those that were measured: over
+    arrival rates, in the manner of Continuum's, or over live sessions, where the knee shows that
+    VRAM is full.
+
+    Args:
+        rows: of ``live_rows``.
+
+    Raises:
+        PlotError: matplotlib is missing, or there is nothing to draw.
+    """
+    paths: list[Path] = []
+    for how, axis in AXES.items():
+        own = sorted((row for row in rows if how in row), key=lambda row: row[how])
+        if not own:
+            continue
+        with drawn(folder, how) as ((times, first, rate), written):
+            for server, look in looks(row["server"] for row in rows).items():
+                line = [row for row in own if row["server"] == server]
+                level = [row[how] for row in line]
+                times.plot(level, [row["average_duration"] for row in line], label=server, **look)
+                tail = [row["percentile_95"] for row in line]
+                times.plot(level, tail, linestyle=":", alpha=0.6, **look)
+                first.plot(level, [row["ttft"]["p90"] for row in line], **look)
+                rate.plot(level, [row["tokens_per_s"] for row in line], **look)
+            label(times, {"title": "job completion time, s: mean, dotted P95", "xlabel": axis})
+            label(first, {"title": "time to first token, s: P90", "xlabel": axis})
+            label(rate, {"title": "tokens a second, prompts and answers", "xlabel": axis})
+        paths += written
+    if not paths:
+        raise PlotError("no run to draw")
+    return paths

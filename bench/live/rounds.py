@@ -1,0 +1,221 @@
+"""Every load on every running server, in rounds; each run is kept as it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import numpy as np
+
+from tiered_kv.bench.agents.paired import drawn_order
+from tiered_kv.bench.agents.player import OnTurn
+from tiered_kv.bench.agents.results import Kept, Run
+from tiered_kv.bench.agents.run_files import Ledger
+from tiered_kv.bench.sim.workloads.workload import SimJob
+
+from .live_jobs import LiveJobs, Unit, copies, fitting
+from .servers import NONCE_BYTES, LiveError, Sizes, Target, since
+from .texts import Texts
+
+SAMPLE_CHARACTERS = 4_000
+"""Characters of a recording whose tokens the servers count."""
+MARGIN = 0.95
+"""Part of a server's context that jobs may fill: the size of a text is an estimate."""
+
+
+class Arriving(Enum):
+    """How jobs start."""
+
+    JPS = "jps"
+    """Poisson arrivals, so many jobs a second."""
+    SESSIONS = "sessions"
+    """A number of live jobs: another one starts when one ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A load on a server.
+
+    Attributes:
+        level: jobs a second, or live sessions.
+        seconds: jobs start for that long, and are played to their end.
+    """
+
+    arriving: Arriving
+    level: float
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """Name in the results; see ``level_of``."""
+        return f"{self.arriving.value} {self.level:g}"
+
+
+def level_of(load: str) -> tuple[str, float]:
+    """Value of ``Arriving`` and level in a load's name.
+
+    Raises:
+        ValueError: it is no such name.
+    """
+    how, _, level = load.partition(" ")
+    return Arriving(how).value, float(level)
+
+
+class Rounds:
+    """Runs of some loads on some servers.
+
+    Args:
+        scale: factor of all sizes.
+        turns: of a job at most; None: all.
+        longest: most tokens of a context; None: as the servers report.
+        report: called before every run with what it is.
+
+    Attributes:
+        jobs: cut, once ``prepare`` has run, to what all servers take.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        loads: Sequence[Load],
+        jobs: LiveJobs,
+        *,
+        rounds: int,
+        seed: int,
+        scale: float,
+        turns: int | None,
+        longest: int | None,
+        ledger: Ledger,
+        report: Callable[[str], None],
+        on_turn: OnTurn,
+    ) -> None:
+        self.jobs = jobs
+        self._runs: list[Run] = []
+        self._targets = list(targets)
+        self._loads = list(loads)
+        self._rounds = rounds
+        self._seed = seed
+        self._scale = scale
+        self._turns = turns
+        self._longest = longest
+        self._ledger = ledger
+        self._report = report
+        self._on_turn = on_turn
+        self._sizes: dict[str, Sizes] = {}
+
+    @property
+    def total(self) -> int:
+        return len(self._targets) * len(self._loads) * self._rounds
+
+    @property
+    def runs(self) -> list[Run]:
+        """Runs so far, by load and round; servers in the order they were named in."""
+        loads = [load.name for load in self._loads]
+        names = [target.name for target in self._targets]
+        return sorted(
+            self._runs,
+            key=lambda run: (loads.index(run.load), run.round, names.index(run.server)),
+        )
+
+    def prepare(self) -> None:
+        """Measure every server's sizes of texts, cut the jobs to what all servers take, and play
+        the first turns of one: what a server does only once is in no figure.
+
+        Raises:
+            LiveError: a server cannot be measured.
+            ValueError: no job fits.
+        """
+        sample = " ".join(
+            text for job in self.jobs.jobs for text in self.jobs.texts.get(job.name, ())
+        )[:SAMPLE_CHARACTERS]
+        for target in self._targets:
+            self._sizes[target.name] = asyncio.run(target.measure_sizes(sample))
+        limits = [MARGIN * one.longest for one in self._targets if one.longest is not None]
+        if self._longest is not None:
+            limits.append(float(self._longest))
+        sizes = self._sizes.values()
+        per_unit = self._scale
+        if self.jobs.unit is Unit.CHARACTERS:
+            per_unit *= max(one.tokens_a_character for one in sizes)
+        most_turns = max(len(job.turns) for job in self.jobs.jobs)
+        around = 2 * min(self._turns or most_turns, most_turns)
+        spare = around * max(one.tokens_a_message for one in sizes)
+        self.jobs = fitting(
+            self.jobs,
+            tokens_per_unit=per_unit,
+            most_tokens=int(min(limits) - spare) if limits else None,
+            turns=self._turns,
+        )
+        job = self.jobs.jobs[0]
+        first = replace(job, turns=tuple(replace(one, gap_s=0.0) for one in job.turns[:2]))
+        for target in self._targets:
+            (done,) = asyncio.run(
+                self._play(target, Load(Arriving.SESSIONS, 1, 0), 0, (first,))
+            ).jobs
+            if done.error is not None:
+                raise LiveError(f"{target.name} did not finish a first job: {done.error}")
+
+    def run_all(self) -> None:
+        """Measure everything; the runs so far stay when this is interrupted.
+
+        Raises:
+            LiveError: a server finished no job.
+        """
+        for load in self._loads:
+            for number in range(self._rounds):
+                for target in drawn_order(self._targets, self._seed, number):
+                    self._runs.append(self._one(target, load, number))
+
+    def _one(self, target: Target, load: Load, number: int) -> Run:
+        def measure() -> Kept:
+            self._report(f"{load.name}, round {number + 1}, {target.name}")
+            before = target.counts()
+            run = asyncio.run(self._play(target, load, number, self.jobs.jobs))
+            if not run.finished:
+                raise LiveError(f"{target.name} finished no job: {run.jobs[0].error}")
+            return Kept(replace(run, counts=since(before, target.counts())))
+
+        found = self._ledger.get_or_measure(load.name, number, target.name, measure)
+        if isinstance(found, str):
+            raise LiveError(found)
+        return found.run
+
+    async def _play(self, target: Target, load: Load, number: int, jobs: tuple[SimJob, ...]) -> Run:
+        nonce, seed = secrets.token_hex(NONCE_BYTES), self._seed + number
+        recorded = self.jobs.texts if self._scale == 1 else {}
+        texts = Texts(nonce, self._sizes[target.name].words_per_token, recorded)
+        order = np.random.default_rng([seed, 2]).permutation(len(jobs))
+        line = map(texts.job, copies(tuple(jobs[at] for at in order)))
+        async with target.player(nonce, self._on_turn) as player:
+            if load.arriving is Arriving.JPS:
+                starts = arrivals_s(load.level, load.seconds, seed)
+                done = await player.arriving(zip(starts, line, strict=False))
+            else:
+                done = await player.live(line, round(load.level), load.seconds)
+            agents = sorted(player.agents, key=lambda job: (job.began_s, job.name))
+            rate = len(done) / max(job.ended_s for job in done)
+            return Run(
+                target.name,
+                load.name,
+                number,
+                seed,
+                load.level if load.arriving is Arriving.JPS else rate,
+                done,
+                agents=tuple(agents),
+                reports_cached=player.reports_cached,
+            )
+
+
+def arrivals_s(jobs_per_s: float, seconds: float, seed: int) -> list[float]:
+    """Starts of jobs, a Poisson process that starts at 0, all before ``seconds``.
+
+    One seed gives the same process at every rate, only closer together.
+    """
+    rng = np.random.default_rng([seed, 1])
+    times = [0.0]
+    while times[-1] < seconds:
+        times.append(times[-1] + float(rng.exponential(1 / jobs_per_s)))
+    return times[:-1]

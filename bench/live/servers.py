@@ -1,0 +1,147 @@
+"""Running servers that are compared: their models, their counters, and the sizes of texts there."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from tiered_kv.bench.agents.client import Api, Hints, open_client
+from tiered_kv.bench.agents.jobs import Job, Turn
+from tiered_kv.bench.agents.player import OnTurn, Player
+from tiered_kv.doctor.running_server import UnreachableError, fetch, totals
+
+from .texts import filler
+
+PROBE_WORDS = (100, 500)
+"""Lengths of two requests, from which the tokens of a word and of a message follow."""
+NONCE_BYTES = 4
+COUNTERS: Mapping[str, str] = {
+    "vllm:prefix_cache_queries_total": "asked",
+    "vllm:prefix_cache_hits_total": "vram",
+    "vllm:external_prefix_cache_hits_total": "connector",
+}
+"""Counters of vLLM's page, in prompt tokens: all that were looked up, those found in VRAM, and
+those that a connector brought."""
+
+
+class LiveError(Exception):
+    """A server that cannot be measured; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of texts at a server, by two requests to it."""
+
+    words_per_token: float
+    tokens_a_message: float
+    tokens_a_character: float
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A running server.
+
+    Attributes:
+        url: without ``/v1``.
+        model: its name there. longest: most tokens of a context; None if the server does not
+            report it.
+        plain: send only what OpenAI's own API has.
+    """
+
+    name: str
+    url: str
+    model: str
+    longest: int | None
+    api: Api
+    hints: Hints
+    plain: bool
+    api_key: str
+
+    @asynccontextmanager
+    async def player(
+        self, nonce: str, on_turn: OnTurn = lambda _name, _turn: None
+    ) -> AsyncIterator[Player]:
+        """A player on this server, for one run.
+
+        Args:
+            nonce: put before the jobs' names at the server.
+        """
+        async with open_client(self.url, self.model, self.api_key) as client:
+            yield Player(
+                client,
+                api=self.api,
+                hints=self.hints,
+                prefix=f"{nonce}-",
+                sessions=True,
+                plain=self.plain,
+                on_turn=on_turn,
+            )
+
+    async def measure_sizes(self, sample: str) -> Sizes:
+        """Measure the tokens of words, of messages and of a recording's text.
+
+        Args:
+            sample: text of a recording; may be empty.
+
+        Raises:
+            LiveError: the server does not answer as it should.
+        """
+        few, many = PROBE_WORDS
+        texts = [filler("probe", few), filler("probe", many)] + ([sample] if sample else [])
+        counts = []
+        async with self.player(secrets.token_hex(NONCE_BYTES)) as player:
+            for at, text in enumerate(texts):
+                done = await player.job(
+                    Job(f"probe-{at}", "", (Turn((), (), 0.0, length=1, text=text),))
+                )
+                if done.error is not None:
+                    advice = "" if self.plain else "; --plain sends only what OpenAI's API has"
+                    raise LiveError(f"{self.url}, {self.api.value}: {done.error}{advice}")
+                counts.append(done.turns[0].prompt_tokens)
+        a_word = (counts[1] - counts[0]) / (many - few)
+        if a_word <= 0:
+            raise LiveError(f"{self.url} counts {counts[1]} tokens for {many} words")
+        a_message = max(0.0, counts[0] - few * a_word)
+        a_character = (counts[2] - a_message) / len(sample) if sample else 0.0
+        return Sizes(1 / a_word, a_message, a_character)
+
+    def counts(self) -> dict[str, float]:
+        """``COUNTERS`` so far, over all engines; without those that are not on the server's page.
+        Empty if there is no such page."""
+        try:
+            found = totals(fetch(f"{self.url}/metrics", token=self.api_key))
+        except UnreachableError:
+            return {}
+        return {ours: found[name] for name, ours in COUNTERS.items() if name in found}
+
+
+def served(base_url: str, wanted: str | None, api_key: str) -> tuple[str, int | None]:
+    """The model of a server, and its longest context in tokens, None if it does not report that.
+
+    Args:
+        wanted: the model's name; None: the only one, or the first of several names for one.
+
+    Raises:
+        LiveError: the server does not answer, or has no such model.
+    """
+    try:
+        page = json.loads(fetch(f"{base_url}/v1/models", token=api_key))
+        models = {one["id"]: one.get("max_model_len") for one in page["data"]}
+    except UnreachableError as error:
+        raise LiveError(f"{base_url} does not answer: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LiveError(f"{base_url}/v1/models is no list of models") from error
+    if not models or (wanted is not None and wanted not in models):
+        raise LiveError(f"{base_url} serves {', '.join(models) or 'nothing'}, not {wanted}")
+    name = wanted or next(iter(models))
+    longest = models[name]
+    return name, longest if isinstance(longest, int) and longest > 0 else None
+
+
+def since(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, int]:
+    """Counts between two readings; empty where a server was restarted in between."""
+    counts = {name: round(after[name] - before[name]) for name in before.keys() & after.keys()}
+    return counts if all(count >= 0 for count in counts.values()) else {}

@@ -1,0 +1,94 @@
+"""Texts of the jobs that are played on a server whose tokenizer is not known.
+
+Common English words are one token each for nearly every tokenizer; how many exactly is measured
+with two requests to the server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tiered_kv.bench.agents.jobs import Job, Turn
+from tiered_kv.bench.sim.workloads.workload import SimJob
+
+from .live_jobs import copied
+
+_COMMON = (
+    "time year people way day man thing woman life child world school state family student "
+    "group country problem hand part place case week company system program question work "
+    "number night point home water room mother area money story fact month lot right study "
+    "book eye job word business issue side kind head house service friend father power hour "
+    "game line end member law car city name team minute idea body back parent face level "
+    "office door health person art war history party result change morning reason research "
+    "girl guy moment air teacher force field paper ground letter window river table market "
+    "report figure music price season picture island animal summer garden winter science "
+    "engine bridge forest record station village"
+)
+WORDS = tuple(_COMMON.split())
+"""Words that texts are made of."""
+
+
+def filler(key: str, words: int) -> str:
+    """Make a text of ``words`` words, drawn by ``key``. Two texts of one key are equal as far as
+    the shorter one goes."""
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
+    drawn = np.random.default_rng(seed).integers(len(WORDS), size=words)
+    return " ".join(WORDS[at] for at in drawn)
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Texts of one run's jobs.
+
+    Attributes:
+        nonce: of the run. No prompt of it starts as one of another run does, or the second run of
+            a server would find the pages of the first.
+        words_per_token: of made-up text.
+        recorded: by a job's name, the text that each turn adds, where a recording has it.
+    """
+
+    nonce: str
+    words_per_token: float
+    recorded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def job(self, sizes: SimJob) -> Job:
+        """The job of these sizes; copies of a job get other texts."""
+        turns = []
+        for at, turn in enumerate(sizes.turns):
+            before = sizes.turns[at - 1] if at else None
+            kept = turn.shared / (before.prompt + before.output) if before else 1.0
+            turns.append(
+                Turn(
+                    (),
+                    (),
+                    turn.gap_s,
+                    kept,
+                    turn.tool,
+                    turn.tool_name,
+                    tuple(map(self.job, turn.agents)),
+                    length=max(1, turn.output),
+                    text=self._added(sizes, at),
+                )
+            )
+        return Job(sizes.name, "", tuple(turns))
+
+    def _added(self, job: SimJob, at: int) -> str:
+        texts = self.recorded.get(job.name) or self.recorded.get(copied(job.name))
+        if texts is not None:
+            text = texts[at]
+            return text if job.turns[at].shared else f"{self.nonce} {job.name} {text}"
+        turn = job.turns[at]
+        # What jobs share stands first, and is the same for all of them in one run.
+        shared = job.prefix_tokens if at == 0 and job.prefix else 0
+        parts = [
+            self._words(f"{self.nonce}/{job.prefix}", shared),
+            self._words(f"{self.nonce}/{job.name}/{at}", turn.added - shared),
+        ]
+        return " ".join(part for part in parts if part) or self.nonce
+
+    def _words(self, key: str, tokens: int) -> str:
+        return filler(key, round(tokens * self.words_per_token))

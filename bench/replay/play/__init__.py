@@ -1,1 +1,0 @@
-"""Playing jobs against a server, with recorded answers forced."""

@@ -1,0 +1,367 @@
+"""Results of a comparison: rows, ratios, one JSON object, a table, sentences, and a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from tiered_kv.bench.agents.figures import (
+    by_number,
+    common,
+    compare,
+    completions,
+    mean,
+    recomputed,
+    sum_sources,
+    unequal,
+)
+from tiered_kv.bench.agents.left_out import LeftOut
+from tiered_kv.bench.agents.paired import PairedRatio
+from tiered_kv.bench.agents.plotting import COLOURS, PlotError, drawn, label, looks
+from tiered_kv.bench.agents.results import Kept, Run
+from tiered_kv.bench.output import without_nan
+
+from .agreement import agreement
+from .names import BOUND, CONTROL, IDLE, LOADS, PRESSURE, SERVERS, STOCK, TIERED
+
+REASONS = {
+    "nulls": "values that are null",
+    "too_short": "too few turns that continue one another",
+    "too_long": "a context that the pool or the model does not hold",
+}
+"""Reasons why sessions are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByTurn:
+    """Turns of one number, over jobs and rounds.
+
+    Attributes:
+        ttft_s, latency_s: means, seconds.
+        sources: prompt tokens by tier.
+    """
+
+    turn: int
+    ttft_s: float
+    latency_s: float
+    sources: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One server under one load, over all rounds. Times in seconds, of jobs that finished.
+
+    Attributes:
+        recomputed_fraction: of all prompt tokens, those that were computed although an earlier turn
+            of their job had computed them, 0 to 1. What a turn adds is new, and not counted.
+        agrees: raw logprobs of the answers agree with stock's; None where that means nothing.
+        unfinished: names of the jobs that did not finish, with the round.
+        jobs_per_s: arrival rate. done_per_s: jobs finished a second.
+        sources: prompt tokens by tier; "cached" where the server does not report which,
+            "recomputed" what no tier had, new or not.
+        cpu_s, rss_bytes: of the server, means over the rounds.
+    """
+
+    server: str
+    load: str
+    mean_s: float
+    p95_s: float
+    recomputed_fraction: float
+    agrees: bool | None
+    p50_s: float
+    p90_s: float
+    p99_s: float
+    jobs: int
+    unfinished: tuple[str, ...]
+    jobs_per_s: float
+    done_per_s: float
+    ttft_s: float
+    sources: Mapping[str, int]
+    by_turn: tuple[ByTurn, ...]
+    cpu_s: float
+    rss_bytes: int
+
+
+def row(server: str, load: str, runs: Sequence[Run], *, forced: bool) -> Row:
+    """All rounds of one server under one load, out of all ``runs``.
+
+    Args:
+        forced: answers were forced, so that outputs can be compared.
+    """
+    own = [run for run in runs if (run.server, run.load) == (server, load)]
+    times = np.array([s for run in own for s in completions(run)] or [np.nan])
+    turns = [turn for run in own for turn in run.turns]
+    sources = sum_sources(turns)
+    p50, p90, p95, p99 = (float(q) for q in np.quantile(times, [0.5, 0.9, 0.95, 0.99]))
+    verdicts = [agreement(run, runs) for run in own] if forced else []
+    known = [verdict for verdict in verdicts if verdict is not None]
+    done = sum(len(run.finished) for run in own)
+    again = sum(recomputed(job) for run in own for job in run.jobs)
+    return Row(
+        server=server,
+        load=load,
+        mean_s=float(times.mean()),
+        p95_s=p95,
+        recomputed_fraction=again / max(1, sum(sources.values())),
+        agrees=all(known) if known else None,
+        p50_s=p50,
+        p90_s=p90,
+        p99_s=p99,
+        jobs=done,
+        unfinished=tuple(
+            f"{job.name} (round {run.round + 1})"
+            for run in own
+            for job in run.jobs
+            if job.error is not None
+        ),
+        jobs_per_s=mean(run.jobs_per_s for run in own),
+        done_per_s=done / (sum(run.span_s for run in own) or 1.0),
+        ttft_s=mean(turn.ttft_s for turn in turns),
+        sources=sources,
+        by_turn=tuple(
+            ByTurn(
+                number,
+                mean(turn.ttft_s for turn in same),
+                mean(turn.latency_s for turn in same),
+                sum_sources(same),
+            )
+            for number, same in by_number(job for run in own for job in run.jobs).items()
+        ),
+        cpu_s=mean(run.cpu_s for run in own),
+        rss_bytes=int(mean(run.rss_bytes for run in own)),
+    )
+
+
+def rows(runs: Sequence[Run], *, forced: bool) -> list[Row]:
+    """A row for every load and server that was measured."""
+    return [row(server, load, runs, forced=forced) for load, server in measured(runs)]
+
+
+def measured(runs: Iterable[Run]) -> list[tuple[str, str]]:
+    """Loads and servers that were measured, in the order of ``LOADS`` and ``SERVERS``."""
+
+    def place(name: str, order: Sequence[str]) -> int:
+        return order.index(name) if name in order else len(order)
+
+    pairs = dict.fromkeys((run.load, run.server) for run in runs)
+    return sorted(pairs, key=lambda pair: (place(pair[0], LOADS), place(pair[1], SERVERS)))
+
+
+def ratios(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Completion times of ours over those of every other server, under every load but idle.
+
+    ``mean``, ``p90`` and ``p95`` are geometric means over rounds, the first two with their 95%
+    intervals (see ``PairedRatio``); ``rounds`` are those of the means.
+    """
+    found = []
+    for load, server in measured(runs):
+        if load == IDLE or server in (TIERED, CONTROL):
+            continue
+        one = compare([run for run in runs if run.load == load], TIERED, server)
+        if one is not None:
+            figures = {"mean": _ratio(one.mean), "p90": _ratio(one.p90), "p95": one.p95.value}
+            found.append({"load": load, "server": server, **figures, "rounds": list(one.rounds)})
+    return found
+
+
+def idle_ratio(runs: Iterable[Run], server: str) -> PairedRatio | None:
+    """Mean completion time of a server over stock's at idle; None if a round has not both."""
+    found = compare([run for run in runs if run.load == IDLE], server, STOCK)
+    return found.mean if found else None
+
+
+def closed(runs: Iterable[Run], percentile: float | None = None) -> float | None:
+    """(stock - tiered) / (stock - bound) of completion times under pressure.
+
+    Only jobs that finished in every run of the three count.
+
+    Args:
+        percentile: in percent; None compares means.
+
+    Returns:
+        None unless all three were measured and stock is slower than the bound.
+    """
+    under = [run for run in runs if run.load == PRESSURE]
+    by_server = {
+        name: [run for run in under if run.server == name] for name in (STOCK, TIERED, BOUND)
+    }
+    among = common(
+        [run for found in by_server.values() for run in found] or [Run("", "", 0, 0, 0, ())]
+    )
+    if not among or not all(by_server.values()):
+        return None
+
+    def figure(name: str) -> float:
+        times = [s for run in by_server[name] for s in completions(run, among)]
+        return float(np.mean(times) if percentile is None else np.percentile(times, percentile))
+
+    gap = figure(STOCK) - figure(BOUND)
+    return (figure(STOCK) - figure(TIERED)) / gap if gap > 0 else None
+
+
+def summary(
+    kept: Sequence[Kept],
+    not_started: Mapping[str, str],
+    *,
+    forced: bool,
+    left_out: Mapping[str, LeftOut] = {},
+) -> dict[str, Any]:
+    """Result as ``ab --json`` prints it. Times in seconds; None if not measured."""
+    runs = [one.run for one in kept]
+    idle, control = (idle_ratio(runs, server) for server in (TIERED, CONTROL))
+    said = {
+        "rows": [asdict(one) for one in rows(runs, forced=forced)],
+        "ratios": ratios(runs),
+        "closed_mean": closed(runs),
+        "closed_p95": closed(runs, 95),
+        "idle_ratio": idle.value if idle else None,
+        "idle_interval": [idle.low, idle.high] if idle else None,
+        "idle_control": control.value if control else None,
+        "idle_control_interval": [control.low, control.high] if control else None,
+        "left_out": {reason: asdict(one) for reason, one in left_out.items()},
+        "not_started": dict(not_started),
+        "notes": unequal(kept),
+        "versions": dict(runs[-1].versions) if runs else {},
+    }
+    return {key: without_nan(value) for key, value in said.items()}
+
+
+def table(result: Mapping[str, Any]) -> Table:
+    """The rows of ``summary``, in as many columns as a terminal holds."""
+    shown = Table(
+        title="Agent jobs on real servers",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for name in ("load", "server"):
+        shown.add_column(name, no_wrap=True)
+    for name in ("jobs", "mean s", "P50", "P95", "P99", "TTFT s", "again", "agrees"):
+        shown.add_column(name, justify="right")
+    last = None
+    for one in result["rows"]:
+        if last not in (None, one["load"]):
+            shown.add_section()
+        last = one["load"]
+        times = (one[key] for key in ("mean_s", "p50_s", "p95_s", "p99_s", "ttft_s"))
+        shown.add_row(
+            one["load"],
+            one["server"],
+            f"{one['jobs']}/{one['jobs'] + len(one['unfinished'])}",
+            *("-" if value is None else f"{value:.2f}" for value in times),
+            f"{one['recomputed_fraction']:.3f}",
+            {True: "yes", False: "NO", None: "-"}[one["agrees"]],
+        )
+    return shown
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """Sentences below the table."""
+    found = [
+        "again: fraction of the prompt tokens computed once more; agrees: outputs with stock's"
+    ]
+    for one in result["ratios"]:
+        by_round = ", ".join(f"{ratio:.2f}" for ratio in one["rounds"])
+        found.append(
+            f"{one['load']}: time over that of {one['server']} {_said(one['mean'])} in the "
+            f"mean (by rounds {by_round}), {_said(one['p90'])} at P90, {one['p95']:.2f} at P95"
+        )
+    for key, name in (("closed_mean", "mean"), ("closed_p95", "P95")):
+        if result[key] is not None:
+            share = result[key]
+            found.append(f"of the gap between stock and the bound, {share:.2f} is closed ({name})")
+    for key, interval, who in (
+        ("idle_ratio", "idle_interval", "ours"),
+        ("idle_control", "idle_control_interval", "stock, once more"),
+    ):
+        if result[key] is not None:
+            low, high = result[interval]
+            text = f"at idle, {who}: time over stock's {result[key]:.3f}"
+            interval = "" if low is None else f", 95% interval {low:.3f} to {high:.3f}"
+            found.append(f"{text}{interval}")
+    for one in result["rows"]:
+        if one["unfinished"]:
+            names = ", ".join(one["unfinished"])
+            found.append(f"{one['server']} under {one['load']} did not finish {names}")
+    found += [
+        f"left out for {REASONS[reason]}: {one['turns']} turns of {one['sessions']} sessions"
+        for reason, one in result["left_out"].items()
+        if one["sessions"]
+    ]
+    found += [f"{name} does not serve here: {why}" for name, why in result["not_started"].items()]
+    return found + [f"NOT EVENLY MEASURED: {note}" for note in result["notes"]]
+
+
+def _ratio(found: PairedRatio) -> dict[str, float | None]:
+    return {"ratio": found.value, "low": found.low, "high": found.high}
+
+
+def _said(found: Mapping[str, float | None]) -> str:
+    if found["low"] is None:
+        return f"{found['ratio']:.2f}"
+    return f"{found['ratio']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+
+
+def speed_ups(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Stock's mean completion time over each other server's, by load and server."""
+    stock = {row.load: row.mean_s for row in rows if row.server == STOCK}
+    found: dict[str, dict[str, float]] = {load: {} for load in stock}
+    for one in rows:
+        if one.server != STOCK and one.load in stock:
+            found[one.load][one.server] = stock[one.load] / one.mean_s
+    return found
+
+
+def plot(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Draw ``replay.png`` and ``replay.svg``: times over load, speed-up over stock, and first
+    tokens by turn. What was there is replaced.
+
+    Raises:
+        PlotError: matplotlib is missing, or there are no rows.
+    """
+    if not rows:
+        raise PlotError("no run to draw")
+    style = looks(row.server for row in rows)
+    with drawn(folder, "replay") as ((times, gains, turns), paths):
+        for server, look in style.items():
+            own = sorted((one for one in rows if one.server == server), key=lambda x: x.jobs_per_s)
+            rates = [one.jobs_per_s for one in own]
+            times.plot(rates, [one.mean_s for one in own], label=server, **look)
+            tail = [one.p95_s for one in own]
+            times.plot(rates, tail, linestyle=":", alpha=0.6, **look)
+        title = "job completion time: mean, dotted P95"
+        label(times, {"title": title, "xlabel": "jobs arriving a second", "ylabel": "seconds"})
+        _draw_gains(gains, speed_ups(rows), style)
+        loads = list(dict.fromkeys(one.load for one in rows))
+        load = PRESSURE if PRESSURE in loads else next((x for x in loads if x != IDLE), loads[0])
+        for one in rows:
+            if one.load == load:
+                numbers = [turn.turn for turn in one.by_turn]
+                turns.plot(numbers, [turn.ttft_s for turn in one.by_turn], **style[one.server])
+                turns.set_xticks(numbers)
+        title = f"time to first token by turn, {load}"
+        label(turns, {"title": title, "xlabel": "turn of the job", "ylabel": "seconds"})
+    return paths
+
+
+def _draw_gains(
+    axes: Any, gains: Mapping[str, Mapping[str, float]], style: Mapping[str, Mapping[str, str]]
+) -> None:
+    servers = [name for name in style if any(name in by_server for by_server in gains.values())]
+    width = 0.8 / max(len(servers), 1)
+    for at, server in enumerate(servers):
+        for load_at, by_server in enumerate(gains.values()):
+            if server in by_server:
+                place = load_at + (at - (len(servers) - 1) / 2) * width
+                bars = axes.bar(place, by_server[server], width, color=style[server]["color"])
+                axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
+    axes.axhline(1.0, color=COLOURS[0], linewidth=1)
+    axes.margins(y=0.1)  # for the labels
+    axes.set_xticks(range(len(gains)), list(gains))
+    axes.set(title="speed-up over stock, mean", ylabel="times as fast")

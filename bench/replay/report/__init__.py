@@ -1,1 +1,0 @@
-"""Report of a comparison: what its runs come to, in words, tables and drawings."""
