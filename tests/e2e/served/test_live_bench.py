@@ -10,6 +10,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from tests.e2e.slow_proxy import slow_proxy
 from tiered_kv.bench.live.__main__ import app
 from tiered_kv.bench.servers.vllm_server import VllmServer
 
@@ -49,3 +50,21 @@ def test_a_pin_is_verified_on_a_server_that_runs(server: VllmServer, client: htt
     before, *later = said["held_blocks"][:-1]
     assert before > 0
     assert later == sorted(set(later)), "more after every turn"
+
+
+@pytest.mark.nightly
+def test_a_server_equals_itself_and_is_told_apart_from_itself_behind_a_slower_proxy(
+    server: VllmServer, tmp_path: Path
+) -> None:
+    """Its interval contains zero and is at most 5% to either side; with every answer 10% later, it
+    does not."""
+    load = ("--sessions", "2", "--scale", "0.3", "--duration", "20", "--seed", "1")
+    said = call("--url", server.url, "--url", server.url, *load, "--out", tmp_path / "same")
+    same = said["pairs"][0]["paired_difference"]
+    assert same["low"] <= 0 <= same["high"]
+    assert (same["high"] - same["low"]) / 2 <= 5
+    with slow_proxy(server.url, 1.1) as url:
+        said = call("--url", server.url, "--url", url, *load, "--out", tmp_path / "slower")
+    slower = said["pairs"][0]["paired_difference"]
+    assert slower["low"] > 0
+    assert 3 < slower["percent"] < 20, "gaps are no part of an answer"
