@@ -50,11 +50,11 @@ class Hints(Enum):
     """Form in which a request names its job, of those that ``policies.jobs.hints`` reads."""
 
     KV_PARAMS = "kv-params"
-    """In ``kv_transfer_params``."""
+    """Hints in ``kv_transfer_params``."""
     XARGS = "xargs"
-    """In ``vllm_xargs``."""
+    """Hints in ``vllm_xargs``."""
     SESSION = "session"
-    """As ``session_id``, which cannot mark a turn as the last."""
+    """Hints as ``session_id``, which cannot mark a turn as the last."""
     TOP_LEVEL = "top-level"
     """At the top level, as Continuum's clients do: only ``JobMiddleware`` reads it."""
     NONE = "none"
@@ -329,7 +329,7 @@ class Reading:
 
 
 def trouble(error: Exception) -> str:
-    """What happened to a turn that got no answer, to follow the turn's name."""
+    """Clause about a turn that got no answer, to follow the turn's name."""
     if isinstance(error, APITimeoutError):
         return "got no answer for longer than a client waits"
     if isinstance(error, APIStatusError):

@@ -66,7 +66,7 @@ class Ledger:
     def get_or_measure(
         self, load: str, number: int, server: str, measure: Callable[[], Kept | str]
     ) -> Kept | str:
-        """What ``get`` returns, or what is measured now and kept."""
+        """Return what ``get`` returns, or measure it now and keep it."""
         found = self.get(load, number, server)
         if found is None:
             found = measure()

@@ -27,7 +27,7 @@ MARGIN = 0.95
 
 
 class Arriving(Enum):
-    """How jobs start."""
+    """Rule by which jobs start."""
 
     JPS = "jps"
     """Poisson arrivals, so many jobs a second."""

@@ -25,8 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tiered_kv.bench.servers.server_costs import ServerCosts
-
+from .server_costs import ServerCosts
 from .service import Launch, ServerError, Service, free_port
 from .vllm_server import ServerOptions, VllmServer
 

@@ -60,7 +60,7 @@ def spells(seed: int) -> list[float]:
 
 
 def contains_one(times: list[float], orders: list[list[str]]) -> bool:
-    """Whether the interval of a server over itself does, measured in these orders."""
+    """True if the interval of a server over itself does, measured in these orders."""
     by_server: dict[str, list[float]] = {"a": [], "b": []}
     for number, order in enumerate(orders):
         for at, server in enumerate(order):
