@@ -48,7 +48,7 @@ NEWEST = [
 """Also on 0.33, most of them since what they are about is new there."""
 
 
-ENGINES = ["e2e/test_models.py", "e2e/served/test_server.py", "e2e/served/test_streams.py"]
+ENGINES = ["e2e/models/test_models.py", "e2e/served/test_server.py", "e2e/served/test_streams.py"]
 """On 0.33: tiny models, and a server of a real one."""
 
 
