@@ -1,7 +1,6 @@
 """Size of KV pages on the SSD and its cost: the centred codec and zstd.
 
     python -m bench.codec --json
-    python -m bench.codec --states
 
 Pages are those of the small real model, as the worker keeps them in its CPU pool. The codec is
 trained on source code and measured on prose that it has not seen. bf16 and fp16 pages each come
@@ -14,9 +13,6 @@ the best of many rounds in which all contestants take turns; ``*_vs_zstd1`` is t
 symbols of the measured pages, centred by these pages' own centres, with one static code for all and
 the rest stored uncompressed: no static code and no training text can exceed it. ``zipnn_ratio`` is
 null where zipnn is not installed or has no such dtype.
-
-``--states`` measures pages of states instead, of 1 and 4 MiB, which need no model: see
-``bench.states``.
 """
 
 from __future__ import annotations
@@ -25,27 +21,22 @@ import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 import zstandard
 from numpy.typing import NDArray
 
 from tiered_kv.bench.output import AsJson, ModelFolder, benchmark, run_benchmark
 from tiered_kv.bench.servers.engines import Engine, engine, real_texts
 from tiered_kv.bench.servers.model import small_model
-from tiered_kv.bench.states import KINDS, state_pages
 from tiered_kv.codecs.base import Bytes, Codec, ElementType, PageFormat
 from tiered_kv.codecs.centred import CentredCodec
-from tiered_kv.codecs.raw import RawCodec
-from tiered_kv.codecs.registry import parse
 from tiered_kv.codecs.zstd import ZstdCodec
 
 PAGE_TOKENS = 32
 TRAINING_PAGES, HELD_OUT_PAGES = 24, 8
 ROUNDS = 100
-STATE_LAYERS, STATE_PAGES, STATE_ROUNDS = (1, 4), 2, 50
 ZIPNN_DTYPES = {ElementType.BF16: "bfloat16", ElementType.FP16: "float16"}
 
 Tick = Callable[[str], None]
@@ -175,7 +166,11 @@ def compare(training: Sequence[Bytes], pages: Sequence[Bytes], element: ElementT
     found |= race({"zstd19": ZstdCodec(page_format, 19)}, pages, 1)  # a second per round
     return {
         **found["centred"],
-        **over_zstd1(found),
+        **{
+            f"{what}_vs_zstd1": float(found["centred"][f"{what}_mbs"] or 0)
+            / float(found["zstd1"][f"{what}_mbs"] or 0)
+            for what in ("encode", "decode")
+        },
         "untrained_ratio": found["untrained"]["ratio"],
         **{
             f"{name}_{key}": found[name][key] for name in ("zstd1", "zstd19") for key in found[name]
@@ -183,43 +178,6 @@ def compare(training: Sequence[Bytes], pages: Sequence[Bytes], element: ElementT
         "zipnn_ratio": zipnn_ratio(pages, element),
         "entropy_bound": entropy_bound(pages, page_format),
     }
-
-
-def over_zstd1(found: Mapping[str, Result]) -> Result:
-    """Speeds of the centred codec over those of zstd."""
-    return {
-        f"{what}_vs_zstd1": float(found["centred"][f"{what}_mbs"] or 0)
-        / float(found["zstd1"][f"{what}_mbs"] or 0)
-        for what in ("encode", "decode")
-    }
-
-
-def compare_states(kind: str, layers: int) -> Result:
-    """All figures of one kind of state."""
-    page_format, pages = state_pages(kind, layers, STATE_PAGES)
-    contestants: dict[str, Codec] = {
-        "centred": parse("centred")(page_format),
-        "zstd1": ZstdCodec(page_format),
-        "raw": RawCodec(page_format),
-    }
-    found = race(contestants, pages, STATE_ROUNDS)
-    others = {f"zstd1_{key}": value for key, value in found["zstd1"].items()}
-    return {
-        **found["centred"],
-        **over_zstd1(found),
-        **others,
-        "raw_decode_mbs": found["raw"]["decode_mbs"],
-    }
-
-
-def measure_states(tick: Tick) -> dict[str, Result]:
-    """All kinds of states, of one layer and of four."""
-    results = {}
-    for kind in KINDS:
-        for layers in STATE_LAYERS:
-            results[f"{kind}, {layers} MiB"] = compare_states(kind, layers)
-            tick(kind)
-    return results
 
 
 def measure(model: Path, tick: Tick) -> dict[str, Result]:
@@ -242,18 +200,10 @@ def measure(model: Path, tick: Tick) -> dict[str, Result]:
     return results
 
 
-def main(
-    model: ModelFolder = None,
-    states: Annotated[bool, typer.Option("--states", help="Measure pages of states.")] = False,
-    as_json: AsJson = False,
-) -> None:
+def main(model: ModelFolder = None, as_json: AsJson = False) -> None:
     """Compare the codecs on real pages."""
-    pages = "synthetic states" if states else "held-out text"
-    steps = len(KINDS) * len(STATE_LAYERS) if states else 4
-    with benchmark(f"Centred codec on pages of {pages}", steps, as_json=as_json) as run:
-        run.result = (
-            measure_states(run.tick) if states else measure(model or small_model(), run.tick)
-        )
+    with benchmark("Centred codec on pages of held-out text", 4, as_json=as_json) as run:
+        run.result = measure(model or small_model(), run.tick)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,9 @@ import sys
 import numpy as np
 import pytest
 
-from tiered_kv.bench import states
 from tiered_kv.bench.codec import (
     ROUNDS,
     cast,
-    compare_states,
     entropy_bits,
     entropy_bound,
     race,
@@ -78,27 +76,6 @@ def test_a_codec_that_lives_off_another_s_work_is_found_out() -> None:
 def test_zipnn_is_measured_only_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zipnn", None)
     assert zipnn_ratio(PAGES, ElementType.BF16) is None
-
-
-@pytest.mark.parametrize("kind", states.KINDS)
-def test_states_are_pages_of_two_types(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "STEPS", 8)
-    page_format, pages = states.state_pages(kind, layers=2, count=2)
-    types = [section.element for section in page_format.sections]
-    assert types == [ElementType.BF16, ElementType.FP32] * 2
-    assert [page.nbytes for page in pages] == [page_format.page_bytes] * 2
-    assert not np.array_equal(pages[0], pages[1])
-    recurrent = pages[0][page_format.sections[0].nbytes :][: 1 << 20].view(np.float32)
-    assert np.isfinite(recurrent).all()
-    assert recurrent.any()
-
-
-def test_states_are_smaller_than_with_zstd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "STEPS", 8)
-    monkeypatch.setattr("tiered_kv.bench.codec.STATE_ROUNDS", 1)
-    figures = compare_states("gdn, half of it bf16", layers=1)
-    assert (figures["ratio"] or 0) > 1.05 * (figures["zstd1_ratio"] or 2)
-    assert all(figures.values())
 
 
 def test_casting_keeps_the_numbers() -> None:
