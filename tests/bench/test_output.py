@@ -1,4 +1,4 @@
-"""Output and exit status of a benchmark, however it ends."""
+"""Words and exit status of a benchmark, however it ends."""
 
 from __future__ import annotations
 

@@ -285,7 +285,7 @@ def test_the_command_prints_one_object_and_explains_what_it_cannot_read(tmp_path
     write_sessions(tmp_path / "agents.jsonl.gz", *sessions)
     done = run("--traces", str(tmp_path), "--folds", "3", "--json")
     assert done.returncode == 0, done.stderr
-    assert set(json.loads(done.stdout)) == {"rows", "against"}
+    assert set(json.loads(done.stdout)) == {"rows", "against", "measured"}
     table = run("--traces", str(tmp_path))
     assert "occupancy" in table.stdout
     (tmp_path / "agents.jsonl.gz").unlink()

@@ -31,7 +31,7 @@ scratch = pathlib.Path(tempfile.gettempdir())
 (scratch / "vllm_dist").write_text("")
 print("scratch", scratch, flush=True)
 """
-"""Files that vLLM leaves in the temporary folder."""
+"""Files in the temporary folder, as vLLM leaves them."""
 PLAIN_CHILD = "import time; time.sleep(600)"
 STUBBORN_CHILD = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + PLAIN_CHILD
 DIES = "print('line one'); print('no such model'); raise SystemExit(3)"
