@@ -172,14 +172,19 @@ def _on_stderr(text: str, style: str | None = None) -> None:
     console.print(text, style=style)
 
 
+def print_json(result: Mapping[str, Any]) -> None:
+    """Print a result as one JSON object on standard output, with where, when and beside what load
+    it was measured as ``measured``."""
+    print(json.dumps({**result, "measured": measured()}))
+
+
 def show(title: str, result: Mapping[str, Any], as_json: bool) -> None:
-    """Print a benchmark's result on standard output: one JSON object, with where, when and beside
-    what load it was measured as ``measured``; or tables. A figure that is a mapping, or a list of
-    mappings, gets a table of its own."""
-    where = measured()
+    """Print a benchmark's result on standard output: one JSON object (see ``print_json``), or
+    tables. A figure that is a mapping, or a list of mappings, gets a table of its own."""
     if as_json:
-        print(json.dumps({**result, "measured": where}))
+        print_json(result)
         return
+    where = measured()
     _print_tables(title, result)
     print(
         f"Measured in {where['seconds']} s on {where['cores']} cores of {where['cpu']}; other "
