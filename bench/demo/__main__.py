@@ -8,7 +8,6 @@ small for the jobs: while an agent waits for its tool, others push its KV out.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import time
@@ -33,7 +32,7 @@ from tiered_kv.bench.demo.sizing import Sizing, plan_for, predict_s, size_for
 from tiered_kv.bench.demo.speed import Speed, SpeedError, measure_speed
 from tiered_kv.bench.demo.stage import DemoError, Place, Stage, shown
 from tiered_kv.bench.demo.turns import TraceError, read_trace, sources_from_trace
-from tiered_kv.bench.output import AsJson, run_benchmark, run_command
+from tiered_kv.bench.output import AsJson, print_json, run_benchmark, run_command
 from tiered_kv.bench.paths import ROOT
 from tiered_kv.bench.servers.dtypes import FLOAT32, DtypeError
 from tiered_kv.bench.servers.model import NAME, ModelError, prepared_path, small_model
@@ -220,7 +219,7 @@ def demo(asked: Asked, place: Place) -> int:
     out.mkdir(parents=True, exist_ok=True)
     comparison = compare(prepare(asked, console), out, console, place)
     if asked.as_json:
-        print(json.dumps(comparison.as_json()))
+        print_json(comparison.as_json())
         return 0
     print(comparison.table(), "", sep="\n")
     for note in comparison.notes():

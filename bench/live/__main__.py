@@ -39,6 +39,7 @@ from tiered_kv.bench.live.workload_statistics import (
 from tiered_kv.bench.output import (
     AsJson,
     command_line,
+    print_json,
     progress,
     run_command,
     without_nan,
@@ -287,7 +288,7 @@ def show(runs: Sequence[Run], left_out: dict[str, Any], as_json: bool) -> None:
     """Print the figures of runs on standard output."""
     result = {"servers": live_rows(runs), "pairs": live_pairs(runs), "left_out": left_out}
     if as_json:
-        print(json.dumps(without_nan(result)))
+        print_json(without_nan(result))
         return
     Console().print(table(result))
     for line in lines(result):

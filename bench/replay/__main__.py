@@ -18,7 +18,7 @@ from rich.console import Console
 from tiered_kv.bench.agents.client import Hints
 from tiered_kv.bench.agents.jobs import RecordedJobs, digest, mini_swe_jobs, synthetic_jobs
 from tiered_kv.bench.agents.run_files import Ledger, read_runs
-from tiered_kv.bench.output import AsJson, command_line, one_of, progress, run_command
+from tiered_kv.bench.output import AsJson, command_line, one_of, print_json, progress, run_command
 from tiered_kv.bench.paths import ROOT
 from tiered_kv.bench.replay.ab import PRESETS, Harness, Preset, total_runs
 from tiered_kv.bench.replay.failures import FAILURES
@@ -275,7 +275,7 @@ def compare(asked: Asked) -> int:
             stopped = True
     result = summary(harness.kept, harness.not_started, forced=forced, left_out=recorded.left_out)
     if asked.as_json:
-        print(json.dumps(result))
+        print_json(result)
     else:
         Console().print(table(result))
         for line in lines(result):

@@ -21,6 +21,7 @@ from tiered_kv.bench.output import (
     command_line,
     one_of,
     only_result_on_stdout,
+    print_json,
     progress,
     run_command,
 )
@@ -271,7 +272,7 @@ def carry_out(
     (out / RESULT).write_text(json.dumps(result))
     paths = [] if draw_to is None else plot(result, draw_to)
     if as_json:
-        print(json.dumps(result))
+        print_json(result)
     else:
         print(report(result), end="")
         for path in paths:
@@ -296,7 +297,7 @@ def _source(name: str, jobs: int, traces: Path) -> Source:
 
 def _print(result: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(result))
+        print_json(result)
     else:
         Console().print_json(data=result)
 
