@@ -228,7 +228,7 @@ def test_a_cpu_tier_that_does_not_fit_is_refused_with_a_size_that_does() -> None
     assert (
         "2 of 2 ranks share a machine with 8.0 GiB of memory, 1.0 GiB of it available" in sentence
     )
-    assert sentence.endswith("Set at most 0.8.")
+    assert sentence.endswith("set at most 0.8.")
     check_cpu_size(TierConfig(cpu_gib=0.8), 2, 2, 8 * GIB, GIB)
 
 

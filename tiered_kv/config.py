@@ -217,7 +217,7 @@ def check_cpu_size(
         raise ConfigError(
             f"{ENV_PREFIX}CPU_GIB={config.cpu_gib:g} does not fit: {local_ranks} of {ranks} ranks "
             f"share a machine with {total_bytes / GIB:.1f} GiB of memory, "
-            f"{available_bytes / GIB:.1f} GiB of it available. Set at most {fits:.1f}."
+            f"{available_bytes / GIB:.1f} GiB of it available; set at most {fits:.1f}."
         )
 
 
