@@ -1,10 +1,11 @@
 """A reinforcement-learning loop: rollouts of several turns, then new weights, again and again.
 
-    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --kv-transfer-config …
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --kv-transfer-config …
     python examples/rl_loop.py http://127.0.0.1:8000
 
 Each policy version has a cache salt of its own. The rollouts of one prompt share its KV, and each
-keeps its own between turns. ``update_weights`` is where your trainer goes.
+keeps its own between turns. ``update_weights`` is where your trainer goes. The reset that it calls
+needs vLLM's development mode, whose routes have no access control: keep them on loopback.
 """
 
 from __future__ import annotations

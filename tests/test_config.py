@@ -294,7 +294,7 @@ def test_a_codec_of_another_package_is_found_when_settings_are_read() -> None:
 def test_a_codec_nobody_knows_is_refused(name: object) -> None:
     said = refusal(extra={"codec": name})
     assert said.startswith("TIERED_KV_CODEC: ")
-    assert "write raw, zstd, zstd:LEVEL (1 to 22), centred, or module:Class" in said
+    assert "set raw, zstd, zstd:LEVEL (1 to 22), centred, or your own module:Class" in said
     assert said.endswith("or set auto.")
 
 
@@ -302,7 +302,7 @@ def test_a_codec_nobody_knows_is_refused(name: object) -> None:
 def test_a_level_that_a_codec_has_not_is_refused(level: int) -> None:
     said = refusal({"TIERED_KV_CODEC": f"zstd:{level}"})
     assert said == (
-        f"TIERED_KV_CODEC: zstd has levels 1 to 22, not {level}: write zstd; or set auto."
+        f"TIERED_KV_CODEC: zstd has levels 1 to 22, not {level}: set zstd; or set auto."
     )
 
 

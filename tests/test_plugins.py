@@ -60,13 +60,13 @@ def test_a_class_or_a_function_of_another_module(attribute: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("plite", "did you mean polite? Write one of polite, or module:Class"),
-        ("", "'' is no greeter: Write one of polite"),
-        ("polite:", "is no greeter"),
+        ("plite", "did you mean polite? Use polite, or your own module:Class"),
+        ("", "'' is not a known greeter: Use polite"),
+        ("polite:", "is not a known greeter"),
         ("no_such_module:Polite", "cannot be imported (ModuleNotFoundError"),
         (f"{HERE}:Rude", f"{HERE} has no class Rude"),
         (f"{HERE}:HERE", "has no class HERE"),
-        (f"{HERE}:Mute", f"lacks greet. Give it every method of {HERE}.Greeter"),
+        (f"{HERE}:Mute", f"lacks greet. Implement every method of {HERE}.Greeter"),
         (f"{HERE}:Unfinished", "lacks greet"),
     ],
 )

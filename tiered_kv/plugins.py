@@ -24,7 +24,7 @@ def load(
         contracts: classes or Protocols whose public methods a class from elsewhere must have.
 
     Raises:
-        ConfigError: there is no such part; the sentence says what to write instead.
+        ConfigError: there is no such part; the message names what to use instead.
     """
     if name in known:
         return known[name]
@@ -33,25 +33,25 @@ def load(
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"did you mean {close[0]}? " if close else ""
         raise ConfigError(
-            f"{name!r} is no {kind}: {hint}Write one of {', '.join(known)}, or module:Class of "
-            "your own."
+            f"{name!r} is not a known {kind}: {hint}Use {', '.join(known)}, or your own "
+            "module:Class."
         )
     try:
         found = getattr(import_module(module), attribute, None)
     except Exception as error:  # of whatever a stranger's module does
         raise ConfigError(
             f"{kind} {name!r} cannot be imported ({type(error).__name__}: {error}): install its "
-            "package where the server runs, or mend it."
+            "package in the server's environment, or fix the import."
         ) from error
     if not callable(found):
         raise ConfigError(
-            f"{kind} {name!r} cannot be used: {module} has no class {attribute}. Name one it has."
+            f"{kind} {name!r} cannot be used: {module} has no class {attribute}. Name another."
         )
     for contract in contracts if inspect.isclass(found) else ():
         if missing := _missing(found, contract):
             raise ConfigError(
-                f"{kind} {name!r} cannot be used: it lacks {', '.join(missing)}. Give it every "
-                f"method of {contract.__module__}.{contract.__qualname__}."
+                f"{kind} {name!r} cannot be used: it lacks {', '.join(missing)}. Implement "
+                f"every method of {contract.__module__}.{contract.__qualname__}."
             )
     return found  # type: ignore[no-any-return]
 

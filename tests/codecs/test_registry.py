@@ -69,7 +69,7 @@ def test_names_mean_the_same_for_pages_of_several_types() -> None:
     "name", ["", "Raw", "lz4", "zstd:", "zstd:x", "zstd:-1", "zstd:\u00b2", "centred:3", "raw:1"]
 )
 def test_a_name_that_is_none_is_answered_with_those_that_are(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"write raw, zstd, zstd:LEVEL \(1 to 22\), centred, or"):
+    with pytest.raises(ConfigError, match=r"set raw, zstd, zstd:LEVEL \(1 to 22\), centred, or"):
         parse(name)
 
 

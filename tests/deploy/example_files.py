@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,22 @@ DEFAULTED = re.compile(r"\$\{\w+:-([^}]*)\}")
 """A variable of Compose with a default."""
 
 STUB = """#!/usr/bin/env python3
-import json, os, pathlib, sys
+import json, os, pathlib, signal, sys
 calls = pathlib.Path(os.environ["CALLS"])
 said = {"program": pathlib.Path(sys.argv[0]).name, "words": sys.argv[1:], "env": dict(os.environ)}
-(calls / str(os.getpid())).write_text(json.dumps(said))
+part = calls / f"{os.getpid()}.part"
+part.write_text(json.dumps(said))
+part.rename(part.with_suffix(".json"))
+if said["program"] != "vllm-router":
+    signal.pause()
 """
-"""A program that records how it is called."""
+"""A program that records how it is called. A server then runs until it is killed."""
+
+CURL = r"""#!/usr/bin/env bash
+url="${!#}" port="${url%/health}"
+grep -q "\"--port\", \"${port##*:}\"" "$CALLS"/*.json && grep -q valkey-server "$CALLS"/*.json
+"""
+"""Succeeds once the server on that port has recorded its call, and the store too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +96,23 @@ def kubernetes_server() -> Started:
     return Started(container["args"], env)
 
 
+@cache
 def calls_of_script() -> list[dict[str, Any]]:
     """Run ``two_engines.sh`` with programs that record their calls in place of its own."""
     with tempfile.TemporaryDirectory() as folder:
         calls, programs = Path(folder, "calls"), Path(folder, "bin")
         calls.mkdir()
         programs.mkdir()
-        for name in ("vllm", "valkey-server", "vllm-router"):
-            (programs / name).write_text(STUB)
+        stubs = dict.fromkeys(("vllm", "valkey-server", "vllm-router"), STUB)
+        for name, text in {**stubs, "curl": CURL}.items():
+            (programs / name).write_text(text)
             (programs / name).chmod(0o755)
-        (programs / "curl").symlink_to("/bin/true")
         env = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "CALLS": str(calls)}
         done = subprocess.run(
             [SCRIPT, "MODEL"], env=env, capture_output=True, text=True, timeout=120, check=False
         )
         assert done.returncode == 0, done.stderr
-        return [json.loads(path.read_text()) for path in calls.iterdir()]
+        return [json.loads(path.read_text()) for path in calls.glob("*.json")]
 
 
 def engines_of_script() -> list[Started]:

@@ -59,7 +59,7 @@ def test_a_policy_that_cannot_be_used_is_refused(wrong: str, said: str) -> None:
 
 
 def test_an_eviction_rule_that_cannot_be_used_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is no eviction rule: Write one of worth, lru, or"):
+    with pytest.raises(ConfigError, match="is not a known eviction rule: Use worth, lru, or"):
         eviction("fifo")
     with pytest.raises(ConfigError, match="it lacks __iter__"):
         eviction("tiered_kv.pages.base:EvictionOrder")

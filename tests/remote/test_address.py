@@ -97,15 +97,15 @@ def test_the_password_comes_from_the_environment_or_a_file(tmp_path: Path) -> No
         ({"TIERED_KV_REMOTE_PASSWORD_FILE": "/nowhere"}, "cannot be read"),
         (
             {"TIERED_KV_REMOTE_PASSWORD_FILE": "f", "TIERED_KV_REMOTE_PASSWORD": "p"},
-            "leave one of them out",
+            "unset one of them",
         ),
         (
             {"TIERED_KV_REMOTE": "valkey://:a@kv", "TIERED_KV_REMOTE_PASSWORD": "p"},
-            "leave out the one in the address",
+            "remove it from the address",
         ),
         (
             {"TIERED_KV_REMOTE": "file:///mnt/kv", "TIERED_KV_REMOTE_PASSWORD": "p"},
-            "a folder, which has no password",
+            "a folder, which takes no password",
         ),
         ({"TIERED_KV_CPU_GIB": "0"}, "TIERED_KV_REMOTE needs CPU memory"),
         ({"TIERED_KV_TIERS": "remote"}, None),

@@ -87,12 +87,12 @@ def parse(name: str) -> CodecMaker:
     at_level = kind.at_level if kind is not None else None
     if kind is None or at_level is None or not (rest.isascii() and rest.isdigit()):
         raise ConfigError(
-            f"{name!r} is no codec: write {', '.join(_spellings())}, or module:Class of your own"
+            f"{name!r} is not a codec: set {', '.join(_spellings())}, or your own module:Class"
         )
     level = int(rest)
     if level not in kind.levels:
         raise ConfigError(
-            f"{head} has levels {kind.levels[0]} to {kind.levels[-1]}, not {level}: write {head}"
+            f"{head} has levels {kind.levels[0]} to {kind.levels[-1]}, not {level}: set {head}"
         )
     return lambda page_format: at_level(page_format, level)
 

@@ -79,11 +79,13 @@ class RemoteAddress:
             ConfigError: it has one, or is a folder.
         """
         if self.folder is not None:
-            raise ConfigError("TIERED_KV_REMOTE is a folder, which has no password: give none.")
+            raise ConfigError(
+                "TIERED_KV_REMOTE is a folder, which takes no password: unset the password."
+            )
         if self.password:
             raise ConfigError(
-                "TIERED_KV_REMOTE has a password, and TIERED_KV_REMOTE_PASSWORD or its file gives "
-                "one too: leave out the one in the address, which others may see."
+                "TIERED_KV_REMOTE has a password, and so does TIERED_KV_REMOTE_PASSWORD or its "
+                "file: remove it from the address, which other users may see."
             )
         return replace(self, password=password)
 
@@ -99,8 +101,8 @@ def parse_address(text: str) -> RemoteAddress:
     scheme, separator, rest = text.partition("://")
     if not separator or scheme not in SCHEMES:
         raise ConfigError(
-            f"TIERED_KV_REMOTE begins with none of {', '.join(f'{one}://' for one in SCHEMES)}: "
-            f"write {EXAMPLE} or {FOLDER_EXAMPLE}."
+            f"TIERED_KV_REMOTE must start with {', '.join(f'{one}://' for one in SCHEMES)}: "
+            f"for example, {EXAMPLE} or {FOLDER_EXAMPLE}."
         )
     if scheme == "file":
         return _folder(text)
@@ -108,7 +110,7 @@ def parse_address(text: str) -> RemoteAddress:
     user, _, password = login.partition(":")
     servers = tuple(_server(host) for host in hosts.rstrip("/").split(","))
     if len(set(servers)) < len(servers):
-        raise ConfigError("TIERED_KV_REMOTE names a server twice: name each once.")
+        raise ConfigError("TIERED_KV_REMOTE names a server twice: remove one.")
     return RemoteAddress(scheme, servers, unquote(user), unquote(password) if at else "")
 
 
@@ -125,11 +127,11 @@ def _folder(text: str) -> RemoteAddress:
     folder = Path(unquote(split.path))
     odd = split.netloc or split.fragment or options or "\0" in str(folder)
     if odd or len(folder.parts) < 2:
-        raise ConfigError(f"TIERED_KV_REMOTE is no folder: write {FOLDER_EXAMPLE}.")
+        raise ConfigError(f"TIERED_KV_REMOTE is not a valid folder: for example, {FOLDER_EXAMPLE}.")
     if not LEAST_GIB <= gib <= 1 << 20:
         raise ConfigError(
-            f"TIERED_KV_REMOTE has a size that is none from {LEAST_GIB:g} to 1048576 GiB: "
-            f"write {FOLDER_EXAMPLE}."
+            f"TIERED_KV_REMOTE has a size that is not between {LEAST_GIB:g} and 1048576 GiB: "
+            f"for example, {FOLDER_EXAMPLE}."
         )
     return RemoteAddress("file", (), folder=folder, gib=gib)
 
@@ -142,8 +144,8 @@ def _server(text: str) -> Server:
         host, port, split = None, None, urlsplit("//")
     if not host or split.path or split.query or split.fragment or port == 0:
         raise ConfigError(
-            f"TIERED_KV_REMOTE has a server without a host, or with no possible port: "
-            f"write {EXAMPLE}, more of them with commas between them."
+            f"TIERED_KV_REMOTE has a server without a host or with an invalid port: "
+            f"for example, {EXAMPLE}; separate several servers with commas."
         )
     return Server(host, port or DEFAULT_PORT)
 

@@ -211,7 +211,7 @@ def test_stores_are_closed_with_the_engine(make_rig: MakeRig, tmp_path: Path, pl
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("floppy", "Write one of ssd"),
+        ("floppy", "Use ssd"),
         ("nowhere.at_all:Tier", "install its package"),
         ("tests.runtime.pages.shared_store:Missing", "has no class Missing"),
         (f"{OURS},{OURS}", "name it once"),
