@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -422,67 +422,57 @@ def _server(played: Sequence[Played]) -> Mapping[str, Any]:
     }
 
 
-@dataclass(slots=True)
-class Comparison:
-    """One model on all servers.
+def compare_servers(
+    shape: Shape, load: Load, seed: int, folder: Path, rounds: int, *, alone: bool
+) -> dict[str, Any]:
+    """Measure one model on every server in every round; return its row.
 
-    Attributes:
+    Args:
         folder: gets the weights, and a log of every run.
+
+    Raises:
+        ServerError, OSError: see ``Replay``.
     """
+    jobs, counts, blocks = make_jobs(load, seed, VOCABULARY), list[Counter[str]](), list[int]()
+    mistake: float | None = None
+    kind: Kind
 
-    shape: Shape
-    load: Load
-    seed: int
-    folder: Path
-    _counts: list[Counter[str]] = field(default_factory=list)
-    _blocks: list[int] = field(default_factory=list)
-    _mistake: float | None = None
-    _ask_mistaken: bool = False
+    def look(server: VllmServer) -> None:
+        """Read the server's counters, before what is measured and after it."""
+        nonlocal mistake, blocks
+        counts.append(read_counts(server.metrics_text()))
+        blocks = group_blocks(server.log_text())
+        if len(counts) == 2 and kind.name == STOCK and mistake is None:
+            half = len(jobs[0].turns[0].added) // 2
+            right = replace(jobs[0], salt="right", turns=jobs[0].turns[:1])
+            wrong = mistaken(jobs[0], half, min(shape.block, half))
+            mistake = mean_difference(*(_logprobs(server, one) for one in (right, wrong)))
 
-    def row(self, rounds: int, *, alone: bool) -> dict[str, Any]:
-        """Measure every server in every round.
-
-        Raises:
-            ServerError, OSError: see ``Replay``.
-        """
-        dtype = machine_dtype().name
-        jobs = make_jobs(self.load, self.seed, VOCABULARY)
-        workload = Workload(jobs, 1, self.seed, Hints.KV_PARAMS, forced=True)
-        replay = Replay(workload, self.folder / self.shape.name, look=self._look)
-        model = write_model(self.shape.model, self.folder, dtype)
-        pools = pools_for(self.shape, [job.context for job in jobs], self.load)
-        kinds = make_servers(model, dtype, self.shape, pools, alone=alone)
-        played, failed = list[Played](), dict[str, str]()
-        for number in range(rounds):
-            for kind in drawn_order(kinds, self.seed, number):
-                if kind.name in failed:
-                    continue
-                report(f"{self.shape.name}, round {number + 1}, {kind.name}")
-                self._counts.clear()
-                self._ask_mistaken = kind.name == STOCK and self._mistake is None
-                try:
-                    kept = replay(kind, PRESSURE, number, 1 / self.load.apart_s)
-                except MeasureError as error:
-                    failed[kind.name] = str(error).partition("\n")[0]
-                    report(str(error))
-                else:
-                    before, after = self._counts
-                    played.append(Played(kept, after - before))
-        row = make_row(self.shape.name, self.shape.groups, played, self._mistake)
-        row |= {"block_tokens": self._blocks, "pool_blocks": pools.pressed}
-        row["notes"] += [f"{name} failed: {why}" for name, why in failed.items()]
-        return row
-
-    def _look(self, server: VllmServer) -> None:
-        """Read the server's counters before what is measured, and after it."""
-        self._counts.append(read_counts(server.metrics_text()))
-        self._blocks = group_blocks(server.log_text())
-        if len(self._counts) == 2 and self._ask_mistaken:
-            job = make_jobs(self.load, self.seed, VOCABULARY)[0]
-            half = len(job.turns[0].added) // 2
-            wrong = mistaken(job, half, min(self.shape.block, half))
-            right = replace(job, salt="right", turns=job.turns[:1])
-            self._mistake = mean_difference(*(_logprobs(server, one) for one in (right, wrong)))
+    dtype = machine_dtype().name
+    workload = Workload(jobs, 1, seed, Hints.KV_PARAMS, forced=True)
+    replay = Replay(workload, folder / shape.name, look=look)
+    model = write_model(shape.model, folder, dtype)
+    pools = pools_for(shape, [job.context for job in jobs], load)
+    kinds = make_servers(model, dtype, shape, pools, alone=alone)
+    played, failed = list[Played](), dict[str, str]()
+    for number in range(rounds):
+        for kind in drawn_order(kinds, seed, number):
+            if kind.name in failed:
+                continue
+            report(f"{shape.name}, round {number + 1}, {kind.name}")
+            counts.clear()
+            try:
+                kept = replay(kind, PRESSURE, number, 1 / load.apart_s)
+            except MeasureError as error:
+                failed[kind.name] = str(error).partition("\n")[0]
+                report(str(error))
+            else:
+                before, after = counts
+                played.append(Played(kept, after - before))
+    row = make_row(shape.name, shape.groups, played, mistake)
+    row |= {"block_tokens": blocks, "pool_blocks": pools.pressed}
+    row["notes"] += [f"{name} failed: {why}" for name, why in failed.items()]
+    return row
 
 
 def mistaken(job: Job, at: int, count: int) -> Job:
@@ -549,8 +539,8 @@ def main(
         rows = []
         with tempfile.TemporaryDirectory(prefix="hybrid-") as name:
             for shape in chosen(every, only or (), bf16=dtype.name == BF16):
-                comparison = Comparison(shape, load, seed, logs or Path(name))
-                rows.append(comparison.row(1 if quick else rounds, alone=alone))
+                folder, count = logs or Path(name), 1 if quick else rounds
+                rows.append(compare_servers(shape, load, seed, folder, count, alone=alone))
                 report(json.dumps(without_nan(rows[-1])))
         result = {
             "rows": rows,

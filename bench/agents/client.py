@@ -56,7 +56,7 @@ class Hints(Enum):
     SESSION = "session"
     """Hints as ``session_id``, which cannot mark a turn as the last."""
     TOP_LEVEL = "top-level"
-    """At the top level, as Continuum's clients do: only ``JobMiddleware`` reads it."""
+    """Hints at the top level, as Continuum's clients do: only ``JobMiddleware`` reads it."""
     NONE = "none"
 
     def body(self, job_id: str, is_last_step: bool, tool: Mapping[str, str] = {}) -> dict[str, Any]:
@@ -329,7 +329,7 @@ class Reading:
 
 
 def trouble(error: Exception) -> str:
-    """Clause about a turn that got no answer, to follow the turn's name."""
+    """Describe why a turn got no answer, in words that follow the turn's name."""
     if isinstance(error, APITimeoutError):
         return "got no answer for longer than a client waits"
     if isinstance(error, APIStatusError):

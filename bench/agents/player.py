@@ -75,6 +75,10 @@ class Player:
 
         return tuple(await together(later(at_s, job) for at_s, job in jobs))
 
+    async def one_by_one(self, jobs: Iterable[Job]) -> tuple[JobDone, ...]:
+        """Play jobs one after the other."""
+        return tuple([await self.job(job) for job in jobs])
+
     async def live(self, jobs: Iterator[Job], count: int, seconds: float) -> tuple[JobDone, ...]:
         """Keep ``count`` jobs live: when one ends, the next one starts, until ``seconds`` have
         passed. Return them in the order of their starts."""
@@ -156,7 +160,7 @@ async def drive(
     base_url: str,
     model: str,
     jobs: Sequence[Job],
-    arrivals_s: Sequence[float],
+    arrivals_s: Sequence[float] | None,
     *,
     hints: Hints,
     force: bool,
@@ -166,10 +170,13 @@ async def drive(
 ) -> tuple[JobDone, ...]:
     """Play jobs of token ids on the server at ``base_url``; see ``Player``.
 
+    Args:
+        arrivals_s: None: one job after the other.
+
     Raises:
         ValueError: not as many arrivals as jobs.
     """
-    if len(jobs) != len(arrivals_s):
+    if arrivals_s is not None and len(jobs) != len(arrivals_s):
         raise ValueError(f"{len(jobs)} jobs, but {len(arrivals_s)} arrivals")
     async with open_client(base_url, model) as client:
         player = Player(
@@ -180,6 +187,8 @@ async def drive(
             logprobs=logprobs,
             on_turn=lambda _name, _turn: on_turn(),
         )
+        if arrivals_s is None:
+            return await player.one_by_one(jobs)
         return await player.arriving(zip(arrivals_s, jobs, strict=True))
 
 

@@ -1,10 +1,10 @@
-"""Results of a load: turns, jobs and runs, as they are kept in JSON."""
+"""Results of a load: turns, jobs and runs, as ``run_files`` keeps them in JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,9 @@ class TurnDone:
         logprobs: raw, of those tokens; empty if they were not asked for.
         text: of the answer.
     """
+
+    signed: ClassVar[bool] = True
+    """Logprobs are negative: see ``json_fields.read``."""
 
     turn: int
     sent_s: float
@@ -53,21 +56,6 @@ class JobDone:
     @property
     def completion_s(self) -> float:
         return self.ended_s - self.began_s
-
-    @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> JobDone:
-        """A job out of its fields.
-
-        Raises:
-            KeyError, TypeError: it is none.
-        """
-        turns = tuple(
-            TurnDone(
-                **{**turn, "tokens": tuple(turn["tokens"]), "logprobs": tuple(turn["logprobs"])}
-            )
-            for turn in said["turns"]
-        )
-        return cls(**{**said, "turns": turns})
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,19 +101,6 @@ class Run:
         """Seconds from the first job's start to the last one's end."""
         began = min((job.began_s for job in self.jobs), default=0.0)
         return max((job.ended_s for job in self.jobs), default=0.0) - began
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Run:
-        """The inverse of ``as_json``.
-
-        Raises:
-            KeyError, TypeError: it is no run.
-        """
-        jobs = {key: tuple(map(JobDone.from_json, said.get(key, ()))) for key in ("jobs", "agents")}
-        return cls(**{**said, **jobs, "flags": tuple(said["flags"])})
 
 
 @dataclass(frozen=True, slots=True)

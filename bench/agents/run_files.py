@@ -9,7 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .results import Kept, Run
+from tiered_kv.json_fields import read
+
+from .results import Kept
 
 PLAN = "plan.json"
 
@@ -66,7 +68,7 @@ class Ledger:
     def get_or_measure(
         self, load: str, number: int, server: str, measure: Callable[[], Kept | str]
     ) -> Kept | str:
-        """Return what ``get`` returns, or measure it now and keep it."""
+        """Return what ``get`` finds; if nothing, measure it and keep it."""
         found = self.get(load, number, server)
         if found is None:
             found = measure()
@@ -122,11 +124,9 @@ def read_object(path: Path) -> dict[str, Any]:
 def _read(path: Path) -> Kept | str:
     said = read_object(path)
     try:
-        if "not_started" in said:
-            return str(said["not_started"])
-        return Kept(**{**said, "run": Run.from_json(said["run"])})
-    except (KeyError, TypeError) as error:
-        raise RunFileError(f"{path} holds no run: {error!r}") from error
+        return str(said["not_started"]) if "not_started" in said else read(Kept, said)
+    except ValueError as error:
+        raise RunFileError(f"{path} holds no run: {error}") from error
 
 
 def _write(path: Path, said: Mapping[str, object]) -> None:

@@ -27,7 +27,7 @@ MARGIN = 0.95
 
 
 class Arriving(Enum):
-    """Rule by which jobs start."""
+    """The way in which jobs start."""
 
     JPS = "jps"
     """Poisson arrivals, so many jobs a second."""

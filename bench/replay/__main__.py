@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,12 +17,13 @@ from rich.console import Console
 
 from tiered_kv.bench.agents.client import Hints
 from tiered_kv.bench.agents.jobs import RecordedJobs, digest, mini_swe_jobs, synthetic_jobs
+from tiered_kv.bench.agents.left_out import LeftOut
 from tiered_kv.bench.agents.run_files import Ledger, read_runs
-from tiered_kv.bench.output import AsJson, command_line, one_of, print_json, progress, run_command
+from tiered_kv.bench.output import AsJson, command_line, one_of, progress, run_command
 from tiered_kv.bench.paths import ROOT
 from tiered_kv.bench.replay.ab import PRESETS, Harness, Preset, total_runs
 from tiered_kv.bench.replay.failures import FAILURES
-from tiered_kv.bench.replay.kinds import ROUND, longest_context, make_kinds, size_for
+from tiered_kv.bench.replay.kinds import ROUND, Kind, longest_context, make_kinds, size_for
 from tiered_kv.bench.replay.measure import Replay, Workload, versions
 from tiered_kv.bench.replay.names import CALIBRATION
 from tiered_kv.bench.replay.report import lines, plot, rows, summary, table
@@ -48,36 +49,8 @@ Model = Annotated[
 Out = Annotated[Path, typer.Option(help="Folder of the runs.")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A comparison, as the command line asks for it.
-
-    Attributes:
-        preset: name of one of ``PRESETS``.
-        policies: further policies of ours, by name.
-        free: True if the model speaks for itself.
-        rounds: of every load but idle; None: as the preset has it.
-    """
-
-    preset: str
-    traces: Path
-    synthetic: bool
-    model: str | None
-    policies: Sequence[str]
-    ssd: bool
-    alone: bool
-    peers: bool
-    hints: Hints
-    free: bool
-    seed: int
-    rounds: int | None
-    resume: bool
-    out: Path
-    as_json: bool
-
-
 def check_policy(said: str | None) -> str | None:
-    """Refuse a policy that is not there."""
+    """Refuse an unknown policy."""
     if said is not None:
         try:
             registry.policy(said)
@@ -87,7 +60,7 @@ def check_policy(said: str | None) -> str | None:
 
 
 def check_policies(said: list[str]) -> list[str]:
-    """Refuse policies that are not there."""
+    """Refuse unknown policies."""
     for name in said:
         check_policy(name)
     return said
@@ -118,45 +91,59 @@ def ab(
     model: Model = None,
     policy: Annotated[
         list[str], typer.Option(callback=check_policies, help=f"A further policy: {KNOWN}.")
-    ] = [],  # noqa: B006 - typer reads it, nobody writes it
-    ssd: Annotated[bool, typer.Option("--ssd", help="Give ours an SSD tier as well.")] = False,
+    ] = [],  # noqa: B006 - typer only reads it
+    ssd: Annotated[bool, typer.Option("--ssd", help="Also run ours with an SSD tier.")] = False,
     alone: Annotated[
         bool, typer.Option("--alone", help="Run ours under vLLM's own scheduler.")
     ] = False,
     peers: Annotated[
         bool, typer.Option("--peers", help="Add vLLM's router and LMCache (scripts/install-peers).")
     ] = False,
-    hints: Annotated[
-        Hints, typer.Option(help="How a job is named to the server.")
-    ] = Hints.KV_PARAMS,
-    free: Annotated[bool, typer.Option("--free", help="Let the model speak for itself.")] = False,
+    hints: Annotated[Hints, typer.Option(help="How a request names its job.")] = Hints.KV_PARAMS,
+    free: Annotated[bool, typer.Option("--free", help="Let the model answer for itself.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of jobs and arrivals.")] = 0,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds of every load but idle; the preset's if none.")
+        int | None,
+        typer.Option(min=1, help="Rounds of every load but idle; the preset's by default."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the runs in --out.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Resume from the runs in --out.")
+    ] = False,
     out: Out = OUT,
     as_json: AsJson = False,
 ) -> None:
     """Measure the same jobs on every kind of server."""
-    asked = Asked(
-        preset=preset or ("peers" if peers else "cpu"),
-        traces=traces,
-        synthetic=synthetic,
-        model=model,
-        policies=policy,
-        ssd=ssd,
-        alone=alone,
-        peers=peers,
-        hints=hints,
-        free=free,
-        seed=seed,
-        rounds=rounds,
-        resume=resume,
-        out=out,
-        as_json=as_json,
-    )
-    finish(lambda: compare(asked))
+    chosen = PRESETS[preset or ("peers" if peers else "cpu")]
+    chosen = replace(chosen, rounds=rounds or chosen.rounds)
+
+    def compared() -> int:
+        served = model or small_model()
+        recorded = make_jobs(chosen, served, None if synthetic else traces, seed)
+        jobs = recorded.jobs
+        kinds = make_kinds(
+            served,
+            size_for([job.context for job in jobs], chosen.pool_tokens),
+            policies=policy,
+            ssd=ssd,
+            forced=not free,
+            own_scheduler=alone,
+            peers=peers,
+        )
+        workload = Workload(tuple(jobs), chosen.idle_jobs, seed, hints, forced=not free)
+        plan = {
+            "jobs": digest(jobs),
+            "preset": {key: value for key, value in asdict(chosen).items() if key != "rounds"},
+            "seed": seed,
+            "hints": hints.value,
+            "forced": not free,
+            "alone": alone,
+            "model": str(served),
+            "versions": versions(),
+        }
+        ledger = Ledger(out, plan, resume=resume)
+        return measure(kinds, chosen, workload, ledger, recorded.left_out, out, as_json)
+
+    finish(compared)
 
 
 @app.command("plot")
@@ -187,7 +174,7 @@ def check_pin(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Exit with 1 unless a job's blocks stay in its gaps."""
+    """Verify that a job's blocks stay pinned between turns; exits with 1 if not."""
 
     def checked() -> int:
         verdict = verify(model or small_model(), policy)
@@ -199,20 +186,19 @@ def check_pin(
     finish(checked)
 
 
-def make_jobs(asked: Asked, preset: Preset, model: str | Path) -> RecordedJobs:
-    """Make the jobs that the command line asks for."""
-    if asked.synthetic:
-        made = synthetic_jobs(count=preset.jobs, seed=asked.seed, vocabulary=SYNTHETIC_VOCABULARY)
+def make_jobs(preset: Preset, model: str | Path, traces: Path | None, seed: int) -> RecordedJobs:
+    """Jobs of a recording; Continuum's without one."""
+    if traces is None:
+        made = synthetic_jobs(count=preset.jobs, seed=seed, vocabulary=SYNTHETIC_VOCABULARY)
         return RecordedJobs(made, {})
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(model))
     return mini_swe_jobs(
-        asked.traces,
-        tokenizer,
+        traces,
+        AutoTokenizer.from_pretrained(str(model)),
         count=preset.jobs,
         turns=preset.turns,
-        seed=asked.seed,
+        seed=seed,
         longest=min(longest_context(preset.pool_tokens), model_context(model)),
     )
 
@@ -226,40 +212,24 @@ def model_context(model: str | Path) -> int:
     return sys.maxsize if most is None else int(most) // ROUND * ROUND - 1
 
 
-def compare(asked: Asked) -> int:
-    """Measure. Returns 0 at its end, and 130 when stopped, with the results until then shown."""
-    preset = PRESETS[asked.preset]
-    preset = replace(preset, rounds=asked.rounds or preset.rounds)
-    model = asked.model or small_model()
-    recorded = make_jobs(asked, preset, model)
-    jobs = recorded.jobs
-    forced = not asked.free
-    kinds = make_kinds(
-        model,
-        size_for([job.context for job in jobs], preset.pool_tokens),
-        policies=asked.policies,
-        ssd=asked.ssd,
-        forced=forced,
-        own_scheduler=asked.alone,
-        peers=asked.peers,
-    )
-    workload = Workload(tuple(jobs), preset.idle_jobs, asked.seed, asked.hints, forced)
-    plan = {
-        "jobs": digest(jobs),
-        "preset": {key: value for key, value in asdict(preset).items() if key != "rounds"},
-        "seed": asked.seed,
-        "hints": asked.hints.value,
-        "forced": forced,
-        "alone": asked.alone,
-        "model": str(model),
-        "versions": versions(),
-    }
-    ledger = Ledger(asked.out, plan, resume=asked.resume)
+def measure(
+    kinds: Sequence[Kind],
+    preset: Preset,
+    workload: Workload,
+    ledger: Ledger,
+    left_out: Mapping[str, LeftOut],
+    out: Path,
+    as_json: bool,
+) -> int:
+    """Measure and show the results. Returns 0 at the end, and 130 when interrupted, with the
+    results so far."""
     stopped = False
     with progress() as bar:
-        bar.disable = asked.as_json or not sys.stderr.isatty()
+        bar.disable = as_json or not sys.stderr.isatty()
         runs = bar.add_task("runs", total=total_runs(kinds, preset))
-        turns = bar.add_task("turns of this run", total=sum(len(job.turns) for job in jobs))
+        turns = bar.add_task(
+            "turns of this run", total=sum(len(job.turns) for job in workload.jobs)
+        )
 
         def report(what: str) -> None:
             bar.update(runs, completed=len(harness.kept), description=what)
@@ -267,21 +237,21 @@ def compare(asked: Asked) -> int:
             if bar.disable:
                 print(what, file=sys.stderr, flush=True)
 
-        replay = Replay(workload, asked.out, on_turn=lambda: bar.advance(turns))
-        harness = Harness(kinds, preset, replay, ledger, seed=asked.seed, report=report)
+        replay = Replay(workload, out, on_turn=lambda: bar.advance(turns))
+        harness = Harness(kinds, preset, replay, ledger, seed=workload.seed, report=report)
         try:
             harness.run_all()
         except KeyboardInterrupt:
             stopped = True
-    result = summary(harness.kept, harness.not_started, forced=forced, left_out=recorded.left_out)
-    if asked.as_json:
-        print_json(result)
+    result = summary(harness.kept, harness.not_started, forced=workload.forced, left_out=left_out)
+    if as_json:
+        print(json.dumps(result))
     else:
         Console().print(table(result))
         for line in lines(result):
             print(f"- {line}")
         print(f"- every server computed in {machine_dtype()}")
-        print(f"- runs and logs in {asked.out}")
+        print(f"- runs and logs in {out}")
     if stopped:
         print("stopped; --resume goes on from here, no server is left", file=sys.stderr)
     return 130 if stopped else 0

@@ -133,10 +133,9 @@ class Replay:
 
     def _warm_up(self, deployed: Deployed, kind: Kind) -> None:
         limit_s = OPTIONAL_WARM_UP_S if kind.optional else None
-        play = partial(self._play, deployed, kind)
-        failed = deployed.server.failed
+        failed, job = deployed.server.failed, self._workload.warm_up
         try:
-            (done,) = play([self._workload.warm_up], [0.0], limit_s, lambda: None)
+            (done,) = self._play(deployed, kind, [job], None, limit_s, lambda: None)
         except TimeoutError:
             raise failed(f"it did not answer a request within {limit_s:g} s") from None
         if done.error is not None:
@@ -147,14 +146,11 @@ class Replay:
         self, deployed: Deployed, kind: Kind, load: str, number: int, jobs_per_s: float | None
     ) -> Kept:
         jobs, server, groups = self._workload.of(load), deployed.server, deployed.groups
-        play = partial(self._play, deployed, kind)
         self._look(server)
         before, own_before_s = read_clock(*groups), time.process_time()
-        if jobs_per_s is None:
-            done = self._one_by_one(play, jobs)
-        else:
-            starts = arrivals(len(jobs), jobs_per_s, self._workload.seed)
-            done = play(jobs, starts, None, self._on_turn)
+        seed = self._workload.seed
+        starts = None if jobs_per_s is None else arrivals(len(jobs), jobs_per_s, seed)
+        done = self._play(deployed, kind, jobs, starts, None, self._on_turn)
         after, own_after_s = read_clock(*groups), time.process_time()
         rss_bytes = sum(map(resident_bytes, groups))
         deployed.check()
@@ -165,7 +161,7 @@ class Replay:
             load=load,
             round=number,
             seed=self._workload.seed,
-            jobs_per_s=_rate(done) if jobs_per_s is None else jobs_per_s,
+            jobs_per_s=jobs_per_s or len(done) / done[-1].ended_s,
             jobs=done,
             flags=tuple(server.options.command(0, on_cpu=runs_on_cpu())[1:]),
             versions=versions(),
@@ -174,23 +170,12 @@ class Replay:
         )
         return Kept(run, server.reserved_cpus, cores_of_others(before, after))
 
-    def _one_by_one(
-        self, play: Callable[..., tuple[JobDone, ...]], jobs: Sequence[Job]
-    ) -> tuple[JobDone, ...]:
-        began = time.perf_counter()
-        found = []
-        for job in jobs:
-            offset_s = time.perf_counter() - began
-            (done,) = play([job], [0.0], None, self._on_turn)
-            found.append(_later(done, offset_s))
-        return tuple(found)
-
     def _play(
         self,
         deployed: Deployed,
         kind: Kind,
         jobs: Sequence[Job],
-        starts_s: Sequence[float],
+        starts_s: Sequence[float] | None,
         limit_s: float | None,
         on_turn: Callable[[], None],
     ) -> tuple[JobDone, ...]:
@@ -236,13 +221,3 @@ def versions() -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def _later(job: JobDone, by_s: float) -> JobDone:
-    turns = tuple(replace(turn, sent_s=turn.sent_s + by_s) for turn in job.turns)
-    return replace(job, began_s=job.began_s + by_s, ended_s=job.ended_s + by_s, turns=turns)
-
-
-def _rate(done: Sequence[JobDone]) -> float:
-    """Jobs a second, one after the other."""
-    return len(done) / done[-1].ended_s

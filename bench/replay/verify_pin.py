@@ -7,7 +7,6 @@ turn: the second test of Continuum, as a command.
 from __future__ import annotations
 
 import itertools
-import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import httpx
 from tiered_kv.bench.agents.client import Ask, Hints, ask_over
 from tiered_kv.bench.restore import texts
 from tiered_kv.bench.servers.vllm_server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer
-from tiered_kv.doctor.running_server import events, totals
+from tiered_kv.doctor.running_server import events, labels, totals
 
 from .kinds import BLOCK
 
@@ -108,7 +107,7 @@ def verify(model: str | Path, policy: str | None = None) -> Verdict:
 
     Raises:
         ServerError: it did not start.
-        httpx.HTTPError, RuntimeError: it does not answer, or not what is asked.
+        httpx.HTTPError, AnswerError: it does not answer as it should.
     """
     env = {"TIERED_KV_CPU_GIB": "1"} | ({"TIERED_KV_POLICY": policy} if policy else {})
     options = ServerOptions(
@@ -124,87 +123,76 @@ def verify(model: str | Path, policy: str | None = None) -> Verdict:
         VllmServer(options, Path(folder) / "server.log") as server,
         httpx.Client(base_url=server.url, timeout=600, trust_env=False) as client,
     ):
-        return Prober(client, Pool(MODEL_NAME, BLOCKS, BLOCK)).play()
+        return play(client, Pool(MODEL_NAME, BLOCKS, BLOCK))
 
 
 def verify_running(url: str) -> Verdict:
-    """Play the job on a vLLM server that runs already and serves nobody else.
+    """Play the job on a vLLM server that runs already and serves no other client.
 
     Args:
         url: without ``/v1``.
 
     Raises:
-        httpx.HTTPError: it does not answer, or not what is asked.
-        ValueError: it does not tell how large its KV pool is.
+        httpx.HTTPError, AnswerError: it does not answer as it should.
+        ValueError: it does not report its KV pool.
     """
     with httpx.Client(base_url=url, timeout=600, trust_env=False) as client:
-        return Prober(client, pool_of(client)).play()
+        return play(client, pool_of(client))
 
 
 def pool_of(client: httpx.Client) -> Pool:
-    """The pool of a running server, by what it tells.
+    """The pool of a running server, as it reports it.
 
     Raises:
         httpx.HTTPError: it does not answer.
-        ValueError: it does not tell.
+        ValueError: it does not report its pool.
     """
     models = client.get("/v1/models").raise_for_status().json()
     page = client.get("/metrics").raise_for_status().text
-    said = re.search(rf"^{re.escape(CACHE_CONFIG)}{{(.*)}} \S+$", page, re.MULTILINE)
-    labels = dict(re.findall(r'(\w+)="([^"]*)"', said[1])) if said else {}
     try:
-        return Pool(
-            models["data"][0]["id"], int(labels["num_gpu_blocks"]), int(labels["block_size"])
-        )
+        (config, *_) = labels(page, CACHE_CONFIG)
+        blocks, block = int(config["num_gpu_blocks"]), int(config["block_size"])
+        return Pool(models["data"][0]["id"], blocks, block)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ValueError(
-            f"the server does not tell its KV pool: no {error} in {CACHE_CONFIG}"
+            f"the server does not report its KV pool: no {error} in {CACHE_CONFIG}"
         ) from error
 
 
-class Prober:
-    """The job and the looks at the pool, over HTTP, of a server that serves nobody else."""
+def play(client: httpx.Client, pool: Pool) -> Verdict:
+    """Play the job on a server that serves no other client."""
+    ticks = itertools.count()
 
-    def __init__(self, client: httpx.Client, pool: Pool) -> None:
-        self._client = client
-        self._pool = pool
-        self._ticks = itertools.count()
+    def ask(prompt: Sequence[int], tokens: int, hints: Mapping[str, object] = {}) -> Sequence[int]:
+        turn = Ask(prompt=prompt, max_tokens=tokens, extra=hints)
+        return ask_over(client, pool.model, turn).tokens
 
-    def play(self) -> Verdict:
-        handed_over = self._handed_over()
-        context = texts(self._client, 1, self._pool.first_tokens, self._pool.model)[0]
-        gaps = []
-        for turn in range(1, TURNS + 1):
-            last = turn == TURNS
-            hints = Hints.KV_PARAMS.body("five-turns", last, {} if last else TOOL)
-            answer = self._ask(context, 4, hints)
-            added = [700 + turn * 100 + i for i in range(self._pool.added_tokens)]
-            context = [*context, *answer, *added]
-            gaps.append(Gap(self._held(), self._held()))
-        return Verdict(tuple(gaps), int(self._handed_over() - handed_over))
+    def metrics() -> str:
+        return client.get("/metrics").raise_for_status().text
 
-    def _ask(
-        self, prompt: Sequence[int], tokens: int, hints: Mapping[str, object] = {}
-    ) -> tuple[int, ...]:
-        ask = Ask(prompt=prompt, max_tokens=tokens, extra=hints)
-        return ask_over(self._client, self._pool.model, ask).tokens
+    def handed_over() -> float:
+        """Pins that a turn took over; 0 from a server without the connector."""
+        return events(metrics()).get(HANDED_OVER, 0)
 
-    def _held(self) -> int:
+    def held() -> int:
         """Blocks in use between requests. The gauge moves on steps only, so an unrelated request
         of one token makes one; the smallest of a few readings is the one without its block."""
         readings = []
         for _ in range(READINGS):
-            self._ask([500 + next(self._ticks)], 1)
+            ask([500 + next(ticks)], 1)
             time.sleep(0.02)  # /metrics follows the answer
-            readings.append(totals(self._metrics()).get(USAGE, 0.0))
-        return round(min(readings) * (self._pool.blocks - 1))  # one block is vLLM's own
+            readings.append(totals(metrics()).get(USAGE, 0.0))
+        return round(min(readings) * (pool.blocks - 1))  # one block is vLLM's own
 
-    def _handed_over(self) -> float:
-        """Pins that a turn took over; 0 from a server without the connector."""
-        return events(self._metrics()).get(HANDED_OVER, 0)
-
-    def _metrics(self) -> str:
-        return self._client.get("/metrics").raise_for_status().text
+    before, gaps = handed_over(), []
+    context = texts(client, 1, pool.first_tokens, pool.model)[0]
+    for turn in range(1, TURNS + 1):
+        last = turn == TURNS
+        answer = ask(context, 4, Hints.KV_PARAMS.body("five-turns", last, {} if last else TOOL))
+        added = [700 + turn * 100 + i for i in range(pool.added_tokens)]
+        context = [*context, *answer, *added]
+        gaps.append(Gap(held(), held()))
+    return Verdict(tuple(gaps), int(handed_over() - before))
 
 
 def _faults(gaps: Sequence[Gap], handed_over: int) -> list[str]:

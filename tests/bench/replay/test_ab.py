@@ -16,7 +16,7 @@ from tiered_kv.bench.agents.left_out import LeftOut
 from tiered_kv.bench.agents.paired import drawn_order
 from tiered_kv.bench.agents.results import JobDone, Kept, Run, TurnDone
 from tiered_kv.bench.agents.run_files import Ledger, RunFileError, read_runs
-from tiered_kv.bench.replay.__main__ import Asked, app
+from tiered_kv.bench.replay.__main__ import app
 from tiered_kv.bench.replay.ab import (
     BEYOND_TIMES,
     NEAR,
@@ -69,7 +69,9 @@ class Machine:
         self.measured.append((load, kind.name, number))
         crowd = 0.0 if jobs_per_s is None else jobs_per_s
         took_s = 10.0 * slowdown(kind.name, crowd)
-        turn = TurnDone(1, 0.0, took_s / 2, took_s, 100, 50, 1, tokens=(1, 2), logprobs=(-1.0, -2))
+        turn = TurnDone(
+            1, 0.0, took_s / 2, took_s, 100, 50, 1, tokens=(1, 2), logprobs=(-1.0, -2.0)
+        )
         jobs = tuple(JobDone(f"job-{at}", 0.0, took_s, (turn,)) for at in range(2))
         run = Run(kind.name, load, number, 0, crowd, jobs, ("--flag",), {"vllm": "0"}, 1.0, 1)
         return Kept(run, reserved_cpus="[]", other_cores=0.0)
@@ -352,24 +354,27 @@ def run(*arguments: str) -> int:
     return int(str(ended.value.code))
 
 
-def test_the_command_line_knows_hints_and_policies(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_command_line_knows_presets_hints_and_policies(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    found: list[Asked] = []
+    found: list[tuple[list[Kind], Preset, Workload]] = []
 
-    def compare(asked: Asked) -> int:
-        found.append(asked)
+    def measure(kinds: list[Kind], preset: Preset, workload: Workload, *_: object) -> int:
+        found.append((kinds, preset, workload))
         return 0
 
-    monkeypatch.setattr("tiered_kv.bench.replay.__main__.compare", compare)
+    monkeypatch.setattr("tiered_kv.bench.replay.__main__.measure", measure)
     ours = "tiered_kv.testing.policies:FixedPin"
-    assert run("ab", "--hints", "session", "--policy", "lru", "--policy", ours) == 0
-    assert found[0].hints is Hints.SESSION
-    assert found[0].policies == ["lru", ours]
-    assert found[0].rounds is None
-    assert run("ab", "--rounds", "5") == 0
-    assert found[1].rounds == 5
-    assert run("ab", "--policy", "unheard-of") == 2
+    words = ("ab", "--synthetic", "--model", "m", "--out", str(tmp_path))
+    assert run(*words, "--hints", "session", "--policy", "lru", "--policy", ours) == 0
+    kinds, preset, workload = found[0]
+    assert {f"tiered-{name}" for name in ("lru", ours)} <= {kind.name for kind in kinds}
+    assert preset == PRESETS["cpu"]
+    assert (workload.hints, workload.forced, len(workload.jobs)) == (Hints.SESSION, True, 30)
+    assert run(*words, "--preset", "tiny", "--rounds", "5", "--free") == 0
+    assert found[1][1] == replace(PRESETS["tiny"], rounds=5)
+    assert not found[1][2].forced
+    assert run(*words, "--policy", "unheard-of") == 2
     assert "unheard-of" in capsys.readouterr().err
 
 
