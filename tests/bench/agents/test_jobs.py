@@ -95,12 +95,6 @@ def test_the_seed_says_in_which_order_sessions_come(trace: Path) -> None:
     assert made(trace, seed=7) == made(trace, seed=7)
 
 
-def test_a_job_is_the_beginning_of_its_session(trace: Path) -> None:
-    fix = made(trace, turns=2)["fix"]
-    assert [turn.answer for turn in fix.turns] == [ids("ls"), ids("cat a.py" * 20)]
-    assert fix.turns[-1].gap_s == 0
-
-
 @pytest.mark.parametrize("broken", ["Another chat.", "Fix"])
 def test_a_session_whose_prompts_do_not_go_on_is_left_out(tmp_path: Path, broken: str) -> None:
     rows = [*ADD, *FIX[:2], row("fix", 13.0, broken, "done")]
@@ -180,16 +174,6 @@ def test_synthetic_jobs_have_the_gaps_and_contexts_they_promise(
         assert all(shorter < longer for shorter, longer in pairwise(prompts))
         assert prompts[-1] + len(job.turns[-1].answer) == 2900
         assert all(token < vocabulary for token in job.prompt(len(job.turns) - 1))
-
-
-def test_the_long_gap_may_be_any(trace: Path) -> None:
-    jobs = synthetic_jobs(count=100, seed=1, vocabulary=9)
-    assert {[turn.gap_s > 1 for turn in job.turns].index(True) for job in jobs} == set(range(7))
-
-
-def test_synthetic_jobs_share_no_prefix() -> None:
-    jobs = synthetic_jobs(count=50, seed=1, vocabulary=49_152)
-    assert len({tuple(job.prompt(0)[:16]) for job in jobs}) == 50
 
 
 @given(count=st.integers(0, 30), rate=st.floats(0.01, 100), seed=st.integers(0, 99))

@@ -66,13 +66,6 @@ def test_a_tool_result_is_whole_lines_of_the_file_it_names(files: list[Path]) ->
             assert question.endswith("?")
 
 
-def test_a_file_shorter_than_a_result_is_read_whole(tmp_path: Path) -> None:
-    short = tmp_path / "short.py"
-    short.write_text("a = 1\nb = 2\n")
-    (job,) = make_jobs(JobPlan(jobs=1, turns=1), [short])
-    assert "a = 1\nb = 2" in job.steps[0].message
-
-
 def test_no_files_is_refused() -> None:
     with pytest.raises(ValueError, match="no files"):
         make_jobs(JobPlan(), [])
@@ -83,12 +76,6 @@ def test_agents_read_this_project_and_the_standard_library() -> None:
     assert "agents.py" in names
     assert "argparse.py" in names
     assert len(names) >= 30
-
-
-def test_a_later_job_is_larger_than_an_earlier_part_of_it(files: list[Path]) -> None:
-    (short,) = make_jobs(JobPlan(jobs=1, turns=2), files)
-    (long,) = make_jobs(JobPlan(jobs=1, turns=8), files)
-    assert short.estimate_tokens(24) < long.estimate_tokens(24) < long.estimate_tokens(48)
 
 
 def test_differing_answers_are_counted_with_their_jobs() -> None:

@@ -10,8 +10,6 @@ from rich.console import Console
 from tiered_kv.bench.agents.left_out import LeftOut
 from tiered_kv.bench.live.live_jobs import LiveJobs, Unit, load_jobs
 from tiered_kv.bench.live.workload_statistics import (
-    MOST_TOOLS,
-    OTHERS,
     statistics_lines,
     statistics_table,
     workload_statistics,
@@ -52,28 +50,8 @@ def test_jobs_turns_and_sub_agents_are_counted() -> None:
     assert told["reused"]["most"] == pytest.approx(0.9)
 
 
-def test_no_gap_follows_a_last_turn() -> None:
-    gaps = workload_statistics(JOBS)["quantiles"]["gap_s"]
-    assert (gaps["mean"], gaps["p50"], gaps["most"]) == (4.0, 3.0, 8.0)
-
-
 def test_tools_are_named_by_their_name_or_first_word() -> None:
     assert workload_statistics(JOBS)["tools"] == pytest.approx({"git": 2 / 3, "browser": 1 / 3})
-
-
-def test_few_tools_are_named_and_the_rest_counts_together() -> None:
-    turns = tuple(SimTurn(0, 1, 1, 1.0, f"tool{min(at, MOST_TOOLS + at % 3)}") for at in range(40))
-    told = workload_statistics(LiveJobs("many", (SimJob("a", 0.0, turns),)))["tools"]
-    assert len(told) == MOST_TOOLS + 1
-    assert OTHERS in told
-    assert sum(told.values()) == pytest.approx(1.0)
-
-
-def test_a_job_of_one_turn_has_no_gap() -> None:
-    found = workload_statistics(LiveJobs("one", (AGENT,)))
-    assert found["quantiles"]["gap_s"] == {}
-    assert found["tools"] == {}
-    assert text(found).count("-") >= 6
 
 
 def test_what_is_told_fits_a_terminal() -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from tiered_kv.bench.replay.ab import (
     BEYOND_TIMES,
     NEAR,
     PRESETS,
-    STEEP,
     Harness,
     HarnessError,
     NotStarted,
@@ -242,15 +240,6 @@ def test_calibration_comes_near_on_any_smooth_curve(scale: float, power: float) 
         rate = next_rate(tried, 3.0)
         tried.append((rate, slowdown(rate)))
     assert slowdown(nearest_rate(tried, 3.0)) == pytest.approx(3.0, rel=0.35)
-
-
-def test_a_noisy_calibration_goes_on_in_the_middle() -> None:
-    assert next_rate([(1.0, 4.0), (4.0, 2.0)], 3.0) == pytest.approx(math.sqrt(4.0))
-
-
-def test_a_calibration_that_saw_one_side_only_takes_the_curve_to_be_steep() -> None:
-    assert next_rate([(1.0, 3.0 / 2**STEEP)], 3.0) == pytest.approx(2.0)
-    assert next_rate([(1.0, 3.0 * 2**STEEP)], 3.0) == pytest.approx(0.5)
 
 
 def test_a_workload_is_known_by_its_digest() -> None:

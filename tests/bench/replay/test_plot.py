@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tiered_kv.bench.agents.plotting import COLOURS, MARKERS, PlotError
+from tiered_kv.bench.agents.plotting import COLOURS, PlotError
 from tiered_kv.bench.replay.report import ByTurn, Row, plot, speed_ups
 
 
@@ -48,11 +48,6 @@ def test_a_speed_up_is_over_stock_of_the_same_load() -> None:
     assert speed_ups([row("tiered", "idle", 1.0, 1.0)]) == {}
 
 
-def test_servers_are_told_apart_by_colour_and_by_marker() -> None:
-    assert len(set(COLOURS)) == len(COLOURS)
-    assert len(set(MARKERS)) == len(MARKERS) >= len(COLOURS)
-
-
 def test_a_sweep_is_drawn_as_png_and_svg_and_equally_twice(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     paths = plot(SWEEP, tmp_path / "new")
@@ -80,9 +75,3 @@ def test_without_matplotlib_the_message_says_what_to_do(
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(PlotError, match="pip install matplotlib"):
         plot(SWEEP, tmp_path)
-
-
-def test_there_is_no_figure_of_nothing(tmp_path: Path) -> None:
-    with pytest.raises(PlotError, match="no run"):
-        plot([], tmp_path)
-    assert not list(tmp_path.iterdir())
