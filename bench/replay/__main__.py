@@ -19,7 +19,7 @@ from tiered_kv.bench.agents.client import Hints
 from tiered_kv.bench.agents.jobs import RecordedJobs, digest, mini_swe_jobs, synthetic_jobs
 from tiered_kv.bench.agents.left_out import LeftOut
 from tiered_kv.bench.agents.run_files import Ledger, read_runs
-from tiered_kv.bench.output import AsJson, command_line, one_of, progress, run_command
+from tiered_kv.bench.output import AsJson, command_line, one_of, print_json, progress, run_command
 from tiered_kv.bench.paths import ROOT
 from tiered_kv.bench.replay.ab import PRESETS, Harness, Preset, total_runs
 from tiered_kv.bench.replay.failures import FAILURES
@@ -245,7 +245,7 @@ def measure(
             stopped = True
     result = summary(harness.kept, harness.not_started, forced=workload.forced, left_out=left_out)
     if as_json:
-        print(json.dumps(result))
+        print_json(result)
     else:
         Console().print(table(result))
         for line in lines(result):

@@ -43,7 +43,7 @@ def test_a_server_may_have_another_eviction_rule_and_parts_from_elsewhere() -> N
     assert named.outside == {"tiered_kv.testing.policies", "tiered_kv.policies.cache.lru"}
     with pytest.raises(ValueError, match="@ and an eviction rule"):
         server("occupancy@lru")  # there is nothing to evict from
-    with pytest.raises(ValueError, match="is no eviction rule: did you mean lru"):
+    with pytest.raises(ValueError, match="is not a known eviction rule: did you mean lru"):
         server("occupancy+cpu@lur")
     with pytest.raises(ValueError, match="has no class Missing"):
         server("tiered_kv.testing.policies:Missing+cpu")
