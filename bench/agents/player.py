@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
 
 from .client import Answer, Api, Ask, Client, Hints, open_client, trouble
@@ -22,47 +23,34 @@ OnTurn = Callable[[str, TurnDone], None]
 """Called with a job's name and each of its turns as it is answered."""
 
 
+@dataclass(slots=True)
 class Player:
     """Plays one run of jobs on one server. The run's clock starts now.
 
-    Args:
+    Attributes:
         api: route for jobs of texts; token ids always go to completions.
         prefix: put before a job's name at the server.
         sessions: name each job by ``X-Session-ID`` as well.
         plain: send only what OpenAI's own API has, which names no job.
         force: have the recorded answers said. Otherwise the model answers as many tokens.
         logprobs: ask for the answers' logprobs.
-
-    Attributes:
         agents: sub-agents that were played, in the order of their ends.
         reports_cached: the server reported which part of a prompt was cached.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        *,
-        api: Api = Api.CHAT,
-        hints: Hints = Hints.KV_PARAMS,
-        prefix: str = "",
-        sessions: bool = False,
-        plain: bool = False,
-        force: bool = False,
-        logprobs: bool = False,
-        on_turn: OnTurn = lambda _name, _turn: None,
-    ) -> None:
-        self.agents: list[JobDone] = []
-        self.reports_cached = False
-        self._client = client
-        self._api = api
-        self._hints = hints
-        self._prefix = prefix
-        self._sessions = sessions
-        self._plain = plain
-        self._force = force
-        self._logprobs = logprobs
-        self._on_turn = on_turn
-        self._began = time.perf_counter()
+    client: Client
+    _: KW_ONLY
+    api: Api = Api.CHAT
+    hints: Hints = Hints.KV_PARAMS
+    prefix: str = ""
+    sessions: bool = False
+    plain: bool = False
+    force: bool = False
+    logprobs: bool = False
+    on_turn: OnTurn = lambda _name, _turn: None
+    agents: list[JobDone] = field(init=False, default_factory=list)
+    reports_cached: bool = field(init=False, default=False)
+    _began: float = field(init=False, default_factory=time.perf_counter)
 
     async def arriving(self, jobs: Iterable[tuple[float, Job]]) -> tuple[JobDone, ...]:
         """Play jobs, each from its arrival on, in seconds of the run's clock; return them in their
@@ -100,35 +88,35 @@ class Player:
             context.add(turn)
             ask = self._ask(job, number, turn, context)
             try:
-                answer = await self._client.ask(ask)
+                answer = await self.client.ask(ask)
             except Exception as failure:
                 error = f"turn {number} {trouble(failure)}"
                 break
             context.answered(answer)
             turns.append(self._done(number, answer))
-            self._on_turn(job.name, turns[-1])
+            self.on_turn(job.name, turns[-1])
             self.agents += await together(map(self.job, turn.agents))
             await asyncio.sleep(turn.gap_s)
         return JobDone(job.name, began_s, self._now_s(), tuple(turns), error)
 
     def _ask(self, job: Job, number: int, turn: Turn, context: Conversation | TokenContext) -> Ask:
-        name = f"{self._prefix}{job.name}"
+        name = f"{self.prefix}{job.name}"
         tool = {"tool_name": turn.tool_name, "tool_command": turn.tool}
         extra: dict[str, Any] = {}
-        if not self._plain:
+        if not self.plain:
             known = {key: value for key, value in tool.items() if value}
-            extra = self._hints.body(name, number == len(job.turns), known)
+            extra = self.hints.body(name, number == len(job.turns), known)
             if not job.is_text:
                 extra["request_id"] = request_id(name, number)
         return Ask(
-            prompt=context.prompt(self._api),
+            prompt=context.prompt(self.api),
             max_tokens=turn.output,
-            session=name if self._sessions and not self._plain else None,
+            session=name if self.sessions and not self.plain else None,
             salt=job.salt or None,
-            forced=turn.answer if self._force else None,
-            logprobs=0 if self._logprobs else None,
+            forced=turn.answer if self.force else None,
+            logprobs=0 if self.logprobs else None,
             extra=extra,
-            plain=self._plain,
+            plain=self.plain,
         )
 
     def _done(self, number: int, answer: Answer) -> TurnDone:

@@ -169,9 +169,9 @@ def bench(
                 bar.update(task, description=f"{what}: {answered} turns")
 
             measuring = Rounds(
-                targets,
-                tuple(dict.fromkeys(loads)),
-                played,
+                targets=targets,
+                loads=tuple(dict.fromkeys(loads)),
+                jobs=played,
                 rounds=rounds,
                 seed=seed,
                 scale=scale,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
@@ -64,57 +64,41 @@ def level_of(load: str) -> tuple[str, float]:
     return Arriving(how).value, float(level)
 
 
+@dataclass(slots=True, kw_only=True)
 class Rounds:
     """Runs of some loads on some servers.
 
-    Args:
+    Attributes:
+        jobs: cut, once ``prepare`` has run, to what all servers take.
         scale: factor of all sizes.
         turns: of a job at most; None: all.
         longest: most tokens of a context; None: as the servers report.
         report: called before every run with what it is.
-
-    Attributes:
-        jobs: cut, once ``prepare`` has run, to what all servers take.
     """
 
-    def __init__(
-        self,
-        targets: Sequence[Target],
-        loads: Sequence[Load],
-        jobs: LiveJobs,
-        *,
-        rounds: int,
-        seed: int,
-        scale: float,
-        turns: int | None,
-        longest: int | None,
-        ledger: Ledger,
-        report: Callable[[str], None],
-        on_turn: OnTurn,
-    ) -> None:
-        self.jobs = jobs
-        self._runs: list[Run] = []
-        self._targets = list(targets)
-        self._loads = list(loads)
-        self._rounds = rounds
-        self._seed = seed
-        self._scale = scale
-        self._turns = turns
-        self._longest = longest
-        self._ledger = ledger
-        self._report = report
-        self._on_turn = on_turn
-        self._sizes: dict[str, Sizes] = {}
+    targets: Sequence[Target]
+    loads: Sequence[Load]
+    jobs: LiveJobs
+    rounds: int
+    seed: int
+    scale: float
+    turns: int | None
+    longest: int | None
+    ledger: Ledger
+    report: Callable[[str], None]
+    on_turn: OnTurn
+    _runs: list[Run] = field(init=False, default_factory=list)
+    _sizes: dict[str, Sizes] = field(init=False, default_factory=dict)
 
     @property
     def total(self) -> int:
-        return len(self._targets) * len(self._loads) * self._rounds
+        return len(self.targets) * len(self.loads) * self.rounds
 
     @property
     def runs(self) -> list[Run]:
         """Runs so far, by load and round; servers in the order they were named in."""
-        loads = [load.name for load in self._loads]
-        names = [target.name for target in self._targets]
+        loads = [load.name for load in self.loads]
+        names = [target.name for target in self.targets]
         return sorted(
             self._runs,
             key=lambda run: (loads.index(run.load), run.round, names.index(run.server)),
@@ -131,27 +115,27 @@ class Rounds:
         sample = " ".join(
             text for job in self.jobs.jobs for text in self.jobs.texts.get(job.name, ())
         )[:SAMPLE_CHARACTERS]
-        for target in self._targets:
+        for target in self.targets:
             self._sizes[target.name] = asyncio.run(target.measure_sizes(sample))
-        limits = [MARGIN * one.longest for one in self._targets if one.longest is not None]
-        if self._longest is not None:
-            limits.append(float(self._longest))
+        limits = [MARGIN * one.longest for one in self.targets if one.longest is not None]
+        if self.longest is not None:
+            limits.append(float(self.longest))
         sizes = self._sizes.values()
-        per_unit = self._scale
+        per_unit = self.scale
         if self.jobs.unit is Unit.CHARACTERS:
             per_unit *= max(one.tokens_a_character for one in sizes)
         most_turns = max(len(job.turns) for job in self.jobs.jobs)
-        around = 2 * min(self._turns or most_turns, most_turns)
+        around = 2 * min(self.turns or most_turns, most_turns)
         spare = around * max(one.tokens_a_message for one in sizes)
         self.jobs = fitting(
             self.jobs,
             tokens_per_unit=per_unit,
             most_tokens=int(min(limits) - spare) if limits else None,
-            turns=self._turns,
+            turns=self.turns,
         )
         job = self.jobs.jobs[0]
         first = replace(job, turns=tuple(replace(one, gap_s=0.0) for one in job.turns[:2]))
-        for target in self._targets:
+        for target in self.targets:
             (done,) = asyncio.run(
                 self._play(target, Load(Arriving.SESSIONS, 1, 0), 0, (first,))
             ).jobs
@@ -164,32 +148,32 @@ class Rounds:
         Raises:
             LiveError: a server finished no job.
         """
-        for load in self._loads:
-            for number in range(self._rounds):
-                for target in drawn_order(self._targets, self._seed, number):
+        for load in self.loads:
+            for number in range(self.rounds):
+                for target in drawn_order(self.targets, self.seed, number):
                     self._runs.append(self._one(target, load, number))
 
     def _one(self, target: Target, load: Load, number: int) -> Run:
         def measure() -> Kept:
-            self._report(f"{load.name}, round {number + 1}, {target.name}")
+            self.report(f"{load.name}, round {number + 1}, {target.name}")
             before = target.counts()
             run = asyncio.run(self._play(target, load, number, self.jobs.jobs))
             if not run.finished:
                 raise LiveError(f"{target.name} finished no job: {run.jobs[0].error}")
             return Kept(replace(run, counts=since(before, target.counts())))
 
-        found = self._ledger.get_or_measure(load.name, number, target.name, measure)
+        found = self.ledger.get_or_measure(load.name, number, target.name, measure)
         if isinstance(found, str):
             raise LiveError(found)
         return found.run
 
     async def _play(self, target: Target, load: Load, number: int, jobs: tuple[SimJob, ...]) -> Run:
-        nonce, seed = secrets.token_hex(NONCE_BYTES), self._seed + number
-        recorded = self.jobs.texts if self._scale == 1 else {}
+        nonce, seed = secrets.token_hex(NONCE_BYTES), self.seed + number
+        recorded = self.jobs.texts if self.scale == 1 else {}
         texts = Texts(nonce, self._sizes[target.name].words_per_token, recorded)
         order = np.random.default_rng([seed, 2]).permutation(len(jobs))
         line = map(texts.job, copies(tuple(jobs[at] for at in order)))
-        async with target.player(nonce, self._on_turn) as player:
+        async with target.player(nonce, self.on_turn) as player:
             if load.arriving is Arriving.JPS:
                 starts = arrivals_s(load.level, load.seconds, seed)
                 done = await player.arriving(zip(starts, line, strict=False))

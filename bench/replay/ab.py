@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Protocol
 
 from tiered_kv.bench.agents.figures import completions
@@ -100,37 +100,27 @@ class Measure(Protocol):
         """
 
 
+@dataclass(slots=True)
 class Harness:
     """Loads, rounds and servers, in an order that favours no server (see ``drawn_order``).
 
-    Args:
+    Attributes:
         seed: of that order.
         report: called before every run with what it is.
-
-    Attributes:
-        kept: the runs so far, resumed ones included, those that calibrate left out.
+        kept: the runs so far, resumed ones included, without those that only calibrated.
         not_started: optional servers that do not serve here, with their messages.
     """
 
-    def __init__(
-        self,
-        kinds: Sequence[Kind],
-        preset: Preset,
-        measure: Measure,
-        ledger: Ledger,
-        *,
-        seed: int,
-        report: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self.kept: list[Kept] = []
-        self.not_started: dict[str, str] = {}
-        self._kinds = list(kinds)
-        self._preset = preset
-        self._measure = measure
-        self._ledger = ledger
-        self._seed = seed
-        self._report = report
-        self._costs: ServerCosts | None = None
+    kinds: Sequence[Kind]
+    preset: Preset
+    measure: Measure
+    ledger: Ledger
+    _: KW_ONLY
+    seed: int
+    report: Callable[[str], None] = lambda _: None
+    kept: list[Kept] = field(init=False, default_factory=list)
+    not_started: dict[str, str] = field(init=False, default_factory=dict)
+    _costs: ServerCosts | None = field(init=False, default=None)
 
     @property
     def runs(self) -> list[Run]:
@@ -142,25 +132,25 @@ class Harness:
         Raises:
             HarnessError: stock finished no job.
         """
-        preset = self._preset
-        main = [kind for kind in self._kinds if kind.name in (STOCK, CONTROL, TIERED)]
-        busy = [kind for kind in self._kinds if kind.name != CONTROL]
-        idle = [kind for kind in self._kinds if not kind.needs_costs]
+        preset = self.preset
+        main = [kind for kind in self.kinds if kind.name in (STOCK, CONTROL, TIERED)]
+        busy = [kind for kind in self.kinds if kind.name != CONTROL]
+        idle = [kind for kind in self.kinds if not kind.needs_costs]
         for number in range(preset.idle_rounds):
-            for kind in drawn_order(idle if number == 0 else main, self._seed, number):
+            for kind in drawn_order(idle if number == 0 else main, self.seed, number):
                 self._one(kind, IDLE, number, None)
         rate = self._calibrate()
         for number in range(preset.rounds):
             alone = number > 0 and preset.bounds_once
             kinds = [kind for kind in busy if not (alone and kind.name in BOUNDS)]
             for load, jobs_per_s in ((PRESSURE, rate), (BEYOND, rate * BEYOND_TIMES)):
-                for kind in drawn_order(kinds, self._seed, number):
+                for kind in drawn_order(kinds, self.seed, number):
                     self._one(kind, load, number, jobs_per_s)
 
     def _calibrate(self) -> float:
         """The arrival rate at which stock is as much slower as wanted, jobs a second. The run
         that shows it is stock's first under pressure."""
-        stock = next(kind for kind in self._kinds if kind.name == STOCK)
+        stock = next(kind for kind in self.kinds if kind.name == STOCK)
         idle = _mean(run for run in self.runs if (run.server, run.load) == (STOCK, IDLE))
         tried: dict[float, Kept] = {}
         slower: list[tuple[float, float]] = []
@@ -172,13 +162,13 @@ class Harness:
             rate = found.run.jobs_per_s  # perhaps of before a resumption
             tried[rate] = found
             slower.append((rate, _mean([found.run]) / idle))
-            if abs(slower[-1][1] / self._preset.slowdown - 1) <= NEAR:
+            if abs(slower[-1][1] / self.preset.slowdown - 1) <= NEAR:
                 break
-            rate = next_rate(slower, self._preset.slowdown)
-        rate = nearest_rate(slower, self._preset.slowdown)
+            rate = next_rate(slower, self.preset.slowdown)
+        rate = nearest_rate(slower, self.preset.slowdown)
         self._costs = costs_of(self.runs, tried[rate].run)
         taken = replace(tried[rate], run=replace(tried[rate].run, load=PRESSURE, round=0))
-        self._ledger.put(PRESSURE, 0, STOCK, taken)
+        self.ledger.put(PRESSURE, 0, STOCK, taken)
         return rate
 
     def _one(self, kind: Kind, load: str, number: int, jobs_per_s: float | None) -> None:
@@ -194,13 +184,13 @@ class Harness:
         """A run, measured now or before; the message of a server that did not start."""
 
         def measure() -> Kept | str:
-            self._report(f"{load}, round {number + 1}, {kind.name}")
+            self.report(f"{load}, round {number + 1}, {kind.name}")
             try:
-                return self._measure(kind, load, number, jobs_per_s, self._costs)
+                return self.measure(kind, load, number, jobs_per_s, self._costs)
             except NotStarted as error:
                 return str(error)
 
-        return self._ledger.get_or_measure(load, number, kind.name, measure)
+        return self.ledger.get_or_measure(load, number, kind.name, measure)
 
 
 def costs_of(runs: Iterable[Run], busy: Run) -> ServerCosts | None:

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -71,30 +71,21 @@ class Workload:
         return Job("warm-up", "warm-up", turns)
 
 
+@dataclass(frozen=True, slots=True)
 class Replay:
-    """The measuring that ``Harness`` asks for, on real servers.
+    """Measures runs on real servers, for ``Harness``.
 
-    Args:
+    Attributes:
         folder: gets a log of every run, and its trace if the server wrote one.
         on_turn: called after every turn that is measured.
-        on_wait: see ``VllmServer``.
         look: called with the server right before what is measured, and right after it.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        folder: Path,
-        *,
-        on_turn: Callable[[], None] = lambda: None,
-        on_wait: Callable[[float], None] | None = None,
-        look: Callable[[VllmServer], None] = lambda _: None,
-    ) -> None:
-        self._workload = workload
-        self._folder = folder
-        self._on_turn = on_turn
-        self._on_wait = on_wait
-        self._look = look
+    workload: Workload
+    folder: Path
+    _: KW_ONLY
+    on_turn: Callable[[], None] = lambda: None
+    look: Callable[[VllmServer], None] = lambda _: None
 
     def __call__(
         self,
@@ -108,14 +99,12 @@ class Replay:
         NotStarted: the kind is optional and does not serve.
         MeasureError: another one does not.
         """
-        log = self._folder / "logs" / f"{load}-{number}-{kind.name}.log"
+        log = self.folder / "logs" / f"{load}-{number}-{kind.name}.log"
         with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
             options = kind.started_in(Path(scratch))
             trace = Path(scratch) / TRACE
             timeout_s = OPTIONAL_START_S if kind.optional else 600.0
-            start = partial(
-                VllmServer, log_path=log, start_timeout_s=timeout_s, on_wait=self._on_wait
-            )
+            start = partial(VllmServer, log_path=log, start_timeout_s=timeout_s)
             try:
                 with kind.deploy(options, Setting(start, log, costs)) as deployed:
                     self._warm_up(deployed, kind)
@@ -128,12 +117,12 @@ class Replay:
             if trace.exists():
                 jobs = with_sources(kept.run.jobs, trace)
                 kept = replace(kept, run=replace(kept.run, jobs=jobs))
-                keep_trace(trace, self._folder / "traces" / f"{load}-{number}-{kind.name}")
+                keep_trace(trace, self.folder / "traces" / f"{load}-{number}-{kind.name}")
         return kept
 
     def _warm_up(self, deployed: Deployed, kind: Kind) -> None:
         limit_s = OPTIONAL_WARM_UP_S if kind.optional else None
-        failed, job = deployed.server.failed, self._workload.warm_up
+        failed, job = deployed.server.failed, self.workload.warm_up
         try:
             (done,) = self._play(deployed, kind, [job], None, limit_s, lambda: None)
         except TimeoutError:
@@ -145,22 +134,22 @@ class Replay:
     def _measure(
         self, deployed: Deployed, kind: Kind, load: str, number: int, jobs_per_s: float | None
     ) -> Kept:
-        jobs, server, groups = self._workload.of(load), deployed.server, deployed.groups
-        self._look(server)
+        jobs, server, groups = self.workload.of(load), deployed.server, deployed.groups
+        self.look(server)
         before, own_before_s = read_clock(*groups), time.process_time()
-        seed = self._workload.seed
+        seed = self.workload.seed
         starts = None if jobs_per_s is None else arrivals(len(jobs), jobs_per_s, seed)
-        done = self._play(deployed, kind, jobs, starts, None, self._on_turn)
+        done = self._play(deployed, kind, jobs, starts, None, self.on_turn)
         after, own_after_s = read_clock(*groups), time.process_time()
         rss_bytes = sum(map(resident_bytes, groups))
         deployed.check()
-        self._look(server)
+        self.look(server)
         cpu_s = after.own - before.own - (own_after_s - own_before_s) if before and after else 0.0
         run = Run(
             server=kind.name,
             load=load,
             round=number,
-            seed=self._workload.seed,
+            seed=self.workload.seed,
             jobs_per_s=jobs_per_s or len(done) / done[-1].ended_s,
             jobs=done,
             flags=tuple(server.options.command(0, on_cpu=runs_on_cpu())[1:]),
@@ -184,9 +173,9 @@ class Replay:
             MODEL_NAME,
             jobs,
             starts_s,
-            hints=self._workload.hints,
-            force=self._workload.forced,
-            logprobs=self._workload.forced,
+            hints=self.workload.hints,
+            force=self.workload.forced,
+            logprobs=self.workload.forced,
             session_header=kind.session_header,
             on_turn=on_turn,
         )
