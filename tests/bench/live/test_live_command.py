@@ -34,7 +34,7 @@ def measure(*words: str | Path) -> dict[str, Any]:
 
 
 def test_two_servers_are_measured_in_pairs(server: StubServer, tmp_path: Path) -> None:
-    with running(StubServer(takes_s=0.05)) as slow:
+    with running(StubServer(takes_s=0.3)) as slow:
         urls = ("--url", server.url, "--url", slow.url, "--name", "quick", "--name", "slow")
         said = measure(*urls, "--sessions", "2", "--rounds", "3", "--out", tmp_path)
     quick, other = said["servers"]
