@@ -132,7 +132,7 @@ def test_the_worst_error_of_a_mean_decides_whether_the_simulator_is_believed(
     with pytest.raises(SystemExit) as ended:
         app(["validate", "--json"])
     assert ended.value.code == code
-    assert json.loads(capsys.readouterr().out) == found
+    assert json.loads(capsys.readouterr().out).items() >= found.items()
 
 
 def test_an_unknown_machine_is_refused_with_those_that_there_are(
