@@ -1,1 +1,1 @@
-"""Pages and their orders: what is in CPU memory, what is on SSD, what is on its way."""
+"""Pages outside VRAM, and orders: resident in CPU memory, stored on SSD, or being moved."""

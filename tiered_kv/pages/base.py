@@ -1,9 +1,10 @@
 """The states of a page in CPU memory, and the contract of eviction rules.
 
-An eviction rule chooses the page that makes room when CPU memory is full.
+An eviction rule chooses the page that is evicted when CPU memory is full.
 
-The index tells a rule what happens to its pages, and asks it for them in order. The scheduler half
-tells it what happens to jobs; a rule that looks at pages alone leaves those methods as they are.
+The index notifies a rule of changes to its pages, and requests them in eviction order. The
+scheduler half notifies a rule of job events. A rule that considers only pages keeps the default
+methods for jobs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class PageState(Enum):
 
     @property
     def moving(self) -> bool:
-        """True if the page becomes readable unless what is being done to it fails."""
+        """True if the page becomes readable unless its current copy fails."""
         return self in (PageState.BEING_WRITTEN, PageState.BEING_COMPRESSED)
 
 
@@ -49,16 +50,17 @@ class ReturnForecast(Protocol):
 
 
 class EvictionOrder(ABC):
-    """The readable pages of CPU memory, least valuable first. Made as ``Rule(clock, most_pages)``.
+    """The readable pages of CPU memory, least valuable first. Created as ``Rule(clock,
+    most_pages)``.
 
-    All of it runs on the scheduler thread, without locks and without I/O. Every method is O(1) per
-    page it is given, and none raises: a job need not be known, and ``removed`` and ``touched`` are
-    told only of pages that were added.
+    Everything runs on the scheduler thread, without locks and without I/O. Every method is O(1) per
+    page passed to it, and none raises. A job may be unknown. ``removed`` and ``touched`` are called
+    only for pages that were added.
 
     Args:
         clock: monotonic seconds, the same as that of the index.
-        most_pages: pages that CPU memory and the tiers below it have room for, times two. A rule
-            that remembers pages that are gone need not remember more of them.
+        most_pages: twice the page capacity of CPU memory and the lower tiers. A rule that
+            remembers evicted pages need not remember more than this.
 
     Attributes:
         rank_every_s: seconds from one call of ``rank`` to the next; inf for a rule that needs none.
@@ -76,20 +78,20 @@ class EvictionOrder(ABC):
 
     @abstractmethod
     def added(self, key: PageKey) -> None:
-        """The page is readable from now on; it counts as just used."""
+        """Record that the page has become readable. The page counts as just used."""
 
     @abstractmethod
     def removed(self, key: PageKey) -> None:
-        """The page is gone: evicted, or forgotten."""
+        """Record that the page was evicted or forgotten."""
 
     @abstractmethod
     def touched(self, key: PageKey) -> None:
-        """The page was used."""
+        """Record that the page was used."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[PageKey]:
-        """Every page once, the first to go first. Valid until the next call; changes nothing that
-        a caller could see. The index passes over pages in use."""
+        """Iterate over every page once, in eviction order. The iterator is valid until the next
+        call, and has no visible side effects. The index skips pages in use."""
 
     def added_all(self, keys: Sequence[PageKey]) -> None:
         """``added`` for each page in turn."""
@@ -102,12 +104,13 @@ class EvictionOrder(ABC):
             self.touched(key)
 
     def rank(self, now: float, stay_s: float) -> None:
-        """Order the pages anew. Called before pages are asked for, if ``rank_every_s`` have passed.
+        """Recompute the order. Called before the pages are requested, if ``rank_every_s`` have
+        passed.
 
         Args:
-            now: the clock's time.
-            stay_s: seconds that a page stays in CPU memory at present before it is evicted; inf
-                while there is room.
+            now: current time of the clock.
+            stay_s: time that a page currently stays in CPU memory before it is evicted, seconds;
+                inf while there is free space.
         """
 
     # -- jobs -----------------------------------------------------------------------
@@ -120,49 +123,52 @@ class EvictionOrder(ABC):
         since: float,
         page_s: float,
     ) -> None:
-        """A job's turn ended, or its forecast has changed.
+        """Record that a job's turn ended, or that the job's forecast has changed.
 
         Args:
-            keys: pages of its context, first to last, in place of those it had before; some may
-                not be in CPU memory.
-            forecast: of the gap.
-            since: the clock's time when the gap began.
-            page_s: seconds of prefill that each of the pages saves.
+            keys: pages of the job's context, first to last. They replace the pages passed before.
+                Some may not be in CPU memory.
+            forecast: forecast of the gap.
+            since: time of the clock at which the gap began.
+            page_s: prefill time that each of the pages saves, seconds.
         """
 
     def on_gap_ended(self, job: Hashable) -> None:
-        """The job's next turn arrived: it wants its pages now."""
+        """Record that the job's next turn arrived, which needs the pages now."""
 
     def on_job_ended(self, job: Hashable, own: Sequence[PageKey] = ()) -> None:
-        """The job is over, or is not waited for any longer.
+        """Record that the job has finished, or is no longer expected to return.
 
         Args:
-            own: pages of its last turn that no other job begins with.
+            own: pages of the job's last turn that no other job begins with.
         """
 
     def on_forecast_lost(self, job: Hashable) -> None:
-        """The job's forecast no longer holds: it may return at any time, or never."""
+        """Record that the job's forecast is no longer valid: the job may return at any time, or
+        never."""
 
     def stretches(self, keys: Sequence[PageKey]) -> list[list[PageKey]]:
-        """Split pages into stretches that follow each other in a context, in its order; without
-        those whose context is not known.
+        """Split pages into stretches that are contiguous in a context, in context order. Pages
+        whose context is not known are left out.
 
-        Pages are compressed with others of their stretch only. They go together, and one page
-        that is missing makes those behind it useless.
+        Pages are compressed only together with other pages of their stretch. They are evicted
+        together, and one missing page makes all later pages useless.
         """
         return []
 
     def waiting_job(self, key: PageKey) -> Hashable | None:
-        """The waiting job that had the page last; None if there is none, or the rule does not know.
-        For the trace, which tells of evictions by job. The page need not be in CPU memory."""
+        """Return the waiting job that used the page last; None if no job did, or if the rule does
+        not know. The trace uses this to attribute evictions to jobs. The page need not be in CPU
+        memory."""
         return None
 
     def return_chance(self, key: PageKey, within_s: float) -> float:
-        """Probability that a job asks for the page in the next ``within_s`` seconds. The page need
-        not be in CPU memory: this also says which pages of a dying segment on SSD are written
-        again. At 0 only those are that were used since they were written."""
+        """Return the probability that a job needs the page within ``within_s`` seconds. The page
+        need not be in CPU memory: the result also decides which pages of an SSD segment are
+        rewritten when the segment is reclaimed. At 0, only pages used since they were written are
+        rewritten."""
         return 0.0
 
 
 EvictionRule: TypeAlias = Callable[[Callable[[], float], int], EvictionOrder]
-"""A rule's class: called with the clock and the most pages to remember, it makes an order."""
+"""Class of a rule. Calling it with the clock and the most pages to remember creates an order."""

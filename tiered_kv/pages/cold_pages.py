@@ -4,7 +4,7 @@ A bundle is compressed in place. The records of its pages fill the first of the 
 and its other slots become free. No slot ever has two owners, and starting a bundle needs no free
 slot.
 
-Lives on the scheduler thread, like the index that owns it. Every method is O(1) per page.
+Runs on the scheduler thread, like the index that owns it. Every method is O(1) per page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MISSING, BEING_COMPRESSED, COMPRESSED = (
 
 
 def cold_place(place: int) -> int:
-    """Convert the first slot of a bundle to the place of its pages, which is below 0, or back."""
+    """Convert the first slot of a bundle to the (negative) place of its pages, or back."""
     return -1 - place
 
 
@@ -33,11 +33,11 @@ class Bundle:
     """Pages that are compressed together.
 
     Attributes:
-        slots: its slots, in the order of its records.
-        keys: its pages that are still wanted.
-        state: state of these pages: BEING_COMPRESSED until its records are whole on every rank,
-            COMPRESSED from then on.
-        readers: copies in flight from its pages. Its slots stay in place until they have ended.
+        slots: slots of the bundle, in the order of its records.
+        keys: pages of the bundle that are still needed.
+        state: state of these pages: BEING_COMPRESSED until the records are complete on every rank,
+            then COMPRESSED.
+        readers: copies in flight from its pages. The slots stay in place until these copies finish.
     """
 
     slots: list[int]
@@ -93,24 +93,24 @@ class ColdPages:
         return cold_place(bundle.slots[0])
 
     def begin(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
-        """Add a bundle of pages in their slots: they are about to be compressed."""
+        """Add a bundle of pages that are about to be compressed in their slots."""
         bundle = Bundle(list(slots), dict.fromkeys(keys))
         self._bundles[slots[0]] = bundle
         self.num_slots += len(slots)
         self._of.update(dict.fromkeys(keys, bundle))
 
     def finish(self, first_slot: int, kept: int) -> tuple[Sequence[PageKey], list[int]]:
-        """Make the pages of a bundle readable, which every rank has compressed.
+        """Make the pages of a bundle readable after every rank has compressed them.
 
         Args:
             first_slot: first slot of the bundle.
             kept: number of slots that the records fill; 0 if the pages are lost.
 
         Returns:
-            The lost pages, and the slots that are free now.
+            The lost pages, and the slots that have become free.
 
         Raises:
-            ValueError: no bundle with that first slot is being compressed.
+            ValueError: no bundle with this first slot is being compressed.
         """
         bundle = self._bundles.get(first_slot)
         if bundle is None or bundle.state is COMPRESSED:
@@ -126,17 +126,17 @@ class ColdPages:
 
     def acquire(self, key: PageKey) -> int | None:
         """Return the ``place`` of a compressed page, and keep its bundle there until ``release``.
-        None for any other page."""
+        Returns None for any other page."""
         place = self.place(key)
         if place is not None:
             self._of[key].readers += 1
         return place
 
     def release(self, place: int) -> list[int]:
-        """End a copy from a bundle. Returns the slots that are free now.
+        """Finish a copy from a bundle. Returns the slots that have become free.
 
         Raises:
-            ValueError: no copy from there is in flight.
+            ValueError: no copy from this place is in flight.
         """
         bundle = self._bundles.get(cold_place(place))
         if bundle is None or not bundle.readers:
@@ -145,7 +145,7 @@ class ColdPages:
         return [] if bundle.keys or bundle.readers else self.drop(bundle)
 
     def droppable(self, key: PageKey) -> Bundle | None:
-        """Return the page's bundle if it may be dropped now."""
+        """Return the page's bundle if it may be dropped now, otherwise None."""
         bundle = self._of[key]
         return bundle if bundle.state is COMPRESSED and not bundle.readers else None
 
@@ -160,8 +160,8 @@ class ColdPages:
         return bundle.slots
 
     def forget(self, key: PageKey) -> list[int]:
-        """Forget a page. Returns the slots that are free now: a bundle is dropped with its last
-        page, once it is neither read nor written."""
+        """Forget a page. Returns the slots that have become free: a bundle is dropped with its last
+        page, once no copy reads or writes it."""
         bundle = self._of.pop(key)
         del bundle.keys[key]
         self.compressed -= bundle.state is COMPRESSED

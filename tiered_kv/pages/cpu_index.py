@@ -1,11 +1,11 @@
 """The index of CPU memory: the state and the slot of every page.
 
-Mutation is in two phases. ``reserve_all`` gives pages slots while their bytes are copied
-(MISSING → BEING_WRITTEN), ``commit_all`` makes them readable (BEING_WRITTEN → RESIDENT) and
-``abort`` takes a slot back. Only readable pages can be read or evicted, and only pages that no copy
-reads are evicted: ``acquire`` and ``release`` bracket a restore.
+Mutation is in two phases. ``reserve_all`` allocates slots to pages while their bytes are copied
+(MISSING → BEING_WRITTEN). ``commit_all`` makes the pages readable (BEING_WRITTEN → RESIDENT), and
+``abort`` frees a slot again. Only readable pages can be read or evicted, and a page that a copy
+reads is not evicted. ``acquire`` and ``release`` bracket a restore.
 
-Lives on the scheduler thread and takes no locks. Every method is O(1) per page.
+Runs on the scheduler thread and takes no locks. Every method is O(1) per page.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .cold_pages import Bundle, ColdPages
 T = TypeVar("T")
 
 STAY_EVERY_S = 5.0
-"""Least time between two measurements."""
+"""Minimum time between two measurements, seconds."""
 
 
 class Turnover:
-    """Measures how fast slots are taken.
+    """Measures the rate at which slots are allocated.
 
     Args:
         clock: monotonic seconds.
@@ -43,10 +43,10 @@ class Turnover:
         self._per_s = 0.0
 
     def per_s(self, taken: int) -> float:
-        """Slots a second, smoothed; 0 at first.
+        """Return the smoothed rate, slots per second; 0 at first.
 
         Args:
-            taken: slots taken so far.
+            taken: slots allocated so far.
         """
         now = self._clock()
         if now - self._measured_at >= STAY_EVERY_S:
@@ -57,12 +57,12 @@ class Turnover:
 
 
 class PromotedPages:
-    """Pages that came up and were not restored to VRAM yet.
+    """Promoted pages that have not yet been restored to VRAM.
 
     Attributes:
-        used: pages that were restored so far.
-        wasted: pages that were gone from CPU memory before that.
-        used_bytes, wasted_bytes: the same in bytes, on one rank.
+        used: promoted pages that were restored so far.
+        wasted: promoted pages that left CPU memory before they were restored.
+        used_bytes, wasted_bytes: the same pages in bytes, on one rank.
     """
 
     def __init__(self) -> None:
@@ -73,17 +73,17 @@ class PromotedPages:
         self._unused: dict[PageKey, int] = {}  # bytes by page
 
     def came_up(self, keys: Iterable[PageKey], page_bytes: int) -> None:
-        """Pages of that size came up, and are readable."""
+        """Record that pages of that size were promoted and are readable."""
         self._unused.update(dict.fromkeys(keys, page_bytes))
 
     def read(self, keys: Collection[PageKey]) -> None:
-        """Pages are restored to VRAM."""
+        """Record that pages are being restored to VRAM."""
         pages, nbytes = self._leave(keys)
         self.used += pages
         self.used_bytes += nbytes
 
     def gone(self, keys: Collection[PageKey]) -> None:
-        """Pages are no longer in CPU memory."""
+        """Record that pages are no longer in CPU memory."""
         pages, nbytes = self._leave(keys)
         self.wasted += pages
         self.wasted_bytes += nbytes
@@ -100,15 +100,15 @@ class PageIndex:
 
     Args:
         num_slots: capacity of the CPU pool in pages; 0 means no CPU tier.
-        eviction: chooses which readable page makes room.
+        eviction: chooses the readable page to evict.
         clock: monotonic seconds.
 
     Attributes:
         evictions: pages evicted so far.
-        taken: slots given out so far, evicted ones included.
+        taken: slots allocated so far, slots of evicted pages included.
         cold: pages that are compressed or being compressed.
-        promoted: pages that came up from a tier below.
-        on_evicted: told of pages that are evicted.
+        promoted: pages promoted from a lower tier.
+        on_evicted: called with the pages that are evicted.
     """
 
     def __init__(
@@ -124,14 +124,14 @@ class PageIndex:
         self._clock = clock
         self._ranked_at = -math.inf
         self._turnover = Turnover(clock)
-        # Slots by page. Kept apart by state, so that whole orders move at once.
+        # Slots by page, one table per state, so that all pages of an order move together.
         self._being_written: dict[PageKey, int] = {}
         self._resident: OrderedDict[PageKey, int] = OrderedDict()
         self.cold = ColdPages()
         self.promoted = PromotedPages()
         self.on_evicted: Callable[[Sequence[PageKey]], None] | None = None
         self._readers: dict[PageKey, int] = {}
-        # Copies in flight of forgotten pages. Their slots become free with the last of them.
+        # Copies in flight of forgotten pages. A slot becomes free with its last copy.
         self._orphans: dict[tuple[PageKey, int], int] = {}
         self._free = list(range(num_slots - 1, -1, -1))
 
@@ -144,15 +144,15 @@ class PageIndex:
 
     @property
     def in_use(self) -> int:
-        """Number of references on pages: copies under way, and holders. 0 in an idle engine."""
+        """Number of references to pages: copies in flight, and holders. 0 in an idle engine."""
         readers = sum(self._readers.values()) + sum(one.readers for one in self.cold.bundles)
         return readers + len(self._being_written) + sum(self._orphans.values())
 
     def limit(self, num_slots: int) -> None:
-        """Use the first ``num_slots`` slots only. Before the first page.
+        """Limit the pool to its first ``num_slots`` slots. Call before any page is added.
 
         Raises:
-            ValueError: there are pages.
+            ValueError: the index has pages.
         """
         if len(self._free) < self.num_slots:
             raise ValueError("slots are in use")
@@ -160,8 +160,8 @@ class PageIndex:
         self._free = list(range(self.num_slots - 1, -1, -1))
 
     def adopt(self, pages: Mapping[PageKey, int], bundles: Iterable[AdoptedBundle] = ()) -> None:
-        """Take over the pages of an engine before, oldest first, with their slots, and its bundles.
-        Call after ``limit``, before any page is added. No page and no slot occurs twice."""
+        """Adopt the pages of a previous engine, oldest first, with their slots, and its bundles.
+        Call after ``limit``, before any page is added. No page and no slot may occur twice."""
         kept = {key: slot for key, slot in pages.items() if slot < self.num_slots}
         for bundle in bundles:
             if max(bundle.slots) < self.num_slots:
@@ -182,14 +182,15 @@ class PageIndex:
 
     @property
     def readable(self) -> Callable[[PageKey], bool]:
-        """``state(key).readable`` for many pages: a test that is valid until the next change."""
+        """``state(key).readable`` for many pages: a predicate that is valid until the next
+        change."""
         if not self.cold.compressed:
             return self._resident.__contains__
         resident, cold_state, compressed = self._resident, self.cold.state, PageState.COMPRESSED
         return lambda key: key in resident or cold_state(key) is compressed
 
     def readable_prefix(self, keys: Sequence[PageKey], start: int, stop: int) -> int:
-        """End of the run of readable pages that begins at ``start``, at most ``stop``."""
+        """End of the run of readable pages that starts at ``start``, at most ``stop``."""
         readable = self.readable
         for at in range(start, stop, 256):
             part = keys[at : min(at + 256, stop)]
@@ -198,7 +199,7 @@ class PageIndex:
         return max(start, stop)
 
     def missing(self, pages: Mapping[PageKey, T]) -> Mapping[PageKey, T]:
-        """The missing ones of these pages, with their values, in the same order."""
+        """Return the missing pages among ``pages``, with their values, in the same order."""
         resident, being_written, cold = present = (
             self._resident.keys(),
             self._being_written.keys(),
@@ -213,21 +214,22 @@ class PageIndex:
         }
 
     def place(self, key: PageKey) -> int | None:
-        """Place of a readable page: its slot, or the ``cold_place`` of its bundle. None for a page
-        that is not readable."""
+        """Place of a readable page: its slot, or the ``cold_place`` of its bundle. None if the page
+        is not readable."""
         slot = self._resident.get(key)
         return slot if slot is not None else self.cold.place(key)
 
     # -- saving -----------------------------------------------------------------
 
     def reserve_all(self, keys: Sequence[PageKey]) -> list[int]:
-        """MISSING → BEING_WRITTEN: slots for pages about to be written, evicting if need be.
+        """MISSING → BEING_WRITTEN: allocate slots for pages about to be written, evicting if
+        needed.
 
         Args:
             keys: distinct missing pages.
 
         Returns:
-            A slot for each of the first pages; fewer where all others are read or written.
+            A slot for each of the first pages; fewer than ``keys`` if all other slots are in use.
         """
         count = len(keys)
         slots = self._free[len(self._free) - count :] if count <= len(self._free) else self._free[:]
@@ -239,11 +241,11 @@ class PageIndex:
         return slots
 
     def commit_all(self, keys: Sequence[PageKey], slots: Sequence[int]) -> Sequence[PageKey]:
-        """BEING_WRITTEN → RESIDENT: the pages are whole on every rank.
+        """BEING_WRITTEN → RESIDENT: the pages are complete on every rank.
 
         Returns:
-            The pages that this made readable. Pages that were forgotten meanwhile stay missing, and
-            their slots become free.
+            The pages that became readable. Pages that were forgotten in the meantime stay missing,
+            and their slots become free.
         """
         being_written = self._being_written
         reserved = [being_written.pop(key, None) for key in keys]
@@ -289,7 +291,7 @@ class PageIndex:
 
         Args:
             place: place that ``acquire`` returned.
-            used: False if the page was only copied to SSD, which does not show that it is valuable.
+            used: False if the page was only copied to SSD, which is no evidence of its value.
         """
         if place < 0:
             self._free += self.cold.release(place)
@@ -306,7 +308,7 @@ class PageIndex:
             self._eviction.touched(key)
 
     def acquire_all(self, keys: Sequence[PageKey]) -> list[int]:
-        """``acquire`` for each page; either for all of them or, if it raises, for none."""
+        """``acquire`` for each page. If a page is not readable, raises and acquires none."""
         try:
             slots = list(map(self._resident.__getitem__, keys))
         except KeyError:
@@ -325,13 +327,13 @@ class PageIndex:
         counts = list(map(self._readers.pop, keys, repeat(0)))
         if counts.count(1) == len(keys) and list(map(self._resident.get, keys)) == list(slots):
             self._eviction.touched_all(keys if used else ())
-        else:  # of others too, or forgotten meanwhile
+        else:  # other readers remain, or pages were forgotten in the meantime
             self._readers.update((key, n) for key, n in zip(keys, counts, strict=True) if n)
             for key, slot in zip(keys, slots, strict=True):
                 self.release(key, slot, used=used)
 
     def least_valuable(self, among: int) -> Iterator[PageKey]:
-        """The first ``among`` pages to be evicted, in that order, but for those in use."""
+        """The first ``among`` pages in eviction order, without the pages in use."""
         readers = self._readers
         return (key for key in islice(self._in_order(), among) if key not in readers)
 
@@ -344,7 +346,8 @@ class PageIndex:
     # -- forgetting -------------------------------------------------------------
 
     def forget(self, key: PageKey) -> None:
-        """Any state → MISSING. A slot that is still read or written becomes free when that ends."""
+        """Any state → MISSING. A slot that is still read or written becomes free after that
+        copy."""
         if key in self._being_written:
             self._orphans[key, self._being_written.pop(key)] = 1
             return
@@ -366,9 +369,9 @@ class PageIndex:
     # -- compressing --------------------------------------------------------------
 
     def oldest_raw(self, among: int) -> list[list[PageKey]]:
-        """Stretches of pages that follow each other in a context and that no copy reads, of the
-        first ``among`` pages that became resident. Pages of no known context are moved behind all
-        others."""
+        """Return stretches of pages that are contiguous in a context and that no copy reads, among
+        the ``among`` pages that became resident first. Pages of no known context are moved behind
+        all other pages."""
         readers = self._readers
         first = list(islice(self._resident, among))
         stretches = self._eviction.stretches([key for key in first if key not in readers])
@@ -378,8 +381,8 @@ class PageIndex:
         return stretches
 
     def pack(self, keys: Sequence[PageKey]) -> list[int]:
-        """RESIDENT → BEING_COMPRESSED, for pages that no copy reads. Returns their slots, which
-        stay in place until ``packed``."""
+        """RESIDENT → BEING_COMPRESSED, for pages that no copy reads. Returns the pages' slots,
+        which stay allocated until ``packed``."""
         slots = [self._resident.pop(key) for key in keys]
         self.cold.begin(keys, slots)
         return slots
@@ -391,7 +394,7 @@ class PageIndex:
         self._gone(lost)
 
     def stay_s(self) -> float:
-        """Seconds that a page stays here at the present rate; infinite while none is evicted."""
+        """Seconds that a page stays here at the present rate; inf while no page is evicted."""
         per_s = self._turnover.per_s(self.taken)
         if not per_s or (self._free and not self.cold.compressed):
             return math.inf
@@ -400,8 +403,7 @@ class PageIndex:
     # -- inside -----------------------------------------------------------------
 
     def _in_order(self) -> Iterator[PageKey]:
-        """Every page that is RESIDENT, BEING_COMPRESSED or COMPRESSED, the first to be evicted
-        first."""
+        """Every page that is RESIDENT, BEING_COMPRESSED or COMPRESSED, in eviction order."""
         order, now = self._eviction, self._clock()
         if now - self._ranked_at >= order.rank_every_s:
             self._ranked_at = now
@@ -409,8 +411,8 @@ class PageIndex:
         yield from order
 
     def _evict(self, count: int) -> list[int]:
-        """Slots of the least valuable pages that nobody reads, at most ``count``. Cold pages go
-        with their bundles."""
+        """Evict the least valuable pages that no copy reads, and return at most ``count`` slots.
+        Cold pages are evicted with their whole bundle."""
         readers, cold, resident = self._readers, self.cold, self._resident
         victims, bundles, found = list[PageKey](), dict[Bundle, None](), 0
         for key in self._in_order():
@@ -435,13 +437,13 @@ class PageIndex:
         return slots[:count]
 
     def _gone(self, keys: Sequence[PageKey]) -> None:
-        """Pages are no longer readable."""
+        """Record that pages are no longer readable."""
         self.promoted.gone(keys)
         for key in keys:
             self._eviction.removed(key)
 
     def _bury(self, key: PageKey, slot: int) -> None:
-        """End one copy of a forgotten page."""
+        """Finish one copy of a forgotten page."""
         left = self._orphans.pop((key, slot), 0) - 1
         if left < 0:
             raise ValueError("a page was completed or released that nobody reserved or acquired")

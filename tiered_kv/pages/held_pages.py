@@ -1,4 +1,4 @@
-"""Pages that a long operation holds in CPU memory, so that they are not evicted before it ends."""
+"""Pages that a long operation holds in CPU memory, so that they are not evicted meanwhile."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .cpu_index import PageIndex
 
 
 class HeldPages:
-    """Pages held for one operation. A context manager: leaving it releases every page, whatever
-    ended the operation, so enter it before holding the first page.
+    """Pages held for one operation. A context manager that releases every page on exit, even after
+    an error, so enter it before holding the first page.
 
-    One thread, the scheduler's.
+    Not thread-safe: use only on the scheduler thread.
     """
 
     def __init__(self, index: PageIndex) -> None:
@@ -54,10 +54,10 @@ class HeldPages:
         return missing
 
     def arrival(self, keys: Sequence[PageKey]) -> Callable[[], bool]:
-        """Return a test that is True once none of these pages is moving any more.
+        """Return a predicate that is True once none of these pages is moving any more.
 
-        Each call holds the pages that have become readable, so that no other page can evict them.
-        All calls together take O(pages).
+        Each call holds the pages that have become readable, so that they are not evicted. All calls
+        together take O(pages).
         """
         awaited = deque(keys)
 
@@ -69,10 +69,10 @@ class HeldPages:
         return arrived
 
     def hand_over(self, keys: Sequence[PageKey]) -> tuple[int, ...]:
-        """Return the place of each held page. The caller has to release them from now on.
+        """Return the place of each held page. The caller must release the pages from now on.
 
         Raises:
-            KeyError: a page is not held; nothing has changed.
+            KeyError: a page is not held. In this case nothing changes.
         """
         places = tuple(map(self._places.__getitem__, keys))
         for key in keys:
@@ -80,10 +80,10 @@ class HeldPages:
         return places
 
     def make_private(self, keys: Collection[PageKey]) -> None:
-        """Forget these pages on leaving: only this operation knows their names. ``publish`` undoes
-        it."""
+        """Forget these pages on exit, because only this operation knows their keys. ``publish``
+        undoes this."""
         self._private = keys
 
     def publish(self) -> None:
-        """Leave private pages in CPU memory: a job may ask for them."""
+        """Leave private pages in CPU memory, where jobs can find them."""
         self._private = ()

@@ -1,10 +1,10 @@
 """The order book: turns decisions into orders, and reports back into visible pages.
 
-It owns every order in flight, whatever its kind. An order is two-phase like the index it mutates:
-when it is planned its slots are reserved (or acquired), when all ranks have reported it is settled,
-and only then are pages visible, slots reusable and source blocks free.
+It owns every order in flight, of any type. An order is two-phase like the index it mutates.
+When it is planned, its slots are reserved (or acquired). When all ranks have reported it, it is
+settled. Only then do pages become visible, slots reusable and source blocks free.
 
-One thread, no locks, nothing blocks.
+Single-threaded, no locks, and no method blocks.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from .held_pages import HeldPages
 from .tier_index import TierIndex, TierPages
 
 MIN_SAMPLE = 1 << 22
-"""Bytes a promotion must have moved to say something about bandwidth."""
+"""Minimum size of a promotion that updates the bandwidth estimate, bytes."""
 RELEASED_AT_ONCE = 16_384
-"""Pages of restores that are over which are let go after a step; others stay a step longer."""
+"""Pages of finished restores that are released after a step. The rest wait for the next step."""
 
 AnyOrder = TypeVar("AnyOrder", bound=Order)
 DoneOrder = TypeVar("DoneOrder", bound=Order, covariant=True)
@@ -54,9 +54,9 @@ class Flight(Generic[AnyOrder]):
     """An order in flight.
 
     Attributes:
-        keys: its pages.
-        report: reports of the ranks so far, merged; None before the first.
-        abandoned: True if its pages were forgotten meanwhile.
+        keys: pages of the order.
+        report: merged reports of the ranks so far; None before the first.
+        abandoned: True if the pages were forgotten in the meantime.
     """
 
     order: AnyOrder
@@ -70,11 +70,11 @@ class Settled(Generic[DoneOrder]):
     """An order that every rank has reported.
 
     Attributes:
-        order: the order; its blocks may be given up now.
+        order: the order. Its blocks may be freed now.
         keys: the order's pages, in the order of its blocks.
         failed: indices of pages whose copy failed on some rank.
-        abandoned: the pages were forgotten meanwhile (a cache reset).
-        seconds: time that the slowest rank spent on it.
+        abandoned: True if the pages were forgotten in the meantime (a cache reset).
+        seconds: time that the slowest rank spent on the order.
     """
 
     order: DoneOrder
@@ -85,7 +85,7 @@ class Settled(Generic[DoneOrder]):
 
     @property
     def good(self) -> Sequence[PageKey]:
-        """The pages whose copy failed nowhere, in the same order."""
+        """The pages whose copy succeeded on every rank, in the same order."""
         if not self.failed:
             return self.keys
         return [key for i, key in enumerate(self.keys) if i not in self.failed]
@@ -96,15 +96,15 @@ class OrderBook:
 
     Args:
         index: the pages in CPU memory; mutated by planning and by settling.
-        ranks: how many workers must report an order before it counts.
+        ranks: number of workers that must report an order before it is settled.
         page_bytes: size of a page of each group on one rank, bytes, for the bandwidth estimates.
-        bandwidth: bytes per second of one rank's copies, assumed until measured.
-        stores: indices of the tiers below, fastest first.
+        bandwidth: assumed copy rate of one rank until it is measured, bytes per second.
+        stores: indices of the lower tiers, fastest first.
 
     Attributes:
-        stores: pages of the tiers below, fastest first.
+        stores: pages of the lower tiers, fastest first.
         page_bytes: size of a page of each group on the rank where it is largest, bytes.
-        unsaved: pages left without a slot so far.
+        unsaved: pages that got no slot so far.
     """
 
     def __init__(
@@ -140,15 +140,15 @@ class OrderBook:
 
     @property
     def in_flight(self) -> int:
-        """Orders not yet reported by every rank."""
+        """Number of orders not yet reported by every rank."""
         return len(self._flights)
 
     def flights(self) -> Iterable[Flight[Any]]:
-        """The orders in flight, oldest first."""
+        """All orders in flight, oldest first."""
         return self._flights.values()
 
     def number(self, kind: OrderKind) -> int:
-        """Orders of a kind in flight."""
+        """Number of orders of a type in flight."""
         return len(self._of_kind[kind])
 
     def saves_under_way(self) -> Iterator[SaveOrder]:
@@ -158,12 +158,12 @@ class OrderBook:
                 yield flight.order
 
     def under_way(self, order_id: OrderId) -> bool:
-        """True if the order is in flight and its pages are still wanted."""
+        """True if the order is in flight and its pages are still needed."""
         flight = self._flights.get(order_id)
         return flight is not None and not flight.abandoned
 
     def expected(self, now: float) -> int:
-        """Orders in flight that are due: those whose report is worth stepping for."""
+        """Number of orders in flight that are due. Their reports justify an engine step."""
         if self._not_yet_due:
             self._not_yet_due = {
                 order: due for order, due in self._not_yet_due.items() if due > now
@@ -171,41 +171,42 @@ class OrderBook:
         return len(self._flights) - len(self._not_yet_due)
 
     def expedite(self, orders: Iterable[OrderId], now: float) -> list[PromoteOrder]:
-        """Make promotions due that were ordered for later; those due already are left out."""
+        """Make deferred promotions due now. Returns them, without promotions that were due
+        already."""
         early = [one for one in orders if self._not_yet_due.pop(one, now) > now]
         up = self._of_kind[OrderKind.PROMOTE]
         return [up[one].order for one in early if one in up]
 
     def store_of(self, order_id: OrderId) -> StoreId:
-        """The store that an order in flight goes to."""
+        """The store that an order in flight is for."""
         order: StoreOrder = self._flights[order_id].order
         return order.store
 
     @property
     def promoting(self) -> Mapping[PageKey, OrderId]:
-        """Pages on their way up to CPU memory, and the orders that bring them."""
+        """Pages being promoted to CPU memory, and the orders that promote them."""
         return self._promoting
 
     def copy_seconds(self, pages: int, group: int = CONTEXT) -> float:
-        """Time one rank needs to copy that many pages, at the bandwidth seen so far."""
+        """Time one rank needs to copy that many pages at the measured bandwidth, seconds."""
         return pages * self.page_bytes[group] / self.bandwidth
 
     def promote_seconds(self, store: StoreId, pages: int) -> float:
-        """Time until that many pages more are up from a store, behind those already ordered and
-        due."""
+        """Time until that many more pages are promoted from a store, after the promotions that are
+        already ordered and due, seconds."""
         state = self.stores[store]
         due = state.promoting - self.ahead(store)
         return (pages + max(0, due)) * self.page_bytes[store.group] / state.bandwidth
 
     def ahead(self, store: StoreId | None = None) -> int:
-        """Pages on their way up, from one store or all, that were not due when last looked at
-        (``expected``, ``expedite``)."""
+        """Number of pages being promoted, from one store or from all, that were not due at the last
+        call of ``expected`` or ``expedite``."""
         up = self._of_kind[OrderKind.PROMOTE]
         orders = (up[order_id].order for order_id in self._not_yet_due if order_id in up)
         return sum(len(order.keys) for order in orders if store in (None, order.store))
 
     def stored_nowhere(self, keys: Collection[PageKey]) -> Collection[PageKey]:
-        """The ones of these pages that no tier below has, in the same order."""
+        """The pages among ``keys`` that no lower tier has, in the same order."""
         for tier in self.stores.values():
             keys = tier.index.absent(keys)
         return keys
@@ -213,10 +214,10 @@ class OrderBook:
     # -- planning -----------------------------------------------------------------
 
     def plan_save(self, pages: Mapping[PageKey, int], group: int = CONTEXT) -> SaveOrder | None:
-        """Order a copy VRAM → CPU of the missing ones of these pages, from the blocks given.
+        """Order a VRAM → CPU copy of the missing pages among ``pages``, from the blocks given.
 
-        Returns None if nothing needs saving or no slot can be had. Pages left without a
-        slot are simply not saved, and counted in ``unsaved``.
+        Returns None if nothing needs saving or no slot is available. Pages left without a slot are
+        not saved, and are counted in ``unsaved``.
         """
         fresh = self.index.missing(pages)
         if not fresh:
@@ -240,10 +241,11 @@ class OrderBook:
         group: int = CONTEXT,
         more: bool = False,
     ) -> LoadOrder:
-        """Order a copy CPU → VRAM; every page must be readable and stays so until settled.
+        """Order a CPU → VRAM copy. Every page must be readable, and stays so until the order
+        settles.
 
         Raises:
-            KeyError: a page is not readable; nothing has changed.
+            KeyError: a page is not readable. In this case nothing changes.
         """
         if len(keys) != len(blocks):
             raise ValueError(f"{len(keys)} pages cannot fill {len(blocks)} blocks")
@@ -255,7 +257,7 @@ class OrderBook:
         return order
 
     def plan_pack(self, keys: Sequence[PageKey], group: int) -> PackOrder:
-        """Order readable pages that nobody reads to be compressed together, where they are."""
+        """Order readable pages that no copy reads to be compressed together, in place."""
         slots = tuple(self.index.pack(keys))
         order = PackOrder(next(self._ids), group, slots, tuple(keys))
         self._begin(order, order.keys)
@@ -264,12 +266,13 @@ class OrderBook:
     def plan_demote(
         self, store: StoreId, keys: Sequence[PageKey], due: float, most: int | None = None
     ) -> DemoteOrder | None:
-        """Order a copy CPU → tier of the pages that are readable and not in the tier already.
+        """Order a CPU → tier copy of the pages that are readable and not yet in the tier.
 
-        They stay readable meanwhile, and are not evicted. None if there are none.
+        The pages stay readable meanwhile, and are not evicted. Returns None if there are no such
+        pages.
 
         Args:
-            most: pages at most, the first ones; None: all.
+            most: maximum number of pages, the first ones; None for all.
         """
         state = self.stores[store]
         there = filter(self.index.readable, state.index.unwritten(dict.fromkeys(keys)))
@@ -285,10 +288,10 @@ class OrderBook:
     def plan_promote(
         self, store: StoreId, keys: Sequence[PageKey], due: float
     ) -> PromoteOrder | None:
-        """Order a copy tier → CPU of the missing ones of these pages that the tier has.
+        """Order a tier → CPU copy of the missing pages among ``keys`` that the tier has.
 
-        Their slots are reserved now, evicting if need be; the first pages are taken where
-        slots are short. None if nothing can be ordered.
+        Their slots are reserved now, evicting if needed. If slots are short, the first pages are
+        promoted. Returns None if nothing can be ordered.
         """
         state = self.stores[store]
         wanted = [key for key in self.index.missing(dict.fromkeys(keys)) if key in state.index]
@@ -305,7 +308,8 @@ class OrderBook:
     def plan_lookup(
         self, store: StoreId, keys: Sequence[PageKey], deadline_s: float
     ) -> LookupOrder | None:
-        """Order a question whether the tier has these pages; None if its index can tell."""
+        """Order a lookup of these pages in the tier. Returns None if its index already answers
+        it."""
         wanted = tuple(self.stores[store].index.unanswered(keys))
         if not wanted:
             return None
@@ -329,8 +333,9 @@ class OrderBook:
         return order
 
     def plan_import(self, path: str, pages: Sequence[ContextPage]) -> ImportOrder | None:
-        """Order missing pages to be read from a snapshot; None if there are not enough slots for
-        all of them now. They become readable together, once all of them have arrived."""
+        """Order missing pages to be read from a snapshot. Returns None if there are not enough
+        slots for all of them now. The pages become readable together, once all of them have
+        arrived."""
         keys = tuple(page.key for page in pages)
         slots = tuple(self.index.reserve_all(keys))
         if len(slots) < len(keys):
@@ -358,8 +363,8 @@ class OrderBook:
         return flight
 
     def cancel(self, order: SaveOrder | StoreOrder) -> None:
-        """Take back an order that was never sent: as if every page of it had failed, but
-        that nothing is known against those in a tier."""
+        """Cancel an order that was never sent. The effect is that of a failure of all its pages,
+        except that pages in a tier stay known as present."""
         flight = self._end(order.order_id)
         if isinstance(order, LookupOrder):
             return
@@ -374,10 +379,10 @@ class OrderBook:
             self.stores[order.store].promoting -= len(flight.keys)
 
     def abandon_saves(self) -> list[SaveOrder]:
-        """Forget the pages of every save in flight; their source blocks may be given up.
+        """Forget the pages of every save in flight, so that their source blocks may be freed.
 
-        The slots stay taken until the workers report, since their bytes still travel.
-        Returns the orders so abandoned.
+        The slots stay allocated until the workers report, because bytes are still being copied to
+        them. Returns the abandoned orders.
         """
         abandoned = []
         for flight in self._of_kind[OrderKind.SAVE].values():
@@ -389,7 +394,7 @@ class OrderBook:
         return abandoned
 
     def forget_all(self) -> None:
-        """Forget every page in CPU memory and below. Slots in use are freed as orders settle."""
+        """Forget every page in all tiers. Slots in use are freed as their orders settle."""
         for flight in self._flights.values():
             flight.abandoned = True
         self._promoting.clear()
@@ -402,12 +407,12 @@ class OrderBook:
     # -- settling -----------------------------------------------------------------
 
     def settle(self, reports: Mapping[OrderId, OrderReport]) -> list[Settled[Any]]:
-        """Take in reports; returns the orders that are now complete on every rank.
+        """Handle reports. Returns the orders that are now complete on every rank.
 
-        A save's pages become readable unless their copy failed. A load's pages are
-        released, and those that failed are forgotten, so that they are not tried again.
-        Demoted pages are in their tier, promoted ones readable; those that could not be promoted
-        are not in their tier. Reports of orders nobody knows are ignored.
+        A save's pages become readable unless their copy failed. A load's pages are released, and
+        pages that failed are forgotten, so that they are not tried again. Demoted pages are added
+        to their tier, and promoted pages become readable. Pages that could not be promoted are
+        removed from their tier. Reports of unknown orders are ignored.
         """
         done = []
         for order_id, report in reports.items():
@@ -430,7 +435,8 @@ class OrderBook:
         return done
 
     def _release_some(self) -> None:
-        """Let pages go that were restored before. Nobody waits for that, and it takes time."""
+        """Release pages that were restored earlier. Deferred because releasing takes time and no
+        request waits for it."""
         pages = 0
         while self._read and pages < RELEASED_AT_ONCE:
             keys, slots = self._read.popleft()
@@ -442,7 +448,7 @@ class OrderBook:
         self._commit(done)
 
     def _loaded(self, done: Settled[LoadOrder], report: OrderReport) -> None:
-        if not done.order.cold:  # decoding is no copy
+        if not done.order.cold:  # decoding is not a copy
             self._copied(report, done.order.group)
         if not done.failed:
             self._read.append((done.keys, done.order.slots))
@@ -486,7 +492,7 @@ class OrderBook:
         self.index.release_all(done.keys, done.order.slots, used=False)
 
     def _imported(self, done: Settled[ImportOrder], _: OrderReport) -> None:
-        """Have the pages readable if all of them came: a context needs each of them."""
+        """Make the pages readable if all of them arrived, because a context needs each of them."""
         if not done.failed:
             self.index.commit_all(done.keys, done.order.slots)
             return
@@ -494,7 +500,7 @@ class OrderBook:
             self.index.abort(key, slot)
 
     def _commit(self, done: Settled[SaveOrder] | Settled[PromoteOrder]) -> Sequence[PageKey]:
-        """Make the pages readable that reached CPU memory. Returns them."""
+        """Make the pages that reached CPU memory readable. Returns them."""
         keys, slots = done.good, done.order.slots
         if done.failed:
             for i in done.failed:

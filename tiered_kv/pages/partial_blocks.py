@@ -1,8 +1,8 @@
-"""Partial tail blocks: the last tokens of a turn, which fill no block.
+"""Partial tail blocks: the last tokens of a turn, which do not fill a block.
 
-vLLM hashes full blocks only, so a returning turn would compute its previous tail again.
-A tail is found by the page before it and by its tokens: causal attention makes the
-first ``n`` tokens' KV right for any text that shares these ``n`` tokens.
+vLLM hashes full blocks only, so a returning turn would recompute its previous tail.
+A tail is found by the page before it and by its tokens. Because of causal attention, the KV of
+its first ``n`` tokens is valid for any text that shares these ``n`` tokens.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from tiered_kv.storage.notebook import Fact, NoNotebook
 
 PREFIX = "tail "
 MAX_TAILS_PER_PARENT = 8
-"""Forks of one context; more than that and the oldest is forgotten."""
+"""Maximum number of forks of one context. Beyond it, the oldest is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """A tail.
+    """A partial tail block.
 
     Attributes:
-        noted: True if an engine before this one noted it: its key may be that of other tokens.
+        noted: True if a previous engine noted the tail, so that its key may belong to other tokens.
     """
 
     key: PageKey
@@ -32,16 +32,16 @@ class Tail:
     noted: bool = field(default=False, compare=False)
 
     def is_of(self, parent: bytes, extra: object) -> bool:
-        """True if the key is that of these tokens at that place."""
+        """True if the key belongs to these tokens at this position."""
         return not self.noted or self.key == tail_key(parent, self.tokens, extra)
 
 
 class TailIndex:
-    """Tails by the page before them. One thread, no locks; not a store of bytes:
-    whether a tail's bytes are readable is the page index's business.
+    """Tails by the page before them. Single-threaded, without locks. Stores no bytes: the page
+    index decides whether a tail's bytes are readable.
 
     Args:
-        notebook: keeps the tails for the next engine, and has those of the one before.
+        notebook: keeps the tails for the next engine, and provides the tails of the previous one.
     """
 
     def __init__(self, notebook: NoNotebook) -> None:
@@ -54,7 +54,7 @@ class TailIndex:
                 self._remember(*noted)
 
     def has_any(self, parent: bytes) -> bool:
-        """True if there may be tails behind that page."""
+        """True if there may be tails after that page."""
         return parent in self._parents
 
     def __len__(self) -> int:
@@ -63,11 +63,11 @@ class TailIndex:
     def add(
         self, parent: bytes, extra: object, tokens: Sequence[int], key: PageKey | None = None
     ) -> Tail:
-        """Name a tail and remember it.
+        """Record a tail, and return it.
 
-        ``key`` is that of a full page, whose leading tokens may be wanted alone; a partial
-        page gets a key of its own, the same for the same three values. Only that is noted, since it
-        proves the tokens to the next engine.
+        ``key`` is the key of a full page whose leading tokens may be needed alone. Without it, the
+        tail gets a key of its own, which is the same for the same three values. Only such a tail is
+        noted, because its key proves the tokens to the next engine.
         """
         tail = Tail(key or tail_key(parent, tokens, extra), tuple(tokens))
         other = _digest(extra)
@@ -97,12 +97,12 @@ class TailIndex:
         tokens: Sequence[int],
         usable: Callable[[Tail, int], bool],
     ) -> tuple[Tail, int] | None:
-        """The usable tail that shares the most leading tokens, and how many it shares.
+        """Return the usable tail that shares the most leading tokens, and how many it shares.
 
-        None if no usable tail shares any.
+        Returns None if no usable tail shares any.
 
         Args:
-            usable: tells whether so many tokens of a tail can be had.
+            usable: True if that many tokens of a tail can be restored.
         """
         best: tuple[Tail, int] | None = None
         for tail in self._by_parent.get((parent, _digest(extra)), ()):
@@ -120,7 +120,8 @@ class TailIndex:
         self._count = 0
 
     def prune(self, known: Callable[[PageKey], bool]) -> None:
-        """Forget every tail whose page is gone. O(tails): for when they outnumber pages."""
+        """Forget every tail whose page no longer exists. O(tails): use when tails outnumber
+        pages."""
         kept = {
             where: alive
             for where, tails in self._by_parent.items()
@@ -132,12 +133,12 @@ class TailIndex:
 
 
 def _digest(extra: object) -> bytes:
-    """Digest of vLLM's extra keys, which may hold a secret; empty without any."""
+    """Digest of vLLM's extra keys, which may contain a secret; empty without extra keys."""
     return sha256(repr(extra).encode()).digest()[:DIGEST_BYTES] if extra else b""
 
 
 def _noted(name: str, fact: Fact) -> tuple[bytes, bytes, Tail] | None:
-    """A tail as it was noted; None if it is none."""
+    """Parse a noted tail. Returns None if the fact is not a tail."""
     match fact:
         case {"parent": str(parent), "extra": str(extra), "tokens": list(tokens)} if all(
             type(token) is int and 0 <= token < 1 << 63 for token in tokens

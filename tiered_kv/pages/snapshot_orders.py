@@ -1,8 +1,8 @@
-"""Orders for snapshots: those not yet sent, and what came of the others.
+"""Orders for snapshots: unsent orders, and results of the others.
 
-The order book keeps them in flight. Pages that are written stay where they are until every rank has
-reported. Pages that are read have slots of their own from the start, and can be found only once all
-of them have arrived, on every rank. One thread, nothing blocks.
+The order book keeps the orders in flight. Pages that are written keep their slots until every
+rank has reported. Pages that are read have their own slots from the start, and can be found only
+once all of them have arrived on every rank. Single-threaded; no method blocks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SnapshotFlight:
 
 
 class SnapshotOrders:
-    """Orders for snapshots. Results stay with their ``SnapshotFlight``.
+    """Orders for snapshots. Each result is stored in its ``SnapshotFlight``.
 
     Attributes:
         unsent: orders not yet sent.
@@ -47,7 +47,7 @@ class SnapshotOrders:
 
     @property
     def in_flight(self) -> int:
-        """Orders not yet reported by every rank."""
+        """Number of orders not yet reported by every rank."""
         return len(self._flights)
 
     def write(self, folder: str, pages: Sequence[ContextPage], held: HeldPages) -> SnapshotFlight:

@@ -1,10 +1,10 @@
-"""The pages of a tier below CPU memory, as the scheduler half knows them.
+"""The pages of a lower tier, as known to the scheduler half.
 
-A page is here once its bytes are in the store of every rank. The stores own the bytes, and
-report when pages are gone. A tier that others write to as well is known by its answers only, and
-an answer grows old.
+A page is listed once its bytes are in the store of every rank. The stores own the bytes, and
+report pages that they lose. The contents of a tier that other engines write to as well are known
+only by lookup answers, which expire.
 
-One thread, no locks, O(1) per page.
+Single-threaded, no locks, O(1) per page.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tiered_kv.keys import PageKey
 from tiered_kv.tiers import Knowledge, TierSpec
 
 ASSUMED_BANDWIDTH = 1e9
-"""Bytes of pages per second that a rank promotes, until the worker has measured it."""
+"""Assumed promotion rate of a rank until the worker has measured it, bytes of pages per second."""
 PRESENT_S, ABSENT_S = 5.0, 10.0
-"""Ages at which an answer is asked for again: a page that was there may be evicted by others, one
-that was not may be written by others."""
+"""Ages at which an answer is requested again, seconds. Other engines may evict a present page, or
+write an absent one."""
 MOST_ANSWERS = 1 << 17
-"""Answers kept, the latest: those of 300 turns with 400 pages each. They take some 30 MB."""
+"""Number of answers kept, the latest: enough for 300 turns of 400 pages each, about 30 MB."""
 
 
 class TierIndex:
@@ -42,32 +42,32 @@ class TierIndex:
         return key in self._used
 
     def absent(self, keys: Collection[PageKey]) -> Collection[PageKey]:
-        """The ones of these pages that cannot be had here, in the same order."""
+        """The pages among ``keys`` that cannot be read from this tier, in the same order."""
         return [*filterfalse(self._used.__contains__, keys)]
 
     def unwritten(self, keys: Iterable[PageKey]) -> Iterator[PageKey]:
-        """The ones of these pages that are worth writing, in the same order."""
+        """The pages among ``keys`` that should be written, in the same order."""
         return filterfalse(self._used.__contains__, keys)
 
     def unanswered(self, keys: Iterable[PageKey]) -> list[PageKey]:
-        """Pages of which the store must be asked whether it has them."""
+        """Pages that must be looked up in the store; empty for a tier whose pages are known."""
         return []
 
     def answer(self, keys: Iterable[PageKey], present: bool) -> None:
-        """Take in whether the stores of all ranks have these pages."""
+        """Record whether the stores of all ranks have these pages."""
         (self.add if present else self.discard)(keys)
 
     def add(self, keys: Iterable[PageKey]) -> None:
-        """Take in pages that the stores of all ranks have."""
+        """Record pages that the stores of all ranks have."""
         deque(map(self._used.setdefault, keys, repeat(False)), maxlen=0)
 
     def discard(self, keys: Iterable[PageKey]) -> None:
-        """Drop pages that are gone, or bad, on some rank."""
+        """Drop pages that are missing or bad on some rank."""
         for key in keys:
             self._used.pop(key, None)
 
     def touch(self, keys: Iterable[PageKey]) -> None:
-        """Mark pages as used. Those not in the tier are passed over."""
+        """Mark pages as used. Skips pages that are not in the tier."""
         used = self._used
         for key in keys:
             if key in used:
@@ -78,8 +78,8 @@ class TierIndex:
         return self._used.get(key, False)
 
     def on_rewritten(self, keys: Iterable[PageKey]) -> None:
-        """Mark pages as unused, since they are written once more: each must be used again to
-        survive again. Those not in the tier are passed over."""
+        """Mark pages as unused because they are written once more. Each must be used again to
+        survive the next time. Skips pages that are not in the tier."""
         used = self._used
         for key in keys:
             if key in used:
@@ -91,7 +91,7 @@ class TierIndex:
 
 
 class AskedIndex(TierIndex):
-    """Answers of a tier's stores, each good for some seconds.
+    """Answers of a tier's stores, each valid for some seconds.
 
     Args:
         clock: monotonic seconds.
@@ -107,7 +107,7 @@ class AskedIndex(TierIndex):
 
     def absent(self, keys: Collection[PageKey]) -> Collection[PageKey]:
         used = self._used
-        if used.keys().isdisjoint(keys):  # mostly so, and quickly told
+        if used.keys().isdisjoint(keys):  # the usual case, and a cheap test
             return keys
         return [key for key in keys if key not in used or not self._fresh(key)]
 
@@ -135,8 +135,8 @@ class AskedIndex(TierIndex):
         return until is not None and self._clock() < until
 
     def _answered(self, keys: Collection[PageKey], good_s: float) -> None:
-        """Keep new answers, and drop the oldest ones beyond ``MOST_ANSWERS``. Outdated ones are
-        kept as well: a page that was present is not written again."""
+        """Store new answers, and drop the oldest ones beyond ``MOST_ANSWERS``. Expired answers are
+        kept, so that a page that was present is not written again."""
         until = self._until
         deque(map(until.pop, keys, repeat(None)), maxlen=0)
         until.update(zip(keys, repeat(self._clock() + good_s)))
@@ -146,19 +146,19 @@ class AskedIndex(TierIndex):
 
 
 def make_index(spec: TierSpec, clock: Callable[[], float]) -> TierIndex:
-    """Make the index that a tier needs."""
+    """Create the index for a tier."""
     return TierIndex() if spec.knowledge is Knowledge.KNOWN else AskedIndex(clock)
 
 
 @dataclass(slots=True)
 class TierPages:
-    """Pages of one tier below CPU memory, and those on their way. The order book writes it.
+    """Pages of one lower tier, and the pages being moved. Written by the order book.
 
     Attributes:
         index: the tier's pages.
         bandwidth: rate at which a rank promotes, bytes of pages per second.
-        promoting: number of pages on their way up.
-        demoting: pages on their way down.
+        promoting: number of pages being promoted.
+        demoting: pages being demoted.
     """
 
     index: TierIndex
