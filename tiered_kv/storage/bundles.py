@@ -1,12 +1,12 @@
-"""Bundles: pages of CPU memory that are kept compressed, in slots that were theirs.
+"""Bundles: pages of CPU memory that are kept compressed, in the pages' own slots.
 
-A bundle is made in place. Its pages are encoded aside, and their records then written one behind
-the other over the slots, of which the last ones are no longer needed. Pages that do not shrink stay
-as they are. Records cross from one slot to the next, wherever that lies.
+A bundle is created in place. Its pages are encoded into separate memory. Their records are then
+written contiguously over the slots, the last of which are no longer needed. Pages that do not
+shrink stay raw. A record may cross from one slot to the next, wherever the next slot lies.
 
-Nothing tells what a slot holds but the table of bundles, here and in the index of the scheduler
-half; where memory outlives its engine, a note in the bundle as well. So each record has a digest,
-and a page that is read is the page that was packed, or none.
+The contents of a slot are known only from the table of bundles, here and in the index of the
+scheduler half; where memory outlives its engine, also from a note in the bundle. So each record has
+a digest, and a read returns either the page that was packed or nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tiered_kv.storage.segment.format import payload_digest
 logger = logging.getLogger(__name__)
 
 Map = Callable[[Callable[[Bytes], EncodedPage], Iterable[Bytes]], Iterable[EncodedPage]]
-"""Applies a function to each page, perhaps on several threads, and gives the results in order."""
+"""Applies a function to each page, perhaps on several threads, and returns the results in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Record:
     """A page of a bundle.
 
     Attributes:
-        offset: place in the bundle's slots, taken one behind the other, bytes.
+        offset: position in the concatenated slots of the bundle, bytes.
         digest: digest of plane and frame.
     """
 
@@ -55,7 +55,7 @@ class Bundle:
     """Pages that were packed together.
 
     Attributes:
-        codec: codec of the records; None if they are the pages as they are.
+        codec: codec of the records; None if the pages are stored raw.
     """
 
     slots: tuple[int, ...]
@@ -64,32 +64,32 @@ class Bundle:
 
 
 class Note(Protocol):
-    """Note of a bundle in its own slots, by which a later engine finds its pages."""
+    """Note of a bundle in its own slots, from which a later engine finds its pages."""
 
     def room(self, codec: Codec, pages: int) -> int:
-        """Bytes to be left free at the begin of the first slot.
+        """Bytes to reserve at the start of the first slot.
 
         Args:
             pages: number of pages that are packed.
         """
 
     def write(self, bundle: Bundle) -> None:
-        """Write it, once the bundle's pages are in place. Does not raise."""
+        """Write the note once the bundle's pages are in place. Does not raise."""
 
 
 class Bundles:
     """The bundles of one page group, on one rank.
 
-    ``pack`` is called by one thread at a time, ``read`` and ``copy`` by any number beside it:
-    nobody reads a bundle before ``pack`` has returned.
+    ``pack`` is called by one thread at a time, ``read`` and ``copy`` by any number concurrently.
+    No thread reads a bundle before ``pack`` has returned.
 
     Args:
-        slots: the CPU pool's slots, uint8 ``[slots, bytes]``, not smaller than a page.
+        slots: the CPU pool's slots, uint8 ``[slots, bytes]``, at least as large as a page.
         codec: codec of bundles, which is trained on the first pages.
 
     Attributes:
         page_format: format of the pages.
-        page_bytes: size of a page.
+        page_bytes: size of a page, bytes.
     """
 
     def __init__(self, slots: NDArray[np.uint8], codec: Codec) -> None:
@@ -99,7 +99,7 @@ class Bundles:
         self._preferred: Callable[[], Codec | None] = lambda: None
         self._slots = slots
         self._bundles: dict[int, Bundle] = {}
-        self._in_slot: dict[int, Bundle] = {}  # the same, by each of their slots
+        self._in_slot: dict[int, Bundle] = {}  # the same bundles, by each of their slots
         self._scratch = Scratch()
         self._has_failed = False
 
@@ -109,10 +109,10 @@ class Bundles:
         """Compress the pages ``keys[i]`` in ``slots[i]`` into the first of these slots.
 
         Args:
-            each: encodes the pages.
-            note: note of the bundle; None if the bundle ends with its engine.
+            each: maps the encoder over the pages.
+            note: note of the bundle; None if the bundle does not outlive its engine.
 
-        Returns:
+            Returns:
             The number of slots that are needed; all of them if the pages do not shrink, or cannot
             be encoded.
         """
@@ -148,13 +148,13 @@ class Bundles:
         return len(bundle.slots)
 
     def adopt(self, bundle: Bundle) -> None:
-        """Take over a bundle of an engine before. Before the first page is packed."""
+        """Adopt a bundle of a previous engine. Call before the first page is packed."""
         self._keep(bundle)
         if bundle.codec is not None:
             self._training.adopt(bundle.codec)
 
     def _keep(self, bundle: Bundle) -> None:
-        """Note a bundle, in place of those of which it fills a slot."""
+        """Register a bundle, and drop the bundles whose slots it overwrites."""
         for slot in bundle.slots:
             if (old := self._in_slot.get(slot)) is not None:
                 del self._bundles[old.slots[0]]
@@ -164,22 +164,22 @@ class Bundles:
         self._in_slot.update(dict.fromkeys(bundle.slots, bundle))
 
     def encode_like(self, preferred: Callable[[], Codec | None]) -> None:
-        """Encode as somebody else does, whose codec this gives; None while that is not known."""
+        """Encode with another store's codec, as returned by ``preferred``; None while unknown."""
         self._preferred = preferred
 
     def _encoded(
         self, pages: Sequence[Bytes], each: Map
     ) -> tuple[Codec | None, Sequence[EncodedPage]]:
-        """Pages encoded, and their codec; None if they stay as they are."""
+        """Encode pages. Returns them and their codec, or a codec of None if they stay raw."""
         try:
             codec = self._codec(pages)
             encoded = list(each(codec.encode, pages))
-        except Exception as error:  # whatever a codec thinks of them, their bytes are there
+        except Exception as error:  # codecs may raise anything; the raw bytes are intact
             level = logging.DEBUG if self._has_failed else logging.ERROR
             self._has_failed = True
             logger.log(level, "pages in CPU memory cannot be compressed: %r", error)
             return None, ()
-        # What it leaves in the pages would be written over.
+        # A codec that stores in place changes the pages, which must stay readable.
         return (None, ()) if codec.stores_in_place else (codec, encoded)
 
     def _codec(self, pages: Sequence[Bytes]) -> Codec:
@@ -191,21 +191,21 @@ class Bundles:
         return self._training.codec
 
     def read(self, first_slot: int, key: PageKey, out: Bytes) -> bool:
-        """Fill ``out`` with a page of the bundle that begins in a slot. False if it is not there,
-        or damaged; ``out`` may then hold anything."""
+        """Decode a page of the bundle that starts in a slot into ``out``. Returns False if the page
+        is missing or damaged; ``out`` then has undefined contents."""
         found = self._find(first_slot, key)
         if found is None:
             return False
         try:
             found.decode(out)
-        except Exception:  # whatever a codec thinks of a page, its neighbours must not suffer
+        except Exception:  # codecs may raise anything; other pages must not be affected
             logger.exception("a page in CPU memory cannot be decoded")
             return False
         return True
 
     def copy(self, first_slot: int, key: PageKey) -> CodedPage | None:
-        """A page of the bundle that begins in a slot, as it is stored, in memory of its own; None
-        if it is not there, or damaged."""
+        """Return a copy of an encoded page of the bundle that starts in a slot; None if the page is
+        missing or damaged."""
         found = self._find(first_slot, key)
         if found is None:
             return None
@@ -213,7 +213,7 @@ class Bundles:
         return CodedPage(found.codec, EncodedPage(plane, frame))
 
     def _find(self, first_slot: int, key: PageKey) -> CodedPage | None:
-        """A page as it is stored. The bytes are valid until this thread asks for another."""
+        """An encoded page. The bytes are valid until this thread's next call."""
         bundle = self._bundles.get(first_slot)
         record = bundle.records.get(key) if bundle is not None else None
         if bundle is None or record is None:
@@ -225,7 +225,7 @@ class Bundles:
         return CodedPage(bundle.codec, EncodedPage(stored[:middle], stored[middle:]))
 
     def _bytes(self, slots: Sequence[int], offset: int, nbytes: int) -> Bytes:
-        """Bytes of a bundle in one piece, copied if they cross slots."""
+        """Bytes of a bundle as one array, copied if they cross slots."""
         pieces = list(self._pieces(slots, offset, nbytes))
         if len(pieces) == 1:
             return pieces[0]
@@ -237,7 +237,7 @@ class Bundles:
         return whole
 
     def _pieces(self, slots: Sequence[int], offset: int, nbytes: int) -> Iterator[Bytes]:
-        """The memory of a part of a bundle, in one piece for each slot."""
+        """Views of a part of a bundle, one for each slot."""
         slot_bytes, end = self._slots.shape[1], offset + nbytes
         while offset < end:
             index, at = divmod(offset, slot_bytes)

@@ -1,4 +1,4 @@
-"""The codec of a tier's pages, as configured, and the rate at which they are read with it."""
+"""The configured codec of a tier's pages, and the rate at which pages are read with it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ logger = logging.getLogger(__name__)
 def choose_codec(
     name: str, page_format: PageFormat, speed: DiskSpeed, cores: int
 ) -> tuple[Codec, float]:
-    """Choose a codec, once in a process for each kind of pages.
+    """Choose a codec, once in a process for each page format.
 
     Args:
-        name: as in TIERED_KV_CODEC; ``auto`` takes the one that suits the speed.
-        speed: of the disk or the link, bytes a second.
-        cores: number of threads that decode at once.
+        name: as in TIERED_KV_CODEC; ``auto`` chooses the codec that suits the speed.
+        speed: speed of the disk or the link, bytes per second.
+        cores: number of threads that decode concurrently.
 
     Returns:
-        The codec; bytes of pages a second that can be read with it.
+        The codec, and the rate at which pages can be read with it, bytes of pages per second.
 
     Raises:
-        ConfigError: there is no such codec, or it does not work.
+        ConfigError: the codec does not exist, or does not work.
     """
     if name == "auto":
         choice = choose(page_format, speed.read / 1e6, speed.write / 1e6, cores)
@@ -42,7 +42,7 @@ def choose_codec(
             raise ConfigError(f"TIERED_KV_CODEC={name}: {error}; or write auto") from error
     try:
         one = measure_codec(codec, synthetic_page(page_format))
-    except Exception as error:  # of whatever a stranger's codec does
+    except Exception as error:  # third-party codecs may raise anything
         raise ConfigError(f"TIERED_KV_CODEC={name}: {error}; write auto") from error
     seconds = max(one.stored_bytes / speed.read, one.decode_s / cores)
     return codec, page_format.page_bytes / seconds

@@ -1,14 +1,14 @@
-"""The I/O thread: carries out a tier's store orders by itself, when they are due.
+"""The I/O thread: carries out a tier's store orders independently, when they are due.
 
-It owns the store from the moment it is given one. Orders wait in a heap for the time they are due;
-of those that are, promotions go first, since somebody waits for them. A demotion is written in
-groups, and a promotion can come between two of them. A store may want its promotions in groups as
-well, so that a look-up need not wait for a whole context.
+It owns its store from the start. Orders wait in a heap until they are due. Among orders that are
+due, promotions go first, because requests wait for them. A demotion is written in groups, and a
+promotion can run between two groups. A store may require promotions in groups as well, so that a
+lookup need not wait for a whole context.
 
-An order is reported once the store's call has returned, and not before: its slots stay reserved
-for as long as the store may touch them.
+An order is reported only after the store's call has returned, because its slots stay reserved for
+as long as the store may access them.
 
-The thread never dies of an order: what fails is reported as failed.
+An order never ends the thread: failures are reported as failed pages.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 LEAST_BYTES = 8 << 20
-"""Smallest write of an engine that is ending, bytes. The end may be late by the time it takes."""
+"""Smallest write at shutdown, bytes. The shutdown may exceed its deadline by one such write."""
 
 ColdSource: TypeAlias = Callable[[PageKey, int], CodedPage | None]
-"""Gives a compressed page by its key and place; None if it is not there, or damaged."""
+"""Returns a compressed page by its key and place; None if the page is missing or damaged."""
 
 GROUP_BYTES = 128 << 20
-"""Size of a group of demoted pages, made durable together, bytes. A disk reaches its speed with it,
-and a promotion that comes between waits a few hundredths of a second."""
+"""Size of a group of demoted pages that are made durable together, bytes. Large enough for a disk
+to reach its full speed; a promotion waits a few hundredths of a second for a group."""
 MOST_LOGGED = 100
 """Number of different errors that are logged."""
 HUNG_S = 30.0
-"""Longest wait of ``close`` for a call of the store that is under way, seconds."""
+"""Maximum time that ``close`` waits for a store call in progress, seconds."""
 
 
 def group_pages(page_bytes: int) -> int:
-    """Number of pages of a group."""
+    """Number of pages in a group."""
     return max(1, GROUP_BYTES // page_bytes)
 
 
@@ -71,7 +71,7 @@ Task = Callable[[], None]
 
 @dataclass(slots=True)
 class _Flight:
-    """An order under way: pages before ``done`` are moved in ``seconds``, or ``failed``."""
+    """An order in progress: pages before ``done`` were moved in ``seconds``, or have ``failed``."""
 
     order: DemoteOrder | PromoteOrder
     epoch: int
@@ -81,13 +81,13 @@ class _Flight:
 
 
 class IoThread:
-    """Takes orders for a store and gives reports.
+    """Carries out orders for a store and returns reports.
 
     Args:
         store: the store; closed with the thread.
         slots: the CPU pool's slots, uint8 ``[num_slots, page_bytes]``.
         clock: monotonic time, seconds.
-        cold: gives a compressed page by its key and place; None if it is not there, or damaged.
+        cold: returns a compressed page by its key and place; None if it is missing or damaged.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class IoThread:
         self._busy = False
         self._epoch = 0
         self._promoted_last = False
-        self._rest_until = -math.inf  # of real time, as its length is
-        self._patience = Patience()  # of real time as well
+        self._rest_until = -math.inf  # in real time, as is its duration
+        self._patience = Patience()  # in real time as well
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="tiered-kv-io", daemon=True)
         self._thread.start()
@@ -133,7 +133,7 @@ class IoThread:
         """Carry out the order once it is due.
 
         Args:
-            ahead_s: lead of this thread's clock over the one that ``due`` was read on, seconds.
+            ahead_s: lead of this thread's clock over the clock that ``due`` refers to, seconds.
         """
         due = order.due + ahead_s if order.due > 0 else order.due
         with self._changed:
@@ -142,12 +142,12 @@ class IoThread:
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Look again at what is due: the clock may have jumped."""
+        """Check again for due orders, because the clock may have jumped."""
         with self._changed:
             self._changed.notify_all()
 
     def expedite(self, order_ids: Collection[OrderId]) -> None:
-        """Carry these out now, whenever they were due. Those under way or over are ignored."""
+        """Make these orders due now. Ignores orders in progress and finished orders."""
         with self._changed:
             self._later = [
                 (-math.inf if order.order_id in order_ids else due, number, order)
@@ -157,7 +157,7 @@ class IoThread:
             self._changed.notify_all()
 
     def look_up(self, order: LookupOrder) -> None:
-        """Ask the store now: a turn waits for the answer."""
+        """Queue a lookup that is due now, because a turn waits for the answer."""
         epoch = self._epoch
 
         def task() -> None:
@@ -175,7 +175,7 @@ class IoThread:
         self._add(self._lookups, (order, task))
 
     def reclaim(self, segment: int, survivors: Sequence[PageKey]) -> None:
-        """Let a proposed segment die; ``take_gone`` tells what went with it."""
+        """Reclaim a proposed segment. ``take_gone`` returns the pages that were lost with it."""
 
         def task() -> None:
             try:
@@ -192,7 +192,8 @@ class IoThread:
         self._add(self._tasks, lambda: self.store.drop(keys))
 
     def replace_store(self, make: Callable[[], PageStore]) -> None:
-        """Empty the store for good, fail its orders, and go on with another: a cache reset."""
+        """Clear the store, fail its orders, and continue with another store, after a cache
+        reset."""
         with self._changed:
             self._epoch += 1
             stale: list[StoreOrder] = [order for _, _, order in self._later]
@@ -210,7 +211,7 @@ class IoThread:
         def task() -> None:
             try:
                 self.store.clear()
-            finally:  # what a failing disk keeps has keys that nobody asks for any more
+            finally:  # pages left on a failing disk have keys that no request uses any more
                 self.store.close()
                 self.store = make()
                 self._proposal = None
@@ -224,18 +225,18 @@ class IoThread:
         return reports
 
     def take_gone(self) -> list[PageKey]:
-        """Pages that died with their segments since the last call."""
+        """Pages that were lost with their segments since the last call."""
         with self._changed:
             gone, self._gone = self._gone, []
         return gone
 
     @property
     def proposal(self) -> Proposal | None:
-        """A segment that should die, for the scheduler half to choose survivors of."""
+        """A segment that should be reclaimed; the scheduler half chooses its survivors."""
         return self._proposal
 
     def wait_idle(self, timeout: float) -> bool:
-        """Wait until everything due is done; False if that took too long."""
+        """Wait until all due work is done. Returns False on timeout."""
         with self._changed:
             return self._changed.wait_for(self._is_idle, timeout)
 
@@ -246,16 +247,17 @@ class IoThread:
         *,
         discard: bool = False,
     ) -> int:
-        """End the thread, write the last pages, close the store. Idempotent.
+        """Stop the thread, write the last pages, close the store. Idempotent.
 
-        A store that hangs is left as it is, and its thread dies with the process.
+        A store that hangs is abandoned, and its thread ends with the process.
 
         Args:
             last: pages to write, as key and slot.
-            budget_s: time for that, seconds.
-            discard: empty the store first: nobody will find its pages again.
+            budget_s: time for writing them, seconds.
+            discard: clear the store first, because no engine will look for its pages again.
 
         Returns:
+            Number of the last pages that are durable.
             Number of the last pages that are durable.
         """
         deadline = self._clock() + budget_s
@@ -282,7 +284,7 @@ class IoThread:
 
     @property
     def _group(self) -> int:
-        """Pages of a group; no more than the store wants at a time."""
+        """Number of pages in a group, limited by the store's ``group_bytes``."""
         most, wanted = group_pages(self._page_bytes), self.store.group_bytes
         return most if wanted is None else max(1, min(most, wanted // self._page_bytes))
 
@@ -311,7 +313,7 @@ class IoThread:
                 self._changed.notify_all()
 
     def _next(self) -> Task | None:
-        """Wait for work, or until some is due; None when closing."""
+        """Wait until some work is due, and return it; None when closing."""
         with self._changed:
             while not self._closing:
                 now = self._clock()
@@ -327,7 +329,7 @@ class IoThread:
         return None
 
     def _until_due(self, now: float) -> float | None:
-        """Seconds until there is something to do; None if nothing is known of."""
+        """Seconds until the next work is due; None if no work is queued."""
         seconds = [self._later[0][0] - now] if self._later else []
         if self._demotions:
             seconds.append(self._rest_until - time.monotonic())
@@ -347,10 +349,10 @@ class IoThread:
         return None
 
     def _go_on(self, flight: _Flight, queue: deque[_Flight]) -> None:
-        """Move one group; the rest of the order goes to the head of its queue again.
+        """Move one group, and put the rest of the order back at the head of its queue.
 
-        It ends with the first group of which nothing came or went: the store is late, full, or
-        lacks the rest as well. Some stores are offered it again for a while.
+        The order ends with the first group of which no page was moved, because the store is slow,
+        full, or lacks the other pages as well. Some stores are offered the group again for a while.
         """
         order, start, up = flight.order, flight.done, queue is self._promotions
         whole = up and self.store.group_bytes is None
@@ -366,7 +368,8 @@ class IoThread:
                 bad, asked = self._put(pages)
                 self._rest_until = time.monotonic() + self.store.rest_s
         finally:
-            # Pages that are gone here, or a page that an error came of, say nothing of the store.
+            # Pages missing here, or a page that caused an exception, are no evidence about the
+            # store.
             nothing = asked and len(bad) == len(pages)
             if nothing and not up and self._tries_again():
                 flight.done = stop = start
@@ -389,7 +392,7 @@ class IoThread:
             self._proposal = self.store.proposal()
 
     def _tries_again(self) -> bool:
-        """True if pages of which the store took none are offered again, after a rest."""
+        """True if a group of which the store took no page is offered again, after a pause."""
         retry_s, now = self.store.retry_s, time.monotonic()
         if retry_s is None or not self._patience.lasts(now):
             return False
@@ -397,13 +400,13 @@ class IoThread:
         return True
 
     def _put(self, pages: Sequence[tuple[PageKey, int]]) -> tuple[frozenset[int], int]:
-        """Store pages, compressed ones as they are where the store can take them.
+        """Store pages. Compressed pages are stored as encoded, where the store can do so.
 
         Args:
-            pages: their keys and places: slots, or below 0 places in bundles.
+            pages: keys and places; a place is a slot or, below 0, a place in a bundle.
 
         Returns:
-            Indices of those that are not stored; the number of pages that the store was given.
+            Indices of the pages that are not stored; the number of pages passed to the store.
         """
         raw = [(key, self._slots[place]) if place >= 0 else None for key, place in pages]
         failed = put_present(self.store.put, raw)
@@ -416,14 +419,14 @@ class IoThread:
         return failed, 2 * len(pages) - raw.count(None) - cold.count(None)
 
     def _write_last(self, last: Sequence[tuple[PageKey, int]], deadline: float) -> int:
-        """Write as many pages as the time allows; return the number of durable pages. Never raises.
+        """Write as many pages as time allows; return the number of durable pages. Never raises.
 
-        A group that has started is finished, so each takes at most half of the remaining time at
-        the speed of the group before.
+        A group that has started is finished, so each group is sized to take at most half of the
+        remaining time at the speed of the previous group.
 
         Args:
-            last: pages as key and place, the most important first.
-            deadline: on this thread's clock.
+            last: pages as key and place, most important first.
+            deadline: time on this thread's clock.
         """
         step = least = min(self._group, max(1, LEAST_BYTES // self._page_bytes))
         written = start = 0
@@ -433,7 +436,7 @@ class IoThread:
                 start += len(group)
                 failed, asked = self._put(group)
                 written += len(group) - len(failed)
-                if not asked:  # their bundles are gone, which says nothing of the store
+                if not asked:  # their bundles are missing, which is no evidence about the store
                     continue
                 if len(failed) == len(group):
                     break

@@ -1,12 +1,12 @@
 """A notebook: small facts by name that outlive the process, in a file of lines.
 
-Each line is the xxh3-64 of what follows, a space, and JSON: ``{"name": …, "fact": …}`` notes a fact
-in place of the one before, or strikes it out if it is null; ``{"without": PREFIX}`` strikes out
-every name that begins so. A line whose digest is another's is ignored: it was torn by a kill, or
-changed. When most of the file was overtaken by later lines, it is written anew under another name,
-which then takes its place.
+Each line is an xxh3-64 digest of the rest, a space, and JSON. ``{"name": …, "fact": …}`` records a
+fact in place of the previous one, or deletes it if it is null. ``{"without": PREFIX}`` deletes
+every name with that prefix. A line with a wrong digest is ignored: it was torn by a kill, or
+modified. When most of the file is superseded by later lines, the file is rewritten under another
+name and then renamed.
 
-Nothing is synced: what the process wrote outlives it, but perhaps not the machine.
+Nothing is synced: notes survive the process, but may not survive a crash of the machine.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from tiered_kv.plain_files import check_owner, open_own, read_own, replace_file,
 logger = logging.getLogger(__name__)
 
 MOST_FACTS = 1 << 17
-"""Names that are remembered; of more, those noted longest ago are forgotten."""
+"""Maximum number of names. Beyond it, the names noted longest ago are forgotten."""
 MOST_BYTES = 128 << 20
-"""A larger file is none of ours."""
+"""Size above which a file is not a notebook, bytes."""
 SPARE_BYTES = 4 << 20
-"""Overtaken lines that a file may have, if they are less than the rest."""
+"""Superseded bytes that a file may have beyond the size of its live lines, bytes."""
 MOST_QUEUED = 10_000
-"""Lines that may wait for a slow disk. As many lines more are left for facts that are struck out: a
-fact that is not noted is merely unknown."""
+"""Maximum number of lines queued for a slow disk. The same number of further lines is reserved for
+deletions of facts: a fact that is not noted is merely unknown."""
 MOST_BOOKS = 64
-"""Engines of one replica number that share a folder."""
+"""Maximum number of engines with one replica number that share a folder."""
 
 Fact = Mapping[str, object]
 _Said = Mapping[str, Any]
 
 
 class NoNotebook:
-    """A notebook that forgets everything at once."""
+    """A notebook that stores nothing."""
 
     def facts(self, prefix: str) -> dict[str, Fact]:
         """Return nothing."""
@@ -72,12 +72,12 @@ class Notebook(NoNotebook):
     writes.
 
     Args:
-        keep: False if the file goes when the notebook is closed.
+        keep: False to delete the file when the notebook is closed.
 
     Raises:
-        BlockingIOError: another process has it.
-        PermissionError: it is another user's.
-        OSError: it cannot be opened.
+        BlockingIOError: another process has the notebook open.
+        PermissionError: the file belongs to another user.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path, *, keep: bool) -> None:
@@ -101,20 +101,20 @@ class Notebook(NoNotebook):
         self._thread.start()
 
     def facts(self, prefix: str) -> dict[str, Fact]:
-        """Facts that were in the file, by names that begin so; those noted longest ago first.
-        A process of this user wrote them, perhaps another version."""
+        """Facts that were in the file, by names with this prefix, oldest first. They were written
+        by a process of this user, perhaps by another version."""
         return {name: fact for name, fact in self._found.items() if name.startswith(prefix)}
 
     def note(self, name: str, fact: Fact) -> None:
-        """Queue a fact, which is JSON. Never blocks, never raises."""
+        """Queue a fact, which must be JSON. Never blocks, never raises."""
         self._say({"name": name, "fact": fact}, MOST_QUEUED)
 
     def strike(self, name: str) -> None:
-        """Queue that a fact is forgotten. Never blocks, never raises."""
+        """Queue the deletion of a fact. Never blocks, never raises."""
         self._say({"name": name, "fact": None}, 2 * MOST_QUEUED)
 
     def strike_all(self, prefix: str) -> None:
-        """Queue that all names that begin so are forgotten. Never blocks, never raises."""
+        """Queue the deletion of all names with this prefix. Never blocks, never raises."""
         self._say({"without": prefix}, 2 * MOST_QUEUED)
 
     def _say(self, said: _Said, most: int) -> None:
@@ -124,13 +124,13 @@ class Notebook(NoNotebook):
             self.lost += 1
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until everything queued so far is in the file; False if that took longer."""
+        """Wait until all queued lines are in the file. Returns False on timeout."""
         written = threading.Event()
         self._queue.put(written)
         return written.wait(timeout_s)
 
     def close(self) -> None:
-        """Write what is queued, and stop the thread. Idempotent."""
+        """Write all queued lines, and stop the thread. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -178,19 +178,18 @@ class Notebook(NoNotebook):
                 logger.warning("%s cannot be written: %s", self.path, error)
 
     def _add(self, data: bytes, *, strikes: bool) -> None:
-        """Write lines behind the others, or nothing.
+        """Append lines, or write nothing.
 
-        A full disk has no space for a line that strikes facts out. Then the file is written again
-        in its own space: a kill at that point only loses facts, while facts that were struck out
-        must not be found.
+        A full disk has no space for a line that deletes facts. Then the file is rewritten in place:
+        a kill during the rewrite only loses facts, whereas deleted facts must never be found.
 
         Args:
-            strikes: True if a line strikes facts out.
+            strikes: True if a line deletes facts.
         """
         try:
             self._written += write_all(self._fd, [data])
         except OSError:
-            os.ftruncate(self._fd, self._written)  # part of a line would spoil the next one
+            os.ftruncate(self._fd, self._written)  # part of a line would corrupt the next one
             if not strikes:
                 raise
             os.ftruncate(self._fd, 0)
@@ -198,7 +197,7 @@ class Notebook(NoNotebook):
             self._written = write_all(self._fd, self._lines.values())
 
     def _rewrite(self) -> int:
-        """Write the file anew, with a line for each fact; returns its size."""
+        """Rewrite the file with one line for each fact. Returns its size, bytes."""
         data = b"".join(self._lines.values())
         fd = replace_file(self.path, data, beside=self.path.with_suffix(".new"), durable=False)
         os.close(self._fd)
@@ -207,8 +206,9 @@ class Notebook(NoNotebook):
 
 
 def folder_for_notes(folder: Path | None) -> Path | None:
-    """A folder for notes; None, with a warning, if another user made it, or if it is on hugetlbfs,
-    whose files are written through mapped memory alone. Makes it if it is missing."""
+    """Return a folder for notes, which is created if missing. Returns None, with a warning, if
+    another user created it, or if it is on hugetlbfs, whose files can be written only through
+    mapped memory."""
     if folder is None:
         return None
     try:
@@ -232,10 +232,10 @@ def folder_for_notes(folder: Path | None) -> Path | None:
 
 
 def open_notebook(folder: Path | None, replica: int, *, keep: bool) -> NoNotebook:
-    """Open the first notebook of a replica in a folder that no other process has.
+    """Open the first notebook of a replica in a folder that no other process has open.
 
     Args:
-        folder: made if it is missing; None keeps nothing.
+        folder: created if missing; None keeps nothing.
         keep: as for :class:`Notebook`.
     """
     if folder is None:
@@ -252,7 +252,7 @@ def open_notebook(folder: Path | None, replica: int, *, keep: bool) -> NoNoteboo
 
 
 def _read(path: Path) -> tuple[dict[str, bytes], dict[str, Fact]]:
-    """The line of each fact in a file, and the facts, those noted longest ago first."""
+    """Read a file. Returns the line of each fact, and the facts, both oldest first."""
     lines, facts, bad = dict[str, bytes](), dict[str, Fact](), 0
     try:
         data = read_own(path, MOST_BYTES)
@@ -273,7 +273,7 @@ def _read(path: Path) -> tuple[dict[str, bytes], dict[str, Fact]]:
 
 
 def _take_in(known: dict[str, Any], said: _Said, value: object) -> None:
-    """Change what is known by name, as a line says."""
+    """Apply a line to the known facts."""
     if "without" in said:
         for name in [name for name in known if name.startswith(said["without"])]:
             del known[name]
@@ -291,7 +291,7 @@ def _line(said: _Said) -> bytes:
 
 
 def _parse(line: bytes) -> _Said | None:
-    """Content of a line; None if it is damaged, or none of ours."""
+    """Content of a line; None if it is damaged or not a notebook line."""
     digest, _, body = line.removesuffix(b"\n").partition(b" ")
     if not line.endswith(b"\n") or xxhash.xxh3_64_hexdigest(body).encode() != digest:
         return None

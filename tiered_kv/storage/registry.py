@@ -1,4 +1,4 @@
-"""Tiers below CPU memory by name, as an engine is configured with them."""
+"""Lower tiers by name, as an engine is configured with them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TIERS: Mapping[str, Callable[[TierConfig], StoreTier]] = {"ssd": SsdTier, "remot
 
 
 def make_tiers(config: TierConfig) -> tuple[StoreTier, ...]:
-    """Make the configured tiers, fastest first.
+    """Create the configured tiers, fastest first.
 
     Raises:
-        ConfigError: a tier cannot be found, or two have one name.
+        ConfigError: a tier does not exist, or two tiers have the same name.
     """
     tiers = tuple(load("tier", name, TIERS)(config) for name in config.tier_names)
     names = [tier.spec.tier for tier in tiers]

@@ -1,16 +1,16 @@
-"""Pages in a remote store: each a record of its own, encoded here, checked when it is read.
+"""Pages in a remote store: one record per page, encoded here and checked when it is read.
 
-A page is read into memory of this store and decoded from there into the slot that asked for it.
-So nothing that comes late can touch a slot.
+A page is read into memory of this store and decoded from there into its slot. So no late transfer
+can touch a slot.
 
-Tables of codecs in a remote store, under the fingerprint of the pages that need them.
+Codec tables are kept in the remote store too, under the fingerprint of the pages that need them.
+A table is put before the pages that need it, again if it is missing, and periodically: a store
+that evicts old values, or values that were not read for long, would keep the pages and evict the
+table, because each reader reads it only once. A missing table is requested only once in a while,
+not once for each page.
 
-A table is put before the pages that need it, and again if it is gone, and now and then: a store
-that drops what is old, or was not read for long, would keep the pages and drop the table, which
-each reader reads once. One that is missing is asked for once in a while, not once for each page.
-
-Deletion of values from a remote store that did not answer when it was told, or may since have
-read values that were given up.
+Values whose deletion the remote store did not confirm are deleted later, in the background. They
+may include values whose write was abandoned.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _K = TypeVar("_K")
 _V = TypeVar("_V")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Seconds between two attempts: doubled each time."""
+"""First and longest pause between two attempts, seconds. The pause doubles each time."""
 DELETION_S = 10.0
 THREAD_NAME = "tiered-kv-deletion"
 
 
 def delete_later(store: RemoteStore, keys: Sequence[RemoteKey]) -> None:
-    """Delete values as soon as the store answers, beside all else. Until then others may find them.
-    So it is logged as an error.
+    """Delete values as soon as the store answers, in a background thread. Until then other engines
+    may find the values, so this is logged as an error.
 
     Args:
-        store: the way by which they were put, for nothing else from now on. A shared folder is
-            written by whoever has its lock, and by nobody else.
+        store: the connection that put the values; it must not be used for anything else from now
+            on. A shared folder can be written only by the process that holds its lock.
     """
     logger.error(
         "the remote store has not answered, and %d pages of before the cache reset may be there "
@@ -81,7 +81,7 @@ def _delete(store: RemoteStore, keys: Sequence[RemoteKey]) -> None:
 
 
 def _remember(known: OrderedDict[_K, _V], key: _K, value: _V, most: int) -> None:
-    """Record a value as the latest, and forget the earliest of more than ``most``."""
+    """Record a value as the latest, and forget the oldest values beyond ``most``."""
     known[key] = value
     known.move_to_end(key)
     if len(known) > most:
@@ -90,27 +90,27 @@ def _remember(known: OrderedDict[_K, _V], key: _K, value: _V, most: int) -> None
 
 TABLE_PREFIX = b"tkv:t:"
 AGAIN_S = 60.0
-"""Seconds after which a table is put again while pages that need it are."""
+"""Age after which a table is put again with pages that need it, seconds."""
 MISSING_S = 10.0
-"""Seconds for which a table that is missing, or damaged, is not read again: each page that needs it
-would cost a round trip, and as much memory as the longest table."""
+"""Time for which a missing or damaged table is not read again, seconds. Otherwise each page that
+needs the table would cost a round trip, and memory for the longest table."""
 MOST_MISSING = 1024
 MOST_CODECS = 64
-"""Codecs kept, the latest: engines adopt each other's tables, so there are few."""
+"""Number of codecs kept, the latest. Engines adopt each other's tables, so there are few."""
 MOST_TABLE_BYTES = 16 << 20
 DIGEST_BYTES = 16
 
 FromTable = Callable[[int, bytes, PageFormat], Codec]
-"""Makes a codec from its number and table; raises ``CodecError``."""
+"""Creates a codec from its id and table; raises ``CodecError``."""
 
 
 class CodecTables:
-    """The codecs of one kind of pages, by number and table.
+    """The codecs of one page format, by id and table.
 
     Args:
-        store: where the tables are.
-        fingerprint: of the pages.
-        make: makes a codec.
+        store: the store that has the tables.
+        fingerprint: fingerprint of the pages.
+        make: creates a codec.
     """
 
     def __init__(
@@ -121,25 +121,24 @@ class CodecTables:
         self._page_format = page_format
         self._make = make
         self._codecs: OrderedDict[tuple[int, bytes], Codec | None] = OrderedDict()
-        self._missing: OrderedDict[tuple[int, bytes], float] = OrderedDict()  # until when
+        self._missing: OrderedDict[tuple[int, bytes], float] = OrderedDict()  # expiry time
         self._put_at: dict[bytes, float] = {}
 
     def known(self, codec_id: int, table: bytes) -> bool:
-        """True if it was found out whether there is such a codec, or lately that its table is
-        missing."""
+        """True if the codec was already looked up, or its table was recently missing."""
         if table == NO_TABLE or (codec_id, table) in self._codecs:
             return True
         return time.monotonic() < self._missing.get((codec_id, table), 0.0)
 
     def codec(self, codec_id: int, table: bytes) -> Codec | None:
-        """The codec of that number and table, if it is to be had."""
+        """The codec with that id and table; None if it is not available."""
         if (codec_id, table) not in self._codecs and table == NO_TABLE:
             self._keep(codec_id, table, self._made(codec_id, b""))
         return self._codecs.get((codec_id, table))
 
     def publish(self, codec: Codec, deadline: float) -> bytes | Outcome:
-        """Have others find the codec's table. Returns its name, or the outcome if that failed: then
-        the codec's pages would be of no use to any reader."""
+        """Put the codec's table. Returns its name or, on failure, the outcome. After a failure the
+        codec's pages would be useless to any reader."""
         name = table_name(codec.codec_id, codec.table)
         self._keep(codec.codec_id, name, codec)
         if name == NO_TABLE:
@@ -157,12 +156,12 @@ class CodecTables:
         return name
 
     def fetch(self, codec_id: int, table: bytes, deadline: float) -> bool:
-        """Find out whether there is such a codec; False if the table is damaged."""
+        """Fetch a table and create its codec. Returns False if the table is missing or damaged."""
         buffer = memoryview(bytearray(DIGEST_BYTES + MOST_TABLE_BYTES))
         good = True
         for _, outcome, nbytes in self._store.get([self._key(table)], buffer, deadline):
             if outcome in (Outcome.LATE, Outcome.DOWN):
-                return True  # nothing is known of it
+                return True  # its state is unknown
             digest, found = bytes(buffer[:DIGEST_BYTES]), bytes(buffer[DIGEST_BYTES:nbytes])
             if outcome is Outcome.HIT:
                 whole = xxhash.xxh3_128_digest(found) == digest
@@ -170,7 +169,7 @@ class CodecTables:
                 if good:
                     self._keep(codec_id, table, self._made(codec_id, found))
                     return True
-        # It is put anew, now and then.
+        # Writers put it again periodically.
         until = time.monotonic() + MISSING_S
         _remember(self._missing, (codec_id, table), until, MOST_MISSING)
         return good
@@ -181,7 +180,7 @@ class CodecTables:
     def _made(self, codec_id: int, table: bytes) -> Codec | None:
         try:
             return self._make(codec_id, table, self._page_format)
-        except Exception:  # whatever a codec thinks of a table, other pages must not suffer
+        except Exception:  # codecs may raise anything; other pages must not be affected
             return None
 
     def _key(self, name: bytes) -> RemoteKey:
@@ -190,27 +189,27 @@ class CodecTables:
 
 
 PAGE_PREFIX = b"tkv:p:"
-"""Begin of every page's key there; an operator may allow ``~tkv:*`` and no more."""
+"""Prefix of every page's key in the store. An operator may restrict access to ``~tkv:*``."""
 CALL_S = 2.0
-"""Seconds that a read or a write of many pages may take."""
+"""Maximum time of a read or write of many pages, seconds."""
 RETRY_S = 1.0
-"""Seconds between a write that was not answered and the next: a server that was taken for down is
-tried again then, and reads come in between."""
+"""Pause between an unanswered write and the next, seconds. Then a server that counts as down is
+tried again, and reads can run in between."""
 SHARE_OF_LINK = 0.25
-"""Share of the time in which pages are written that nobody waits for: restores have the rest."""
+"""Fraction of time used for writes that no request waits for. Restores have the rest."""
 GROUP_S = 0.02
-"""Seconds of a write, about: a look-up waits for one that is under way."""
+"""Approximate duration of a write, seconds. A lookup waits for the write in progress."""
 LONGEST_KEY = 255 + 2
 MOST_RUNS = 1 << 16
-"""Pages of which the run is remembered, between a look-up and the read that follows."""
+"""Number of pages whose run is remembered, from a lookup to the read that follows."""
 MOST_OWN = 1 << 18
-"""Pages of this engine that a reset deletes. Older ones were computed long before what it is for,
-a change of the weights."""
+"""Number of this engine's pages that a reset deletes. Older pages were prefilled long before the
+reason for the reset, a change of the weights."""
 
 
 class NoPages(PageStore):
-    """A store of nothing, for pages that no other engine may find: of weights that nobody can
-    identify, or of a generation that a reset began."""
+    """A store that stores nothing, for pages that no other engine may find: pages of weights that
+    cannot be identified, or of a generation that started with a reset."""
 
     def put(self, pages: Pages) -> frozenset[int]:
         return frozenset(range(len(pages)))
@@ -222,26 +221,26 @@ class NoPages(PageStore):
         return frozenset(range(len(keys)))
 
     def drop(self, keys: Iterable[PageKey]) -> None:
-        """There is nothing to forget."""
+        """Do nothing."""
 
     def clear(self) -> None:
-        """There is nothing to delete."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
 
 class RemotePages(PageStore):
     """One rank's pages in a remote store.
 
     Args:
-        make_store: makes a way there.
+        make_store: opens a connection to the store.
         codec: codec of new pages.
-        make_codec: makes the codec of pages that others have put.
-        bandwidth: bytes a second of the link.
-        retry_s: seconds until pages that were not taken are offered again; None if never. Never is
-            right for several servers: pages for the others would wait behind those for one that is
-            down.
+        make_codec: creates the codec of pages that other engines have put.
+        bandwidth: rate of the link, bytes per second.
+        retry_s: seconds until pages that were not stored are offered again; None for never. Use
+            None with several servers: otherwise pages for the other servers would wait behind pages
+            for a server that is down.
     """
 
     def __init__(
@@ -263,7 +262,7 @@ class RemotePages(PageStore):
         self._group_bytes = max(site.page_format.page_bytes, int(bandwidth * GROUP_S))
         self._buffer = memoryview(bytearray(longest_record(self._format, LONGEST_KEY)))
         self._runs: OrderedDict[PageKey, PageKey] = OrderedDict()
-        self._own: OrderedDict[PageKey, PageKey] = OrderedDict()  # with their runs
+        self._own: OrderedDict[PageKey, PageKey] = OrderedDict()  # by page, with its run
         self._rest_s = 0.0
         self._retry_s = retry_s
         self._written = self._read = self._bad = self._unanswered = self._refused = 0
@@ -273,7 +272,7 @@ class RemotePages(PageStore):
 
     def put(self, pages: Pages) -> frozenset[int]:
         if self._training.wanted and not self._closed and not self._trains:
-            # Beside this thread, which others wait for.
+            # In a separate thread, because requests wait for this one.
             copies = [page.copy() for _, page in pages]
             self._trainer = Thread(
                 target=self._training.see, args=(copies,), name="tiered-kv-codec", daemon=True
@@ -290,7 +289,7 @@ class RemotePages(PageStore):
         own = self._training.codec
         coded: list[tuple[PageKey, Bytes | EncodedPage | None]] = []
         for key, page in pages:
-            decoded = page.decoded()  # what cannot be decoded here would be of no use elsewhere
+            decoded = page.decoded()  # pages that cannot be decoded here are useless elsewhere
             as_it_is = decoded is not None and page.codec == own
             coded.append((key, page.page if as_it_is else decoded))
         return self._put(own, coded)
@@ -298,11 +297,11 @@ class RemotePages(PageStore):
     def _put(
         self, codec: Codec, pages: Sequence[tuple[PageKey, Bytes | EncodedPage | None]]
     ) -> frozenset[int]:
-        """Store pages, encoded by this codec or not yet; None cannot be stored.
+        """Store pages, encoded by this codec or still raw; None entries cannot be stored.
 
         Args:
-            codec: read once for all of them: training may put another in its place meanwhile, and
-                a page whose record names another table than its own would be read wrongly.
+            codec: read once for the whole call. Training may replace the current codec meanwhile,
+                and a page whose record names another table than its own would be decoded wrongly.
         """
         everything = frozenset(range(len(pages)))
         if self._closed or not pages:
@@ -314,7 +313,7 @@ class RemotePages(PageStore):
             if page is not None:
                 done = page if isinstance(page, EncodedPage) else codec.encode(page)
                 encoded.append((at, done))
-        deadline = time.monotonic() + CALL_S  # of the store alone
+        deadline = time.monotonic() + CALL_S  # for the store calls only
         table = self._tables.publish(codec, deadline)
         if isinstance(table, Outcome):
             self._count([table], len(encoded))
@@ -331,17 +330,18 @@ class RemotePages(PageStore):
             if outcome is Outcome.STORED:
                 stored.add(pages[at][0])
                 self._written += sum(len(part) for part in parts)
-        # After one that failed nothing is written for longer.
+        # After a failed write, the pause is not scaled by its duration.
         self._rest_s = seconds * (1 / SHARE_OF_LINK - 1) if stored else 0.0
         self._count(outcomes)
-        # Those too that it did not say it has: it may have been late, or store them yet.
+        # Includes pages not reported as stored: the report may be late, or they may be stored
+        # later.
         for at, _ in encoded:
             key = pages[at][0]
             _remember(self._own, key, self._runs.get(key, key), MOST_OWN)
         return frozenset(at for at, (key, _) in enumerate(pages) if key not in stored)
 
     def _count(self, outcomes: Sequence[Outcome], pages: int = 1) -> None:
-        """Count what came of a write, each outcome for so many pages."""
+        """Count the outcomes of a write, each for that many pages."""
         self._unanswered += any(one in (Outcome.LATE, Outcome.DOWN) for one in outcomes)
         self._refused += pages * outcomes.count(Outcome.REFUSED)
 
@@ -353,7 +353,7 @@ class RemotePages(PageStore):
             return frozenset(missing)
         deadline = time.monotonic() + CALL_S
         lacking = self._read_some(pages, sorted(missing), missing, deadline)
-        if lacking:  # tables that were read for the first time
+        if lacking:  # their tables are read for the first time
             for codec_id, table in dict.fromkeys(lacking.values()):
                 self._bad += not self._tables.fetch(codec_id, table, deadline)
             here = [at for at in sorted(lacking) if self._tables.codec(*lacking[at]) is not None]
@@ -364,8 +364,8 @@ class RemotePages(PageStore):
     def _read_some(
         self, pages: Pages, wanted: Sequence[int], missing: set[int], deadline: float
     ) -> dict[int, tuple[int, bytes]]:
-        """Read pages and take those from ``missing`` that are good; gives those whose codec is not
-        known, with its number and table."""
+        """Read pages, and remove the good ones from ``missing``. Returns the pages whose codec is
+        unknown, with the codec's id and table."""
         lacking: dict[int, tuple[int, bytes]] = {}
         failed = False
         keys = [self._key(pages[at][0]) for at in wanted]
@@ -390,7 +390,7 @@ class RemotePages(PageStore):
                 continue
             try:
                 codec.decode(record.page, out)
-            except Exception:  # whatever a codec thinks of a page, its neighbours must not suffer
+            except Exception:  # codecs may raise anything; other pages must not be affected
                 self._bad += 1
                 continue
             missing.discard(at)
@@ -400,7 +400,7 @@ class RemotePages(PageStore):
         return lacking
 
     def exists(self, keys: Sequence[PageKey], deadline_s: float) -> frozenset[int]:
-        if self._rank and not self._closed:  # the first rank asks for all: reading tells the rest
+        if self._rank and not self._closed:  # only the first rank looks up; reads decide for others
             return frozenset()
         if self._closed or not keys:
             return frozenset(range(len(keys)))
@@ -421,9 +421,9 @@ class RemotePages(PageStore):
             self._store.delete(some, time.monotonic() + CALL_S)
 
     def clear(self) -> None:
-        """Delete what this engine has put: what made it is not what its fingerprint says any
-        more, perhaps since before the reset. A store that does not answer is told later, and by
-        this way nothing else is."""
+        """Delete the pages that this engine has put. They no longer match their fingerprint,
+        perhaps since before the reset. If the store does not answer, the deletion is retried later,
+        and this connection is used for nothing else."""
         self._training.forget()
         own = [RemoteKey(PAGE_PREFIX + self._name(key), run) for key, run in self._own.items()]
         self._own.clear()

@@ -1,6 +1,6 @@
-"""The remote tier: pages that engines leave for each other in a store that many machines share.
+"""The remote tier: pages that engines share through a store that many machines can reach.
 
-The remote store of an address.
+Also creates the remote store of an address.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .remote_pages import RETRY_S, NoPages, RemotePages
 
 
 def make_store(address: RemoteAddress) -> RemoteStore:
-    """Make the store. Nothing is connected or opened before its first call."""
+    """Create the store. It connects or opens nothing before its first call."""
     if address.folder is not None:
         return SharedRoot(address.folder, address.most_bytes)
     return ValkeyStore(address)
@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 PROBE_PREFIX = b"tkv:probe:"
 PROBE_VALUES = 16
 PROBE_BYTES = 256 << 10
-"""Values by which the link is measured: as much as a page, several of them, so that its delay
-counts as it does for a context."""
+"""Values used to measure the link: several values of the size of a page, so that latency has the
+same weight as for a context."""
 PROBE_S = 2.0
 ASSUMED_SPEED = DiskSpeed(read=1e8, write=1e8)
-"""Speed of a link that could not be measured, bytes a second: 1 Gbit/s."""
+"""Assumed speed of a link that could not be measured, bytes per second: 1 Gbit/s."""
 SLOWEST = 1e4
 
 
@@ -60,8 +60,8 @@ class RemoteTier:
         self._link: DiskSpeed | None = None
 
     def open(self, site: StoreSite) -> PageStore:
-        """Open the rank's way to the store; the first time the link is measured and the codec
-        chosen. A store that cannot be reached is tried again later."""
+        """Open the rank's connection to the store. The first call measures the link and chooses the
+        codec. A store that cannot be reached is tried again later."""
         if not site.lasting:
             return NoPages()
         if self._link is None:
@@ -76,10 +76,10 @@ class RemoteTier:
 
 
 def _measured(store: RemoteStore, address: RemoteAddress) -> DiskSpeed:
-    """Speed of the link.
+    """Measure the speed of the link.
 
     Raises:
-        ConfigError: it does not let us in.
+        ConfigError: the server refuses access.
     """
     try:
         store.check(time.monotonic() + PROBE_S)
@@ -94,7 +94,7 @@ def _measured(store: RemoteStore, address: RemoteAddress) -> DiskSpeed:
         )
         return ASSUMED_SPEED
     speed = measure_link(store)
-    if speed.write <= SLOWEST:  # it has nothing of ours to measure by, and others' pages to read
+    if speed.write <= SLOWEST:  # nothing to measure with, but pages can be read
         logger.warning(
             "TIERED_KV_REMOTE=%s took no values, so that its speed is not known: it is read, and "
             "offered pages again later",
@@ -111,7 +111,7 @@ def _measured(store: RemoteStore, address: RemoteAddress) -> DiskSpeed:
 
 
 def measure_link(store: RemoteStore) -> DiskSpeed:
-    """Measure how fast values come and go, and leave none."""
+    """Measure the speed of reads and writes with temporary values."""
     name = PROBE_PREFIX + token_bytes(8).hex().encode()
     keys = [RemoteKey(name + b":%d" % at, name + b":%d" % at) for at in range(PROBE_VALUES)]
     value = memoryview(token_bytes(PROBE_BYTES))

@@ -1,4 +1,4 @@
-"""The SSD tier: segment stores on a local disk, with the codec that suits it."""
+"""The SSD tier: segment stores on a local disk, with the codec that suits the disk."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SsdTier:
         self._disk: DiskSpeed | None = None
 
     def open(self, site: StoreSite) -> PageStore:
-        """Open the rank's store; the first time the disk is measured and the codec chosen."""
+        """Open the rank's store. The first call measures the disk and chooses the codec."""
         config = self._config
         assert config.ssd_path is not None
         threads = config.io_threads or io_threads(site.cores)
@@ -70,6 +70,6 @@ class SsdTier:
 def _measure(folder: Path, threads: int) -> DiskSpeed:
     try:
         return measure_disk(folder, threads)
-    except OSError as error:  # a full disk can still give what it has
+    except OSError as error:  # a full disk can still be read
         logger.warning("the disk under %s cannot be measured (%s)", folder, error)
         return ASSUMED_SPEED

@@ -1,7 +1,7 @@
 """Export of pages from stores to plain files.
 
-Files lie as they do under a root: ``OUT/<fingerprint>/<replica>-<rank>/<key>.page``.
-``OUT/manifest.json`` describes each.
+The export has the folder layout of a root: ``OUT/<fingerprint>/<replica>-<rank>/<key>.page``.
+``OUT/manifest.json`` describes each page.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def export(
             else:
                 exported.pages.append(_write(inventory, place, encoded, page, out, stored))
             advance(1)
-    finally:  # on a full disk as well: what is there is of no use without it
+    finally:  # also on a full disk: the exported pages are useless without the manifest
         manifest = {"pages": exported.pages, "failed": exported.failed}
         (out / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     return exported
@@ -112,7 +112,7 @@ def _write(
     out: Path,
     stored: bool,
 ) -> dict[str, object]:
-    """Manifest entry of a page."""
+    """Write a page. Returns its manifest entry."""
     header, entry = place.segment.loaded.header, place.entry
     folder = out / inventory.info.fingerprint.hex() / inventory.info.path.name
     folder.mkdir(parents=True, exist_ok=True)

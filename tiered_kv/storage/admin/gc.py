@@ -1,8 +1,8 @@
-"""Deletion of stores that no process has open, and of dead processes' leftovers.
+"""Deletion of stores that no process has open, and of leftovers of dead processes.
 
-Only files that a store makes are deleted, by name; a folder with anything else in it stays. A
-store's lock is held while its pages are deleted, and the root's lock while its folder is. So a
-process that starts meanwhile either finds the store busy or makes it anew.
+Only files that a store creates are deleted, by name. A folder with any other file in it stays. The
+store's lock is held while its pages are deleted, and the root's lock while its folder is deleted.
+So a process that starts meanwhile either finds the store busy or creates it again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from tiered_kv.storage.store.locks import LOCK_NAME, StoreBusyError, StoreLock, 
 from .inventory import StoreInfo
 
 LEFTOVER_S = 60.0
-"""Age at which probe files and empty folders are abandoned, seconds. A start takes one or two."""
+"""Age at which probe files and empty folders count as abandoned, seconds. A start takes 1 or 2
+s."""
 
 _CLOCK_SET = 365 * 86400.0
 _PROBE_NAME = re.compile(r"\.probe-[0-9]+")
@@ -35,7 +36,7 @@ class Selection:
     """Criteria of the stores to delete. All must hold.
 
     Attributes:
-        unused_s: least time since the last use, seconds.
+        unused_s: minimum time since the last use, seconds.
         fingerprint: first hexadecimal digits of the fingerprint.
     """
 
@@ -43,18 +44,18 @@ class Selection:
     fingerprint: str = ""
 
     def takes(self, store: StoreInfo, now: float) -> bool:
-        """Test a store.
+        """True if the store meets every criterion.
 
         Args:
             now: seconds since 1970.
         """
-        known = store.last_use >= _CLOCK_SET  # else by a machine whose clock was not set
+        known = store.last_use >= _CLOCK_SET  # else written with an unset clock
         unused = not self.unused_s or (known and now - store.last_use >= self.unused_s)
         return unused and store.fingerprint.hex().startswith(self.fingerprint)
 
 
 def holder_of(store: StoreInfo) -> str:
-    """Process that has a store open, as its lock names it; empty if none has."""
+    """Process that has a store open, as named in its lock; empty if no process has it open."""
     return short_owner(store.holder) if store.locked else ""
 
 
@@ -62,14 +63,14 @@ def delete_store(store: StoreInfo) -> None:
     """Delete a store's segments, its lock and its folder.
 
     Raises:
-        StoreBusyError: a process has it open; nothing was deleted.
-        OSError: the disk failed, or the folder holds other files; the rest is still a store.
+        StoreBusyError: a process has the store open; nothing was deleted.
+        OSError: the disk failed, or the folder holds other files; the rest is still a valid store.
     """
     files = RealFiles()
     try:
         lock = StoreLock(store.path)
     except FileNotFoundError:
-        return  # somebody else deleted it
+        return  # another process deleted it
     except StoreBusyError as error:
         who = holder_of(store) or "a process that has just opened it"
         raise StoreBusyError(f"{store.path} is in use by {who}") from error
@@ -82,18 +83,18 @@ def delete_store(store: StoreInfo) -> None:
                 raise OSError(errno.ENOTEMPTY, f"not the store's: {min(foreign)}", str(store.path))
             (store.path / LOCK_NAME).unlink()
             store.path.rmdir()
-            with suppress(OSError):  # other ranks have stores beside this one
+            with suppress(OSError):  # other ranks have stores in the same folder
                 store.path.parent.rmdir()
     finally:
         lock.release()
 
 
 def leftovers(root: Path) -> list[Path]:
-    """List probe files and folders without a store, deepest first, except fresh ones."""
+    """List probe files and folders without a store, deepest first, except recent ones."""
     found = []
     old = time.time() - LEFTOVER_S
     for path in sorted(root.iterdir()):
-        with suppress(OSError):  # gone, or told of by ``find_stores``
+        with suppress(OSError):  # it has vanished, or ``find_stores`` reports it
             here = path.lstat()
             if stat.S_ISDIR(here.st_mode) and FINGERPRINT_NAME.fullmatch(path.name):
                 found += list(_empty_folders(path, old))
@@ -123,7 +124,7 @@ def delete_leftover(root: Path, path: Path) -> None:
     """Delete a leftover, if it still exists.
 
     Raises:
-        OSError: it could not be deleted, or is a folder that is no longer empty.
+        OSError: the leftover could not be deleted, or is a folder that is no longer empty.
     """
     with root_locked(root), suppress(FileNotFoundError):
         path.rmdir() if path.is_dir() else path.unlink()

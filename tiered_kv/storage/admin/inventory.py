@@ -1,6 +1,6 @@
-"""Stores under a path, and their contents as their segments alone tell them.
+"""Stores under a path, and their contents, read from their segments alone.
 
-Takes no lock and writes nothing: a store may be in use, and gain and lose segments meanwhile.
+Takes no lock and writes nothing. A store may be in use, and gain and lose segments meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StoreInfo:
     """A store under a root.
 
     Attributes:
-        locked: True if a process has it open.
+        locked: True if a process has the store open.
         holder: description of that process, or of the last one; empty if unknown.
         last_use: time of last use, seconds since 1970.
         segments: paths of its segments, oldest first.
@@ -48,7 +48,7 @@ class StoreInfo:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The stores under a root, the most recently used one last.
+    """The stores under a root, most recently used last.
 
     Attributes:
         odd: reasons for skipping paths that are named like a store or a segment, by path.
@@ -93,19 +93,19 @@ def find_stores(path: Path) -> Listing:
     """Find the stores under a root, under one of its fingerprints, or the store at ``path``.
 
     Returns:
-        The stores, the most recently used one last, and the skipped paths. Empty for a root that
-            was emptied.
+        The stores, most recently used last, and the skipped paths. Empty for a root whose stores
+            were all deleted.
 
     Raises:
-        StoreError: the folder does not exist, or holds no store.
+        StoreError: the folder does not exist, or has no store.
         OSError: the folder itself cannot be read.
     """
-    path = Path(os.path.abspath(path))  # noqa: PTH100 - a link is what its owner calls it
+    path = Path(os.path.abspath(path))  # noqa: PTH100 - users know links by their names
     if not path.exists():
         raise StoreError(f"there is no {path}: give the folder that TIERED_KV_SSD_PATH names")
     if not path.is_dir():
         raise StoreError(f"{path} is no folder: give the one that TIERED_KV_SSD_PATH names")
-    with os.scandir(path):  # one that may not be read must not look empty
+    with os.scandir(path):  # an unreadable folder must not look empty
         found = list_stores(_root_of(path))
     stores = [store for store in found.stores if store.path.is_relative_to(path)]
     odd = {where: why for where, why in found.odd.items() if where.is_relative_to(path)}
@@ -115,7 +115,7 @@ def find_stores(path: Path) -> Listing:
 
 
 def is_root(path: Path) -> bool:
-    """True if the folder holds stores, or once did."""
+    """True if the folder has stores, or once had stores."""
     return (path / CAPACITY_LOCK).exists()
 
 
@@ -134,12 +134,12 @@ class Segment:
 
     @property
     def codec_name(self) -> str:
-        """Name of its pages' codec; the id of one that has no name here."""
+        """Name of the codec of its pages; the codec's id if the codec is unknown here."""
         return codec_name(self.loaded.header.codec_id, self.loaded.header.table)
 
     @property
     def records_end(self) -> int:
-        """End of the records, including those superseded before it was sealed."""
+        """End of the records, including records superseded before the segment was sealed."""
         loaded = self.loaded
         if not loaded.sealed:
             return loaded.end
@@ -161,9 +161,8 @@ class Inventory:
 
     Attributes:
         segments: readable segments, oldest first.
-        unreadable: reasons for the others.
-        pages: newest record of each page, the one written first first: what the next process will
-            find.
+        unreadable: reasons why segments are unreadable, by path.
+        pages: newest record of each page, oldest first: the pages that the next process will find.
     """
 
     info: StoreInfo
@@ -214,7 +213,7 @@ def take_inventory(info: StoreInfo) -> Inventory:
 
 @contextmanager
 def faults_noted(path: Path, faults: dict[Path, str]) -> Iterator[None]:
-    """Note the error that ends the reading of a segment. A segment that has vanished, or has no
+    """Record the error that ends the reading of a segment. A segment that has vanished, or has no
     header yet, has no fault."""
     try:
         yield
@@ -228,12 +227,12 @@ def faults_noted(path: Path, faults: dict[Path, str]) -> Iterator[None]:
 def opened_segment(info: StoreInfo, path: Path) -> Iterator[tuple[int, LoadedSegment]]:
     """Open a segment of a store for reading through the page cache, and load its contents.
 
-    As it may be written or sealed meanwhile, it is damaged only if two reads find it so.
+    A segment may be written or sealed meanwhile, so it counts as damaged only if two reads fail.
 
     Raises:
-        BlankSegment: it has no header yet.
-        FormatError: it is damaged, or another store's.
-        OSError: the disk failed, or the segment is gone.
+        BlankSegment: the segment has no header yet.
+        FormatError: the segment is damaged, or belongs to another store.
+        OSError: the disk failed, or the segment has vanished.
     """
     before = None
     with opened(path) as fd:
@@ -243,7 +242,7 @@ def opened_segment(info: StoreInfo, path: Path) -> Iterator[tuple[int, LoadedSeg
                 break
             except (OSError, FormatError) as error:
                 now = RealFiles().size(fd)
-                # With another size it was sealed just now, and has another end.
+                # A changed size means that it was sealed just now, and ends elsewhere.
                 if now == before or isinstance(error, BlankSegment):
                     raise
                 before = now

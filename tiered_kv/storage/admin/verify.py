@@ -1,8 +1,8 @@
 """Verification of a store by reading every page.
 
-Works beside a process that has the store open: in a segment that is being written, the durable
-groups are checked. In a segment left by a killed process, everything is checked but the group that
-it was writing. That group cannot be distinguished from damage, and nobody will ever be given it.
+Works while another process has the store open: in a segment that is being written, only durable
+groups are checked. In a segment left by a killed process, everything is checked except the group
+that was being written. This group cannot be distinguished from damage, and is never read.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _FILES = RealFiles()
 
 @dataclass(frozen=True, slots=True)
 class BadPage:
-    """A bad page.
+    """A damaged page.
 
     Attributes:
-        key: key of the page; None if not even the key can be read.
+        key: key of the page; None if the key itself cannot be read.
     """
 
     segment: Path
@@ -60,8 +60,8 @@ class VerifyResult:
 
     Attributes:
         nbytes: bytes read.
-        bad_segments: faults of whole segments, by path: nothing can be read, or the header or the
-            footer is damaged.
+        bad_segments: faults of whole segments, by path: the segment is unreadable, or its header
+            or footer is damaged.
     """
 
     segments: int = 0
@@ -75,8 +75,8 @@ class VerifyResult:
         return not (self.bad_pages or self.bad_segments)
 
     def confirming(self, earlier: VerifyResult) -> VerifyResult:
-        """Keep the faults that an earlier check found too. A store in use writes, seals and
-        deletes, and a check may see half of that; damage stays."""
+        """Keep only faults that an earlier check found as well. A store in use writes, seals and
+        deletes segments, and a check may read intermediate states. Real damage is found twice."""
         both = {path for path in self.bad_segments if path in earlier.bad_segments}
         return replace(
             self,
@@ -105,7 +105,7 @@ def verify_store(info: StoreInfo, advance: Callable[[int], None]) -> VerifyResul
         if not found.good:
             found = _check_segment(info, path).confirming(found)
         checked.add(found)
-        with suppress(OSError):  # it is gone, or cannot be read
+        with suppress(OSError):  # the segment has vanished, or cannot be read
             advance(path.lstat().st_size)
     return checked
 
@@ -152,7 +152,7 @@ def _ends_like_sealed(fd: int, loaded: LoadedSegment) -> bool:
 
 
 def _is_cut_off(fd: int, loaded: LoadedSegment) -> bool:
-    """True if the file was truncated: it ends within a record, or lacks room for a footer."""
+    """True if the file was truncated: it ends within a record, or lacks space for a footer."""
     keys = sum(len(entry.key) for entry in loaded.entries)
     room = loaded.size - loaded.end
     if loaded.size % BLOCK or room < footer_bytes(len(loaded.entries), keys):
@@ -167,7 +167,7 @@ def _is_cut_off(fd: int, loaded: LoadedSegment) -> bool:
 def _check_records(
     fd: int, path: Path, loaded: LoadedSegment, checked: VerifyResult
 ) -> dict[int, RecordHeader]:
-    """Return the headers of the good records, by offset; the others are noted as bad."""
+    """Return the headers of the good records, by offset. Bad records are added to ``checked``."""
     codec = codec_of(loaded.header)
     page = np.empty(loaded.header.page_format.page_bytes, np.uint8)
     buffer = aligned_bytes(max((entry.nbytes for entry in loaded.entries), default=0))
@@ -199,8 +199,8 @@ def _check_record(
 
 
 def _lost(path: Path, loaded: LoadedSegment, good: Mapping[int, RecordHeader]) -> Iterator[BadPage]:
-    """Gaps between the records of a scanned segment. The last group may have gaps: its records
-    are written in parallel."""
+    """Find gaps between the records of a scanned segment. The last group may have gaps, because its
+    records are written in parallel."""
     last_group = max((record.group for record in good.values()), default=0)
     end, ordinal = loaded.header.header_bytes, 0
     for entry in loaded.entries:

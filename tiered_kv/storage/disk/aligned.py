@@ -22,15 +22,15 @@ def aligned(nbytes: int) -> int:
 def aligned_bytes(nbytes: int) -> Bytes:
     """Allocate at least ``nbytes``, aligned to a memory page.
 
-    A disk transfers one piece of memory at a time, and a large buffer in small pages is hundreds of
-    pieces. So large buffers use huge pages, where the system has them.
+    A disk transfers one contiguous piece of physical memory at a time, and a large buffer in small
+    pages is hundreds of pieces. So large buffers use huge pages, where the system has them.
     """
     room = max(aligned(nbytes), mmap.PAGESIZE)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if room < HUGE_PAGE // 2:
         return np.frombuffer(mmap.mmap(-1, room, flags=flags), dtype=np.uint8)
     memory = mmap.mmap(-1, room + HUGE_PAGE, flags=flags)
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     found = np.frombuffer(memory, dtype=np.uint8)
     start = -found.ctypes.data % HUGE_PAGE
@@ -38,16 +38,16 @@ def aligned_bytes(nbytes: int) -> Bytes:
 
 
 def is_blocks(content: Bytes) -> bool:
-    """True if a disk can transfer it in place: whole, aligned blocks."""
+    """True if a disk can transfer the content in place: whole, aligned blocks."""
     address: int = content.__array_interface__["data"][0]
     return content.nbytes % BLOCK == 0 and address % BLOCK == 0
 
 
 class BufferPool:
-    """Pool of aligned buffers, since fresh memory costs a fault per page. Thread-safe.
+    """Pool of aligned buffers, because fresh memory costs a page fault per page. Thread-safe.
 
     Args:
-        nbytes: size of a usual buffer, bytes; larger ones are allocated on demand.
+        nbytes: size of a normal buffer, bytes; larger buffers are allocated on demand.
         keep: number of idle buffers kept.
     """
 

@@ -1,8 +1,8 @@
-"""The narrow waist between the SSD store and the operating system.
+"""The narrow interface between the SSD store and the operating system.
 
-The store touches its files only through a ``FileLayer``, so that a test can insert one that fails,
-tears or forgets. Offsets, lengths and the addresses of buffers are multiples of ``BLOCK``, as
-O_DIRECT requires.
+The store accesses its files only through a ``FileLayer``, so that a test can insert an
+implementation that fails, tears writes or loses them. Offsets, lengths and buffer addresses are
+multiples of ``BLOCK``, as O_DIRECT requires.
 
 Every method may be called from any thread, blocks on the disk, and raises ``OSError``.
 """
@@ -21,13 +21,13 @@ from typing import Protocol
 from tiered_kv.plain_files import FOLDER_MODE, open_plain
 
 BLOCK = 4096
-"""Alignment of everything on disk, in bytes."""
+"""Alignment of everything on disk, bytes."""
 
 Buffers = Sequence[memoryview]
-"""Memory for one contiguous piece of a file; each buffer has whole blocks."""
+"""Memory for one contiguous piece of a file; each buffer consists of whole blocks."""
 
 _MOST_BUFFERS = 1024
-"""Buffers per system call."""
+"""Maximum number of buffers per system call."""
 
 
 class Access(Enum):
@@ -39,17 +39,18 @@ class Access(Enum):
 
 
 class FileLayer(Protocol):
-    """Operations that the store needs of an operating system."""
+    """Operations that the store needs from an operating system."""
 
     def make_folders(self, folder: Path) -> None:
-        """Create the folder and its parents, if missing, for their owner alone. New ones survive
-        a power cut."""
+        """Create the folder and its parents, if missing, accessible to their owner alone. New
+        folders survive a power failure."""
 
     def names(self, folder: Path) -> list[str]:
-        """List the plain files in the folder by name, in any order: no link, pipe or device."""
+        """List the plain files in the folder by name, in any order, without links, pipes or
+        devices."""
 
     def free(self, folder: Path) -> int:
-        """Free bytes for files in the folder; 0 if the disk takes no more files."""
+        """Free bytes for files in the folder; 0 if the disk accepts no more files."""
 
     def open(self, path: Path, access: Access, *, direct: bool) -> int:
         """Open a plain file, following no link. ``direct`` bypasses the page cache (EINVAL where
@@ -66,18 +67,18 @@ class FileLayer(Protocol):
     def truncate(self, fd: int, nbytes: int) -> None: ...
 
     def pread(self, fd: int, buffers: Buffers, offset: int) -> int:
-        """Read into the buffers, one after the other. Returns the bytes read: perhaps fewer than
-        fit, 0 at the end of the file."""
+        """Read into the buffers in order. Returns the bytes read: perhaps fewer than requested, 0
+        at the end of the file."""
 
     def pwrite(self, fd: int, buffers: Buffers, offset: int) -> int:
-        """Write the buffers from the first on. Returns the bytes written, perhaps fewer than
-        given."""
+        """Write the buffers in order. Returns the bytes written, perhaps fewer than
+        requested."""
 
     def fdatasync(self, fd: int) -> None:
-        """Make the file's contents and length survive a power cut."""
+        """Make the file's contents and length durable."""
 
     def sync_folder(self, folder: Path) -> None:
-        """Make files created in and removed from the folder stay so after a power cut."""
+        """Make the creation and removal of files in the folder durable."""
 
     def unlink(self, path: Path) -> None: ...
 
@@ -92,7 +93,7 @@ class RealFiles:
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         for path in reversed(missing):
             path.mkdir(mode=FOLDER_MODE, exist_ok=True)
-            with contextlib.suppress(PermissionError):  # one may write where one may not read
+            with contextlib.suppress(PermissionError):  # it may be writable but not readable
                 self.sync_folder(path.parent)
 
     def names(self, folder: Path) -> list[str]:
@@ -101,7 +102,7 @@ class RealFiles:
 
     def free(self, folder: Path) -> int:
         disk = os.statvfs(folder)
-        if not disk.f_blocks:  # a file system that does not say
+        if not disk.f_blocks:  # a file system that does not report its size
             return sys.maxsize
         if disk.f_files and not disk.f_favail:
             return 0
@@ -176,14 +177,14 @@ def _transfer(
         count = transfer(fd, buffers, offset)
         if count == left:
             return
-        usable = count // BLOCK * BLOCK  # what is left must begin at a block
+        usable = count // BLOCK * BLOCK  # the rest must start at a block
         if usable <= 0:
             raise OSError(errno.EIO, "the file ended, or the disk took less than a block")
         buffers, offset = _behind(buffers, usable), offset + usable
 
 
 def _behind(buffers: Buffers, nbytes: int) -> Buffers:
-    """Rest of the buffers after their first ``nbytes``."""
+    """The buffers without their first ``nbytes``."""
     for i, buffer in enumerate(buffers):
         if nbytes < len(buffer):
             return [buffer[nbytes:], *buffers[i + 1 :]]
@@ -194,12 +195,12 @@ def _behind(buffers: Buffers, nbytes: int) -> Buffers:
 def takes_direct(files: FileLayer, known: Path, block: memoryview) -> bool:
     """True if direct I/O works in the folder of a file.
 
-    Some file systems refuse at open, some at the first write. A full disk takes no file to try it
-    with; then only reading is tried.
+    Some file systems refuse direct I/O at open, others at the first write. On a full disk no test
+    file can be created, so only reading is tested.
 
     Args:
         known: an existing file.
-        block: ``BLOCK`` aligned bytes to try it with.
+        block: ``BLOCK`` aligned bytes for the test.
     """
     path = known.with_name("probe")
     try:

@@ -31,11 +31,11 @@ def measure_disk(folder: Path, threads: int, nbytes: int = 64 << 20) -> DiskSpee
         OSError: the folder cannot be written, or the disk is full.
     """
     path = folder / f".probe-{os.getpid()}"
-    buffer = mmap.mmap(-1, CHUNK)  # aligned, as direct I/O wants it
+    buffer = mmap.mmap(-1, CHUNK)  # aligned, as direct I/O requires
     try:
         file = _open(path)
         try:
-            path.unlink()  # so that nothing is left if this process is killed
+            path.unlink()  # so that no file is left if this process is killed
             os.posix_fallocate(file, 0, nbytes)
             offsets = range(0, nbytes, CHUNK)
             write = _time(threads, offsets, lambda offset: os.pwrite(file, buffer, offset))
@@ -63,7 +63,7 @@ def _open(path: Path) -> int:
     try:
         return os.open(path, flags | os.O_DIRECT, 0o600)
     except OSError:
-        with suppress(FileNotFoundError):  # some file systems refuse after having made it
+        with suppress(FileNotFoundError):  # some file systems create the file before they refuse
             path.unlink()
         return os.open(path, flags, 0o600)
 

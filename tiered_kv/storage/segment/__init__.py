@@ -1,1 +1,1 @@
-"""Segments: their format, and how one is written, opened and scanned."""
+"""Segments: their format, and how they are written, opened and scanned."""

@@ -4,22 +4,22 @@
 
     header    magic          8    "TKVSEG" and two zeros
               version        u32
-              header bytes   u32  of all of it, zeros up to a block included
+              header bytes   u32  of the whole header, including zeros up to a block
               fingerprint    16   of the store
-              nonce          u64  random: bytes of a file's earlier life fit no record of this one
+              nonce          u64  random: records left over from a file's earlier use do not match
               number         u64  of the segment in its store, rising
               created        u64  seconds since 1970
               page bytes     u64
               tokens         u32  of a page
               element        u16  type of the elements; opaque if there are several: a codec that
-                                  needs to know the sections of a page has them in its table
+                                  needs the sections of a page has them in its table
               codec          u16
               rank, ranks    2 u32
               replica        u32
               table bytes    u32
-              table               what the codec needs beside a page; of codec 65535 (out of
-                                  tree) its name first: see ``codecs/out_of_tree``
-              digest         16   xxh3-128 of all before it
+              table               data that the codec needs besides the page; for codec 65535 (out
+                                  of tree) preceded by its name: see ``codecs/out_of_tree``
+              digest         16   xxh3-128 of everything before it
 
     record    magic          4    "TKVR"
               header bytes   u16  of the record's header: a block if the plane and the
@@ -38,7 +38,7 @@
               number         u32  the segment's, its low half
               table id       u64  xxh3-64 of the codec's table
               payload digest 16   xxh3-128 of plane and frame
-              header digest  16   xxh3-128 of all before it and of the key
+              header digest  16   xxh3-128 of everything before it and of the key
               key                 zeros up to the end of the header
               plane, frame        zeros up to a block
 
@@ -49,11 +49,12 @@
                                   u64, offset of the footer u64, count u32, key bytes u32 of all
                                   keys, digest 16 of entries and keys, digest 16 of the trailer
 
-Little-endian throughout; every part begins at a block (4 KiB). So does a page that is stored as
-it is, if it has whole blocks: it goes from the caller's memory to the disk and back uncopied, and
-its record takes no more room than if it followed its header at once.
+Little-endian throughout; every part starts at a block (4 KiB). The payload of a page that is stored
+raw also starts at a block, if the page consists of whole blocks. It is then transferred between the
+caller's memory and the disk without copying, and its record takes no more space than if it followed
+its header directly.
 
-Sizes of segments: the usual one, and the bounds that a page format sets.
+Also defines the sizes of segments: the usual size, and the bounds that a page format sets.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ ENTRY = np.dtype(
 
 
 class FormatError(Exception):
-    """Bytes that are not what they should be."""
+    """Malformed or damaged bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +107,8 @@ class SegmentHeader:
     """Fields of a segment header; see the table above.
 
     Attributes:
-        page_format: outline of the format of its pages.
-        table_id: xxh3-64 of the table, computed once because every record has it.
+        page_format: page format, as far as the header describes it.
+        table_id: xxh3-64 of the table, computed once because every record contains it.
     """
 
     fingerprint: bytes
@@ -199,12 +200,12 @@ def payload_digest(payload: memoryview) -> bytes:
 
 SEGMENT_BYTES = 512 << 20
 MIN_PAGES = 8
-"""Pages for which every segment has room."""
+"""Minimum number of pages that fit into every segment."""
 
 
 def least_segment_bytes(page_format: PageFormat) -> int:
-    """Size of a segment with room for ``MIN_PAGES`` pages, bytes."""
-    # A codec may store a little more than it was given.
+    """Size of a segment with space for ``MIN_PAGES`` pages, bytes."""
+    # A codec may store slightly more than its input.
     page = page_format.page_bytes
     record = record_bytes(MAX_KEY_BYTES, page + page // 64 + BLOCK)
     header = 16 * BLOCK
@@ -212,5 +213,6 @@ def least_segment_bytes(page_format: PageFormat) -> int:
 
 
 def most_segment_bytes(page_format: PageFormat) -> int:
-    """Largest size of a segment with these pages, whatever the capacity is or was, bytes."""
+    """Largest possible size of a segment with these pages, for any past or present capacity,
+    bytes."""
     return max(SEGMENT_BYTES, least_segment_bytes(page_format))

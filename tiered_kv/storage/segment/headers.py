@@ -1,7 +1,7 @@
 """Bytes of the headers and footers of segments, and of the headers of records.
 
-``format`` has the tables, the values and the lengths. Parsing is total: any bytes give a value or
-raise ``FormatError``.
+``format`` has the tables, the values and the lengths. Parsing is total: any bytes either give a
+value or raise ``FormatError``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def segment_header_bytes(start: bytes | memoryview) -> int:
     """Return the length of a header, from its first 16 bytes or more.
 
     Raises:
-        FormatError: the bytes begin no segment, or one of another version.
+        FormatError: the bytes do not start a segment, or the segment has another version.
     """
     if len(start) < 16:
         raise FormatError("shorter than the header of a segment")
@@ -86,7 +86,7 @@ def parse_segment_header(start: bytes | memoryview) -> SegmentHeader:
     """Parse at least the first ``segment_header_bytes`` bytes of a segment.
 
     Raises:
-        FormatError: the bytes are no header, or a damaged one.
+        FormatError: the bytes are not a header, or the header is damaged.
     """
     nbytes = segment_header_bytes(start)
     if len(start) < nbytes:
@@ -150,7 +150,7 @@ def parse_record_header(segment: SegmentHeader, start: bytes | memoryview) -> Re
     """Parse the first bytes of a record; a block of them is always enough.
 
     Raises:
-        FormatError: the bytes begin no record of this segment, or a damaged one.
+        FormatError: the bytes do not start a record of this segment, or the record is damaged.
     """
     if len(start) < RECORD_FIXED_BYTES:
         raise FormatError("shorter than a record")
@@ -201,7 +201,7 @@ def parse_trailer(segment: SegmentHeader, size: int, end: bytes | memoryview) ->
     """Return the offset of the footer, from the last bytes of a file of ``size`` bytes.
 
     Raises:
-        FormatError: the bytes are no trailer of this segment: it is unsealed, or damaged.
+        FormatError: the bytes are not a trailer of this segment: it is unsealed, or damaged.
     """
     trailer = bytes(end[-TRAILER_BYTES:])
     if len(trailer) < TRAILER_BYTES:

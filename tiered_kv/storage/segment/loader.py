@@ -1,6 +1,6 @@
 """Contents of a segment, from its footer or, without one, from its records.
 
-Takes no lock and writes nothing, so it works on a segment in use. The file may then grow, shrink or
+Takes no lock and writes nothing, so it works on a segment in use. Such a file may grow, shrink or
 vanish between two reads, which is reported as damage.
 """
 
@@ -18,11 +18,11 @@ from .scanner import scan
 
 _START_BYTES = 64 << 10
 END_BYTES = 512 << 10
-"""Read at once from the end of a segment: most footers fit."""
+"""Bytes read in one call from the end of a segment; most footers fit."""
 
 
 class BlankSegment(FormatError):
-    """Segment without even a header: it is new, or its process died before writing one."""
+    """A segment without a header: it is new, or its process died before writing the header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class LoadedSegment:
     """Contents of a segment.
 
     Attributes:
-        entries: its records in file order; for a sealed segment, those live when it was sealed.
+        entries: records in file order; for a sealed segment, the records live when it was sealed.
         end: end of the last record, bytes.
         size: size of the file, bytes.
-        sealed: True if a footer was found. Otherwise the records were scanned: those of the last
+        sealed: True if a footer was found. Otherwise the records were scanned: records of the last
             group in full, the others by their headers. Torn records are left out.
     """
 
@@ -53,8 +53,9 @@ def load_segment(
         check: called with the header before anything else is read.
 
     Raises:
-        BlankSegment: it has no header yet.
-        FormatError: it has no whole header, or is longer than any segment; or ``check`` raised it.
+        BlankSegment: the segment has no header yet.
+        FormatError: the header is incomplete, or the file is longer than any segment; or ``check``
+            raised it.
         OSError: the disk failed.
     """
     size = files.size(fd)

@@ -1,8 +1,8 @@
-"""Records packed into aligned buffers, as they will lie on disk.
+"""Records packed into aligned buffers, in their layout on disk.
 
-Encoding, copying and hashing happen on any thread, before a record's place in a segment is known;
-the headers are filled in later. Pages stored uncompressed stay where they are, and only their
-headers are in a buffer.
+Encoding, copying and hashing run on any thread, before a record's offset in a segment is known. The
+headers are filled in later. Pages stored uncompressed are not copied, and only their headers are in
+a buffer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PageToWrite:
 
     Attributes:
         index: index of the page in the put.
-        page: its bytes, or what the codec made of them.
+        page: raw bytes of the page, or the encoded page.
         written: time of its first write, seconds since 1970.
     """
 
@@ -40,7 +40,7 @@ class PageToWrite:
 
 @dataclass(frozen=True, slots=True)
 class PackedRecord:
-    """A record in a batch, complete but for its header.
+    """A record in a batch, complete except for its header.
 
     Attributes:
         start: offset of the record in the buffer, a multiple of a block.
@@ -67,19 +67,19 @@ class PackedRecord:
 
 @dataclass(slots=True)
 class Batch:
-    """Encoded pages, one record after the other, without pages that the codec refused."""
+    """Encoded pages as consecutive records, without pages that the codec failed to encode."""
 
     buffer: Bytes
     records: list[PackedRecord] = field(default_factory=list)
 
 
 def batch_in_place(codec: Codec, pages: Sequence[PageToWrite], buffers: BufferPool) -> Batch | None:
-    """Batch the pages without copying them, if the codec and their memory allow it. They must not
-    change until they are written. They are hashed here, while other threads write: a writing thread
-    that hashes leaves the disk idle.
+    """Batch the pages without copying them, if the codec and their memory allow it; otherwise
+    return None. The pages must not change until they are written. They are hashed here, while other
+    threads write, because hashing in a writing thread would leave the disk idle.
 
     Raises:
-        OSError: no memory.
+        OSError: out of memory.
     """
     raw = [item.page for item in pages if not isinstance(item.page, EncodedPage)]
     if not codec.stores_in_place or len(raw) < len(pages) or not all(map(is_blocks, raw)):
@@ -104,7 +104,7 @@ def batch_in_place(codec: Codec, pages: Sequence[PageToWrite], buffers: BufferPo
 
 
 def pack_batch(codec: Codec, pages: Sequence[PageToWrite], buffers: BufferPool) -> Batch:
-    """Encode the pages into a buffer of the pool, which the writer gives back."""
+    """Encode the pages into a buffer of the pool, which the writer returns to the pool."""
     room = sum(record_bytes(len(item.key), item.page.nbytes) for item in pages)
     batch = Batch(buffers.take(room))
     start = 0
@@ -112,7 +112,7 @@ def pack_batch(codec: Codec, pages: Sequence[PageToWrite], buffers: BufferPool) 
         try:
             encoded = item.page if isinstance(item.page, EncodedPage) else codec.encode(item.page)
         except Exception:
-            # Whatever a codec thinks of one page, the others must not suffer from it.
+            # Codecs may raise anything; the other pages must not be affected.
             logger.exception("a page could not be encoded, and is not stored")
             continue
         nbytes = record_bytes(len(item.key), encoded.nbytes)
@@ -150,11 +150,11 @@ def finish_headers(
     ordinal: int,
     group: int,
 ) -> list[memoryview]:
-    """Fill in the headers of adjacent records; return the bytes to write, in pieces.
+    """Fill in the headers of adjacent records. Returns the bytes to write, in pieces.
 
     Args:
-        ordinal: ordinal of the first of them in its segment.
-        group: ordinal of the first record of their group.
+        ordinal: ordinal of the first record in its segment.
+        group: ordinal of the first record of the group.
     """
     data, pieces = buffer.data, []
     begin = records[0].start

@@ -27,10 +27,10 @@ def read_blocks(files: FileLayer, fd: int, offset: int, nbytes: int) -> memoryvi
 def open_record(
     header: SegmentHeader, key: PageKey, record: memoryview
 ) -> tuple[RecordHeader, EncodedPage]:
-    """Return the stored page in a record's bytes, which it aliases.
+    """Return the stored page in a record's bytes. The result aliases these bytes.
 
     Raises:
-        FormatError: the bytes are no record of that page and segment, or damaged.
+        FormatError: the bytes are not a record of that page and segment, or are damaged.
     """
     found = parse_record_header(header, record)
     if found.key != key:
@@ -46,10 +46,10 @@ def open_record(
 
 
 def check_page(header: SegmentHeader, key: PageKey, start: memoryview, page: Bytes) -> None:
-    """Check a page that was read without its record, given the record's header.
+    """Check a page that was read without its header, against the header of its record.
 
     Raises:
-        FormatError: the header is not of that page and segment, or either is damaged.
+        FormatError: the header does not belong to that page and segment, or either is damaged.
     """
     found = parse_record_header(header, start)
     if found.key != key:
@@ -70,13 +70,13 @@ def decode_record(
     """Check the bytes of a record and decode its page into ``out``.
 
     Raises:
-        FormatError: the bytes are no whole record of that page; ``out`` is undefined.
+        FormatError: the bytes are not a complete record of that page; ``out`` is undefined.
     """
     found, encoded = open_record(header, key, record)
     try:
         codec.decode(encoded, out)
     except Exception as error:
-        # CodecError by contract; but whatever a codec thinks of a page, its neighbours must not
-        # suffer from it.
+        # CodecError by contract. But codecs may raise anything, and other pages must not be
+        # affected.
         raise FormatError(f"the page cannot be decoded: {error}") from error
     return found

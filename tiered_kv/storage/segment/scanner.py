@@ -1,4 +1,4 @@
-"""Recovery of the records of an unsealed segment, however it ends."""
+"""Recovery of the records of an unsealed segment, whatever state it was left in."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from .record import open_record, read_blocks
 
 _READ_BYTES = 1 << 20
 _SMALL_BYTES = 128 << 10
-"""Size up to which a record is read with its neighbours; of larger ones only the header is read."""
+"""Size up to which a record is read with its neighbors; for larger records only the header is
+read, bytes."""
 
 
 def scan(files: FileLayer, fd: int, header: SegmentHeader, size: int) -> list[FooterEntry]:
     """Locate the records, in file order.
 
-    Records of the last group are read in full, since the process may have died while writing them;
-    the others are found by their headers. A damaged record loses no other behind it.
+    Records of the last group are read in full, since the process may have died while writing them.
+    The others are found by their headers. A damaged record does not hide the records after it.
 
     Args:
-        size: size of the file, in whole blocks.
+        size: size of the file, in whole blocks, bytes.
 
     Raises:
         OSError: the disk failed.
@@ -42,7 +43,7 @@ def scan(files: FileLayer, fd: int, header: SegmentHeader, size: int) -> list[Fo
 
 @dataclass(slots=True)
 class _Window:
-    """The last read bytes of a file of ``size`` bytes."""
+    """The bytes of the last read from a file of ``size`` bytes."""
 
     files: FileLayer
     fd: int
@@ -51,8 +52,8 @@ class _Window:
     content: memoryview = field(default_factory=lambda: memoryview(b""))
 
     def from_(self, offset: int, nbytes: int) -> memoryview:
-        """Return whole blocks from an offset on, at least one; ``nbytes`` of them if they must
-        be read."""
+        """Return whole blocks starting at ``offset``, at least one. Reads ``nbytes`` if they are
+        not buffered yet."""
         if not self.begin <= offset < self.begin + len(self.content):
             nbytes = min(nbytes, self.size - offset)
             self.content = read_blocks(self.files, self.fd, offset, nbytes)
@@ -62,7 +63,7 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A file that begins like a segment."""
+    """A file that starts with a segment header."""
 
     files: FileLayer
     fd: int
@@ -70,7 +71,7 @@ class _Segment:
     size: int
 
     def records(self) -> Iterator[tuple[int, RecordHeader]]:
-        """Every record from the first on, with its offset."""
+        """Every record in order, with its offset."""
         window = _Window(self.files, self.fd, self.size)
         offset, ordinal, ahead = self.header.header_bytes, 0, BLOCK
         while offset < self.size:
@@ -94,8 +95,8 @@ class _Segment:
         return True
 
     def _parse(self, start: memoryview, least: int, room: int) -> RecordHeader | None:
-        """Parse a record with an ordinal of at least ``least`` that fits into ``room``; else
-        None."""
+        """Parse a record with an ordinal of at least ``least`` that fits into ``room`` bytes.
+        Returns None if there is no such record."""
         try:
             record = parse_record_header(self.header, start)
         except FormatError:
@@ -103,7 +104,7 @@ class _Segment:
         return record if record.ordinal >= least and record.nbytes <= room else None
 
     def _search(self, window: _Window, offset: int, least: int) -> tuple[int, RecordHeader] | None:
-        """Find the next record behind damage, with its offset."""
+        """Find the next record after damage, with its offset."""
         while offset < self.size:
             chunk = window.from_(offset, _READ_BYTES)
             firsts = np.frombuffer(chunk, "S4")[:: BLOCK // 4]

@@ -1,4 +1,4 @@
-"""Appending to a segment: groups of records that become durable together, then a footer."""
+"""Appending to a segment: groups of records that become durable together, and finally a footer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .headers import pack_footer, pack_segment_header
 from .packing import PackedRecord, finish_headers
 
 WORTH_CUTTING = 64
-"""Divisor of the size: a segment is truncated only if more than this share of it is unused.
+"""Divisor of the size: a segment is truncated only if more than this fraction of it is unused.
 Truncating takes a file system as long as writing several MiB."""
 
 
@@ -26,8 +26,8 @@ class Commit:
 
     Attributes:
         durable: locations of the durable records, in segment order.
-        indices: their indices in the put.
-        error: failure of the others. The segment must then be sealed.
+        indices: indices of these records in the put.
+        error: error that made the other records fail. The segment must then be sealed.
     """
 
     durable: list[FooterEntry]
@@ -37,7 +37,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """Adjacent records on their way to the disk."""
+    """Adjacent records being written to disk."""
 
     records: Sequence[PackedRecord]
     places: list[FooterEntry]
@@ -49,7 +49,7 @@ class SegmentWriter:
 
     Args:
         fd: descriptor of a new segment of ``size`` zeros.
-        named: done when the file's name would survive a power cut.
+        named: done when the file's name is durable.
 
     Attributes:
         end: offset of the next record.
@@ -78,12 +78,12 @@ class SegmentWriter:
 
     @property
     def empty(self) -> bool:
-        """True if no record was ever appended."""
+        """True if no record was appended."""
         return self._count == 0
 
     @property
     def room(self) -> int:
-        """Bytes behind the last record."""
+        """Bytes left after the last record."""
         return self._size - self.end
 
     def begin(self) -> None:
@@ -95,7 +95,7 @@ class SegmentWriter:
         write_content(self._files, self._fd, pack_segment_header(self._header), 0, self._buffers)
 
     def fitting(self, records: Sequence[PackedRecord]) -> int:
-        """Count the records, from the first on, that fit beside the footer."""
+        """Count the leading records that fit together with the footer."""
         end, keys = self.end, self._key_bytes
         for i, record in enumerate(records):
             end += record.nbytes
@@ -107,13 +107,13 @@ class SegmentWriter:
     def append(
         self, buffer: Bytes, records: Sequence[PackedRecord], threads: Executor, in_flight: int
     ) -> Future[None]:
-        """Start writing adjacent records that fit; the buffer is in use until the result is
-        done. Waits while ``in_flight`` writes are under way."""
+        """Start writing adjacent records that fit. The buffer is in use until the result is done.
+        Waits while ``in_flight`` writes are in progress."""
         waiting = [flight for flight in self._flights if not flight.future.done()]
         if len(waiting) >= in_flight:
             waiting[0].future.exception()
         future = threads.submit(self._write, buffer, records, self.end, self._count, self._group)
-        # While the disk is busy: once it is done, a page is one step from being found.
+        # While the disk is busy, because once it is done nothing should delay the lookup of a page.
         self._flights.append(_Flight(records, list(_places(records, self.end)), future))
         self.end += sum(record.nbytes for record in records)
         self._count += len(records)
@@ -134,7 +134,7 @@ class SegmentWriter:
         except OSError as error:
             if error.errno != errno.EFAULT:
                 raise
-            # Memory that a disk cannot take from.
+            # Memory that direct I/O cannot read from.
             write_content(self._files, self._fd, b"".join(pieces), offset, self._buffers)
 
     def commit(self) -> Commit:
@@ -150,7 +150,7 @@ class SegmentWriter:
                 self._files.fdatasync(self._fd)
                 self._named.result()
             except OSError as failure:
-                # What was written may or may not be there, and asking again would not tell.
+                # The data may or may not be on disk, and a second fdatasync would not tell.
                 whole, error = 0, failure
             else:
                 start = flights[0].places[0].offset
@@ -182,10 +182,10 @@ def write_footer(
     entries: Sequence[FooterEntry],
     buffers: BufferPool,
 ) -> None:
-    """Seal a segment with a footer. It need not be durable: a segment without one is scanned.
+    """Seal a segment with a footer. It need not be durable: a segment without a footer is scanned.
 
     Args:
-        end: end of the last record. A large gap between it and the footer is truncated.
+        end: end of the last record, bytes. A large gap between it and the footer is truncated.
 
     Raises:
         OSError: the disk failed. The segment is unchanged, or ends in garbage.

@@ -1,1 +1,1 @@
-"""A folder that many machines mount, as a remote store."""
+"""A remote store in a folder that many machines mount."""

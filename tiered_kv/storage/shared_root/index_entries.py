@@ -1,20 +1,20 @@
-"""Index of a writer's folder: where each value lies. It is added to, and never changed.
+"""Index of a writer's folder: the location of each value. The index is append-only.
 
     | bytes of the head | content |
     |---|---|
     | 8 | magic ``tkvindx`` and a zero |
     | 8 | version |
-    | 16 | the index's number, drawn when it was begun |
+    | 16 | the index's number, random, drawn when it was created |
 
     | bytes of an entry | content |
     |---|---|
     | 2, 2 | length of the name; kind |
     | 4 | number of the pack |
-    | 8, 8 | where the value begins in it, and its length |
+    | 8, 8 | offset of the value in the pack, and its length |
     | … | name |
-    | 8 | xxh3-64 of the index's number and all of the entry before it |
+    | 8 | xxh3-64 of the index's number and of the entry up to here |
 
-Integers are little-endian. An entry that is not whole may be on its way: what follows is not read.
+Integers are little-endian. An incomplete entry may still be being written: reading stops there.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _ENTRY = struct.Struct("<HHIQQ")
 _DIGEST_BYTES = 8
 MOST_NAME_BYTES = 1 << 12
 MOST_OFFSET = 1 << 62
-"""End of the last byte that a place may have: no file is as long, and the system takes no more."""
+"""Maximum end of a value, bytes. No file is as long, and the system accepts no larger offset."""
 
 
 class Kind(IntEnum):
-    """News that an entry brings."""
+    """Type of an index entry."""
 
     VALUE = 1
     """A value was added."""
     DELETED = 2
-    """The value of that name counts no more."""
+    """The value of that name was deleted."""
     PACK_GONE = 3
-    """A pack was deleted, with all of its values."""
+    """A pack was deleted, with all its values."""
 
 
 class Place(NamedTuple):
@@ -57,10 +57,10 @@ class Place(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One piece of news.
+    """One entry of an index.
 
     Attributes:
-        name: empty if it is about a pack.
+        name: name of the value; empty for an entry about a pack.
     """
 
     kind: Kind
@@ -69,18 +69,18 @@ class Entry(NamedTuple):
 
 
 def head_of(number: bytes) -> bytes:
-    """First bytes of the index of that number."""
+    """First bytes of the index with that number."""
     return MAGIC + VERSION.to_bytes(8, "little") + number
 
 
 def number_in(head: bytes) -> bytes | None:
-    """The index's number; None if this is the head of none that can be read here."""
+    """The index's number; None if this is not the head of a readable index."""
     begin = MAGIC + VERSION.to_bytes(8, "little")
     return head[len(begin) :] if len(head) == HEAD_BYTES and head.startswith(begin) else None
 
 
 def pack_entries(entries: Sequence[Entry], number: bytes) -> bytes:
-    """Bytes of entries, for the end of the index of that number."""
+    """Bytes of entries, to be appended to the index with that number."""
     parts = []
     for kind, name, place in entries:
         whole = _ENTRY.pack(len(name), kind, *place) + name
@@ -89,7 +89,7 @@ def pack_entries(entries: Sequence[Entry], number: bytes) -> bytes:
 
 
 def parse_entries(data: bytes, number: bytes) -> tuple[list[Entry], int]:
-    """Entries up to the first that is not whole, and the bytes that they take."""
+    """Entries up to the first incomplete one, and their size, bytes."""
     entries: list[Entry] = []
     at = 0
     while at + _ENTRY.size <= len(data):

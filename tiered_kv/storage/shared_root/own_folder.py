@@ -1,16 +1,17 @@
-"""The folder that one process writes under a shared root; others only read it.
+"""The folder that one process writes under a shared root; all other processes only read it.
 
     root/<host>.<n>/lock, index, 00000001.pack, 00000002.pack …
 
-Values are added to packs, and an index tells where. The name of the host stands in the folder's,
-so that its lock need not reach beyond the host, which it does not on every mount. When room is
-short the folders of processes that are long gone are deleted, then this one's oldest packs.
+Values are appended to packs, and an index lists their locations. The folder's name includes the
+host's name, so that its lock need not work across hosts, which it does not on every mount. When
+space is short, the folders of processes that are long gone are deleted, then this folder's oldest
+packs.
 
-A full disk takes nothing, not even a note of what is deleted. So packs are deleted first and noted
-after that. In between a reader finds the pack missing, which is a miss. So does a process that
-opens the folder of one that was killed there.
+A full disk accepts no writes, not even a record of a deletion. So packs are deleted before the
+deletion is recorded. In between, a reader finds the pack missing, which is a miss. So does a
+process that opens the folder of a process that was killed at that point.
 
-Contents of a writer's folder, as its index tells them.
+Also reads the contents of a writer's folder from its index.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from .index_entries import (
 
 INDEX_NAME = "index"
 GONE = (errno.ENOENT, errno.ESTALE)
-"""Errors that say that a file is not there any more: on a network file system also of one that is
-open."""
+"""Errors that mean that a file no longer exists. On a network file system they also occur for an
+open file."""
 READ_BYTES = 1 << 20
 
 
@@ -57,24 +58,24 @@ def pack_name(number: int) -> str:
 
 
 def is_writers(folder: Path) -> bool:
-    """True if a writer made the folder, and not somebody else for something else.
+    """True if a writer created the folder, False if it has another origin.
 
     Raises:
-        OSError: that cannot be told.
+        OSError: this cannot be determined.
     """
     with opened(folder / INDEX_NAME) as fd:
         return number_in(os.pread(fd, HEAD_BYTES, 0)) is not None
 
 
 class FolderContents:
-    """Values of one folder, by name. Entries later in the index hold."""
+    """Values of one folder, by name. Later entries of the index override earlier ones."""
 
     def __init__(self) -> None:
         self.places: dict[bytes, Place] = {}
         self._names: dict[int, list[bytes]] = {}
 
     def apply(self, entries: Iterable[Entry]) -> None:
-        """Take in news, the oldest first."""
+        """Apply index entries, oldest first."""
         for kind, name, place in entries:
             if kind is Kind.VALUE:
                 self.places[name] = place
@@ -99,7 +100,7 @@ class FolderContents:
 class FolderReader:
     """A folder that another process writes, read as far as its index goes.
 
-    Opening a file anew is what makes a network file system look whether it has changed.
+    The index is opened again for each read, which makes a network file system check for changes.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -109,10 +110,10 @@ class FolderReader:
         self._read_to = 0
 
     def refresh(self) -> None:
-        """Read what was added to the index.
+        """Read the entries that were added to the index.
 
         Raises:
-            OSError: it cannot be read, though it is there.
+            OSError: the index exists but cannot be read.
         """
         try:
             with opened(self.folder / INDEX_NAME) as fd:
@@ -144,7 +145,7 @@ class OpenPacks:
     """Packs, each opened once.
 
     Args:
-        flags: how they are opened, as of ``os.open``.
+        flags: flags to open them with, as for ``os.open``.
     """
 
     def __init__(self, flags: int) -> None:
@@ -155,14 +156,14 @@ class OpenPacks:
         """Descriptor of a pack.
 
         Raises:
-            OSError: it cannot be opened.
+            OSError: the pack cannot be opened.
         """
         if (fd := self.fds.get((folder, pack))) is None:
             fd = self.fds[folder, pack] = open_plain(folder / pack_name(pack), self._flags)
         return fd
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all packs."""
         for fd in self.fds.values():
             os.close(fd)
         self.fds.clear()
@@ -170,30 +171,31 @@ class OpenPacks:
 
 PACK_BYTES = 64 << 20
 LEAST_PACKS = 8
-"""Size of a pack, about, which is deleted at a time; and the least that a folder has room for."""
+"""Approximate size of a pack, bytes, which is deleted as a unit; and the minimum number of packs
+that fit into a folder."""
 KEPT_FREE = 0.1
-"""Share of the file system that is left to others."""
+"""Fraction of the file system that is left to other uses."""
 SIGN_OF_LIFE_S = 60.0
 GONE_S = 24 * 3600.0
-"""Seconds without a sign of life after which a folder may be deleted: if its process comes back
-all the same, it begins another."""
+"""Seconds without a sign of life after which a folder may be deleted. If its process returns after
+that, it creates another folder."""
 LOOK_FOR_GONE_S = 60.0
 MOST_STALE = 1024
-"""Entries of an index that count no more, beside as many as do, before it is written anew."""
+"""Number of stale entries, beyond the number of live ones, that trigger a rewrite of the index."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _NEW_INDEX = "index.new"
 _PACK = re.compile(r"(\d{8,})\.pack")
 
 
 class OwnFolder:
-    """A folder to write.
+    """A folder that this process writes.
 
     Args:
         root: an existing folder.
-        most_bytes: size of all packs together.
+        most_bytes: maximum size of all packs together, bytes.
 
     Raises:
-        OSError: there cannot be one.
+        OSError: the folder cannot be created or opened.
     """
 
     def __init__(self, root: Path, most_bytes: int) -> None:
@@ -203,20 +205,20 @@ class OwnFolder:
         self.folder, self._lock = _first_free(root)
         self._alive_at = self._looked_at = -GONE_S
         self._number = b""
-        self._entries = self._index_bytes = 0  # of the index
-        self._torn = True  # until it is whole
+        self._entries = self._index_bytes = 0  # in the index
+        self._torn = True  # until the index is complete
         self._spare = 0
         try:
             reader = FolderReader(self.folder)
             reader.refresh()
             self.contents: FolderContents = reader.contents
             self._packs = _packs_in(self.folder)
-            # A pack's number is not used again while an index may lead to its values.
+            # A pack's number is not reused while an index may refer to its values.
             noted = {place.pack for place in self.contents.places.values()}
             self._next = max(noted.union(self._packs), default=0) + 1
             for place in [*self.contents.places.values()]:
                 if place.offset + place.nbytes > self._packs.get(place.pack, 0):
-                    self.contents.drop_pack(place.pack)  # lost with the power
+                    self.contents.drop_pack(place.pack)  # lost in a power failure
             self._make_room_for(self._rewrite)
             self.show_life()
         except BaseException:
@@ -225,17 +227,17 @@ class OwnFolder:
 
     @property
     def lost(self) -> bool:
-        """True if somebody deleted the folder."""
+        """True if another process deleted the folder."""
         try:
             return os.fstat(self._lock).st_nlink == 0
         except OSError:
             return True
 
     def put(self, values: Sequence[tuple[bytes, Parts]], deadline: float) -> list[Outcome]:
-        """Add values: STORED, REFUSED or LATE for each.
+        """Add values. Returns STORED, REFUSED or LATE for each.
 
         Raises:
-            OSError: any of them may have been added.
+            OSError: any of the values may have been added.
         """
         self.show_life()
         self._spare = self._spare_bytes()
@@ -256,14 +258,14 @@ class OwnFolder:
                 except OSError as error:
                     if error.errno not in FULL:
                         raise
-                    full = True  # though packs were deleted: more of them would not help
+                    full = True  # even after packs were deleted: deleting more would not help
                 if place is None:
                     outcomes.append(Outcome.REFUSED)
                 else:
                     added.append(Entry(Kind.VALUE, name, place))
                     outcomes.append(Outcome.STORED)
-            # A reader that sees the entries must find the bytes, so the server has them first. The
-            # page cache need not keep them: this engine has the pages in memory.
+            # A reader that sees the entries must find the bytes, so the bytes are synced first. The
+            # page cache need not keep them, because this engine has the pages in memory.
             for fd in files.fds.values():
                 os.fdatasync(fd)
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -271,10 +273,10 @@ class OwnFolder:
         return outcomes
 
     def delete(self, names: Sequence[bytes]) -> None:
-        """Have these values count no more.
+        """Delete these values.
 
         Raises:
-            OSError: any of them may still count.
+            OSError: any of the values may still be readable.
         """
         nowhere = Place(0, 0, 0)
         places = {
@@ -286,10 +288,10 @@ class OwnFolder:
             if error.errno not in FULL:
                 raise
             for pack in sorted({place.pack for place in places.values()}):
-                self._delete_pack(pack)  # with all that is in it
+                self._delete_pack(pack)  # with all its values
 
     def close(self) -> None:
-        """Give the folder up, and delete it if it has no values."""
+        """Release the folder, and delete it if it has no values."""
         if not self.contents.places and not self.lost:
             _delete_folder(self.folder)
         os.close(self._lock)
@@ -297,14 +299,14 @@ class OwnFolder:
     # -- packs ----------------------------------------------------------------------
 
     def _placed(self, files: OpenPacks, parts: Parts, nbytes: int, busy: set[int]) -> Place:
-        """Write a value; once more in the room of the oldest pack if there is less room than the
-        file system reports, because of a quota, say.
+        """Write a value. If the file system has less space than it reports, for example because of
+        a quota, delete the oldest pack and try once more.
 
         Args:
-            busy: packs that are not deleted.
+            busy: packs that must not be deleted.
 
         Raises:
-            OSError: it failed.
+            OSError: the write failed.
         """
         try:
             return self._add(files, parts, nbytes)
@@ -326,7 +328,7 @@ class OwnFolder:
         try:
             _write(fd, parts, place.offset)
         except OSError:
-            with contextlib.suppress(OSError):  # else what was written stays a hole
+            with contextlib.suppress(OSError):  # if this fails, the written bytes stay unused
                 os.ftruncate(fd, place.offset)
                 self._packs[pack] -= nbytes
                 self._spare += nbytes
@@ -334,17 +336,17 @@ class OwnFolder:
         return place
 
     def _spare_bytes(self) -> int:
-        """Bytes of the file system that may be taken."""
+        """Bytes of the file system that this folder may still use."""
         disk = os.statvfs(self._root)
-        if not disk.f_blocks:  # one that does not say
+        if not disk.f_blocks:  # a file system that does not report its size
             return sys.maxsize
         return (disk.f_bavail - int(KEPT_FREE * disk.f_blocks)) * disk.f_frsize
 
     def _has_room(self, nbytes: int, busy: set[int]) -> bool:
-        """Make room for a value, if there is none.
+        """Free space for a value, if needed. Returns False if that is impossible.
 
         Args:
-            busy: packs that are not deleted.
+            busy: packs that must not be deleted.
         """
         if nbytes > self._spare:
             self._spare += self._delete_gone()
@@ -363,7 +365,7 @@ class OwnFolder:
         try:
             self._save([Entry(Kind.PACK_GONE, b"", Place(pack, 0, 0))])
         except OSError as error:
-            if error.errno not in FULL:  # else the next note is made with all that counts
+            if error.errno not in FULL:  # otherwise the next index write leaves it out
                 raise
 
     def _unlink_pack(self, pack: int) -> None:
@@ -372,10 +374,10 @@ class OwnFolder:
         self._packs.pop(pack, None)
 
     def _make_room_for(self, write: Callable[[], None]) -> None:
-        """Write to the index, if need be in the room of this process's oldest packs.
+        """Write to the index. On a full disk, delete this process's oldest packs to free space.
 
         Raises:
-            OSError: it failed, or there is no room.
+            OSError: the write failed, or no space can be freed.
         """
         while True:
             try:
@@ -388,13 +390,13 @@ class OwnFolder:
                 self.contents.drop_pack(oldest)
 
     def _delete_gone(self) -> int:
-        """Delete the folders of processes that are long gone; bytes that this gave."""
+        """Delete the folders of processes that are long gone. Returns the bytes that this freed."""
         now = time.monotonic()
         if now - self._looked_at < LOOK_FOR_GONE_S:
             return 0
         self._looked_at = now
         freed = 0
-        since = os.fstat(self._lock).st_mtime - GONE_S  # both times are the file server's
+        since = os.fstat(self._lock).st_mtime - GONE_S  # both times are set by the file server
         for folder in folders_in(self._root):
             with contextlib.suppress(OSError):
                 old = folder != self.folder and (folder / LOCK_NAME).stat().st_mtime < since
@@ -404,10 +406,10 @@ class OwnFolder:
         return freed
 
     def show_life(self) -> None:
-        """Show other hosts, now and then, that somebody has the folder.
+        """Show other hosts, once in a while, that this process still uses the folder.
 
         Raises:
-            OSError: it cannot be shown.
+            OSError: the lock file cannot be updated.
         """
         now = time.monotonic()
         if now - self._alive_at >= SIGN_OF_LIFE_S:
@@ -417,7 +419,7 @@ class OwnFolder:
     # -- the index --------------------------------------------------------------------
 
     def _note(self, entries: Sequence[Entry]) -> None:
-        """Save entries, if need be in the room of this process's oldest packs."""
+        """Save entries. On a full disk, delete this process's oldest packs to free space."""
         self._apply(entries)
         self._make_room_for(lambda: self._write_entries(entries))
 
@@ -425,7 +427,8 @@ class OwnFolder:
         """Save entries.
 
         Raises:
-            OSError: it failed. They count here, and are in the index that is written next.
+            OSError: the write failed. The entries are applied here, and the next rewrite includes
+                them.
         """
         self._apply(entries)
         self._write_entries(entries)
@@ -448,7 +451,7 @@ class OwnFolder:
         self._torn = False
 
     def _rewrite(self) -> None:
-        """Write the index anew, with nothing that counts no more."""
+        """Rewrite the index without stale entries."""
         self._torn = True
         self._number = token_bytes(NUMBER_BYTES)
         places = self.contents.places
@@ -471,14 +474,15 @@ def folders_in(root: Path) -> list[Path]:
 
 
 def _first_free(root: Path) -> tuple[Path, int]:
-    """The first folder of this host that no process has, and the descriptor of its lock."""
+    """Lock the first folder of this host that no process uses. Returns it and the descriptor of its
+    lock."""
     host = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname())[:64] or "host"
     for number in itertools.count():
         folder = root / f"{host}.{number}"
         folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
         try:
             fd = open_plain(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT)
-        except PermissionError:  # of another user
+        except PermissionError:  # it belongs to another user
             continue
         try:
             if try_lock(fd) and os.fstat(fd).st_nlink:
@@ -491,7 +495,7 @@ def _first_free(root: Path) -> tuple[Path, int]:
 
 
 def _packs_in(folder: Path) -> dict[int, int]:
-    """Sizes of a folder's packs by their numbers, the oldest first."""
+    """Sizes of a folder's packs by number, oldest first, bytes."""
     with os.scandir(folder) as entries:
         found = [
             (int(match[1]), entry.stat(follow_symlinks=False).st_size)
@@ -502,7 +506,7 @@ def _packs_in(folder: Path) -> dict[int, int]:
 
 
 def _delete_folder(folder: Path) -> None:
-    """Delete a writer's folder, as far as it can be, and nothing in it that no writer makes."""
+    """Delete a writer's folder as far as possible, and only files in it that a writer creates."""
     with contextlib.suppress(OSError):
         for name in (INDEX_NAME, _NEW_INDEX, *map(pack_name, _packs_in(folder)), LOCK_NAME):
             with contextlib.suppress(FileNotFoundError):

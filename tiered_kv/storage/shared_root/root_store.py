@@ -1,8 +1,8 @@
-"""Remote store in a folder that many machines mount: each process writes a folder, and reads all.
+"""Remote store in a folder that many machines mount: each process writes one folder, and reads all.
 
-Nothing is ever changed in place, so that a reader needs no lock. What a writer deletes while it is
-read is a miss. A file system that does not answer cannot be left by a deadline: the thread waits
-for it, and turns go on without.
+Nothing is ever changed in place, so a reader needs no lock. A value that its writer deletes during
+a read is a miss. A file system that does not answer cannot be interrupted at a deadline: the thread
+waits for it, and turns continue without it.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from .own_folder import FULL, GONE, FolderReader, OpenPacks, OwnFolder, folders_
 logger = logging.getLogger(__name__)
 
 REFRESH_S = 0.5
-"""Seconds for which what was read of indexes is taken to be all."""
+"""Time for which the indexes as last read count as complete, seconds."""
 NOT_WRITABLE = (*FULL, errno.EROFS, errno.EACCES)
-"""Errors of a write that say nothing of reads: a server that refuses writes is the same."""
+"""Errors of a write that do not affect reads, as with a server that only refuses writes."""
 AHEAD = 8
-"""Values that the system is told to read before they are asked for."""
+"""Number of values whose pages the operating system prefetches."""
 
 
 class SharedRoot:
     """A shared folder as a ``RemoteStore``.
 
     Args:
-        root: the folder, which must exist: if it is a mount that is missing, nothing should fill
-            the disk below it.
-        most_bytes: size of what this process writes.
+        root: the folder, which must exist. It is not created, because a missing mount must not
+            cause writes to the disk below it.
+        most_bytes: maximum size of this process's folder, bytes.
     """
 
     def __init__(self, root: Path, most_bytes: int) -> None:
@@ -62,7 +62,7 @@ class SharedRoot:
         self._closed = False
 
     def check(self, deadline: float) -> None:
-        """Begin this process's folder.
+        """Create this process's folder.
 
         Raises:
             OSError: the root is missing, or cannot be written.
@@ -126,7 +126,7 @@ class SharedRoot:
         return outcomes
 
     def delete(self, keys: Sequence[RemoteKey], deadline: float) -> bool:
-        """Delete what this process has put, and forget what others have."""
+        """Delete values that this process has put, and forget values of other processes."""
         for reader in self._others.values():
             for key in keys:
                 reader.contents.places.pop(key.name, None)
@@ -150,14 +150,14 @@ class SharedRoot:
     # -- folders ----------------------------------------------------------------------
 
     def _not_now(self, deadline: float) -> Outcome | None:
-        """Outcome of a call that is not made; None if it is."""
+        """Outcome of a call that is skipped now; None if the call should be made."""
         now = time.monotonic()
         if self._closed or not self._breaker.lets_through(now):
             return Outcome.DOWN
         return Outcome.LATE if now >= deadline else None
 
     def _written(self) -> OwnFolder:
-        """This process's folder; a new one if somebody deleted it."""
+        """This process's folder; a new one if it was deleted."""
         if self._own is not None and self._own.lost:
             self._own.close()
             self._own = None
@@ -167,19 +167,20 @@ class SharedRoot:
         return self._own
 
     def _show_life(self) -> None:
-        """Keep this process's folder from being deleted by others while it only reads."""
+        """Keep other processes from deleting this process's folder while it only reads."""
         if self._own is not None:
             with contextlib.suppress(OSError):
                 self._own.show_life()
 
     def _folders(self) -> list[tuple[Path, dict[bytes, Place]]]:
-        """Folders and the places of their values, one's own first."""
+        """Folders and the places of their values, own folder first."""
         own = self._own
         mine = [] if own is None else [(own.folder, own.contents.places)]
         return mine + [(path, one.contents.places) for path, one in self._others.items()]
 
     def _refresh(self, deadline: float) -> None:
-        """Read what others have added. What there is no time for comes first the next time.
+        """Read the new index entries of other folders. Folders left unread at the deadline come
+        first next time.
 
         Raises:
             OSError: the root cannot be read.
@@ -251,14 +252,14 @@ class SharedRoot:
         return Outcome.REFUSED
 
     def _refused(self, why: str | None) -> None:
-        """Record that nothing can be written: it is tried again later, and reads go on."""
+        """Record that writes are refused. They are tried again later, and reads continue."""
         now = time.monotonic()
         self._writes.failed(now)
         self._writes.complain(str(why), now, "")
 
 
 def _read_value(fd: int, place: Place, buffer: memoryview) -> bool:
-    """Read a value; False if it is cut short."""
+    """Read a value. Returns False if it is truncated."""
     left, offset = buffer[: place.nbytes], place.offset
     while left:
         count = os.preadv(fd, [left], offset)

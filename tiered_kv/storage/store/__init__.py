@@ -1,1 +1,1 @@
-"""The store: segments of one kind of page, found, written, read and reclaimed."""
+"""The store: segments of one page format, found, written, read and reclaimed."""

@@ -1,14 +1,15 @@
-"""Shares of the room under a root: how much of the disk each store may use.
+"""Disk space under a root: how much each store may use.
 
-Stores of all processes under one root share one capacity, and nothing but the files
-themselves says who has how much. What the disk has left is part of it: where that is less than
-was configured, less is shared. Whoever needs another segment takes ``root/capacity.lock``, adds
-up the segments there are, deletes those of stores that nobody has open (the longest unused
-first), and is refused if that is not enough or its own share is used up.
+The stores of all processes under one root share one capacity, and only the files themselves show
+how much each store uses. The free space of the disk counts as well: where it is less than the
+configured capacity, less is shared. A process that needs another segment locks
+``root/capacity.lock``, adds up the existing segments, and deletes segments of stores that no
+process has open (least recently used first). It is refused if that is not enough or its own share
+is used up.
 
-Two segments are kept out of the shares. Survivors are written before the segment they were in
-dies, and a process killed between the two leaves both. A store that comes to a full disk begins
-with one, while the others, told of it when they next look, shrink.
+Two segments are reserved outside the shares. Survivors are written before their old segment is
+deleted, and a process killed in between leaves both. A store that finds the disk full starts with
+one segment, while the other stores shrink at their next measurement.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from .locks import LOCK_NAME
 from .options import StoreOptions, is_full
 
 FRESH_S = 1.0
-"""Age at which the use of the disk is looked at again, seconds."""
+"""Age at which the disk usage is measured again, seconds."""
 _KEPT_FREE = 2
-"""Segments that are nobody's share."""
+"""Number of segments that belong to no share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,11 @@ class Usage:
     """Bytes of segments under a root.
 
     Attributes:
-        own: bytes of the store that asks.
-        dead: bytes of stores that nobody has open.
+        own: bytes of the requesting store.
+        dead: bytes of stores that no process has open.
         total: bytes of all stores.
-        live: number of stores that are open, the one that asks included.
-        free: bytes that the disk has left.
+        live: number of open stores, the requesting store included.
+        free: free bytes of the disk.
     """
 
     own: int
@@ -54,14 +55,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Room that a store may still allocate, bytes.
+    """Space that a store may still allocate, bytes.
 
     Attributes:
-        segment: size of its next segment, less than usual where the disk has little space.
+        segment: size of its next segment, smaller than usual where the disk has little space.
         share: size of its share.
-        owed: its share less what it has; below zero if it has more.
-        room: part of that which it gets without others giving way.
-        blocked: True if it does not get even one segment.
+        owed: its share minus its current size; negative if it has more.
+        room: part of ``owed`` that is available before other stores shrink.
+        blocked: True if not even one segment can be allocated.
     """
 
     segment: int
@@ -72,7 +73,7 @@ class Outlook:
 
 
 class Capacity:
-    """Share of one store in the room under its root. The caller holds the store's lock."""
+    """Share of one store in the space under its root. The caller holds the store's lock."""
 
     def __init__(self, files: FileLayer, options: StoreOptions) -> None:
         self._files = files
@@ -80,18 +81,19 @@ class Capacity:
         self._usage = Usage(0, 0, 0, 1, options.capacity_bytes)
         self._usage_at = -math.inf
         self._refused = False
-        self._stuck = 0  # bytes of nobody's stores that do not go
+        self._stuck = 0  # bytes of unused stores that cannot be deleted
 
     def make_room(self, *, while_reclaiming: bool) -> int | None:
-        """Make room for one more segment, to be allocated now.
+        """Free space for one more segment, which is to be allocated immediately.
 
-        The caller has the root locked, and allocates before it unlocks it.
+        The caller has the root locked, and allocates before it unlocks the root.
 
         Args:
-            while_reclaiming: the segment takes the survivors of another, which dies at once.
+            while_reclaiming: True if the segment receives the survivors of another segment, which
+                is then deleted.
 
         Returns:
-            Bytes that may be allocated; None if there is no room.
+            Bytes that may be allocated; None if there is no space.
 
         Raises:
             OSError: the disk failed.
@@ -110,12 +112,12 @@ class Capacity:
         return size if while_reclaiming or below_share else None
 
     def delete_dead(self, nbytes: int) -> bool:
-        """Delete segments of stores that nobody has open until ``nbytes`` bytes are free.
+        """Delete segments of stores that no process has open until ``nbytes`` bytes are freed.
 
         The caller has the root locked.
 
         Returns:
-            True if there were any.
+            True if any bytes were freed.
         """
         freed = 0
         dead = [f for f in store_folders(self._options.root).paths if f != self._options.folder]
@@ -132,7 +134,7 @@ class Capacity:
         return freed > 0
 
     def _delete_segments(self, folder: Path, nbytes: int) -> int:
-        """Delete the oldest first; give the bytes that this freed."""
+        """Delete segments, oldest first. Returns the bytes freed."""
         freed = 0
         for path, size in segment_files(folder).sizes.items():
             if freed >= nbytes:
@@ -144,33 +146,33 @@ class Capacity:
         return freed
 
     def changed(self) -> None:
-        """Note that a segment came or went, so that measurements are outdated."""
+        """Record that a segment was created or deleted, so that measurements are outdated."""
         self._usage_at = -math.inf
 
     def failed(self, error: OSError) -> None:
-        """Record a failed write. If the disk, or a quota of it, is full, there is no more space
-        than is taken."""
+        """Record a failed write. If the disk or its quota is full, the capacity is limited to the
+        space in use."""
         self._refused |= is_full(error)
         self.changed()
 
     def granted(self) -> None:
-        """Note that the disk gave room, or was given some back."""
+        """Record that the disk provided space, or that space was freed."""
         self._refused = False
         self.changed()
 
     @property
     def limit(self) -> int:
-        """Room for segments under the root, measured at most a second ago, bytes."""
+        """Space for segments under the root, measured at most a second ago, bytes."""
         return self._limit(self._fresh())
 
     def outlook(self) -> Outlook:
-        """Room that this store may still allocate, measured at most a second ago."""
+        """Space that this store may still allocate, measured at most a second ago."""
         usage = self._fresh()
         limit = usage.total if self._refused else self._limit(usage)
         segment = self._options.segment_bytes_of(self._limit(usage))
         share = self._share(usage.live, limit, segment)
         dead = 0 if self._refused else max(0, usage.dead - self._stuck)
-        free = limit - usage.total + dead - _wanted(usage, segment)  # beside the next segment
+        free = limit - usage.total + dead - _wanted(usage, segment)  # after the next segment
         return Outlook(
             segment=segment,
             share=share,
@@ -211,7 +213,7 @@ class Capacity:
 
 
 def _wanted(usage: Usage, segment: int) -> int:
-    """Room that must be there for another segment: what survives must still find some."""
+    """Space that must be free for another segment, bytes. Survivors need space as well."""
     return 2 * segment if usage.own else segment
 
 

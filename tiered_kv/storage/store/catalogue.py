@@ -1,7 +1,7 @@
 """Catalogue of a store: its segments on disk, and the segment of each page.
 
-A segment whose last page goes is deleted, unless it is the active one. The active segment is
-the newest, if it has a writer; during a put the one before it may have one too.
+A segment is deleted with its last page, unless it is the active segment. The active segment is the
+newest, if it has a writer. During a put the previous segment may have a writer too.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from .folders import SEGMENT_NAME, SEGMENT_SUFFIX
 from .options import StoreContext
 
 OPEN_FILES = 128
-"""Number of segments that are kept open between calls."""
+"""Number of segments that stay open between calls."""
 LAST_NUMBER = 99_999_999
-"""Largest number of a segment, whose name has eight digits."""
+"""Largest number of a segment, since its name has eight digits."""
 NEARLY_LAST_NUMBER = LAST_NUMBER - 10_000_000
 """Largest number of a segment of an earlier process.
 
-No disk lives to see so many, and no process writes as many as lie between the two.
+No disk lives long enough to reach it, and no process writes enough segments to get from it to
+``LAST_NUMBER``.
 """
 
 
@@ -37,9 +38,9 @@ class Segment:
     """A segment of this store.
 
     Attributes:
-        end: offset behind the last record.
-        writer: writer of the active segment; None for others.
-        live: pages whose newest record lies here, by key.
+        end: offset of the end of the last record.
+        writer: writer of the active segment; None for other segments.
+        live: pages whose newest record is in this segment, by key.
     """
 
     path: Path
@@ -75,9 +76,9 @@ class Catalogue:
     """The pages and segments of a store. Owns the segments' files and descriptors.
 
     Attributes:
-        pages: the live pages, the one written longest ago first; read only.
+        pages: the live pages, oldest first; read only.
         segments: segments by number, oldest first; read only.
-        stored_bytes: size of the live pages on disk, without headers and padding.
+        stored_bytes: size of the live pages on disk, without headers and padding, bytes.
         closed: True once ``close`` was called.
     """
 
@@ -88,19 +89,19 @@ class Catalogue:
         self.closed = False
         self._context = context
         self._capacity = capacity
-        self._doomed: list[Path] = []  # to be deleted, which did not work yet
-        self._unreadable: list[Path] = []  # perhaps only today
+        self._doomed: list[Path] = []  # files whose deletion failed and is retried
+        self._unreadable: list[Path] = []  # perhaps only temporarily
 
     @property
     def active(self) -> Segment | None:
-        """Segment that new pages are appended to; None if there is none."""
+        """Segment that new pages are appended to; None if there is no such segment."""
         newest = next(reversed(self.segments.values()), None)
         return newest if newest is not None and newest.writer is not None else None
 
     # -- pages --------------------------------------------------------------------
 
     def insert(self, segment: Segment, places: Iterable[FooterEntry]) -> None:
-        """Add pages that are durable. Segments that this leaves without a page are deleted."""
+        """Add durable pages. Segments left without a page are deleted."""
         emptied = set()
         for place in places:
             emptied.add(self._remove(place.key))
@@ -114,7 +115,7 @@ class Catalogue:
         self._delete_if_empty(self._remove(key))
 
     def _remove(self, key: PageKey) -> Segment | None:
-        """Remove a page; give the segment it was in."""
+        """Remove a page. Returns its segment; None for an unknown key."""
         entry = self.pages.pop(key, None)
         if entry is None:
             return None
@@ -125,7 +126,7 @@ class Catalogue:
     # -- segments -----------------------------------------------------------------
 
     def add(self, segment: Segment) -> None:
-        """Add a segment that is newer than all others. It stays open if few are."""
+        """Add a segment that is newer than all others. It stays open unless too many are open."""
         self.segments[segment.number] = segment
         if segment.writer is None and len(self.segments) > OPEN_FILES:
             self.close(segment)
@@ -152,7 +153,7 @@ class Catalogue:
         """Open a segment for reading; the descriptor is valid until the next ``close_some``.
 
         Raises:
-            OSError: the disk failed, or the segment is gone.
+            OSError: the disk failed, or the segment does not exist.
         """
         if segment.fd is None:
             files, direct = self._context.files, self._context.direct
@@ -166,7 +167,7 @@ class Catalogue:
                 self._context.files.close(fd)
 
     def close_some(self) -> None:
-        """Close files until few enough are open; no thread may be using one."""
+        """Close files until at most ``OPEN_FILES`` are open. No thread may be using one of them."""
         held = [s for s in self.segments.values() if s.fd is not None and s.writer is None]
         for segment in held[: max(0, len(held) - OPEN_FILES)]:
             self.close(segment)
@@ -195,7 +196,7 @@ class Catalogue:
         return sorted(int(Path(name).stem) for name in names if SEGMENT_NAME.fullmatch(name))
 
     def sync(self) -> None:
-        """Make durable what was created and deleted.
+        """Make the creation and deletion of files durable.
 
         Raises:
             OSError: the disk failed.
@@ -203,7 +204,7 @@ class Catalogue:
         self._context.files.sync_folder(self._context.options.folder)
 
     def delete_file(self, path: Path) -> None:
-        """Delete a file, later if that fails now. A missing file is no error."""
+        """Delete a file, or schedule a retry if the deletion fails. A missing file is no error."""
         try:
             self._context.files.unlink(path)
             self.sync()
@@ -217,27 +218,27 @@ class Catalogue:
             self._capacity.granted()
 
     def retry_deletions(self) -> None:
-        """Delete the files that could not be deleted before."""
+        """Retry deletions that failed before."""
         doomed, self._doomed = self._doomed, []
         for path in doomed:
             self.delete_file(path)
 
     def set_aside(self, path: Path) -> None:
-        """Keep a segment that cannot be read now, for as long as there is space for it."""
+        """Keep a segment that cannot be read now, for as long as its space is not needed."""
         self._unreadable.append(path)
 
     def delete_set_aside(self) -> bool:
-        """Delete the segments set aside; False if there are none."""
+        """Delete the segments set aside. Returns False if there are none."""
         unreadable, self._unreadable = self._unreadable, []
         for path in unreadable:
             self.delete_file(path)
         return bool(unreadable)
 
     def delete_all(self) -> None:
-        """Delete every segment of the store, those that it could not read included, durably.
+        """Delete every segment of the store, including unreadable ones, durably.
 
         Raises:
-            OSError: some may be left.
+            OSError: some segments may be left.
         """
         self.delete_segments()
         self._doomed = [self.path(number) for number in self.numbers()]

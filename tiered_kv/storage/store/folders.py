@@ -1,8 +1,8 @@
 """Store folders and segments under a root, distinguished from any other files there.
 
-A store folder has the name of one and holds the lock of one; a segment has the name of one and is a
-plain file. Nothing else is counted, read or deleted, and no link is followed. A path that has such
-a name but is something else, or cannot be read, is odd: it is skipped and reported.
+A store folder has a store's name and contains a store's lock. A segment has a segment's name and is
+a plain file. Nothing else is counted, read or deleted, and no link is followed. A path that has
+such a name but is something else, or cannot be read, is odd: it is skipped and reported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StoreFolders:
     """The store folders under a root.
 
     Attributes:
-        paths: folders in the order of their names.
+        paths: folders, sorted by name.
         odd: reasons for skipped paths, by path.
     """
 
@@ -58,18 +58,18 @@ class SegmentFiles:
 
 
 def store_folders(root: Path) -> StoreFolders:
-    """Find the store folders under a root; none if the root is missing or unreadable."""
+    """Find the store folders under a root; empty if the root is missing or unreadable."""
     found = StoreFolders()
     for fingerprint in _folders(root, FINGERPRINT_NAME, found.odd):
         for folder in _folders(fingerprint, PLACE_NAME, found.odd):
-            # Without a lock it is being made, or being deleted.
+            # A folder without a lock is being created or deleted.
             if _plain_file(folder / LOCK_NAME, found.odd) is not None:
                 found.paths.append(folder)
     return found
 
 
 def segment_files(folder: Path) -> SegmentFiles:
-    """Find the segments in a store's folder. Those that vanish meanwhile are left out."""
+    """Find the segments in a store's folder. Segments that vanish meanwhile are left out."""
     found = SegmentFiles()
     for entry in _entries(folder, SEGMENT_NAME, found.odd):
         if (status := _plain_file(folder / entry.name, found.odd)) is not None:
@@ -86,7 +86,7 @@ def _folders(parent: Path, name: re.Pattern[str], odd: dict[Path, str]) -> Itera
 
 
 def _entries(folder: Path, name: re.Pattern[str], odd: dict[Path, str]) -> list[os.DirEntry[str]]:
-    """Entries of a folder with such names, in the order of their names; none if it is missing."""
+    """Entries of a folder whose names match, sorted by name; empty if the folder is missing."""
     try:
         with os.scandir(folder) as entries:
             found = [entry for entry in entries if name.fullmatch(entry.name)]
@@ -113,7 +113,8 @@ def _plain_file(path: Path, odd: dict[Path, str]) -> os.stat_result | None:
 
 
 def begins_like_segment(path: Path) -> bool:
-    """True if a file begins like a segment, or like one whose process died before writing it."""
+    """True if a file starts like a segment, or was created by a process that died before
+    writing."""
     try:
         with opened(path) as fd:
             start = os.pread(fd, BLOCK, 0)

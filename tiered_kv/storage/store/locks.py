@@ -1,7 +1,7 @@
 """Locks of stores and roots.
 
-A ``lock`` is held with flock for as long as its store is open, holds JSON naming the process,
-and was modified when the store was last used. A root's ``capacity.lock`` is held for moments.
+A ``lock`` is held with flock for as long as its store is open. It contains JSON naming the process,
+and was modified when the store was last used. A root's ``capacity.lock`` is held only briefly.
 
     root/capacity.lock
     root/<fingerprint>/<replica>-<rank>/lock, 00000001.seg, 00000002.seg ...
@@ -30,11 +30,11 @@ from tiered_kv.plain_files import opened
 LOCK_NAME = "lock"
 CAPACITY_LOCK = "capacity.lock"
 CAPACITY_WAIT_S = 5.0
-"""Longest wait for another process that is making room, seconds."""
+"""Maximum wait for another process that is freeing space, seconds."""
 
 
 class StoreError(Exception):
-    """A store that cannot be opened or used; one sentence says what to do."""
+    """A store that cannot be opened or used. The message says what to do."""
 
 
 class StoreBusyError(StoreError):
@@ -42,10 +42,10 @@ class StoreBusyError(StoreError):
 
 
 class StoreLock:
-    """The right to write a store; one process has it.
+    """The exclusive right of a process to write a store.
 
     Raises:
-        StoreBusyError: somebody else has it; the message says who.
+        StoreBusyError: another process has the lock; the message names it.
         OSError: the folder cannot be used.
     """
 
@@ -56,7 +56,7 @@ class StoreLock:
         for _ in range(TRIES):
             if os.fstat(self._fd).st_nlink <= 1:
                 break
-            self.path.unlink()  # under another name it must stay as it is
+            self.path.unlink()  # a file with a second name must not be changed
             os.close(self._fd)
             self._fd = self._open()
         else:
@@ -66,7 +66,7 @@ class StoreLock:
                 "TIERED_KV_SSD_PATH"
             )
         text = describe_owner()
-        with contextlib.suppress(OSError):  # it locks without saying who, on a full disk
+        with contextlib.suppress(OSError):  # on a full disk the lock works without naming its owner
             os.pwrite(self._fd, text, 0)
             os.ftruncate(self._fd, len(text))
 
@@ -85,7 +85,7 @@ class StoreLock:
         return self._fd >= 0 and os.fstat(self._fd).st_nlink > 0
 
     def touch(self, after_s: float = 0.0) -> None:
-        """Note that the store is in use, if that was noted ``after_s`` seconds ago. Never fails."""
+        """Record that the store is in use, at most every ``after_s`` seconds. Never fails."""
         now = time.monotonic()
         if now - self._touched_at >= after_s:
             self._touched_at = now
@@ -102,10 +102,10 @@ class StoreLock:
 
 @contextlib.contextmanager
 def root_locked(root: Path) -> Iterator[None]:
-    """Lock a root: nobody else makes room under it or opens a store there meanwhile.
+    """Lock a root, so that no other process frees space under it or opens a store there meanwhile.
 
     Raises:
-        OSError: the lock cannot be had.
+        OSError: the lock could not be acquired.
     """
     path = root / CAPACITY_LOCK
     with opened(path, os.O_RDWR | os.O_CREAT) as fd:

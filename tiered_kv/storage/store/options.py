@@ -1,6 +1,6 @@
-"""Options of a store when it is opened, and its totals from then on.
+"""Options of a store, and its totals since it was opened.
 
-Resources that the parts of an open store share: files, buffers, threads and counters.
+Also the resources that the parts of an open store share: files, buffers, threads and counters.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .locks import StoreError
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """Place and owner of a store, and the room it may take.
+    """Location and owner of a store, and the space it may use.
 
     Attributes:
         root: folder shared by all ranks, replicas and fingerprints.
         fingerprint: 16 bytes; pages of other fingerprints are in other folders.
-        replica: index of the engine among data-parallel ones.
+        replica: index of the engine among data-parallel engines.
         rank: index of the worker.
         ranks: number of workers.
         page_format: format of a page.
-        capacity_bytes: room for the segments of all stores under the root, bytes; less where the
+        capacity_bytes: space for the segments of all stores under the root, bytes; less where the
             disk has less.
         io_threads: number of threads that encode, decode, read and write.
     """
@@ -54,11 +54,12 @@ class StoreOptions:
 
     @property
     def segment_bytes(self) -> int:
-        """Size of a segment where the disk has room for all of the capacity, bytes."""
+        """Size of a segment where the disk has space for the whole capacity, bytes."""
         return self.segment_bytes_of(self.capacity_bytes)
 
     def segment_bytes_of(self, capacity_bytes: int) -> int:
-        """Size of a segment under that capacity: a sixteenth of a rank's, within reason."""
+        """Size of a segment for that capacity, bytes: a sixteenth of a rank's part, within
+        limits."""
         least = least_segment_bytes(self.page_format)
         fair = capacity_bytes // (16 * max(1, self.ranks)) // BLOCK * BLOCK
         return max(least, min(SEGMENT_BYTES, fair))
@@ -72,10 +73,10 @@ class StoreOptions:
         )
 
     def check(self, codec: Codec) -> None:
-        """Refuse options that cannot work with that codec for new pages.
+        """Check that the options work with that codec for new pages.
 
         Raises:
-            StoreError: they cannot.
+            StoreError: they do not.
         """
         if len(self.fingerprint) != 16:
             raise StoreError("the fingerprint of a store has 16 bytes")
@@ -96,25 +97,26 @@ class StoreStats:
     bytes_written: int = 0
     bytes_read: int = 0
     pages_bad: int = 0
-    """Pages found damaged, or whose reading failed; each was dropped."""
+    """Pages that were damaged or could not be read; each was dropped."""
     pages_refused: int = 0
-    """Pages of puts that were not stored, whatever the reason."""
+    """Pages of puts that were not stored, for any reason."""
     pages_kept_coded: int = 0
-    """Pages that came encoded and were stored as they came."""
+    """Pages that arrived encoded and were stored unchanged."""
     pages_recoded: int = 0
-    """Pages that came encoded, and were encoded again as new pages are."""
+    """Pages that arrived encoded, and were decoded and encoded again with the store's codec."""
     no_room: int = 0
-    """Number of segments that were wanted and could not be had."""
+    """Number of segments that could not be allocated for lack of space."""
     write_errors: int = 0
     read_errors: int = 0
     segments_bad: int = 0
-    """Segments found on opening that could not be used."""
+    """Segments found on opening that were unusable."""
 
 
 def io_threads(cores: int) -> int:
-    """Number of threads for a store that may use so many cores.
+    """Number of threads for a store that may use that many cores.
 
-    Two for each, since half of them wait for the disk, and four at least: the depth a disk wants.
+    Two per core, since half of them wait for the disk, and at least four, for the disk's queue
+    depth.
     """
     return max(4, min(8, 2 * cores))
 
@@ -126,7 +128,7 @@ WRITE_BYTES = 4 << 20
 
 
 def is_full(error: OSError) -> bool:
-    """Test an error: True if the disk, or a quota of it, has no room left."""
+    """True if the error means that the disk, or its quota, is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -135,8 +137,8 @@ class StoreContext:
     """Shared resources of one open store.
 
     Attributes:
-        direct: True if files are read and written past the page cache.
-        stats: totals, counted on the store's thread by whoever does a thing.
+        direct: True if files are read and written with direct I/O.
+        stats: totals, counted on the store's thread by the part that does the work.
     """
 
     options: StoreOptions
@@ -148,7 +150,7 @@ class StoreContext:
     full: Complaint = field(default_factory=Complaint)
 
     def write_failed(self, what: str, error: OSError) -> None:
-        """Count a failed write and log it: of a full disk, every ten minutes."""
+        """Count a failed write and log it. A full disk is logged at most every ten minutes."""
         self.stats.write_errors += 1
         if not is_full(error):
             logger.warning("%s: %s", what, error)
@@ -156,9 +158,10 @@ class StoreContext:
             logger.warning("%s: %s; pages on SSD make room for new ones", what, error)
 
     def no_room(self, limit: int) -> None:
-        """Count a segment that could not be had.
+        """Count a segment that could not be allocated.
 
-        It is logged every ten minutes, if the disk has room for no more than ``limit`` bytes.
+        It is logged at most every ten minutes, if the disk has space for no more than ``limit``
+        bytes.
         """
         self.stats.no_room += 1
         if limit < self.options.capacity_bytes and self.full.begins("", time.monotonic()):

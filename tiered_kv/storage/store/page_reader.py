@@ -1,4 +1,4 @@
-"""Reads of pages: neighbours on disk in one read, each checked before it counts as read."""
+"""Reads of pages: adjacent pages in one read, each checked before it counts as read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Wanted:
     """A page of a get.
 
     Attributes:
-        offset, nbytes: place of its record in the segment.
+        offset, nbytes: position and size of its record in the segment, bytes.
     """
 
     index: int
@@ -42,7 +42,8 @@ class _Wanted:
 
     @property
     def in_place(self) -> bool:
-        """True if the disk can fill ``out`` itself: the page lies there as it is, on blocks."""
+        """True if the disk can read into ``out`` directly: the page is stored raw,
+        block-aligned."""
         place, out = self.entry.place, self.out
         return (
             self.entry.segment.codec.stores_in_place
@@ -58,8 +59,9 @@ class _Bad:
     """A page that could not be read.
 
     Attributes:
-        reason: text of the error, which itself would hold this and the buffer by its traceback.
-        unread: True if the disk failed; otherwise what it gave is not the page.
+        reason: text of the error. The error itself would keep this object and its buffer alive
+            through its traceback.
+        unread: True if the disk failed; False if the bytes read are not the page.
     """
 
     item: _Wanted
@@ -73,10 +75,10 @@ class _Bad:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """Pages that lie one behind the other, and the memory their bytes go to.
+    """Adjacent pages, and the memory they are read into.
 
     Attributes:
-        direct: True for pages that the disk fills ``out`` with itself, their headers alone being in
+        direct: for each page, True if it is read directly into ``out``. Then only its header is in
             the buffer.
         sizes: bytes of the buffer for each page.
     """
@@ -87,7 +89,7 @@ class _Read:
     buffer: Bytes
 
     def pieces(self) -> list[memoryview]:
-        """Memory for what lies on disk from the first page to the last."""
+        """Memory for the bytes on disk from the first page to the last."""
         data, pieces = self.buffer.data, list[memoryview]()
         begin = end = 0
         for item, whole, size in zip(self.run, self.direct, self.sizes, strict=True):
@@ -98,7 +100,7 @@ class _Read:
         return pieces if begin == end else [*pieces, data[begin:end]]
 
     def check(self) -> list[_Bad]:
-        """Check every page, and decode it unless it was read in place; give the bad ones."""
+        """Check every page, and decode it unless it was read in place. Returns the bad pages."""
         data, bad = self.buffer.data, list[_Bad]()
         ends = accumulate(self.sizes, initial=0)
         for item, whole, (begin, end) in zip(self.run, self.direct, pairwise(ends), strict=True):
@@ -115,7 +117,7 @@ class _Read:
 
 
 class PageReader:
-    """Reads pages from whatever segments they are in, and drops those that are bad."""
+    """Reads pages from all segments, and drops bad pages."""
 
     def __init__(self, context: StoreContext, catalogue: Catalogue) -> None:
         self._context = context
@@ -145,7 +147,7 @@ class PageReader:
         bad: list[_Bad] = []
 
         def work() -> None:
-            """Read one run after the other, while the next ones are put together elsewhere."""
+            """Read one run after another, while other threads prepare the next runs."""
             try:
                 while True:
                     with mutex:
@@ -167,7 +169,7 @@ class PageReader:
                 while (done := read.get()) is not None:
                     bad += self._checked(done)
         finally:
-            wait(workers)  # or the disk could still fill pages that the caller uses again
+            wait(workers)  # otherwise the disk could still write to memory that the caller reuses
         for worker in workers:
             worker.result()
         return bad
@@ -181,19 +183,20 @@ class PageReader:
         *,
         in_place: bool = True,
     ) -> None:
-        """Read pages that lie one behind the other, and decode them here if need be.
+        """Read adjacent pages, and decode them here if needed.
 
-        Checking the others is little work, and would leave the disk waiting.
+        Raw pages are checked by the caller's thread: checking is little work, but here it would
+        keep the disk waiting.
 
         Args:
-            in_place: read past the buffer where that can be.
+            in_place: read directly into ``out`` where possible.
         """
         context = self._context
         direct = [in_place and item.in_place for item in run]
         sizes = [BLOCK if whole else item.nbytes for item, whole in zip(run, direct, strict=True)]
         try:
             buffer = context.buffers.take(sum(sizes))
-        except OSError as error:  # no memory
+        except OSError as error:  # out of memory
             bad.extend(_Bad.of(item, error) for item in run)
             return
         done = _Read(run, direct, sizes, buffer)
@@ -204,11 +207,11 @@ class PageReader:
                 context.files.uncache(fd, run[0].offset, nbytes)
         except OSError as error:
             context.buffers.give(buffer)
-            if error.errno == errno.EFAULT and any(direct):  # memory that a disk cannot fill
+            if error.errno == errno.EFAULT and any(direct):  # direct I/O cannot write to it
                 self._read_run(fd, run, read, bad, in_place=False)
             elif len(run) == 1:
                 bad.append(_Bad.of(run[0], error))
-            else:  # one page that cannot be read must not take its neighbours with it
+            else:  # one unreadable page must not fail the pages next to it
                 for item in run:
                     self._read_run(fd, [item], read, bad, in_place=in_place)
         else:
@@ -218,7 +221,7 @@ class PageReader:
                 bad.extend(self._checked(done))
 
     def _checked(self, done: _Read) -> list[_Bad]:
-        """Check and decode pages that were read; give the bad ones."""
+        """Check and decode pages that were read. Returns the bad pages."""
         try:
             return done.check()
         finally:
@@ -235,8 +238,8 @@ class PageReader:
 
 
 def _runs(wanted: Sequence[_Wanted], threads: int) -> Iterator[list[_Wanted]]:
-    """Pages that are read at once: neighbours on disk, in reads that are large, but not so
-    large that a thread has none."""
+    """Group pages into reads of adjacent pages. Reads are large, but small enough to give every
+    thread work."""
     total = sum(item.nbytes for item in wanted)
     limit = min(max(total // (2 * threads), _READ_BYTES[0]), _READ_BYTES[1])
     run: list[_Wanted] = []

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class PageWriter:
-    """Appends pages to the active segment, and begins and seals segments on the way."""
+    """Appends pages to the active segment, and creates and seals segments as needed."""
 
     def __init__(
         self,
@@ -37,17 +37,17 @@ class PageWriter:
         self._catalogue = catalogue
         self._lifecycle = lifecycle
         self._training = training
-        self._full: Segment | None = None  # during a put: still being written, and to be sealed
+        self._full: Segment | None = None  # a full segment, during a put
 
     def put(self, pages: Sequence[tuple[PageKey, Bytes | EncodedPage]]) -> frozenset[int]:
-        """See ``SegmentStore.put``. Pages that are encoded already are of the codec of new ones."""
+        """See ``SegmentStore.put``. Pages already encoded must use the codec of new pages."""
         if self._catalogue.closed:
             self._context.stats.pages_refused += len(pages)
             return frozenset(range(len(pages)))
         last = {key: i for i, (key, _) in enumerate(pages)}
         now = seconds_now()
         is_page = self._context.options.is_page
-        fit: Iterator[PageToWrite] = (  # looked at while the ones before are written
+        fit: Iterator[PageToWrite] = (  # evaluated while earlier pages are being written
             PageToWrite(i, key, page, now)
             for i, (key, page) in enumerate(pages)
             if last[key] == i
@@ -66,15 +66,15 @@ class PageWriter:
         return failed
 
     def adopt(self, codecs: Iterable[Codec]) -> None:
-        """Encode new pages by the first of these that serves, unless a codec is trained already."""
+        """Adopt the first of these codecs that is usable, unless a codec is trained already."""
         if any(map(self._training.adopt, codecs)) and (active := self._catalogue.active):
             self._lifecycle.seal(active)
 
     def append(self, items: Iterable[PageToWrite], *, while_reclaiming: bool = False) -> set[int]:
-        """Encode pages and write them while others are encoded.
+        """Encode pages, and write them while further pages are encoded.
 
         Args:
-            while_reclaiming: they come from a segment that dies at once.
+            while_reclaiming: True if the pages come from a segment that is then deleted.
 
         Returns:
             Indices of the pages that are durable.
@@ -97,7 +97,7 @@ class PageWriter:
             try:
                 first = packing.popleft()
                 batch = first if isinstance(first, Batch) else first.result()
-            except OSError as error:  # no memory
+            except OSError as error:  # out of memory
                 context.write_failed("pages cannot be encoded", error)
                 going_on = False
             else:
@@ -109,13 +109,14 @@ class PageWriter:
 
     def _pack(self, pages: Sequence[PageToWrite]) -> Future[Batch] | Batch:
         context, codec = self._context, self._training.codec
-        with suppress(OSError):  # no memory; the other way finds out, too
+        with suppress(OSError):  # out of memory; the other path fails too
             if (batch := batch_in_place(codec, pages, context.buffers)) is not None:
                 return batch
         return context.threads.submit(pack_batch, codec, pages, context.buffers)
 
     def _place(self, batch: Batch, stored: set[int], while_reclaiming: bool) -> bool:
-        """Begin to write a batch, in as many segments as it takes; False if that ends here."""
+        """Start writing a batch, in as many segments as needed. Returns False if no further batch
+        can be written."""
         context, records = self._context, batch.records
         earlier = list[Future[None]]()
         while records:
@@ -131,7 +132,7 @@ class PageWriter:
                 logger.error("a page of %d bytes fits no segment", records[0].nbytes)
                 records = records[1:]
             elif count == 0:
-                # It is sealed once what is under way is written; the disk does not wait for that.
+                # It is sealed once its pending writes are done, so that the disk does not idle.
                 if not self._commit_full(stored):
                     return False
                 self._full = active
@@ -143,21 +144,21 @@ class PageWriter:
                 if records:
                     earlier.append(write)
                 else:
-                    # A future keeps what is called when it is done: if that led back to it, both
-                    # would hold the buffer until Python looks for cycles, minutes later.
+                    # A future keeps its done callback. If the callback referred back to the future,
+                    # both would keep the buffer alive until Python collects cycles, minutes later.
                     write.add_done_callback(partial(self._give, batch.buffer, tuple(earlier)))
         return True
 
     def _give(self, buffer: Bytes, earlier: Sequence[Future[None]], _: Future[None]) -> None:
-        """Give back the buffer of writes of which the last is done.
+        """Return the buffer of a batch to the pool after its last write.
 
-        The others began before it, but each goes to a segment of its own, and may take longer.
+        The earlier writes of the batch go to other segments, and may take longer.
         """
         wait(earlier)
         self._context.buffers.give(buffer)
 
     def _commit_full(self, stored: set[int]) -> bool:
-        """Seal the segment that was full before the active one, if there is one."""
+        """Commit and seal the previous segment, if it is full. Returns False if that failed."""
         full, self._full = self._full, None
         if full is None or not self._commit(full, stored):
             return full is None
@@ -165,7 +166,7 @@ class PageWriter:
         return True
 
     def _commit(self, segment: Segment, stored: set[int]) -> bool:
-        """Make placed pages durable, and then visible; False if some of that failed."""
+        """Make written pages durable, and then visible. Returns False if some of them failed."""
         assert segment.writer is not None
         commit = segment.writer.commit()
         segment.end = segment.writer.end
@@ -180,7 +181,7 @@ class PageWriter:
 
 
 def _slices(items: Iterable[PageToWrite], step: int) -> Iterator[Sequence[PageToWrite]]:
-    """Pages for one write each."""
+    """Split pages into slices, each for one write."""
     source = iter(items)
     while pages := list(islice(source, step)):
         yield pages

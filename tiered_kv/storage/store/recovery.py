@@ -1,7 +1,7 @@
 """Recovery of the pages that earlier processes stored.
 
-The segments are the only truth. Opening reads their footers; what a killed process
-leaves unsealed is scanned for whole records, and sealed.
+The segments are the only source of truth. Opening reads their footers. Segments that a killed
+process left unsealed are scanned for complete records, and sealed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .segment_lifecycle import SegmentLifecycle
 logger = logging.getLogger(__name__)
 
 CodecFrom: TypeAlias = Callable[[int, bytes, PageFormat], Codec]
-"""Makes the codec of stored pages from its id, table and page format."""
+"""Creates the codec of stored pages from its id, table and page format."""
 
 
 class Recovery:
@@ -58,7 +58,7 @@ class Recovery:
                 logger.warning("%s is deleted: %s", path, error)
                 self._context.stats.segments_bad += 1
                 self._catalogue.delete_file(path)
-            except Exception as error:  # nothing says that its pages are bad
+            except Exception as error:  # its pages are not known to be bad
                 logger.warning("%s cannot be read: %s", path, error)
                 self._context.stats.segments_bad += 1
                 self._catalogue.set_aside(path)
@@ -82,7 +82,7 @@ class Recovery:
         """Load a segment of an earlier process.
 
         Raises:
-            FormatError: it is of no use.
+            FormatError: the segment is unusable.
             OSError: the disk failed.
         """
         files = self._context.files
@@ -97,10 +97,10 @@ class Recovery:
         return Segment(path, header, codec, loaded.end, fd=fd), loaded
 
     def _check(self, number: int, header: SegmentHeader) -> None:
-        """Refuse a segment of another store.
+        """Check that a segment belongs to this store.
 
         Raises:
-            FormatError: it is one.
+            FormatError: it does not.
         """
         options = self._context.options
         found = (header.fingerprint, header.replica, header.rank, header.ranks, header.number)
@@ -111,11 +111,11 @@ class Recovery:
             raise FormatError("it holds pages of another format")
 
     def _codec_of(self, header: SegmentHeader) -> Codec:
-        """Find or make the codec of a segment; one for all segments with the same table.
+        """Find or create the codec of a segment. Segments with the same table share one codec.
 
         Raises:
-            UnknownCodecError: the codec is not at hand.
-            FormatError: nothing can decode the segment.
+            UnknownCodecError: the codec is not available.
+            FormatError: the segment cannot be decoded.
         """
         for segment in self._catalogue.segments.values():
             known = segment.header
@@ -128,6 +128,6 @@ class Recovery:
             raise
         except CodecError as error:
             raise FormatError(f"codec {header.codec_id} cannot be made of it: {error}") from error
-        if codec.page_format != page_format:  # told by a table, not by the header
+        if codec.page_format != page_format:  # known from the table, not from the header
             raise FormatError("it holds pages of another format")
         return codec

@@ -1,4 +1,4 @@
-"""Life of a segment while it can change: begun where there is room, sealed when full."""
+"""Lifecycle of a segment while it can change: created where there is space, sealed when full."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _T = TypeVar("_T")
 
 
 class SegmentLifecycle:
-    """Makes the segments of one store, and numbers them.
+    """Creates and numbers the segments of one store.
 
     Args:
-        lock: lock of the store; once its file is removed by hand, nothing is begun any more.
+        lock: lock of the store. Once its file is removed by hand, no segment is created any more.
 
     Raises:
         OSError: the disk failed.
@@ -42,12 +42,13 @@ class SegmentLifecycle:
         self._catalogue = catalogue
         self._capacity = capacity
         self._lock = lock
-        # A number that no segment lives to have does not count.
+        # Numbers that no store reaches in practice are ignored.
         numbers = [number for number in catalogue.numbers() if number <= NEARLY_LAST_NUMBER]
         self._next_number = max(numbers, default=0) + 1
 
     def begin(self, codec: Codec, *, while_reclaiming: bool) -> Segment | None:
-        """Begin a segment where none is active; None if there is no room, or the disk failed."""
+        """Create a segment while none is active. Returns None without space, or if the disk
+        failed."""
         context = self._context
         segment: Segment | None = None
         try:
@@ -80,12 +81,12 @@ class SegmentLifecycle:
         return segment
 
     def _create(self, codec: Codec) -> Segment:
-        """Create a file, under the next number that is free."""
+        """Create a file under the next free number."""
         while True:
             header = self._header(codec)
             path = self._catalogue.path(header.number)
             self._next_number += 1
-            with suppress(FileExistsError):  # something that is none of our segments
+            with suppress(FileExistsError):  # a file that is not a segment of ours
                 fd = self._context.files.open(path, Access.CREATE, direct=self._context.direct)
                 return Segment(path, header, codec, header.header_bytes, fd=fd)
 
@@ -94,7 +95,7 @@ class SegmentLifecycle:
         reported, delete segments that no process uses, and run the action again.
 
         Raises:
-            OSError: the action failed, or nothing is left to delete.
+            OSError: the action failed, or no segment is left to delete.
         """
         while True:
             try:
@@ -106,7 +107,7 @@ class SegmentLifecycle:
                     raise
 
     def begin_anew(self) -> None:
-        """Number segments from the first again: the store was emptied as it ran out of numbers."""
+        """Restart segment numbers at one, after the store ran out of numbers and was emptied."""
         self._next_number = 1
 
     def _header(self, codec: Codec) -> SegmentHeader:
@@ -133,15 +134,16 @@ class SegmentLifecycle:
         return size
 
     def fail(self, segment: Segment, error: OSError) -> None:
-        """Retire a segment of which a write failed: nothing may follow what may be torn."""
+        """Retire a segment after a failed write: nothing may follow records that may be torn."""
         self._context.write_failed(f"pages cannot be written to {segment.path}", error)
         self.seal(segment)
         self._capacity.failed(error)
 
     def seal(self, segment: Segment) -> None:
-        """Give a segment its footer, or delete it if it is of no use.
+        """Write a segment's footer, or delete the segment if it has no live page.
 
-        Nothing is appended to it any more. A footer that cannot be written is done without.
+        Nothing is appended to the segment afterwards. If the footer cannot be written, the segment
+        is scanned at the next start.
         """
         context, writable = self._context, segment.writer is not None
         segment.writer = None

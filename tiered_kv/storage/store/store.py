@@ -1,15 +1,15 @@
 """The SSD store of one rank: pages by key, in append-only segments that outlive the process.
 
 A put encodes pages on several threads, appends them to the active segment in large writes and
-makes them durable together; only then are they found. A get reads neighbouring pages in one
-go, and checks key, lengths and checksum of each before it counts as read. A full segment is
-sealed with a footer and never changes again: room comes from deleting whole segments, the
-owner deciding (``proposal``, ``reclaim``) which of their pages are worth writing once more.
-Nothing is ever appended to a segment of an earlier process.
+makes them durable together; only then are they found. A get reads adjacent pages together,
+and checks key, lengths and checksum of each page. A full segment is sealed with a footer and never
+changes again. Space is freed by deleting whole segments: the owner decides (``proposal``,
+``reclaim``) which of their pages to write once more. Nothing is ever appended to a segment of an
+earlier process.
 
-``put`` and ``get`` use threads of the store's own. Its parts: ``catalogue`` (the segments, and the
-segment of each page), ``page_writer``, ``page_reader``, ``segment_lifecycle`` (segments begin and
-are sealed), ``recovery``.
+``put`` and ``get`` use the store's own threads. The parts of a store: ``catalogue`` (the segments,
+and the segment of each page), ``page_writer``, ``page_reader``, ``segment_lifecycle`` (creating and
+sealing segments), ``recovery``.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ _MOVE_BYTES = 8 << 20
 class SegmentStore(PageStore):
     """Pages of one rank on disk.
 
-    Opening makes the folders, takes the lock and finds every page that is there.
+    Opening creates the folders, takes the lock and finds every stored page.
 
     Args:
-        options: place and owner of the store.
-        codec: codec of new pages; if it wants training, it gets it from the first pages put, or
-            from the newest segment of an earlier process.
-        codec_from: makes the codec of stored pages from its id, table and page format.
-        files: the operating system's files; a test may put in others.
+        options: location and owner of the store.
+        codec: codec of new pages. If it needs training, it is trained on the first pages put, or
+            adopted from the newest segment of an earlier process.
+        codec_from: creates the codec of stored pages from its id, table and page format.
+        files: access to files; a test may pass its own implementation.
 
     Attributes:
-        options: as given.
-        stats: totals since it was opened.
-        direct: True if files are read and written past the page cache.
+        options: as passed.
+        stats: totals since the store was opened.
+        direct: True if files are read and written with direct I/O.
 
     Raises:
         StoreBusyError: another process has the store open.
@@ -112,7 +112,7 @@ class SegmentStore(PageStore):
                 "or set another TIERED_KV_SSD_PATH"
             ) from error
 
-    # -- what is there ------------------------------------------------------------
+    # -- contents -----------------------------------------------------------------
 
     def __contains__(self, key: object) -> bool:
         return key in self._catalogue.pages
@@ -121,12 +121,12 @@ class SegmentStore(PageStore):
         return len(self._catalogue.pages)
 
     def keys(self) -> list[PageKey]:
-        """Every page, the one written longest ago first; a rewritten page counts as new."""
+        """Every page, oldest first; a rewritten page counts as new."""
         return list(self._catalogue.pages)
 
     @property
     def raw_bytes(self) -> int:
-        """Size of the live pages as ``get`` gives them, bytes."""
+        """Size of the live pages as returned by ``get``, bytes."""
         return len(self) * self.options.page_format.page_bytes
 
     @property
@@ -160,18 +160,18 @@ class SegmentStore(PageStore):
     # -- pages --------------------------------------------------------------------
 
     def put(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
-        """Store pages, all of them durable when this returns.
+        """Store pages. All stored pages are durable when this returns.
 
         Returns:
-            Indices of the pages that are not stored, because the disk failed, there is no room
+            Indices of the pages that are not stored, because the disk failed, there is no space
             (see ``proposal``) or the store is closed.
         """
         return self._writer.put(pages)
 
     def put_coded(self, pages: Sequence[tuple[PageKey, CodedPage]]) -> frozenset[int]:
-        """Store pages that are encoded already, as they are if that is how new pages are.
+        """Store pages that are already encoded, unchanged if they use the codec of new pages.
 
-        A store that has trained no codec takes theirs, so that no page is encoded twice.
+        A store that has not trained a codec adopts theirs, so that no page is encoded twice.
         """
         codecs = [coded.codec for _, coded in pages]
         self._writer.adopt(codec for codec in codecs if codec is not None)
@@ -188,20 +188,20 @@ class SegmentStore(PageStore):
         return failed
 
     def get(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
-        """Read pages. Those that turn out bad are absent from then on."""
+        """Read pages. Pages that turn out to be bad are dropped."""
         failed = self._reader.get(pages)
         self._lock.touch(_TOUCH_S)
         return failed
 
     def exists(self, keys: Sequence[PageKey], deadline_s: float) -> frozenset[int]:
-        """Look pages up in memory, which takes no time."""
+        """Look pages up in memory, which is immediate."""
         return frozenset(i for i, key in enumerate(keys) if key not in self)
 
     def drop(self, keys: Iterable[PageKey]) -> None:
-        """Forget pages; a segment whose last page goes is deleted.
+        """Forget pages. A segment is deleted with its last page.
 
-        The next process may find dropped pages again: no harm, since what a key stands for never
-        changes.
+        The next process may find dropped pages again. That is harmless, since a key always stands
+        for the same bytes.
         """
         for key in keys:
             self._catalogue.forget(key)
@@ -210,15 +210,15 @@ class SegmentStore(PageStore):
 
     @property
     def group_bytes(self) -> int:
-        """Size of the next segment, bytes: a small store could not make room for more at a time."""
+        """Size of the next segment, bytes. A small store cannot free more space at a time."""
         return self._capacity.outlook().segment
 
     def proposal(self) -> Proposal | None:
-        """Segment that should die next; None if there is room.
+        """Segment that should be reclaimed next; None if there is enough space.
 
-        There is room while about two segments' worth is left and the store has no more than its
+        There is enough while space for about two segments is left and the store does not exceed its
         share. The victim is the segment with the fewest live bytes if more than half of it is dead,
-        else the oldest. The active one dies only if it is full, and there is no other.
+        otherwise the oldest. The active segment is reclaimed only if it is full and the only one.
         """
         victim = None if self._catalogue.closed else self._victim()
         if victim is None:
@@ -237,16 +237,16 @@ class SegmentStore(PageStore):
         return emptiest if 2 * emptiest.live_bytes < emptiest.end else sealed[0]
 
     def reclaim(self, segment: int, survivors: Collection[PageKey]) -> list[PageKey]:
-        """Delete a segment after writing those of its pages that survive once more.
+        """Delete a segment after writing the survivors among its pages once more.
 
         Returns:
-            Pages that are gone: all others, and survivors that could not be written. As with
+            Pages that are lost: all others, and survivors that could not be written. As with
             ``drop``, the next process may find one again, in an older record.
         """
         victim = self._catalogue.segments.get(segment)
         if victim is None:
             return []
-        victim.writer = None  # survivors go elsewhere
+        victim.writer = None  # survivors are written to another segment
         keys = [place.key for place in victim.places()]
         surviving = set(survivors)
         moving = [key for key in keys if key in surviving]
@@ -273,7 +273,7 @@ class SegmentStore(PageStore):
         """Invalidate every page on disk, durably.
 
         Raises:
-            StoreError: some may be left. The store is empty nonetheless, but the next process
+            StoreError: some pages may be left. The store is empty nonetheless, but the next process
                 could find them.
         """
         if self._catalogue.closed:
@@ -295,20 +295,20 @@ class SegmentStore(PageStore):
 
 
 def _is_short(outlook: Outlook, left: int) -> bool:
-    """True if a store must make room, whose active segment has ``left`` bytes left."""
+    """True if a store must free space, given the bytes left in its active segment."""
     segment = outlook.segment
     enough = 2 * segment if outlook.share >= 8 * segment else segment
     if outlook.owed >= enough:
-        # Others have what is due to this store, and are told to give way: it gives way itself only
-        # when it can write nothing at all.
+        # Other stores exceed their shares and will shrink. This store gives up pages only when it
+        # can write nothing at all.
         return outlook.blocked and left < segment // MIN_PAGES
-    return outlook.room // segment * segment + left < enough  # only whole segments are of use
+    return outlook.room // segment * segment + left < enough  # only whole segments count
 
 
 def _begin(options: StoreOptions, files: FileLayer, capacity: Capacity) -> StoreLock:
-    """Lock the store, whose folder is made if need be.
+    """Lock the store, and create its folder if needed.
 
-    Where even that has no room, stores that nobody has open give way.
+    If the disk is too full even for that, stores that no process has open are deleted.
     """
     while True:
         try:
