@@ -156,7 +156,7 @@ class CodecTables:
         return name
 
     def fetch(self, codec_id: int, table: bytes, deadline: float) -> bool:
-        """Fetch a table and create its codec. Returns False if the table is missing or damaged."""
+        """Fetch a table and create its codec. Returns False if the table is damaged."""
         buffer = memoryview(bytearray(DIGEST_BYTES + MOST_TABLE_BYTES))
         good = True
         for _, outcome, nbytes in self._store.get([self._key(table)], buffer, deadline):
@@ -330,7 +330,7 @@ class RemotePages(PageStore):
             if outcome is Outcome.STORED:
                 stored.add(pages[at][0])
                 self._written += sum(len(part) for part in parts)
-        # After a failed write, the pause is not scaled by its duration.
+        # After a failed write, ``retry_s`` determines the pause.
         self._rest_s = seconds * (1 / SHARE_OF_LINK - 1) if stored else 0.0
         self._count(outcomes)
         # Includes pages not reported as stored: the report may be late, or they may be stored

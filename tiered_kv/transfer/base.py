@@ -23,7 +23,7 @@ class Direction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CopyJob:
-    """Copy ``blocks[i]`` of a page group to ``slots[i]``, or the other way round.
+    """Copy ``blocks[i]`` of a page group to ``slots[i]``, or in the opposite direction.
 
     No two jobs in flight may write the same block or slot, nor may one write what another reads.
     The scheduler's two-phase orders guarantee that.
@@ -47,7 +47,7 @@ class CopyResult:
     Attributes:
         failed: indices of pages with undefined contents.
         nbytes: bytes copied.
-        seconds: duration of the copy; 0 when unknown.
+        seconds: duration of the copy, seconds; 0 if unknown.
     """
 
     job_id: int
@@ -57,31 +57,32 @@ class CopyResult:
 
     @classmethod
     def refusal(cls, job: CopyJob) -> CopyResult:
-        """Result of a job of which no page is copied."""
+        """Result of a job that copied no page."""
         return cls(job.job_id, frozenset(range(len(job.blocks))), 0, 0.0)
 
 
 class TransferBackend(ABC):
-    """Mover of whole pages. All methods are called on one thread, the engine's but for a backend
-    that another thread has alone."""
+    """Copies whole pages. All methods are called on one thread: the engine's, or another thread
+    that has a backend of its own."""
 
     def fence(self) -> AbstractContextManager[None]:
-        """The work that the engine has enqueued so far. A backend of its own may be used by another
-        thread; a copy that it submits within ``with fence:`` waits for this work, as ``submit``
-        says of the engine's thread. Called there; entered once."""
+        """Return a context manager that orders copies after the work that the engine has enqueued
+        so far. Called on the engine's thread. Another thread with its own backend enters it once:
+        copies submitted within ``with fence:`` wait for this work, as ``submit`` does on the
+        engine's thread."""
         return nullcontext()
 
     @abstractmethod
     def submit(self, job: CopyJob) -> None:
-        """Begin a copy and return at once.
+        """Start a copy and return immediately.
 
-        A SAVE reads the blocks as written by the work enqueued so far; a LOAD writes them after
+        A SAVE reads the blocks as written by the work enqueued so far. A LOAD writes them after
         that work has read them. Never raises: an impossible copy is reported as failed.
         """
 
     @abstractmethod
     def run(self, job: CopyJob) -> CopyResult:
-        """Make a copy that is visible to work enqueued after this call. May block."""
+        """Perform a copy that is visible to work enqueued after this call. May block."""
 
     @abstractmethod
     def poll(self) -> list[CopyResult]:

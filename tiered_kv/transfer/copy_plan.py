@@ -1,4 +1,4 @@
-"""Plan of a copy job: its valid pages, and the runs of bytes they consist of.
+"""Plan of a copy job: its valid pages, and the runs of bytes that the pages consist of.
 
 Pure arithmetic on arrays, shared by all backends and tested without them. Addresses are byte
 offsets: into the engine's allocation ("storage") and into the CPU pool ("slab").
@@ -38,7 +38,7 @@ class Pages:
 
 
 def sort_out(job: CopyJob, num_blocks: int, num_slots: int) -> Pages:
-    """Set aside pages outside ``num_blocks`` and ``num_slots``, which must touch no memory."""
+    """Separate pages outside ``num_blocks`` and ``num_slots``, which must not touch memory."""
     blocks, slots = _numbers(job.blocks), _numbers(job.slots)
     good = (blocks >= 0) & (blocks < num_blocks) & (slots >= 0) & (slots < num_slots)
     if good.all():
@@ -50,20 +50,20 @@ def sort_out(job: CopyJob, num_blocks: int, num_slots: int) -> Pages:
 def _numbers(values: Sequence[int]) -> Numbers:
     try:
         return np.array(values, dtype=np.int64)
-    except OverflowError:  # no block or slot has such a number: -1 has none either
+    except OverflowError:  # no block or slot has such a number; -1 is invalid too
         return np.array([v if 0 <= v < 1 << 63 else -1 for v in values], dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageRuns:
-    """The runs of a page, in the order of its slot; int64 ``[runs]`` each.
+    """The runs of a page, in slot order; int64 ``[runs]`` each.
 
     Run ``r`` of block ``b`` starts at ``offset[r] + b*stride[r]`` of the storage, and at
     ``start[r]`` of the slot.
 
     Attributes:
         page_bytes: size of a page, bytes.
-        slot_bytes: distance of one slot from the next, bytes.
+        slot_bytes: distance between consecutive slots, bytes.
     """
 
     offset: Numbers
@@ -97,7 +97,8 @@ def check_layouts(layouts: Sequence[PageLayout], storage_bytes: int, slot_bytes:
     """Check that the pages of all groups lie within the storage, and fit into slots.
 
     Raises:
-        ValueError: no groups, storage too small, or slots of another size than the largest page.
+        ValueError: no groups, storage too small, or a slot size that is not that of the largest
+            page.
     """
     if not layouts:
         raise ValueError("there is no page group to copy")
@@ -119,9 +120,9 @@ class Copies:
     """Runs of bytes to copy; int64 ``[copies]`` each.
 
     Attributes:
-        storage: offset of each in the storage.
-        slab: offset of each in the slab.
-        nbytes: length of each.
+        storage: offsets in the storage, bytes.
+        slab: offsets in the slab, bytes.
+        nbytes: lengths, bytes.
     """
 
     storage: Numbers
@@ -135,20 +136,20 @@ class Copies:
 def joints(runs: PageRuns, pages: Pages) -> NDArray[np.bool_]:
     """Mark the pages that continue the page before them on both sides; bool ``[pages - 1]``.
 
-    Only neighbours in the job are compared: pages come in the order of their blocks, and fresh
-    slots are handed out in order.
+    Only consecutive pages of the job are compared, because pages are listed in block order and
+    free slots are allocated in order.
     """
     end = runs.offset[-1] + pages.blocks[:-1] * runs.stride[-1] + runs.nbytes[-1]
     begin = runs.offset[0] + pages.blocks[1:] * runs.stride[0]
-    if runs.page_bytes < runs.slot_bytes:  # there is a gap between two slots' pages
+    if runs.page_bytes < runs.slot_bytes:  # there are unused bytes between the pages of two slots
         return np.zeros(len(end), dtype=np.bool_)
     joined: NDArray[np.bool_] = (end == begin) & (np.diff(pages.slots) == 1)
     return joined
 
 
 def plan_copies(runs: PageRuns, pages: Pages) -> Copies:
-    """Plan the copy of every byte of the pages, once. Bytes contiguous on both sides are one
-    copy."""
+    """Plan the copy of every byte of the pages, once. Bytes that are contiguous on both sides
+    become one copy."""
     storage = (runs.offset + pages.blocks[:, None] * runs.stride).ravel()
     slab = (runs.start + pages.slots[:, None] * runs.slot_bytes).ravel()
     nbytes = np.broadcast_to(runs.nbytes, (len(pages), len(runs))).ravel()

@@ -1,7 +1,7 @@
 """Transfer on machines without a GPU, where "VRAM" is the engine's CPU tensor.
 
-A forward pass is over when it returns, so no ordering against compute is needed. Copies run on one
-thread, without the interpreter lock.
+A forward pass has finished when it returns, so copies need no ordering against compute. Copies run
+on one thread, without the interpreter lock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CpuTransfer(TransferBackend):
     """Copies between ``storage`` and ``pool``.
 
     Args:
-        layouts: places of a block's bytes in the storage, for each page group.
+        layouts: locations of a block's bytes in the storage, for each page group.
         storage: the engine's KV allocation, uint8 ``[bytes]``, contiguous.
         pool: slots as large as the largest page.
 

@@ -1,6 +1,6 @@
-"""Memory of the host for the CPU pool's slots. Whoever makes the pool gives it some.
+"""Host memory for the CPU pool's slots, and the CPU pool: memory divided into page slots.
 
-The CPU pool: memory cut into page slots.
+The creator of a pool provides its memory.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ logger = logging.getLogger(__name__)
 
 
 class HostMemory(Protocol):
-    """One piece of memory, the same bytes for whoever else has it."""
+    """One contiguous piece of memory. Other holders of it see the same bytes."""
 
     @property
     def view(self) -> NDArray[np.uint8]:
-        """All of it, one-dimensional, contiguous and writable; empty once it is closed."""
+        """The whole memory, one-dimensional, contiguous and writable; empty once closed."""
 
     @property
     def pinned(self) -> bool:
-        """True if it is registered with the CUDA driver, so that devices reach it themselves."""
+        """True if it is registered with the CUDA driver, so that devices access it directly."""
 
     def close(self) -> None:
-        """Give it back. Idempotent.
+        """Release the memory. Idempotent.
 
-        No copy by a device may be under way. Views that others still hold stay readable and
-        writable: the memory goes with the last of them.
+        No device copy may be in progress. Existing views stay readable and writable: the memory is
+        unmapped with the last of them.
         """
 
 
 class AnonymousMemory:
-    """Memory of this process alone, zeros at first.
+    """Private memory of this process, initially zeros.
 
-    One anonymous mapping, in huge pages where the kernel gives them, touched before use so
-    that no save pays for page faults.
+    One anonymous mapping, in huge pages where the kernel provides them. It is touched in advance,
+    so that no save incurs page faults.
 
     Raises:
-        MemoryError, OSError: the memory cannot be had.
+        MemoryError, OSError: the memory cannot be allocated.
     """
 
     pinned = False
 
     def __init__(self, nbytes: int) -> None:
         self._map = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE)
-        with suppress(OSError):  # of a kernel that has none
+        with suppress(OSError):  # a kernel without huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8, count=nbytes)
         self.view[:: mmap.PAGESIZE] = 0  # touch every page once
@@ -58,15 +58,15 @@ class AnonymousMemory:
         self.view = np.empty(0, dtype=np.uint8)
         try:
             self._map.close()
-        except BufferError:  # somebody still holds a view: unmapped with the last of them
+        except BufferError:  # views still exist; unmapped with the last of them
             logger.debug("memory is closed while a view of it is alive")
 
 
 class CpuPool:
-    """Slots of ``page_bytes`` bytes, as many as the memory has room for.
+    """Slots of ``page_bytes`` bytes, as many as fit into the memory.
 
     Args:
-        memory: closed with the pool.
+        memory: memory of the slots; closed with the pool.
         page_bytes: size of a page, bytes.
 
     Attributes:
@@ -80,10 +80,10 @@ class CpuPool:
 
     @property
     def pinned(self) -> bool:
-        """True if devices reach the slots themselves."""
+        """True if devices access the slots directly."""
         return self._memory.pinned
 
     def close(self) -> None:
-        """Give the memory back. Idempotent; no copy may be under way."""
+        """Release the memory. Idempotent; no copy may be in progress."""
         self.slots = np.empty((0, 0), dtype=np.uint8)
         self._memory.close()

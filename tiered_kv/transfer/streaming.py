@@ -1,12 +1,12 @@
-"""Copies of runs between CPU buffers, as fast as one large memcpy.
+"""Copies of runs between CPU buffers, at the speed of one large memcpy.
 
-Pages are larger than caches and are not read again soon. So the target is written past the caches
-(non-temporal stores), which saves reading it first; memcpy does so for large copies only, not for
-runs of some KiB. While one run is copied, the first lines of the next are prefetched, which the
-processor could not predict.
+Pages are larger than caches and are not read again soon. So the target is written with non-temporal
+stores, which bypass the caches and avoid reading the target first. memcpy does so for large copies
+only, not for runs of some KiB. While one run is copied, the first lines of the next run are
+prefetched, because the hardware prefetcher cannot predict them.
 
-Compiled when imported; runs without the interpreter lock. Nothing is checked: the caller is
-responsible for addresses.
+Compiled at import; runs without the interpreter lock. Nothing is checked: the caller is
+responsible for valid addresses.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ AHEAD = 512
 """Bytes of the next run that are prefetched."""
 LINE = 64
 PAGE = 4096
-"""Page of memory. One line of each page of the next run is prefetched too, since the page walk
-takes longest."""
+"""Size of a memory page, bytes. One line of each page of the next run is prefetched too, since the
+page walk takes longest."""
 
 _BYTES = types.Array(types.uint8, 1, "C")
 _SOURCE = types.Array(types.uint8, 1, "C", readonly=True)
@@ -61,8 +61,8 @@ def _strips(typing: Any, to: Any, source: Any, strips: Any) -> Any:
 
 
 def _prefetch(typing: Any, address: Any) -> Any:
-    """Prefetch a cache line without waiting. A load would wait for the page walk that a distant
-    run takes."""
+    """Prefetch a cache line without waiting. A load would wait for the page walk, which a distant
+    run requires."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = ir.IntType(8).as_pointer()
@@ -78,8 +78,8 @@ def _prefetch(typing: Any, address: Any) -> Any:
 
 
 def _fence(typing: Any) -> Any:
-    """Order the non-temporal stores, which nothing else orders, not even the release of a lock:
-    whoever learns that the copy is done must see it."""
+    """Order the non-temporal stores, which not even releasing a lock orders: a thread that observes
+    the end of the copy must see its bytes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -116,7 +116,7 @@ def _copy(to: Any, to_at: Numbers, source: Any, source_at: Numbers, nbytes: Numb
 _SIGNATURE = types.void(_BYTES, _NUMBERS, _SOURCE, _NUMBERS, _NUMBERS)
 try:
     _compiled = numba.njit(_SIGNATURE, nogil=True, cache=True)(_copy)
-except RuntimeError:  # nowhere to write the cache: compile in each process
+except RuntimeError:  # the cache is not writable: compile in each process
     _compiled = numba.njit(_SIGNATURE, nogil=True)(_copy)
 
 

@@ -1,20 +1,20 @@
-"""Transfer on CUDA: by the copy engines, on separate streams ordered by events.
+"""Transfer on CUDA: with the copy engines, on separate streams ordered by events.
 
-A page that is one run of VRAM is copied as it is. Any other is staged, since the engines are slow
-at short runs (``staging``). docs/gpu.md lists what has run on a GPU.
+A page that is one run of VRAM is copied directly. Any other page is staged, since the copy engines
+are slow at short runs (``staging``). docs/gpu.md lists what has run on a GPU.
 
 Saves wait for the compute stream as of their submission. Loads wait for it too, since it may still
 read the blocks' old contents. Work enqueued on the compute stream after ``run`` waits for the copy.
-Saves yield to the model, whose streams have a higher priority or the same; loads do not, since a
-request waits for them.
+Saves yield to the model, whose streams have the same or a higher priority. Loads do not yield,
+since requests wait for them.
 
 A job is reported when its event has passed. Everything the GPU wrote before an event is visible to
-the CPU that has seen it pass, so slots may then be read at once. Whoever submitted a job holds its
-blocks and slots until it is reported. A result of ``run`` comes before the bytes: its slots are
-free once the compute stream has passed the copy, as it has when a forward pass has returned its
-tokens.
+the CPU once it has seen the event pass, so the CPU may then read the slots immediately. The
+submitter of a job must hold its blocks and slots until it is reported. A result of ``run`` is
+returned before the copy is done: its slots are free once the compute stream has passed the copy,
+which is the case when a forward pass has returned its tokens.
 
-Nothing here may be captured into a CUDA graph, whose replays would copy stale blocks. The
+Nothing here may be captured into a CUDA graph, because replays would copy stale blocks. The
 connector's hooks run between graphs, and a job submitted during a capture is refused. No call waits
 for the device, except ``drain`` and ``close``.
 """
@@ -44,13 +44,13 @@ logger = logging.getLogger(__name__)
 
 
 class CopyBy(Enum):
-    """Way to make the copies."""
+    """Copy method."""
 
     FASTER = "faster"
-    """Staged, if a page is more than one run and the pool is pinned."""
+    """Staged if a page is more than one run and the pool is pinned, otherwise by runs."""
     STAGED = "staged"
     RUNS = "runs"
-    """Run by run, whatever their length."""
+    """One copy per run, of any length."""
 
 
 @dataclass(slots=True)
@@ -66,17 +66,18 @@ class CudaTransfer(TransferBackend):
     """Copies between VRAM and a (pinned) CPU pool.
 
     Args:
-        layouts: places of a block's bytes in the storage, for each page group.
+        layouts: locations of a block's bytes in the storage, for each page group.
         storage: the engine's KV allocation, uint8 ``[bytes]`` on the GPU, contiguous.
-        pool: slots as large as the largest page. If it is not pinned, nothing is staged: the
-            driver has buffers of its own.
-        by: way to copy; tests and benchmarks choose one.
-        buffer_bytes: VRAM of each of the four staging buffers, at least; a page has to fit.
+        pool: slots as large as the largest page. If it is not pinned, nothing is staged, because
+            the driver uses its own buffers.
+        by: copy method; tests and benchmarks set it.
+        buffer_bytes: minimum size of each of the four staging buffers in VRAM, bytes. A page must
+            fit.
 
     Raises:
         ValueError: storage or slots too small for the layout.
         CudaError: ``by`` requires a pinned pool.
-        torch.OutOfMemoryError: there is no VRAM left for buffers.
+        torch.OutOfMemoryError: not enough VRAM for the buffers.
     """
 
     def __init__(
@@ -120,11 +121,12 @@ class CudaTransfer(TransferBackend):
 
     @property
     def under_way(self) -> int:
-        """Jobs whose copies have not been seen to end; each holds memory of the GPU."""
+        """Number of jobs whose copies are not known to have finished. Each holds GPU memory."""
         return len(self._flights) + len(self._reported_early)
 
     def _lanes(self, nbytes: int) -> Lanes:
-        """Two lanes a direction, with buffers of ``nbytes``. The first is the direction's own."""
+        """Two lanes per direction, with buffers of ``nbytes``. The first uses the direction's
+        stream."""
 
         def lane(stream: torch.cuda.Stream) -> Lane:
             return Lane(stream, torch.empty(nbytes, dtype=torch.uint8, device=self._device))
@@ -145,7 +147,7 @@ class CudaTransfer(TransferBackend):
 
     @contextmanager
     def _behind(self, done: Any) -> Iterator[None]:
-        """Have this thread's copies wait for an event, by way of a stream of their own."""
+        """Make this thread's copies wait for an event, using a separate stream."""
         with torch.cuda.device(self._device):
             stream = torch.cuda.Stream(self._device)
             stream.wait_event(done)
@@ -184,10 +186,10 @@ class CudaTransfer(TransferBackend):
         self.drain()
         self._flights.clear()
         self._reported_early.clear()
-        self._staged.clear()  # with their buffers
+        self._staged.clear()  # and their buffers
 
     def _landed(self, flights: deque[_Flight]) -> list[_Flight]:
-        """Remove the finished flights, and free what they held."""
+        """Remove the finished flights, and release the memory they held."""
         landed = []
         for _ in range(len(flights)):
             flight = flights.popleft()
@@ -214,7 +216,7 @@ class CudaTransfer(TransferBackend):
             try:
                 if len(pages):
                     self._copy(job, pages, flight.held)
-            except Exception:  # some copies may be under way all the same, hence the event
+            except Exception:  # some copies may still be in progress, so the event is recorded
                 logger.exception("%s of %d pages failed", job.direction, len(pages))
                 flight.failed = frozenset(range(len(job.blocks)))
             done.record(stream)

@@ -1,4 +1,4 @@
-"""Copies by the GPU's copy engines: they use no multiprocessor, but a descriptor per run."""
+"""Copies by the GPU's copy engines, which use no multiprocessor but need a descriptor per run."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from .runtime import CudaRuntime
 
 
 class CopyEngines:
-    """Enqueues copies between two memories on a stream.
+    """Enqueues copies between VRAM and CPU memory on a stream.
 
     Args:
         runtime: the CUDA runtime.
-        storage: address in VRAM from which ``Copies.storage`` counts.
+        storage: address in VRAM that the offsets ``Copies.storage`` are relative to.
         slab: address of the CPU pool.
-        pinned: True if the pool is pinned. Copies of other memory are not batched: the driver
-            stages them in its own buffers, one by one.
+        pinned: True if the pool is pinned. Copies of unpinned memory are not batched, because the
+            driver stages them in its own buffers, one by one.
     """
 
     def __init__(self, runtime: CudaRuntime, storage: int, slab: int, *, pinned: bool) -> None:
         self._runtime = runtime
         self._storage = storage
         self._batches = pinned and runtime.has_batches
-        # Where registered memory has another address for the GPU, as under WSL2, batches need it;
-        # elsewhere both are the same.
+        # Batches need the GPU's address of registered memory. It differs from the CPU's in some
+        # environments, for example under WSL2.
         self._slab = runtime.device_pointer(slab) if self._batches else slab
 
     def enqueue(self, direction: Direction, copies: Copies, stream: int) -> None:
-        """Begin to make at least one copy. Addresses are read before this returns.
+        """Start one or more copies. Addresses are read before this returns.
 
         Raises:
             CudaError: some copies were not enqueued; others may have been.

@@ -1,7 +1,7 @@
-"""Pages of an engine's allocation as torch sees them: gathered into whole pages, and scattered.
+"""Views of pages in the engine's allocation as torch tensors, to gather and scatter whole pages.
 
-A page whose layers lie apart consists of many short runs. torch's indexing reads or writes all runs
-of many pages in one kernel, at the speed of VRAM. Nothing here asks for a GPU.
+A page whose layers are not contiguous consists of many short runs. torch's indexing reads or writes
+all runs of many pages in one kernel, at VRAM speed. Nothing here requires a GPU.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 from tiered_kv.page_group import PageLayout
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-"""Types to move bytes in, widest first."""
+"""Element types for copying bytes, widest first."""
 
 
 class PageViews:
     """The pages of one group.
 
     Args:
-        layout: where a block's bytes are.
+        layout: locations of a block's bytes.
         storage: the engine's allocation, uint8 ``[bytes]``.
 
-    Attributes:
-        page_bytes: size of a page.
-        word: type in which its bytes move.
+        Attributes:
+        page_bytes: size of a page, bytes.
+        word: element type that its bytes are copied as.
     """
 
     def __init__(self, layout: PageLayout, storage: torch.Tensor) -> None:
@@ -51,18 +51,18 @@ class PageViews:
 
         Args:
             blocks: block numbers, int64 ``[pages]``, on the storage's device.
-            pages: receives ``len(blocks)`` pages behind each other; uint8 ``[bytes]``.
+            pages: receives ``len(blocks)`` contiguous pages; uint8 ``[bytes]``.
         """
         for there, here in zip(self._in_storage, self._in_pages(pages, len(blocks)), strict=True):
             torch.index_select(there, 0, blocks, out=here)
 
     def scatter(self, pages: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Copy whole pages into distinct blocks: what ``gather`` does, backwards."""
+        """Copy whole pages into distinct blocks: the inverse of ``gather``."""
         for there, here in zip(self._in_storage, self._in_pages(pages, len(blocks)), strict=True):
             there.index_copy_(0, blocks, here)
 
     def _in_pages(self, pages: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """The regions of whole pages, in the shapes that they have in the storage."""
+        """The regions of whole pages, in the same shapes as in the storage."""
         return [
             _words(
                 pages,
@@ -91,7 +91,7 @@ def _words(
 
 
 def _widest_word(layout: PageLayout, storage: torch.Tensor) -> torch.dtype:
-    """The widest type at whose multiples every run begins and ends, here and in a page."""
+    """The widest type to which the start and end of every run are aligned, in storage and pages."""
     numbers = [storage.data_ptr(), layout.page_bytes]
     for region in layout.regions:
         numbers += [region.offset, region.run_stride, region.block_stride, region.nbytes]

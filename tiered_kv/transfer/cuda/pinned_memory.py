@@ -1,4 +1,4 @@
-"""Memory of the host that devices reach by themselves."""
+"""Pinned host memory, which devices access directly."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 class PinnedMemory:
     """Memory registered with the CUDA driver.
 
-    It is registered as it is: allocators of pinned memory would round 100 GiB up to 128.
+    It is registered in place, because allocators of pinned memory would round 100 GiB up to 128.
 
     Args:
-        memory: closed with this.
+        memory: memory to pin; closed with this object.
 
     Raises:
-        CudaError: it cannot be pinned.
-        OSError: there is no CUDA.
+        CudaError: the memory cannot be pinned.
+        OSError: CUDA is not available.
     """
 
     def __init__(self, memory: HostMemory) -> None:
@@ -43,13 +43,13 @@ class PinnedMemory:
     def close(self) -> None:
         if self.pinned:
             self.pinned = False
-            with suppress(CudaError):  # of a context that failed; the memory goes all the same
+            with suppress(CudaError):  # the context may have failed; the memory is freed anyway
                 self._runtime.unregister(self._address)
         self._memory.close()
 
 
 def pinned(memory: HostMemory) -> HostMemory:
-    """Pin the memory if that can be done; else say so, and give it as it is."""
+    """Pin the memory if possible. Otherwise log a warning, and return it unpinned."""
     if memory.view.nbytes == 0:
         return memory
     try:

@@ -1,7 +1,7 @@
-"""Calls of the CUDA runtime that torch lacks, in the library that torch loaded.
+"""Calls of the CUDA runtime that torch does not expose, in the library that torch loaded.
 
-Called through ctypes: a batch of copies is then three arrays of numbers, which bindings would want
-as Python lists.
+Called through ctypes: a batch of copies is then three arrays of numbers, whereas bindings would
+require Python lists.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tiered_kv.transfer.base import Direction
 from tiered_kv.transfer.copy_plan import Numbers
 
 BATCHES_SINCE = 13
-"""First CUDA version with this signature of cudaMemcpyBatchAsync; 12.8 has another."""
+"""First CUDA version with this signature of cudaMemcpyBatchAsync; 12.8 has a different one."""
 REGISTER_FLAGS = 1 | 2
 """cudaHostRegisterPortable | cudaHostRegisterMapped: pinned for every device, and accessible to
 kernels."""
@@ -58,7 +58,7 @@ class CudaRuntime:
     """
 
     def __init__(self, major: int) -> None:
-        # By its name alone: the loader then gives the one that torch has loaded.
+        # Loaded by name only, so that the loader returns the library that torch has loaded.
         self._library = ctypes.CDLL(f"libcudart.so.{major}")
         self.has_batches = major >= BATCHES_SINCE
         self._library.cudaGetErrorString.restype = c_char_p
@@ -76,7 +76,7 @@ class CudaRuntime:
         """Pin memory of this process.
 
         Raises:
-            CudaError: it cannot be pinned.
+            CudaError: the memory cannot be pinned.
         """
         self._check(self._library.cudaHostRegister(host, nbytes, REGISTER_FLAGS))
 
@@ -84,7 +84,7 @@ class CudaRuntime:
         """Undo :meth:`register`.
 
         Raises:
-            CudaError: it was not registered.
+            CudaError: the memory was not registered.
         """
         self._check(self._library.cudaHostUnregister(host))
 
@@ -102,24 +102,24 @@ class CudaRuntime:
         """Enqueue one copy.
 
         Raises:
-            CudaError: it was not enqueued.
+            CudaError: the copy was not enqueued.
         """
         self._check(
             self._library.cudaMemcpyAsync(to, source, nbytes, KINDS[direction], stream or None)
         )
 
     def copy_batch(self, to: Numbers, source: Numbers, nbytes: Numbers, stream: int) -> None:
-        """Enqueue copies that may be made in any order among themselves, in one call.
+        """Enqueue copies in one call. They may run in any order among themselves.
 
         Args:
             to, source: addresses, int64 ``[copies]``, contiguous.
             nbytes: lengths, int64 ``[copies]``, contiguous.
-            stream: any stream but the default one.
+            stream: any stream except the default stream.
 
         Raises:
-            CudaError: some were not enqueued; others may have been.
+            CudaError: some copies were not enqueued; others may have been.
         """
-        # Sources are read in the order of the stream: what was enqueued before has written them.
+        # Sources are read in stream order, after earlier work has written them.
         attributes = MemcpyAttributes(source_order=STREAM_ORDER, flags=PREFER_OVERLAP)
         first = c_size_t(0)
         self._check(
@@ -138,6 +138,6 @@ class CudaRuntime:
     def _check(self, error: int) -> None:
         if error == 0:
             return
-        # The runtime remembers the last error, and torch would take it for its next kernel's.
+        # Clear the runtime's last error, which torch would attribute to its next kernel.
         self._library.cudaGetLastError()
         raise CudaError(f"CUDA error {error}: {self._library.cudaGetErrorString(error).decode()}")

@@ -1,8 +1,8 @@
-"""Copies by way of a buffer in VRAM: whole pages over the bus, short runs in VRAM only.
+"""Copies through a buffer in VRAM: whole pages cross the bus, and short runs stay within VRAM.
 
 A copy engine needs a descriptor for every run, and the driver writes loads of less than 48 KiB into
-its own commands, on the engine's thread. On an H100 that made 6 GB/s of runs of 16 KiB, where
-whole pages make 54 (docs/gpu.md). A slot of the CPU pool is one run, so only VRAM has short ones.
+its own commands, on the engine's thread. On an H100, runs of 16 KiB reached 6 GB/s, and whole
+pages 54 GB/s (docs/gpu.md). A slot of the CPU pool is one run, so only VRAM has short runs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .page_views import PageViews
 from .runtime import CudaRuntime
 
 BUFFER_BYTES = 32 << 20
-"""VRAM of a lane. A part of a copy takes 0.6 ms of a PCIe 5.0 bus: longer than most kernels of
-a model, behind which the next part's gather may have to wait, and several times what the engine's
-thread needs to begin it (docs/gpu.md)."""
+"""VRAM of a lane, bytes. A copy of this size takes 0.6 ms on a PCIe 5.0 bus. That is longer than
+most kernels of a model, which the next part's gather may have to wait for, and several times the
+time that the engine's thread needs to start it (docs/gpu.md)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lane:
-    """A stream and its buffer, uint8 ``[bytes]``. One lane's copies travel while another gathers or
-    scatters."""
+    """A stream and its buffer, uint8 ``[bytes]``. Copies of one lane overlap with the gather or
+    scatter of another lane."""
 
     stream: torch.cuda.Stream
     buffer: torch.Tensor
@@ -45,11 +45,12 @@ class StagedCopies:
 
     Args:
         runtime: the CUDA runtime.
-        layout: where a block's bytes are.
+        layout: locations of a block's bytes.
         storage: the engine's allocation, uint8 ``[bytes]`` on the GPU.
-        slab: address of the pinned CPU pool. slot_bytes: distance of one slot from the next.
-        lanes: streams and buffers of each direction, shared by all groups. A job belongs to the
-            first lane's stream.
+        slab: address of the pinned CPU pool.
+        slot_bytes: distance between consecutive slots, bytes.
+        lanes: streams and buffers of each direction, shared by all groups. A job starts and ends on
+            the first lane's stream.
     """
 
     def __init__(
@@ -70,10 +71,10 @@ class StagedCopies:
         self._engines = CopyEngines(runtime, 0, slab, pinned=True)
 
     def enqueue(self, direction: Direction, pages: Pages, held: list[torch.Tensor]) -> None:
-        """Begin to copy at least one page.
+        """Start the copy of one or more pages.
 
         Args:
-            held: receives memory that the copy reads, to be kept until it is done.
+            held: receives memory that the copy reads, which must be kept until the copy is done.
 
         Raises:
             CudaError, torch.OutOfMemoryError: some pages were not copied; others may be.
@@ -81,7 +82,7 @@ class StagedCopies:
         lanes = self._lanes[direction]
         first = lanes[0].stream
         with torch.cuda.stream(first):
-            # Pinned: a copy of other memory would wait for the stream.
+            # Pinned, because a copy of unpinned memory would wait for the stream.
             numbers = torch.from_numpy(pages.blocks).pin_memory()
             blocks = numbers.to(self._device, non_blocking=True)
         held += [numbers, blocks]
@@ -97,7 +98,7 @@ class StagedCopies:
                 first.wait_stream(lane.stream)
 
     def _copy(self, lane: Lane, direction: Direction, blocks: torch.Tensor, copies: Copies) -> None:
-        """Copy as many pages as the lane's buffer holds."""
+        """Copy pages that fit into the lane's buffer."""
         whole = lane.buffer[: len(blocks) * self._views.page_bytes]
         with torch.cuda.stream(lane.stream):
             if direction is Direction.SAVE:
@@ -107,10 +108,10 @@ class StagedCopies:
                 self._views.scatter(whole, blocks)
 
     def _parts(self, lanes: Sequence[Lane], slots: Numbers) -> list[Copies]:
-        """Plan the copies between slots and buffers: in each part as many pages as a buffer holds.
+        """Plan the copies between slots and buffers, in parts that each fill a buffer.
 
-        ``Copies.storage`` are addresses. Slots that follow each other are one copy. All parts are
-        planned at once, since the thread would spend more on numpy's calls for each than on CUDA's.
+        ``Copies.storage`` contains addresses. Consecutive slots are one copy. All parts are planned
+        together, since numpy calls for each part would take more time than the CUDA calls.
         """
         page = self._views.page_bytes
         part, place = np.divmod(np.arange(len(slots)), self._at_once)

@@ -1,1 +1,1 @@
-"""Files of CPU memory that outlive their engine: their format, opening, headers and listing."""
+"""Files of CPU memory that outlive their engine: format, opening, slot headers and listing."""

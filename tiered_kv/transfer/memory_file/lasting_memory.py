@@ -1,40 +1,42 @@
 """Memory for the CPU pool's slots that outlives the process, and the headers of the slots.
 
-Whoever uses it keeps four rules, so that no page is ever found that is not the one of its key:
+Users must keep four rules, so that a page found under a key is always the page of that key:
 
-- Slots are made invalid before anything writes to them, a copy by a device or a compressor
-  included, and also where the write is then refused.
-- A slot is made valid once its bytes have landed, and are known to be right on every rank. A save
-  that is reported as done may be one whose blocks were given up under way.
-- It is made valid with the ticket that it had when its bytes landed, so that a validation that
-  comes late says nothing of the bytes that came since.
-- Pages from before are checked before anything reads them (``check_adopted``); those of bundles
-  whenever they are read, as always.
+- Slots are invalidated before anything writes to them, including device copies and compressors, and
+  even if the write is then refused.
+- A slot is validated once its bytes have landed, and are known to be right on every rank. A save
+  reported as done may be one whose blocks were freed during the copy.
+- A slot is validated with the ticket that it had when its bytes landed, so that a late validation
+  does not apply to bytes written since.
+- Adopted pages are checked before anything reads them (``check_adopted``). Pages of bundles are
+  checked at every read, as always.
 
 Hashing a page of 256 KiB that is not in the cache takes 16 to 18 µs (xxh3-128 on one core of a
-Xeon, 15 GB/s, as fast as it copies memory), and writing its header 3 µs. That is a twelfth of a
-core for each GB/s of saves. So it is for a thread of its own (``validation``): a page that is not
-hashed yet is used all the same, and merely not found again.
+Xeon, 15 GB/s, the speed of a memory copy), and writing its header 3 µs. That is a twelfth of a
+core for each GB/s of saves. So hashing runs on a separate thread (``validation``). A page that is
+not hashed yet is used normally, but is not found again by the next engine.
 
-Slots that a copy of a dead process may still write to, and how long they rest.
+Quarantined slots: slots that a copy of a dead process may still write to.
 
-A killed process leaves copies by devices under way. They write to the pages of the file, which the
-driver holds for them, whoever has the file by then. Nothing tells when they end:
+A killed process may leave device copies in progress. They write to the pages of the file, which the
+driver keeps pinned for them, even after another process has opened the file. There is no reliable
+sign of their end:
 
-- The lock of the file says little. A dying process gives up its files in no order that one could
-  rely on: its lock may go before the driver's handle, whose release ends the copies.
-- Its process id says little more. The next owner may live in another container, which does not see
-  it. And NVIDIA's driver ends a killed process' work in a thread of its own if it finds its locks
-  taken (``nvidia_close_deferred`` in its open source), when the process is gone already.
+- The lock of the file is not enough. A dying process closes its files in no reliable order: its
+  lock may be released before the driver's handle, whose release ends the copies.
+- Its process id is not enough either. The next owner may run in another container, which cannot see
+  the process. Besides, NVIDIA's driver finishes a killed process' work in a thread of its own if
+  its locks are taken (``nvidia_close_deferred`` in its open source), after the process is gone.
 
-Only slots that were invalid are in danger. A slot becomes invalid before a copy into it is
-submitted, and valid after the copy's event has passed, so that no copy writes to a valid slot.
-Copies by processors and disks are no danger either: a thread within one keeps the lock.
+Only slots that were invalid are in danger. A slot is invalidated before a copy into it is
+submitted, and validated after the copy's event has passed, so no copy writes to a valid slot.
+Copies by CPUs and disks are no danger either: a thread in such a copy keeps the lock.
 
-So slots that are found invalid rest: nothing is written to them for a while. They are few, those of
-saves under way, of discards, and of pages that were not hashed yet. Slots never used do not rest.
-A copy takes milliseconds and the end of a CUDA context seconds. An engine that has got VRAM for its
-own cache on the same device has seen the other's context end, but it may be another device.
+So slots that are found invalid are quarantined: nothing is written to them for a while. They are
+few: slots of saves in progress, of discards, and of pages that were not hashed yet. Slots that were
+never used are not quarantined. A copy takes milliseconds, and the end of a CUDA context seconds. An
+engine that has allocated VRAM for its own cache on the same device has seen the other context end,
+but the other context may have been on another device.
 """
 
 from __future__ import annotations
@@ -63,9 +65,9 @@ from .memory_format import ENTRY_BYTES, BundleHeader, FileHeader, SlotHeader
 from .slot_table import BundleNote, SlotTable, pack_note, parse_note
 
 REST_S = 30.0
-"""Time that slots rest from the moment the file's lock was had, seconds.
+"""Quarantine of slots, from the moment the file's lock was acquired, seconds.
 
-Long beside the end of a context, and mostly over when an engine that starts takes its first
+Long compared to the end of a context, and mostly over when a starting engine receives its first
 request.
 """
 
@@ -78,8 +80,9 @@ class LandedPage:
     """A page whose bytes are in its slot.
 
     Attributes:
-        nbytes: size of the page.
-        saved: time at which the scheduler knew it whole on every rank, nanoseconds since 1970.
+        nbytes: size of the page, bytes.
+        saved: time at which the page was known to be complete on every rank, nanoseconds since
+            1970.
     """
 
     slot: int
@@ -99,18 +102,18 @@ class LastingMemory:
 
     Args:
         path: the file.
-        lock: descriptor that holds its lock; closed with this.
-        mapped: all of the file; closed with this.
-        keep: leave the file there when this is closed.
-        clock: monotonic seconds. The lock was had before this is made.
+        lock: descriptor that holds its lock; closed with this object.
+        mapped: mapping of the whole file; closed with this object.
+        keep: True to keep the file when this object is closed.
+        clock: monotonic seconds. The lock was acquired before this object is created.
 
-    Attributes:
-        keep: as given; may be changed until this is closed.
-        slot_bytes: size of a slot.
-        adopted: pages from before, by slot.
-        bundles: bundles from before, by their notes.
-        resting: slots that were invalid when the file was taken over. Nothing may be written to
-            them until they have rested.
+        Attributes:
+        keep: as passed; may be changed until close.
+        slot_bytes: size of a slot, bytes.
+        adopted: pages of previous engines, by slot.
+        bundles: notes of bundles of previous engines.
+        resting: quarantined slots, which were invalid when the file was opened. Nothing may be
+            written to them until the quarantine ends.
     """
 
     pinned = False
@@ -145,13 +148,13 @@ class LastingMemory:
         self._rested_at = clock() + REST_S
         self.resting = frozenset(self._table.invalid())
         self.bundles = self._find_bundles()
-        # A slot's bytes have one number, and get another before they change.
+        # A slot's bytes have one ticket number, which changes before the bytes change.
         self._tickets: NDArray[np.uint64] = np.zeros(geometry.slots, np.uint64)
         self._changing = threading.Lock()
         _open.add(self)
 
     def _find_bundles(self) -> list[BundleNote]:
-        """Notes of whole bundles. What is left of others is made invalid; that is nothing odd."""
+        """Notes of complete bundles. Remains of other bundles are invalidated; these are normal."""
         found, stray = self._table.bundles()
         notes = list[BundleNote]()
         for header, slots in found:
@@ -174,7 +177,7 @@ class LastingMemory:
         return note
 
     def rest_s(self) -> float:
-        """Seconds until no slot rests any more."""
+        """Seconds until the quarantine ends; 0 without quarantined slots."""
         return max(0.0, self._rested_at - self._clock()) if self.resting else 0.0
 
     # -- headers ------------------------------------------------------------------
@@ -186,7 +189,7 @@ class LastingMemory:
         return None
 
     def invalidate(self, slots: Sequence[int]) -> None:
-        """Make slots invalid: their bytes are about to change, or must not be found again."""
+        """Invalidate slots whose bytes are about to change, or must not be found again."""
         if not len(slots) or self._fd < 0:
             return
         with self._changing:
@@ -194,7 +197,7 @@ class LastingMemory:
             self._table.invalidate(slots)
 
     def clear(self) -> None:
-        """Make all slots invalid: nobody must find their pages again."""
+        """Invalidate all slots, so that their pages are never found again."""
         if self._fd < 0:
             return
         with self._changing:
@@ -202,18 +205,18 @@ class LastingMemory:
             self._table.invalidate_all()
 
     def ticket(self, slot: int) -> int:
-        """Number of the bytes that a slot holds now; another one from the next ``invalidate`` on.
-        To be taken by the worker's thread when they have landed."""
+        """Number of a slot's current bytes, which changes with the next ``invalidate``. The
+        worker's thread must take it when the bytes have landed."""
         return int(self._tickets[slot])
 
     def validate(self, slot: int, ticket: int, header: SlotHeader) -> bool:
-        """Make a slot valid, if it still holds the bytes of the ticket.
+        """Validate a slot, if it still contains the bytes of the ticket.
 
         Returns:
-            True if it is valid now.
+            True if the slot was validated.
 
         Raises:
-            ValueError: the key or the page is longer than a header can say.
+            ValueError: the key or the page is too long for a header.
         """
         with self._changing:
             if self._fd < 0 or self._tickets[slot] != ticket:
@@ -222,11 +225,11 @@ class LastingMemory:
         return True
 
     def hash_and_validate(self, page: LandedPage, ticket: int) -> None:
-        """Hash a page and make its slot valid, unless the slot's bytes have changed since the
-        ticket was taken.
+        """Hash a page and validate its slot, unless the slot's bytes have changed since the ticket
+        was taken.
 
         Raises:
-            ValueError: the key or the page is longer than a header can say.
+            ValueError: the key or the page is too long for a header.
         """
         if self.ticket(page.slot) == ticket:
             digest = self.digest(page.slot, page.nbytes)
@@ -234,17 +237,17 @@ class LastingMemory:
             self.validate(page.slot, ticket, header)
 
     def validate_bundle(self, note: BundleNote, tickets: Sequence[int]) -> bool:
-        """Write a bundle's note and make its slots valid, if they still hold the bytes of the
-        tickets. Before the slots are anybody else's.
+        """Write a bundle's note and validate its slots, if they still contain the bytes of the
+        tickets. Call before the slots are reused.
 
         Args:
             tickets: a ticket for each slot of the note.
 
         Returns:
-            True if they are valid now.
+            True if the slots were validated.
 
         Raises:
-            ValueError: a key is longer than a note can say, or there are no pages.
+            ValueError: a key is too long for a note, or there are no pages.
         """
         packed = pack_note(note)
         newest = max(page.saved for page in note.pages)
@@ -265,8 +268,8 @@ class LastingMemory:
         return xxhash.xxh3_128_digest(self.view[start : start + nbytes].data)
 
     def check_adopted(self, threads: int) -> None:
-        """Drop pages from before whose bytes are not those of their headers, and make their slots
-        invalid. Reads all of them: at 15 GB/s a thread, until memory is no faster."""
+        """Drop adopted pages whose bytes do not match their headers, and invalidate their slots.
+        Reads all adopted pages, at 15 GB/s per thread up to the memory bandwidth."""
 
         def good(slot: int) -> bool:
             page = self.adopted[slot]
@@ -283,41 +286,41 @@ class LastingMemory:
     # -- the end ------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give the memory back, and delete the file unless it is to be kept. Idempotent.
+        """Release the memory, and delete the file unless it is to be kept. Idempotent.
 
-        No copy by a device may be under way, and nothing may write to a view any more.
+        No device copy may be in progress, and nothing may write to a view any more.
         """
         if self._fd < 0:
             return
         _open.discard(self)
         if not self.keep:
-            with suppress(OSError):  # of a file that somebody else removed
+            with suppress(OSError):  # the file may have been removed
                 if os.fstat(self._fd).st_ino == self.path.lstat().st_ino:
                     self.path.unlink()
         with self._changing:
-            # No copy of this process is under way. One of a process before may be.
+            # No copy of this process is in progress, but a copy of a previous process may be.
             self._table.forget_invalid(self.resting if self.rest_s() else ())
             lock = self._let_go()
         unlock(lock)
         os.close(lock)
 
     def _let_go(self) -> int:
-        """Give up the memory; give the descriptor of the lock."""
+        """Release the memory. Returns the descriptor of the lock."""
         lock, self._fd = self._fd, -1
         self.view = np.empty(0, np.uint8)
         self._table = SlotTable(np.empty(0, np.uint8), 0, 0)
         try:
             self._map.close()
-        except BufferError:  # somebody still holds a view: unmapped with the last of them
+        except BufferError:  # views still exist; unmapped with the last of them
             logger.debug("memory is closed while a view of it is alive")
         return lock
 
     def leave_to_parent(self) -> None:
-        """Leave the file to the parent, in its child.
+        """Leave the file to the parent process; called in a forked child.
 
-        A child that kept the descriptor would hold the lock beyond its parent's death.
+        A child that kept the descriptor would hold the lock after its parent's death.
         """
-        self._changing = threading.Lock()  # perhaps held by a thread that is not here
+        self._changing = threading.Lock()  # a thread of the parent may hold the old lock
         os.close(self._let_go())
 
 

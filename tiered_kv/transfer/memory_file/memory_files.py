@@ -1,8 +1,8 @@
-"""Memory files in a folder: found and described, without being mapped.
+"""Memory files in a folder: found and described without mapping them.
 
-A file has the name of one and the magic of one. Nothing else is read, and no link is followed. A
-path that has such a name but is something else, or cannot be read, is odd: it is skipped and
-reported.
+A memory file is recognized by its name and its magic. Nothing else is read, and no link is
+followed. A path that has such a name but is something else, or cannot be read, is odd: it is
+skipped and reported.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class MemoryFile:
     """A memory file.
 
     Attributes:
-        nbytes: its size.
-        locked: True if a process has it.
-        owner: words of that process about itself, or of the last one; empty if unknown.
-        header: its header; None if it cannot be used.
-        damage: reason for that; empty if there is a header.
-        pages: number of pages in valid slots, compressed ones included.
+        nbytes: size of the file, bytes.
+        locked: True if a process has the file open.
+        owner: self-description of that process, or of the last one; empty if unknown.
+        header: header of the file; None if it is unusable.
+        damage: reason why there is no usable header; empty if there is one.
+        pages: number of pages in valid slots, compressed pages included.
         torn: number of slots with torn headers; 0 for a file in use, which changes while it is
             read.
         newest: time of the newest page, nanoseconds since 1970; 0 without pages.
@@ -57,7 +57,7 @@ class MemoryListing:
     """The memory files in a folder.
 
     Attributes:
-        files: in the order of their names.
+        files: files, sorted by name.
         odd: reasons for skipped paths, by path.
     """
 
@@ -69,7 +69,7 @@ def list_memory(folder: Path) -> MemoryListing:
     """List the memory files in a folder.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: the folder does not exist.
         OSError: the folder cannot be read.
     """
     if not folder.is_dir():

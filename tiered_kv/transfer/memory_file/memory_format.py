@@ -6,7 +6,7 @@
               version        u32
               entry bytes    u32  of a slot's header: 128
               contents       16   digest of the fingerprints of the engine's page groups
-              nonce          u64  random: a slot's header fits no other file
+              nonce          u64  random: a slot's header is valid in this file only
               created        u64  seconds since 1970
               rank, ranks    2 u32
               replica        u32
@@ -16,29 +16,29 @@
               table at       u64  offset of the table: 4096
               slots at       u64  offset of the first slot, a multiple of 4096
               size           u64  of the file, whole blocks of the file system
-              digest         16   xxh3-128 of all before it
+              digest         16   xxh3-128 of everything before it
               owner               at 2048: JSON that names the last process, zeros up to 4096
 
-    table     of each slot a header of 128 bytes, two cache lines:
+    table     for each slot a header of 128 bytes, two cache lines:
 
               state          u32  0 never used, 1 invalid, 2 valid, 3 the first slot of a
                                   bundle, 4 a further one
-              page bytes     u32  of the page, from the slot's first byte on
+              page bytes     u32  of the page, which starts at the slot's first byte
               key bytes      u32
-              saved          u64  nanoseconds since 1970, when every rank had it
+              saved          u64  nanoseconds since 1970, when every rank had the page
               digest         16   xxh3-128 of the page's bytes
-              key            76   zeros behind it
+              key            76   padded with zeros
               own digest     16   xxh3-128 of nonce, number of the slot (u64), and all before it
 
-    bundle    pages that are compressed together fill several slots, the first of which begins with
-              a note (``slot_table``). Their headers have the note's size for the page's, its
+    bundle    pages that are compressed together fill several slots, the first of which starts with
+              a note (``slot_table``). Their headers have the note's size as page bytes, the note's
               digest, the time of the newest page, no key bytes, and in place of the key:
 
               pages          u32
               slots          u32
 
-Little-endian throughout. A key with vLLM's own hash has 48 bytes, so that a header does not fit
-into 64. Beside pages of 256 KiB the table takes one byte in 2,000.
+Little-endian throughout. A key with vLLM's own hash has 48 bytes, so a header does not fit into
+64 bytes. With pages of 256 KiB, the table takes one byte in 2,000.
 
 Parsing is total: any bytes give a value or raise ``FormatError``.
 """
@@ -61,11 +61,11 @@ VERSION = 1
 MAGIC = b"TKVMEM\0\0"
 OWNER_AT = 2048
 OWNER_BYTES = BLOCK - OWNER_AT
-"""Place of the words about the last process."""
+"""Size of the description of the last process, bytes."""
 ENTRY_BYTES = 128
 """Size of a slot's header."""
 MAX_KEY_BYTES = 76
-"""Longest key that a slot's header takes."""
+"""Longest key that fits into a slot's header, bytes."""
 
 _FILE = struct.Struct("<8sII16sQQIIIIQQQQQ")
 _ENTRY = struct.Struct("<IIIQ16s76s")
@@ -74,11 +74,11 @@ _WHERE = struct.Struct("<QQ")
 
 
 class ForeignError(FormatError):
-    """A file that is not ours."""
+    """A file that was not created by tiered-kv, or belongs to another user."""
 
 
 class State(IntEnum):
-    """State of a slot. The values differ in one byte, so that no store of one can be torn."""
+    """State of a slot. The values differ in one byte, so that a store of a state cannot be torn."""
 
     NEVER_USED = 0
     INVALID = 1
@@ -89,14 +89,14 @@ class State(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Everything that two files have in common if one engine can take the other's pages.
+    """Properties that two files must share for one engine to adopt the other's pages.
 
     Attributes:
         contents: 16 bytes, the digest of the fingerprints of the engine's page groups.
-        rank: rank whose memory it is, of ``ranks``.
+        rank: rank that the memory belongs to, of ``ranks``.
         replica: data-parallel rank of the engine.
         slots: number of slots.
-        slot_bytes: size of a slot, that of the largest page.
+        slot_bytes: size of a slot, that of the largest page, bytes.
 
     Raises:
         ValueError: ``contents`` has another size.
@@ -115,12 +115,12 @@ class Geometry:
 
     @property
     def slots_at(self) -> int:
-        """Offset of the first slot in the file."""
+        """Offset of the first slot in the file, bytes."""
         return aligned(BLOCK + self.slots * ENTRY_BYTES)
 
     @property
     def nbytes(self) -> int:
-        """Size of header, table and slots, bytes; the file ends with the block."""
+        """Size of header, table and slots, bytes; the file is padded to a whole block."""
         return self.slots_at + self.slots * self.slot_bytes
 
 
@@ -136,11 +136,12 @@ class FileHeader:
 
 @dataclass(frozen=True, slots=True)
 class SlotHeader:
-    """A page in a slot, as its header tells of it.
+    """A page in a slot, as described by the slot's header.
 
     Attributes:
-        nbytes: size of the page, from the slot's first byte on.
-        saved: time at which the scheduler knew it whole on every rank, nanoseconds since 1970.
+        nbytes: size of the page, which starts at the slot's first byte, bytes.
+        saved: time at which the page was known to be complete on every rank, nanoseconds since
+            1970.
         digest: xxh3-128 of the page's bytes.
     """
 
@@ -152,11 +153,11 @@ class SlotHeader:
 
 @dataclass(frozen=True, slots=True)
 class BundleHeader:
-    """Pages that are compressed together, as the header of each of their slots tells of them.
+    """Pages that are compressed together, as described by the header of each of their slots.
 
     Attributes:
-        note_bytes: size of the note that the first slot begins with.
-        pages: number of pages that the note tells of.
+        note_bytes: size of the note at the start of the first slot, bytes.
+        pages: number of pages in the note.
         slots: number of slots.
         saved: ``saved`` of the newest page.
         digest: xxh3-128 of the note.
@@ -175,7 +176,7 @@ def contents_of(fingerprints: Sequence[bytes]) -> bytes:
 
 
 def pack_file_header(header: FileHeader) -> bytes:
-    """Pack a file's header, without the words about its owner."""
+    """Pack a file's header, without the description of its owner."""
     one = header.geometry
     body = _FILE.pack(
         MAGIC,
@@ -201,8 +202,8 @@ def parse_file_header(start: bytes) -> FileHeader:
     """Parse the first bytes of a file.
 
     Raises:
-        ForeignError: they are not ours.
-        FormatError: they are of another version, or damaged.
+        ForeignError: the file is not a memory file.
+        FormatError: the file has another version, or is damaged.
     """
     if not start.startswith(MAGIC):
         raise ForeignError("it is no memory file of tiered-kv")
@@ -227,7 +228,7 @@ def pack_slot_header(nonce: int, slot: int, header: SlotHeader) -> bytes:
     """Pack the header of a valid slot.
 
     Raises:
-        ValueError: the key or the page is longer than a header can say.
+        ValueError: the key or the page is too long for a header.
     """
     if not MIN_KEY_BYTES <= len(header.key) <= MAX_KEY_BYTES:
         raise ValueError(f"a key of {len(header.key)} bytes")
@@ -245,10 +246,10 @@ def pack_slot_header(nonce: int, slot: int, header: SlotHeader) -> bytes:
 
 
 def parse_slot_header(nonce: int, slot: int, entry: bytes, slot_bytes: int) -> SlotHeader:
-    """Parse the header of a slot that says that it is valid.
+    """Parse the header of a slot whose state is valid.
 
     Raises:
-        FormatError: it is torn, damaged, or of another slot or file.
+        FormatError: the header is torn, damaged, or belongs to another slot or file.
     """
     if len(entry) != ENTRY_BYTES or _own_digest(nonce, slot, entry[: _ENTRY.size]) != bytes(
         entry[_ENTRY.size :]
@@ -265,17 +266,17 @@ def parse_slot_header(nonce: int, slot: int, entry: bytes, slot_bytes: int) -> S
 
 
 def pack_bundle_header(nonce: int, slot: int, header: BundleHeader, state: State) -> bytes:
-    """Pack the header of a slot of a bundle: its first one, or a part."""
+    """Pack the header of a slot of a bundle: of its first slot or of another one."""
     counts = _COUNTS.pack(header.pages, header.slots)
     body = _ENTRY.pack(state, header.note_bytes, 0, header.saved, header.digest, counts)
     return body + _own_digest(nonce, slot, body)
 
 
 def parse_bundle_header(nonce: int, slot: int, entry: bytes, slot_bytes: int) -> BundleHeader:
-    """Parse the header of a slot that says that it is of a bundle.
+    """Parse the header of a slot whose state is that of a bundle.
 
     Raises:
-        FormatError: it is torn, damaged, or of another slot or file.
+        FormatError: the header is torn, damaged, or belongs to another slot or file.
     """
     body, own = entry[: _ENTRY.size], entry[_ENTRY.size :]
     if len(entry) != ENTRY_BYTES or _own_digest(nonce, slot, body) != own:

@@ -1,24 +1,25 @@
-"""Opening of a rank's memory file: what is there is adopted, or taken down and made anew.
+"""Opening of a rank's memory file: existing pages are adopted, or the file is created again.
 
     TIERED_KV_CPU_PATH/<replica>-<rank>.slots
 
-An engine has the folder for itself: another one beside it is refused. What a file holds decides
-what becomes of it:
+An engine has the folder for itself: a second engine is refused. An existing file is handled
+according to its contents:
 
-- A file that is not ours by its magic, is no plain file, or is another user's stays as it is, and
-  the start is refused. Nobody knows what it is worth.
-- Ours, and in use: refused. The sentence names the process.
-- Ours, of another version, fingerprint or geometry, damaged or cut off: deleted, with a warning.
-  It is a cache that no start with these settings can use, and while it stays it takes memory that
-  the new one needs. Whoever changes between two models has a folder for each.
-- Ours and alike: adopted. A slot whose header is torn counts as empty; the others are kept.
-- Empty, or one block of zeros: begun by a process that was killed. It is made anew.
-- Ours, of a rank that the engine has no more: deleted, unless it is in use.
+- A file without our magic, a path that is not a plain file, or a file of another user is left
+  unchanged, and the start is refused. Its value is unknown.
+- A memory file in use: refused. The message names the process.
+- A memory file of another version, fingerprint or geometry, or one that is damaged or truncated:
+  deleted, with a warning. It is a cache that no start with these settings can use, and it would
+  take memory that the new file needs. Users who alternate between two models need two folders.
+- A matching memory file: adopted. A slot with a torn header counts as empty; the others are kept.
+- An empty file, or one block of zeros, left by a process killed during creation: created again.
+- A memory file of a rank that the engine no longer has: deleted, unless it is in use.
 
-All of a file is allocated before it is mapped, so that no store to it ever finds the file system
-full, which would be a SIGBUS.
+The whole file is allocated before it is mapped, because a store to a mapping on a full file system
+would be a SIGBUS.
 
-A file that has the name of a memory file: is it one, and can it be used or deleted?
+Also decides whether a file with the name of a memory file is one, and whether it can be used or
+deleted.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ from .memory_format import (
 )
 
 SETTING = "TIERED_KV_CPU_PATH"
-"""Variable that names the folder of memory files."""
+"""Environment variable that names the folder of memory files."""
 SUFFIX = ".slots"
 FILE_NAME = re.compile(rf"([0-9]+)-([0-9]+){re.escape(SUFFIX)}")
-"""Name of a memory file: of its replica, and of its rank."""
+"""Name of a memory file: its replica and its rank."""
 
 
 class MemoryBusyError(ConfigError):
-    """Another process has the file."""
+    """Another process has the file open."""
 
 
 def memory_path(folder: Path, replica: int, rank: int) -> Path:
@@ -75,17 +76,17 @@ def memory_path(folder: Path, replica: int, rank: int) -> Path:
 
 
 def block_of(fd: int) -> int:
-    """Size of a block of a file's file system, bytes: on hugetlbfs, of a huge page."""
+    """Block size of a file's file system, bytes; on hugetlbfs the size of a huge page."""
     return max(os.fstat(fd).st_blksize, mmap.PAGESIZE)
 
 
 def header_of(fd: int, size: int) -> FileHeader | None:
-    """Header of an open file of ``size`` bytes; None if a process that made it got no further
-    than to a block of zeros.
+    """Header of an open file of ``size`` bytes; None if its creation was interrupted, so that it is
+    a single block of zeros.
 
     Raises:
-        ForeignError: it is not ours.
-        FormatError: it is ours, and of no use.
+        ForeignError: the file is not a memory file.
+        FormatError: the file is a memory file, but unusable.
     """
     start = os.pread(fd, BLOCK, 0)
     one_block = size <= max(block_of(fd), BLOCK)
@@ -100,14 +101,14 @@ def header_of(fd: int, size: int) -> FileHeader | None:
 def lock_file(path: Path, *, make: bool) -> int:
     """Open a memory file and lock it for as long as the descriptor is open.
 
-    The file is mapped by another descriptor: Python keeps a copy of that one, which a forked child
-    would inherit, and the lock with it.
+    The file is mapped through another descriptor: Python duplicates the descriptor of a mapping,
+    and a forked child would inherit the copy, and the lock with it.
 
     Args:
-        make: make an empty file if there is none.
+        make: create an empty file if it is missing.
 
     Raises:
-        MemoryBusyError: another process has it; the sentence names that.
+        MemoryBusyError: another process has the file open; the message names it.
         OSError: the file is missing, or cannot be opened.
     """
     fd = open_locked(path, os.O_RDWR | (os.O_CREAT if make else 0))
@@ -120,15 +121,15 @@ def lock_file(path: Path, *, make: bool) -> int:
 
 
 def delete_memory(path: Path) -> int:
-    """Delete a memory file that no process has.
+    """Delete a memory file that no process has open.
 
     Returns:
-        The bytes that this freed; 0 if it is gone already.
+        The bytes that this freed; 0 if the file is missing.
 
     Raises:
-        MemoryBusyError: a process has it; it was not deleted.
-        ForeignError: it is not ours; it was not deleted.
-        OSError: it could not be deleted.
+        MemoryBusyError: a process has the file open; it was not deleted.
+        ForeignError: the file is not a memory file; it was not deleted.
+        OSError: the file could not be deleted.
     """
     with suppress(FileNotFoundError):
         fd = lock_file(path, make=False)
@@ -161,16 +162,16 @@ def open_memory(
     keep: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> LastingMemory:
-    """Open the memory file of a rank, with the pages that it has from before, or make it.
+    """Open the memory file of a rank with its existing pages, or create it.
 
     Args:
-        folder: place on tmpfs or hugetlbfs; made if it is missing.
-        keep: leave the file there at a clean stop.
+        folder: folder on tmpfs or hugetlbfs; created if missing.
+        keep: keep the file at a clean stop.
         clock: monotonic seconds.
 
     Raises:
-        ConfigError: there is no room, another process has the file, or what has its name is not
-            ours; the sentence says what to do.
+        ConfigError: there is not enough space, another process has the file open, or the file is
+            not a memory file; the message says what to do.
     """
     path = memory_path(folder, geometry.replica, geometry.rank)
     try:
@@ -199,7 +200,7 @@ def open_memory(
 
 
 def _delete_lost_ranks(folder: Path, geometry: Geometry) -> None:
-    """Delete memory of ranks that this engine has no more: nobody would ever open it."""
+    """Delete memory of ranks that this engine no longer has, which no engine would open again."""
     for path in folder.iterdir():
         name = FILE_NAME.fullmatch(path.name)
         if name and int(name[1]) == geometry.replica and int(name[2]) >= geometry.ranks:
@@ -211,7 +212,7 @@ def _delete_lost_ranks(folder: Path, geometry: Geometry) -> None:
 def _open_locked(
     path: Path, fd: int, geometry: Geometry, *, keep: bool, clock: Callable[[], float]
 ) -> LastingMemory | None:
-    """Open a file of which this process has the lock; None if it had to be deleted."""
+    """Open a file whose lock this process holds. Returns None if the file had to be deleted."""
     size = os.fstat(fd).st_size
     try:
         header = _usable(fd, size, geometry)
@@ -229,7 +230,7 @@ def _open_locked(
             header = _make(path, fd, geometry)
         else:
             _write_owner(path, fd)
-            os.posix_fallocate(fd, 0, size)  # whatever holes a copy of a file may have
+            os.posix_fallocate(fd, 0, size)  # fill the holes that a copy of a file may have
         mapped = _map(path, fd, header.size)
     except BaseException as error:
         if not size:
@@ -247,8 +248,8 @@ def _usable(fd: int, size: int, geometry: Geometry) -> FileHeader | None:
     """Header of a file that can be adopted; None if the file is empty.
 
     Raises:
-        ForeignError: it is not ours.
-        FormatError: it is of no use; the message says why.
+        ForeignError: the file is not a memory file of this user.
+        FormatError: the file is unusable; the message says why.
     """
     if os.fstat(fd).st_uid != os.geteuid():
         raise ForeignError("it belongs to another user")
@@ -270,8 +271,8 @@ def _usable(fd: int, size: int, geometry: Geometry) -> FileHeader | None:
 
 
 def _make(path: Path, fd: int, geometry: Geometry) -> FileHeader:
-    """Make a file of an empty one. What a killed process leaves is known as ours by the magic,
-    which comes first."""
+    """Initialize an empty file. The magic is written first, so that a file left by a killed process
+    is recognized."""
     block = block_of(fd)
     size = -(-geometry.nbytes // block) * block
     if RealFiles().free(path.parent) < size:
@@ -282,19 +283,20 @@ def _make(path: Path, fd: int, geometry: Geometry) -> FileHeader:
         packed = pack_file_header(header)
         first[: len(MAGIC)] = MAGIC
         first[: len(packed)] = packed
-    _write_owner(path, fd)  # who waits for the lock meanwhile is told whose it is
+    _write_owner(path, fd)  # processes that wait for the lock can name its owner
     os.posix_fallocate(fd, 0, size)
     return header
 
 
 def _write_owner(path: Path, fd: int) -> None:
-    """Write who has a file into its first block. Files on hugetlbfs take no other writes."""
+    """Write the owner of a file into its first block, mapped: hugetlbfs supports no other
+    writes."""
     with _map(path, fd, min(block_of(fd), os.fstat(fd).st_size)) as first:
         first[OWNER_AT:BLOCK] = describe_owner(OWNER_BYTES).ljust(OWNER_BYTES, b"\0")
 
 
 def _map(path: Path, fd: int, size: int) -> mmap.mmap:
-    """Map a file by a descriptor of its own, every page of it at once."""
+    """Map a whole file through a separate descriptor, with all its pages populated."""
     with opened(path, os.O_RDWR) as other:
         if not is_current(fd, path) or not os.path.samestat(os.fstat(fd), os.fstat(other)):
             raise OSError(errno.ESTALE, "it was replaced just now", str(path))

@@ -1,21 +1,21 @@
 """The table of slot headers, in memory that outlives the process.
 
-Nothing is flushed and there is no fence. The memory is a shared mapping: its pages are the file's,
-and stay when the process is killed, as the machine goes on. A core that is interrupted has made
-every store of the program up to some instruction, and none behind it, on x86 and on Arm alike:
-order matters only to another core that looks on meanwhile, and the next owner looks when the
-process is gone. So it finds what a program that stopped at that instruction would have left. Each
-store here is a call into numpy, and no compiler moves one over another.
+Nothing is flushed and there is no fence. The memory is a shared mapping: its pages belong to the
+file, and survive when the process is killed, as long as the machine runs. An interrupted core has
+performed every store of the program up to some instruction, and none after it, on x86 and on Arm
+alike. Memory order matters only to another core that reads at the same time, and the next owner
+reads after the process has ended. So it finds the state of a program that stopped at that
+instruction. Each store here is a separate numpy call, and no compiler reorders these calls.
 
-A slot is made invalid before its first byte changes. It is made valid by the last store, behind
-all others. Whatever is found valid is therefore whole, header and page.
+A slot is invalidated before its first byte changes. It is validated by the last store, after all
+others. So every slot found valid is complete, header and page.
 
-Note at the begin of a bundle's first slot: which pages are in it, where, and in what codec.
+The note at the start of a bundle's first slot lists its pages, their locations and their codec.
 
     note      head | slots | table | records
 
     head      group          u32  page group
-              codec          u32  number of the codec
+              codec          u32  id of the codec
               slots          u32
               table bytes    u32
               pages          u32
@@ -29,12 +29,13 @@ Note at the begin of a bundle's first slot: which pages are in it, where, and in
               key bytes      u32
               plane bytes    u32
               frame bytes    u32
-              offset         u64  in the bundle's slots, taken one behind the other
-              saved          u64  nanoseconds since 1970, when every rank had it
+              offset         u64  in the concatenated slots of the bundle
+              saved          u64  nanoseconds since 1970, when every rank had the page
               digest         16   xxh3-128 of plane and frame
-              key            76   zeros behind it
+              key            76   padded with zeros
 
 Little-endian. The headers of the bundle's slots have a digest of the note. Parsing is total: any
+bytes either give a value or raise ``FormatError``.
 bytes give a value or raise ``FormatError``.
 """
 
@@ -69,8 +70,8 @@ class SlotTable:
 
     Args:
         table: the bytes of the table, uint8, contiguous.
-        nonce: the file's.
-        slot_bytes: size of a slot.
+        nonce: nonce of the file.
+        slot_bytes: size of a slot, bytes.
     """
 
     def __init__(self, table: NDArray[np.uint8], nonce: int, slot_bytes: int) -> None:
@@ -80,29 +81,30 @@ class SlotTable:
         self._slot_bytes = slot_bytes
 
     def invalidate(self, slots: Sequence[int]) -> None:
-        """Make slots invalid: their bytes are about to change."""
+        """Invalidate slots whose bytes are about to change."""
         self._states[list(slots)] = State.INVALID
 
     def invalidate_all(self) -> None:
-        """Make every slot invalid that holds something."""
+        """Invalidate every slot that is valid or part of a bundle."""
         self._states[self._states > State.INVALID] = State.INVALID
 
     def forget_invalid(self, but: Iterable[int]) -> None:
-        """Have slots that are invalid count as never used, but for some."""
+        """Mark invalid slots as never used, except the slots ``but``."""
         forgotten = self._states == State.INVALID
         forgotten[list(but)] = False
         self._states[forgotten] = State.NEVER_USED
 
     def validate(self, slot: int, header: SlotHeader) -> None:
-        """Make a slot valid, whose bytes are those of the page.
+        """Validate a slot that contains the bytes of the page.
 
         Raises:
-            ValueError: the key or the page is longer than a header can say.
+            ValueError: the key or the page is too long for a header.
         """
         self._write(slot, pack_slot_header(self._nonce, slot, header), State.VALID)
 
     def validate_bundle(self, slots: Sequence[int], header: BundleHeader) -> None:
-        """Make the slots of a bundle valid, the first one last: the others are nothing without."""
+        """Validate the slots of a bundle, the first one last: without it, the others are
+        ignored."""
         states = dict.fromkeys(slots[1:], State.PART) | {slots[0]: State.BUNDLE}
         for slot, state in states.items():
             self._write(slot, pack_bundle_header(self._nonce, slot, header, state), state)
@@ -125,7 +127,7 @@ class SlotTable:
         return parse_slot_header(self._nonce, slot, entry, self._slot_bytes)
 
     def valid(self) -> tuple[dict[int, SlotHeader], list[int]]:
-        """Valid slots with their pages, and slots whose headers are torn or of no known state."""
+        """Valid slots with their pages, and slots with torn headers or unknown states."""
         found = dict[int, SlotHeader]()
         torn: list[int] = np.flatnonzero(self._states > State.PART).tolist()
         for slot in np.flatnonzero(self._states == State.VALID).tolist():
@@ -136,8 +138,8 @@ class SlotTable:
         return found, torn
 
     def bundles(self) -> tuple[list[tuple[BundleHeader, list[int]]], list[int]]:
-        """Whole bundles with their slots, of which the first is first; and the slots of those that
-        are not whole. Some of these were given to others since, or never written."""
+        """Complete bundles, each with its slots, the first slot first; and the slots of incomplete
+        bundles. Some of these slots were reused since, or never written."""
         by_note, stray = dict[bytes, list[int]](), list[int]()
         headers = dict[int, BundleHeader]()
         first_ones = self._states == State.BUNDLE
@@ -161,7 +163,7 @@ class SlotTable:
         return found, stray
 
     def invalid(self) -> list[int]:
-        """Slots that somebody was about to write, or whose page was discarded."""
+        """Slots that were about to be written, or whose page was discarded."""
         return list(np.flatnonzero(self._states == State.INVALID).tolist())
 
 
@@ -175,7 +177,8 @@ class NotedPage:
     """A page of a bundle.
 
     Attributes:
-        saved: time at which the scheduler knew it whole on every rank, nanoseconds since 1970.
+        saved: time at which the page was known to be complete on every rank, nanoseconds since
+            1970.
     """
 
     key: PageKey
@@ -195,10 +198,10 @@ class BundleNote:
 
 
 def note_bytes(table: bytes, slots: int, pages: int) -> int:
-    """Size of a note.
+    """Size of a note, bytes.
 
     Args:
-        table: of the codec.
+        table: table of the codec.
     """
     return _HEAD.size + slots * _SLOT.size + len(table) + pages * _RECORD.size
 
@@ -207,7 +210,7 @@ def pack_note(note: BundleNote) -> bytes:
     """Pack a note.
 
     Raises:
-        ValueError: a key is longer than a record can say.
+        ValueError: a key is too long for a record.
     """
     head = (note.group, note.codec_id, len(note.slots), len(note.table), len(note.pages))
     parts = [_HEAD.pack(*head), *map(_SLOT.pack, note.slots), note.table]
@@ -224,7 +227,7 @@ def parse_note(note: bytes, slot_bytes: int) -> BundleNote:
     """Parse a note.
 
     Raises:
-        FormatError: it contradicts itself.
+        FormatError: the note is inconsistent.
     """
     if len(note) < _HEAD.size:
         raise FormatError("the note of a bundle is cut off")

@@ -1,16 +1,16 @@
-"""Validation of saved pages: a thread hashes what has landed, and makes its slots valid.
+"""Validation of saved pages: a thread hashes landed pages and validates their slots.
 
-It yields to everything else on the machine. A page that is overwritten before its turn comes is
-not hashed. A page that it has not come to when the process is killed is not found again.
+It runs at low priority. A page that is overwritten before it is hashed is skipped. A page that is
+not hashed before the process is killed is not found again.
 
-Pages that all ranks have from before.
+Also determines the pages that all ranks have from a previous engine.
 
 A page of the index has one slot on every rank, and one save. Ranks die at different moments, so
-that one may hold a page that another has just overwritten, or holds from an earlier save. A save
-that failed on one rank may have left nonsense on the others, which computed with what that one
-gave them. So a page counts only where every rank has the same key in the same slot from the same
-settlement. A compressed page counts where every rank has it in a bundle with the same first slot.
-Of the slots of its order each rank fills as many as it needs, in their order.
+one rank may hold a page that another has just overwritten, or holds from an earlier save. A save
+that failed on one rank may have left wrong data on the others, which computed with the output of
+that rank. So a page counts only if every rank has the same key in the same slot from the same
+settlement. A compressed page counts if every rank has it in a bundle with the same first slot.
+Each rank fills only the first slots of its order, as many as it needs.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ NICE = 10
 
 
 class Validation:
-    """Hashes pages that have landed, on a thread of low priority, and makes their slots valid.
-    Called by the worker's thread.
+    """Hashes landed pages on a thread of low priority, and validates their slots. Called by the
+    worker's thread.
 
     Args:
-        memory: must not be closed before this.
+        memory: memory of the slots; must not be closed before this object.
 
     Attributes:
         ending: set once no further page is hashed.
@@ -49,8 +49,8 @@ class Validation:
         self.ending = threading.Event()
 
     def landed(self, pages: Iterable[LandedPage]) -> None:
-        """Queue pages that have landed and are known to be right on every rank. Their slots still
-        hold them."""
+        """Queue pages that have landed and are known to be right on every rank. Their slots must
+        still contain them."""
         tickets = [(page, self._memory.ticket(page.slot)) for page in pages]
         self._thread.submit(self._validate, tickets)
 
@@ -60,15 +60,15 @@ class Validation:
                 return
             try:
                 self._memory.hash_and_validate(page, ticket)
-            except Exception:  # a page that is not found again is no reason to stop
+            except Exception:  # one page that cannot be validated must not stop the others
                 logger.exception("a page in CPU memory cannot be validated")
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until every queued page is done; False if that takes longer."""
+        """Wait until every queued page is done. Returns False on timeout."""
         return bool(wait([self._thread.submit(int)], timeout_s).done)
 
     def close(self, budget_s: float = 0.0) -> None:
-        """End the thread. Idempotent. Pages that are not done by then are not found again.
+        """Stop the thread. Idempotent. Pages that are not hashed by then are not found again.
 
         Args:
             budget_s: time for the pages that are still queued, seconds.
@@ -80,8 +80,8 @@ class Validation:
 
 
 def agreed(ranks: Sequence[AdoptedPages]) -> dict[PageKey, int]:
-    """Slots of the pages that every rank has, the one saved longest ago first. Of two slots with
-    one key, the one that was saved last.
+    """Slots of the pages that every rank has, oldest first. Of two slots with the same key, the one
+    saved last counts.
 
     Args:
         ranks: pages of every rank of the engine.
@@ -91,15 +91,15 @@ def agreed(ranks: Sequence[AdoptedPages]) -> dict[PageKey, int]:
     first, *others = (set(zip(one.saved, one.slots, one.keys, strict=True)) for one in ranks)
     found = dict[PageKey, int]()
     for _, slot, key in sorted(first.intersection(*others)):
-        found.pop(key, None)  # to the end, where the newest are
+        found.pop(key, None)  # moved to the end, since the newest are last
         found[key] = slot
     return found
 
 
 def agreed_bundles(ranks: Sequence[AdoptedPages]) -> list[AdoptedBundle]:
-    """Bundles of the pages that every rank has compressed, the one of the oldest pages first, with
-    the slots of the rank that needs the most. Of two bundles with one page, the newer one has it;
-    of a bundle and a slot with one page, the slot.
+    """Bundles of the pages that every rank has compressed, oldest first, with the slots of the rank
+    that needs most. If two bundles contain the same page, it belongs to the newer one. If a bundle
+    and a slot contain the same page, it belongs to the slot.
 
     Args:
         ranks: pages of every rank of the engine.
@@ -127,8 +127,8 @@ def agreed_bundles(ranks: Sequence[AdoptedPages]) -> list[AdoptedBundle]:
 
 
 def _common(ranks: Sequence[AdoptedBundle]) -> AdoptedBundle | None:
-    """Common pages of bundles that begin in one slot, one of each rank; None if there are none, or
-    if the bundles are not of one order."""
+    """Common pages of one bundle per rank, all with the same first slot; None if there are none, or
+    if the bundles do not belong to the same order."""
     slots = max((one.slots for one in ranks), key=len)
     if any(slots[: len(one.slots)] != one.slots for one in ranks):
         return None
