@@ -1,7 +1,7 @@
 """Settings, parsed and checked once into one frozen ``TierConfig``.
 
-Two sources with the same keys: environment variables ``TIERED_KV_*`` and, with precedence, the
-connector's ``kv_connector_extra_config`` in lower case without the prefix.
+Settings come from two sources with the same keys: environment variables ``TIERED_KV_*`` and, with
+precedence, the connector's ``kv_connector_extra_config`` in lower case without the prefix.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ GIB = 1 << 30
 REMOTE_PASSWORD = "TIERED_KV_REMOTE_PASSWORD"
 REMOTE_PASSWORD_FILE = "TIERED_KV_REMOTE_PASSWORD_FILE"
 _OF_KUBERNETES = re.compile(r"TIERED_KV_(SERVICE_HOST|(SERVICE_)?PORT(_\w+)?)")
-"""Variables that Kubernetes sets in every pod beside a service called tiered-kv."""
+"""Variables that Kubernetes sets in every pod of a namespace with a service named tiered-kv."""
 ADMIN_TOKEN = "TIERED_KV_ADMIN_TOKEN"
-"""Variable with the token of the API server's routes: a secret, and no setting of the engine."""
+"""Variable with the token of the API server's routes: a secret, not a setting of the engine."""
 _FLAGS = {"": False, "0": False, "false": False, "1": True, "true": True}
-"""Values of a setting that is on or off, in any case."""
+"""Values of a boolean setting, case-insensitive."""
 _SECRETS = (ADMIN_TOKEN, REMOTE_PASSWORD, REMOTE_PASSWORD_FILE)
 
 
@@ -36,9 +36,9 @@ class Mode(Enum):
     """Mode of an engine's connector."""
 
     MANAGE = "manage"
-    """Everything that is decided is done."""
+    """Decisions are carried out."""
     OBSERVE = "observe"
-    """Everything is decided and traced, and nothing is done: the engine serves as without it."""
+    """Decisions are made and traced, but not carried out: the engine behaves as without tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,31 +46,32 @@ class TierConfig:
     """An operator's settings.
 
     Attributes:
-        cpu_gib: CPU memory for pages of the whole engine, all ranks together, GiB; 0 turns the tier
-            off.
+        cpu_gib: CPU memory for pages of the whole engine, all ranks together, GiB; 0 disables the
+            tier.
         cpu_path: folder on tmpfs or hugetlbfs in which CPU memory outlives the engine; None keeps
-            it to the engine.
-        cpu_keep: True if it is kept at a clean stop as well.
-        ssd_path: folder for pages on SSD, shared by all engines configured with it; None turns the
-            tier off.
+            it private to the engine.
+        cpu_keep: True if this memory is also kept at a clean stop.
+        ssd_path: folder for pages on SSD, shared by all engines configured with it; None disables
+            the tier.
         ssd_gib: size limit of everything under that folder, GiB.
-        tiers: further tiers below CPU memory, by name or as ``module:Class``, fastest first.
-        remote: store that many machines share; None turns the tier off.
+        tiers: further lower tiers, by name or as ``module:Class``, fastest first.
+        remote: store that many machines share; None disables the tier.
         codec: codec of pages on SSD and in the remote store: ``auto``, ``raw``, ``zstd``,
             ``zstd:LEVEL``, ``centred``, or ``module:Class`` of another package.
-        io_threads: threads of each rank for pages on SSD; 0 chooses by the cores.
+        io_threads: threads of each rank for pages on SSD; 0 chooses by the number of cores.
         policy: policy that chooses the tier of a finished turn's KV, by name or as
-            ``module:Class``; ``none`` turns every tier off.
-        eviction: rule by which pages leave CPU memory, by name or as ``module:Class``.
-        pin_fraction: share of the VRAM blocks that pins may hold, 0 to 1.
-        admission: ``auto`` holds new jobs while their working set does not fit; ``off`` does not.
-            Always ``off`` under a policy other than the default.
-        admission_max_wait_s: wait after which a request goes before every later one, seconds.
-        trace: path of the newest file of the trace; None writes none.
+            ``module:Class``; ``none`` disables every tier.
+        eviction: rule by which pages are evicted from CPU memory, by name or as ``module:Class``.
+        pin_fraction: fraction of the VRAM blocks that may be pinned, 0 to 1.
+        admission: ``auto`` holds new jobs back while their working set does not fit; ``off`` does
+            not. Always ``off`` with a policy other than the default.
+        admission_max_wait_s: wait after which a request precedes every later one, seconds.
+        trace: path of the newest trace file; None writes no trace.
         mode: whether decisions are carried out.
-        snapshot_path: folder of snapshots of jobs; None takes none.
-        trace_steps: True if the trace has steps as well, in files beside those of turns.
-        harmless_calls: methods of workers that change no weights, in addition to vLLM's own: a call
+        snapshot_path: folder of snapshots of jobs; None disables snapshots.
+        trace_steps: True to trace engine steps as well, in files next to the trace of turns.
+        harmless_calls: worker methods that change no weights, in addition to vLLM's own. A call of
+            any other method starts a new generation of pages.
             of any other starts a new generation of pages.
     """
 
@@ -96,18 +97,18 @@ class TierConfig:
 
     @property
     def observes(self) -> bool:
-        """True if nothing that is decided is done."""
+        """True in observe mode: decisions are made and traced, but not carried out."""
         return self.mode is Mode.OBSERVE
 
     @property
     def notes_path(self) -> Path | None:
-        """Folder in which what was learned and which jobs there are outlives the engine; None
-        keeps nothing: to observe makes no file there."""
+        """Folder in which learned statistics and known jobs outlive the engine. None keeps nothing,
+        as in observe mode, which creates no file there."""
         return None if self.observes else self.ssd_path or self.cpu_path
 
     @property
     def keeps_notes(self) -> bool:
-        """True if jobs are known as well after a clean stop."""
+        """True if jobs are still known after a clean stop."""
         return self.ssd_path is not None or self.cpu_keep
 
     def cpu_bytes_per_rank(self, ranks: int) -> int:
@@ -116,7 +117,7 @@ class TierConfig:
 
     @property
     def tier_names(self) -> tuple[str, ...]:
-        """Tiers below CPU memory, fastest first; the SSD is the first if it has a folder."""
+        """Lower tiers, fastest first; the SSD comes first if it has a folder."""
         ssd = ("ssd",) if self.ssd_path is not None else ()
         remote = ("remote",) if self.remote is not None and not self.observes else ()
         return ssd + self.tiers + remote
@@ -128,10 +129,10 @@ class TierConfig:
 
 
 def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = None) -> TierConfig:
-    """Read settings from ``env`` and ``extra``; ``extra`` wins.
+    """Read settings from ``env`` and ``extra``; ``extra`` takes precedence.
 
     Raises:
-        ConfigError: an unknown key or an impossible value; the message names a valid one.
+        ConfigError: a setting is unknown or invalid; the message names a valid one.
     """
     given: dict[str, object] = {
         name.removeprefix(ENV_PREFIX).lower(): value
@@ -175,7 +176,7 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
     )
     if config.policy == "none":
         config = replace(config, cpu_gib=0.0, cpu_path=None, ssd_path=None, tiers=(), remote=None)
-    if config.policy != defaults.policy:  # baselines hold no job
+    if config.policy != defaults.policy:  # baselines hold no job back
         config = replace(config, admission="off")
     if config.cpu_keep and config.cpu_path is None:
         raise ConfigError(
@@ -199,14 +200,14 @@ def load_config(env: Mapping[str, str], extra: Mapping[str, object] | None = Non
 def check_cpu_size(
     config: TierConfig, ranks: int, local_ranks: int, total_bytes: int, available_bytes: int
 ) -> None:
-    """Refuse a CPU tier that does not fit into memory.
+    """Check that the CPU tier fits into memory.
 
-    Other ranks on the machine may or may not have taken their shares already. So all shares must
-    fit into the total, and one share into the available memory.
+    Other ranks on the machine may or may not have allocated their shares already. So all shares
+    must fit into the total, and one share into the available memory.
 
     Args:
         local_ranks: number of the ``ranks`` that run on this machine.
-        total_bytes, available_bytes: memory of the machine, bytes.
+        total_bytes, available_bytes: total and available memory of the machine, bytes.
 
     Raises:
         ConfigError: the tier is too large; the message names a size that fits.

@@ -1,8 +1,8 @@
 """Digests of files, which identify the weights that computed a KV cache.
 
 Hashing tens of gigabytes at every start would take noticeable time, so digests of large files are
-cached by path, size and mtime. xxh3-128 is enough: it guards against mistakes, not against a
-forger, who could write the cache as well.
+cached by path, size and mtime. xxh3-128 is sufficient: it protects against mistakes, not against
+an attacker, who could write the cache as well.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .plain_files import read_own, replace_file
 logger = logging.getLogger(__name__)
 
 CACHED_BYTES = 16 << 20
-"""Size from which digests are cached, bytes. Smaller files are read within milliseconds."""
+"""File size from which digests are cached, bytes. Smaller files are read within milliseconds."""
 CHUNK_BYTES = 8 << 20
-"""Read of a file at a time."""
+"""Size of one read, bytes."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _CONFIG_NAMES = ("config.json", "adapter_config.json", "hf_quant_config.json")
 
@@ -72,7 +72,7 @@ def digest_files(paths: Sequence[Path], cache: Path | None = None) -> str:
 
 
 def default_cache() -> Path:
-    """Path of the cache of digests: ``$XDG_CACHE_HOME/tiered-kv/digests.json``."""
+    """Path of the digest cache: ``$XDG_CACHE_HOME/tiered-kv/digests.json``."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "tiered-kv" / "digests.json"
 
@@ -103,7 +103,7 @@ def _valid_entries(items: Iterable[tuple[str, object]]) -> Iterable[tuple[str, l
 
 
 def _write_cache(cache: Path, entries: dict[str, list[object]]) -> None:
-    """Replace the whole cache file. A failure only costs time."""
+    """Replace the whole cache file. A failure is only logged: it only costs time."""
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         os.close(replace_file(cache, json.dumps(entries).encode(), durable=False))

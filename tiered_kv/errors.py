@@ -1,13 +1,13 @@
-"""Errors that callers may distinguish. Each message tells what to do, in one sentence."""
+"""Errors that callers may distinguish. Each message says what to do, in one sentence."""
 
 
 class TieredKVError(Exception):
-    """Base of every error this project raises on purpose."""
+    """Base class of every error that this project raises deliberately."""
 
 
 class ConfigError(TieredKVError, ValueError):
-    """An impossible setting; raised at start, never while serving."""
+    """An invalid setting; raised at startup, never while serving."""
 
 
 class UnsupportedError(TieredKVError, ValueError):
-    """An engine feature the connector does not support; raised at start."""
+    """An engine feature that the connector does not support; raised at startup."""

@@ -1,13 +1,13 @@
-"""Locks of files, and what their owners write about themselves.
+"""Locks of files, and their owners' descriptions of themselves.
 
 A lock is flock on an open file: a lock file next to the data, or the data file itself. It lasts
-until the descriptor is closed, so it ends with its process, however that ends. A descriptor that is
-also mapped or inherited keeps it longer.
+until the descriptor is closed, so it ends with its process, however the process ends. A descriptor
+that is also mapped or inherited keeps the lock longer.
 
 The library filelock (4.2) has ``try_lock`` and ``unlock`` as ``lock_descriptor`` and
-``unlock_descriptor``. The rest it lacks: its native locks do not say who holds them, cannot be
-tested without being taken, open their file for writing even to test it, and may be those of a file
-that has lost its name to another. It would replace 10 lines here, and takes 10 ms to import.
+``unlock_descriptor``, but not the rest: its native locks do not name their owner, cannot be tested
+without being acquired, require write access even for a test, and do not detect that their file was
+replaced. It would replace 10 lines here, and takes 10 ms to import.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from .json_fields import mapping, read_json
 from .plain_files import open_plain, opened
 
 RETRY_S = 0.01
-"""Time between two attempts at a lock, seconds."""
+"""Pause between two attempts to lock, seconds."""
 TRIES = 5
 MOST_OWNER_BYTES = 64 << 10
 _MOST_OF_COMMAND = 500
 
 
 def try_lock(fd: int) -> bool:
-    """Lock an open file for as long as it stays open; False if another descriptor has it locked.
+    """Lock an open file for as long as it stays open. Returns False if another descriptor has it
+    locked.
 
     Raises:
-        OSError: the file system has no locks.
+        OSError: the file system does not support locks.
     """
     return _flock(fd, fcntl.LOCK_EX)
 
@@ -53,21 +54,21 @@ def _flock(fd: int, kind: int) -> bool:
 
 
 def unlock(fd: int) -> None:
-    """Unlock an open file, also for copies of its descriptor.
+    """Unlock an open file, including copies of its descriptor.
 
-    A child that was forked a moment ago has a copy until it executes its program.
+    A forked child has a copy until it executes its program.
     """
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def open_locked(path: Path, flags: int, tries: int = TRIES) -> int | None:
-    """Open a plain file and lock it; None if another process has it locked.
+    """Open a plain file and lock it. Returns None if another process has it locked.
 
     Args:
-        tries: attempts, since a process that only tests the lock has it for a moment.
+        tries: number of attempts, since a process that tests the lock holds it for a moment.
 
     Raises:
-        OSError: the file is missing or cannot be opened, or the file system has no locks.
+        OSError: the file is missing or cannot be opened, or the file system does not support locks.
     """
     for attempt in range(tries):
         if attempt:
@@ -84,14 +85,14 @@ def open_locked(path: Path, flags: int, tries: int = TRIES) -> int | None:
 
 
 def is_current(fd: int, path: Path) -> bool:
-    """True if an open file is still the file of that name."""
+    """True if an open file is still the file at that path."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(fd), path.stat())
     return False
 
 
 def is_locked(path: Path) -> bool:
-    """Test whether a process has a file locked, for which the file need only be readable.
+    """True if a process has the file locked. The file need only be readable.
 
     Raises:
         OSError: the file is missing, or cannot be read.
@@ -101,7 +102,7 @@ def is_locked(path: Path) -> bool:
 
 
 def describe_owner(most: int = MOST_OWNER_BYTES) -> bytes:
-    """Describe this process in at most ``most`` bytes of JSON, for the file that it has locked."""
+    """Describe this process in at most ``most`` bytes of JSON, to be written to its locked file."""
     words = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -114,7 +115,7 @@ def describe_owner(most: int = MOST_OWNER_BYTES) -> bytes:
 
 
 def read_owner(path: Path, offset: int = 0, nbytes: int = MOST_OWNER_BYTES) -> Mapping[str, object]:
-    """Read the process that has or had a file, as it described itself there and zeros follow; empty
+    """Read the description of the process that has or had a file, which is padded with zeros. Empty
     if unknown or torn."""
     try:
         with opened(path) as fd:
@@ -124,7 +125,7 @@ def read_owner(path: Path, offset: int = 0, nbytes: int = MOST_OWNER_BYTES) -> M
 
 
 def owner_in_words(owner: Mapping[str, object]) -> str:
-    """Phrase that names a process, when it began and what it runs."""
+    """Phrase that names a process, its start time and its command."""
     try:
         return "process {pid} on {host} ({command}) since {since}".format_map(owner)
     except KeyError:

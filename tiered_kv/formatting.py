@@ -1,4 +1,4 @@
-"""Numbers, times and names as people read them."""
+"""Human-readable numbers, times and names."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from contextlib import suppress
 from datetime import UTC, datetime
 
 NONE = "-"
-"""Stands for a value that does not exist."""
+"""Shown for a missing value."""
 
 
 def size(nbytes: float) -> str:
-    """Format a size, as "1.5 GiB"."""
+    """Format a size, for example "1.5 GiB"."""
     value = max(0.0, nbytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
         if value < 1024 or unit == "PiB":
@@ -20,7 +20,7 @@ def size(nbytes: float) -> str:
 
 
 def brief(seconds: float | None) -> str:
-    """Format a time in few characters, as "12 s" or "3 h"; "-" for None."""
+    """Format a time briefly, for example "12 s" or "3 h"; "-" for None."""
     if seconds is None:
         return NONE
     value = max(0.0, seconds)
@@ -34,37 +34,38 @@ def brief(seconds: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format an estimated time, as "35 ms" or "2.5 s"."""
+    """Format an estimated time, for example "35 ms" or "2.5 s"."""
     if seconds < 0.9995:
         return f"{1000 * seconds:.{seconds < 0.0095:d}f} ms"
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
 def measured(seconds: float) -> str:
-    """Format a measured time for a column of a table, as "2.500 s"."""
+    """Format a measured time for a table column, for example "2.500 s"."""
     return f"{seconds:,.3f} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
 def secs(seconds: float) -> str:
-    """Format a measured time for a sentence, as "2.5 s"."""
+    """Format a measured time for a sentence, for example "2.5 s"."""
     return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
 def moment(seconds: float, timespec: str = "milliseconds") -> str:
     """Format a time in seconds since the epoch, in UTC."""
-    with suppress(ValueError, OverflowError, OSError):  # a year that does not exist
+    with suppress(ValueError, OverflowError, OSError):  # a year out of range
         when = datetime.fromtimestamp(seconds, UTC).replace(tzinfo=None)
         return f"{when.isoformat(' ', timespec)} UTC"
     return f"{seconds:g} s after 1970"
 
 
 def percent(share: float | None) -> str:
-    """Format a fraction, as "12.3%"; "-" for None."""
+    """Format a fraction, for example "12.3%"; "-" for None."""
     return NONE if share is None else f"{100 * share:.1f}%"
 
 
 def part_of(part: float, whole: float) -> str:
-    """Format a part as a percentage, as "12%", or "<1%" for a small one; "-" without a whole."""
+    """Format a part as a percentage, for example "12%", or "<1%" if small; "-" if the whole is
+    0."""
     if whole <= 0:
         return NONE
     share = 100 * part / whole
@@ -72,12 +73,12 @@ def part_of(part: float, whole: float) -> str:
 
 
 def count(amount: int, noun: str) -> str:
-    """Format a number of things, as "1 job" or "2,000 jobs"."""
+    """Format a number of things, for example "1 job" or "2,000 jobs"."""
     return f"{amount:,} {noun}{'' if amount == 1 else 's'}"
 
 
 def thousands(amount: int) -> str:
-    """Format a large number in five characters, as "12.3k"."""
+    """Format a large number in up to five characters, for example "12.3k"."""
     if amount < 10_000:
         return f"{amount:,}"
     if amount < 1_000_000:
@@ -86,5 +87,5 @@ def thousands(amount: int) -> str:
 
 
 def plain(text: str) -> str:
-    """Replace characters that a terminal or a page would not show by question marks."""
+    """Replace unprintable characters by question marks."""
     return "".join(char if char.isprintable() else "?" for char in text)

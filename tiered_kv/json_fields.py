@@ -1,13 +1,13 @@
-"""JSON that anyone may have written, and JSON of frozen dataclasses.
+"""JSON from untrusted sources, and JSON of frozen dataclasses.
 
-- ``read_json`` parses a text of known length, and ``parse`` one of any length: it is bounded before
-  it is parsed, so that parsing takes at most a few times the memory of the text.
+- ``read_json`` parses a text of known length, and ``parse`` a text of any length. ``parse`` checks
+  bounds first, so that parsing takes at most a few times the memory of the text.
 - ``open_lines`` and ``lines_of`` read files with JSON on each line, plain or gzipped.
-- Checks such as ``whole`` take a value that JSON gave, and return it with its type or raise
-  ``ValueError``. ``Fields`` applies them to the fields of an object and names the field.
-- ``read`` and ``said`` convert between JSON and frozen dataclasses, with short numbers, bounded
-  texts, and no field that has its default. Unknown fields are ignored, so that a later version may
-  add some.
+- Checks such as ``whole`` take a parsed value, and return it with its type or raise ``ValueError``.
+  ``Fields`` applies checks to the fields of an object, and names the field in errors.
+- ``read`` and ``said`` convert between JSON and frozen dataclasses, with rounded numbers, bounded
+  texts, and without fields that have their default. Unknown fields are ignored, so that a later
+  version may add fields.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from typing import IO, Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVa
 import xxhash
 
 DIGITS = 5
-"""Digits of a number that are written, and at most six of them behind the point."""
+"""Significant digits of written numbers, with at most six decimal places."""
 MOST = (1 << 63) - 1
-"""Largest whole number that is read."""
+"""Largest accepted integer."""
 MOST_BYTES = 64 << 20
 """Longest text that is parsed, bytes."""
 MOST_DEPTH = 64
@@ -60,11 +60,11 @@ def read_json(text: str | bytes, *, finite: bool = True) -> Any:
     """Parse JSON.
 
     Args:
-        finite: refuse numbers that are not, such as ``NaN`` and ``1e999``. False for what this
-            program wrote for somebody else, who may have such numbers.
+        finite: reject numbers that are not finite, such as ``NaN`` and ``1e999``. False for values
+            that this program wrote on behalf of others, who may use such numbers.
 
     Raises:
-        ValueError: it is not JSON, has a number that is refused, or is nested too deeply.
+        ValueError: the text is not JSON, has a rejected number, or is nested too deeply.
     """
     try:
         if not finite:
@@ -78,8 +78,8 @@ def parse(data: bytes) -> object:
     """Parse a text of any origin and length.
 
     Raises:
-        ValueError: it is not JSON in UTF-8, is too large, repeats a name in an object, or has a
-            number that is not finite.
+        ValueError: the text is not JSON in UTF-8, is too large, repeats a name in an object, or has
+            a number that is not finite.
     """
     if len(data) > MOST_BYTES:
         raise ValueError(f"it has {len(data)} bytes, and {MOST_BYTES} are the most")
@@ -93,10 +93,10 @@ def parse(data: bytes) -> object:
 
 
 def canonical(value: object) -> bytes:
-    """Write the canonical text of a value, which digests are computed from.
+    """Encode a value canonically, for digests.
 
     Raises:
-        ValueError: it is not JSON, or nested too deeply.
+        ValueError: the value is not JSON, or nested too deeply.
     """
     try:
         return _ENCODER.encode(value).encode("ascii")
@@ -105,13 +105,13 @@ def canonical(value: object) -> bytes:
 
 
 def plain(value: object, depth: int = MOST_DEPTH) -> Any:
-    """Convert settings of any types to what JSON would return for them.
+    """Convert settings of any types to the values that a round trip through JSON would give.
 
     Args:
-        depth: levels that the value may have.
+        depth: maximum number of nesting levels.
 
     Raises:
-        ValueError: it has more.
+        ValueError: the value is nested more deeply.
     """
     if depth <= 0:
         raise ValueError(f"it is nested deeper than {MOST_DEPTH} levels")
@@ -131,7 +131,7 @@ def plain(value: object, depth: int = MOST_DEPTH) -> Any:
 
 
 def plain_text(value: str) -> str:
-    """Replace surrogates, which cannot be printed."""
+    """Replace surrogates, which cannot be encoded."""
     return value.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -163,9 +163,9 @@ _GZIPPED = b"\x1f\x8b"
 
 
 def open_lines(path: Path) -> IO[bytes]:
-    """Open a file for reading; of gzipped data, whatever the file is called, what was packed.
+    """Open a file for reading. Gzipped data is unpacked, whatever the file's name.
 
-    Read it with ``lines_of``, whose errors are the same for both.
+    Read it with ``lines_of``, which raises the same errors for both.
 
     Raises:
         OSError: the file cannot be opened.
@@ -180,12 +180,12 @@ def open_lines(path: Path) -> IO[bytes]:
 
 
 def lines_of(file: IO[bytes]) -> Iterator[bytes]:
-    """The lines of an open file, each with its end. A line ends with a line feed and with nothing
-    else: in a text of JSON, U+2028 and U+0085 may stand as they are.
+    """The lines of an open file, each with its line feed. Only a line feed ends a line: JSON text
+    may contain U+2028 and U+0085 unescaped.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: its gzipped data is damaged or cut off. The lines before that were given.
+        ValueError: the gzipped data is damaged or truncated. The lines before it were returned.
     """
     try:
         yield from file
@@ -194,7 +194,7 @@ def lines_of(file: IO[bytes]) -> Iterator[bytes]:
 
 
 class _Unpacked(gzip.GzipFile):
-    """Reads gzipped data, and closes the file that holds it."""
+    """Reads gzipped data, and closes the underlying file as well."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(fileobj=file, mode="rb")
@@ -217,7 +217,7 @@ def string(value: object, least: int = 0, most: int = MOST_TEXT) -> str:
 
 
 def text(value: object, least: int = 0, most: int = MOST_TEXT) -> str:
-    """Check a text that can be printed: one without surrogates."""
+    """Check a printable text, which has no surrogates."""
     found = string(value, least, most)
     if plain_text(found) != found:
         raise ValueError("it has half a character")
@@ -225,7 +225,7 @@ def text(value: object, least: int = 0, most: int = MOST_TEXT) -> str:
 
 
 def whole(value: object, least: int = 0, most: int = MOST) -> int:
-    """Check a whole number of a range."""
+    """Check an integer in a range."""
     if type(value) is not int:
         raise ValueError(f"{_shown(value)} is no whole number")
     _check_range(value, least, most)
@@ -233,7 +233,7 @@ def whole(value: object, least: int = 0, most: int = MOST) -> int:
 
 
 def real(value: object, least: float = 0, most: float = sys.float_info.max) -> float:
-    """Check a number of a range. It may be written as a whole number."""
+    """Check a number in a range. It may be written as an integer."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{_shown(value)} is no number")
     _check_range(value, least, most)
@@ -243,7 +243,7 @@ def real(value: object, least: float = 0, most: float = sys.float_info.max) -> f
 def _check_range(value: float, least: float, most: float) -> None:
     if value < least:
         raise ValueError(f"{_shown(value)} is below {least}")
-    if not value <= most:  # NaN as well
+    if not value <= most:  # including NaN
         raise ValueError(f"{_shown(value)} is above {most}")
 
 
@@ -295,7 +295,7 @@ def exactly(value: object, expected: str | int) -> None:
 
 
 def _shown(value: object) -> str:
-    """Short text of a value, in time that does not grow with its size."""
+    """Short text of a value, in constant time."""
     if isinstance(value, str):
         return repr(value[:40])
     if value is None or isinstance(value, int | float):
@@ -304,10 +304,10 @@ def _shown(value: object) -> str:
 
 
 class Fields:
-    """Fields of an object that JSON gave, each taken once.
+    """Fields of a JSON object, each taken once.
 
     Raises:
-        ValueError: it is no object. So do the methods; the message names the field.
+        ValueError: the value is not an object. The methods raise it too, with the field's name.
     """
 
     def __init__(self, found: object) -> None:
@@ -320,7 +320,7 @@ class Fields:
         *limits: Limits.args,
         **more: Limits.kwargs,
     ) -> Value:
-        """Take a field that must exist, and check it with these limits."""
+        """Take a required field, and check it with these limits."""
         if name not in self._left:
             raise ValueError(f"it lacks {name}")
         try:
@@ -329,7 +329,7 @@ class Fields:
             raise ValueError(f"{name}: {error}") from None
 
     def done(self) -> None:
-        """Refuse fields that were not taken: what they request would not be done."""
+        """Reject fields that were not taken, because their requests would be ignored."""
         if self._left:
             raise ValueError(f"it has an unknown field {_shown(next(iter(self._left)))}")
 
@@ -338,7 +338,7 @@ class Fields:
 
 
 def number(value: float) -> float | int | None:
-    """A number as it is written; None if it is not finite."""
+    """A number in its written form; None if it is not finite."""
     if not math.isfinite(value):
         return None
     short = float(f"{round(value, 6):.{DIGITS}g}")
@@ -346,10 +346,10 @@ def number(value: float) -> float | int | None:
 
 
 def cut(text: str, room: int) -> str:
-    """A text of which JSON takes at most ``room`` bytes (17 or more).
+    """Shorten a text so that it takes at most ``room`` bytes in JSON (17 or more).
 
-    Of a longer one the beginning is left, and a digest of all of it: long texts that differ stay
-    different, and equal ones equal.
+    A longer text is replaced by its beginning and a digest of the whole: different long texts stay
+    different, and equal texts stay equal.
     """
     if len(text) <= room and size(text) <= room:
         return text
@@ -364,18 +364,18 @@ def cut(text: str, room: int) -> str:
 
 
 def size(text: str) -> int:
-    """Bytes that a text takes in JSON, without its quotes."""
+    """Size of a text in JSON without its quotes, bytes."""
     return len(encode_basestring_ascii(text)) - 2
 
 
 def said(part: object) -> dict[str, object]:
-    """A dataclass as JSON knows it, without fields that have their default."""
+    """Convert a dataclass to JSON values, without fields that have their default."""
     found = dict[str, object]()
     kind: Any = type(part)
     for name, default in _defaults(kind).items():
         value = getattr(part, name)
         written = None if value == default else _written(value)
-        if written is not None and written != {} and written != default:  # once rounded
+        if written is not None and written != {} and written != default:  # after rounding
             found[name] = written
     return found
 
@@ -396,7 +396,7 @@ def _written(value: object) -> object:
 
 @cache
 def _defaults(kind: Any) -> dict[str, object]:
-    """Defaults by the names of the fields; ``MISSING``, which equals nothing, if there is none."""
+    """Defaults by field name; ``MISSING``, which equals nothing, for fields without default."""
     return {field.name: _default(field) for field in fields(kind)}
 
 
@@ -405,13 +405,13 @@ def _default(field: Field[Any]) -> object:
 
 
 def read(kind: type[Part], found: object) -> Part:
-    """Read a dataclass from what JSON gave.
+    """Read a dataclass from parsed JSON.
 
-    Its numbers are counts, sizes and times, which are never below 0. In a dataclass that has
-    ``signed`` set, those that are no whole numbers may be.
+    Its numbers are counts, sizes and times, which must not be negative. In a dataclass with
+    ``signed`` set, numbers other than integers may be negative.
 
     Raises:
-        ValueError: a field lacks, is of another type or below 0; the message names it.
+        ValueError: a field is missing, has another type or is negative; the message names it.
     """
     if not isinstance(found, dict):
         raise ValueError("it is no object")
@@ -422,7 +422,7 @@ def read(kind: type[Part], found: object) -> Part:
             if name not in readers:
                 continue
             exact, reader = readers[name]
-            # Most values are what they should be, and there may be millions of them.
+            # Fast path: most values have the exact type, and there may be millions of them.
             if type(value) is exact and (exact is not float or 0.0 <= found[name] < math.inf):
                 values[name] = value
             else:
@@ -438,8 +438,8 @@ def read(kind: type[Part], found: object) -> Part:
 
 
 class _Field(NamedTuple):
-    """Reader of a field, and the type whose values it returns as they are, but for numbers that are
-    not finite."""
+    """Reader of a field, and the type whose values the reader returns unchanged, except numbers
+    that are not finite."""
 
     exact: type | None
     read: Read
@@ -466,7 +466,7 @@ def _read_or(read: Read, otherwise: Any, value: Any) -> Any:
 
 
 def _reader(hint: Any, numbers: Read) -> Read:
-    """Reader of one field's type; ``numbers`` reads those that need not be whole."""
+    """Reader of one field's type; ``numbers`` reads floating-point numbers."""
     if isinstance(hint, types.UnionType):
         inner = _reader(next(one for one in hint.__args__ if one is not types.NoneType), numbers)
         return lambda value: None if value is None else inner(value)
@@ -515,9 +515,9 @@ class JsonObject:
     """A dataclass that is written with every field, and with numbers and texts unchanged.
 
     Attributes:
-        signed: True, so that numbers may be below 0, except whole numbers.
-        renamed: names in JSON that a field of Python cannot have, by field.
-        unneeded: values that fields get where JSON lacks them or has another type, by field. The
+        signed: True, so that numbers may be negative, except integers.
+        renamed: names in JSON that are not valid names of Python fields, by field.
+        unneeded: values of fields that JSON lacks or has with another type, by field. The
             program's own clients do not use these fields.
     """
 
@@ -527,7 +527,7 @@ class JsonObject:
     unneeded: typing.ClassVar[Mapping[str, Any]] = {}
 
     def to_json(self) -> Any:
-        """Convert it to what the ``json`` module writes."""
+        """Convert the object to values that the ``json`` module can write."""
         kind: Any = type(self)
         found = {}
         for field, name, is_plain in _names(kind):
@@ -537,7 +537,7 @@ class JsonObject:
 
     @classmethod
     def from_json(cls, found: object) -> typing.Self:
-        """Read it from what the ``json`` module parsed.
+        """Create the object from values that the ``json`` module parsed.
 
         Raises:
             ValueError: a field is missing or of another type; the message names it.
@@ -553,7 +553,7 @@ class JsonObject:
 
 @cache
 def _names(kind: Any) -> list[tuple[str, str, bool]]:
-    """Name of each field, its name in JSON, and whether JSON has its values as they are."""
+    """Name of each field, its name in JSON, and whether its values are written unchanged."""
     plain = (str, int, float, bool, str | None, int | None, float | None)
     hints = typing.get_type_hints(kind)
     return [

@@ -1,7 +1,7 @@
-"""Keys of pages: equal for two pages only if they hold the same bytes.
+"""Keys of pages: equal for two pages only if the pages have the same bytes.
 
 A page's key is ``fingerprint ‖ block hash``. vLLM's block hash covers the tokens, the LoRA name,
-multimodal inputs and the cache salt. The fingerprint covers everything else, so that bytes of
+multimodal inputs and the cache salt. The fingerprint covers everything else, so that pages of
 another model, dtype or generation are never found under this key.
 """
 
@@ -15,10 +15,11 @@ from hashlib import sha256
 from typing import NewType, cast
 
 PageKey = NewType("PageKey", bytes)
-"""Identity of a page over all ranks: 16 bytes of fingerprint, then the block's hash."""
+"""Identity of a page on all ranks: 16 bytes of fingerprint, then the block hash."""
 
 FORMAT_VERSION = 2
-"""Version of the page format. Increase it when a page's bytes, or what its key covers, change."""
+"""Version of the page format. Increase it when a page's bytes, or the coverage of its key,
+change."""
 
 UNIDENTIFIED = "unidentified-"
 """Prefix of the digest of a model without files; the rest is random."""
@@ -27,7 +28,7 @@ UPDATED = f"{UNIDENTIFIED}updated-"
 """Prefix of the digest of a model whose weights may have changed since its files were loaded."""
 
 DIGEST_BYTES = 16
-"""Size of a fingerprint's digest."""
+"""Size of a fingerprint's digest, bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +40,15 @@ class Fingerprint:
         adapter: digest of the LoRA adapter's files; empty without one.
         dtype: compute dtype of the model, for example ``bfloat16``.
         cache_dtype: dtype of stored K and V, for example ``auto`` or ``fp8``.
-        kv_scales: source of the scales of a quantised cache.
+        kv_scales: source of the scales of a quantized cache.
         config: the model's configuration as loaded, overrides included.
         group: the pages' KV cache group.
         block_size: tokens of a page.
         layout: description of a page's byte regions and their contents.
-        ranks: number of tensor-parallel ranks a page is cut into.
+        ranks: number of tensor-parallel ranks that a page is divided among.
         hash_algorithm: vLLM's block hash function and its seed.
-        generation: empty at first; after a cache reset a unique value, so that its pages are not
-            taken for those of an engine that was reset as often.
+        generation: empty at first; a unique value after a cache reset, so that an engine that was
+            reset the same number of times cannot find the pages.
     """
 
     model: str
@@ -69,7 +70,7 @@ class Fingerprint:
         return not (self.generation or self.model.startswith(UNIDENTIFIED))
 
     def digest(self) -> bytes:
-        """16 bytes that differ whenever a field does."""
+        """16 bytes that differ whenever a field differs."""
         fields = {"format": FORMAT_VERSION, **asdict(self)}
         text = json.dumps(fields, sort_keys=True, default=str)
         return sha256(text.encode()).digest()[:DIGEST_BYTES]
@@ -81,7 +82,7 @@ def page_keys(fingerprint: bytes, block_hashes: Sequence[bytes]) -> list[PageKey
 
 
 def rekeyed(key: PageKey, fingerprint: bytes) -> PageKey:
-    """Key of the same text's page under another fingerprint."""
+    """Key of a page of the same text under another fingerprint."""
     return PageKey(fingerprint + key[DIGEST_BYTES:])
 
 
@@ -89,7 +90,7 @@ def tail_key(parent: bytes, tokens: Sequence[int], extra: object) -> PageKey:
     """Build the key of a partial tail block, which vLLM does not hash.
 
     Args:
-        parent: key of the page before it; the fingerprint if there is none.
+        parent: key of the page before it; the fingerprint if there is no such page.
         tokens: tokens whose KV the block holds, fewer than a block.
         extra: vLLM's extra keys of those tokens (LoRA, multimodal, salt).
     """

@@ -1,10 +1,7 @@
-"""The machine that a process runs on: the cores and the memory that it may use.
+"""The machine that a process runs on: the cores and the memory that the process may use.
 
-The cores that this process may use.
-
-Control groups of version 2: the limits that containers and services run under.
-
-Memory of the machine, as far as this process may have it.
+Limits come from the CPU affinity, and from control groups of version 2, which containers and
+services run in.
 """
 
 from __future__ import annotations
@@ -21,18 +18,18 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def lineage(group: str | None = None, mounted: Path = CGROUPS) -> Iterator[Path]:
-    """Folders of a control group and of all that it is in, from the inside out.
+    """Folders of a control group and of its ancestors, innermost first.
 
     Args:
-        group: the group, as ``/proc/self/cgroup`` has it; None for this process's.
-        mounted: where control groups are mounted.
+        group: the group, in the format of ``/proc/self/cgroup``; None for this process's group.
+        mounted: folder where control groups are mounted.
     """
     inside = Path((_own_group() if group is None else group).strip("/"))
     yield from (mounted / one for one in (inside, *inside.parents))
 
 
 def _own_group() -> str:
-    """This process's control group; none on a machine without."""
+    """This process's control group; empty on a machine without control groups."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -41,35 +38,36 @@ def _own_group() -> str:
 
 
 CORES = frozenset(os.sched_getaffinity(0))
-"""Asked at import, which must be early: vLLM's CPU worker binds the main thread to a single core,
-and every thread started later with it."""
+"""Read at import, which must be early: vLLM's CPU worker binds the main thread to a single core,
+and every thread started later inherits this."""
 
 
 def usable_cores(group: str | None = None, mounted: Path = CGROUPS) -> int:
-    """Number of cores that this process may keep busy: those that it may run on, or fewer where its
-    container is given less time than that.
+    """Number of cores that this process may keep busy: the cores that it may run on, or fewer if
+    its container's CPU quota is smaller.
 
     Args:
-        group: its control group, as ``/proc/self/cgroup`` has it; None to read it there.
-        mounted: where control groups of version 2 are mounted.
+        group: its control group, in the format of ``/proc/self/cgroup``; None to read it there.
+        mounted: folder where control groups of version 2 are mounted.
     """
     shares = (_share(folder / "cpu.max") for folder in lineage(group, mounted))
     return max(1, min([len(CORES), *(int(share) for share in shares if share is not None)]))
 
 
 def run_beside(name: str, threads: int, nice: int = 0) -> ThreadPoolExecutor:
-    """Make threads that run next to the engine's thread, on all cores of this process whatever core
-    that one is bound to.
+    """Create threads that run next to the engine's thread, on all cores of this process even if the
+    engine's thread is bound to one.
 
     Args:
         name: name of the threads, after ``tiered-kv-``.
-        nice: their niceness: above 0 they yield to everything else on the machine.
+        nice: niceness of the threads: above 0 they yield to everything else on the machine.
     """
     return ThreadPoolExecutor(threads, f"tiered-kv-{name}", leave_core, (nice,))
 
 
 def leave_core(nice: int = 0) -> None:
-    """Let the calling thread run on all cores of this process, with that niceness if above 0."""
+    """Allow the calling thread to run on all cores of this process, with that niceness if above
+    0."""
     with suppress(OSError):
         os.sched_setaffinity(0, CORES)
         if nice:
@@ -77,13 +75,13 @@ def leave_core(nice: int = 0) -> None:
 
 
 def spare_cores(ranks: int) -> int:
-    """Number of cores that ``ranks`` ranks on this machine do not need to drive their devices: one
-    each."""
+    """Number of cores that are left when ``ranks`` ranks on this machine use one core each to drive
+    their devices."""
     return max(0, usable_cores() - ranks)
 
 
 def _share(file: Path) -> float | None:
-    """Cores' worth of time that a control group is given; None if it has no limit."""
+    """CPU quota of a control group, in cores; None without a limit."""
     try:
         quota, period = file.read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -97,13 +95,13 @@ MEMINFO = Path("/proc/meminfo")
 def system_memory(
     group: str | None = None, mounted: Path = CGROUPS, meminfo: Path = MEMINFO
 ) -> tuple[int, int]:
-    """Bytes in all, and those that this process may still take.
+    """Total memory, and memory that this process may still allocate, bytes.
 
-    The machine's, or those of a control group that it is in if that has less.
+    The smaller of the machine's values and those of the control groups that the process is in.
 
     Args:
-        group: its control group, as ``/proc/self/cgroup`` has it; None to read it there.
-        mounted: where control groups of version 2 are mounted.
+        group: its control group, in the format of ``/proc/self/cgroup``; None to read it there.
+        mounted: folder where control groups of version 2 are mounted.
         meminfo: file with the machine's memory.
     """
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
@@ -119,6 +117,6 @@ def system_memory(
 
 
 def _reclaimable(folder: Path) -> int:
-    """Bytes of a group's files in memory that nobody used lately: the kernel takes them back."""
+    """Bytes of a group's file cache that were not used recently: the kernel can reclaim them."""
     lines = (folder / "memory.stat").read_text().splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)

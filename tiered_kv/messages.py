@@ -1,4 +1,4 @@
-"""The messages between the scheduler half and the workers: orders out, reports in."""
+"""Messages between the scheduler half and the workers: orders to workers, reports from workers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Speeds:
     """Measured speeds of one rank's machine.
 
     Attributes:
-        copy: bytes of pages a second from CPU memory to VRAM; 0 if there are no slots.
-        flops: floating-point operations a second of a matrix product.
+        copy: copy rate from CPU memory to VRAM, bytes of pages per second; 0 without slots.
+        flops: rate of a matrix product, floating-point operations per second.
     """
 
     copy: float
@@ -36,7 +36,7 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A segment that a rank's store would delete next, to make room.
+    """A segment that a rank's store would delete next to free space.
 
     Attributes:
         keys: its live pages, oldest first.
@@ -51,7 +51,7 @@ class Reclaim:
     """An order to delete a segment.
 
     Attributes:
-        survivors: pages of it to write once more first.
+        survivors: pages of the segment to write once more before the deletion.
     """
 
     segment: int
@@ -63,14 +63,14 @@ class TierOrders:
     """Orders for the workers' I/O threads of one store.
 
     Attributes:
-        fingerprint: digest of the new generation of pages, after a cache reset: what the store
-            has is invalid, and so is every order sent before. None without a reset.
-        lost: pages that some rank has lost: the others can forget them.
+        fingerprint: digest of the new generation of pages after a cache reset. The contents of the
+            store and every order sent before are then invalid. None without a reset.
+        lost: pages that some rank has lost, so that the other ranks can forget them.
         reclaims: segments to delete, by rank.
-        invalidated: saves whose slots may hold anything: not to be flushed.
-        expedited: promotions that are due at once, whenever they were due before.
-        sent_at: time on the clock of the orders' ``due``, which a worker on another machine does
-            not share; None if no order has one.
+        invalidated: saves whose slots have undefined contents, and must not be flushed.
+        expedited: deferred promotions that are due now.
+        sent_at: time of sending on the clock of the orders' ``due``, which a worker on another
+            machine does not share; None if no order has a ``due``.
     """
 
     demotes: tuple[DemoteOrder, ...] = ()
@@ -86,10 +86,10 @@ class TierOrders:
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """News of a rank's store of one tier.
+    """Changes in a rank's store of one tier.
 
     Attributes:
-        gone: pages that are no longer there.
+        gone: pages that are no longer stored.
         proposal: segment to delete next, repeated until it is deleted; None if there is none.
         counters: increments of counters since the last report, by name.
         stored_bytes: size of its live pages as stored, bytes.
@@ -101,7 +101,7 @@ class TierReport:
     stored_bytes: int = 0
 
     def followed_by(self, later: TierReport) -> TierReport:
-        """Return both of a rank's reports as one."""
+        """Merge a rank's report with a later one."""
         counters = dict(self.counters)
         for name, amount in later.counters.items():
             counters[name] = counters.get(name, 0) + amount
@@ -110,7 +110,7 @@ class TierReport:
 
 @dataclass(frozen=True, slots=True)
 class StoredPages:
-    """Pages that a rank's store of one tier has from before.
+    """Pages that a rank's store of one tier has from previous engines.
 
     Attributes:
         keys: the pages, oldest first.
@@ -125,12 +125,12 @@ class StoredPages:
 
 @dataclass(frozen=True, slots=True)
 class AdoptedBundle:
-    """Pages that are compressed together in a rank's CPU memory, from an engine before.
+    """Pages that are compressed together in a rank's CPU memory, from a previous engine.
 
     Attributes:
-        slots: slots that they fill together, in their order.
-        keys: their keys.
-        saved: times at which every rank had them, nanoseconds since 1970, as many.
+        slots: slots of the bundle, in order.
+        keys: keys of the pages.
+        saved: time at which every rank had the page, nanoseconds since 1970; one per key.
     """
 
     slots: tuple[int, ...]
@@ -140,13 +140,13 @@ class AdoptedBundle:
 
 @dataclass(frozen=True, slots=True)
 class AdoptedPages:
-    """Pages that a rank's CPU memory has from an engine before.
+    """Pages that a rank's CPU memory has from a previous engine.
 
     Attributes:
-        slots: slots of those that have one each.
-        keys: their keys, as many.
-        saved: times at which every rank had them, nanoseconds since 1970, as many.
-        bundles: the others.
+        slots: slots of the uncompressed pages.
+        keys: keys of these pages, one per slot.
+        saved: time at which every rank had the page, nanoseconds since 1970; one per slot.
+        bundles: the compressed pages.
     """
 
     slots: tuple[int, ...] = ()
@@ -157,11 +157,11 @@ class AdoptedPages:
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """Word to the workers about an order that filled slots, which every rank has reported.
+    """Notifies workers of a finished order that filled slots, after every rank has reported it.
 
     Attributes:
         bad: indices of its pages that must not be found by a later engine.
-        at: time of it, nanoseconds since 1970.
+        at: time of settlement, nanoseconds since 1970.
     """
 
     order_id: OrderId
@@ -175,11 +175,11 @@ class Handshake:
 
     Attributes:
         speeds: speeds of its machine.
-        slots: pages that its share of CPU memory holds.
-        page_bytes: size of a page of each group there, bytes.
+        slots: number of slots of its CPU memory.
+        page_bytes: size of a page of each group on this rank, bytes.
         compresses: groups whose pages it can compress.
-        stored: content of its stores.
-        adopted: pages that its CPU memory has from before.
+        stored: contents of its stores.
+        adopted: pages that its CPU memory has from a previous engine.
     """
 
     speeds: Speeds
@@ -195,14 +195,15 @@ class Orders:
     """A step's orders, from the scheduler half to all workers.
 
     Attributes:
-        failed_loads: restores that the engine counts on and that cannot be ordered.
-        seen_failures: failed sync restores of each rank that the scheduler knows of. Saves
-            that a worker makes before its failures are seen may hold KV computed from bytes
-            that never arrived, so the worker fails them.
+        failed_loads: restores that the engine counts on but that cannot be ordered.
+        seen_failures: number of failed sync restores that the scheduler half has handled, by rank.
+            Saves that a worker makes before its failures are handled may contain KV computed from
+            bytes that never arrived, so the worker fails them.
         stores: orders for stores.
         snapshots: orders for snapshots of jobs.
-        settled: orders that are over, where CPU memory outlives the engine.
-        reset: True after a cache reset there: what CPU memory holds must not be found again.
+        settled: finished orders, where CPU memory outlives the engine.
+        reset: True after a cache reset, where CPU memory outlives the engine: its pages must not
+            be found again.
     """
 
     saves: tuple[SaveOrder, ...] = ()
@@ -223,7 +224,7 @@ class Reports:
     Attributes:
         orders: reports by order, merged over ranks.
         failures: failed sync restores so far, by rank.
-        stores: news of stores, by store and rank.
+        stores: reports of stores, by store and rank.
     """
 
     orders: Mapping[OrderId, OrderReport] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Orders and reports, which pass between the scheduler half and the worker half.
 
-The scheduler half decides which page goes where and sends one list of orders a step;
-the worker half moves the bytes and sends reports back. Both are plain frozen data, so
-that they pickle small and a simulator can stand in for either side.
+The scheduler half decides where each page goes, and sends one list of orders per step. The worker
+half moves the bytes and sends reports back. Both are plain frozen data, so that they pickle
+compactly and a simulator can replace either side.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Outbox(list[T]):
-    """Items for the workers that are not sent yet."""
+    """Items for the workers that have not been sent yet."""
 
     def take(self) -> tuple[T, ...]:
         """Remove all items and return them."""
@@ -29,7 +29,7 @@ class Outbox(list[T]):
 
 
 class OrderKind(Enum):
-    """A kind of order: its name in the status, and in the trace of steps."""
+    """Type of an order: its name in the status, and in the trace of steps."""
 
     SAVE = "save", "save"
     LOAD = "restore", "load"
@@ -46,12 +46,12 @@ class OrderKind(Enum):
 
 
 class RestoreMode(Enum):
-    """Way to carry out a restore."""
+    """Mode of a restore."""
 
     SYNC = "sync"
     """Restore before this step's forward pass, which waits for it."""
     ASYNC = "async"
-    """Restore beside the forward passes; the request is scheduled once it is done."""
+    """Restore while forward passes run; the request is scheduled once the restore is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class SaveOrder:
 
     Attributes:
         group: position of the pages' group.
-        keys: keys of the pages; they tell the worker what its slots hold, for the flush when the
-            engine is stopped.
+        keys: keys of the pages. They identify the contents of the worker's slots, which are
+            flushed when the engine stops.
     """
 
     kind: ClassVar[OrderKind] = OrderKind.SAVE
@@ -75,13 +75,14 @@ class SaveOrder:
 
 @dataclass(frozen=True, slots=True)
 class PackOrder:
-    """Compress the pages in ``slots`` of the CPU pool, one after the other, into the first of
-    these slots. The bundle replaces any of which it fills a slot. Reported with the number of
-    slots that it fills.
+    """Compress the pages in ``slots`` of the CPU pool contiguously into the first of these slots.
+    The bundle replaces every bundle whose slots it fills. The report contains the number of slots
+    that it fills.
 
     Attributes:
         group: position of the pages' group.
-        keys: keys of the pages; what asks for one later names its key, and the bundle's first slot.
+        keys: keys of the pages. Later orders refer to a page by its key and the bundle's first
+            slot.
     """
 
     kind: ClassVar[OrderKind] = OrderKind.PACK
@@ -98,9 +99,10 @@ class LoadOrder:
 
     Attributes:
         group: position of the pages' group.
-        slots: of a cold page ``cold_place`` of its bundle, which is below 0.
+        slots: slots; for a cold page the ``cold_place`` of its bundle, which is negative.
         cold: the cold pages among them, in order.
-        more: True if further orders for the request follow, in later steps: it comes in pieces.
+        more: True if further orders for the request follow in later steps, because it is restored
+            in pieces.
     """
 
     kind: ClassVar[OrderKind] = OrderKind.LOAD
@@ -117,8 +119,8 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class FailLoad:
-    """Report blocks as bad, in place of a restore that the engine counts on and that cannot be
-    ordered, or of its last pieces: their tokens are computed. No further order for the request
+    """Report blocks as failed, in place of a restore, or of its last pieces, that the engine counts
+    on but that cannot be ordered. Their tokens are recomputed. No further order for the request
     follows."""
 
     request_id: str
@@ -130,12 +132,12 @@ class FailLoad:
 class DemoteOrder:
     """Write ``slots[i]`` of the CPU pool to a store as page ``keys[i]``.
 
-    The slots stay as they are until the order is reported. ``due``: the worker's I/O thread
-    begins by itself at that time (the scheduler half's clock; at once if 0), since an idle engine
-    runs no hook.
+    The slots do not change until the order is reported. The worker's I/O thread starts the order at
+    ``due`` (time on the scheduler half's clock; immediately if 0), since an idle engine runs no
+    hook.
 
     Attributes:
-        runs: for each key the first page of its run, for a store that wants to know; else empty.
+        runs: for each key the first page of its run, for a store that needs it; otherwise empty.
     """
 
     kind: ClassVar[OrderKind] = OrderKind.DEMOTE
@@ -166,10 +168,10 @@ class PromoteOrder:
 
 @dataclass(frozen=True, slots=True)
 class LookupOrder:
-    """Ask a store whether it has page ``keys[i]``; those it has not are reported as failed.
+    """Look up whether a store has page ``keys[i]``. Missing pages are reported as failed.
 
     Attributes:
-        deadline_s: time for the answer, seconds; without one all are reported as failed.
+        deadline_s: time for the answer, seconds. After it, unanswered pages are reported as failed.
         runs: as for ``DemoteOrder``.
     """
 
@@ -184,7 +186,7 @@ class LookupOrder:
 
 @dataclass(frozen=True, slots=True)
 class ContextPage:
-    """A page of a context: that of a block of its group's table."""
+    """A page of a context: the page of a block in its group's table."""
 
     group: int
     block: int
@@ -193,13 +195,13 @@ class ContextPage:
 
 @dataclass(frozen=True, slots=True)
 class ExportOrder:
-    """Write pages of the CPU pool into the snapshot that is being made in ``folder``.
+    """Write pages of the CPU pool into the snapshot that is being created in ``folder``.
 
-    Page ``keys[i]`` lies in ``slots[i]`` and is that of block ``blocks[i]`` of its context, in
-    group ``groups[i]``. The slots stay as they are until the order is reported.
+    Page ``keys[i]`` is in ``slots[i]``. It belongs to block ``blocks[i]`` of its context, in group
+    ``groups[i]``. The slots do not change until the order is reported.
 
     Attributes:
-        slots: of a cold page ``cold_place`` of its bundle, which is below 0.
+        slots: slots; for a cold page the ``cold_place`` of its bundle, which is negative.
     """
 
     kind: ClassVar[OrderKind] = OrderKind.EXPORT
@@ -239,11 +241,11 @@ class OrderReport:
     """Result of an order on ``ranks`` ranks.
 
     Attributes:
-        ranks: number of ranks that this report stands for.
-        failed: indices of the order's pages whose copy failed on any of them.
+        ranks: number of ranks that this report covers.
+        failed: indices of the order's pages whose copy failed on any of these ranks.
         nbytes: bytes of the pages moved by the slowest rank.
-        seconds: time that this rank spent copying; 0 when unknown.
-        slots: slots that a bundle fills on the rank where it fills most.
+        seconds: time that this rank spent copying, seconds; 0 if unknown.
+        slots: number of slots that a bundle fills on the rank where it fills most.
     """
 
     ranks: int

@@ -1,18 +1,18 @@
-"""A group of pages: KV of one kind, whose blocks have one geometry.
+"""A group of pages: KV of one type, whose blocks have one geometry.
 
-An engine has one group for each kind of attention or state that it keeps. All groups share the
+An engine has one group for each type of attention or state that it keeps. All groups share the
 block ids of VRAM and the slots of the CPU pool; a page takes a whole slot and fills its own bytes.
 
-Reach of an attention kind: the earlier tokens whose KV the next token needs.
+Reach of an attention type: the earlier tokens whose KV the next token needs.
 
-A hit of N tokens needs the blocks that hold those, and no others. vLLM calls the tokens before
+A hit of N tokens needs only the blocks that contain these tokens. vLLM calls the tokens before
 them skipped, and has no blocks for them.
 
 Layout of a page: the byte regions of a block, and their order in a slot.
 
-A block of VRAM is scattered over the engine's allocation; a slot of the CPU pool is one run of
-bytes. ``PageLayout`` maps one to the other. It is independent of what the bytes mean, so it serves
-any dtype, head layout or attention kind.
+A block of VRAM is scattered over the engine's allocation. A slot of the CPU pool is one run of
+bytes. ``PageLayout`` maps one to the other. It is independent of the meaning of the bytes, so it
+works for any dtype, head layout or attention type.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Placement:
     Layer ``l``'s bytes of block ``b`` start at ``offset + l*layer_stride + b*block_stride``.
 
     Attributes:
-        used: bytes of a layer's page that hold something; None: all up to the next page, or, where
-            a block's layers lie together, up to the next block.
+        used: bytes of a layer's page that have contents. None: everything up to the next page or,
+            where a block's layers are contiguous, up to the next block.
     """
 
     layers: int
@@ -44,7 +44,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """``count`` runs of ``nbytes`` for each block, ``run_stride`` bytes apart.
+    """``count`` runs of ``nbytes`` for each block, at a distance of ``run_stride`` bytes.
 
     Run ``r`` of block ``b`` starts at ``offset + r*run_stride + b*block_stride``.
     """
@@ -60,21 +60,21 @@ class Region:
         return self.count * self.nbytes
 
     def end(self, num_blocks: int) -> int:
-        """End of this region's last byte in the allocation."""
+        """End of this region's last byte in the allocation, bytes."""
         runs = (self.count - 1) * self.run_stride
         return self.offset + runs + (num_blocks - 1) * self.block_stride + self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """All regions of a block, in the order in which a slot holds them."""
+    """All regions of a block, in slot order."""
 
     regions: tuple[Region, ...]
     num_blocks: int
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page on one rank."""
+        """Size of a page on one rank, bytes."""
         return sum(region.bytes_per_block for region in self.regions)
 
     @property
@@ -90,13 +90,12 @@ class PageLayout:
 def page_layout(placements: Iterable[Placement], num_blocks: int) -> PageLayout:
     """Derive the byte regions of a block from vLLM's placements.
 
-    Layer-outermost layouts give each layer one run per block (or one per head group,
-    when a layer's stride spans several block-strided areas). Block-outermost layouts
-    pack all layers of a block into one run; several placements then name the same
-    packed block, which is taken once.
+    Layer-outermost layouts give each layer one run per block (or one per head group, when a layer's
+    stride spans several block-strided areas). Block-outermost layouts pack all layers of a block
+    into one run. Several placements then name the same packed block, which is used once.
 
     Raises:
-        ValueError: a layer stride that is no whole number of block-strided areas.
+        ValueError: a layer stride is not a whole number of block-strided areas.
     """
     regions: dict[int, Region] = {}
     for place in placements:
@@ -123,14 +122,14 @@ def page_layout(placements: Iterable[Placement], num_blocks: int) -> PageLayout:
 
 
 class KvKind(Enum):
-    """Kind of KV that a group of layers keeps."""
+    """Type of KV that a group of layers keeps."""
 
     FULL = "full"
     """All tokens: full attention, MLA and its indexers."""
     WINDOW = "window"
     """The last tokens: sliding-window attention."""
     CHUNK = "chunk"
-    """The tokens of the present chunk: chunked local attention."""
+    """The tokens of the current chunk: chunked local attention."""
     STATE = "state"
     """A state after the last token: Mamba, GDN, KDA, short convolutions."""
 
@@ -140,9 +139,9 @@ class KvReach:
     """Reach of a group's layers.
 
     Attributes:
-        kind: kind of KV.
-        span: length of the window or chunk, tokens; 0 for other kinds.
-        extra: tokens kept before the window, which a drafter may compute again.
+        kind: type of KV.
+        span: length of the window or chunk, tokens; 0 for other types.
+        extra: tokens kept before the window, which a drafter may recompute.
     """
 
     kind: KvKind = KvKind.FULL
@@ -154,7 +153,7 @@ class KvReach:
             raise ValueError(f"{self.kind.value} KV has no span of {self.span} tokens")
 
     def skipped(self, tokens: int) -> int:
-        """Number of the first tokens that are not needed once ``tokens`` are computed."""
+        """Number of leading tokens whose KV is not needed once ``tokens`` are computed."""
         match self.kind:
             case KvKind.FULL:
                 return 0
@@ -166,7 +165,7 @@ class KvReach:
                 return max(0, tokens - 1)
 
     def blocks(self, tokens: int, block_size: int) -> range:
-        """Blocks that a hit of ``tokens`` needs; the last may be filled in part."""
+        """Blocks that a hit of ``tokens`` needs; the last may be partial."""
         skipped = self.skipped(tokens)
         if skipped >= tokens:
             return range(0)
@@ -188,14 +187,15 @@ class PageGroup:
     Attributes:
         index: the engine's number for the group.
         block_size: length of a page, tokens.
-        layout: places of a block's bytes.
-        element: type of the elements, if they are of one.
+        layout: locations of a block's bytes.
+        element: type of the elements, if all have the same type.
         reach: tokens that a hit needs.
-        draft_tokens: tokens behind one on which its KV in layers of a drafter depends.
-        arrangement: description of what decides how K, V, heads and tokens lie within a block; a
-            backend may arrange them as it likes, and sizes do not tell.
-        sections: sections of a page in its order, if its elements are of several types; ``element``
-            does not count then.
+        draft_tokens: number of following tokens that a token's KV in the drafter's layers depends
+            on.
+        arrangement: description of everything that determines the order of K, V, heads and tokens
+            within a block. A backend may choose any order, and sizes do not reveal it.
+        sections: sections of a page in order, if its elements have several types; ``element`` is
+            then ignored.
 
     Raises:
         ValueError: the sections are not as long as a page.
@@ -229,22 +229,22 @@ class PageGroup:
         return PageFormat(self.element, self.page_bytes, tokens)
 
     def needs(self, tokens: int) -> range:
-        """Blocks that a hit of ``tokens`` needs; the last may be filled in part."""
+        """Blocks that a hit of ``tokens`` needs; the last may be partial."""
         return self.reach.blocks(tokens, self.block_size)
 
     def describe(self) -> str:
-        """Stable text for a fingerprint: what the bytes of a page are."""
+        """Stable description of a page's bytes, for a fingerprint."""
         told = f"{self.layout.describe()} {self.arrangement}"
         sections = self.page_format.sections
-        if len(sections) == 1:  # the engine's dtype, which is told elsewhere
+        if len(sections) == 1:  # the engine's dtype, which is described elsewhere
             return told
         return told + " " + ",".join(f"{one.element.value}:{one.nbytes}" for one in sections)
 
 
 def slot_bytes(groups: Sequence[PageGroup]) -> int:
-    """Size of a CPU slot, bytes: that of the largest group's pages; 0 without groups."""
+    """Size of a CPU slot, bytes: the largest page size of the groups; 0 without groups."""
     return max((group.page_bytes for group in groups), default=0)
 
 
 CONTEXT = 0
-"""Position of the group whose blocks hold the tokens of a context, one after the other."""
+"""Position of the group whose blocks contain the tokens of a context consecutively."""

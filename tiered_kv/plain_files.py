@@ -16,7 +16,7 @@ from pathlib import Path
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
 LEFT_OVER_S = 3600.0
-"""Age from which on an unfinished file counts as left over, seconds: writing one takes less."""
+"""Age at which an unfinished file counts as abandoned, seconds. Writing a file takes less time."""
 
 
 def open_plain(path: Path, flags: int, *, dir_fd: int | None = None) -> int:
@@ -26,14 +26,14 @@ def open_plain(path: Path, flags: int, *, dir_fd: int | None = None) -> int:
         dir_fd: an open folder that ``path`` is relative to.
 
     Raises:
-        OSError: the file is missing, or no plain file.
+        OSError: the file is missing, or is not a plain file.
     """
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(path, flags, FILE_MODE, dir_fd=dir_fd)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.ENXIO, "no plain file", str(path))
-    os.set_blocking(fd, True)  # only the opening of a pipe was not to be waited for
+    os.set_blocking(fd, True)  # only needed to open a pipe
     return fd
 
 
@@ -48,11 +48,11 @@ def opened(path: Path, flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a plain file of this process's user, for contents that are believed.
+    """Open a plain file of this process's user, whose contents are trusted.
 
     Raises:
-        PermissionError: it is another user's.
-        OSError: the file is missing, or no plain file.
+        PermissionError: the file belongs to another user.
+        OSError: the file is missing, or is not a plain file.
     """
     fd = open_plain(path, flags)
     try:
@@ -69,7 +69,7 @@ def read_own(path: Path, most: int) -> bytes:
     """Read a whole file of this process's user.
 
     Raises:
-        ValueError: it has more than ``most`` bytes.
+        ValueError: the file has more than ``most`` bytes.
         OSError: as for ``open_own``, or the disk failed.
     """
     with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
@@ -79,15 +79,15 @@ def read_own(path: Path, most: int) -> bytes:
 
 
 def check_owner(path: Path) -> None:
-    """Check that no other user can have put a folder or file there.
+    """Check that no other user can have created a folder or file.
 
-    Where any user may create names, as in ``/dev/shm`` and ``/tmp``, what is found must be this
-    user's, or root's. Elsewhere whoever owns the parent chose it. A link counts as well as what it
-    leads to.
+    Where any user may create names, as in ``/dev/shm`` and ``/tmp``, the path must belong to this
+    user or to root. Elsewhere the owner of the parent is trusted. For a link, both the link and its
+    target are checked.
 
     Raises:
-        PermissionError: another user made it.
-        OSError: it is missing, or cannot be examined.
+        PermissionError: another user created it.
+        OSError: the path is missing, or cannot be examined.
     """
     link, there = path.lstat(), path.stat()
     if not path.parent.stat().st_mode & stat.S_IWOTH:
@@ -98,8 +98,8 @@ def check_owner(path: Path) -> None:
 
 
 def _owner_of_new_files(folder: Path) -> int | None:
-    """The user whom a file system records for files of this process: a network mount may record
-    another. None if it takes none."""
+    """Return the user that a file system records as owner of this process's files, which may differ
+    on a network mount. Returns None if no file can be created."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             return os.fstat(file.fileno()).st_uid
@@ -112,7 +112,7 @@ def _foreign(path: Path, owner: int) -> PermissionError:
 
 
 def write_all(fd: int, parts: Iterable[bytes | memoryview]) -> int:
-    """Write all of these bytes, one part after the other; returns their number.
+    """Write all parts in order. Returns the number of bytes.
 
     Raises:
         OSError: the disk is full, or failed; any part may have been written.
@@ -127,19 +127,20 @@ def write_all(fd: int, parts: Iterable[bytes | memoryview]) -> int:
 
 
 def replace_file(path: Path, data: bytes, *, beside: Path | None = None, durable: bool) -> int:
-    """Write a file under another name, which then takes the place of ``path``: a reader finds the
-    old file or the new one, whole.
+    """Write a file under a temporary name, and rename it to ``path``. A reader finds either the
+    complete old file or the complete new one.
 
     Args:
-        beside: the other name, whose file is removed first; by default one that no other process
-            chooses. Then files that killed processes left next to ``path`` are removed.
-        durable: make its contents survive a power cut before it takes the place.
+        beside: the temporary name, whose file is removed first; by default a name that no other
+            process chooses. In that case files that killed processes left next to ``path`` are
+            removed.
+        durable: make the contents durable before the rename.
 
     Returns:
         A descriptor of the new file, open for appending.
 
     Raises:
-        OSError: it could not be written; the old file is still there, and no other.
+        OSError: the file could not be written. The old file is unchanged, and no new file is left.
     """
     if beside is None:
         _sweep(path)
@@ -154,13 +155,13 @@ def replace_file(path: Path, data: bytes, *, beside: Path | None = None, durable
     except BaseException:
         os.close(fd)
         with contextlib.suppress(OSError):
-            beside.unlink()  # the space that it takes
+            beside.unlink()  # free its space
         raise
     return fd
 
 
 def _sweep(path: Path) -> None:
-    """Remove what killed processes left of new contents of ``path``. Never fails."""
+    """Remove temporary files that killed processes left for ``path``. Never fails."""
     unfinished = re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}")
     with contextlib.suppress(OSError):
         for one in path.parent.iterdir():

@@ -1,4 +1,4 @@
-"""Parts chosen by name, or as ``module:Class`` out of a package of the operator's own."""
+"""Parts chosen by name, or as ``module:Class`` from a package of the operator's own."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ T = TypeVar("T")
 def load(
     kind: str, name: str, known: Mapping[str, Callable[..., T]], *contracts: Any
 ) -> Callable[..., T]:
-    """Find a part's class, or the function that makes it. A module is imported for that.
+    """Find a part's class, or the function that creates it. Imports the module if needed.
 
     Args:
-        kind: noun for the part, in error messages.
+        kind: noun for the part, for error messages.
         name: name in ``known``, or ``module:Class`` of any importable module.
         contracts: classes or Protocols whose public methods a class from elsewhere must have.
 
     Raises:
-        ConfigError: there is no such part; the message names what to use instead.
+        ConfigError: there is no such part; the message names a valid one.
     """
     if name in known:
         return known[name]
@@ -38,7 +38,7 @@ def load(
         )
     try:
         found = getattr(import_module(module), attribute, None)
-    except Exception as error:  # of whatever a stranger's module does
+    except Exception as error:  # third-party modules may raise anything
         raise ConfigError(
             f"{kind} {name!r} cannot be imported ({type(error).__name__}: {error}): install its "
             "package in the server's environment, or fix the import."
@@ -59,11 +59,11 @@ def load(
 def _missing(found: type, contract: Any) -> list[str]:
     """Public and abstract methods of the contract that the class does not define.
 
-    A contract's properties may be attributes that only an instance has.
+    A contract's properties are not checked, since they may be attributes of instances only.
     """
     methods = (name for name, _ in inspect.getmembers(contract, inspect.isfunction))
     unmet: frozenset[str] = getattr(found, "__abstractmethods__", frozenset())
-    special = getattr(contract, "__abstractmethods__", ())  # as __iter__ may be
+    special = getattr(contract, "__abstractmethods__", ())  # for example __iter__
     return [
         name
         for name in methods

@@ -1,12 +1,12 @@
 """Answers of the routes under ``/tiered_kv``: a dataclass for each object that the program's own
 clients read.
 
-The engine builds the status and the list of jobs from them, and ``to_json`` writes their fields in
-order. ``tiered-kv top`` and the commands for snapshots read them with ``from_json``, which ignores
-other fields.
+The engine builds the status and the list of jobs from these classes, and ``to_json`` writes their
+fields in order. ``tiered-kv top`` and the commands for snapshots read them with ``from_json``,
+which ignores other fields.
 
 Moments are seconds since the epoch. They are None where JSON has null: for a moment that never
-comes, and for seconds without a known end.
+comes, and for a duration without a known end.
 """
 
 from __future__ import annotations
@@ -47,20 +47,15 @@ class Vram(JsonObject):
 
     @property
     def reusable_blocks(self) -> int:
-        """Free blocks that prompts can find, about: all blocks in use count as cached, although the
-        last block of each request is not."""
+        """Approximate number of free blocks that prompts can find. All blocks in use count as
+        cached, although the last block of each request is not."""
         cached = self.cached_blocks - self.running_blocks - self.pinned_blocks
         return min(self.free_blocks, max(0, cached))
 
 
 @dataclass(frozen=True, slots=True)
 class Cpu(JsonObject):
-    """CPU memory; without it there are no slots.
-
-    Attributes:
-        compressed_slots: slots that hold compressed pages.
-        compressed_share: fraction of the pages that are compressed.
-    """
+    """CPU memory; has no slots if the tier is disabled."""
 
     pages: int
     slots: int
@@ -78,9 +73,9 @@ class LowerTier(JsonObject):
     """A tier below CPU memory.
 
     Attributes:
-        tier: its name.
-        bytes: its size; None if that is not known.
-        promoting_pages, demoting_pages: pages on their way from it and to it.
+        tier: name of the tier.
+        bytes: size of the tier; None if unknown.
+        promoting_pages, demoting_pages: pages being promoted from the tier and demoted to it.
     """
 
     tier: str
@@ -94,20 +89,20 @@ class LowerTier(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class Tiers(JsonObject):
-    """All tiers, the fastest first. In JSON a list, in which each has its name as ``tier``."""
+    """All tiers, fastest first. In JSON a list, in which each tier has its name as ``tier``."""
 
     vram: Vram
     cpu: Cpu
     lower: tuple[LowerTier, ...]
 
     def to_json(self) -> Any:
-        """Convert it to a list."""
+        """Convert the tiers to a list."""
         first = ({"tier": "vram", **self.vram.to_json()}, {"tier": "cpu", **self.cpu.to_json()})
         return [*first, *(one.to_json() for one in self.lower)]
 
     @classmethod
     def from_json(cls, found: object) -> Self:
-        """Read it from a list."""
+        """Read the tiers from a list."""
         if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
             raise ValueError("it is no list of objects")
         lower = [one for one in found if one.get("tier") not in ("vram", "cpu")]
@@ -117,7 +112,8 @@ class Tiers(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class Pins(JsonObject):
-    """Pins between turns: jobs that have one, their blocks, and how many may be pinned."""
+    """Pins between turns: jobs with a pin, their blocks, and the maximum number of pinned
+    blocks."""
 
     jobs: int
     blocks: int
@@ -129,7 +125,7 @@ class JobCounts(JsonObject):
     """Numbers of jobs.
 
     Attributes:
-        known: jobs that are remembered.
+        known: all known jobs.
         begun: jobs that admission counts as started.
         waiting: jobs between two turns.
         held: new jobs that are held back.
@@ -144,7 +140,7 @@ class JobCounts(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class Queues(JsonObject):
-    """Numbers of turns, of orders in flight, and of contexts that are to be promoted in time."""
+    """Numbers of turns, of orders in flight, and of contexts that are scheduled for prefetch."""
 
     running: int
     queued: int
@@ -156,7 +152,7 @@ class Queues(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class Transfers(JsonObject):
-    """Orders in flight of one kind, and their pages."""
+    """Orders in flight of one type, and their pages."""
 
     orders: int = 0
     pages: int = 0
@@ -164,11 +160,11 @@ class Transfers(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class DecisionCount(JsonObject):
-    """Number of decisions of one kind.
+    """Number of decisions with the same class and tier.
 
     Attributes:
-        gap_class: class of their gaps; None for policies without classes.
-        tier: their tier.
+        gap_class: class of the gaps; None for policies without classes.
+        tier: tier of the decisions.
     """
 
     renamed: ClassVar[Mapping[str, str]] = {"gap_class": "class"}
@@ -179,12 +175,12 @@ class DecisionCount(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class Decisions(JsonObject):
-    """The last decisions.
+    """The most recent decisions.
 
     Attributes:
-        last: their number.
-        since: when the oldest was made; None without any.
-        counts: the most frequent kind first.
+        last: number of decisions.
+        since: time of the oldest decision; None without any.
+        counts: counts, most frequent first.
     """
 
     last: int
@@ -198,9 +194,9 @@ class EngineStatus(JsonObject):
     """The status of an engine.
 
     Attributes:
-        engine: its rank.
-        transfers: orders in flight, by kind.
-        counters: totals since it started, as in ``/metrics``.
+        engine: rank of the engine.
+        transfers: orders in flight, by type.
+        counters: totals since the engine started, as in ``/metrics``.
     """
 
     engine: int
@@ -243,28 +239,28 @@ class JobState(Enum):
     """State of a job, or of one of its turns."""
 
     RUNNING = "running"
-    """A turn has blocks, or had before it was preempted."""
+    """A turn has blocks, or had blocks before it was preempted."""
     QUEUED = "queued"
     """A turn has arrived and waits for blocks, or for its pages."""
     HELD = "held"
     """A turn has arrived; the job is new and is held back."""
     WAITING = "waiting"
-    """Between two turns: its tool runs, and the next turn is expected."""
+    """Between two turns: the job's tool runs, and the next turn is expected."""
     SILENT = "silent"
-    """Between two turns, of which the next is not expected any more."""
+    """Between two turns; the next turn is no longer expected."""
 
 
 class Where(Enum):
-    """Place of a job's KV, as decided: later evictions are not recorded by job."""
+    """Location of a job's KV as decided: later evictions are not recorded per job."""
 
     VRAM = "vram"
-    """VRAM: a turn is running there, or it is pinned."""
+    """VRAM: a turn is running there, or the KV is pinned."""
     CPU = "cpu"
     """CPU memory."""
     STORE = "store"
-    """The tiers below CPU memory."""
+    """The lower tiers."""
     NOWHERE = "nowhere"
-    """Without a place: VRAM may have it until it reuses the blocks."""
+    """No tier: the KV may stay in VRAM until its blocks are reused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +268,8 @@ class JobKv(JsonObject):
     """The KV of a job.
 
     Attributes:
-        until: the end of its pin.
-        back_at: when its pages are to be in CPU memory again.
+        until: time at which its pin ends.
+        back_at: time at which its pages should be in CPU memory again.
     """
 
     where: Where
@@ -285,7 +281,7 @@ class JobKv(JsonObject):
 @dataclass(frozen=True, slots=True)
 class Quantiles(JsonObject):
     """Quantiles of the length of a job's open gap, seconds from its start; None beyond the longest
-    that a forecast covers."""
+    length that the forecast covers."""
 
     q50_s: float | None
     q90_s: float | None
@@ -307,11 +303,11 @@ class JobStatus(JsonObject):
     """A job in a list.
 
     Attributes:
-        number: its place in the list of its engine's jobs.
+        number: position in the list of its engine's jobs.
         salted: True if its client uses a cache salt.
         turn: number of turns so far.
-        began: when its first turn arrived.
-        since: when its gap started, or the first of its live turns arrived.
+        began: time at which its first turn arrived.
+        since: time at which its gap started, or at which the first of its live turns arrived.
         forecast: quantiles of its open gap; None without a forecast.
     """
 
@@ -331,7 +327,7 @@ class JobStatus(JsonObject):
 
     @property
     def expected_at(self) -> float | None:
-        """Time by which its next turn arrives as likely as not; None without a forecast."""
+        """Median of the time at which the next turn arrives; None without a forecast."""
         q50_s = self.forecast.q50_s if self.forecast is not None else None
         if self.state is not JobState.WAITING or self.since is None or q50_s is None:
             return None
@@ -340,7 +336,7 @@ class JobStatus(JsonObject):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cursor(JsonObject):
-    """Place of a job in the list of all jobs: the engine's rank, then the job's number there. In
+    """Position of a job in the list of all jobs: the engine's rank, then the job's number there. In
     JSON a text, such as "0.57"."""
 
     engine: int = 0
@@ -350,12 +346,12 @@ class Cursor(JsonObject):
         return f"{self.engine}.{self.number}"
 
     def to_json(self) -> Any:
-        """Convert it to a text."""
+        """Convert the cursor to a text."""
         return str(self)
 
     @classmethod
     def from_json(cls, found: object) -> Self:
-        """Read it from a text."""
+        """Read the cursor from a text."""
         matched = _CURSOR.fullmatch(found) if isinstance(found, str) else None
         if matched is None:
             raise ValueError("it is no place in a list of jobs")
@@ -371,7 +367,7 @@ class JobPage(JsonObject):
 
     Attributes:
         known: number of all jobs.
-        next: place of the last of these jobs if there may be more.
+        next: position of the last of these jobs if there may be more.
     """
 
     now: float
@@ -384,7 +380,7 @@ class JobPage(JsonObject):
 # -- snapshots ----------------------------------------------------------------------------
 
 DEFAULT_TIMEOUT_S, MOST_TIMEOUT_S = 60.0, 3600.0
-"""Wait for the end of an operation unless its request says otherwise, and the longest, seconds."""
+"""Default and maximum time that a request waits for the end of an operation, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,10 +388,11 @@ class SnapshotMade(JsonObject):
     """The answer to a request for a snapshot.
 
     Attributes:
-        tokens, kv_tokens: tokens of the job's context, and those of them with KV.
+        tokens, kv_tokens: tokens of the job's context, and tokens among them that have KV.
         stored_bytes, shared_bytes: size of its pages, and the part that other snapshots share.
         name: name in the server's folder; None once the command has moved it to a path.
-        capture_ms, durable_ms: time for which the job paused, and until all was on disk.
+        capture_ms, durable_ms: time for which the job paused, and time until the snapshot was
+            durable, milliseconds.
     """
 
     engine: int
@@ -416,7 +413,7 @@ class JobRestored(JsonObject):
     """Restore of a job on one engine.
 
     Attributes:
-        cache_salt: the cache salt that the job's turns must send; None if they need none.
+        cache_salt: the cache salt that the job's turns must send; None if none is needed.
     """
 
     engine: int
@@ -430,7 +427,7 @@ class JobRestored(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class JobsRestored(JobRestored):
-    """The answer to a request for a restore: what the first engine restored, and the others."""
+    """The answer to a request for a restore: the result of the first engine, and of the others."""
 
     others: tuple[JobRestored, ...] = ()
 

@@ -1,4 +1,4 @@
-"""The tiers below CPU memory: their names, and the facts that both halves must agree on."""
+"""The lower tiers: their names, and the facts that both halves must agree on."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class StoreId(NamedTuple):
 
 
 class Knowledge(Enum):
-    """Authority on which pages a tier has."""
+    """Authority on the pages that a tier has."""
 
     KNOWN = "known"
-    """The scheduler half: its index is complete, since this engine alone writes there."""
+    """The scheduler half: its index is complete, since only this engine writes to the tier."""
     ASKED = "asked"
-    """The store alone: others write there too, so it must be asked, and an answer grows old."""
+    """The store alone: other engines write to it too, so it must be queried, and answers expire."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class TierSpec:
 
     Attributes:
         tier: name of the tier.
-        knowledge: authority on which pages it has.
-        capacity_bytes: size of the tier, all ranks together; None if it has no known end.
-        shared: True if engines leave pages there for each other: contexts whose job will return
-            go there when a turn ends, and nothing goes there to make room.
-        in_runs: True if its stores want to know which pages follow each other in a context.
+        knowledge: authority on the pages that it has.
+        capacity_bytes: size of the tier, all ranks together, bytes; None without a known limit.
+        shared: True if engines share pages through the tier. Contexts whose job will return are
+            written to it when a turn ends; no page is demoted to it to free CPU memory.
+        in_runs: True if its stores need to know which pages are contiguous in a context.
     """
 
     tier: TierId

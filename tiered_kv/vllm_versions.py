@@ -1,4 +1,4 @@
-"""Versions of vLLM that the connector works with, and a defect that all of them have."""
+"""Versions of vLLM that the connector supports, and a defect that all of them have."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ SPECULATED_STATES = (
 
 
 def parse_version(version: str) -> tuple[int, int] | None:
-    """First two numbers of a version; None if it has none."""
+    """First two numbers of a version; None if the text is not a version."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match is not None else None
