@@ -1,1 +1,2 @@
-"""Snapshots of jobs: their KV cache as a folder or a zip, taken out of a server and put back."""
+"""Snapshots of jobs: their KV cache as a folder or a zip file, exported from or imported into a
+server."""

@@ -1,19 +1,19 @@
-"""Draft of a snapshot: a folder that nobody takes for one until it is whole and durable.
+"""Draft of a snapshot: a folder that is not a snapshot until it is complete and durable.
 
-    begin    sweeps what killed makers left; makes ROOT/.making-<16 hex>
+    begin    sweeps leftovers of killed makers; creates ROOT/.making-<16 hex>
     ranks    write pages and parts into it, each in its own process: ``rank_writer``
     seal     writes the manifest, makes all durable, and only then renames it to ROOT/NAME
 
-Pages get into the pool of the root after that, so that the pool has none that is not durable.
+Pages are added to the pool of the root after that, so that every page in the pool is durable.
 
-Folders and files that are being made, and what is left of those whose maker was killed.
+Also handles unfinished folders and files, and leftovers of killed makers.
 
 ``.making-<16 hex>`` is a folder with a file ``lock``, or a plain file. Its maker holds the lock, or
-the file itself, with flock, and gives it another name when it is whole. One that nobody holds is
+a lock on the file itself, with flock, and renames it when it is complete. An unlocked one is
 swept by the next maker.
 
-A folder has no lock in its first moment, and then either its maker takes the lock or a sweeper
-does. A maker that comes second begins anew.
+A new folder has no lock for a moment, and then either its maker or a sweeper takes the lock. A
+maker that loses this race starts again.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ _PREFIX = ".making-"
 _NAME = re.compile(r"\.making-[0-9a-f]{16}")
 _TRIES = 20
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of file systems without locks."""
+"""Errors of file systems that do not support locks."""
 _MADE = os.O_RDWR | os.O_CREAT
 
 
 class Making:
-    """A folder or file of ours that is being made.
+    """An unfinished folder or file that this process is creating.
 
     Args:
-        parent: folder in which it will have its name.
+        parent: folder in which it will be published.
         folder: True for a folder.
 
     Attributes:
-        path: place of it for now.
-        fd: open file that is locked: the file itself, or the lock of the folder.
+        path: temporary path.
+        fd: locked open file: the file itself, or the lock of the folder.
 
     Raises:
         OSError: the parent cannot be written.
@@ -84,7 +84,7 @@ class Making:
                 except OSError as error:
                     if error.errno not in _NO_LOCKS:
                         raise
-                    # Nobody can sweep there: that takes the lock as well.
+                    # No process can sweep there, because sweeping requires the lock.
                     fd = open_plain(self.path / LOCK if folder else self.path, _MADE)
                 if fd is not None:
                     self.fd = fd
@@ -92,19 +92,21 @@ class Making:
         raise OSError(errno.EBUSY, "others remove what is made there", str(parent))
 
     def publish(self, path: Path) -> None:
-        """Give it its name, which nothing may have, and make that survive a power cut.
+        """Rename it to its final path, which must not exist, and make the rename durable.
 
         Raises:
-            SnapshotError: something has the name.
-            OSError: the disk failed; it has its old name then, unless the last step has failed.
+            SnapshotError: the path exists.
+            OSError: the disk failed. It then has its temporary name, unless only the last step
+                failed.
         """
         refuse_taken(path)
         try:
-            # A folder takes the place of no other that holds anything, and a link never does.
+            # A rename does not replace a folder that is not empty, and a link never replaces
+            # anything.
             if self._folder or not _linked(self.path, path):
                 os.rename(self.path, path)  # noqa: PTH104
         except OSError:
-            refuse_taken(path)  # since a moment ago
+            refuse_taken(path)  # it may have been created since the first check
             raise
         if self._folder:
             with contextlib.suppress(OSError):
@@ -112,7 +114,7 @@ class Making:
         RealFiles().sync_folder(path.parent)
 
     def release(self) -> None:
-        """Remove what has no name yet, and release the lock. Idempotent. Never fails."""
+        """Remove it if it is not published, and release the lock. Idempotent. Never fails."""
         if self.fd < 0:
             return
         with contextlib.suppress(OSError):
@@ -122,17 +124,17 @@ class Making:
 
 
 def refuse_taken(path: Path) -> None:
-    """Check that nothing has a name.
+    """Check that a path does not exist.
 
     Raises:
-        SnapshotError: something has it.
+        SnapshotError: the path exists.
     """
     if os.path.lexists(path):
         raise SnapshotError(f"there is {path} already: give another name, or remove that one")
 
 
 def sweep(parent: Path) -> None:
-    """Remove what killed makers left in a folder. Never fails."""
+    """Remove leftovers of killed makers in a folder. Never fails."""
     with contextlib.suppress(OSError):
         for name in os.listdir(parent):  # noqa: PTH208
             if _NAME.fullmatch(name):
@@ -153,12 +155,12 @@ def _sweep_one(path: Path) -> None:
 
 
 def _locked(path: Path, folder: bool, create: int) -> int | None:
-    """Open and lock what is being made; None if another process has it."""
+    """Open and lock an unfinished folder or file. Returns None if another process has it locked."""
     return open_locked(path / LOCK if folder else path, os.O_RDWR | create, tries=1)
 
 
 def _linked(path: Path, name: Path) -> bool:
-    """Give a file a second name; False where the file system has no links."""
+    """Give a file a second name. Returns False where the file system does not support links."""
     try:
         os.link(path, name)
     except OSError as error:
@@ -185,10 +187,10 @@ def _remove(path: Path) -> None:
 
 
 class SnapshotDraft:
-    """A snapshot that is being made. As a context it is abandoned at the end, unless sealed.
+    """A snapshot that is being created. A context manager that abandons it on exit, unless sealed.
 
     Attributes:
-        folder: place of it for the writers of its pages.
+        folder: temporary folder, for the writers of its pages.
     """
 
     def __init__(self, root: Path, name: str, making: Making) -> None:
@@ -199,14 +201,14 @@ class SnapshotDraft:
 
     @classmethod
     def begin(cls, root: Path, name: str) -> SnapshotDraft:
-        """Begin a snapshot.
+        """Start a snapshot.
 
         Args:
-            root: folder of snapshots; made if there is none.
-            name: name that it will have.
+            root: folder of snapshots; created if missing.
+            name: name of the snapshot.
 
         Raises:
-            SnapshotError: it cannot have that name, or the folder cannot be written.
+            SnapshotError: the name is invalid or exists, or the folder cannot be written.
         """
         check_name(name)
         with disk_errors(f"{root} takes no snapshot: a folder is needed that can be written"):
@@ -226,18 +228,18 @@ class SnapshotDraft:
         return draft
 
     def seal(self, manifest: Manifest) -> Manifest:
-        """Make it a snapshot. The parts of all ranks must be there.
+        """Turn the draft into a snapshot. The parts of all ranks must exist.
 
         Args:
-            manifest: what it is to hold; its pages and sizes are filled in.
+            manifest: manifest without pages and sizes, which are filled in.
 
         Returns:
             The manifest as written.
 
         Raises:
-            SnapshotError: parts are missing or disagree, the name is taken by now, or the disk
-                failed. There is no snapshot then, unless the last step alone, to make its name
-                durable, has failed.
+            SnapshotError: parts are missing or disagree, the name exists by now, or the disk
+                failed. There is no snapshot then, unless only the last step failed, which makes the
+                name durable.
         """
         with disk_errors(f"the snapshot {self._path.name} cannot be made"):
             parts = self._parts(manifest.ranks)
@@ -260,7 +262,7 @@ class SnapshotDraft:
         return whole
 
     def abandon(self) -> None:
-        """Remove it, unless it is sealed. Idempotent. Never fails."""
+        """Remove the draft, unless it is sealed. Idempotent. Never fails."""
         self._making.release()
 
     def __enter__(self) -> SnapshotDraft:
@@ -292,10 +294,10 @@ class SnapshotDraft:
         return part
 
     def _keep_only(self, files: dict[str, StoredPage]) -> None:
-        """Check the files of the pages, and remove whatever is of no use.
+        """Check the files of the pages, and remove all other files.
 
         Raises:
-            SnapshotError: a file is missing, or not as long as it was.
+            SnapshotError: a file is missing, or its length has changed.
         """
         found = {}
         for entry in os.scandir(self.folder / PAGES):
@@ -316,10 +318,10 @@ def _order(page: SnapshotPage) -> tuple[int, int, int]:
 
 
 def _files_of(parts: Iterable[Part]) -> dict[str, StoredPage]:
-    """Files of the pages of all ranks.
+    """Merge the files of all ranks.
 
     Raises:
-        SnapshotError: two ranks do not mean the same file.
+        SnapshotError: two ranks disagree about a file.
     """
     files = dict[str, StoredPage]()
     for part in parts:
@@ -327,7 +329,7 @@ def _files_of(parts: Iterable[Part]) -> dict[str, StoredPage]:
             known = files.setdefault(digest, file)
             if known.nbytes != file.nbytes:
                 raise SnapshotError(f"ranks have unlike files of page {digest}")
-            if known.origin is Origin.BESIDE:  # the other rank knows more
+            if known.origin is Origin.BESIDE:  # the other rank knows the file's origin
                 files[digest] = file
     return files
 
@@ -338,7 +340,7 @@ def _refuse_taken(path: Path) -> None:
 
 
 def _sweep_locks(root: Path) -> None:
-    """Remove the locks of snapshots whose maker was killed right after the last step."""
+    """Remove the locks of snapshots whose maker was killed directly after the last step."""
     for path in root.iterdir():
         if path.name.startswith("."):  # a draft needs its lock
             continue

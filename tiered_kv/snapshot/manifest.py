@@ -1,13 +1,13 @@
-"""Manifest of a snapshot: everything but the bytes of its pages.
+"""Manifest of a snapshot: everything except the bytes of its pages.
 
-It is one object of JSON in ASCII. ``sha256`` is of all its other fields, written with sorted
-names and without spaces, so that damage is noticed and no program need keep the text as it was.
-A page's row has its digests on all ranks: ``[group, block, key, [sha256, ...]]``, in the order of
-groups and blocks.
+It is one JSON object in ASCII. ``sha256`` is the digest of all its other fields, written with
+sorted names and without spaces, so that damage is detected and programs need not preserve the exact
+text. A page's row has its digests on all ranks: ``[group, block, key, [sha256, ...]]``, in the
+order of groups and blocks.
 
-Reading trusts nothing: any bytes give a manifest that agrees with itself or ``SnapshotError``.
-Groups of which only the last tokens count have few pages; which pages an engine needs it must ask
-its own groups.
+Reading trusts nothing: any bytes either give a consistent manifest or raise ``SnapshotError``.
+Groups that need only the last tokens have few pages. The pages that an engine needs are determined
+by its own groups.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ELEMENTS = {element.value: element for element in ElementType}
 
 
 class SnapshotError(TieredKVError):
-    """A snapshot that cannot be used or made; one sentence says why and what would be needed."""
+    """A snapshot that cannot be used or created. The message says why and what is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class SnapshotGroup:
         index: the engine's number for the group.
         block_size: length of a page, tokens.
         page_format: format of a page on one rank.
-        fingerprint: fields of ``tiered_kv.keys.Fingerprint`` in words, without ``generation`` and
-            ``hash_algorithm``: whoever restores computes keys anew.
+        fingerprint: fields of ``tiered_kv.keys.Fingerprint``, without ``generation`` and
+            ``hash_algorithm``, because a restore recomputes all keys.
     """
 
     index: int
@@ -78,10 +78,10 @@ class SnapshotPage:
 
     Attributes:
         group: position in ``Manifest.groups``.
-        block: number in the job's block table.
-        rank: rank that had it.
+        block: index in the job's block table.
+        rank: rank of the page.
         sha256: digest of its bytes, hexadecimal.
-        key: its key in the server that it was taken from, hexadecimal.
+        key: its key in the server that the snapshot was taken from, hexadecimal.
     """
 
     group: int
@@ -96,26 +96,26 @@ class Manifest:
     """Contents of a manifest.
 
     Attributes:
-        created: seconds since 1970.
-        tiered_kv: version of this package that made it.
+        created: time of creation, seconds since 1970.
+        tiered_kv: version of this package that created it.
         vllm: version of vLLM that it was taken from.
         model: name of the model there.
-        ranks: tensor-parallel ranks.
-        hash_tokens: tokens of a block hash.
+        ranks: number of tensor-parallel ranks.
+        hash_tokens: tokens per block hash.
         groups: groups of pages.
         token_ids: tokens of the context.
-        kv_tokens: number of tokens, from the first on, that have KV in the pages.
-        prompt_tokens: number of tokens that are the last turn's prompt; the rest is its answer so
+        kv_tokens: number of leading tokens that have KV in the pages.
+        prompt_tokens: number of tokens that are the last turn's prompt; the rest is its output so
             far.
         job: name of the job.
-        turns: turns that the job has had.
+        turns: number of turns that the job has had.
         parents: names of the jobs that it was forked or restored from, oldest first.
         cache_salt: salt of its last turn.
-        exact: True if it holds everything that the next token depends on.
-        sampling: parameters of the last turn.
+        exact: True if it contains everything that the next token depends on.
+        sampling: sampling parameters of the last turn.
         pages: pages of all ranks.
-        stored_bytes: size of the files of its pages.
-        shared_bytes: number of these bytes that other snapshots of the same root had already.
+        stored_bytes: size of the files of its pages, bytes.
+        shared_bytes: part of these bytes that other snapshots of the same root already had.
     """
 
     created: float
@@ -140,16 +140,16 @@ class Manifest:
 
 
 def dump(manifest: Manifest) -> bytes:
-    """Write a manifest.
+    """Serialize a manifest.
 
     Raises:
-        SnapshotError: it does not agree with itself, or is too large to be read again.
+        SnapshotError: the manifest is inconsistent, or too large to be read again.
     """
     try:
         values = _fields(manifest)
         digest = sha256(canonical(values)).hexdigest()
         data = canonical({"sha256": digest, **values}) + b"\n"
-        _read(data)  # what could not be read again must not be written
+        _read(data)  # a manifest that cannot be read must not be written
     except ValueError as error:
         raise SnapshotError(
             f"a snapshot of job {manifest.job!r:.80} has no place: {error}"
@@ -158,10 +158,10 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def load(data: bytes) -> Manifest:
-    """Read a manifest.
+    """Parse a manifest.
 
     Raises:
-        SnapshotError: damaged, of another version, or not in agreement with itself.
+        SnapshotError: the manifest is damaged, inconsistent, or has another version.
     """
     try:
         return _read(data)
@@ -172,7 +172,7 @@ def load(data: bytes) -> Manifest:
 
 
 def is_sha256(digest: object) -> bool:
-    """True for what can be the digest of a page."""
+    """True if the value has the form of a page's digest."""
     return isinstance(digest, str) and _SHA256.fullmatch(digest) is not None
 
 
@@ -195,7 +195,7 @@ def _fields(manifest: Manifest) -> dict[str, object]:
 
 
 def group_fields(group: SnapshotGroup) -> dict[str, object]:
-    """A group as JSON has it."""
+    """A group's fields in JSON."""
     of = group.page_format
     return {
         "index": group.index,
@@ -212,7 +212,7 @@ def _rows(pages: Iterable[SnapshotPage], ranks: int) -> Iterator[list[object]]:
     """Rows of pages.
 
     Raises:
-        ValueError: a rank lacks a page, has it twice, or has another key for it.
+        ValueError: a page is missing on a rank, occurs twice, or has different keys.
     """
     rows: dict[tuple[int, int], tuple[str, dict[int, str]]] = {}
     for page in pages:

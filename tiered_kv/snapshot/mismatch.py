@@ -1,6 +1,6 @@
-"""Differences between a snapshot and an engine, for which its pages would be wrong there.
+"""Mismatches between a snapshot and an engine, which would make its pages wrong there.
 
-Difference between two snapshots: what they have in common, and what each has alone.
+Also the difference between two snapshots: what they share, and what only one of them has.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from tiered_kv.vllm_versions import parse_version
 from .manifest import Manifest, SnapshotGroup, group_fields
 
 MOST_NAMES = 12
-"""Names of settings that a sentence has."""
+"""Maximum number of settings that a message names."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """The facts of an engine that decide whether it can use a snapshot's pages.
+    """The properties of an engine that decide whether it can use a snapshot's pages.
 
     Attributes:
-        ranks: tensor-parallel ranks.
-        hash_tokens: tokens of a block hash.
+        ranks: number of tensor-parallel ranks.
+        hash_tokens: tokens per block hash.
         vllm: version of vLLM.
         groups: groups of its pages.
     """
@@ -38,14 +38,14 @@ class EngineIdentity:
 
 
 def mismatches(manifest: Manifest, engine: EngineIdentity) -> list[str]:
-    """List each difference between a snapshot and an engine, with what would be needed; empty if
-    the engine can use the pages."""
+    """List each mismatch between a snapshot and an engine, with what would be needed. Empty if the
+    engine can use the pages."""
     found = [*_engine_wide(manifest, engine)]
     if len(manifest.groups) == len(engine.groups):
         for number, (theirs, ours) in enumerate(zip(manifest.groups, engine.groups, strict=True)):
             found += _of_fingerprints(manifest, theirs.fingerprint, ours.fingerprint)
             found += _of_groups(number, theirs, ours)
-    return list(dict.fromkeys(found))  # what all groups share is said once
+    return list(dict.fromkeys(found))  # mismatches shared by all groups are listed once
 
 
 def _engine_wide(manifest: Manifest, engine: EngineIdentity) -> Iterator[str]:
@@ -75,7 +75,7 @@ def _engine_wide(manifest: Manifest, engine: EngineIdentity) -> Iterator[str]:
 def _of_fingerprints(
     manifest: Manifest, theirs: Mapping[str, object], ours: Mapping[str, object]
 ) -> Iterator[str]:
-    """Differences in what all groups share."""
+    """Mismatches in fields that all groups share."""
     dtype, cache_dtype = (_word(theirs.get(name)) for name in ("dtype", "cache_dtype"))
     known = {
         "model": ("its model weights are", f"load the weights of {manifest.model}"),
@@ -140,7 +140,7 @@ def _of_groups(number: int, theirs: SnapshotGroup, ours: SnapshotGroup) -> Itera
 def _differences(
     theirs: Any, ours: Any, name: str = ""
 ) -> Iterator[tuple[str, tuple[object, object]]]:
-    """Values that differ, under the names that lead to them, with dots between."""
+    """Values that differ, by their dotted names."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         for key in sorted(theirs.keys() | ours.keys()):
             inner = f"{name}.{key}" if name else key
@@ -174,14 +174,14 @@ class Difference:
     """Difference between snapshots ``a`` and ``b``.
 
     Attributes:
-        common_tokens: tokens that both begin with.
-        a_tokens: tokens of ``a`` after those.
-        b_tokens: tokens of ``b`` after those.
-        common_pages: pages, by their bytes, that both have.
-        a_pages: pages that ``a`` alone has.
-        b_pages: pages that ``b`` alone has.
-        fields: values of ``a`` and ``b`` of each field of the manifest that differs, settings by
-            their dotted names. Salts are secret, and only told apart.
+        common_tokens: tokens of the common prefix.
+        a_tokens: tokens of ``a`` after the prefix.
+        b_tokens: tokens of ``b`` after the prefix.
+        common_pages: pages that both have, by content.
+        a_pages: pages that only ``a`` has.
+        b_pages: pages that only ``b`` has.
+        fields: values of ``a`` and ``b`` for each field of the manifest that differs; settings have
+            dotted names. Salts are secret, and only reported as different.
     """
 
     common_tokens: int
@@ -209,7 +209,7 @@ def difference(a: Manifest, b: Manifest) -> Difference:
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Number of tokens that both begin with."""
+    """Length of the common prefix, tokens."""
     for at, (one, other) in enumerate(zip(a, b, strict=False)):
         if one != other:
             return at

@@ -1,4 +1,4 @@
-"""Copies of snapshots, as folders and as zip files: whole or not at all."""
+"""Copies of snapshots as folders and as zip files, which are either complete or not created."""
 
 from __future__ import annotations
 
@@ -27,31 +27,32 @@ from .snapshot_files import (
 )
 
 _BEGINNING = (1980, 1, 1, 0, 0, 0)
-"""Time of all members: the manifest tells it, and one snapshot gives one file."""
+"""Timestamp of all members. It is constant, because the manifest has the time and equal snapshots
+give equal files."""
 
 
 def pack(folder: Path, zip_path: Path) -> None:
-    """Make a zip file of a snapshot. Its members are stored: pages are coded as it is.
+    """Create a zip file of a snapshot. Its members are not compressed, because pages are encoded.
 
     Args:
         folder: the snapshot.
-        zip_path: place of the file, which must be free.
+        zip_path: path of the file, which must not exist.
 
     Raises:
-        SnapshotError: that is no snapshot, something is there, or it cannot be written.
+        SnapshotError: ``folder`` is not a snapshot, or the file exists or cannot be written.
     """
     _copy(folder, zip_path, _write_zip, folder=False)
 
 
 def unpack(path: Path, folder: Path) -> None:
-    """Make a folder of a snapshot's zip file, or of its folder on another file system.
+    """Create a folder from a snapshot's zip file, or copy its folder to another file system.
 
     Args:
         path: the snapshot.
-        folder: place of the folder, which must be free.
+        folder: path of the folder, which must not exist.
 
     Raises:
-        SnapshotError: that is no snapshot, something is there, or it cannot be written.
+        SnapshotError: ``path`` is not a snapshot, or the folder exists or cannot be written.
     """
     _copy(path, folder, _write_folder, folder=True)
 
@@ -82,7 +83,7 @@ def _write_zip(making: Making, snapshot: Snapshot) -> None:
 def _info(name: str) -> zipfile.ZipInfo:
     info = zipfile.ZipInfo(name, _BEGINNING)
     info.external_attr = (stat.S_IFREG | 0o600) << 16
-    info.create_system = 3  # as Unix has it, or the mode does not count
+    info.create_system = 3  # Unix, otherwise the mode is ignored
     return info
 
 
@@ -97,7 +98,7 @@ def _write_folder(making: Making, snapshot: Snapshot) -> None:
 
 
 def _stored_pages(snapshot: Snapshot) -> Iterator[tuple[str, Bytes]]:
-    """The files of all pages, by digest."""
+    """The files of all pages, with their digests."""
     for digest, nbytes in snapshot.files.items():
         stored = np.empty(nbytes, np.uint8)
         snapshot.read_file(digest, stored)

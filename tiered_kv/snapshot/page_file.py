@@ -1,26 +1,27 @@
-"""One page as a file that needs no other: whoever has the file can decode the page.
+"""One page as a self-contained file, from which the page can be decoded.
 
     offset  bytes  field
     0       8      magic "TKVPAGE" and a zero
     8       2      version, 1
     10      2      codec
-    12      4      type of the elements, as in ``codecs.base.ELEMENTS``; opaque if of several
+    12      4      type of the elements, as in ``codecs.base.ELEMENTS``; opaque if several
     16      4      tokens of the page
     20      4      bytes of the page
     24      4      bytes of the codec's table, at most 64 KiB
     28      4      bytes of the plane
     32      4      bytes of the frame
-    36             table, plane and frame, and nothing behind them
+    36             table, plane and frame, and nothing after them
 
-Little-endian. A file is never larger than its header and the page. Its own format counts for
-decoding, so that pages of the same bytes can be one file though their groups call them otherwise.
-There is no digest: that of the page's bytes is the file's name.
+    Little-endian. A file is never larger than its header and the page. It is decoded with its own
+    format, so that pages with equal bytes share a file even if their groups have different formats.
+    There is no digest: the file's name is the digest of the page's bytes.
 
-The pool of a root: every page that its snapshots have, under its digest.
+    The pool of a root: every page of its snapshots, by digest.
 
-``ROOT/.pages/<first two hex>/<sha256>`` and the same page's file in a snapshot are one file with
-two names. A page that has no other name is of no snapshot. The pool only saves room: a page that
-is missing in it, or cannot be linked, is written again, and nobody reads a snapshot by it.
+    ``ROOT/.pages/<first two hex>/<sha256>`` and the same page's file in a snapshot are hard links
+    to one file. A page without another link belongs to no snapshot. The pool only saves space: a
+    page that is missing in it, or cannot be linked, is written again, and snapshots are never read
+    through it.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ MOST_TABLE_BYTES = 64 << 10
 
 
 def least_file_bytes() -> int:
-    """Size of the smallest file of a page, bytes."""
+    """Size of the smallest possible file of a page, bytes."""
     return HEADER.size
 
 
 def most_file_bytes(page_format: PageFormat) -> int:
-    """Size of the largest file of such a page, bytes."""
+    """Size of the largest possible file of a page of this format, bytes."""
     return HEADER.size + page_format.page_bytes
 
 
 def encode_page(page: Bytes, page_format: PageFormat) -> list[memoryview]:
-    """Make the file of a page, in parts that may alias the page.
+    """Encode a page as a file, in parts that may alias the page.
 
     Args:
         page: the page, contiguous and of ``page_format.page_bytes`` bytes.
@@ -84,14 +85,14 @@ def encode_page(page: Bytes, page_format: PageFormat) -> list[memoryview]:
 
 
 def decode_page(data: Bytes | bytes | memoryview, page_format: PageFormat, out: Bytes) -> None:
-    """Fill ``out`` with the page of a file. Its digest is the caller's to check.
+    """Decode the page of a file into ``out``. The caller must check its digest.
 
     Args:
-        page_format: format of the page; only its size must be the file's.
-        out: memory for the page, of just its size.
+        page_format: format of the page; only its size must match the file.
+        out: memory of exactly the page's size.
 
     Raises:
-        SnapshotError: the bytes are no page of that size; ``out`` may hold anything.
+        SnapshotError: the bytes are not a page of that size; ``out`` has undefined contents.
     """
     stored = np.frombuffer(data, np.uint8)
     if out.nbytes != page_format.page_bytes:
@@ -104,15 +105,15 @@ def decode_page(data: Bytes | bytes | memoryview, page_format: PageFormat, out: 
     try:
         _stored_codec(codec_id, table, stored_format).decode(encoded, out)
     except Exception as error:
-        # CodecError by contract; but these bytes come from anywhere.
+        # CodecError by contract, but these bytes are untrusted.
         raise SnapshotError(f"a page is damaged: {error}") from error
 
 
 def _parse(stored: Bytes) -> tuple[int, PageFormat, bytes, EncodedPage]:
-    """Codec, format of the page, the codec's table, and the encoded page of a file.
+    """Parse a file. Returns its codec id, page format, codec table and encoded page.
 
     Raises:
-        SnapshotError: the file is not as long as its header tells, or has no header.
+        SnapshotError: the header is missing, or the file's length does not match it.
     """
     if stored.nbytes < HEADER.size:
         raise SnapshotError("a page is cut off before its header ends")
@@ -139,10 +140,10 @@ def _parse(stored: Bytes) -> tuple[int, PageFormat, bytes, EncodedPage]:
 
 @lru_cache(maxsize=8)
 def _codec(page_format: PageFormat) -> Codec:
-    """An untrained codec: it is the same whenever it is made, and its table is short."""
+    """An untrained codec, which is always the same and has a short table."""
     try:
         return CODECS["centred"].make(page_format)
-    except ValueError:  # bytes of which nothing is known
+    except ValueError:  # bytes of unknown type
         return RawCodec(page_format)
 
 
@@ -162,25 +163,25 @@ class PagePool:
         self._folder = root / POOL
 
     def link_to(self, digest: str, path: Path) -> Origin:
-        """Give a page of the pool another name, if it can be. Its bytes are not looked at.
+        """Link a page of the pool to a path, if possible. Does not check the page's bytes.
 
         Returns:
-            Origin of the file that has this name now, or that must be written under it.
+            Origin of the file that now has this path, or that must be written there.
         """
         try:
-            # A symbolic link in the pool is not followed: then it is that which gets the name.
+            # A symbolic link in the pool is not followed: the link itself would be linked.
             os.link(self._place(digest), path, follow_symlinks=False)
         except FileExistsError:
             return Origin.BESIDE
-        except OSError as error:  # mostly: the pool has none
+        except OSError as error:  # usually because the pool does not have the page
             return Origin.AGAIN if error.errno == errno.EMLINK else Origin.NEW
         return Origin.SHARED
 
     def take(self, digest: str, path: Path, *, replace: bool) -> None:
-        """Put a durable page of a snapshot in the pool, if that can be. Never fails.
+        """Add a durable page of a snapshot to the pool, if possible. Never fails.
 
         Args:
-            replace: True if the page in the pool, if any, is of no use.
+            replace: True if an existing page in the pool is unusable.
         """
         place = self._place(digest)
         with contextlib.suppress(OSError):
@@ -192,7 +193,7 @@ class PagePool:
             os.link(path, place, follow_symlinks=False)
 
     def sweep(self) -> None:
-        """Remove pages that no snapshot has. Never fails."""
+        """Remove pages that belong to no snapshot. Never fails."""
         for shard in _entries(self._folder):
             if shard.is_dir(follow_symlinks=False):
                 for entry in _entries(shard.path):

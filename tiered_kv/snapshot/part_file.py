@@ -1,4 +1,4 @@
-"""Part of a snapshot: what one rank has written, as ``part-<rank>.json`` in a draft."""
+"""Part of a snapshot: the pages that one rank has written, as ``part-<rank>.json`` in a draft."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Origin(Enum):
     """Origin of the file of a page."""
 
     NEW = "new"
-    """Written: the pool had none."""
+    """Written, because the pool did not have it."""
     AGAIN = "again"
-    """Written, though the pool had one, which could not be used."""
+    """Written, because the file in the pool could not be used."""
     SHARED = "shared"
-    """A file that other snapshots have too."""
+    """A file shared with other snapshots."""
     BESIDE = "beside"
-    """A file of another rank."""
+    """A file written by another rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class StoredPage:
 
     Attributes:
         nbytes: size of the file.
-        origin: where it came from.
+        origin: origin of the file.
     """
 
     nbytes: int
@@ -46,7 +46,7 @@ class Part:
     """Contents of a part.
 
     Attributes:
-        rank: rank that has written it.
+        rank: rank that wrote it.
         pages: its pages.
         files: files of these pages by digest.
     """
@@ -56,7 +56,7 @@ class Part:
     files: dict[str, StoredPage]
 
     def dump(self) -> bytes:
-        """Write it as JSON."""
+        """Serialize the part as JSON."""
         return canonical(
             {
                 "rank": self.rank,
@@ -69,10 +69,10 @@ class Part:
 
     @staticmethod
     def load(data: bytes) -> Part:
-        """Read it.
+        """Parse a part.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the data is not a part.
         """
         fields = Fields(parse(data))
         rank = fields.take("rank", whole, 0, MOST_RANKS - 1)
@@ -93,11 +93,11 @@ class Part:
 
 
 def part_path(folder: Path, rank: int) -> Path:
-    """Place of a rank's part in a draft."""
+    """Path of a rank's part in a draft."""
     return folder / f"part-{rank}.json"
 
 
 def ranks_of(names: Iterable[str]) -> set[int]:
-    """Ranks whose parts are among these files."""
+    """Ranks whose parts are among these file names."""
     found = map(_NAME.fullmatch, names)
     return {int(match[1]) for match in found if match is not None}

@@ -1,4 +1,4 @@
-"""Writer of one rank's pages into the draft of a snapshot."""
+"""Writes one rank's pages into the draft of a snapshot."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .part_file import Origin, Part, StoredPage, part_path
 from .snapshot_files import PAGES, disk_errors, fill, sync_file, write_new
 
 SYNC_THREADS = 8
-"""Files that are made durable at once: a disk does many in the time of one."""
+"""Number of files that are synced concurrently: a disk syncs many in the time of one."""
 
 
 class PageWriter:
-    """Writer of one rank's pages, in the rank's own process.
+    """Writes one rank's pages, in the rank's own process.
 
     Args:
         folder: ``SnapshotDraft.folder``.
@@ -50,13 +50,13 @@ class PageWriter:
 
         Args:
             group: position of its group in ``Manifest.groups``.
-            block: number in the job's block table.
+            block: index in the job's block table.
             key: the page's key.
             page: the page, contiguous; it may change after the call.
 
-        Raises:
-            SnapshotError: it is not of its format, or there already, or cannot be written. Then
-                ``finish`` will refuse.
+            Raises:
+            SnapshotError: the page does not match its format, was already added, or cannot be
+                written. After a failed write, ``finish`` raises as well.
         """
         if page.nbytes != page_format.page_bytes:
             raise SnapshotError(
@@ -78,10 +78,10 @@ class PageWriter:
                 self._files[digest] = stored
 
     def finish(self) -> None:
-        """Make everything durable, and say so in the rank's part.
+        """Make all pages durable, and write the rank's part.
 
         Raises:
-            SnapshotError: a page could not be written, or not be made durable.
+            SnapshotError: a page could not be written, or could not be made durable.
         """
         with self._lock:
             if self._finished:
@@ -92,7 +92,7 @@ class PageWriter:
         part = Part(self._rank, tuple(self._added.values()), self._files)
         with disk_errors("the pages of the snapshot cannot be made durable"):
             paths = [self._pages / digest for digest in self._files]
-            # Those of others too: they may have been written a moment ago.
+            # Includes files of other ranks, which may have been written a moment ago.
             with ThreadPoolExecutor(SYNC_THREADS, "tiered-kv-snapshot") as threads:
                 for _ in threads.map(sync_file, paths):
                     pass
@@ -110,7 +110,7 @@ class PageWriter:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
             origin = Origin.AGAIN
-        # Another rank may write the same page now: each gives the name to a whole file.
+        # Another rank may write the same page now. Each renames a complete file.
         making = self._folder / f"page-{self._rank}-{next(self._numbers)}"
         nbytes = write_new(making, encode_page(page, page_format))
         os.rename(making, path)  # noqa: PTH104
@@ -118,7 +118,7 @@ class PageWriter:
 
 
 def _size_of_same(path: Path, page_format: PageFormat, page: Bytes) -> int | None:
-    """Size of a page's file; None if it does not hold just these bytes."""
+    """Size of a page's file; None if the file does not contain exactly these bytes."""
     try:
         with opened(path) as fd:
             nbytes = os.fstat(fd).st_size

@@ -1,8 +1,9 @@
-"""Snapshots as they are read: a folder, or a zip file with the same in it.
+"""Reading of snapshots: a folder, or a zip file with the same contents.
 
-Opening checks everything but the bytes of the pages: each is checked against its digest whenever
-it is read. Nothing is trusted, so that a snapshot can come from anywhere: links are not followed,
-names are those that a snapshot has, and no more memory is taken than its files and one page need.
+Opening checks everything except the bytes of the pages, each of which is checked against its digest
+whenever it is read. Nothing is trusted, so that a snapshot can have any origin: links are not
+followed, only the names of a snapshot's files are accepted, and memory use is limited to what its
+files and one page need.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class _Source:
     """Files of a snapshot.
 
     Attributes:
-        manifest: bytes of its manifest.
-        sizes: size of a page's file by digest; None if there is none.
-        read: reader of a page's file.
-        names: digests of all files, if there may be none beside the pages.
+        manifest: bytes of the manifest.
+        sizes: returns the size of a page's file by digest, bytes; None if it is missing.
+        read: reads a page's file.
+        names: digests of all files, if other files than the pages are not allowed.
     """
 
     manifest: bytes
@@ -50,11 +51,11 @@ class _Source:
 
 
 class Snapshot:
-    """A snapshot that is open. Its methods may be called on several threads, but for ``close``.
+    """An open snapshot. Its methods may be called on several threads, except ``close``.
 
     Attributes:
-        manifest: its manifest.
-        nbytes: size of its files, bytes.
+        manifest: the manifest.
+        nbytes: total size of its files, bytes.
     """
 
     def __init__(self, source: _Source, files: ExitStack) -> None:
@@ -69,17 +70,17 @@ class Snapshot:
 
     @property
     def files(self) -> Mapping[str, int]:
-        """Size of the file of each page, bytes, by the page's digest."""
+        """Size of each page's file, bytes, by the page's digest."""
         return self._sizes
 
     def read_page(self, page: SnapshotPage, out: Bytes) -> None:
-        """Fill ``out`` with a page of the manifest.
+        """Read a page of the manifest into ``out``.
 
         Args:
-            out: memory of just the size of a page of its group.
+            out: memory of exactly the size of a page of its group.
 
         Raises:
-            SnapshotError: it is damaged, or cannot be read; ``out`` may hold anything.
+            SnapshotError: the page is damaged, or cannot be read; ``out`` has undefined contents.
         """
         if not 0 <= page.group < len(self.manifest.groups):
             raise SnapshotError(f"the snapshot has no group {page.group}")
@@ -95,10 +96,10 @@ class Snapshot:
             raise SnapshotError(f"{where}: the page is damaged; a whole copy is needed")
 
     def read_file(self, digest: str, out: Bytes) -> None:
-        """Fill ``out`` with the file of a page, as it is.
+        """Read the file of a page into ``out``, without decoding it.
 
         Raises:
-            SnapshotError: there is none, or it cannot be read.
+            SnapshotError: the file is missing, or cannot be read.
         """
         if self._sizes.get(digest) != out.nbytes:
             raise SnapshotError(f"the snapshot has no page {digest!r:.80} of {out.nbytes} bytes")
@@ -109,7 +110,7 @@ class Snapshot:
         """Read and check every page.
 
         Raises:
-            SnapshotError: one is damaged, or cannot be read.
+            SnapshotError: a page is damaged, or cannot be read.
         """
         sizes = [group.page_format.page_bytes for group in self.manifest.groups]
         memory, seen = np.empty(max(sizes), np.uint8), set[str]()
@@ -119,7 +120,7 @@ class Snapshot:
                 self.read_page(page, memory[: sizes[page.group]])
 
     def close(self) -> None:
-        """Close its files. Idempotent."""
+        """Close the snapshot's files. Idempotent."""
         self._files.close()
 
     def __enter__(self) -> Snapshot:
@@ -133,10 +134,10 @@ def open_snapshot(path: Path) -> Snapshot:
     """Open a snapshot.
 
     Args:
-        path: its folder, or its zip file.
+        path: the snapshot's folder or zip file.
 
-    Raises:
-        SnapshotError: it is none, or damaged.
+        Raises:
+        SnapshotError: the path is not a snapshot, or the snapshot is damaged.
     """
     with disk_errors(f"{path} cannot be read"), ExitStack() as files:
         fd = _opened(path, None, files)
@@ -152,7 +153,7 @@ def find_snapshot(root: Path, name: str) -> Path:
     """Find a snapshot by its name.
 
     Raises:
-        SnapshotError: there is none, or that is no name of one.
+        SnapshotError: there is no such snapshot, or the name is invalid.
     """
     check_name(name)
     folder, file = root / name, root / (name + ZIP)
@@ -168,7 +169,7 @@ def _checked_sizes(manifest: Manifest, size_of: Callable[[str], int | None]) -> 
     """Sizes of the files of all pages.
 
     Raises:
-        SnapshotError: one is missing, or not as long as it can be, or all are not what they were.
+        SnapshotError: a file is missing, has an impossible size, or the sum of sizes is wrong.
     """
     formats: dict[str, PageFormat] = {}
     for page in manifest.pages:
@@ -192,7 +193,8 @@ def _checked_sizes(manifest: Manifest, size_of: Callable[[str], int | None]) -> 
 
 
 def _opened(path: Path | str, folder: int | None, files: ExitStack) -> int:
-    """Open a file or folder, following no link at its end, until ``files`` are closed."""
+    """Open a file or folder until ``files`` are closed. Does not follow a link at the path's
+    end."""
     try:
         fd = os.open(path, _OPEN, dir_fd=folder)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Files of snapshots: their names, made durable, read within bounds, and errors in words."""
+"""Files of snapshots: names, durable writes, bounded reads, and error messages."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def check_name(name: str) -> None:
-    """Check that a snapshot can have this name.
+    """Check that a name is valid for a snapshot.
 
     Raises:
-        SnapshotError: it cannot.
+        SnapshotError: it is not.
     """
     if _NAME.fullmatch(name) is None:
         raise SnapshotError(
@@ -41,13 +41,13 @@ def check_name(name: str) -> None:
 
 @contextlib.contextmanager
 def disk_errors(what: str) -> Iterator[None]:
-    """Turn errors of the operating system into sentences.
+    """Convert errors of the operating system to ``SnapshotError``.
 
     Args:
-        what: beginning of the sentence: that which could not be done.
+        what: beginning of the message: the operation that failed.
 
     Raises:
-        SnapshotError: the operating system refused something.
+        SnapshotError: the operating system reported an error.
     """
     try:
         yield
@@ -60,13 +60,13 @@ def write_new(path: Path, parts: Iterable[bytes | memoryview], *, durable: bool 
     """Write a new file.
 
     Args:
-        durable: make it survive a power cut once its folder is synchronised.
+        durable: sync the file. It is durable once its folder is synced as well.
 
-    Returns:
-        Its size, bytes.
+        Returns:
+        Size of the file, bytes.
 
-    Raises:
-        OSError: it could not be written, or is there.
+        Raises:
+        OSError: the file exists, or could not be written.
     """
     with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
         nbytes = write_all(fd, parts)
@@ -76,10 +76,10 @@ def write_new(path: Path, parts: Iterable[bytes | memoryview], *, durable: bool 
 
 
 def write_manifest(folder: Path, data: bytes) -> None:
-    """Write the manifest of a snapshot's folder, and make all names in it survive a power cut.
+    """Write the manifest of a snapshot's folder, and make all its files durable by name.
 
     Raises:
-        OSError: it could not be written, or is there.
+        OSError: the manifest exists, or could not be written.
     """
     write_new(folder / MANIFEST, [data], durable=True)
     for one in (folder / PAGES, folder):
@@ -87,7 +87,7 @@ def write_manifest(folder: Path, data: bytes) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Make the contents of a file survive a power cut, whoever wrote them.
+    """Make the contents of a file durable, even if another process wrote them.
 
     Raises:
         OSError: the disk failed.
@@ -97,16 +97,16 @@ def sync_file(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder for its owner alone."""
+    """Create a folder that only its owner can access."""
     path.mkdir(mode=FOLDER_MODE)
 
 
 def fill(fd: int, offset: int, out: Bytes) -> None:
-    """Read just so many bytes of a file.
+    """Read exactly ``out.nbytes`` bytes of a file.
 
     Raises:
         OSError: the disk failed.
-        SnapshotError: the file ends before.
+        SnapshotError: the file is too short.
     """
     view, at = out.data, 0
     while at < view.nbytes:
@@ -121,7 +121,7 @@ def read_whole(fd: int, most: int, what: str) -> bytes:
 
     Raises:
         OSError: the disk failed.
-        SnapshotError: it is larger.
+        SnapshotError: the file is larger than ``most`` bytes.
     """
     size = os.fstat(fd).st_size
     if size > most:

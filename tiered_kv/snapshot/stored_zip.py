@@ -1,9 +1,9 @@
-"""Zip files whose members are stored: where each lies, if the file is exactly that.
+"""Zip files with uncompressed members: finds the members, and rejects all other zip files.
 
-``zipfile`` reads the directory and accepts nearly any file. Here members are those that a snapshot
-has, lie one behind the other from the first byte on, and are followed by the directory and its end,
-without comments or anything between. Checksums of members are not verified: the digests of a
-snapshot say more.
+``zipfile`` reads the directory and accepts nearly any file. Here the members must be those of a
+snapshot, be contiguous from the first byte on, and be followed by the directory and its end,
+without comments or gaps. Checksums of members are not verified, because the digests of a snapshot
+are stronger.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from .manifest import SnapshotError
 
 MOST_MEMBERS = 1 << 20
 MOST_DIRECTORY_BYTES = 192 * MOST_MEMBERS
-"""Longest directory: of such members with the extra fields of usual programs."""
+"""Longest directory, bytes: enough for these members with the extra fields of common programs."""
 PAGE_ENTRY_BYTES = 46 + 70
-"""Bytes that a page takes in the directory, at least: its entry and its name."""
+"""Minimum size of a page in the directory, bytes: its entry and its name."""
 OTHER_ENTRIES = 16
-"""Members that the directory may have in addition to as many pages as fit into it: the manifest and
-the folder have shorter names, and a field of an entry may look like the start of another."""
+"""Number of members that the directory may have in addition to the number of pages that fit into
+it. The manifest and the folder have shorter names, and a field of an entry may look like the start
+of another entry."""
 
 _MEMBER = re.compile(r"manifest\.json|pages/[0-9a-f]{64}")
 _FOLDER = "pages/"
@@ -36,7 +37,7 @@ _FULL32, _FULL16 = 0xFFFFFFFF, 0xFFFF
 
 
 class ZipEntry(NamedTuple):
-    """Place of a member's bytes in its file."""
+    """Location of a member's bytes in the zip file."""
 
     offset: int
     nbytes: int
@@ -47,7 +48,7 @@ def members(fd: int) -> dict[str, ZipEntry]:
 
     Raises:
         OSError: the disk failed.
-        SnapshotError: it is no zip file, or none of a snapshot.
+        SnapshotError: the file is not a zip file, or not one of a snapshot.
     """
     infos, directory = _directory(fd)
     if len({info.orig_filename for info in infos}) != len(infos):
@@ -70,8 +71,8 @@ def members(fd: int) -> dict[str, ZipEntry]:
 
 
 class _Bounded(io.FileIO):
-    """A file whose directory is limited in size, and in members before they are parsed: each takes
-    several times the memory of its entry."""
+    """A file that limits the directory's size, and its members before they are parsed: a parsed
+    member takes several times the memory of its entry."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > MOST_DIRECTORY_BYTES:
@@ -84,7 +85,7 @@ class _Bounded(io.FileIO):
 
 
 def _directory(fd: int) -> tuple[list[zipfile.ZipInfo], int]:
-    """The members as the directory describes them, and the offset of the directory."""
+    """The members as described by the directory, and the offset of the directory."""
     try:
         with _Bounded(fd, closefd=False) as file, zipfile.ZipFile(file) as archive:
             infos, offset = archive.infolist(), archive.start_dir
@@ -93,7 +94,7 @@ def _directory(fd: int) -> tuple[list[zipfile.ZipInfo], int]:
     except (OSError, SnapshotError):
         raise
     except Exception as error:
-        # BadZipFile by contract; but these bytes come from anywhere.
+        # BadZipFile by contract, but these bytes are untrusted.
         raise _wrong(str(error)) from error
     if sign != b"PK\5\6" or comment:
         raise _wrong("it is cut off, or has something behind its end")
