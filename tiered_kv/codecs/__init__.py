@@ -1,1 +1,1 @@
-"""Codecs: how a page's bytes become fewer on SSD. ``base`` is the contract."""
+"""Codecs, which compress pages for SSD and other stores. ``base`` is the contract."""

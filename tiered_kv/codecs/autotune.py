@@ -1,7 +1,7 @@
-"""The codec that suits this machine, measured.
+"""Choice of the codec that suits this machine, by measurement.
 
-Encoding a page costs time on a core and saves time on the disk. Which of the two is the
-scarcer is a property of the machine, so it is measured when a server starts: ``choose``.
+Encoding a page costs CPU time and saves disk time. Which of the two is scarcer depends on the
+machine, so it is measured when a server starts: ``choose``.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .registry import CODECS
 from .symbols import ELEMENT_BYTES
 
 TOLERANCE = 1.15
-"""Smaller pages are worth restores that take up to this much longer: the disk holds more
+"""Accepted ratio to the fastest restore, in exchange for smaller pages: the disk then holds more
 of them, and wears less."""
 
 MEASURE_S = 0.06
-"""Time that each codec is measured, about, seconds."""
+"""Approximate time to measure each codec, seconds."""
 
 Clock = Callable[[], float]
 
@@ -34,7 +34,7 @@ class Measured:
 
     Attributes:
         codec: the codec measured.
-        stored_bytes: size of the page, encoded.
+        stored_bytes: size of the encoded page, bytes.
         encode_s: time to encode the page, seconds.
         decode_s: time to decode it, seconds.
     """
@@ -47,7 +47,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A codec, and one sentence for the log that says why it was chosen, with the numbers."""
+    """A codec, and a sentence for the log that gives the reason, with numbers."""
 
     codec: Codec
     reason: str
@@ -59,15 +59,15 @@ def choose(
     disk_write_mbs: float,
     cores: int,
 ) -> Choice:
-    """Measure every codec that can serve these pages on a synthetic one, and ``pick``.
+    """Measure every codec that supports these pages on a synthetic page, and ``pick`` one.
 
-    Takes under 0.3 s for pages of a few MiB; in a process that has not encoded yet, as long
-    again to load the kernels, and some seconds once on a machine to compile them.
+    Takes under 0.3 s for pages of a few MiB. In a process that has not encoded yet, loading the
+    kernels takes the same time again, and compiling them takes some seconds once per machine.
 
     Args:
         disk_read_mbs: read speed of the disk, MB/s.
-        disk_write_mbs: write speed, MB/s.
-        cores: number of threads that decode at once.
+        disk_write_mbs: write speed of the disk, MB/s.
+        cores: number of threads that decode concurrently.
     """
     page = synthetic_page(page_format)
     measured = [measure_codec(codec, page) for codec in _candidates(page_format)]
@@ -75,7 +75,7 @@ def choose(
 
 
 def _candidates(page_format: PageFormat) -> Iterator[Codec]:
-    """The codecs that can serve such pages, at their default levels."""
+    """The codecs that support such pages, at their default levels."""
     for kind in CODECS.values():
         with suppress(ValueError):
             yield kind.make(page_format)
@@ -84,14 +84,15 @@ def _candidates(page_format: PageFormat) -> Iterator[Codec]:
 def pick(
     measured: Sequence[Measured], disk_read_mbs: float, disk_write_mbs: float, cores: int
 ) -> Choice:
-    """Pick the codec with the shortest restore, or one of smaller pages that is nearly as good.
+    """Pick the codec with the shortest restore, or a codec with smaller pages that is nearly as
+    fast.
 
-    Pages are decoded while others are read, so restoring one takes the longer of
-    stored bytes / disk and decoding / cores. Saves happen behind the requests and do not
-    decide; how fast they are is part of the reason.
+    Pages are decoded while others are read, so restoring a page takes the longer of
+    stored bytes / disk and decoding / cores. Saves run in the background and do not matter for
+    the choice. Their speed is only part of the reason.
 
     Raises:
-        ValueError: nothing was measured, or the disk or the cores are none.
+        ValueError: ``measured`` is empty, or the disk's speed or the cores are not positive.
     """
     if not measured or cores < 1 or disk_read_mbs <= 0 or disk_write_mbs <= 0:
         raise ValueError("a codec is chosen among some, for a disk of some speed and some cores")
@@ -118,14 +119,14 @@ def measure_codec(codec: Codec, page: Bytes, clock: Clock = time.thread_time) ->
     """Time a codec on one page and one core, for about ``MEASURE_S`` after a warm-up.
 
     Args:
-        clock: seconds; by default this thread's time on a core, so that others' work on a
-            busy machine is not counted.
+        clock: seconds; by default this thread's CPU time, so that other load on a busy machine is
+            not counted.
 
-    Raises:
-        CodecError: the codec does not give the page back.
+        Raises:
+        CodecError: the decoded page differs from the page.
     """
     out = np.empty_like(page)
-    stored = codec.encode(page)  # compiles, reserves, warms up
+    stored = codec.encode(page)  # compile, allocate, warm up
     codec.decode(stored, out)
     if not np.array_equal(out, page):
         raise CodecError(f"codec {codec.name} does not give back what it was given")
@@ -144,9 +145,9 @@ def measure_codec(codec: Codec, page: Bytes, clock: Clock = time.thread_time) ->
 
 
 def synthetic_page(page_format: PageFormat, seed: int = 0) -> Bytes:
-    """Cast normal random numbers to the elements of a page: KV of which nothing is known.
+    """Create a page of normally distributed random elements, as a stand-in for KV.
 
-    Opaque bytes are of random numbers as bf16, which most likely they are.
+    Opaque bytes are random bf16 numbers, the most likely type.
     """
     rng = np.random.default_rng(seed)
     sections = [
@@ -164,7 +165,7 @@ def _synthetic_bytes(element: ElementType, nbytes: int, rng: np.random.Generator
 def _cast(
     values: NDArray[np.float32], element: ElementType
 ) -> NDArray[np.float32] | NDArray[np.uint16] | NDArray[np.uint8]:
-    """Round to the nearest number of that type; numpy knows only fp32 and fp16 itself."""
+    """Round to the nearest number of that type. numpy itself supports only fp32 and fp16."""
     if element is ElementType.FP32:
         return values
     if element is ElementType.FP16:

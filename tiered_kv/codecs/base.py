@@ -1,9 +1,9 @@
-"""The contract of codecs: pages to bytes for the SSD and back, bit for bit.
+"""The contract of codecs, which convert pages to bytes for storage and back without loss.
 
-A codec is a frozen value. Two with the same ``codec_id`` and ``table`` understand each
-other's pages, in any process and on any machine; the table is written into every segment
-whose pages need it. All methods may run on several threads at once, and release the
-interpreter lock where the work is. Codecs are tested by subclassing
+A codec is a frozen value. Two codecs with the same ``codec_id`` and ``table`` can read each
+other's pages, in any process and on any machine. The table is written into every segment
+whose pages need it. All methods may run on several threads concurrently, and release the
+interpreter lock during expensive work. Codecs are tested by subclassing
 ``tiered_kv.testing.conformance.codec.CodecConformance``.
 """
 
@@ -31,7 +31,7 @@ class ElementType(Enum):
     FP8_E4M3 = "fp8_e4m3"
     FP8_E5M2 = "fp8_e5m2"
     OPAQUE = "opaque"
-    """Bytes of which nothing more is known."""
+    """Bytes of unknown type."""
 
 
 ELEMENTS = (
@@ -47,7 +47,7 @@ ELEMENTS = (
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Bytes of a page that lie one behind the other and are of one type.
+    """Contiguous bytes of a page that have one type.
 
     Attributes:
         element: type of the elements.
@@ -60,17 +60,17 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class PageFormat:
-    """The facts that a codec may know of a page.
+    """The properties of a page that a codec may know.
 
     Attributes:
-        element: type of the elements; opaque if they are of several types.
-        page_bytes: bytes of a page.
+        element: type of the elements; opaque if they have several types.
+        page_bytes: size of a page, bytes.
         tokens: tokens of a page; 0 for a state, in which no token has bytes of its own.
-        sections: sections in the order of the page, neighbours of unlike types; without any given,
-            one of ``element``.
+        sections: sections in page order, where adjacent sections have different types. If empty,
+            there is one section of type ``element``.
 
     Raises:
-        ValueError: the sections are not those of such a page.
+        ValueError: the sections do not match the other fields.
     """
 
     element: ElementType
@@ -80,7 +80,7 @@ class PageFormat:
 
     @classmethod
     def of(cls, sections: Iterable[Section], tokens: int) -> PageFormat:
-        """Make the format of pages that consist of these sections."""
+        """Create the format of pages that consist of these sections."""
         joined = _joined(sections)
         element = joined[0].element if len(joined) == 1 else ElementType.OPAQUE
         return cls(element, sum(section.nbytes for section in joined), tokens, joined)
@@ -98,27 +98,27 @@ class PageFormat:
 
     @property
     def mixed(self) -> bool:
-        """True if the elements are of several types."""
+        """True if the elements have several types."""
         return len(self.sections) > 1
 
     @property
     def outline(self) -> PageFormat:
-        """The format without the sections of a mixed page, as the header of a segment has it."""
+        """The format without the sections of a mixed page, as stored in a segment's header."""
         return PageFormat(self.element, self.page_bytes, self.tokens)
 
 
 def check_size(page: Bytes, page_format: PageFormat) -> None:
-    """Refuse a page of another size: what reads it after that may trust the size.
+    """Check the size of a page, so that later code may rely on it.
 
     Raises:
-        ValueError: it is no page of this format.
+        ValueError: the size is not that of a page of this format.
     """
     if page.nbytes != page_format.page_bytes:
         raise ValueError(f"{page.nbytes} bytes where pages have {page_format.page_bytes}")
 
 
 def _joined(sections: Iterable[Section]) -> tuple[Section, ...]:
-    """Sections of which no two neighbours are alike and none is empty."""
+    """Sections without empty ones, with adjacent sections of the same type merged."""
     full = [section for section in sections if section.nbytes]
     if any(section.nbytes < 0 for section in full):
         raise ValueError("a section has no negative number of bytes")
@@ -130,11 +130,11 @@ def _joined(sections: Iterable[Section]) -> tuple[Section, ...]:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPage:
-    """A page as stored, in two parts of which either may be empty.
+    """A page as stored, in two parts, either of which may be empty.
 
     Attributes:
-        plane: bytes as they are in the page.
-        frame: bytes that the codec coded.
+        plane: bytes stored uncompressed.
+        frame: compressed bytes.
     """
 
     plane: Bytes
@@ -147,22 +147,22 @@ class EncodedPage:
 
 
 class CodecError(Exception):
-    """Stored bytes that are no page of this codec."""
+    """Stored bytes that are not a page of this codec."""
 
 
 class Codec(Protocol):
     """Encodes and decodes pages of one format.
 
     Attributes:
-        codec_id: number in segments, 0 to 65535. Codecs out of tree share 65535, whatever they
-            say: see ``out_of_tree``.
+        codec_id: number in segments, 0 to 65535. Codecs from other packages share 65535, whatever
+            their own number is: see ``out_of_tree``.
         name: name as in ``TIERED_KV_CODEC``.
         page_format: format of every page encoded or decoded.
-        table: facts that decoding needs beside the page itself, at most 16 MiB; may be empty.
-        wants_training: True if ``trained`` gives a codec that does better.
-        stores_in_place: True if a page is its own plane, without a frame. A store may then write
-            it from the caller's memory and read it there, by way of neither ``encode`` nor
-            ``decode``.
+        table: data that decoding needs in addition to the page, at most 16 MiB; may be empty.
+        wants_training: True if ``trained`` returns a better codec.
+        stores_in_place: True if the plane is the page itself, and the frame is empty. A store may
+            then write the page from the caller's memory and read it into it, without calling
+            ``encode`` or ``decode``.
     """
 
     @property
@@ -181,19 +181,19 @@ class Codec(Protocol):
     def encode(self, page: Bytes) -> EncodedPage:
         """Encode ``page_bytes`` bytes of any content.
 
-        The result takes at most a sixty-fourth and 4 KiB more than the page. It does not alias
-        the page, which may change after the call, unless the codec stores in place.
+        The result is at most a sixty-fourth and 4 KiB larger than the page. It does not alias the
+        page, which may change after the call, unless the codec stores in place.
         """
 
     def decode(self, encoded: EncodedPage, out: Bytes) -> None:
-        """Fill ``out`` (``page_bytes`` bytes) with the page.
+        """Decode the page into ``out`` (``page_bytes`` bytes).
 
         Raises:
-            CodecError: the bytes are no page of this codec; ``out`` may hold anything.
+            CodecError: the bytes are not a page of this codec; ``out`` has undefined contents.
         """
 
     def trained(self, pages: list[Bytes]) -> Codec:
-        """Fit a codec to pages like these; give this one if it learns nothing."""
+        """Return a codec fitted to pages like these, or this codec if training does not help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,17 +201,17 @@ class CodedPage:
     """A page together with the codec that encoded it.
 
     Attributes:
-        codec: None if the page is not encoded, but all in ``plane``.
+        codec: None if the page is not encoded; all bytes are then in ``plane``.
     """
 
     codec: Codec | None
     page: EncodedPage
 
     def decode(self, out: Bytes) -> None:
-        """Fill ``out`` with the page.
+        """Decode the page into ``out``.
 
         Raises:
-            CodecError: the bytes are no page of the codec; ``out`` may hold anything.
+            CodecError: the bytes are not a page of the codec; ``out`` has undefined contents.
         """
         if self.codec is None:
             out[:] = self.page.plane
@@ -219,43 +219,43 @@ class CodedPage:
             self.codec.decode(self.page, out)
 
     def decoded(self) -> Bytes | None:
-        """The page, in memory of its own; None if it cannot be decoded."""
+        """The decoded page, in new memory; None if it cannot be decoded."""
         codec = self.codec
         nbytes = self.page.nbytes if codec is None else codec.page_format.page_bytes
         out = np.empty(nbytes, np.uint8)
         try:
             self.decode(out)
-        except Exception:  # whatever a codec thinks of a page, its neighbours must not suffer
+        except Exception:  # codecs may raise anything; other pages must not be affected
             return None
         return out
 
 
 class CodecClass(Protocol):
-    """A codec's class, as the registry uses it."""
+    """A codec's class, as used by the registry."""
 
     @property
     def codec_id(self) -> int: ...
 
     def __call__(self, page_format: PageFormat) -> Codec:
-        """Make an untrained codec.
+        """Create an untrained codec.
 
         Raises:
-            ValueError: it cannot serve such pages; the sentence says which codec can.
+            ValueError: the codec does not support such pages; the message names a codec that does.
         """
 
     def from_table(self, page_format: PageFormat, table: bytes) -> Codec:
-        """Make the codec that had this table.
+        """Create the codec that had this table.
 
         Raises:
-            CodecError: it is no table of this codec and of such pages.
+            CodecError: the table is not one of this codec and of such pages.
         """
 
 
 def refuse_table(codec_id: int, table: bytes) -> None:
-    """Refuse the table of a codec that has none.
+    """Check that a codec without a table was given none.
 
     Raises:
-        CodecError: there is one.
+        CodecError: the table is not empty.
     """
     if table:
         raise CodecError(f"codec {codec_id} has no table, but {len(table)} bytes came as one")

@@ -1,15 +1,15 @@
-"""The codec of KV pages: what varies little is coded, what is noise is stored.
+"""The codec of KV pages: compresses the bits that vary little, and stores noise uncompressed.
 
-An element's magnitude is much the same in one channel (a layer's K or V, a head, a
+An element's magnitude is similar in one channel (a layer's K or V, a head, a
 dimension) for all tokens, and its mantissa is noise. So ``symbols`` splits each element into
-a symbol and a rest; symbols, less the centre of their channel, go through zstd's Huffman
-stage, and the rest is stored as it is. Bit for bit for any content: only the size depends on
-how well the centres fit.
+a symbol and a rest. Symbols, minus the centre of their channel, are compressed with zstd's
+Huffman stage, and the rest is stored uncompressed. Lossless for any content: only the size depends
+on how well the centres fit.
 
-A page is some order of layers, heads, tokens and dimensions that is not known here. It is
-taken for a row of *stripes*, each an array [outer, tokens, inner] of elements, in which
-``outer`` and ``inner`` name the channel. One stripe with one ``inner`` describes every
-layout that treats K and V alike; engines that transpose K alone need more. ``trained``
+A page contains layers, heads, tokens and dimensions in an order that is not known here. It is
+treated as a row of *stripes*, each an array [outer, tokens, inner] of elements, in which
+``outer`` and ``inner`` identify the channel. One stripe with one ``inner`` describes every
+layout that treats K and V alike; engines that transpose only K need more stripes. ``trained``
 finds the stripes and fits the centres.
 
 The table (little-endian):
@@ -25,7 +25,7 @@ The table (little-endian):
     24      4      channels of a page, c = elements / tokens
     28      4*c/s  inner of each stripe
     ...     c      centre of each channel, in the order (stripe, outer, inner)
-    end-4   4      CRC-32 of all of the above
+    end-4   4      CRC-32 of everything before it
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from .base import Bytes, CodecError, EncodedPage, PageFormat, check_size
 from .symbols import ELEMENT_BYTES, REST_BYTES, decode, encode, kernels, symbols_of
 
 ELEMENTS = KNOWN_ELEMENTS[1:]
-"""Types of elements, in the order of their numbers in the table: all but opaque bytes."""
+"""Types of elements, in the order of their numbers in the table: all types except opaque."""
 
 HEADER = struct.Struct("<4sBBHIQII")
 MAGIC, VERSION = b"TKVC", 1
 
 MAX_TRAINING_PAGES = 64
 LAYOUT_PAGES = 8
-"""Number of pages that the layout is looked for in: it is the same in all, and seen in few."""
+"""Number of pages used to find the layout, which is the same in all pages."""
 MIN_STRIPE = 32
-"""Channels of the narrowest stripe: layouts change between heads, which are wider."""
+"""Channels of the narrowest stripe: layouts change only between heads, which are wider."""
 REFINEMENTS = 2
 
 
@@ -60,7 +60,7 @@ def symbol_count(page_format: PageFormat) -> int:
     """Number of elements of a page.
 
     Raises:
-        ValueError: pages of this format have no elements that this codec knows.
+        ValueError: the codec does not support the elements of this format.
     """
     if page_format.element not in ELEMENTS:
         raise ValueError(
@@ -75,7 +75,7 @@ def symbol_count(page_format: PageFormat) -> int:
 
 
 def channel_count(page_format: PageFormat) -> int:
-    """Number of channels of a page; 0 if its tokens are not of equal size."""
+    """Number of channels of a page; 0 if the elements do not divide evenly among its tokens."""
     if page_format.tokens < 1 or symbol_count(page_format) % page_format.tokens:
         return 0
     return symbol_count(page_format) // page_format.tokens
@@ -83,14 +83,14 @@ def channel_count(page_format: PageFormat) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CentredCodec:
-    """Stores centred symbols in one Huffman-only zstd frame, the rest as it is.
+    """Stores centred symbols in one Huffman-only zstd frame, and the rest uncompressed.
 
     Args:
-        table: table of a trained codec; without one all centres are zero.
+        table: table of a trained codec; without a table all centres are zero.
 
     Raises:
-        ValueError: opaque pages, or pages that are no whole number of elements.
-        CodecError: the table is damaged, or of other pages.
+        ValueError: pages are opaque, or not a whole number of elements.
+        CodecError: the table is damaged, or belongs to other pages.
     """
 
     page_format: PageFormat
@@ -121,15 +121,15 @@ class CentredCodec:
 
     @property
     def most_plane_bytes(self) -> int:
-        """Size of the longest plane of a page, bytes."""
+        """Maximum size of the plane of a page, bytes."""
         return REST_BYTES[self.page_format.element] * self._centres.size
 
     def encode(self, page: Bytes, plane: Bytes | None = None) -> EncodedPage:
         """Encode a page.
 
         Args:
-            plane: memory for the plane, which is its beginning, of ``most_plane_bytes`` or more;
-                new memory if None.
+            plane: memory of at least ``most_plane_bytes``, whose start is used for the plane; None
+                allocates new memory.
         """
         check_size(page, self.page_format)
         if plane is None:
@@ -141,9 +141,9 @@ class CentredCodec:
         decode(self.page_format.element, encoded, self._centres, out)
 
     def trained(self, pages: list[Bytes]) -> CentredCodec:
-        """Make a codec with the centres of these pages; the first 64 are looked at.
+        """Create a codec with the centres of these pages, of which the first 64 are used.
 
-        It takes from a tenth of a second to a few, mostly without the interpreter lock.
+        Takes between a tenth of a second and a few seconds, mostly without the interpreter lock.
         """
         if not pages or not channel_count(self.page_format):
             return self
@@ -159,7 +159,7 @@ class CentredCodec:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Places of a page's channels, and their centres.
+    """Layout of a page's channels, and their centres.
 
     Attributes:
         stripe: number of channels of a stripe.
@@ -172,7 +172,7 @@ class Layout:
     centres: Bytes
 
     def per_element(self, page_format: PageFormat) -> Bytes:
-        """Centre of each element of a page, in its place."""
+        """Centre of each element of a page, in page order."""
         tokens = page_format.tokens
         spread = np.empty(self.centres.size * tokens, dtype=np.uint8)
         first = 0
@@ -192,10 +192,11 @@ class Layout:
 
     @staticmethod
     def from_table(table: bytes, page_format: PageFormat) -> Layout:
-        """Read a table.
+        """Parse a table.
 
         Raises:
-            CodecError: damaged, of another version, or of pages of another format.
+            CodecError: the table is damaged, has another version, or belongs to another page
+                format.
         """
         if len(table) < HEADER.size + 4 or table[:4] != MAGIC:
             raise CodecError("this is no table of centres")
@@ -220,10 +221,11 @@ class Layout:
 
 
 def find_layout(symbols: NDArray[np.uint8], tokens: int) -> Layout:
-    """Find the stripes in which symbols of pages lie closest to the medians of other pages.
+    """Find the stripes for which symbols of pages are closest to the medians of other pages.
 
-    Medians are of every other page, distances of those between: more stripes always fit the
-    pages they were chosen on, but others only if they are real. Centres are left at zero.
+    Medians come from every other page, distances from the pages in between: more stripes always fit
+    the pages that they were chosen on, but fit other pages only if they are real. Centres are left
+    at zero.
 
     Args:
         symbols: symbols [pages, elements].
@@ -253,10 +255,12 @@ def find_layout(symbols: NDArray[np.uint8], tokens: int) -> Layout:
 
 
 def fit_centres(layout: Layout, symbols: NDArray[np.uint8], page_format: PageFormat) -> None:
-    """Fill in ``layout.centres``: medians first, then where symbols cost the fewest bits.
+    """Fill in ``layout.centres``: first medians, then the values for which symbols cost fewest
+    bits.
 
-    All channels share one code, so the best centre of a channel depends on the others': the
-    cost of each centred symbol is taken from all, and each centre moved, a few times over.
+    All channels share one code, so the best centre of a channel depends on the other centres.
+    The cost of each centred symbol is computed over all channels and each centre is moved, in a few
+    iterations.
 
     Args:
         symbols: [pages, elements].
@@ -271,7 +275,7 @@ def fit_centres(layout: Layout, symbols: NDArray[np.uint8], page_format: PageFor
         stripes[mine] = medians.reshape(-1, stripe)[mine]
     for _ in range(REFINEMENTS):
         centred = symbols - layout.per_element(page_format)
-        counts = np.bincount(centred.reshape(-1), minlength=256) + 0.5  # unseen is not impossible
+        counts = np.bincount(centred.reshape(-1), minlength=256) + 0.5  # unseen symbols may occur
         costs = -np.log2(counts / counts.sum()).astype(np.float32)
         kernels().refine(symbols, tokens, stripe, layout.inners, costs, layout.centres)
 

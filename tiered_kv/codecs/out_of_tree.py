@@ -1,7 +1,7 @@
-"""A codec from another package, as segments know it.
+"""A codec from another package, as identified in segments.
 
-Segments name a codec by a number, of which others have none. They share one, and the table of
-such a codec begins with its name:
+Segments identify a codec by a number, which codecs of other packages do not have. They share one
+number, and the table of such a codec starts with its name:
 
     offset  bytes  field
     0       2      bytes of the name, n (little-endian)
@@ -20,11 +20,11 @@ OUT_OF_TREE_ID = 0xFFFF
 
 @dataclass(frozen=True, slots=True)
 class OutOfTreeCodec:
-    """A codec by the name of its class.
+    """A codec from another package, with the name of its class.
 
     Attributes:
         name: ``module:Class``.
-        codec: the codec itself; its own name and number are not used.
+        codec: the codec itself; its own name and number are ignored.
     """
 
     name: str
@@ -59,10 +59,10 @@ class OutOfTreeCodec:
 
 
 def split_table(table: bytes) -> tuple[str, bytes]:
-    """Split a table as segments have it into the codec's name and its own table.
+    """Split a table from a segment into the codec's name and its own table.
 
     Raises:
-        CodecError: it does not begin with a name.
+        CodecError: the table does not start with a name.
     """
     end = 2 + int.from_bytes(table[:2], "little")
     try:

@@ -1,7 +1,7 @@
-"""Kernels: elements to planes of bytes and back, and the centres of channels.
+"""Kernels that split elements into byte planes and merge them, and fit the centres of channels.
 
-An element is split into a *symbol*, the eight bits that hold its magnitude, and the *rest*,
-which no coder makes smaller. Centring subtracts from each symbol the centre of its channel,
+An element is split into a *symbol*, the eight bits that contain its magnitude, and the *rest*,
+which cannot be compressed. Centring subtracts from each symbol the centre of its channel,
 modulo 256, in the same pass:
 
     bf16   symbol = the exponent, bits 14..7; rest = the sign, and bits 6..0
@@ -10,13 +10,14 @@ modulo 256, in the same pass:
            bits 15..8, bits 7..0
     fp8    symbol = the byte rotated; no rest
 
-Rotated left by one, so that the sign, which has no magnitude, becomes the lowest bit. It stays
-in the symbol where there is room for it: a channel's sign is no even coin. (For fp16 the choice
-was measured: with three mantissa bits in place of two and the sign, pages are 0.3% larger.)
+Bytes are rotated left by one, so that the sign, which has no magnitude, becomes the lowest bit. It
+stays in the symbol where there is space for it, because the signs of a channel are not evenly
+distributed. (For fp16 the choice was measured: with three mantissa bits in place of two and the
+sign, pages are 0.3% larger.)
 
-All kernels run at memory speed and without the interpreter lock. They check nothing: sizes
-are the caller's. Importing this module imports numba (a third of a second, and some seconds
-where the kernels have not been compiled and cached yet), so import it when it is needed.
+All kernels run at memory speed and without the interpreter lock. They check nothing: the caller is
+responsible for sizes. Importing this module imports numba (a third of a second, plus some seconds
+if the kernels have not been compiled and cached yet), so import it only when needed.
 Elements are little-endian.
 """
 
@@ -32,7 +33,7 @@ from numpy.typing import NDArray
 
 from .base import Bytes
 
-# Read-only is the type of what is only read: numba takes writable arrays for it as well.
+# Inputs have read-only types, for which numba accepts writable arrays as well.
 _IN = types.Array(types.uint8, 1, "C", readonly=True)
 _OUT = types.Array(types.uint8, 1, "C")
 _PAGES = types.Array(types.uint8, 2, "C", readonly=True)
@@ -41,7 +42,7 @@ _COSTS = types.Array(types.float32, 1, "C", readonly=True)
 _WIDTHS = types.Array(types.int64, 1, "C", readonly=True)
 
 REACH = 8
-"""Longest move of a centre by ``refine``, in symbols."""
+"""Maximum move of a centre by ``refine``, in symbols."""
 
 Kernel = Callable[..., None]
 
@@ -51,7 +52,7 @@ def _kernel(*arguments: Any) -> Callable[[Kernel], Kernel]:
         signature = types.void(*arguments)
         try:
             made: Kernel = numba.njit(signature, nogil=True, cache=True)(function)
-        except RuntimeError:  # nowhere to write the cache: compile in each process
+        except RuntimeError:  # the cache is not writable: compile in each process
             made = numba.njit(signature, nogil=True)(function)
         return made
 
@@ -60,7 +61,7 @@ def _kernel(*arguments: Any) -> Callable[[Kernel], Kernel]:
 
 @_kernel(_IN, _IN, _OUT, _OUT)
 def split_bf16(page: Bytes, centres: Bytes, symbols: Bytes, rest: Bytes) -> None:
-    """Split two bytes of page into one symbol and one byte of rest; ``centres`` is per element."""
+    """Split each two bytes of page into a symbol and a byte of rest; ``centres`` is per element."""
     elements = page.view(np.uint16)
     for i in range(elements.size):
         element = elements[i]
@@ -70,7 +71,7 @@ def split_bf16(page: Bytes, centres: Bytes, symbols: Bytes, rest: Bytes) -> None
 
 @_kernel(_IN, _IN, _IN, _OUT)
 def merge_bf16(symbols: Bytes, rest: Bytes, centres: Bytes, page: Bytes) -> None:
-    """The inverse of ``split_bf16``."""
+    """Merge: the inverse of ``split_bf16``."""
     elements = page.view(np.uint16)
     for i in range(elements.size):
         symbol = np.uint16(np.uint8(symbols[i] + centres[i]))
@@ -81,7 +82,7 @@ def merge_bf16(symbols: Bytes, rest: Bytes, centres: Bytes, page: Bytes) -> None
 
 @_kernel(_IN, _IN, _OUT, _OUT)
 def split_fp16(page: Bytes, centres: Bytes, symbols: Bytes, rest: Bytes) -> None:
-    """Split as ``split_bf16`` does."""
+    """Split like ``split_bf16``."""
     elements = page.view(np.uint16)
     for i in range(elements.size):
         element = elements[i]
@@ -91,7 +92,7 @@ def split_fp16(page: Bytes, centres: Bytes, symbols: Bytes, rest: Bytes) -> None
 
 @_kernel(_IN, _IN, _IN, _OUT)
 def merge_fp16(symbols: Bytes, rest: Bytes, centres: Bytes, page: Bytes) -> None:
-    """The inverse of ``split_fp16``."""
+    """Merge: the inverse of ``split_fp16``."""
     elements = page.view(np.uint16)
     for i in range(elements.size):
         symbol = np.uint16(np.uint8(symbols[i] + centres[i]))
@@ -101,7 +102,7 @@ def merge_fp16(symbols: Bytes, rest: Bytes, centres: Bytes, page: Bytes) -> None
 
 @_kernel(_IN, _IN, _OUT)
 def split_fp8(page: Bytes, centres: Bytes, symbols: Bytes) -> None:
-    """Make a symbol of each byte of page."""
+    """Convert each byte of page to a symbol."""
     for i in range(page.size):
         byte = page[i]
         symbols[i] = np.uint8((byte << 1) | (byte >> 7)) - centres[i]
@@ -109,7 +110,7 @@ def split_fp8(page: Bytes, centres: Bytes, symbols: Bytes) -> None:
 
 @_kernel(_OUT, _IN)
 def merge_fp8(page: Bytes, centres: Bytes) -> None:
-    """The inverse of ``split_fp8``, in place: ``page`` holds symbols before."""
+    """Merge in place: the inverse of ``split_fp8``. ``page`` contains symbols before."""
     for i in range(page.size):
         byte = np.uint8(page[i] + centres[i])
         page[i] = np.uint8((byte >> 1) | (byte << 7))
@@ -119,7 +120,7 @@ def merge_fp8(page: Bytes, centres: Bytes) -> None:
 def split_fp32(
     page: Bytes, centres: Bytes, symbols: Bytes, high: Bytes, middle: Bytes, low: Bytes
 ) -> None:
-    """Split four bytes of page into one symbol and one byte of each plane of the rest."""
+    """Split each four bytes of page into a symbol and a byte of each plane of the rest."""
     elements = page.view(np.uint32)
     for i in range(elements.size):
         element = elements[i]
@@ -133,7 +134,7 @@ def split_fp32(
 def merge_fp32(
     symbols: Bytes, high: Bytes, middle: Bytes, low: Bytes, centres: Bytes, page: Bytes
 ) -> None:
-    """The inverse of ``split_fp32``."""
+    """Merge: the inverse of ``split_fp32``."""
     elements = page.view(np.uint32)
     for i in range(elements.size):
         symbol = np.uint32(np.uint8(symbols[i] + centres[i]))
@@ -149,7 +150,7 @@ def count_fp32(page: Bytes, step: int, counts: NDArray[np.int64]) -> None:
     """Count the bytes of the three planes of the rest in every ``step``-th element.
 
     Args:
-        counts: receives the counts of each plane's bytes, zero before, [3 * 256].
+        counts: receives the counts of each plane's bytes; must be zero before, [3 * 256].
     """
     elements = page.view(np.uint32)
     for i in range(0, elements.size, step):
@@ -168,16 +169,16 @@ def medians(
     centres: Bytes,
     spread: NDArray[np.int64],
 ) -> None:
-    """Find each channel's median symbol, if channels lie ``inner`` apart from token to token.
+    """Compute each channel's median symbol, for channels ``inner`` elements apart between tokens.
 
     Args:
-        fitted: symbols [pages, elements] that the medians are taken of.
-        scored: symbols [pages, elements] that ``spread`` is measured on.
+        fitted: symbols [pages, elements] from which the medians are computed.
+        scored: symbols [pages, elements] on which ``spread`` is measured.
         tokens: tokens of a page; divides elements.
         inner: distance of a channel's elements; divides elements / tokens.
         centres: receives the medians, [elements / tokens].
-        spread: receives the sums of absolute distances from the medians of each run of
-            ``tokens * inner`` elements, [elements / tokens / inner].
+        spread: receives, for each run of ``tokens * inner`` elements, the sum of absolute distances
+            from the medians, [elements / tokens / inner].
     """
     counts = np.zeros(256, dtype=np.int64)
     half = (fitted.shape[0] * tokens + 1) // 2
@@ -208,13 +209,13 @@ def refine(
     costs: NDArray[np.float32],
     centres: Bytes,
 ) -> None:
-    """Move each centre to where its channel costs the fewest bits, at most ``REACH`` away.
+    """Move each centre to the value for which its channel costs fewest bits, by at most ``REACH``.
 
     Args:
         symbols: [pages, elements].
         tokens: tokens of a page.
         stripe: channels that share an ``inner``.
-        inners: of each stripe.
+        inners: ``inner`` of each stripe.
         costs: bits of each centred symbol, [256].
         centres: [elements / tokens], changed in place.
     """

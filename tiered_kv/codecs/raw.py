@@ -1,4 +1,4 @@
-"""The codec that stores pages as they are: for disks faster than the cores can decode."""
+"""The codec that stores pages uncompressed, for disks that are faster than decoding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOTHING: Bytes = np.empty(0, dtype=np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class RawCodec:
-    """Stores pages as they are."""
+    """Stores pages uncompressed."""
 
     page_format: PageFormat
     codec_id = 0

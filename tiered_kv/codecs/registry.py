@@ -1,4 +1,4 @@
-"""Codecs by name, as TIERED_KV_CODEC gives it, and by what a segment says of them."""
+"""Codecs by name, as in TIERED_KV_CODEC, and by their number and table in a segment."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .sections import SectionsCodec
 from .zstd import MAX_LEVEL, ZstdCodec
 
 CodecMaker: TypeAlias = Callable[[PageFormat], Codec]
-"""Makes an untrained codec; raises ValueError for pages it cannot serve."""
+"""Creates an untrained codec; raises ValueError for unsupported pages."""
 
 
 class UnknownCodecError(CodecError):
-    """A codec that is not at hand. Its pages may be good."""
+    """A codec that is not available. Its pages may be good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,11 @@ class CodecKind:
     """A codec of this package.
 
     Attributes:
-        cls: its class.
-        at_level: maker of the codec at a level, which follows the name as in ``zstd:3``; None
+        cls: class of the codec.
+        at_level: creates the codec with a level, which follows the name as in ``zstd:3``; None
             if it has no levels.
-        levels: the levels.
-        mixed: class that does the same for pages whose elements are of several types; None if
-            ``cls`` does.
+        levels: the valid levels.
+        mixed: class for pages whose elements have several types; None if ``cls`` supports them.
     """
 
     cls: CodecClass
@@ -45,14 +44,14 @@ class CodecKind:
 
     @property
     def classes(self) -> list[CodecClass]:
-        """Its classes."""
+        """All classes of the codec."""
         return [self.cls] if self.mixed is None else [self.cls, self.mixed]
 
     def make(self, page_format: PageFormat) -> Codec:
-        """Make an untrained codec.
+        """Create an untrained codec.
 
         Raises:
-            ValueError: it cannot serve such pages.
+            ValueError: the codec does not support such pages.
         """
         cls = self.mixed if self.mixed is not None and page_format.mixed else self.cls
         return cls(page_format)
@@ -69,13 +68,13 @@ CODECS: Mapping[str, CodecKind] = MappingProxyType(
 
 
 def parse(name: str) -> CodecMaker:
-    """Find the codec of that name.
+    """Find the codec with that name.
 
     Args:
         name: a name in ``CODECS``, with ``:LEVEL`` if it has levels, or ``module:Class``.
 
     Raises:
-        ConfigError: there is none; the sentence says what to write instead.
+        ConfigError: there is no such codec; the message names valid ones.
     """
     head, colon, rest = name.partition(":")
     kind = CODECS.get(head)
@@ -112,17 +111,18 @@ def _load(name: str) -> CodecClass:
 
 
 def from_table(codec_id: int, table: bytes, page_format: PageFormat, trusted: str = "") -> Codec:
-    """Make the codec that wrote a segment's pages, from what its header says.
+    """Create the codec that wrote a segment's pages, from the segment's header.
 
     Args:
         codec_id: number of the codec in the header.
-        table: its table there.
-        trusted: name of the one codec out of tree that may be imported for this. A file that
-            names a class is not reason enough to run it.
+        table: codec table in the header.
+        trusted: name of the only codec from another package that may be imported. A class name in a
+            file is not a sufficient reason to run its code.
 
     Raises:
-        UnknownCodecError: a codec out of tree that is not the trusted one, or is not to be had.
-        CodecError: an unknown number, or a table that is not one of this codec and these pages.
+        UnknownCodecError: a codec from another package that is not the trusted one, or not
+            available.
+        CodecError: the number is unknown, or the table does not fit the codec and these pages.
     """
     if codec_id == OUT_OF_TREE_ID:
         return _stored_out_of_tree(table, page_format, trusted)
@@ -144,7 +144,7 @@ def _stored_out_of_tree(table: bytes, page_format: PageFormat, trusted: str) -> 
 
 
 def codec_name(codec_id: int, table: bytes) -> str:
-    """Name a segment's codec, which need not be at hand; its number if nothing else is known."""
+    """Name of a segment's codec, which need not be available; its number if the name is unknown."""
     for name, kind in CODECS.items():
         if any(cls.codec_id == codec_id for cls in kind.classes):
             return name

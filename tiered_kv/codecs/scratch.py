@@ -1,4 +1,4 @@
-"""Memory of a thread for bytes under way."""
+"""Temporary memory of a thread."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .raw import NOTHING
 
 
 class Scratch(threading.local):
-    """Memory of this thread; grows, and lives as long as the thread."""
+    """Reusable memory of this thread. It grows on demand and lives as long as the thread."""
 
     def __init__(self) -> None:
         self._memory: Bytes = NOTHING
 
     def bytes(self, count: int) -> Bytes:
-        """Give ``count`` bytes of any content, until this thread asks again."""
+        """Return ``count`` bytes of undefined content, valid until this thread's next call."""
         if self._memory.nbytes < count:
             self._memory = np.empty(count, dtype=np.uint8)
         return self._memory[:count]

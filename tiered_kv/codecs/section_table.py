@@ -1,6 +1,6 @@
-"""Table of the codec of sections: it tells the sections, which the header of a segment does not.
+"""Table of the codec of sections. It lists the sections, which a segment's header does not.
 
-So pages can be read by who knows no more than their size (little-endian):
+So pages can be read by a reader that only knows their size (little-endian):
 
     offset  bytes  field
     0       4      magic b"TKVS"
@@ -9,13 +9,13 @@ So pages can be read by who knows no more than their size (little-endian):
     6       2      parts, p
     8       4      tokens of a page
     12      8      bytes of a page
-    20      4      sections, s: none empty, no neighbours of one type
-    24      11*s   of each section: element type u8, as in ``base.ELEMENTS``; part u16; bytes u64
-    ...     6*p    of each part: codec u16; bytes of its table u32
-    ...            tables of the parts, one behind the other
-    end-4   4      CRC-32 of all of the above
+    20      4      sections, s: not empty, adjacent ones have different types
+    24      11*s   for each section: element type u8, as in ``base.ELEMENTS``; part u16; bytes u64
+    ...     6*p    for each part: codec u16; bytes of its table u32
+    ...            tables of the parts, concatenated
+    end-4   4      CRC-32 of everything before it
 
-Reading is total: any bytes give a table or raise ``CodecError``.
+Parsing is total: any bytes either give a table or raise ``CodecError``.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ PART = struct.Struct("<HI")
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A part of a page, as the table tells of it.
+    """A part of a page, as described by the table.
 
     Attributes:
-        sections: numbers of its sections, ascending.
+        sections: indices of its sections, ascending.
         codec_id: number of its codec.
         table: table of that codec.
     """
@@ -54,14 +54,14 @@ class SectionTable:
 
     Attributes:
         page_format: format of the pages.
-        parts: parts of a page; each section is in one of them.
+        parts: parts of a page; each section belongs to one part.
     """
 
     page_format: PageFormat
     parts: Sequence[StoredPart]
 
     def pack(self) -> bytes:
-        """Make the table."""
+        """Serialize the table."""
         of, parts = self.page_format, self.parts
         part_of = {number: i for i, part in enumerate(parts) for number in part.sections}
         head = (MAGIC, VERSION, 0, len(parts), of.tokens, of.page_bytes, len(of.sections))
@@ -74,10 +74,10 @@ class SectionTable:
 
     @staticmethod
     def read(table: bytes) -> SectionTable:
-        """Read a table.
+        """Parse a table.
 
         Raises:
-            CodecError: damaged, of another version, or of no possible page.
+            CodecError: the table is damaged, has another version, or describes an impossible page.
         """
         if len(table) < HEADER.size + 4 or table[:4] != MAGIC:
             raise CodecError("this is no table of sections")
@@ -113,10 +113,10 @@ class SectionTable:
 
 
 def _format(sections: Sequence[Section], tokens: int, page_bytes: int) -> PageFormat:
-    """The format of such pages.
+    """Format of pages with these sections.
 
     Raises:
-        CodecError: there are none.
+        CodecError: the sections are invalid.
     """
     found = PageFormat.of(sections, tokens) if sections else None
     if found is None or found.sections != tuple(sections):

@@ -1,16 +1,16 @@
-"""The codec of pages whose elements are of several types: each type by what suits it.
+"""The codec of pages whose elements have several types. Each type gets a suitable codec.
 
-Sections of one type are coded together, in *parts* of half a MiB or one longer section, as if each
-part were a page: many short sections cost one frame, and a long one is coded where it lies. The
-centred codec serves the parts whose elements it knows, zstd the others.
+Sections of one type are encoded together, in *parts* of half a MiB or of one longer section, as if
+each part were a page. Many short sections then need only one frame, and a long section is encoded
+without copying. The centred codec encodes parts with elements that it supports, zstd the others.
 
-A stored page is the planes of the parts, one behind the other, and a frame (little-endian):
+A stored page consists of the concatenated planes of the parts, and a frame (little-endian):
 
     offset  bytes  field
-    0       8*p    of each part: bytes of its plane u32, bytes of its frame u32
-    8*p            frames of the parts, one behind the other
+    0       8*p    for each part: bytes of its plane u32, bytes of its frame u32
+    8*p            frames of the parts, concatenated
 
-``section_table`` has the format of the table.
+The format of the table is described in ``section_table``.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from .section_table import SectionTable, StoredPart
 from .zstd import ZstdCodec
 
 PartCodec: TypeAlias = CentredCodec | ZstdCodec
-"""Codec of a part. Neither gives its page itself as a plane: what is stored must not alias it."""
+"""Codec of a part. Its planes must not alias the page, so it must not be a codec that stores in
+place."""
 
 PART_BYTES = 512 << 10
-"""Size at which a part takes no more sections. fp32 has one Huffman code for so many bytes."""
+"""Size at which a part is complete, bytes. fp32 has one Huffman code for that many bytes."""
 
 SIZES = struct.Struct("<II")
 
 
 @dataclass(frozen=True, slots=True)
 class SectionsCodec:
-    """Stores the sections of each element type by a codec of their own.
+    """Stores the sections of each element type with a separate codec.
 
     Args:
-        parts: numbers of the sections of each part; without any, in parts of ``PART_BYTES``.
-        codecs: codec of each part; without any, untrained ones.
+        parts: indices of the sections of each part; if empty, parts of ``PART_BYTES``.
+        codecs: codec of each part; if empty, untrained codecs.
     """
 
     page_format: PageFormat
@@ -52,12 +53,12 @@ class SectionsCodec:
     table: bytes = field(init=False, repr=False, compare=False)
     _spans: list[list[slice]] = field(init=False, repr=False, compare=False)
     codec_id = 3
-    name = "centred"  # as a user says it: of pages of several types, this is what it means
+    name = "centred"  # the user's name: for pages of several types it means this codec
     stores_in_place = False
 
     @classmethod
     def from_table(cls, page_format: PageFormat, table: bytes) -> Codec:
-        """Make the codec that had this table.
+        """Create the codec that had this table.
 
         Args:
             page_format: format of the pages, or its outline.
@@ -136,10 +137,10 @@ class SectionsCodec:
         return SectionsCodec(self.page_format, self.parts, tuple(codecs))
 
     def _split(self, encoded: EncodedPage) -> list[EncodedPage]:
-        """The stored parts.
+        """Split a stored page into its parts.
 
         Raises:
-            CodecError: they are not as long as the plane and the frame.
+            CodecError: the sizes do not match the plane and the frame.
         """
         plane, frame = 0, SIZES.size * len(self.parts)
         if encoded.frame.nbytes < frame:
@@ -173,13 +174,13 @@ def divide(page_format: PageFormat) -> Iterator[tuple[int, ...]]:
 
 
 def part_format(page_format: PageFormat, part: Sequence[int]) -> PageFormat:
-    """Format of a part, as if it were a page."""
+    """Format of a part, treated as a page."""
     sections = [page_format.sections[number] for number in part]
     return PageFormat.of(sections, page_format.tokens)
 
 
 def _places(page_format: PageFormat) -> list[slice]:
-    """Place of each section in a page."""
+    """Byte range of each section in a page."""
     places, begin = [], 0
     for section in page_format.sections:
         places.append(slice(begin, begin + section.nbytes))
@@ -188,7 +189,7 @@ def _places(page_format: PageFormat) -> list[slice]:
 
 
 def _gather(page: Bytes, spans: Sequence[slice], memory: Callable[[int], Bytes]) -> Bytes:
-    """A part of a page: bytes of the page itself if they lie together, else in ``memory``."""
+    """Gather a part of a page: a view of the page if it is contiguous, otherwise in ``memory``."""
     if len(spans) == 1:
         return page[spans[0]]
     pieces = [page[span] for span in spans]
@@ -202,15 +203,15 @@ def _fresh(count: int) -> Bytes:
 def _untrained(part: PageFormat) -> PartCodec:
     try:
         return CentredCodec(part)
-    except ValueError:  # no elements that it knows, or no whole number of them
+    except ValueError:  # unsupported elements, or not a whole number of them
         return ZstdCodec(part)
 
 
 def _stored_codec(part: PageFormat, stored: StoredPart) -> PartCodec:
-    """Make the codec of a part.
+    """Create the codec of a part.
 
     Raises:
-        CodecError: there is none of that number, or with that table.
+        CodecError: the number or the table is invalid.
     """
     for cls in (CentredCodec, ZstdCodec):
         if cls.codec_id == stored.codec_id:

@@ -1,16 +1,16 @@
 """Pages of one element type as stored: symbols in a zstd frame, and the rest.
 
-``planes`` tells what is symbol and what is rest in each type. The rest is noise and stored as it
-is, but for fp32: numbers that came from a shorter type end in zeros, and some states hold many of
-them. So each of the three planes of its rest is coded too if a sample of it is worth that. Planes
-have frames of their own, since their bytes have little in common (little-endian):
+``planes`` defines symbol and rest for each type. The rest is noise and stored uncompressed, except
+for fp32: numbers converted from a shorter type end in zeros, and some states contain many of them.
+So each of the three planes of its rest is compressed too, if a sample shows that it is worthwhile.
+Each plane has its own frame, since the planes have little in common (little-endian):
 
     offset  bytes  field
-    0       1      planes that are coded: bit 0 the highest, bit 2 the lowest
-    1       4*n    bytes of each frame: of the symbols, and of the n - 1 planes that are coded
-    1+4*n          zstd frames, one behind the other
+    0       1      compressed planes: bit 0 the highest, bit 2 the lowest
+    1       4*n    bytes of each frame: of the symbols, and of the n - 1 compressed planes
+    1+4*n          zstd frames, concatenated
 
-The functions trust sizes: pages are whole numbers of elements, and have one centre for each.
+The functions do not check sizes: pages must be whole numbers of elements, with one centre each.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ ELEMENT_BYTES: Mapping[ElementType, int] = MappingProxyType(
         ElementType.FP32: 4,
     }
 )
-"""Bytes of an element of each type that has symbols."""
+"""Size of an element of each type that has symbols, bytes."""
 
 PLANES = 3
-"""Planes of the rest of fp32."""
+"""Number of planes of the rest of fp32."""
 
 REST_BYTES: Mapping[ElementType, int] = MappingProxyType(
     {
@@ -50,22 +50,21 @@ REST_BYTES: Mapping[ElementType, int] = MappingProxyType(
         ElementType.FP32: PLANES,
     }
 )
-"""Most bytes that an element of each type has in the plane of a stored page."""
+"""Maximum bytes per element of each type in the plane of a stored page."""
 
 SAMPLE = 2048
-"""Elements that are looked at to decide which planes are coded."""
+"""Number of elements sampled to decide which planes are compressed."""
 
 CODED_BITS = 7.0
-"""Bits per byte of a plane's sample, below which the plane is coded. That adds a third to the time
-that decoding a page takes: it must save more than a little."""
+"""Bits per byte of a plane's sample below which the plane is compressed. Compressing adds a third
+to the time to decode a page, so it must save a substantial amount."""
 
 
 def encode(element: ElementType, page: Bytes, centres: Bytes, plane: Bytes) -> EncodedPage:
-    """Split a page, and code its symbols less their centres.
+    """Split a page, and compress its symbols minus their centres.
 
     Args:
-        plane: memory for the plane, which is its beginning; ``REST_BYTES`` for each element or
-            more.
+        plane: memory whose start is used for the plane; at least ``REST_BYTES`` for each element.
     """
     if element is ElementType.FP32:
         return _encode_fp32(page, centres, plane)
@@ -76,10 +75,10 @@ def encode(element: ElementType, page: Bytes, centres: Bytes, plane: Bytes) -> E
 
 
 def decode(element: ElementType, encoded: EncodedPage, centres: Bytes, out: Bytes) -> None:
-    """Fill ``out`` with the page.
+    """Decode the page into ``out``.
 
     Raises:
-        CodecError: the bytes are no page of that type and of so many elements.
+        CodecError: the bytes are not a page of that type and that many elements.
     """
     if element is ElementType.FP32:
         _decode_fp32(encoded, centres, out)
@@ -99,7 +98,7 @@ def decode(element: ElementType, encoded: EncodedPage, centres: Bytes, out: Byte
 
 
 def symbols_of(element: ElementType, page: Bytes) -> Bytes:
-    """Symbols of a page as they are, in memory of their own."""
+    """Symbols of a page without centring, in new memory."""
     symbols = np.empty(page.nbytes // ELEMENT_BYTES[element], dtype=np.uint8)
     rest = _scratch.bytes(REST_BYTES[element] * symbols.size)
     _split(element, page, np.zeros_like(symbols), symbols, rest)
@@ -146,10 +145,10 @@ def _decode_fp32(encoded: EncodedPage, centres: Bytes, out: Bytes) -> None:
 
 
 def _frames(frame: Bytes) -> tuple[int, list[Bytes]]:
-    """The planes that are coded, and the frames of the symbols and of these.
+    """Parse a frame of fp32. Returns the compressed planes, and the frames of symbols and planes.
 
     Raises:
-        CodecError: their sizes are not those of frames that fill these bytes.
+        CodecError: the sizes do not match the frame.
     """
     chosen = int(frame[0]) if frame.nbytes else 1 << PLANES
     if chosen >> PLANES:
@@ -167,21 +166,21 @@ def _frames(frame: Bytes) -> tuple[int, list[Bytes]]:
 
 
 def _in_order(chosen: int, coded: list[Bytes], stored: list[Bytes]) -> list[Bytes]:
-    """The symbols and the planes of the rest, some of which are coded."""
+    """The symbols and the planes of the rest in order, whether compressed or not."""
     symbols, *first = coded
     other = list(stored)
     return [symbols, *((first if chosen >> i & 1 else other).pop(0) for i in range(PLANES))]
 
 
 def _cut(memory: Bytes, count: int) -> list[Bytes]:
-    """Memory in pieces of ``count`` bytes."""
+    """Split memory into pieces of ``count`` bytes."""
     return [memory[at : at + count] for at in range(0, memory.nbytes, count)]
 
 
 def _worth_coding(page: Bytes) -> int:
-    """The planes of the rest that a code makes smaller, a bit for each."""
+    """Planes of the rest that are worth compressing, as a bit mask."""
     counts: NDArray[np.int64] = np.zeros((PLANES, 256), dtype=np.int64)
-    step = page.nbytes // 4 // SAMPLE | 1  # odd: rows of states have even numbers of elements
+    step = page.nbytes // 4 // SAMPLE | 1  # odd, since rows of states have even numbers of elements
     kernels().count_fp32(page, step, counts.reshape(-1))
     seen = counts[0].sum()
     bits = np.log2(seen) - (counts * np.log2(np.maximum(counts, 1))).sum(axis=1) / seen
@@ -193,7 +192,7 @@ _scratch = Scratch()
 
 @cache
 def kernels() -> ModuleType:
-    """Import the kernels when first needed: see ``planes``."""
+    """Import the kernels on first use: see ``planes``."""
     from . import planes
 
     return planes

@@ -1,4 +1,4 @@
-"""Training of the codec of new pages, on the first of them."""
+"""Training of the codec of new pages on the first pages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ logger = logging.getLogger(__name__)
 
 MIN_SAMPLE = 16
 MAX_SAMPLE = 64
-"""Numbers of pages that a codec is trained on."""
+"""Minimum and maximum number of pages that a codec is trained on."""
 
 
 class CodecTraining:
-    """Trains the codec of new pages once, on the first of them.
+    """Trains the codec of new pages once, on the first pages.
 
     Attributes:
         codec: codec of new pages.
@@ -28,7 +28,7 @@ class CodecTraining:
         self._samples: list[Bytes] = []
 
     def adopt(self, other: Codec) -> bool:
-        """Use a codec that was trained elsewhere, if training is wanted and the codec fits.
+        """Adopt a codec that was trained elsewhere, if training is wanted and the codec fits.
 
         Returns:
             True if pages encoded from now on need its table.
@@ -43,7 +43,7 @@ class CodecTraining:
         return True
 
     def see(self, pages: Sequence[Bytes]) -> bool:
-        """Train on these pages and those seen before, or keep copies until there are enough.
+        """Train on these pages and earlier ones, or keep copies until there are enough pages.
 
         Returns:
             True if pages encoded from now on need another table.
@@ -63,5 +63,5 @@ class CodecTraining:
         return trained.table != before.table
 
     def forget(self) -> None:
-        """Drop the copies: the codec must not be trained on any page seen so far."""
+        """Drop the copies, because the codec must not be trained on any page seen so far."""
         self._samples.clear()

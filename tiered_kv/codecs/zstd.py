@@ -1,9 +1,9 @@
 """zstd frames, and the codec that stores a page as one.
 
-Two kinds of frame, both standard: any zstd decoder reads them. ``compress`` looks for
-matches and codes what is left; ``compress_symbols`` only codes, for planes in which every
-match is a coincidence. Contexts belong to threads, and no lock is held over the work, which
-runs without the interpreter lock.
+Two types of frame, both standard: any zstd decoder can read them. ``compress`` finds
+matches and entropy-codes the rest. ``compress_symbols`` only entropy-codes, for planes in which
+every match is a coincidence. Contexts belong to threads, and the work runs without locks,
+including the interpreter lock.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .raw import NOTHING
 MAX_LEVEL = 22
 
 MAX_WINDOW = 8 << 20
-"""Most memory that a frame may make a decoder reserve, bytes. Frames that decode in one piece
-(all of ours) need none; only a damaged one gets so far as to ask for a window."""
+"""Maximum memory that a frame may make a decoder allocate, bytes. Frames that are decoded in one
+call (all frames written here) need none. Only a damaged frame requests a window."""
 
 WINDOW_LOG = 18  # below 17, blocks shrink with it, and each block has its own code
 LITERALS_MODE = 1002  # ZSTD_c_literalCompressionMode, "experimental" since 1.3.5
@@ -34,17 +34,17 @@ SymbolEncoder = Callable[[Bytes], Bytes]
 
 
 class LiteralEncoder:
-    """zstd made to look for no matches: one Huffman code per block of 128 KiB.
+    """Encodes with zstd configured to find no matches: one Huffman code per block of 128 KiB.
 
-    The fast strategy strides through its input in steps of ``targetLength``, and the longest
-    step never meets a match; but zstd then leaves literals uncoded, unless told otherwise by
-    a parameter that only the cffi half of ``zstandard`` can set. Twice as fast as the closest
-    that ordinary parameters come to it, and faster to decode: there are no sequences.
+    The fast strategy advances through its input in steps of ``targetLength``, and the longest step
+    never finds a match. But zstd then leaves literals uncoded, unless a parameter is set that only
+    the cffi half of ``zstandard`` exposes. This is twice as fast as the closest equivalent with
+    ordinary parameters, and faster to decode, because there are no sequences.
 
-    One thread at a time.
+    Use from one thread at a time.
 
     Raises:
-        ImportError: ``zstandard`` was built, or is installed, without cffi.
+        ImportError: ``zstandard`` was built or installed without cffi.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,8 @@ class LiteralEncoder:
 
 
 def plain_encoder() -> SymbolEncoder:
-    """Make the same with ordinary parameters: a table so small that few matches are found."""
+    """Create an encoder with ordinary parameters, whose table is so small that few matches are
+    found."""
     parameters = zstandard.ZstdCompressionParameters(
         strategy=zstandard.STRATEGY_FAST,
         window_log=WINDOW_LOG,
@@ -96,15 +97,15 @@ def plain_encoder() -> SymbolEncoder:
 
 
 def symbol_encoder() -> SymbolEncoder:
-    """Make the faster of the two that is to be had here."""
+    """Create the faster of the two encoders that is available."""
     try:
         return LiteralEncoder()
-    except (ImportError, AttributeError, RuntimeError):  # no cffi, or another zstd below it
+    except (ImportError, AttributeError, RuntimeError):  # no cffi, or an unexpected zstd version
         return plain_encoder()
 
 
 class _Contexts(threading.local):
-    """Contexts of a thread, made when first used."""
+    """Contexts of a thread, created on first use."""
 
     def __init__(self) -> None:
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
@@ -127,26 +128,26 @@ _contexts = _Contexts()
 
 
 def compress(page: Bytes, level: int) -> Bytes:
-    """Make one frame, with its content size, as zstd does at that level."""
+    """Compress into one frame with its content size, at a zstd level."""
     return np.frombuffer(_contexts.compressor(level).compress(page.data), dtype=np.uint8)
 
 
 def compress_symbols(symbols: Bytes) -> Bytes:
-    """Make one frame, with its content size, without matches."""
+    """Compress into one frame with its content size, without matches."""
     return _contexts.symbols(symbols)
 
 
 def decompress(frame: Bytes, out: Bytes) -> None:
-    """Fill ``out`` with a frame's content. What lies behind the frame is not looked at.
+    """Decompress a frame into ``out``. Bytes after the frame are ignored.
 
     Raises:
-        CodecError: this is no frame, or not one of exactly ``out.nbytes`` bytes.
+        CodecError: the data is not a frame of exactly ``out.nbytes`` bytes.
     """
     try:
         size = zstandard.get_frame_parameters(frame.data).content_size
         if size != out.nbytes:
             raise CodecError(f"a zstd frame of {size} bytes where {out.nbytes} were expected")
-        # Into ``out`` in one call: zstd sees that the whole frame fits, and keeps no window.
+        # Directly into ``out``: zstd sees that the whole frame fits, and allocates no window.
         filled = _contexts.decompressor.stream_reader(frame.data).readinto(out)
     except zstandard.ZstdError as error:
         raise CodecError(f"a damaged zstd frame: {error}") from error
@@ -156,13 +157,13 @@ def decompress(frame: Bytes, out: Bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ZstdCodec:
-    """Stores the whole page in one frame, for pages of which nothing is known.
+    """Stores the whole page in one frame, for pages of unknown type.
 
     Attributes:
-        level: level, 1 to 22; what is stored at one level is read at any other.
+        level: level, 1 to 22; pages written at one level can be read at any other.
 
     Raises:
-        ValueError: there is no such level.
+        ValueError: the level is invalid.
     """
 
     page_format: PageFormat
