@@ -1,1 +1,1 @@
-"""Remote stores: values by key in a place that many machines share. `base` is the contract."""
+"""Remote stores: values by key in a store that many machines share. `base` is the contract."""

@@ -1,9 +1,8 @@
-"""Address of a remote store, as an operator writes it: ``valkey://[user:password@]host:port,…`` or
+"""Address of a remote store, in the operator's format: ``valkey://[user:password@]host:port,…`` or
 ``file:///folder?gib=32``.
 
-Rendezvous hashing: the server of a run, the same on every machine that knows the same servers.
-
-A server that comes or goes moves the runs that are its own, and no others. Pure.
+Also rendezvous hashing, which maps a run to the same server on every machine with the same list of
+servers. When a server is added or removed, only its own runs move.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import xxhash
 from tiered_kv.errors import ConfigError
 
 SCHEMES = ("valkey", "valkeys", "file")
-"""``valkeys`` is the same with TLS, ``file`` a folder that all machines mount."""
+"""URL schemes. ``valkeys`` is ``valkey`` with TLS, ``file`` a folder that all machines mount."""
 DEFAULT_PORT = 6379
 EXAMPLE = "valkey://10.0.0.5:6379"
 FOLDER_EXAMPLE = "file:///mnt/shared/kv?gib=100"
@@ -40,14 +39,14 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class RemoteAddress:
-    """Servers, and how they let us in. Its text has no password.
+    """Servers and their credentials, or a folder. Its text does not include the password.
 
     Attributes:
-        servers: none if it is a folder.
-        user: empty for the server's default user.
-        password: empty if none is asked for.
-        folder: the folder; None if it is servers.
-        gib: size of what one rank of one engine keeps in the folder, GiB.
+        servers: the servers; empty for a folder.
+        user: user name; empty for the server's default user.
+        password: password; empty if none is required.
+        folder: the folder; None for servers.
+        gib: maximum size of the data of one rank of one engine in the folder, GiB.
     """
 
     scheme: str
@@ -59,7 +58,7 @@ class RemoteAddress:
 
     @property
     def most_bytes(self) -> int:
-        """Size of what one rank of one engine keeps in the folder, bytes."""
+        """Maximum size of the data of one rank of one engine in the folder, bytes."""
         return int(self.gib * (1 << 30))
 
     @property
@@ -73,10 +72,10 @@ class RemoteAddress:
         return f"{self.scheme}://{','.join(map(str, self.servers))}"
 
     def with_password(self, password: str) -> RemoteAddress:
-        """The same with a password from elsewhere.
+        """Return the address with a password from another source.
 
         Raises:
-            ConfigError: it has one, or is a folder.
+            ConfigError: the address already has a password, or is a folder.
         """
         if self.folder is not None:
             raise ConfigError(
@@ -95,8 +94,8 @@ def parse_address(text: str) -> RemoteAddress:
     ``file:///folder[?gib=size]``.
 
     Raises:
-        ConfigError: it is no such address; the sentence does not quote it, for it may hold a
-            password.
+        ConfigError: the text is not such an address. The message does not quote it, because it
+            may contain a password.
     """
     scheme, separator, rest = text.partition("://")
     if not separator or scheme not in SCHEMES:
@@ -117,7 +116,7 @@ def parse_address(text: str) -> RemoteAddress:
 def _folder(text: str) -> RemoteAddress:
     try:
         split = urlsplit(text)
-    except ValueError:  # odd brackets
+    except ValueError:  # unbalanced brackets
         split = urlsplit("")
     options = dict(parse_qsl(split.query, keep_blank_values=True))
     try:
@@ -151,12 +150,13 @@ def _server(text: str) -> Server:
 
 
 RUN_PAGES = 128
-"""Pages of a run. Were pages placed one by one, a server that is down would cut every context at
-about its first page; placed by runs, it cuts one context in so many at its first run."""
+"""Number of pages of a run. If pages were placed one by one, a server that is down would truncate
+every context near its first page. With runs, it truncates only the contexts whose first run it
+has, and other contexts later."""
 
 
 def server_of(run: bytes, servers: Sequence[bytes]) -> int:
-    """Index of the run's server: the one with the highest hash of both names together."""
+    """Index of the run's server: the server with the highest hash of both names together."""
     if len(servers) == 1:
         return 0
     return max(range(len(servers)), key=lambda at: xxhash.xxh3_64_intdigest(run + servers[at]))

@@ -1,7 +1,7 @@
-"""The contract of a remote store: values by key, in a place that many machines share.
+"""The contract of a remote store: values by key, in a store that many machines share.
 
-A store knows nothing of pages. It keeps values for as long as it likes, may lose any of them, and
-may give back other bytes than were put: whoever reads a value checks it.
+A store knows nothing about pages. It keeps values for any length of time, may lose any of them, and
+may return other bytes than were put: the reader of a value must check it.
 """
 
 from __future__ import annotations
@@ -11,36 +11,36 @@ from enum import Enum
 from typing import NamedTuple, Protocol, TypeAlias
 
 Parts: TypeAlias = Sequence["bytes | memoryview"]
-"""A value in parts, which are sent one behind the other from where they lie."""
+"""A value in parts, which are sent consecutively without copying."""
 
 
 class RefusedError(Exception):
-    """The store does not let us in; the message is its own."""
+    """The store refuses access; the message is the store's."""
 
 
 class Outcome(Enum):
     """Outcome of a call for one key."""
 
     HIT = "hit"
-    """The value is there, or was read."""
+    """The value exists, or was read."""
     MISS = "miss"
     """There is no such value."""
     BAD = "bad"
-    """A value that is none of ours: of another type, or longer than any."""
+    """The value is not one of ours: it has another type, or is too long."""
     STORED = "stored"
     REFUSED = "refused"
-    """The store does not take the value: it is full or read-only, or we may not write."""
+    """The store does not accept the value: it is full or read-only, or writing is not permitted."""
     LATE = "late"
-    """The deadline came before an answer."""
+    """The deadline passed before an answer arrived."""
     DOWN = "down"
-    """The store cannot be reached, or does not let us in."""
+    """The store cannot be reached, or refuses access."""
 
 
 class RemoteKey(NamedTuple):
     """A value's key.
 
     Attributes:
-        run: keys of one run lie on one server.
+        run: name of the run; keys of one run are stored on one server.
     """
 
     name: bytes
@@ -52,7 +52,7 @@ class Got(NamedTuple):
 
     Attributes:
         at: index of its key.
-        nbytes: length of the value, which begins the buffer.
+        nbytes: length of the value, which is at the start of the buffer, bytes.
     """
 
     at: int
@@ -61,40 +61,40 @@ class Got(NamedTuple):
 
 
 class RemoteStore(Protocol):
-    """A way to the place, for one thread.
+    """A connection to the store, for one thread.
 
-    No call outlives its deadline, a time of ``time.monotonic()``, by more than it takes to notice.
-    None raises for trouble with the place: each key has an outcome.
+    No call exceeds its deadline, a time of ``time.monotonic()``, by more than it takes to notice
+    it. Calls do not raise if the store has trouble: each key has an outcome.
     """
 
     def check(self, deadline: float) -> None:
         """Try to reach the store.
 
         Raises:
-            RefusedError: the store does not let us in.
-            Exception: it cannot be reached.
+            RefusedError: the store refuses access.
+            Exception: the store cannot be reached.
         """
 
     def exists(self, keys: Sequence[RemoteKey], deadline: float) -> list[Outcome]:
-        """Look values up: HIT, MISS, LATE or DOWN for each."""
+        """Look up values. Returns HIT, MISS, LATE or DOWN for each."""
 
     def get(self, keys: Sequence[RemoteKey], buffer: memoryview, deadline: float) -> Iterator[Got]:
-        """Read values, one after the other, in any order, into the same buffer.
+        """Read values one after another, in any order, into the same buffer.
 
-        A value is in the buffer until the next one is asked for. Nothing is written to the buffer
+        A value is in the buffer until the next one is requested. Nothing is written to the buffer
         once the iterator is closed.
 
         Args:
-            buffer: as long as the longest value.
+            buffer: memory at least as long as the longest value.
         """
 
     def put(self, values: Sequence[tuple[RemoteKey, Parts]], deadline: float) -> list[Outcome]:
-        """Store values: STORED, REFUSED, LATE or DOWN for each. Until it returns the parts do not
-        change."""
+        """Store values. Returns STORED, REFUSED, LATE or DOWN for each. The parts must not change
+        until this returns."""
 
     def delete(self, keys: Sequence[RemoteKey], deadline: float) -> bool:
-        """Delete values; False if some may still be there. Those that only others may delete are
-        not found by this store any more."""
+        """Delete values. Returns False if some may still exist. Values that only another process
+        can delete are no longer found by this store."""
 
     def close(self) -> None:
-        """Give up the connections. Idempotent; afterwards the place is down."""
+        """Close the connections. Idempotent; afterwards the store is down."""

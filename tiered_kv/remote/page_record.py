@@ -1,4 +1,4 @@
-"""Record of a page in a remote store: what tells that a value is the page that was put.
+"""Record of a page in a remote store, which verifies that a value is the page that was put.
 
     | bytes | content |
     |---|---|
@@ -9,10 +9,10 @@
     | 8, 8 | bytes of the plane and of the frame |
     | 8 | name of the codec's table, zeros without one |
     | 16 | xxh3-128 of plane and frame |
-    | 16 | xxh3-128 of all before it and of the key |
+    | 16 | xxh3-128 of everything before it and of the key |
     | … | key |
 
-Plane and frame follow. Numbers are little-endian. Any bytes give a record or raise.
+Plane and frame follow. Integers are little-endian. Any bytes either give a record or raise.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ MAGIC = b"tkvpage\0"
 VERSION = 1
 _FIXED = struct.Struct("<8sHHHHQIQQ8s16s")
 HEADER_BYTES = _FIXED.size + 16
-"""Length of a header without its key."""
+"""Length of a header without its key, bytes."""
 NO_TABLE = bytes(8)
 MORE_THAN_PAGE = 4096
-"""Bytes that codecs may add to a page, beside a sixty-fourth of it (``codecs.base``)."""
+"""Bytes that codecs may add to a page, in addition to a sixty-fourth of it (``codecs.base``)."""
 
 
 class RecordError(Exception):
-    """Bytes that are not the record of the page that was asked for."""
+    """Bytes that are not the record of the requested page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def table_name(codec_id: int, table: bytes) -> bytes:
 
 
 def longest_record(page_format: PageFormat, key_bytes: int) -> int:
-    """Length of the longest record of such pages, bytes."""
+    """Maximum length of a record of such pages, bytes."""
     page = page_format.page_bytes
     return HEADER_BYTES + key_bytes + page + page // 64 + MORE_THAN_PAGE
 
@@ -69,7 +69,7 @@ def longest_record(page_format: PageFormat, key_bytes: int) -> int:
 def pack_record(
     key: bytes, page_format: PageFormat, record: PageRecord
 ) -> tuple[bytes, memoryview, memoryview]:
-    """Parts of a record: its header, and plane and frame where they lie."""
+    """Parts of a record: its header, and plane and frame without copying."""
     plane, frame = record.page.plane.data, record.page.frame.data
     payload = xxhash.xxh3_128(plane)
     payload.update(frame)
@@ -90,10 +90,10 @@ def pack_record(
 
 
 def open_record(value: memoryview, key: bytes, page_format: PageFormat) -> PageRecord:
-    """The page in a value, which it aliases.
+    """The page in a value. The result aliases the value.
 
     Raises:
-        RecordError: the value is short, changed, of another version, or of another page.
+        RecordError: the value is truncated, modified, of another version, or of another page.
     """
     if len(value) < HEADER_BYTES:
         raise RecordError("shorter than a record")

@@ -1,1 +1,1 @@
-"""Client of servers that speak the Redis protocol: Valkey, Redis and others."""
+"""Client for servers that speak the Redis protocol: Valkey, Redis and others."""

@@ -1,11 +1,11 @@
-"""Client of one server: reads, writes and lookups of many keys at a time, each by its deadline.
+"""Client of one server: reads, writes and lookups of many keys per call, each with a deadline.
 
-An error that a server returns is the answer to one command. It is about the whole server only if
-its code says so:
+An error that a server returns is the answer to one command. It applies to the whole server only if
+its code implies so:
 
-| code | what it is about | read | written |
+| code | scope | read | written |
 |---|---|---|---|
-| ``WRONGTYPE`` | the key: another type of value lies there | BAD | REFUSED |
+| ``WRONGTYPE`` | the key: it has a value of another type | BAD | REFUSED |
 | ``MOVED``, ``ASK`` | the key: another node of a cluster has it | MISS | REFUSED |
 | ``READONLY`` | writes: a replica has all values, and may be promoted | DOWN | REFUSED |
 | ``MISCONF``, ``OOM``, ``NOREPLICAS`` | writes: it cannot keep more values | DOWN | REFUSED |
@@ -13,15 +13,15 @@ its code says so:
 | ``CLUSTERDOWN``, ``TRYAGAIN`` | the key's slot: others may be served | DOWN | REFUSED |
 | ``LOADING``, ``MASTERDOWN``, ``BUSY`` | the server: it answers no command for now | DOWN | DOWN |
 | ``NOAUTH``, ``WRONGPASS`` | the connection: it must log in again | DOWN | DOWN |
-| ``ERR`` and all others | unknown, so the command alone | DOWN | REFUSED |
+| ``ERR`` and all others | unknown, assumed to be the command alone | DOWN | REFUSED |
 
-A call of which every command was refused opens a breaker for calls of its kind: reads, writes or
-deletions. So a server that refuses writes is read as before, and is offered writes now and then, as
-it may be promoted, or have room again.
+A call of which every command was refused opens a breaker for calls of its type: reads, writes or
+deletions. So a server that refuses writes is still read, and writes are tried once in a while,
+since it may be promoted, or have space again.
 
-Several servers as one store: each run of keys lies on one of them.
+Several servers form one store: each run of keys is stored on one of them.
 
-The protocol is written here for the sake of speed and deadlines. Clients that return ``bytes`` copy
+The protocol is implemented here for speed and deadlines. Clients that return ``bytes`` copy
 each value once more, and limit the time of a read, not of a call. Reading 64 values of 1 MiB into
 given buffers, from Valkey 9.1 on loopback on two busy cores of an AMD EPYC, medians of 60 rounds:
 
@@ -51,14 +51,14 @@ from .replies import ABSENT, ServerError
 _T = TypeVar("_T")
 
 UNDER_WAY = 8
-"""Values that are asked for, or sent, before the first of them has been answered. One keeps a
-local link busy; a link of 1 ms at 10 Gbit/s needs five of 256 KiB."""
+"""Number of values that are requested or sent before the first of them is answered. One keeps a
+local link busy; a link with 1 ms at 10 Gbit/s needs five values of 256 KiB."""
 LOOKED_UP = 1024
-"""Keys that are looked up before the first of them has been answered."""
+"""Number of keys that are looked up before the first of them is answered."""
 SILENCE_S = 1.0
-"""Seconds without a word, in one call or several, from a server that is taken for down. A look-up
-alone has less time and tells nothing: on a busy machine a process may wait tenths of a second for a
-core."""
+"""Time without any data, in one call or several, after which a server counts as down, seconds. A
+lookup alone has less time and is not sufficient evidence: on a busy machine a process may wait
+tenths of a second for a core."""
 
 _REFUSED = ("NOAUTH", "WRONGPASS", "DENIED")
 _OF_SERVER = frozenset({"LOADING", "MASTERDOWN", "BUSY", "NOAUTH", "WRONGPASS"})
@@ -66,11 +66,11 @@ _READ = {"WRONGTYPE": Outcome.BAD, "MOVED": Outcome.MISS, "ASK": Outcome.MISS}
 
 
 class _Calls(LoggedBreaker):
-    """Calls of one kind to a server that answers, and may refuse them.
+    """Calls of one type to a server that answers, but may refuse them.
 
     Args:
-        what: the calls, for the log.
-        outcomes: of errors that are the answer to one command, by code.
+        what: noun for the calls, for the log.
+        outcomes: outcomes of errors that answer a single command, by code.
         otherwise: outcome of all other such errors.
     """
 
@@ -84,19 +84,19 @@ class _Calls(LoggedBreaker):
         )
         self._outcomes = outcomes
         self._otherwise = otherwise
-        self._refused: tuple[str, str] | None = None  # code, and all that it says
+        self._refused: tuple[str, str] | None = None  # code and full message
         self._accepted = False
 
     def lets_through(self, now: float) -> bool:
-        """True if a call may be made. Begins to record its answers."""
+        """True if a call may be made. Starts to record its answers."""
         self._refused, self._accepted = None, False
         return super().lets_through(now)
 
     def answer(self, read: Callable[[], _T]) -> _T | Outcome:
-        """Read the reply to one command; give the outcome of an error that is about no more.
+        """Read the reply to one command. Returns an outcome for an error that concerns only it.
 
         Raises:
-            ServerError: it is about more than the command.
+            ServerError: the error concerns more than the command.
         """
         try:
             reply = read()
@@ -104,7 +104,7 @@ class _Calls(LoggedBreaker):
             if error.code in _OF_SERVER:
                 raise
             outcome = self._outcomes.get(error.code, self._otherwise)
-            if outcome is Outcome.BAD:  # an answer as good as any
+            if outcome is Outcome.BAD:  # an answer like any other
                 self._accepted = True
             else:
                 self._refused = self._refused or (error.code, str(error))
@@ -128,10 +128,10 @@ class _Calls(LoggedBreaker):
 
 
 class ValkeyClient:
-    """One server. One thread. Nothing but ``check`` raises.
+    """Client of one server, for one thread. Only ``check`` raises.
 
     Args:
-        address: how the server lets us in.
+        address: credentials and scheme.
     """
 
     def __init__(self, server: Server, address: RemoteAddress) -> None:
@@ -154,16 +154,16 @@ class ValkeyClient:
         self._closed = False
 
     def check(self, deadline: float) -> None:
-        """Connect.
+        """Connect to the server.
 
         Raises:
-            RefusedError: the server does not let us in.
-            OSError, ProtocolError, ServerError: it cannot be reached, or is none of ours.
+            RefusedError: the server refuses access.
+            OSError, ProtocolError, ServerError: the server cannot be reached, or is not supported.
         """
         self._answered(self._connected(deadline))
 
     def exists(self, names: Sequence[bytes], deadline: float) -> list[Outcome]:
-        """Look keys up."""
+        """Look up keys."""
         return [
             found if isinstance(found, Outcome) else Outcome.HIT if found else Outcome.MISS
             for found in self._ask_each(b"EXISTS", names, deadline, self._reads)
@@ -172,7 +172,7 @@ class ValkeyClient:
     def get(
         self, names: Sequence[bytes], buffer: memoryview, deadline: float
     ) -> Iterator[tuple[int, Outcome, int]]:
-        """Read values into the buffer; see ``RemoteStore``. Gives index, outcome and length."""
+        """Read values into the buffer; see ``RemoteStore``. Yields index, outcome and length."""
         at = asked = 0
         try:
             connection = self._connected(deadline, self._reads)
@@ -210,10 +210,10 @@ class ValkeyClient:
         return found
 
     def delete(self, names: Sequence[bytes], deadline: float) -> bool:
-        """Delete keys; False if some may still be there.
+        """Delete keys. Returns False if some may still exist.
 
-        So it is once after values that were given up: the server may read these from another
-        connection after it has deleted them.
+        This is also the case once after abandoned writes: the server may process them from another
+        connection after the deletion.
         """
         found = self._ask_each(b"UNLINK", names, deadline, self._deletions)
         if any(isinstance(one, Outcome) for one in found):
@@ -224,7 +224,7 @@ class ValkeyClient:
     def _ask_each(
         self, command: bytes, names: Sequence[bytes], deadline: float, calls: _Calls
     ) -> list[int | Outcome]:
-        """Numbers that the server answers to a command for each key, or what came of it instead."""
+        """The server's numeric replies to a command for each key, or outcomes instead."""
         found: list[int | Outcome] = []
         try:
             connection = self._connected(deadline, calls)
@@ -238,23 +238,23 @@ class ValkeyClient:
         return found
 
     def close(self) -> None:
-        """Give the connection up. Idempotent; afterwards the server is down."""
+        """Close the connection. Idempotent; afterwards the server is down."""
         self._closed = True
         self._drop()
 
     # -- the connection -------------------------------------------------------------
 
     def _connected(self, deadline: float, calls: _Calls | None = None) -> Connection:
-        """The connection, made if there is none; its deadline is set.
+        """Return the connection, opened if needed, with its deadline set.
 
         Args:
-            calls: the kind of the call; None for one that asks for nothing.
+            calls: type of the call; None for a call that requests nothing.
 
         Raises:
-            Exception: there is none to be had.
+            Exception: no connection is available.
         """
         self._called_at = time.monotonic()
-        if self._closed or self._called_at >= deadline:  # another server took all the time
+        if self._closed or self._called_at >= deadline:  # other servers used up the time
             raise _NotAskedError
         if calls is not None and not calls.lets_through(self._called_at):
             raise _NotAskedError
@@ -286,14 +286,14 @@ class ValkeyClient:
             connection.send([_command(b"PING")])
             connection.replies.status()
         except ServerError as error:
-            if error.code == "NOPERM":  # known to it, and not allowed to ping
+            if error.code == "NOPERM":  # logged in, but without permission to ping
                 return
             if error.code in _REFUSED:
                 raise RefusedError(str(error)) from error
             raise
 
     def _lost(self, error: Exception) -> Outcome:
-        """Take in that a call failed: later ones begin with a new connection, if at all."""
+        """Record that a call failed. Later calls use a new connection, if any."""
         if isinstance(error, _NotAskedError):
             return Outcome.DOWN
         late, now = isinstance(error, TimeoutError), time.monotonic()
@@ -303,14 +303,14 @@ class ValkeyClient:
             self._silent_since = self._called_at
         silent = self._silent_since is not None and now - self._silent_since >= SILENCE_S
         if not late or silent:
-            self._breaker.failed(now)  # a slow server is not one that is down
+            self._breaker.failed(now)  # a slow server is not down
         self._drop()
         if not late and not self._closed:
             self._breaker.complain(str(error), now)
         return Outcome.LATE if late else Outcome.DOWN
 
     def _answered(self, connection: Connection, calls: _Calls | None = None) -> None:
-        """Record that all of a call was answered: the connection may be used for the next."""
+        """Record that a call was answered completely, so that its connection can be reused."""
         connection.owes = False
         self._breaker.worked()
         self._silent_since = None
@@ -338,18 +338,18 @@ class ValkeyClient:
         return Outcome.HIT, nbytes
 
     def _stored(self, connection: Connection) -> Outcome:
-        """Read the reply to a value that was sent."""
+        """Read the reply to a stored value."""
         refused = self._writes.answer(connection.replies.status)
         return Outcome.STORED if refused is None else refused
 
 
 class _NotAskedError(Exception):
-    """The server was not asked: its breaker is open, or there is no time."""
+    """The server was not called: its breaker is open, or there is no time left."""
 
 
 def _let_in(connection: Connection) -> None:
-    """Read the reply to a password. No other word of it is passed on: a server that does not know
-    the command may repeat the password."""
+    """Read the reply to a password. Other errors are not passed on literally, because a server that
+    does not know the command may repeat the password."""
     try:
         connection.replies.status()
     except ServerError as error:
@@ -371,8 +371,8 @@ def _set(name: bytes, parts: Parts) -> Parts:
 
 
 class ValkeyStore:
-    """The servers of an address. A server that is down has nothing, and takes nothing: what would
-    lie there is computed, and nothing is placed anew."""
+    """The servers of an address as one store. A server that is down has no values and accepts none.
+    Its pages are recomputed, and no run is moved to another server."""
 
     def __init__(self, address: RemoteAddress) -> None:
         self._clients = [ValkeyClient(server, address) for server in address.servers]
@@ -388,7 +388,7 @@ class ValkeyStore:
         found = [Outcome.DOWN] * len(keys)
         split = self._split(keys)
         for number, (client, mine) in enumerate(split):
-            # One that is silent leaves the others their share of the time.
+            # A silent server must leave the other servers their share of the time.
             now = time.monotonic()
             until = now + (deadline - now) / (len(split) - number)
             answers = client.exists([keys[at].name for at in mine], until)
@@ -425,7 +425,7 @@ class ValkeyStore:
             client.close()
 
     def _split(self, keys: Sequence[RemoteKey]) -> list[tuple[ValkeyClient, list[int]]]:
-        """Indices of the keys of each server that has any."""
+        """Indices of the keys of each server, without servers that have none."""
         mine: list[list[int]] = [[] for _ in self._clients]
         of_run: dict[bytes, int] = {}
         for at, key in enumerate(keys):

@@ -1,6 +1,6 @@
 """Connection to one server, with a deadline for every byte.
 
-Addresses of a server, found beside the thread that asks: a name server may take long.
+Also resolves a server's addresses on a separate thread, because a name server may be slow.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from tiered_kv.remote.base import Parts
 from .replies import Replies
 
 REFRESH_S = 0.01
-"""Seconds for which new addresses are waited for where old ones are known."""
+"""Time to wait for new addresses if old ones are known, seconds."""
 THREAD_NAME = "tiered-kv-names"
 
 
 class Address(NamedTuple):
-    """Place of a server, as ``socket.connect`` takes it."""
+    """Network address of a server, as passed to ``socket.connect``."""
 
     family: int
     place: tuple[Any, ...]
 
 
 class Resolver:
-    """The addresses that a server's name has, looked up anew for each connection. One thread."""
+    """Addresses of a server's name, resolved again for each connection. Use from one thread."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -41,13 +41,13 @@ class Resolver:
         self._asking: Thread | None = None
 
     def addresses(self, deadline: float) -> Sequence[Address]:
-        """The addresses, by a time of ``time.monotonic()``: those of before if new ones take long.
+        """The addresses, by a deadline of ``time.monotonic()``; old ones if resolving takes long.
 
         Raises:
-            OSError: there are none, or not yet.
+            OSError: there are no addresses, or not yet.
         """
         with suppress(OSError):
-            return self._look_up(socket.AI_NUMERICHOST)  # which asks nobody
+            return self._look_up(socket.AI_NUMERICHOST)  # which uses no name server
         if self._asking is None or not self._asking.is_alive():
             self._asking = Thread(target=self._ask, name=THREAD_NAME, daemon=True)
             self._asking.start()
@@ -72,25 +72,25 @@ class Resolver:
 
 
 MOST_PARTS = 512
-"""Parts given to the system at a time; Linux takes 1,024."""
+"""Number of parts passed to one system call; Linux accepts 1,024."""
 LEAST_S = 1e-4
-"""Shortest time that is waited. Zero would mean to not wait at all."""
+"""Shortest wait, seconds. Zero would mean not to wait at all."""
 _NOT_YET = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Connection:
-    """An open connection. After any OSError or ``ProtocolError`` it is of no use.
+    """An open connection. After an OSError or ``ProtocolError`` it is unusable.
 
     Args:
-        addresses: where the server may be, each tried if those before it do not answer.
-        tls: encrypts the connection; None if it is not encrypted.
-        deadline: of the connecting, a time of ``time.monotonic()``.
+        addresses: addresses of the server, tried in order.
+        tls: encrypts the connection; None for no encryption.
+        deadline: deadline for connecting, a time of ``time.monotonic()``.
 
     Attributes:
-        replies: what the server says, in order.
-        deadline: of what is sent and read next.
+        replies: the server's replies, in order.
+        deadline: deadline for the next sends and reads.
         received: bytes received in this call.
-        owes: True while answers to what was asked may be on their way.
+        owes: True while replies may be outstanding.
 
     Raises:
         OSError: the server cannot be reached.
@@ -110,7 +110,7 @@ class Connection:
             if tls is not None:
                 self._socket.settimeout(self._left_s())
                 self._socket = tls.wrap_socket(self._socket, server_hostname=server.host)
-            self._socket.setblocking(False)  # what is there already is read without a wait
+            self._socket.setblocking(False)  # buffered data is read without waiting
         except BaseException:
             self._socket.close()
             raise
@@ -118,7 +118,7 @@ class Connection:
         self.replies = Replies(self._receive)
 
     def _reach(self, addresses: Sequence[Address]) -> socket.socket:
-        """A connected socket; all addresses together have the time until the deadline."""
+        """A connected socket. All addresses together have the time until the deadline."""
         failed: OSError | None = None
         for at, address in enumerate(addresses):
             try:
@@ -128,18 +128,18 @@ class Connection:
         raise failed or OSError("the server has no address")
 
     def begin(self, deadline: float) -> None:
-        """Begin with a call: until all of it was answered, the connection serves no other."""
+        """Start a call. Until it is answered completely, the connection serves no other call."""
         self.deadline = deadline
         self.received = 0
         self.owes = True
 
     def is_idle(self) -> bool:
-        """True if what comes next is the answer to what is asked next: nothing is owed, nothing
-        more has come, and the server has not closed the connection, as some do after a while."""
+        """True if the next reply will answer the next command: no reply is outstanding, no extra
+        data has arrived, and the server has not closed the connection, as some do after a while."""
         if self.owes or self.replies.unread:
             return False
         try:
-            self._socket.recv(1)  # through TLS, which has words of its own
+            self._socket.recv(1)  # through TLS, which has its own messages
         except _NOT_YET:
             return True
         except OSError:
@@ -147,10 +147,10 @@ class Connection:
         return False
 
     def send(self, parts: Parts) -> None:
-        """Send all parts, from where they lie.
+        """Send all parts without copying them.
 
         Raises:
-            OSError: not all was sent by the deadline.
+            OSError: not everything was sent by the deadline.
         """
         views = [memoryview(part).cast("B") for part in parts if len(part)]
         for start in range(0, len(views), MOST_PARTS):
@@ -175,7 +175,7 @@ class Connection:
                 rest[0] = rest[0][sent:]
 
     def close(self) -> None:
-        """Give the connection up. Idempotent."""
+        """Close the connection. Idempotent."""
         self._socket.close()
 
     def _receive(self, into: memoryview, beyond: memoryview) -> int:
@@ -195,8 +195,8 @@ class Connection:
             return count
 
     def _wait(self, error: OSError, event: int) -> None:
-        """Wait for what a call could not go on without."""
-        if isinstance(error, ssl.SSLWantReadError | ssl.SSLWantWriteError):  # TLS has its own needs
+        """Wait until the socket is ready for a call that would block."""
+        if isinstance(error, ssl.SSLWantReadError | ssl.SSLWantWriteError):  # either direction
             event = select.POLLIN if isinstance(error, ssl.SSLWantReadError) else select.POLLOUT
         poll = select.poll()
         poll.register(self._socket, event)
@@ -206,7 +206,7 @@ class Connection:
         """Seconds until the deadline.
 
         Raises:
-            TimeoutError: there are none.
+            TimeoutError: the deadline has passed.
         """
         left = self.deadline - time.monotonic()
         if left <= 0:

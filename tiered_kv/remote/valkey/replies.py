@@ -1,7 +1,8 @@
 """Replies of the Redis protocol (RESP 2), read from a connection.
 
-Lines pass through a small buffer. A value goes from the socket to where the caller wants it: only
-its first bytes, which came with the line before it, are copied. Any bytes give a reply or raise.
+Lines pass through a small buffer. A value is received directly into the caller's memory: only
+its first bytes, which arrived with the line before it, are copied. Any bytes either give a reply or
+raise.
 """
 
 from __future__ import annotations
@@ -10,26 +11,26 @@ from collections.abc import Callable
 
 BUFFER_BYTES = 16 << 10
 AHEAD_BYTES = 1 << 10
-"""Bytes that are read beyond a value: its end, and the line of the next one. What is more belongs
-to that value, and would have to be copied."""
+"""Bytes that are read beyond a value: its end, and the line of the next value. More bytes would
+belong to the next value, and would have to be copied."""
 MOST_LINE = 8 << 10
-"""Longest line that is a reply, bytes."""
+"""Longest line of a reply, bytes."""
 MOST_DIGITS = 20
 
 ABSENT = -1
-"""Length of a value that is not there."""
+"""Length of a missing value."""
 
 
 class ProtocolError(Exception):
-    """Bytes that are no reply of such a server."""
+    """Bytes that are not a reply of such a server."""
 
 
 class ServerError(Exception):
-    """A reply that says what is wrong. The connection is good."""
+    """An error reply. The connection remains usable."""
 
     @property
     def code(self) -> str:
-        """The code that it begins with, or all of it if it has none of its own."""
+        """The error code at the start of the message, or the whole message for generic errors."""
         code = str(self).split(" ", 1)[0]
         return str(self) if code == "ERR" else code
 
@@ -38,26 +39,26 @@ class Replies:
     """Reads replies.
 
     Args:
-        receive: reads at least a byte into memory and gives the number; it raises OSError when
-            that cannot be. Once the first piece of memory is full it may go on with the second.
+        receive: receives at least one byte into memory and returns the number of bytes, or raises
+            OSError. Once the first piece of memory is full, it may continue in the second.
     """
 
     def __init__(self, receive: Callable[[memoryview, memoryview], int]) -> None:
         self._receive = receive
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
-        self._start = self._stop = 0  # of what was received and not read
+        self._start = self._stop = 0  # range of received and unread bytes
 
     @property
     def unread(self) -> bool:
-        """True if something was received that nobody has read."""
+        """True if received bytes have not been read."""
         return self._start < self._stop
 
     def status(self) -> None:
-        """Read a reply that says that all went well.
+        """Read a reply that reports success.
 
         Raises:
-            ServerError: it says something else.
+            ServerError: the reply is an error.
         """
         if (line := self._line())[:1] != b"+":
             raise ProtocolError(f"a status was expected, not {line[:40]!r}")
@@ -67,9 +68,9 @@ class Replies:
         return self._integer(self._line(), b":")
 
     def length(self) -> int:
-        """Read the begin of a value: its length in bytes, ``ABSENT`` if it is not there.
+        """Read the start of a value: its length in bytes, or ``ABSENT`` if it is missing.
 
-        ``value`` or ``skip`` must follow, unless it is not there.
+        ``value`` or ``skip`` must follow, unless the value is missing.
         """
         length = self._integer(self._line(), b"$")
         if length < ABSENT:
@@ -119,7 +120,7 @@ class Replies:
         """The next line, without its end.
 
         Raises:
-            ServerError: it is an error.
+            ServerError: the line is an error reply.
         """
         searched = self._start
         while (end := self._buffer.find(b"\r\n", searched, self._stop)) < 0:
@@ -135,7 +136,8 @@ class Replies:
         return line
 
     def _fill(self) -> int:
-        """Receive more; gives by how much what was there has moved to the front."""
+        """Receive more bytes. Returns the distance by which buffered bytes were moved to the
+        front."""
         moved = 0
         if self._start == self._stop:
             moved, self._start, self._stop = self._start, 0, 0
