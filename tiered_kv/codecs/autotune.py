@@ -122,7 +122,7 @@ def measure_codec(codec: Codec, page: Bytes, clock: Clock = time.thread_time) ->
         clock: seconds; by default this thread's CPU time, so that other load on a busy machine is
             not counted.
 
-        Raises:
+    Raises:
         CodecError: the decoded page differs from the page.
     """
     out = np.empty_like(page)

@@ -12,16 +12,15 @@
     32      4      bytes of the frame
     36             table, plane and frame, and nothing after them
 
-    Little-endian. A file is never larger than its header and the page. It is decoded with its own
-    format, so that pages with equal bytes share a file even if their groups have different formats.
-    There is no digest: the file's name is the digest of the page's bytes.
+Little-endian. A file is never larger than its header and the page. It is decoded with its own
+format, so that pages with equal bytes share a file even if their groups have different formats.
+There is no digest: the file's name is the digest of the page's bytes.
 
-    The pool of a root: every page of its snapshots, by digest.
+The pool of a root: every page of its snapshots, by digest.
 
-    ``ROOT/.pages/<first two hex>/<sha256>`` and the same page's file in a snapshot are hard links
-    to one file. A page without another link belongs to no snapshot. The pool only saves space: a
-    page that is missing in it, or cannot be linked, is written again, and snapshots are never read
-    through it.
+``ROOT/.pages/<first two hex>/<sha256>`` and the same page's file in a snapshot are hard links to
+one file. A page without another link belongs to no snapshot. The pool only saves space: a page that
+is missing in it, or cannot be linked, is written again, and snapshots are never read through it.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class PageWriter:
             key: the page's key.
             page: the page, contiguous; it may change after the call.
 
-            Raises:
+        Raises:
             SnapshotError: the page does not match its format, was already added, or cannot be
                 written. After a failed write, ``finish`` raises as well.
         """

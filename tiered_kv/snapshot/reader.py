@@ -136,7 +136,7 @@ def open_snapshot(path: Path) -> Snapshot:
     Args:
         path: the snapshot's folder or zip file.
 
-        Raises:
+    Raises:
         SnapshotError: the path is not a snapshot, or the snapshot is damaged.
     """
     with disk_errors(f"{path} cannot be read"), ExitStack() as files:

@@ -62,10 +62,10 @@ def write_new(path: Path, parts: Iterable[bytes | memoryview], *, durable: bool 
     Args:
         durable: sync the file. It is durable once its folder is synced as well.
 
-        Returns:
+    Returns:
         Size of the file, bytes.
 
-        Raises:
+    Raises:
         OSError: the file exists, or could not be written.
     """
     with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:

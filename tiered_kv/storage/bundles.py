@@ -112,7 +112,7 @@ class Bundles:
             each: maps the encoder over the pages.
             note: note of the bundle; None if the bundle does not outlive its engine.
 
-            Returns:
+        Returns:
             The number of slots that are needed; all of them if the pages do not shrink, or cannot
             be encoded.
         """

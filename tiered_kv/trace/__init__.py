@@ -1,1 +1,1 @@
-"""The trace: what happened to every turn, as files of JSON lines."""
+"""The trace: a record of every turn, as files of JSON lines."""

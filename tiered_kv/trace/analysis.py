@@ -1,4 +1,4 @@
-"""Analysis of a trace: what its turns, jobs, pins and decisions come to. See docs/trace.md."""
+"""Analysis of a trace: statistics of its turns, jobs, pins and decisions. See docs/trace.md."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .turn_record import PinEnd, StoryEnd
 from .turn_table import Column, TurnTable
 
 MOST_TOOLS = 20
-"""Tools that are told apart, those with the most turns; the others are told together."""
+"""Number of tools reported separately, those with the most turns; others are reported together."""
 OTHERS, UNNAMED = "(others)", "(none)"
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Distribution of some times, seconds."""
+    """Distribution of durations, seconds."""
 
     mean: float
     p50: float
@@ -28,7 +28,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Column) -> Spread | None:
-        """The distribution of values that are no NaN; None if there are none."""
+        """The distribution of all values that are not NaN; None if there are none."""
         values = values[~np.isnan(values)].astype(float)
         if not len(values):
             return None
@@ -40,9 +40,9 @@ class Jobs:
     """The jobs of a trace.
 
     Attributes:
-        cut: jobs whose first turn is not in the trace; their completion times are not counted.
-        waiting: jobs that were still waited for when their engine ended; theirs are.
-        completion_s: from the arrival of the first turn to the end of the last one.
+        cut: jobs whose first turn is not in the trace. Their completion times are not counted.
+        waiting: jobs that were still expected when their engine stopped. Their times are counted.
+        completion_s: time from the arrival of the first turn to the end of the last one.
     """
 
     jobs: int
@@ -56,9 +56,10 @@ class Waits:
     """Waits of turns, seconds.
 
     Attributes:
-        queue_s: from arrival to admission.
-        held_s, pages_s: sums of what of that they were held as new jobs, or waited for pages.
-        first_token_s: from arrival to the first token.
+        queue_s: time from arrival to admission.
+        held_s, pages_s: parts of that time, summed, in which new jobs were held back, or turns
+            waited for pages.
+        first_token_s: time from arrival to the first token.
     """
 
     queue_s: Spread | None
@@ -72,12 +73,12 @@ class Prompts:
     """Tokens of prompts.
 
     Attributes:
-        tokens: those of turns that were admitted.
-        vram, cpu, ssd: share of them that was found there; None without tokens.
-        recomputed: share of them that was computed.
-        lost: share of them that was computed though an earlier turn of the job had it.
-        prefill_saved_s: time that computing what was found would have taken: for each turn, its
-            share of ``recompute_s``, the time to compute the whole context.
+        tokens: prompt tokens of admitted turns.
+        vram, cpu, ssd: fraction of them that was found in this tier; None without tokens.
+        recomputed: fraction of them that was computed.
+        lost: fraction of them that was computed although an earlier turn of the job had its KV.
+        prefill_saved_s: time that computing the found tokens would have taken. For each turn, this
+            is the proportional part of ``recompute_s``, the time to compute the whole context.
     """
 
     tokens: int
@@ -91,14 +92,14 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class WouldHaveSaved:
-    """Prompt tokens that an engine computed which was only observed, and that the connector would
-    have found.
+    """Prompt tokens that an engine in observe mode computed, and that the connector would have
+    found.
 
     Attributes:
-        tokens: all of them.
-        vram, cpu, ssd: by tier.
-        share: share of all tokens of prompts; None without any.
-        prefill_s: time that computing them took, counted as ``Prompts.prefill_saved_s``.
+        tokens: number of these tokens.
+        vram, cpu, ssd: number of these tokens by tier.
+        share: fraction of all prompt tokens; None without any.
+        prefill_s: time that computing them took, estimated as in ``Prompts.prefill_saved_s``.
     """
 
     tokens: int
@@ -111,10 +112,10 @@ class WouldHaveSaved:
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """Pins that ended in one way.
+    """Pins that ended for the same reason.
 
     Attributes:
-        held_s: the time that they were held.
+        held_s: time that they were held, seconds.
     """
 
     pins: int
@@ -123,13 +124,13 @@ class Pins:
 
 @dataclass(frozen=True, slots=True)
 class Promotions:
-    """Pages that came up from the tiers below CPU memory.
+    """Pages promoted from the lower tiers.
 
     Attributes:
-        pages: pages ordered up, for turns or ahead of them. nbytes: size of those for turns,
-            uncompressed, on one rank.
-        used: pages that a turn restored.
-        waste: share that none did; None without pages.
+        pages: pages ordered to be promoted, for turns or in advance.
+        nbytes: size of the pages promoted for turns, uncompressed, on one rank, bytes.
+        used: promoted pages that a turn restored.
+        waste: fraction of promoted pages that no turn restored; None without pages.
     """
 
     pages: int
@@ -143,15 +144,15 @@ class Decisions:
     """Decisions, and the gaps that followed.
 
     Attributes:
-        gaps: gaps that ended: the job returned, or was given up.
-        gap_s: length of those after which it returned.
-        in_vram: share of those whose pin was still there; None without any.
-        below_q50, below_q90: share of the forecast ones that were no longer than that quantile;
-            None without any. Of good forecasts it is 0.5 and 0.9.
+        gaps: gaps that ended, because the job returned or is no longer expected.
+        gap_s: length of the gaps after which the job returned.
+        in_vram: fraction of these gaps whose pin still existed; None without any.
+        below_q50, below_q90: fraction of forecast gaps that were not longer than this quantile;
+            None without any. For good forecasts they are 0.5 and 0.9.
         saved_s, cost_s: sums over the gaps.
-        best_s: sum of what a clairvoyant would have gained: for each gap B - λ X if that is more
-            than 0, for one that the job did not return from 0.
-        regret_s: ``best_s`` less what was gained.
+        best_s: sum of the gains of a clairvoyant policy: for each gap B - λ X if that is positive,
+            otherwise 0; 0 for a gap from which the job did not return.
+        regret_s: ``best_s`` minus the actual gain.
     """
 
     gaps: int
@@ -170,11 +171,12 @@ class Figures:
     """Figures of a trace.
 
     Attributes:
-        turns: number of turns. alone: those of no job.
-        span_s: from the first arrival to the last end, seconds.
-        would_have_saved: all 0 unless the engine was only observed.
-        pins: pins by how they ended.
-        demoted: pages sent down by decisions.
+        turns: number of turns.
+        alone: number of turns that belong to no job.
+        span_s: time from the first arrival to the last end, seconds.
+        would_have_saved: all 0 unless the engine was in observe mode.
+        pins: pins by the reason for their end.
+        demoted: pages demoted by decisions.
         by_tool, by_class: decisions by the tool that ran in the gap, and by class of the gap.
     """
 
@@ -259,7 +261,7 @@ def _would_have_saved(table: TurnTable, prompts: int) -> WouldHaveSaved:
 
 
 def _prefill_s(table: TurnTable, tokens: Column) -> float:
-    """Time that computing so many tokens of each turn takes."""
+    """Time that computing that many tokens of each turn takes, summed, seconds."""
     context = table["tokens.prompt"].astype(float) + table["tokens.output"]
     return float((table["decision.recompute_s"] * tokens / np.maximum(context, 1.0)).sum())
 

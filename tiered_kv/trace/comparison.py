@@ -1,4 +1,4 @@
-"""Comparison of two traces of the same jobs: differences by job, with bootstrap intervals."""
+"""Comparison of two traces of the same jobs: differences per job, with bootstrap intervals."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Difference:
 
     Attributes:
         first, second: means over the jobs.
-        difference: the second less the first.
-        low, high: its 95% interval, from samples of the jobs.
+        difference: mean of the second minus mean of the first.
+        low, high: 95% interval of the difference, bootstrapped over the jobs.
     """
 
     first: float
@@ -36,11 +36,11 @@ class Comparison:
     """Two traces of the same jobs.
 
     Attributes:
-        jobs: jobs that are whole in both, by name and client; the second of a name is compared with
-            the second.
-        only_first, only_second: jobs that are whole in one alone.
-        differences: completion time, seconds; waits for admission and for first tokens, seconds a
-            turn; tokens computed, a job. Empty without jobs.
+        jobs: jobs that are complete in both traces, matched by name and client. If a name occurs
+            several times, occurrences are matched in order.
+        only_first, only_second: jobs that are complete in only one trace.
+        differences: completion time, seconds; waits for admission and for first tokens, seconds per
+            turn; computed tokens per job. Empty without jobs.
     """
 
     jobs: int
@@ -65,7 +65,7 @@ def compare(first: TurnTable, second: TurnTable) -> Comparison:
 
 
 def _rows(table: TurnTable, jobs: TracedJobs) -> dict[tuple[str, str, int], int]:
-    """Places of whole jobs by name, client and number."""
+    """Positions of complete jobs by name, client and number."""
     found = dict[tuple[str, str, int], int]()
     for at in np.flatnonzero(jobs.whole):
         name = table.job_name(int(jobs.name[at]))

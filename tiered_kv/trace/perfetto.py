@@ -1,6 +1,6 @@
-"""Export of a trace for Perfetto and Chrome's ``chrome://tracing``: a track a job, a track a tier.
+"""Export of a trace for Perfetto and Chrome's ``chrome://tracing``: a track per job and per tier.
 
-The format is Chrome's "Trace Event Format": times in microseconds.
+The format is Chrome's "Trace Event Format", with times in microseconds.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Event = Mapping[str, Any]
 def perfetto_events(records: Iterable[TurnRecord]) -> Iterator[Event]:
     """Events of a trace: names of tracks, then slices of turns and gaps, then counters.
 
-    A job has a second track where two turns of it ran at once. The tracks of tiers count tokens of
-    prompts that were found there so far, and blocks that are pinned.
+    A job has a second track if two of its turns ran concurrently. The tracks of tiers show the
+    cumulative prompt tokens found there, and the number of pinned blocks.
     """
     turns = sorted(records, key=lambda one: one.arrived)
     yield from (_named(group, name) for group, name in ((JOBS, "jobs"), (TIERS, "tiers")))
@@ -37,17 +37,17 @@ def perfetto_events(records: Iterable[TurnRecord]) -> Iterator[Event]:
 
 
 class _Lanes:
-    """Tracks of jobs: one more where turns of one overlap."""
+    """Tracks of jobs, with an additional track where turns of one job overlap."""
 
     def __init__(self) -> None:
         self._free_from: dict[tuple[object, ...], list[tuple[int, float]]] = {}
         self._tracks = 0
 
     def place(self, one: TurnRecord) -> tuple[int, bool]:
-        """Track of a turn, and True if it is a new one."""
+        """Track of a turn, and True if the track is new."""
         job = (one.job, one.client, one.replica, "" if one.job is not None else one.request)
         lanes = self._free_from.setdefault(job, [])
-        # The next turn arrives as the gap ends, but for rounding.
+        # The next turn arrives when the gap ends, up to rounding.
         until = one.ended + (one.gap.gap_s or 0.0) - 1e-3
         for at, (track, free_from) in enumerate(lanes):
             if free_from <= one.arrived:

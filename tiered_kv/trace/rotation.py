@@ -1,4 +1,4 @@
-"""Files of a trace: the newest has its name, older ones have a number behind it, 1 the newest."""
+"""Files of a trace: the newest has the trace's name, older files have a numeric suffix from 1."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FILE_BYTES = 64 << 20
-"""Size that a file does not exceed. A turn takes about half a KiB, so it has some 120,000. A step
-takes some 200 bytes."""
+"""Maximum size of a file, bytes. A turn takes about half a KiB, so a file has some 120,000 turns. A
+step takes some 200 bytes."""
 FILES = 8
-"""Files that are kept; the oldest is deleted for a new one."""
+"""Number of files kept. The oldest is deleted when a new one is created."""
 
 
 PACKED = ".gz"
-"""End of the name of a file that somebody packed."""
+"""Suffix of a file that was compressed with gzip."""
 
 
 def steps_of(path: Path) -> Path:
-    """The newest file of a trace's steps, which are in files of their own."""
+    """The newest file of a trace's steps, which are in separate files."""
     return path.with_name(f"{path.name}.steps")
 
 
 def steps_to_read(path: Path) -> Path:
-    """The newest file of the steps of a trace that is read, whose own newest file may be packed."""
+    """The newest file of a trace's steps, for a trace whose own newest file may be compressed."""
     named = steps_of(path)
     return named if named.exists() else steps_of(_unpacked(path))
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a trace that may be there, the newest first."""
+    """All possible files of a trace, newest first."""
     return [path, *(_older(path, age) for age in range(1, FILES))]
 
 
 def files_to_read(path: Path) -> Iterator[Path]:
-    """The files of a trace that are there, the newest first. Each may have been packed with gzip;
-    one that is there twice is given once."""
+    """Existing files of a trace, newest first. Each may be compressed with gzip. If both versions
+    of a file exist, only one is returned."""
     plain = _unpacked(path)
     for age in range(FILES):
         names = (path, plain) if age == 0 else (_older(path, age), _older(plain, age))
@@ -46,12 +46,12 @@ def files_to_read(path: Path) -> Iterator[Path]:
 
 
 def make_room(path: Path) -> None:
-    """Move every file one place on, so that a new one can be begun; the oldest is gone.
+    """Rename every file to the next number, so that a new one can be created. Deletes the oldest.
 
-    A place may be empty, where somebody deleted a file or a process ended in between.
+    A number may be unused if a file was deleted, or a process ended in between.
 
     Raises:
-        OSError: the folder cannot be written to.
+        OSError: the folder cannot be written.
     """
     files = files_of(path)
     for newer, older in zip(files[-2::-1], files[:0:-1], strict=True):

@@ -1,7 +1,7 @@
-"""The newest file of a trace, appended to. Several processes may write to one trace.
+"""The newest file of a trace, which is appended to. Several processes may write to one trace.
 
-They are replicas of one server, with the same settings. Each takes the lock of the file for a
-write; who finds that the file was moved meanwhile goes on with the new one.
+They are replicas of one server, with the same settings. Each locks the file for a write. A process
+that finds that the file was renamed in the meantime continues with the new file.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from tiered_kv.plain_files import check_owner
 from .rotation import FILE_BYTES, make_room
 
 TRIES = 100
-"""Times that a file is opened anew because it was moved. Where files have no lasting numbers, they
-would all seem to be."""
+"""Number of times that a file is opened again because it was renamed. On file systems without
+stable inode numbers, every file would seem to be renamed."""
 
 
 class TraceFile:
-    """Appends lines. One thread. Private to its owner.
+    """Appends lines. Single-threaded. The file is readable by its owner alone.
 
     Args:
-        header: line that begins each file, and what this process adds to one.
-        most_bytes: size that a file does not exceed; no more than a write, if that is larger.
+        header: first line of each file, also written when this process starts to use a file.
+        most_bytes: maximum size of a file, bytes; exceeded only by a single larger write.
 
     Raises:
         OSError: the file cannot be opened.
@@ -48,17 +48,17 @@ class TraceFile:
         self._plain = stat.S_ISREG(os.fstat(self._fd).st_mode)
         if self._plain:
             try:
-                check_owner(self._path)  # its owner could read it
+                check_owner(self._path)  # another owner could read it
             except OSError:
                 self.close()
                 raise
         self._introduced = self._torn = False
 
     def append(self, lines: Sequence[str]) -> None:
-        """Write ASCII lines, in a new file if this one would grow too large. May block.
+        """Write ASCII lines, in a new file if the current one would grow too large. May block.
 
         Raises:
-            OSError: some were not written. The next ones begin a line of their own.
+            OSError: some lines were not written. The next write starts a new line.
         """
         data = "".join(f"{line}\n" for line in lines).encode("ascii")
         if self._fd is None:
@@ -73,7 +73,7 @@ class TraceFile:
             self._write(data)
 
     def _is_full(self, more: int) -> bool:
-        """True if the file has lines, and no room for so many bytes more."""
+        """True if the file is not empty, and has no space for that many more bytes."""
         there = os.fstat(self._fd_now).st_size
         header = 0 if self._introduced else len(self._header)
         return there > 0 and there + header + more > self._most_bytes
@@ -84,13 +84,13 @@ class TraceFile:
         return self._fd
 
     def _lock(self) -> None:
-        """Take the lock of the newest file, whichever that is now."""
+        """Lock the newest file, even if it changes."""
         for _ in range(TRIES):
             with contextlib.suppress(OSError):  # some file systems have no locks
                 fcntl.flock(self._fd_now, fcntl.LOCK_EX)
             if is_current(self._fd_now, self._path):
                 return
-            self._open()  # closing the old one gave its lock back
+            self._open()  # closing the old one released its lock
 
     def _unlock(self) -> None:
         if self._fd is not None:
@@ -100,11 +100,11 @@ class TraceFile:
     def _write(self, data: bytes) -> None:
         if not self._introduced:
             data = self._header + data
-            # Looked at under the lock: who writes just now has not torn anything.
+            # Checked under the lock, so that a write in progress does not look torn.
             self._torn = self._torn or (self._plain and _is_torn(self._path))
         if self._torn:
             data = b"\n" + data
-        self._torn = True  # until all of it is there
+        self._torn = True  # until everything is written
         left = memoryview(data)
         while left:
             left = left[os.write(self._fd_now, left) :]
@@ -118,7 +118,7 @@ class TraceFile:
 
 
 def _is_torn(path: Path) -> bool:
-    """True if a file does not end with a line's end."""
+    """True if a file does not end with a line feed."""
     with contextlib.suppress(PermissionError), path.open("rb") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)

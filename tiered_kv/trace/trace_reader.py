@@ -1,4 +1,4 @@
-"""Reader of a trace: its records from the oldest file to the newest, also while it is written."""
+"""Reader of a trace: its records from the oldest file to the newest, even while it is written."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .trace_header import TraceHeader
 from .turn_record import TurnRecord
 
 MOST_NAMED = 20
-"""Bad lines that are named; more are only counted."""
+"""Number of bad lines that are reported; further ones are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that is no record.
+    """A line that is not a record.
 
     Attributes:
         line: number of the line in its file, from 1.
@@ -40,21 +40,22 @@ Record = TypeVar("Record")
 
 
 class RecordReader(Generic[Record]):
-    """Records in the files of a trace, once each, in the order in which they were written.
+    """Records in the files of a trace, each once, in the order in which they were written.
 
-    A last line that was cut off is passed over. Records of later schemas are read as far as this
-    version knows their fields. A file may be packed with gzip.
+    An incomplete last line is skipped. Records of later schemas are read as far as this version
+    knows their fields. A file may be compressed with gzip.
 
     Args:
-        path: the newest file, or another one alone.
-        read: makes a record of what JSON gave, or raises ``ValueError``.
+        path: the newest file of a trace, or a single older file.
+        read: creates a record from parsed JSON, or raises ``ValueError``.
 
     Attributes:
         headers: headers seen so far, one for each engine and file.
-        bad: the first bad lines so far. bad_lines: their number.
+        bad: the first bad lines so far.
+        bad_lines: number of bad lines so far.
 
     Raises:
-        FileNotFoundError: when it is iterated: there is no such trace.
+        FileNotFoundError: on iteration, if the trace does not exist.
     """
 
     def __init__(self, path: Path, read: Callable[[object], Record]) -> None:
@@ -70,7 +71,8 @@ class RecordReader(Generic[Record]):
                 yield from self._records(path, file)
 
     def _open_all(self, opened: ExitStack) -> list[tuple[Path, IO[bytes]]]:
-        """The files, the newest first: one that is moved meanwhile is met again, and left out."""
+        """Open the files, newest first. A file that is renamed meanwhile is found again, and
+        skipped."""
         files, seen = list[tuple[Path, IO[bytes]]](), set[tuple[int, int]]()
         for path in files_to_read(self.path):
             try:
@@ -102,7 +104,7 @@ class RecordReader(Generic[Record]):
                         self._note(BadLine(path, number, _reason(error)))
                     continue
                 yield record
-        except ValueError as error:  # of the file, and not of a line
+        except ValueError as error:  # an error of the file, not of a line
             self._note(BadLine(path, number + 1, str(error)))
 
     def _note(self, bad: BadLine) -> None:
@@ -115,7 +117,7 @@ class TraceReader(RecordReader[TurnRecord]):
     """The turns of a trace; see ``RecordReader``.
 
     Args:
-        path: what ``TIERED_KV_TRACE`` names, or one file of a trace.
+        path: trace file (the value of ``TIERED_KV_TRACE``), or one file of a trace.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,8 +1,8 @@
 """Writer of the trace: a thread that appends records to the newest file.
 
-The scheduler must not wait for a disk, so ``write`` only queues. When the writer is more than
-``MAX_QUEUED`` records behind, or the file fails, records are dropped and counted. Serving has
-precedence over the trace.
+The scheduler must not wait for a disk, so ``write`` only queues. If more than ``MAX_QUEUED``
+records are queued, or writing fails, records are dropped and counted. Serving takes precedence over
+the trace.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 MAX_QUEUED = 10_000
 AT_ONCE = 256
-"""Most records of one write."""
+"""Maximum number of records of one write."""
 
 
 class Line(Protocol):
-    """A record, of a turn or of a step."""
+    """A record of a turn or of a step."""
 
     def to_line(self) -> str:
-        """The record as ASCII, without the line's end."""
+        """The record as ASCII, without the line feed."""
         ...
 
 
@@ -36,7 +36,7 @@ class TraceWriter:
     """Appends records to the trace at ``path``, whose files are readable by their owner alone.
 
     Attributes:
-        dropped: records that were not written so far.
+        dropped: number of records not written so far.
 
     Raises:
         OSError: the file cannot be opened.

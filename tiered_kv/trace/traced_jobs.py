@@ -1,4 +1,4 @@
-"""Jobs of a trace: what their turns come to."""
+"""Jobs of a trace, with statistics of their turns."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from .turn_table import Column, TurnTable
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TracedJobs:
-    """Jobs, ordered by name and then by their start. Columns have shape (jobs,), if not said
+    """Jobs, ordered by name and then by their start. Columns have shape (jobs,), unless stated
     otherwise.
 
-    A job is what one engine took for one: a name that begins again with turn 1 is another job.
+    A job is what one engine treated as one job: a name that starts again with turn 1 is another
+    job.
 
     Attributes:
-        name: place in ``TurnTable.jobs``.
+        name: index in ``TurnTable.jobs``.
         number: 0 for the first job of that name, 1 for the next.
         whole: True if its first turn is in the trace.
-        waiting: True if it was still waited for when its engine ended.
+        waiting: True if it was still expected when its engine stopped.
         turns: number of its turns.
-        completion_s: from the arrival of its first turn to the end of its last one, seconds.
+        completion_s: time from the arrival of its first turn to the end of its last one, seconds.
         queue_s, first_token_s: sums over its turns, seconds.
-        recomputed: prompt tokens that were computed.
-        rows: rows of the table, job by job, each job's in the order of arrival. Shape (turns,).
-        begins: place in ``rows`` of each job's first turn.
+        recomputed: number of its computed prompt tokens.
+        rows: rows of the table, job by job, and by arrival within a job. Shape (turns,).
+        begins: index in ``rows`` of each job's first turn.
     """
 
     name: Column
@@ -44,14 +45,15 @@ class TracedJobs:
 
     @property
     def followed(self) -> Column:
-        """True for turns in ``rows`` after which another one of their job comes. Shape (turns,)."""
+        """True for turns in ``rows`` that are followed by another turn of their job. Shape
+        (turns,)."""
         found = np.ones(len(self.rows), bool)
         found[self.begins - 1] = False
         return found
 
     @classmethod
     def of(cls, table: TurnTable) -> TracedJobs:
-        """The jobs of a trace, without the turns of none."""
+        """Group the turns of a trace by job. Turns that belong to no job are left out."""
         rows = np.flatnonzero(table.job >= 0)
         arrived, turn = table["arrived"], table["turn"]
         rows = rows[np.lexsort((turn[rows], arrived[rows], table.job[rows]))]

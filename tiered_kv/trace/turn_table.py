@@ -1,4 +1,4 @@
-"""A trace as columns of numbers: a million turns take some 270 MB."""
+"""A trace as columns of numbers. A million turns take some 270 MB."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ _NUMBERS = {
     "gap.saved_s": "f",
     "gap.cost_s": "f",
 }
-"""Fields of a record, and the type of their column; a None becomes NaN."""
+"""Fields of a record, and the type codes of their columns; None becomes NaN."""
 _WORDS = ("decision.tier", "decision.gap_class", "pin.end", "gap.end")
-"""Fields with few values, whose column has places among these."""
+"""Fields with few distinct values, whose columns contain indices."""
 
 
 class JobName(NamedTuple):
-    """A job as a trace names it."""
+    """Identity of a job in a trace."""
 
     job: str
     client: str
@@ -66,14 +66,14 @@ class JobName(NamedTuple):
 
 
 class Names:
-    """Values that repeat, by their place; ``of[place]`` is the value."""
+    """Distinct values and their indices; ``of[index]`` is the value."""
 
     def __init__(self) -> None:
         self.of: list[Any] = []
         self._places: dict[Any, int] = {}
 
     def place(self, value: Any) -> int:
-        """Place of a value; a new one if it has none."""
+        """Index of a value; a new index if the value is new."""
         found = self._places.get(value)
         if found is None:
             found = self._places[value] = len(self.of)
@@ -81,17 +81,19 @@ class Names:
         return found
 
     def find(self, value: Any) -> int:
-        """Place of a value; -1, which is no place, if it does not occur."""
+        """Index of a value; -1, which is no index, if the value does not occur."""
         return self._places.get(value, -1)
 
 
 class TurnTable:
-    """Columns of a trace's records, in their order. Columns of numbers have the names of the fields
-    in ``TurnRecord``, with dots.
+    """Columns of a trace's records, in order. Columns of numbers have the names of the fields in
+    ``TurnRecord``, with dots.
 
     Attributes:
-        jobs: the jobs. job: the place among them of each turn's job; -1 if it is of none.
-        tools: first words of tools. tool: the place among them.
+        jobs: the jobs.
+        job: index of each turn's job among them; -1 if the turn belongs to no job.
+        tools: first words of tools.
+        tool: index of each turn's tool among them.
         words: values of ``decision.tier``, ``decision.gap_class``, ``pin.end`` and ``gap.end``, by
             field.
     """
@@ -125,7 +127,7 @@ class TurnTable:
         return self._columns[name]
 
     def job_name(self, place: int) -> JobName:
-        """The job at a place of ``jobs``."""
+        """The job at an index of ``jobs``."""
         return JobName(*self.jobs.of[place])
 
     def says(self, field: str, word: str | None) -> Column:

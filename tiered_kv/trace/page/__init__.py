@@ -1,1 +1,1 @@
-"""A trace as one page to look at: lanes of jobs, tiers over time, distributions, worst turns."""
+"""A trace as one HTML page: lanes of jobs, tiers over time, distributions, worst turns."""

@@ -1,8 +1,8 @@
-"""Charts of a page, as plotly's figures are written in JSON.
+"""Charts of a page, in plotly's JSON format.
 
-Texts and lines that are neither of a colour of ours get theirs from the page's style, which knows
-whether it is light or dark. Histograms are over powers of ten, so that a page holds counts instead
-of values.
+Texts and lines without an explicit colour get theirs from the page's style, which knows whether it
+is light or dark. Histograms have logarithmic bins, so that a page contains counts instead of
+values.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .kv_places import PLACES, Bars, Lanes, Phase, Place, Stays
 from .page_style import PHASE_COLOURS, PLACE_COLOURS, PLAIN, SOURCE_COLOURS
 
 BINS = 160
-"""Moments of a curve."""
+"""Number of points of a curve."""
 SOURCES = ("tokens.vram", "tokens.cpu", "tokens.ssd", "tokens.recomputed")
 """Sources of the tokens of a prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OverTime:
-    """Tokens in each part of the trace's time.
+    """Tokens over the time of the trace, in equal intervals.
 
     Attributes:
-        at: middle of each part, seconds after the first arrival. Shape (BINS,).
-        resting: tokens of KV, on average over the part, by place.
-        prompts: tokens of prompts that were admitted in the part, each second, by source.
+        at: middle of each interval, seconds after the first arrival. Shape (BINS,).
+        resting: mean number of tokens of KV in the interval, by place.
+        prompts: prompt tokens admitted in the interval, per second, by source.
     """
 
     at: Column
@@ -43,7 +43,7 @@ class OverTime:
 
     @classmethod
     def of(cls, table: TurnTable, stays: Stays) -> OverTime:
-        """The curves of a trace that is not empty."""
+        """Compute the curves of a trace that is not empty."""
         arrived = table["arrived"] - table["arrived"].min()
         last = max(float((arrived + table["times.end_s"]).max()), float(stays.end.max(initial=0)))
         edges = np.linspace(0.0, max(last, 1e-3), BINS + 1)
@@ -63,12 +63,12 @@ class OverTime:
 
 
 def _lain(edges: Column, stays: Stays, tokens: Column) -> Column:
-    """Tokens times seconds that lay in the stays until each edge."""
+    """Token-seconds of the stays up to each edge."""
     return _since(edges, stays.begin, tokens) - _since(edges, stays.end, tokens)
 
 
 def _since(edges: Column, moments: Column, tokens: Column) -> Column:
-    """Sum of tokens times the seconds from their moment until each edge."""
+    """Sum of tokens times the seconds from their moment up to each edge."""
     order = np.argsort(moments)
     moments, tokens = moments[order], tokens[order]
     before = np.searchsorted(moments, edges)
@@ -79,22 +79,22 @@ def _since(edges: Column, moments: Column, tokens: Column) -> Column:
 
 
 LEAST_S = 1e-3
-"""Shortest time that a histogram tells from others, seconds."""
+"""Shortest time that a histogram resolves, seconds."""
 A_DECADE = 8
-"""Bars between a power of ten and the next."""
+"""Number of bins per power of ten."""
 
 
 def histograms(
     values: Mapping[str, Column], least: float
 ) -> tuple[Column, dict[str, Column]] | None:
-    """Histograms of several sets of values, with the same bars. NaN are left out, and so are sets
-    without any value.
+    """Compute histograms of several sets of values, with the same bins. NaN are left out, and so
+    are sets without any value.
 
     Args:
-        least: begin of the first bar, a power of ten. What is less is counted there.
+        least: start of the first bin, a power of ten. Smaller values are counted in this bin.
 
     Returns:
-        The ends of the bars, of shape (bars + 1,), and the number of values in each bar, by set;
+        The edges of the bins, of shape (bins + 1,), and the number of values in each bin, by set;
         None without any value.
     """
     sets = {name: some[~np.isnan(some)].astype(float) for name, some in values.items()}
@@ -104,15 +104,15 @@ def histograms(
     low = int(np.floor(np.log10(min(some.min() for some in sets.values()))))
     high = int(np.floor(np.log10(max(some.max() for some in sets.values())))) + 1
     edges = np.logspace(low, high, (high - low) * A_DECADE + 1)
-    edges[0], edges[-1] = edges[0] * (1 - 1e-9), edges[-1] * (1 + 1e-9)  # for rounding
+    edges[0], edges[-1] = edges[0] * (1 - 1e-9), edges[-1] * (1 + 1e-9)  # against rounding errors
     return edges, {name: np.histogram(some, edges)[0] for name, some in sets.items()}
 
 
 Chart = dict[str, Any]
-"""A figure: its traces under ``data``, and its ``layout``."""
+"""A plotly figure: its traces under ``data``, and its ``layout``."""
 
 LANE_PX = 22
-"""Height of a lane."""
+"""Height of a lane, pixels."""
 _TURN_PX, _KV_PX = 11, 5
 SOURCE_NAMES = {
     "tokens.vram": "found in VRAM",
@@ -122,14 +122,14 @@ SOURCE_NAMES = {
 }
 """Names of the sources of prompts in legends."""
 _UNITS = (("days", 86_400.0, 2.0), ("hours", 3600.0, 3.0), ("minutes", 60.0, 10.0))
-"""Units of time, their seconds, and how many of them an axis has at least."""
+"""Units of time, their length in seconds, and the smallest axis range in units to use each for."""
 
 
 def lane_chart(lanes: Lanes, names: Sequence[str], told: Sequence[str]) -> Chart:
-    """The lanes: turns as thick bars, the KV between them as thin ones.
+    """Draw the lanes: turns as thick bars, the KV between turns as thin bars.
 
     Args:
-        names, told: label of each lane, and what is told of its job.
+        names, told: label of each lane, and description of its job.
     """
     longest = max((float(bars.end.max(initial=0.0)) for bars in lanes.bars.values()), default=0.0)
     unit, length = _unit(longest)
@@ -162,7 +162,7 @@ def lane_chart(lanes: Lanes, names: Sequence[str], told: Sequence[str]) -> Chart
 
 
 def _lane_trace(kind: Phase | Place, bars: Bars, length: float) -> Chart:
-    """Bars as one line with breaks. The points in their middles are there to be pointed at."""
+    """Draw bars as one line with gaps. Points in the middle of the bars show tooltips."""
     count = len(bars.lane)
     middle, nothing = (bars.begin + bars.end) / 2, np.full(count, np.nan)
     x = np.stack([bars.begin, middle, bars.end, nothing], axis=1).ravel() / length
@@ -183,7 +183,7 @@ def _lane_trace(kind: Phase | Place, bars: Bars, length: float) -> Chart:
 
 
 def stacked_charts(curves: OverTime) -> tuple[Chart, Chart]:
-    """Tokens of KV over time, by place; and tokens of prompts, by source."""
+    """Tokens of KV over time by place, and prompt tokens over time by source."""
     names = {place: place.value for place in PLACES}
     of_prompts = (curves.prompts, SOURCE_NAMES, SOURCE_COLOURS)
     return (
@@ -231,11 +231,13 @@ def histogram_chart(
     names: Mapping[str, str] | None = None,
     spread: Spread | None = None,
 ) -> Chart | None:
-    """Histograms of several sets of values, over powers of ten; None without any value.
+    """Draw histograms of several sets of values with logarithmic bins; None without any value.
 
     Args:
-        y: what has the values. times: whether they are seconds; else they are tokens.
-        names: of the histograms in the legend; there is none without them.
+        y: noun for the counted items.
+        times: True if the values are seconds, False if they are tokens.
+        names: names of the histograms in the legend; None for no legend.
+        spread: distribution whose median and 95th percentile are marked.
         spread: whose median and 95th percentile are marked.
     """
     found = histograms(values, LEAST_S if times else 1.0)
@@ -272,13 +274,13 @@ def histogram_chart(
     }
     layout["yaxis"] |= {"range": [0, 1.3 * most], "tickformat": ",~r"}
     if most < 6:
-        layout["yaxis"]["dtick"] = 1  # there are no halves
+        layout["yaxis"]["dtick"] = 1  # counts are whole numbers
     layout["hovermode"] = "x"
     return {"data": data, "layout": layout}
 
 
 def legend(chart: Chart) -> dict[str, str]:
-    """Colours of a chart's traces that have a name, by name."""
+    """Colours of a chart's named traces, by name."""
     return {
         html.unescape(trace["name"]): trace.get("marker", trace.get("line", {}))["color"]
         for trace in chart["data"]
@@ -287,8 +289,8 @@ def legend(chart: Chart) -> dict[str, str]:
 
 
 def _marks(spread: Spread, low: float, high: float, most: int) -> list[Chart]:
-    """Lines at the median and at the 95th percentile. Their texts are on one side of them, at two
-    heights, so that neither meets the other or leaves the chart."""
+    """Draw lines at the median and at the 95th percentile. Their labels are at different heights
+    and on chosen sides, so that they neither overlap nor leave the chart."""
 
     def share(value: float) -> float:
         return (math.log10(max(value, 10**low)) - low) / (high - low)
@@ -329,7 +331,7 @@ def _layout(x: str, y: str, height: int) -> Chart:
         "font": {"size": 13, "family": "system-ui, sans-serif"},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "showlegend": False,  # the page has one that never covers anything
+        "showlegend": False,  # the page has a legend that covers nothing
         "hoverlabel": {"namelength": -1},
         "xaxis": {**axis, "title": {**axis["title"], "text": x}},
         "yaxis": {**axis, "title": {**axis["title"], "text": y}},
@@ -337,7 +339,7 @@ def _layout(x: str, y: str, height: int) -> Chart:
 
 
 def _unit(longest_s: float) -> tuple[str, float]:
-    """Unit of time for an axis, and its seconds."""
+    """Unit of time for an axis, and its length in seconds."""
     for name, length, least in _UNITS:
         if longest_s >= least * length:
             return name, length
@@ -345,7 +347,7 @@ def _unit(longest_s: float) -> tuple[str, float]:
 
 
 def _shown(text: str) -> str:
-    """A text that plotly shows as it is. It reads some HTML, but does not know quotes' entities."""
+    """Escape a text for plotly, which interprets some HTML, but not the entities of quotes."""
     return html.escape(text, quote=False)
 
 
@@ -361,6 +363,6 @@ def _faint(colour: str) -> str:
 
 
 def _floats(values: Column) -> Column:
-    """Numbers in half of the space; nobody sees the difference."""
+    """Numbers in half the space, with sufficient precision."""
     short: Column = values.astype(np.float32)
     return short

@@ -1,7 +1,7 @@
-"""One HTML file with charts that needs nothing else: no network, no other file.
+"""One self-contained HTML file with charts: it needs no network and no other file.
 
-Every text is escaped here, whatever it comes from. A content policy lets the page's own two scripts
-run, by their digests, and nothing else: neither another script nor a request.
+Every text is escaped here, whatever its origin. A content security policy allows only the page's
+own two scripts, by their digests, and no requests.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TextTable:
     """A table of texts.
 
     Attributes:
-        columns: True for columns that hold numbers, by name.
+        columns: for each column name, True if the column contains numbers.
     """
 
     columns: Mapping[str, bool]
@@ -46,10 +46,10 @@ class TextTable:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A paragraph with a heading, and more that is shown when asked for.
+    """A paragraph with a heading, and further paragraphs that can be expanded.
 
     Attributes:
-        more: paragraphs.
+        more: the further paragraphs.
     """
 
     heading: str
@@ -59,10 +59,10 @@ class Story:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A section: its heading, what it says, and what it shows.
+    """A section: its heading, text and contents.
 
     Attributes:
-        charts: by their headings. Several stand side by side where there is room.
+        charts: charts by heading. Several stand side by side where there is space.
     """
 
     heading: str
@@ -74,11 +74,11 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page.
+    """Contents of a page.
 
     Attributes:
         text: paragraphs under the title.
-        headline: the figures to be seen first, by name.
+        headline: the most important figures, by name.
     """
 
     title: str
@@ -172,14 +172,14 @@ def _table(table: TextTable) -> Iterator[str]:
 
 
 def _text(text: str) -> str:
-    """A text with nothing in it that HTML would read. Characters that cannot be shown, and those
-    that would turn the page's direction, become question marks."""
+    """Escape a text for HTML. Unprintable characters, and characters that would change the text
+    direction, become question marks."""
     return html.escape(plain(text))
 
 
 def _json(chart: Chart) -> str:
-    """A chart as JSON without ``<`` or ``>``, so that it cannot end its element. plotly checks its
-    names, and packs its numbers."""
+    """A chart as JSON without ``<`` or ``>``, so that it cannot end its element. plotly validates
+    the property names, and encodes arrays compactly."""
     from plotly.graph_objects import Figure, layout
     from plotly.io.json import to_json_plotly
 

@@ -1,12 +1,12 @@
-"""Places of jobs' KV over time, as far as a trace tells.
+"""Places of jobs' KV over time, as far as they can be derived from a trace.
 
-A trace says when KV was pinned, and where a turn found it as it was admitted. Between these moments
-it is taken to have lain where the job's next turn found most of it; without a next turn, where it
-was to wait.
+A trace records when KV was pinned, and in which tiers a turn found it at admission. In between,
+the KV is assumed to be where the job's next turn found most of it or, without a next turn, in the
+tier that was decided for it.
 
-Lanes of jobs: which jobs are drawn, and the bars of their turns and of their KV.
+Also chooses the jobs that get a lane, and the bars of their turns and their KV.
 
-A page holds few lanes whatever the trace holds: the slowest jobs, and an even sample of the others.
+The number of lanes of a page is limited: the slowest jobs, and an even sample of the others.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _FOUND = {
     "tokens.ssd": Place.SSD,
     "tokens.lost": Place.NOWHERE,
 }
-"""Fields of the next turn that tell where the KV lay."""
+"""Fields of the next turn that show where the KV was."""
 _MEANT = {"cpu": Place.CPU, "store": Place.SSD, "drop": Place.NOWHERE}
-"""Decisions that tell where it lies if nobody looked."""
+"""Places by decision, for KV that no next turn looked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,8 +63,8 @@ class Stays:
 
     @classmethod
     def of(cls, table: TurnTable, jobs: TracedJobs) -> Stays:
-        """The stays of all jobs' turns. A stay ends when the next turn is admitted, or ends
-        without that; the last one with its gap."""
+        """Compute the stays of all jobs' turns. A stay ends when the next turn is admitted, or ends
+        without admission. The last stay ends with its gap."""
         rows = jobs.rows
         if not len(rows):
             return cls(*[np.zeros(0, int)] * 2, *[np.zeros(0)] * 2)
@@ -73,7 +73,7 @@ class Stays:
         admitted_s = table["times.admitted_s"][rows].astype(float)
         ended = arrived + end_s
         waited_s = np.where(np.isnan(admitted_s), end_s, admitted_s)
-        until = ended + table["gap.gap_s"][rows]  # NaN if no gap followed
+        until = ended + table["gap.gap_s"][rows]  # NaN without a gap
         later = jobs.followed & ~np.isnan(until)
         until[later] = np.maximum(until, np.roll(arrived + waited_s, -1))[later]
         pinned_s = np.where(table.says("pin.end", None)[rows], 0.0, table["pin.held_s"][rows])
@@ -98,7 +98,7 @@ class Stays:
         return whole.among(whole.end > whole.begin)
 
     def among(self, chosen: Column) -> Stays:
-        """The stays that are chosen, by a mask or by their places."""
+        """The selected stays, by a mask or by indices."""
         return Stays(self.row[chosen], self.place[chosen], self.begin[chosen], self.end[chosen])
 
 
@@ -116,11 +116,11 @@ def _resting_place(table: TurnTable, jobs: TracedJobs) -> Column:
 
 
 MOST_LANES = 40
-"""Jobs that are drawn."""
+"""Maximum number of jobs drawn."""
 MOST_TURNS = 6_000
-"""Turns that are drawn, of all lanes together."""
+"""Maximum number of turns drawn, in all lanes together."""
 APART = 12
-"""A trace that lasts so many times as long as its jobs has each lane begin with its job."""
+"""Ratio of a trace's length to its jobs' median length from which each lane starts with its job."""
 
 
 class Phase(Enum):
@@ -134,10 +134,10 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bars:
-    """Bars of one kind. All columns have shape (bars,).
+    """Bars of one type. All columns have shape (bars,).
 
     Attributes:
-        lane: from 0.
+        lane: index of the lane, from 0.
         begin, end: seconds on the lanes' axis.
         turn: number of the turn in its job.
     """
@@ -150,16 +150,16 @@ class Bars:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lanes:
-    """Lanes of a trace, in the order in which their jobs began.
+    """Lanes of a trace, ordered by the start of their jobs.
 
     Attributes:
-        job: place of each lane's job among the jobs. Shape (lanes,).
-        began: when it began, seconds after the first arrival.
-        drawn: turns of it that are drawn, its first ones.
-        slowest: number of lanes that are there because their jobs took longest; 0 if all are.
-        left_out: jobs without a lane.
-        apart: True if each lane's time begins with its job; else with the trace.
-        bars: by the phase of the turn, or the place of the KV.
+        job: index of each lane's job among the jobs. Shape (lanes,).
+        began: start of the job, seconds after the first arrival.
+        drawn: number of its turns that are drawn, the first ones.
+        slowest: number of lanes chosen because their jobs took longest; 0 if all jobs have lanes.
+        left_out: number of jobs without a lane.
+        apart: True if each lane's time starts with its job, False if it starts with the trace.
+        bars: bars by the phase of the turn, or the place of the KV.
     """
 
     job: Column
@@ -203,7 +203,7 @@ class Lanes:
 
 
 def _chosen(jobs: TracedJobs, begins: Column) -> tuple[Column, int]:
-    """Jobs to draw in the order of their begin, and how many of them are the slowest."""
+    """Jobs to draw, ordered by start, and the number of them chosen as the slowest."""
     order = np.argsort(begins, kind="stable")
     if len(order) <= MOST_LANES:
         return order, 0
@@ -229,7 +229,7 @@ def _places(
 def _phases(
     table: TurnTable, rows: Column, arrived: Column, bars: Callable[[Column, Column, Column], Bars]
 ) -> Iterator[tuple[Phase, Bars]]:
-    """Bars of turns. A phase without a known end takes all the time that is left."""
+    """Bars of turns. A phase without a known end takes all the remaining time."""
     end_s = table["times.end_s"][rows].astype(float)
     names = ("times.admitted_s", "times.scheduled_s", "times.first_token_s")
     ends = [table[name][rows].astype(float) for name in names]

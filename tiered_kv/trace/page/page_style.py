@@ -1,6 +1,6 @@
-"""Style of a page, in light and in dark. Texts and lines of its charts get their colours here.
+"""Style of a page, in light and in dark mode. Texts and lines of its charts get their colours here.
 
-Colours of a page: one for each tier everywhere, and all told apart in light and in dark.
+Each tier has the same colour everywhere, and all colours are distinguishable in both modes.
 """
 
 from __future__ import annotations
@@ -96,4 +96,4 @@ PHASE_COLOURS = {
 CLASS_COLOURS = {"fast": "#2a9d9d", "uncertain": "#c99a1d", "slow": "#c2508c"}
 """Colours by class of a gap."""
 PLAIN = "#2a9d9d"
-"""Colour of what is of no tier and no class."""
+"""Colour of items without tier and class."""

@@ -1,6 +1,6 @@
 """The page of a trace: its figures, lanes, tiers over time, distributions and worst turns.
 
-The turns that waited longest for their first token, and the reasons in sentences.
+The worst turns waited longest for their first token. The reasons are given in sentences.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .kv_places import Lanes, Stays
 from .page_style import CLASS_COLOURS, SOURCE_COLOURS
 
 MOST_WORST = 10
-"""Turns that are kept."""
+"""Number of worst turns that are kept."""
 MOST_JOBS = 8_192
-"""Jobs whose last turn is remembered: an engine waits for no more."""
+"""Number of jobs whose last turn is remembered, which is the most that an engine expects."""
 _TELLING = 0.05
-"""Share of a wait from which on a reason is told."""
+"""Fraction of a wait from which a reason is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class WorstTurn:
     """A turn that waited long.
 
     Attributes:
-        before: the job's turn before it; None if it is not known.
+        before: the job's previous turn; None if unknown.
     """
 
     turn: TurnRecord
@@ -55,11 +55,11 @@ class WorstTurn:
 
     @property
     def waited_s(self) -> float:
-        """Seconds until its first token, or until its end if it had none."""
+        """Time until its first token, or until its end without one, seconds."""
         return _waited_s(self.turn)
 
     def reasons(self) -> list[str]:
-        """Reasons of its wait, the longest first, a sentence each."""
+        """Reasons for its wait in sentences, longest part first."""
         parts = sorted(_parts(self), key=lambda part: -part[0])
         whole = max(self.waited_s, 1e-9)
         first, told = _first(self.turn), list[str]()
@@ -70,7 +70,7 @@ class WorstTurn:
 
 
 class WorstTurns:
-    """The worst turns of records that pass by. They take little memory, whatever their number."""
+    """The worst turns of a stream of records. Memory use does not grow with their number."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, WorstTurn]] = []
@@ -78,7 +78,7 @@ class WorstTurns:
         self._seen = 0
 
     def watch(self, records: Iterable[TurnRecord]) -> Iterator[TurnRecord]:
-        """Pass records on, and keep the worst."""
+        """Pass records on, and keep the worst turns."""
         for one in records:
             job = (one.job, one.client, one.replica)
             before = self._last.pop(job, None) if one.job is not None else None
@@ -96,7 +96,7 @@ class WorstTurns:
             yield one
 
     def found(self) -> list[WorstTurn]:
-        """The worst turns so far, the worst first."""
+        """The worst turns so far, worst first."""
         return [entry[2] for entry in sorted(self._heap, key=lambda entry: entry[:2], reverse=True)]
 
 
@@ -114,7 +114,7 @@ def _first(one: TurnRecord) -> str:
 
 
 def _parts(worst: WorstTurn) -> Iterator[tuple[float, str]]:
-    """Parts of the wait, seconds, and what each was for."""
+    """Parts of the wait, seconds, each with its reason."""
     times, whole_s = worst.turn.times, worst.waited_s
     admitted_s = whole_s if times.admitted_s is None else times.admitted_s
     scheduled_s = whole_s if times.scheduled_s is None else times.scheduled_s
@@ -145,17 +145,17 @@ def _computed(worst: WorstTurn) -> str:
 
 
 MOST_CLASSES = 6
-"""Classes of gaps that are drawn, those with the most gaps. Policies have three."""
+"""Maximum number of gap classes drawn, those with the most gaps. Policies have three."""
 _LABEL = 26
-"""Characters of a job's name beside its lane."""
+"""Maximum length of a job's name next to its lane, characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadTrace:
-    """A trace, read once from its begin to its end.
+    """A trace, read once from start to end.
 
     Attributes:
-        figures: those of ``trace analyze``.
+        figures: the figures of ``trace analyze``.
         worst: the turns that waited longest.
     """
 
@@ -169,7 +169,7 @@ class ReadTrace:
         """Read a trace.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: the trace does not exist.
         """
         worst = WorstTurns()
         table = TurnTable(worst.watch(reader))
@@ -177,10 +177,10 @@ class ReadTrace:
 
 
 def page_of(trace: ReadTrace, headline: Mapping[str, str], tables: Sequence[TextTable]) -> Page:
-    """The page of a trace.
+    """Create the page of a trace.
 
     Args:
-        headline, tables: its figures as texts: the first to be seen, and all of them.
+        headline, tables: its figures as texts: the most important ones, and all of them.
     """
     jobs = TracedJobs.of(trace.table)
     sections = list[Section]()

@@ -1,1 +1,1 @@
-"""Steps in the trace: how full the engine was, and what was under way. See docs/trace.md."""
+"""Steps in the trace: the engine's load, and orders in flight. See docs/trace.md."""

@@ -18,9 +18,9 @@ COUNTS = (
     "cached",
     "pinned",
 )
-"""Fields of a step that are one number."""
+"""Fields of a step that are a single number."""
 BY_NAME = ("nbytes", "orders")
-"""Fields of a step that are a number by name; in figures ``nbytes.cpu`` and so on."""
+"""Fields of a step that are numbers by name; in figures ``nbytes.cpu`` and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Level:
     """A figure over time.
 
     Attributes:
-        mean: each step counts for the time until the next one of its engine.
-        peak: the most in any step.
+        mean: time-weighted mean: each step counts for the time until the next step of its engine.
+        peak: maximum of all steps.
     """
 
     mean: float
@@ -38,13 +38,13 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """Figures of the steps of a trace; with several replicas, those of one in the mean.
+    """Figures of the steps of a trace; with several replicas, means are per replica.
 
     Attributes:
         steps: number of steps.
-        span_s: time that they cover, summed over the engines, seconds.
-        prefill_tokens, decode_tokens: tokens that were computed.
-        levels: by the name of the field.
+        span_s: time that the steps cover, summed over the engines, seconds.
+        prefill_tokens, decode_tokens: number of computed tokens.
+        levels: figures by field name.
     """
 
     steps: int
@@ -55,7 +55,7 @@ class StepFigures:
 
 
 def step_figures(records: Iterable[StepRecord]) -> StepFigures:
-    """Compute the figures of steps, in one pass, in memory that does not grow with them."""
+    """Compute the figures of steps in one pass, in constant memory."""
     last = dict[int, StepRecord]()
     sums, peaks = dict[str, float](), dict[str, int]()
     steps, span_s, prefill, decode = 0, 0.0, 0, 0
@@ -66,7 +66,7 @@ def step_figures(records: Iterable[StepRecord]) -> StepFigures:
         for name, value in _values(one):
             if value > peaks.get(name, -1):
                 peaks[name] = value
-        # An engine that began anew counts its steps from 1, and nobody knows the time between.
+        # A restarted engine counts its steps from 1, and the time in between is unknown.
         if before is None or one.step <= before.step or one.at <= before.at:
             continue
         lasted_s = one.at - before.at

@@ -1,6 +1,6 @@
 """Counter tracks of a trace's steps, for Perfetto and Chrome's ``chrome://tracing``.
 
-Reader of a trace's steps.
+Also reads a trace's steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tiered_kv.trace.trace_reader import RecordReader
 from .step_record import StepRecord
 
 STEPS = 3
-"""Group of tracks of the first replica; the others follow."""
+"""Group of tracks of the first replica; the groups of other replicas follow."""
 TRACKS = {
     "requests": ("running", "waiting", "held"),
     "tokens of a step": ("prefill", "decode"),
@@ -25,8 +25,8 @@ TRACKS = {
 
 
 def step_events(records: Iterable[StepRecord]) -> Iterator[Event]:
-    """Events of steps: a group of tracks a replica, and a counter for requests, tokens, blocks,
-    bytes and orders each."""
+    """Events of steps: one group of tracks per replica, with a counter each for requests, tokens,
+    blocks, bytes and orders."""
     seen = set[int]()
     names: dict[str, dict[str, int]] = {"bytes": {}, "orders": {}}
     for one in records:
@@ -39,7 +39,7 @@ def step_events(records: Iterable[StepRecord]) -> Iterator[Event]:
             yield _counter(one, track, {field: getattr(one, field) for field in fields})
         for track, counts in {"bytes": one.nbytes, "orders": one.orders}.items():
             known = names[track]
-            known.update(dict.fromkeys(counts, 0))  # what is left out is 0
+            known.update(dict.fromkeys(counts, 0))  # missing counts are 0
             if known:
                 yield _counter(one, track, {**known, **counts})
 
@@ -50,10 +50,10 @@ def _counter(one: StepRecord, track: str, counts: Mapping[str, int]) -> dict[str
 
 
 class StepReader(RecordReader[StepRecord]):
-    """The steps of a trace, once each, in the order in which they were written.
+    """The steps of a trace, each once, in the order in which they were written.
 
     Args:
-        path: what ``TIERED_KV_TRACE`` names.
+        path: trace file (the value of ``TIERED_KV_TRACE``).
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,5 +61,5 @@ class StepReader(RecordReader[StepRecord]):
 
 
 def has_steps(path: Path) -> bool:
-    """True if the trace that ``TIERED_KV_TRACE`` names has steps."""
+    """True if the trace at ``path`` has steps."""
     return any(True for _ in files_to_read(steps_to_read(path)))

@@ -24,7 +24,7 @@ class PageViews:
         layout: locations of a block's bytes.
         storage: the engine's allocation, uint8 ``[bytes]``.
 
-        Attributes:
+    Attributes:
         page_bytes: size of a page, bytes.
         word: element type that its bytes are copied as.
     """

@@ -107,7 +107,7 @@ class LastingMemory:
         keep: True to keep the file when this object is closed.
         clock: monotonic seconds. The lock was acquired before this object is created.
 
-        Attributes:
+    Attributes:
         keep: as passed; may be changed until close.
         slot_bytes: size of a slot, bytes.
         adopted: pages of previous engines, by slot.
