@@ -1,1 +1,1 @@
-"""A running server, live in a terminal."""
+"""A live view of a running server in a terminal."""

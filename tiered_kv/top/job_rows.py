@@ -1,4 +1,4 @@
-"""Jobs as rows: where the KV of each is, until when, and when it is expected back."""
+"""Jobs as rows: where each job's KV is, until when, and when the job is expected to return."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .wording import PLACES, decision
 GAP = 2
 """Characters between two columns."""
 LEAST_NAME, MOST_NAME = 12, 60
-"""Width of the jobs' names."""
+"""Minimum and maximum width of job names, characters."""
 STYLES = {
     JobState.HELD: "bold red",
     JobState.QUEUED: "yellow",
@@ -28,11 +28,11 @@ STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column beside the names.
+    """A column in addition to the names.
 
     Attributes:
-        cell: its text for a job at that time.
-        several: True if it says something only where there are several engines.
+        cell: text of the column for a job at a given time.
+        several: True if the column is only shown if there are several engines.
     """
 
     title: str
@@ -80,17 +80,18 @@ COLUMNS = (
     Column("up again", 8, lambda job, now: _span(now, job.kv.back_at)),
     Column("gap q50, q90", 17, _forecast),
 )
-"""Columns, the first to stay first."""
+"""Columns in order of importance: the last ones are left out first."""
 
 
 def job_rows(
     jobs: Sequence[JobStatus], now: float, width: int, *, several: bool, names: str = "job"
 ) -> Table:
-    """Rows of these jobs, with a line of titles, in that width. Columns without room are left out.
+    """Create a table of these jobs, with a header line, in that width. Columns that do not fit are
+    left out.
 
     Args:
         several: True if there are several engines.
-        names: title of the jobs' names.
+        names: header of the names' column.
     """
     shown = fitting(width, several=several)
     rest = width - sum(column.width + GAP for column in shown)
@@ -114,7 +115,7 @@ def job_rows(
 
 
 def fitting(width: int, *, several: bool) -> list[Column]:
-    """The columns that have room beside names."""
+    """The columns that fit next to the names."""
     left = width - LEAST_NAME
     found = list[Column]()
     for column in COLUMNS:

@@ -1,4 +1,4 @@
-"""Keys and signals that wake the loop, with the terminal restored afterwards."""
+"""Keys and signals that wake the loop. The terminal is restored afterwards."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ KEYS: dict[bytes, Action | JobOrder] = {
     b"e": Action.NEXT_ENGINE,
     **{key.encode(): order for key, order in SORT_KEYS.items()},
 }
-"""Actions of keys, by what terminals send for them."""
+"""Actions of keys, by the bytes that terminals send for them."""
 
 _KEY = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO.|[^\x1b]|\x1b(?!$|[\[O])", re.DOTALL)
 _BEGUN = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|O)?\Z")
 _MOST_BEGUN = 32
-"""Bytes of a key that has not come whole, at most."""
+"""Maximum size of a key sequence that has arrived incompletely, bytes."""
 
 
 class Keyboard:
-    """Keys typed at a terminal.
+    """Reads keys typed at a terminal.
 
     Args:
-        fd: its descriptor.
+        fd: descriptor of the terminal.
     """
 
     def __init__(self, fd: int) -> None:
@@ -58,11 +58,11 @@ class Keyboard:
         self._begun = b""
 
     def read(self) -> Iterator[Action | JobOrder]:
-        """Read the actions of the keys that were typed; the end of the terminal quits. There must
-        be something to read."""
+        """Read the actions of the keys that were typed. A closed terminal gives QUIT. Call only if
+        the descriptor is readable."""
         try:
             typed = os.read(self.fd, 4096)
-        except OSError:  # the terminal is gone
+        except OSError:  # the terminal was closed
             typed = b""
         if not typed:
             yield Action.QUIT
@@ -78,42 +78,43 @@ class Keyboard:
 
 @contextmanager
 def each_key_at_once(fd: int) -> Iterator[Keyboard]:
-    """The keyboard of a terminal, which gets its settings back at the end."""
+    """The keyboard of a terminal in unbuffered mode. The terminal's settings are restored on
+    exit."""
     before = termios.tcgetattr(fd)
     tty.setcbreak(fd)
     try:
         yield Keyboard(fd)
     finally:
-        with suppress(termios.error, OSError):  # it is gone
+        with suppress(termios.error, OSError):  # the terminal was closed
             termios.tcsetattr(fd, termios.TCSAFLUSH, before)
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGWINCH)
-"""Signals that are waited for instead of what they do by themselves."""
+"""Signals that are waited for, in place of their default actions."""
 NEWS = 0
-"""Stands for news among the numbers of signals."""
+"""Represents news among the signal numbers."""
 
 
 class Wakeups:
-    """A pipe to which signals and threads write."""
+    """A pipe that signals and threads write to."""
 
     def __init__(self, reading: int, writing: int) -> None:
         self._reading = reading
         self._writing = writing
 
     def ring(self) -> None:
-        """Wake the loop. From any thread."""
-        with suppress(OSError):  # full: it wakes anyway; or closed: nobody waits
+        """Wake the loop. Callable from any thread."""
+        with suppress(OSError):  # if full, it wakes anyway; if closed, no thread waits
             os.write(self._writing, bytes([NEWS]))
 
     def wait(self, keys: int | None) -> tuple[set[int], bool]:
-        """Wait for something.
+        """Wait for a signal, news or a key.
 
         Args:
-            keys: descriptor of the keyboard; None if there is none.
+            keys: descriptor of the keyboard; None without a keyboard.
 
         Returns:
-            Signals, and NEWS, that came; and True if there are keys to read.
+            Signals and NEWS that arrived, and True if there are keys to read.
         """
         wanted = [self._reading] if keys is None else [self._reading, keys]
         ready, _, _ = select.select(wanted, [], [])
@@ -123,7 +124,7 @@ class Wakeups:
 
 @contextmanager
 def wakeups() -> Iterator[Wakeups]:
-    """Take the signals for the time being. On the main thread."""
+    """Redirect the signals until exit. Call on the main thread."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     before = {number: signal.signal(number, _nothing) for number in SIGNALS}
@@ -139,4 +140,4 @@ def wakeups() -> Iterator[Wakeups]:
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """Do nothing: Python writes the signal to the pipe."""
+    """Do nothing, since Python writes the signal to the pipe."""

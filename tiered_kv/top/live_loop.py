@@ -1,4 +1,4 @@
-"""The loop: a thread looks at the server, this one shows what it saw and follows the keys."""
+"""The loop: one thread polls the server, and the main thread shows its state and handles keys."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Look = Callable[[], ServerState]
 
 
 class Looks:
-    """Looks at a server again and again, in a thread.
+    """Polls a server repeatedly, in a thread.
 
     Args:
-        first: the state that is known.
-        look: makes the next one.
-        every_s: seconds from the end of a look to the next.
-        tell: called after each look.
+        first: the initial state.
+        look: polls the server and returns its state.
+        every_s: time from the end of a poll to the start of the next, seconds.
+        tell: called after each poll.
 
     Attributes:
-        last: the last state.
-        failure: a mistake in a look, which ended them; None if there was none.
+        last: the latest state.
+        failure: unexpected exception in a poll, which ended the polling; None if there was none.
     """
 
     def __init__(self, first: ServerState, look: Look, every_s: float, tell: Callable[[], None]):
@@ -44,7 +44,7 @@ class Looks:
         self._ends = threading.Event()
 
     def go_on(self) -> None:
-        """Look until the end."""
+        """Poll until ``end`` is called."""
         while not self._ends.wait(self._every_s):
             try:
                 self.last = self._look()
@@ -54,15 +54,15 @@ class Looks:
             self._tell()
 
     def end(self) -> None:
-        """End; a look that is under way is not waited for."""
+        """Stop polling, without waiting for a poll in progress."""
         self._ends.set()
 
 
 @contextmanager
 def looks(first: ServerState, look: Look, every_s: float, bell: Wakeups) -> Iterator[Looks]:
-    """Look at a server in a thread of its own."""
+    """Poll a server in a separate thread until exit."""
     made = Looks(first, look, every_s, bell.ring)
-    # A daemon: an answer may be seconds away, and who quits does not wait for it.
+    # A daemon thread, so that quitting does not wait seconds for an outstanding answer.
     thread = threading.Thread(target=made.go_on, name="tiered-kv top", daemon=True)
     thread.start()
     try:
@@ -72,31 +72,31 @@ def looks(first: ServerState, look: Look, every_s: float, bell: Wakeups) -> Iter
 
 
 def live(first: ServerState, look: Look, view: View, every_s: float, keys: int | None) -> int:
-    """Show a server until somebody has enough.
+    """Show a server until the user quits.
 
     Args:
-        first: the first state.
-        look: makes the next ones; does not raise.
-        every_s: seconds between two looks.
-        keys: descriptor of the terminal's keyboard; None if there is none.
+        first: the initial state.
+        look: polls the server and returns its state; does not raise.
+        every_s: time between two polls, seconds.
+        keys: descriptor of the terminal's keyboard; None without a keyboard.
 
     Returns:
-        The exit code: 0, or 128 and the number of the signal that ended it.
+        The exit code: 0, or 128 plus the number of the signal that ended it.
     """
     with wakeups() as bell, looks(first, look, every_s, bell) as seen:
         while True:
             try:
                 view, ended_by = _shown(seen, view, bell, keys)
-            except (OSError, termios.error):  # nobody sees it: the terminal was closed
+            except (OSError, termios.error):  # the terminal was closed
                 ended_by = signal.SIGHUP
             if ended_by != signal.SIGTSTP:
                 return 128 + ended_by if ended_by else 0
-            os.kill(os.getpid(), signal.SIGSTOP)  # the terminal is as it was
+            os.kill(os.getpid(), signal.SIGSTOP)  # the terminal has been restored
 
 
 def _shown(seen: Looks, view: View, bell: Wakeups, keys: int | None) -> tuple[View, int]:
-    """Show a server until a key or a signal ends it; returns what was looked at, and the signal,
-    0 for a key."""
+    """Show a server until a key or a signal ends this. Returns the last view, and the signal, or 0
+    for a key."""
     console = full_size_console()
     with ExitStack() as stack:
         keyboard = stack.enter_context(each_key_at_once(keys)) if keys is not None else None
@@ -126,7 +126,7 @@ def _shown(seen: Looks, view: View, bell: Wakeups, keys: int | None) -> tuple[Vi
 
 
 def _typed(keyboard: Keyboard, view: View, state: ServerState, canvas: Canvas) -> View | None:
-    """The view after the keys that were typed; None if one of them quits."""
+    """The view after the typed keys; None if one of them quits."""
     for action in keyboard.read():
         if action is Action.QUIT:
             return None
@@ -138,7 +138,7 @@ def _typed(keyboard: Keyboard, view: View, state: ServerState, canvas: Canvas) -
 
 
 def full_size_console() -> Console:
-    """A console as large as the terminal is now, whatever the shell said when it started."""
+    """A console of the terminal's current size, regardless of the shell's variables."""
     env = {name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES")}
     return Console(_environ=env)
 
@@ -149,5 +149,5 @@ def _canvas(console: Console) -> Canvas:
 
 
 def can_show_unicode(console: Console) -> bool:
-    """True if the console's encoding has all characters."""
+    """True if the console's encoding supports all characters."""
     return console.encoding.startswith("utf")

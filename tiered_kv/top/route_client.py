@@ -1,4 +1,4 @@
-"""The client of a server's routes. Each failure is a sentence that says what to do."""
+"""Client of a server's routes. Each error message is a sentence that says what to do."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from .safe_text import MOST_CHARS, harmless, harmless_json
 Read = TypeVar("Read", bound=JsonObject)
 
 PATIENCE_S = 10.0
-"""Longest wait for an answer, seconds."""
+"""Maximum wait for an answer, seconds."""
 SLACK_S = 120.0
-"""Time that the server may take beyond the timeout of an operation, seconds: its engine may be busy
-for a while."""
+"""Time that the server may take beyond the timeout of an operation, seconds, since its engine may
+be busy for a while."""
 PAGE = 1_000
-"""Jobs that are asked for at once: the most that a server tells."""
+"""Number of jobs requested per call, the most that a server returns."""
 
 MOST_OF_SENTENCE = 4_000
-"""Characters that are kept of a refusal: it may name all that a snapshot needs."""
+"""Maximum length of an error message from the server, characters: it may list everything that a
+snapshot needs."""
 
 NO_ROUTES = (
     "The server has no /tiered_kv routes: start it with VLLM_PLUGINS=tiered_kv and vLLM's Python "
@@ -43,10 +44,10 @@ ODD_TOKEN = "The token has a line break or another control character: give it as
 
 
 class RouteError(Exception):
-    """A route that does not answer. The message is one sentence for people.
+    """A failed request to a route. The message is one sentence for users.
 
     Attributes:
-        status: status of HTTP; None if there was no answer of this form.
+        status: HTTP status; None without an HTTP answer.
     """
 
     def __init__(self, sentence: str, status: int | None = None) -> None:
@@ -55,8 +56,8 @@ class RouteError(Exception):
 
     @property
     def is_final(self) -> bool:
-        """True if the server has reported that the operation failed or is refused, so that it uses
-        no snapshot for it any more."""
+        """True if the server has reported that the operation failed or was refused, so that it no
+        longer uses a snapshot for it."""
         return self.status is not None and self.status not in (500, 503, 504)
 
 
@@ -64,14 +65,14 @@ class RouteClient:
     """The routes of one server.
 
     Args:
-        url: its address, as people paste it.
-        token: the token of its operator; None if there is none.
+        url: address of the server, as pasted by users.
+        token: the operator's token; None if there is none.
 
     Attributes:
-        base: the server's address.
+        base: normalized address of the server.
 
     Raises:
-        RouteError: the address or the token cannot be one.
+        RouteError: the address or the token is invalid.
     """
 
     def __init__(self, url: str, token: str | None) -> None:
@@ -83,14 +84,14 @@ class RouteClient:
             ) from error
         token = token.strip(" \t\r\n") if token is not None else None  # as the server does
         if token is not None and any(unicodedata.category(char) == "Cc" for char in token):
-            raise RouteError(ODD_TOKEN)  # here, as later it would be shown
+            raise RouteError(ODD_TOKEN)  # refused here, because a later error would show the token
         self._token = token or None
 
     def status(self) -> ServerStatus:
         """Request the status of all engines.
 
         Raises:
-            RouteError: there is no answer.
+            RouteError: the request failed.
         """
         status = read_answer(ServerStatus, parse(self.get("status")))
         if not status.engines:
@@ -98,10 +99,10 @@ class RouteClient:
         return status
 
     def jobs(self, after: Cursor) -> JobPage:
-        """Request a page of jobs, after one that was listed.
+        """Request the page of jobs that follows a cursor.
 
         Raises:
-            RouteError: there is no answer.
+            RouteError: the request failed.
         """
         page = self.get(f"jobs?limit={PAGE}&after={after}")
         return read_answer(JobPage, parse(page))
@@ -110,7 +111,7 @@ class RouteClient:
         """Request the folder of the server's snapshots, a path on its own machine.
 
         Raises:
-            RouteError: there is no answer.
+            RouteError: the request failed.
         """
         folder = _object(self.get("snapshots")).get("folder")
         if not isinstance(folder, str) or not folder.startswith("/"):
@@ -118,15 +119,15 @@ class RouteClient:
         return Path(folder)
 
     def operate(self, path: str, timeout_s: float, **fields: Any) -> Mapping[str, Any]:
-        """Request an operation on jobs; returns the server's answer.
+        """Request an operation on jobs. Returns the server's answer.
 
         Args:
-            path: its route, after ``/tiered_kv/``.
-            timeout_s: longest wait for its end, seconds.
-            fields: further fields of the request; those that are None are left out.
+            path: route of the operation, after ``/tiered_kv/``.
+            timeout_s: maximum time that the operation waits for its end, seconds.
+            fields: further fields of the request; fields that are None are left out.
 
         Raises:
-            RouteError: it was not done, as far as is known.
+            RouteError: the operation was not carried out, as far as is known.
         """
         given = {name: value for name, value in fields.items() if value is not None}
         body = json.dumps({**given, "timeout_s": timeout_s}).encode()
@@ -136,10 +137,10 @@ class RouteClient:
         """Request a route's answer.
 
         Args:
-            path: what follows ``/tiered_kv/``.
+            path: route, after ``/tiered_kv/``.
 
         Raises:
-            RouteError: there is no answer.
+            RouteError: the request failed.
         """
         return self._ask(path, PATIENCE_S)
 
@@ -164,7 +165,7 @@ class RouteClient:
             case 403:
                 return sentence or CLOSED
             case 404:
-                is_of_vllm = "type" in said  # which a refusal of the routes has not
+                is_of_vllm = "type" in said  # which errors of our routes do not have
                 return NO_ROUTES if is_of_vllm else sentence or NO_ROUTES
             case 501:
                 return sentence or NO_ENGINE
@@ -175,7 +176,7 @@ def parse(text: str) -> Any:
     """Parse the JSON of an answer.
 
     Raises:
-        RouteError: it is not JSON.
+        RouteError: the text is not JSON.
     """
     try:
         return json.loads(text)
@@ -184,10 +185,10 @@ def parse(text: str) -> Any:
 
 
 def read_answer(kind: type[Read], found: object, most_chars: int = MOST_CHARS) -> Read:
-    """Read an answer. Texts in it are made harmless, and cut after ``most_chars``.
+    """Read an answer. Its texts are sanitized, and truncated after ``most_chars``.
 
     Raises:
-        RouteError: it has another form.
+        RouteError: the answer has an unexpected form.
     """
     try:
         return kind.from_json(harmless_json(found, most_chars))
@@ -196,7 +197,7 @@ def read_answer(kind: type[Read], found: object, most_chars: int = MOST_CHARS) -
 
 
 def other_version(what: str) -> RouteError:
-    """The error for an answer of another form; ``what`` says what is unexpected in it."""
+    """Create the error for an answer of an unexpected form; ``what`` describes the difference."""
     return RouteError(
         f"The answer has a form that is not known here ({harmless(what)}): use the "
         "tiered-kv of the version that the server has."
@@ -211,7 +212,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _error(text: str) -> dict[str, Any]:
-    """What a refusal says; empty if the text is none."""
+    """Contents of an error answer; empty if the text is not one."""
     try:
         found = _object(text).get("error")
     except RouteError:

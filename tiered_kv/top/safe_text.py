@@ -1,4 +1,4 @@
-"""Text from elsewhere, made harmless for a terminal."""
+"""Untrusted text, sanitized for a terminal."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import unicodedata
 from typing import Any
 
 MOST_CHARS = 200
-"""Characters that are kept of a text, unless more are requested."""
+"""Default maximum length of a text, characters."""
 _FROM_THE_RIGHT = frozenset({"R", "AL", "AN"})
-"""Classes of characters that a terminal may write from right to left, with their neighbours."""
+"""Bidirectional classes of characters that a terminal may reorder, together with their
+neighbors."""
 _ABOVE = frozenset({"Mn", "Me"})
-"""Categories of marks that are written over the character before them."""
+"""Categories of marks that are drawn over the previous character."""
 
 
 def harmless(text: str, most: int = MOST_CHARS) -> str:
-    """Return the text, or its beginning, with escapes for characters that are not plainly shown.
+    """Return the text, or its beginning, with escapes for characters that are not displayed
+    plainly.
 
-    Escaped are characters that move the cursor, have no width, are written over others, or are
+    Escaped are characters that move the cursor, have no width, are drawn over others, or are
     written from right to left.
 
     Args:
-        most: characters that are kept of it.
+        most: maximum number of characters that are kept.
     """
     if len(text) <= most and text.isascii() and text.isprintable():
         return text
@@ -29,10 +31,10 @@ def harmless(text: str, most: int = MOST_CHARS) -> str:
 
 
 def harmless_json(found: Any, most: int = MOST_CHARS) -> Any:
-    """Return a value that JSON gave with all texts in it made harmless, names of fields included.
+    """Sanitize all texts in a parsed JSON value, including names of fields.
 
     Raises:
-        RecursionError: it is nested deeply.
+        RecursionError: the value is nested too deeply.
     """
     if isinstance(found, str):
         return harmless(found, most)

@@ -21,13 +21,13 @@ from .view import SORT_KEYS, View
 from .wording import Canvas, line
 
 ONCE_ROWS = 40
-"""Jobs in a frame that is printed."""
+"""Number of jobs in a printed frame."""
 LEAST_ROWS = 3
-"""Lines that are kept for jobs before anything else is shown but the tiers."""
+"""Number of lines reserved for jobs before parts other than the tiers are shown."""
 
 
 def frame(state: ServerState, view: View, canvas: Canvas) -> RenderableType:
-    """A frame that fills the canvas. The view is one within it (``rows_of``)."""
+    """Create a frame that fills the canvas. The view must be limited to it (``rows_of``)."""
     rows = rows_of(state, view, canvas)
     parts = _above(state, view, canvas)
     jobs, last = _jobs(state, view, canvas, rows), _keys(state, view, canvas, rows)
@@ -41,20 +41,20 @@ def frame(state: ServerState, view: View, canvas: Canvas) -> RenderableType:
 
 
 def rows_of(state: ServerState, view: View, canvas: Canvas) -> int:
-    """Jobs that have room in a frame."""
+    """Number of jobs that fit into a frame."""
     above = sum(lines for _, lines in _above(state, view, canvas))
     return max(0, (canvas.height or 0) - above - 2)  # the titles, the keys
 
 
 def printed(state: ServerState, view: View, canvas: Canvas) -> RenderableType:
-    """A frame to be printed, as long as it is."""
+    """Create a frame to be printed, of any length."""
     parts = [part for part, _ in _above(state, view, canvas)]
     jobs, left_out = _jobs(state, view, canvas, ONCE_ROWS), _left_out(state, view)
     return Group(*parts, jobs, *([_lines(left_out)[0]] if left_out else []))
 
 
 def _above(state: ServerState, view: View, canvas: Canvas) -> list[tuple[RenderableType, int]]:
-    """Parts above the jobs, and how many lines each takes."""
+    """Parts above the jobs, and the number of lines that each takes."""
     looked_at = view.of(state)
     engine = looked_at.total
     head = [_head(looked_at, view), *_sentences(state, view, canvas)]
@@ -86,7 +86,7 @@ def _head(state: ServerState, view: View) -> Text:
 
 
 def _sentences(state: ServerState, view: View, canvas: Canvas) -> list[Text]:
-    """Sentences on what is not as usual, broken into lines."""
+    """Messages about unusual conditions, wrapped into lines."""
     found = list[Text]()
     if state.problem is not None:
         found += _wrapped(f"{state.problem} What follows was before.", "bold red", canvas)
@@ -123,7 +123,7 @@ def _counts(engine: EngineStatus, canvas: Canvas) -> Text:
 
 
 def _failures(engine: EngineStatus) -> list[Text]:
-    """A line with the failures, if there were any."""
+    """A line with the failures; empty without any."""
     found = {name: engine.counters.get(name, 0) for name in FAILURES}
     words = ", ".join(f"{name} {times:,.0f}" for name, times in found.items() if times)
     return [line((f"{words}: see tiered-kv doctor URL", "red"))] if words else []
@@ -143,7 +143,7 @@ def _jobs(state: ServerState, view: View, canvas: Canvas, rows: int) -> Renderab
 
 
 def _left_out(state: ServerState, view: View) -> list[Text]:
-    """A line with how many jobs are not shown, if there are such."""
+    """A line with the number of jobs that are not shown; empty without any."""
     shown = len(view.of(state).jobs)
     if shown <= ONCE_ROWS and state.whole:
         return []

@@ -1,4 +1,4 @@
-"""The state of a server at one moment, and its engines added up."""
+"""The state of a server at one moment, and the sum of its engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiered_kv.status import EngineStatus, JobStatus, ServerStatus
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Growth of an engine's counters over a time, seconds."""
+    """Growth of an engine's counters over a period, seconds."""
 
     over_s: float
     counters: Mapping[str, float]
@@ -23,12 +23,12 @@ class ServerState:
     """A server at one moment.
 
     Attributes:
-        url: its address.
-        status: the status of its engines, or of the viewed one; at least one.
-        growth: growth of their counters, by rank; none before the second poll.
-        jobs: jobs that were read, in the order of the list.
-        whole: True if these are all jobs, or were a while ago.
-        problem: a sentence that says why this is not the current state; None if it is.
+        url: address of the server.
+        status: the status of its engines, or of the viewed engine; at least one.
+        growth: growth of their counters, by rank; empty before the second poll.
+        jobs: jobs read so far, in list order.
+        whole: True once all jobs have been read.
+        problem: message that explains why this is not the current state; None if it is current.
     """
 
     url: str
@@ -40,12 +40,12 @@ class ServerState:
 
     @property
     def total(self) -> EngineStatus:
-        """The engines, added up."""
+        """Sum of the engines."""
         return add_up(self.status.engines)
 
     @property
     def grown(self) -> Growth | None:
-        """Growth of the engines' counters, added up; None before the second poll."""
+        """Sum of the growth of the engines' counters; None before the second poll."""
         ranks = [one.engine for one in self.status.engines]
         found = [self.growth[rank] for rank in ranks if rank in self.growth]
         if not found:
@@ -53,7 +53,7 @@ class ServerState:
         return Growth(max(one.over_s for one in found), _sum([one.counters for one in found]))
 
     def of_engine(self, engine: int) -> ServerState:
-        """The part of one engine; all of it if there is none of that rank."""
+        """The part of one engine; the whole state if no engine has that rank."""
         found = tuple(one for one in self.status.engines if one.engine == engine)
         if not found:
             return self
@@ -62,8 +62,8 @@ class ServerState:
 
 
 def add_up(engines: Sequence[EngineStatus]) -> EngineStatus:
-    """Several engines as one, which has the rank and the settings of the first. There is at least
-    one."""
+    """Add up several engines. The sum has the rank and the settings of the first. ``engines`` must
+    not be empty."""
     if len(engines) == 1:
         return engines[0]
     total: EngineStatus = _sum(engines)
@@ -79,8 +79,8 @@ _NO_AMOUNTS = ("engine", "block_tokens", "compressed_share")
 
 
 def _sum(parts: Sequence[Any]) -> Any:
-    """Parts of one type added up: numbers, those of one name, and the fields of dataclasses. Other
-    values are those of the first, and a number that one of them lacks is None."""
+    """Add up parts of one type: numbers, mappings by name, and dataclasses by field. Texts are
+    taken from the first part. A number that is None in one part is None in the sum."""
     first = parts[0]
     if isinstance(first, Mapping):
         named = dict[str, list[Any]]()

@@ -1,4 +1,4 @@
-"""Panels beside each other: where prompts came from, what was decided, what is moving."""
+"""Panels side by side: sources of prompts, decisions, and transfers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .server_state import Growth, ServerState
 from .wording import TIERS, line
 
 PANEL_LINES, PANELS_WIDTH = 6, 120
-"""Lines of the panels, and the columns that they need."""
+"""Height of the panels in lines, and the width that they need in columns."""
 NO_CLASS = "no class"
 
 
 class Way(NamedTuple):
-    """A way of pages.
+    """A path of pages between tiers.
 
     Attributes:
-        name: its name.
-        transfer: kind of its orders, and its short name.
-        counter: counter of the bytes that went it; None where none counts them.
+        name: name of the path.
+        transfer: type of its orders, also used as a short name.
+        counter: counter of the bytes moved along it; None without a counter.
     """
 
     name: str
@@ -44,14 +44,14 @@ WAYS = (
 
 
 def panels(state: ServerState, engine: EngineStatus) -> Table:
-    """All three, in ``PANEL_LINES`` lines."""
+    """All three panels, in ``PANEL_LINES`` lines."""
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_row(_prompts(state, engine), _decided(engine), _moving(state, engine))
     return table
 
 
 def panel_lines(state: ServerState, engine: EngineStatus) -> list[Text]:
-    """The same where there is no room: a line each."""
+    """The same contents in one line each, for small terminals."""
     since, counters = "", engine.counters
     if (grown := state.grown) is not None and sum(sources(grown.counters).values()) > 0:
         since, counters = f", {brief(grown.over_s)}", grown.counters
@@ -75,7 +75,7 @@ def panel_lines(state: ServerState, engine: EngineStatus) -> list[Text]:
 
 
 def sources(counters: Mapping[str, float]) -> Mapping[str, float]:
-    """Tokens of prompts by the tier that their KV came from."""
+    """Prompt tokens by the tier that their KV came from."""
     ssd, remote = counters.get("prompt_tokens_ssd", 0), counters.get("prompt_tokens_remote", 0)
     shared = {"remote": remote} if remote else {}
     return {
@@ -88,7 +88,7 @@ def sources(counters: Mapping[str, float]) -> Mapping[str, float]:
 
 
 def _panel(*columns: str) -> Table:
-    """A panel without rows; all columns but the first are numbers."""
+    """Create a panel without rows. All columns except the first contain numbers."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for at, name in enumerate(columns):
         table.add_column(name, justify="right" if at else "left", no_wrap=True)

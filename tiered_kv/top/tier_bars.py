@@ -1,4 +1,4 @@
-"""Tiers as bars: what each holds, and how much of it is free."""
+"""Tiers as bars: how much each holds, and how much of it is free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiered_kv.status import Cpu, LowerTier, Tiers, Vram
 from .wording import Canvas, line
 
 LABEL = {True: 12, False: 5}
-"""Width of the tiers' names, by whether there is room."""
+"""Width of the tiers' names, by whether the canvas is wide."""
 LEAST_BAR, MOST_BAR = 10, 80
 
 
@@ -22,8 +22,8 @@ class Part:
     """A part of a tier.
 
     Attributes:
-        word, short: its name.
-        glyph, ascii: what its cells of the bar are filled with.
+        word, short: names of the part.
+        glyph, ascii: characters that its cells of the bar are filled with.
     """
 
     amount: float
@@ -35,7 +35,7 @@ class Part:
 
 
 def tier_bars(tiers: Tiers, canvas: Canvas) -> list[Text]:
-    """A line for each tier."""
+    """One line for each tier."""
     found = [_vram(tiers.vram, canvas), _cpu(tiers.cpu, canvas)]
     found += [_lower(tier, canvas) for tier in tiers.lower]
     return found if tiers.lower else [*found, _off("SSD", "TIERED_KV_SSD_PATH is unset", canvas)]
@@ -90,12 +90,12 @@ def _bar(name: str, short: str, parts: Sequence[Part], whole: str, canvas: Canva
     words = list[tuple[str, str]]()
     for part in parts:
         word = part.word if canvas.is_wide else part.short
-        style = part.style if part.style != "dim" else ""  # words must be readable
+        style = part.style if part.style != "dim" else ""  # text must be readable
         words.append((f" {word} {part_of(part.amount, total)}", style))
     words.append((f" of {whole}", ""))
     taken = LABEL[canvas.is_wide] + 1 + sum(len(text) for text, _ in words)
     width = min(MOST_BAR, canvas.width - taken)
-    if width < LEAST_BAR:  # rather no size than no bar
+    if width < LEAST_BAR:  # a bar is more important than the size
         width = min(MOST_BAR, width + len(words.pop()[0]))
     cells = _cells(parts, total, max(0, width), canvas)
     return _named(name if canvas.is_wide else short, canvas, *cells, *words)
@@ -104,7 +104,7 @@ def _bar(name: str, short: str, parts: Sequence[Part], whole: str, canvas: Canva
 def _cells(
     parts: Sequence[Part], total: float, width: int, canvas: Canvas
 ) -> Iterator[tuple[str, str]]:
-    """The cells of a bar: their number is exact, their borders are rounded."""
+    """The cells of a bar: their total number is exact, their borders are rounded."""
     seen, at = 0.0, 0
     for part in parts:
         seen += part.amount

@@ -28,20 +28,20 @@ class Action(Enum):
 
 
 class JobOrder(Enum):
-    """An order of jobs. The value is its name on the screen."""
+    """Sort order of jobs. The value is its name on the screen."""
 
     STATE = "state"
-    """Jobs that wait for something first, and of each state those that are next to change."""
+    """By state, most urgent first, then by the time of the next expected change."""
     CONTEXT = "context"
-    """The longest contexts first."""
+    """Longest context first."""
     UNTIL = "pin's end"
-    """The pins that end first, then those without."""
+    """Earliest end of pin first, then jobs without a pin."""
     RETURN = "return"
-    """Jobs that are expected back first, then those without a forecast."""
+    """Earliest expected return first, then jobs without a forecast."""
     AGE = "age"
-    """Jobs that were seen first, first."""
+    """Jobs in order of their first appearance."""
     NAME = "name"
-    """Names in the order of their characters."""
+    """By name, in character order."""
 
 
 SORT_KEYS = {
@@ -52,17 +52,17 @@ SORT_KEYS = {
     "a": JobOrder.AGE,
     "n": JobOrder.NAME,
 }
-"""Keys that sort."""
+"""Keys that select a sort order."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A view.
+    """The shown part of a state.
 
     Attributes:
-        backwards: True for the order turned round.
-        top: jobs above the first that is shown.
-        engine: rank of the viewed engine; None for all.
+        backwards: True to reverse the order.
+        top: number of jobs above the first job shown.
+        engine: rank of the viewed engine; None for all engines.
     """
 
     order: JobOrder = JobOrder.STATE
@@ -71,21 +71,21 @@ class View:
     engine: int | None = None
 
     def of(self, state: ServerState) -> ServerState:
-        """The part of a state that is shown."""
+        """The shown part of a state."""
         return state if self.engine is None else state.of_engine(self.engine)
 
     def in_order(self, jobs: Sequence[JobStatus]) -> Sequence[JobStatus]:
-        """The jobs in this order. Jobs that are equal in it keep theirs."""
+        """The jobs in this order. The sort is stable."""
         if self.order is JobOrder.AGE:
             return jobs[::-1] if self.backwards else jobs
         return sorted(jobs, key=_KEYS[self.order], reverse=self.backwards)
 
     def within(self, jobs: int, rows: int) -> View:
-        """The view of that many jobs, of which so many have room."""
+        """Limit the view to that many jobs, of which ``rows`` fit."""
         return replace(self, top=max(0, min(self.top, jobs - rows)))
 
     def sorted_by(self, order: JobOrder) -> View:
-        """The view in another order, from its top; in the same one, turned round."""
+        """The view in another order, from its top. Selecting the same order again reverses it."""
         return replace(
             self, order=order, backwards=order is self.order and not self.backwards, top=0
         )
@@ -94,8 +94,8 @@ class View:
         """The view after a key.
 
         Args:
-            state: all that can be shown.
-            rows: jobs that have room.
+            state: the whole state.
+            rows: number of jobs that fit.
         """
         if action is Action.NEXT_ENGINE:
             return replace(self, engine=self._next_engine(state), top=0)
@@ -111,7 +111,7 @@ class View:
         return replace(self, top=tops.get(action, self.top)).within(jobs, rows)
 
     def _next_engine(self, state: ServerState) -> int | None:
-        """The next rank; None, for all of them, after the last."""
+        """The next rank; None, for all engines, after the last."""
         ranks = [one.engine for one in state.status.engines]
         if len(ranks) < 2:
             return None
@@ -121,7 +121,7 @@ class View:
 
 
 _URGENCY = [JobState(name) for name in ("held", "queued", "running", "waiting", "silent")]
-"""States in the order in which an operator cares."""
+"""States by urgency for an operator."""
 
 _KEYS: dict[JobOrder, Callable[[JobStatus], Any]] = {
     JobOrder.STATE: lambda job: (_URGENCY.index(job.state), _next_to_change(job)),

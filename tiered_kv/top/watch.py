@@ -1,7 +1,7 @@
-"""Watch on a server: its status, the recent growth of its counters, and its jobs, page by page.
+"""Polling of a server: its status, the recent growth of its counters, and its jobs, page by page.
 
 An engine takes a millisecond or two between steps to report a hundred jobs. So a long list is not
-read again for every frame: each frame reads one page, after the page of the frame before.
+read completely for every frame: each frame reads one page, following the previous frame's page.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from .safe_text import harmless
 from .server_state import Growth, ServerState
 
 FIRST_PAGES = 10
-"""Pages that are read for the first frame, at most."""
+"""Maximum number of pages read for the first frame."""
 MOST_JOBS = 70_000
-"""Jobs of all engines that are kept: an engine remembers 65,536. Of more, the first."""
+"""Maximum number of jobs kept for all engines; an engine remembers 65,536. Beyond it, the first
+jobs are kept."""
 
 
 class JobSweep:
-    """The jobs that were seen in the last round. One thread.
+    """The jobs seen in the last sweep over the list. Single-threaded.
 
     Args:
-        page: asks for the page after a job.
+        page: requests the page after a cursor.
 
     Attributes:
         whole: True once all jobs have been seen.
@@ -39,21 +40,21 @@ class JobSweep:
         self._at = Cursor()
 
     def go_on(self) -> None:
-        """Read the next page; the first time, as many as there are up to ``FIRST_PAGES``."""
+        """Read the next page. The first call reads all pages, at most ``FIRST_PAGES``."""
         first = not self._jobs and not self.whole
         for _ in range(FIRST_PAGES if first else 1):
             if self._read() is None:
                 break
 
     def jobs(self) -> tuple[JobStatus, ...]:
-        """The jobs, in the order of the list."""
+        """The jobs, in list order."""
         return tuple(self._jobs[at] for at in sorted(self._jobs))
 
     def _read(self) -> Cursor | None:
         page = self._page(self._at)
         begin, end = self._at, page.next
         if end is not None and end <= begin:
-            end = None  # it would be read for ever
+            end = None  # otherwise the same pages would be read forever
         kept = {
             at: job
             for at, job in self._jobs.items()
@@ -66,21 +67,21 @@ class JobSweep:
 
 
 WINDOW_S = 60.0
-"""Time that the growth is over, once there are readings so old."""
+"""Period that growth is measured over, once readings are that old, seconds."""
 
 
 class Flow:
-    """The readings of one engine in the last minute. One thread."""
+    """The readings of one engine in the last minute. Single-threaded."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, Mapping[str, float]]] = deque()
 
     def add(self, reading: EngineStatus) -> Growth | None:
-        """Take in a reading; returns the growth since the oldest one, None if there is no other."""
+        """Add a reading. Returns the growth since the oldest one, or None if there is no other."""
         counters = reading.counters
         last = self._seen[-1][1] if self._seen else {}
         if any(total < last.get(name, 0) for name, total in counters.items()):
-            self._seen.clear()  # the engine was started anew
+            self._seen.clear()  # the engine was restarted
         self._seen.append((reading.now, counters))
         while len(self._seen) > 2 and reading.now - self._seen[1][0] >= WINDOW_S:
             self._seen.popleft()
@@ -92,7 +93,7 @@ class Flow:
 
 
 class Watch:
-    """Looks at a server again and again. One thread at a time.
+    """Polls a server repeatedly. Use from one thread at a time.
 
     Args:
         client: the server's routes.
@@ -105,10 +106,10 @@ class Watch:
         self._last: ServerState | None = None
 
     def look(self) -> ServerState:
-        """Look at the server.
+        """Poll the server.
 
         Raises:
-            RouteError: it cannot be looked at.
+            RouteError: polling failed.
         """
         status = self._client.status()
         self._sweep.go_on()
@@ -126,10 +127,10 @@ class Watch:
         return self._last
 
     def look_again(self) -> ServerState:
-        """Look at the server; where that fails, the last state with the problem.
+        """Poll the server. If polling fails, returns the last state with the problem.
 
         Raises:
-            RouteError: it fails, and there is no state yet.
+            RouteError: polling failed, and there is no earlier state.
         """
         try:
             return self.look()

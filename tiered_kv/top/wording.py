@@ -1,4 +1,4 @@
-"""Wording: places and decisions in few characters, and the space of a frame."""
+"""Wording: short names of places and decisions. Also the size of a frame."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from tiered_kv.status import DecisionCount, JobDecision, Where
 
 PLACES = {Where.VRAM: "VRAM", Where.CPU: "CPU", Where.STORE: "SSD", Where.NOWHERE: "nowhere"}
 TIERS = {"pin": "VRAM", "cpu": "CPU", "store": "SSD", "drop": "nowhere"}
-"""Places by the names of the tiers that are decided for."""
+"""Places by the tiers of decisions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Canvas:
-    """Room for a frame, in characters.
+    """Size and capabilities of a frame.
 
     Attributes:
-        height: lines; None without end.
-        unicode: True if it can show more than ASCII.
+        width: columns.
+        height: lines; None for no limit.
+        unicode: True if characters outside ASCII can be shown.
     """
 
     width: int
@@ -29,17 +30,17 @@ class Canvas:
 
     @property
     def is_wide(self) -> bool:
-        """True if there is room for words beside the figures."""
+        """True if there is space for words next to the figures."""
         return self.width >= 100
 
 
 def line(*parts: str | tuple[str, str]) -> Text:
-    """A line that is cut where it is too long. Markup in it means nothing."""
+    """Create a line that is truncated if it is too long. Markup in its texts is not interpreted."""
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis", end="")
 
 
 def decision(kind: JobDecision | DecisionCount | None) -> str:
-    """A decision, as "fast: VRAM"."""
+    """Format a decision, for example "fast: VRAM"."""
     if kind is None:
         return NONE
     tier = TIERS.get(kind.tier, kind.tier)
