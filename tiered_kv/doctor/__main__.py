@@ -1,7 +1,7 @@
-"""``python -m tiered_kv.doctor``: checks of this machine, a line of JSON for each finding.
+"""``python -m tiered_kv.doctor``: checks of this machine, one line of JSON for each finding.
 
-The command runs this as a process of its own: a call to a dead disk may never return, and cannot be
-interrupted. So the name of a group of checks is told before it begins.
+The command runs this in a separate process, because a call to a dead disk may never return, and
+cannot be interrupted. So the name of a group of checks is printed before the group starts.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from .variables import check_hash_seed, check_variables, read_settings
 
 
 def groups(*, beside: bool) -> Iterator[tuple[str, Iterable[Finding]]]:
-    """Groups of checks, by name; each runs as its findings are asked for.
+    """Groups of checks, by name. Each check runs when its finding is requested.
 
     Args:
-        beside: True beside a server that runs.
+        beside: True if a server is already running on this machine.
     """
     env = dict(os.environ)
     yield "installation", check_installation(env)
@@ -59,7 +59,7 @@ def groups(*, beside: bool) -> Iterator[tuple[str, Iterable[Finding]]]:
 
 
 def main() -> None:
-    """Print findings as they come."""
+    """Print findings as they are made."""
     for name, findings in groups(beside=BESIDE in sys.argv[1:]):
         print(json.dumps({"begins": name}), flush=True)
         for finding in findings:

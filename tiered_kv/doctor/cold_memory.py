@@ -1,5 +1,5 @@
-"""Checks of cores, CPU memory, locked memory and huge pages, and of the compression that they
-allow."""
+"""Checks of cores, CPU memory, locked memory and huge pages, and of compression, which needs spare
+cores."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from .finding import FAIL, WARN, Finding, fail, judge, ok, warn
 CORES_CHECK, PAGES_CHECK = "compression", "cold pages"
 """Names of the two checks."""
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
-"""Variable that tells vLLM's CPU workers their cores."""
+"""Variable that binds vLLM's CPU workers to cores."""
 LEFT_BY_VLLM = 2
-"""Cores that vLLM's CPU worker leaves free by itself beside a connector, where it has more."""
+"""Number of cores that vLLM's CPU worker leaves free for a connector, if it has more."""
 LEAST_RATIO = 1.15
-"""Pages in a slot below which the room that is won is hardly worth the time to compress."""
+"""Pages per slot below which compression saves too little space for the time that it takes."""
 HAS_ROOM = 7 / 8
-"""Share of slots in use up to which nothing needs to be compressed: one in eight is kept free."""
+"""Fraction of slots in use up to which compression is not needed: one slot in eight is kept
+free."""
 RAW = "TIERED_KV_CODEC=raw turns compression off"
 
 _CORES = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
@@ -41,8 +42,8 @@ def check_spare_cores(
     """Check whether a core is left to compress pages of CPU memory.
 
     Args:
-        gpus: GPUs, each of which has a rank that keeps a core busy.
-        usable: cores that a process may keep busy here.
+        gpus: number of GPUs, each of which has a rank that keeps a core busy.
+        usable: number of cores that a process may keep busy here.
         cores: numbers of the cores that it may run on.
     """
     off = _turned_off(config)
@@ -62,10 +63,10 @@ def check_spare_cores(
 
 
 def check_cold_pages(seen: Mapping[str, float]) -> Finding:
-    """Check whether a running server compresses pages of CPU memory, and what it gains.
+    """Check whether a running server compresses pages of CPU memory, and how much space it saves.
 
     Args:
-        seen: its counters and gauges, summed over engines, by the names of events.
+        seen: its counters and gauges by event name, summed over engines.
     """
 
     seen = defaultdict(float, seen)
@@ -94,7 +95,7 @@ def check_cold_pages(seen: Mapping[str, float]) -> Finding:
 
 
 def _turned_off(config: TierConfig) -> str | None:
-    """Setting by which nothing is compressed; None if there is none."""
+    """Setting that disables compression; None if there is none."""
     settings = {
         "TIERED_KV_CPU_GIB=0: there is nothing to compress": config.cpu_gib == 0,
         "TIERED_KV_CODEC=raw: CPU memory keeps pages as they are": config.codec == "raw",
@@ -104,14 +105,14 @@ def _turned_off(config: TierConfig) -> str | None:
 
 
 def _taken_by_model(env: Mapping[str, str], usable: int, cores: frozenset[int]) -> int:
-    """Number of cores that a model on CPUs takes: those that it is bound to."""
+    """Number of cores that a model on CPUs is bound to."""
     said = env.get(BIND, "auto")
     if said == "auto":
         return usable - LEFT_BY_VLLM if usable > LEFT_BY_VLLM else usable
     bound = set[int]()
     for piece in re.split(r"[|,]", said):
         found = _CORES.fullmatch(piece.strip())
-        if found is None:  # nobind, or nothing that vLLM reads: any core
+        if found is None:  # nobind, or a value unknown to vLLM: any core
             return usable
         first, last = int(found[1]), int(found[2] or found[1])
         bound |= {core for core in cores if first <= core <= last}
@@ -131,10 +132,10 @@ def count_gpus(env: Mapping[str, str], devices: Path = DEVICES) -> int:
 
 
 def check_cores(gpus: int, usable: int) -> Finding:
-    """Check the cores against the ranks: one a GPU, each of which keeps a core busy.
+    """Check the cores against the ranks: one rank per GPU, each of which keeps a core busy.
 
     Args:
-        usable: cores that a process may keep busy here.
+        usable: number of cores that a process may keep busy here.
     """
     ranks = max(1, gpus)
     return judge(
@@ -154,10 +155,11 @@ def check_cores(gpus: int, usable: int) -> Finding:
 
 
 def check_cpu_memory(config: TierConfig, gpus: int, total: int, available: int) -> Finding:
-    """Check CPU memory for KV against what the machine and its control group have.
+    """Check CPU memory for KV against the memory of the machine and its control group.
 
     Args:
-        total, available: bytes of memory; equal where a server that runs has its share already.
+        total, available: total and available memory, bytes; equal if a running server already uses
+            its share.
     """
     ranks = max(1, gpus)
     room = f"{total / GIB:.1f} GiB"
@@ -188,7 +190,7 @@ def check_cpu_memory(config: TierConfig, gpus: int, total: int, available: int) 
 
 
 def check_locked_memory(config: TierConfig, gpus: int, limit: int) -> Finding:
-    """Check the limit of locked memory, in which the CPU tier is pinned for GPUs.
+    """Check the limit of locked memory, which the CPU tier needs to be pinned for GPUs.
 
     Args:
         limit: bytes that a process may lock; ``resource.RLIM_INFINITY`` for no limit.
@@ -207,10 +209,10 @@ def check_locked_memory(config: TierConfig, gpus: int, limit: int) -> Finding:
 
 
 def check_huge_pages(enabled: Path = HUGE_PAGES) -> Finding:
-    """Check whether the kernel gives huge pages to those that ask.
+    """Check whether the kernel provides huge pages on request.
 
     Args:
-        enabled: the kernel's file, which has the chosen word in brackets.
+        enabled: the kernel's file, which has the selected mode in brackets.
     """
     try:
         found = re.search(r"\[(\w+)\]", enabled.read_text())

@@ -1,5 +1,5 @@
-"""Findings of the doctor, and the examination of this machine in a process that is abandoned if it
-hangs."""
+"""Findings of the doctor, and the examination of this machine in a separate process, which is
+abandoned if it hangs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Verdict(Enum):
     """Verdict of a check."""
 
     OK = "ok"
-    """All is well."""
+    """No problem."""
     WARN = "warn"
-    """Room for improvement: it works, but worse than it could, or perhaps not as meant."""
+    """Warning: it works, but worse than it could, or perhaps not as intended."""
     FAIL = "fail"
     """Failure: the server does not start, or a part of it does nothing."""
 
@@ -34,9 +34,9 @@ class Finding(JsonObject):
     """Result of a check.
 
     Attributes:
-        check: what was looked at.
-        seen: what there was.
-        advice: what to change; empty if there is nothing.
+        check: name of the check.
+        seen: observed state.
+        advice: recommended change; empty if there is none.
     """
 
     check: str
@@ -49,25 +49,25 @@ FAIL, WARN = Verdict.FAIL, Verdict.WARN
 
 
 def ok(check: str, seen: str) -> Finding:
-    """Finding that all is well."""
+    """Create a finding without a problem."""
     return Finding(check, Verdict.OK, seen)
 
 
 def warn(check: str, seen: str, advice: str) -> Finding:
-    """Finding that something could be better."""
+    """Create a finding about a possible improvement."""
     return Finding(check, Verdict.WARN, seen, advice)
 
 
 def fail(check: str, seen: str, advice: str) -> Finding:
-    """Finding that something does not work."""
+    """Create a finding about a failure."""
     return Finding(check, Verdict.FAIL, seen, advice)
 
 
 def judge(check: str, seen: str, *rules: tuple[object, Verdict, str]) -> Finding:
-    """Finding of the first rule that applies; without one, all is well.
+    """Create the finding of the first rule that applies; without one, there is no problem.
 
     Args:
-        rules: for each what is true if it applies, its verdict, and its advice.
+        rules: for each rule a condition, its verdict, and its advice.
     """
     for applies, verdict, advice in rules:
         if applies:
@@ -79,10 +79,10 @@ COMMAND = (sys.executable, "-P", "-m", "tiered_kv.doctor")
 HOME = Path(__file__).resolve().parents[2]
 """Folder that this package is imported from, which may be a checkout."""
 BESIDE = "--beside"
-"""Word that says that a server runs here already."""
+"""Command line option for a machine on which a server is already running."""
 SILENCE_S = 30.0
-"""Seconds without a finding after which a check is taken to hang. The longest, that of a disk's
-speed, takes half a second on a slow one."""
+"""Time without a finding after which a check counts as hanging, seconds. The longest check, the
+speed of a disk, takes half a second on a slow disk."""
 
 
 def examine(
@@ -92,13 +92,13 @@ def examine(
     *,
     beside: bool = False,
 ) -> Generator[Finding, None, None]:
-    """Check this machine; findings come as they are made.
+    """Check this machine. Yields findings as they are made.
 
     Args:
-        env: environment that a server would have; None for this process's.
-        beside: True beside a server that runs, and so has its memory already.
-        command: starts the checks, as ``python -m tiered_kv.doctor`` writes them.
-        silence_s: seconds without a finding after which the rest is given up.
+        env: environment that a server would have; None for this process's environment.
+        beside: True if a server is already running on this machine, and uses its memory.
+        command: command that runs the checks with the output of ``python -m tiered_kv.doctor``.
+        silence_s: time without a finding after which the remaining checks are abandoned, seconds.
     """
     variables = dict(os.environ if env is None else env)
     paths = (str(HOME), variables.get("PYTHONPATH", ""))
@@ -131,7 +131,7 @@ def examine(
         yield fail(at, f"no answer in {silence_s:g} s", advice)
     finally:
         child.kill()
-        with suppress(subprocess.TimeoutExpired):  # one that waits for a dead disk stays
+        with suppress(subprocess.TimeoutExpired):  # it may wait for a dead disk
             child.wait(timeout=1.0)
             reader.join()
             for pipe in (child.stdout, child.stderr):

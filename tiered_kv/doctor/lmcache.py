@@ -1,7 +1,7 @@
-"""Settings of LMCache, and what does the same here.
+"""Settings of LMCache, and their equivalents here.
 
-Names, defaults and units are those of LMCache's ``lmcache/v1/config.py``: sizes are GB of each
-worker, where ours are GiB of the whole engine.
+Names, defaults and units are those of LMCache's ``lmcache/v1/config.py``: sizes are in GB per
+worker, whereas sizes here are in GiB of the whole engine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .finding import Finding, warn
 
 PREFIX = "LMCACHE_"
 Advice = Callable[[str, int], str]
-"""Gives the advice for a value and a number of ranks."""
+"""Returns the advice for a value and a number of ranks."""
 
 
 def _local_cpu(value: str, ranks: int) -> str:
@@ -33,7 +33,7 @@ def _sized(setting: str) -> Advice:
 
 
 def _gib(value: str, ranks: int) -> str:
-    """GiB of the engine for GB of a worker."""
+    """Convert GB per worker to GiB of the engine."""
     try:
         return f"{float(value) * 1e9 * ranks / (1 << 30):.1f}"
     except ValueError:
@@ -73,11 +73,11 @@ EQUIVALENTS: Mapping[str, Advice] = {
     "ENABLE_CONTROLLER": _always(_NO_SHARING),
     "ENABLE_BLENDING": _always("Nothing: only whole prefixes are restored, so answers stay equal."),
 }
-"""Equivalents here, by name without the prefix, from the value and the number of ranks."""
+"""Advice about equivalents, by name without the prefix, from the value and the number of ranks."""
 
 
 def check_lmcache(env: Mapping[str, str], ranks: int) -> Iterator[Finding]:
-    """Tell what does here what a variable of LMCache does there."""
+    """Report the equivalent of each LMCache variable."""
     for name in sorted(env):
         if not name.startswith(PREFIX):
             continue

@@ -1,5 +1,5 @@
-"""Checks of a running server by its ``/health`` and ``/metrics``, fetched with a limit on time and
-size."""
+"""Checks of a running server through its ``/health`` and ``/metrics``, fetched with limits on time
+and size."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from .finding import Finding, fail, ok, warn
 
 MAX_BYTES = 32 << 20
 CONNECT_S, WHOLE_S = 5.0, 15.0
-"""Seconds for one answer of the network, and for a whole page."""
+"""Timeouts for one network operation, and for a whole page, seconds."""
 
 
 class UnreachableError(Exception):
-    """A page that does not come; the message says why."""
+    """A page that could not be fetched; the message says why."""
 
 
 class RefusedError(UnreachableError):
-    """A page that the server does not give.
+    """A page that the server refuses.
 
     Attributes:
-        status: status of HTTP.
+        status: HTTP status.
         said: text of the answer; empty if there was none.
     """
 
@@ -50,15 +50,15 @@ class Body(Protocol):
     """The body of an answer."""
 
     def read1(self, n: int, /) -> bytes:
-        """Read what is there, so many bytes at most; nothing at the end."""
+        """Read available bytes, at most ``n``; empty at the end."""
         ...
 
 
 def base_of(url: str) -> str:
-    """Address of a server, without what people paste behind it.
+    """Address of a server, without the path that users may paste with it.
 
     Raises:
-        UnreachableError: it is no address of HTTP.
+        UnreachableError: the text is not an HTTP address.
     """
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -75,17 +75,17 @@ def fetch(
     """Fetch a page.
 
     Args:
-        token: sent to this server, and to none that it sends on to.
-        post: JSON to post. The server may take all the time to answer.
+        token: sent to this server only, not to servers that it redirects to.
+        post: JSON to post. The server may use the whole time to answer.
 
     Raises:
-        RefusedError: the server refuses it.
-        UnreachableError: it is not there, too long, or takes too long.
+        RefusedError: the server refuses the request.
+        UnreachableError: the page does not exist, is too long, or takes too long.
     """
     until = time.monotonic() + whole_s
     try:
         request = urllib.request.Request(url, post)
-        if token is not None:  # its bytes, since http.client writes ISO 8859-1
+        if token is not None:  # encoded, since http.client writes ISO 8859-1
             bearer = f"Bearer {token}".encode("utf-8", "surrogateescape").decode("latin-1")
             request.add_unredirected_header("Authorization", bearer)
         if post is not None:
@@ -115,7 +115,7 @@ def _read(answer: Body, until: float, whole_s: float) -> str:
 
 
 def _said(error: urllib.error.HTTPError, until: float, whole_s: float) -> str:
-    """Text of a refusal, as far as it comes."""
+    """Text of a refusal, as far as it can be read."""
     try:
         return _read(error, until, whole_s)
     except (UnreachableError, OSError, HTTPException, ValueError):
@@ -123,10 +123,10 @@ def _said(error: urllib.error.HTTPError, until: float, whole_s: float) -> str:
 
 
 def totals(page: str) -> Mapping[str, float]:
-    """Sum of each metric over its labels, by name. Lines that cannot be read are left out.
+    """Sum of each metric over its labels, by name. Unreadable lines are left out.
 
     Raises:
-        UnreachableError: the page is none of Prometheus's.
+        UnreachableError: the page is not a Prometheus page.
     """
     found: dict[str, float] = defaultdict(float)
     for sample in _samples(page):
@@ -135,11 +135,11 @@ def totals(page: str) -> Mapping[str, float]:
 
 
 def events(page: str) -> Mapping[str, float]:
-    """Counters and gauges of the connector by the names of events, summed over engines: all that
-    the page has. Lines that cannot be read are left out.
+    """Counters and gauges of the connector by event name, summed over engines, as far as the page
+    has them. Unreadable lines are left out.
 
     Raises:
-        UnreachableError: the page is none of Prometheus's.
+        UnreachableError: the page is not a Prometheus page.
     """
     found: dict[str, float] = defaultdict(float)
     for sample in _samples(page):
@@ -153,23 +153,23 @@ def events(page: str) -> Mapping[str, float]:
 
 
 def labels(page: str, name: str) -> list[Mapping[str, str]]:
-    """Return the labels of each sample of a metric. Lines that cannot be read are left out.
+    """Return the labels of each sample of a metric. Unreadable lines are left out.
 
     Raises:
-        UnreachableError: the page is none of Prometheus's.
+        UnreachableError: the page is not a Prometheus page.
     """
     return [sample.labels for sample in _samples(page) if sample.name == name]
 
 
 def unreadable_lines(page: str) -> list[str]:
-    """Lines of a page of metrics that cannot be read."""
+    """Unreadable lines of a page of metrics."""
     if _parsed(page) is not None:
         return []
     return [line for line in page.split("\n") if _parsed(line) is None]
 
 
 def _samples(page: str) -> list[Sample]:
-    """The samples of a page that have a number."""
+    """The samples of a page that have a finite value."""
     found = _parsed(page)
     if found is None:
         by_line = map(_parsed, page.split("\n"))
@@ -188,11 +188,11 @@ def _parsed(page: str) -> list[Sample] | None:
 
 
 REQUESTS = "vllm:request_success_total"
-"""Requests that vLLM has answered."""
+"""Number of requests that vLLM has answered."""
 CACHE_CONFIG = "vllm:cache_config_info"
-"""Its labels are vLLM's cache settings."""
+"""Metric whose labels are vLLM's cache settings."""
 DRAFTS = "vllm:spec_decode_num_drafts_total"
-"""Exists only on servers with speculative decoding."""
+"""Metric that exists only on servers with speculative decoding."""
 
 FAILURES: Mapping[str, str] = {
     "save_failures": "See the server's log for the failed copies.",
@@ -216,7 +216,7 @@ FAILURES: Mapping[str, str] = {
     "trace_dropped": "Put TIERED_KV_TRACE on a faster disk, or unset it.",
     "hints_ignored": "Clients send values of kv_transfer_params that make no sense: see the docs.",
 }
-"""Counters that should stay at 0, and what to do where one does not."""
+"""Counters that should stay at 0, and advice for each that does not."""
 
 
 def check_server(url: str) -> Iterator[Finding]:
@@ -245,11 +245,11 @@ def check_server(url: str) -> Iterator[Finding]:
 
 
 def check_speculation(caches: Iterable[Mapping[str, str]]) -> Iterator[Finding]:
-    """Check a server with speculative decoding for a defect of vLLM itself, with or without the
-    connector: prefix caching of states corrupts the output.
+    """Check a server with speculative decoding for a defect of vLLM itself, which occurs with or
+    without the connector: prefix caching of states corrupts the output.
 
     Args:
-        caches: vLLM's cache settings, of each engine.
+        caches: vLLM's cache settings, for each engine.
     """
     modes = {
         mode
@@ -263,10 +263,10 @@ def check_speculation(caches: Iterable[Mapping[str, str]]) -> Iterator[Finding]:
 
 
 def check_metrics(found: Mapping[str, float]) -> Iterator[Finding]:
-    """Check what a server counts.
+    """Check the counters of a server.
 
     Args:
-        found: sums of its metrics, by name, and of what the connector counts, by event.
+        found: sums of its metrics by name, and of the connector's counters by event.
     """
     if not any(name.startswith(PREFIX) for name in found):
         if any(name.startswith("vllm:") for name in found):
@@ -290,15 +290,15 @@ def check_metrics(found: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def _mode(found: Mapping[str, float]) -> Iterator[Finding]:
-    """Tell that a server is only observed, if it is."""
-    would = found.get(f"{PREFIX}would_have_saved_tokens_total")  # of no other server
+    """Report that a server is in observe mode, if it is."""
+    would = found.get(f"{PREFIX}would_have_saved_tokens_total")  # exists only in observe mode
     if would is not None:
         words = f"observe: {would:,.0f} prompt tokens would not have been computed"
         yield ok("TIERED_KV_MODE", f"{words}; nothing is moved")
 
 
 def _work(found: Mapping[str, float]) -> Finding:
-    """Check that the connector sees turns, and tell where their prompts came from."""
+    """Check that the connector sees turns, and report where their prompts came from."""
     turns, requests = _count(found, "turns"), found.get(REQUESTS, 0.0)
     if not turns:
         if requests:

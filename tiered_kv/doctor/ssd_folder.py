@@ -1,5 +1,5 @@
-"""Checks of the folder for pages on SSD and of the file system that it is on. They leave nothing
-there."""
+"""Checks of the folder for pages on SSD and of its file system. They leave no files
+behind."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Mount:
     """A mounted file system.
 
     Attributes:
-        point: where it is mounted.
-        kind: such as ``ext4``.
-        source: such as ``/dev/nvme0n1``.
-        options: of the mount, then of the file system.
+        point: path where it is mounted.
+        kind: type, such as ``ext4``.
+        source: device, such as ``/dev/nvme0n1``.
+        options: options of the mount, then options of the file system.
     """
 
     point: Path
@@ -42,10 +42,10 @@ class Mount:
 
 
 def find_mount(path: Path, mountinfo: Path = MOUNTINFO) -> Mount | None:
-    """Find the file system that a path is on; None if the kernel does not say.
+    """Find the file system that a path is on; None if the kernel does not report it.
 
     Args:
-        mountinfo: the kernel's list, whose format is in proc_pid_mountinfo(5).
+        mountinfo: the kernel's list, in the format of proc_pid_mountinfo(5).
     """
     real = Path(os.path.realpath(path))
     best: Mount | None = None
@@ -59,7 +59,7 @@ def find_mount(path: Path, mountinfo: Path = MOUNTINFO) -> Mount | None:
         if len(words) < 6 or len(after) < 3:
             continue
         point = Path(_unescape(words[4]))
-        # Of two on one another, the later one covers the other.
+        # If two file systems are mounted at the same point, the later one hides the other.
         if real.is_relative_to(point) and (
             best is None or len(point.parts) >= len(best.point.parts)
         ):
@@ -69,7 +69,7 @@ def find_mount(path: Path, mountinfo: Path = MOUNTINFO) -> Mount | None:
 
 
 def _unescape(word: str) -> str:
-    r"""Put spaces and such back, which the kernel writes as ``\040``."""
+    r"""Decode spaces and other characters, which the kernel writes as ``\040``."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), word)
 
 
@@ -80,12 +80,12 @@ OVER_NETWORK = frozenset(
 PROBE_BYTES = 64 << 20
 PROBE_THREADS = 4
 SLOW_BYTES_PER_S = 0.5e9
-"""Rate of reads below which hardly any model's contexts are worth a restore: 131 KB a token of
-Llama 3.1 8B at this rate are 4,000 tokens a second."""
+"""Read rate below which restores are hardly worthwhile for any model, bytes per second: with 131 KB
+a token, as for Llama 3.1 8B, it corresponds to 4,000 tokens a second."""
 
 
 def check_ssd(config: TierConfig) -> Iterator[Finding]:
-    """Check the folder, what it is on, and how fast that is."""
+    """Check the folder, its file system, and the speed of its disk."""
     path = config.ssd_path
     if path is None:
         yield ok("SSD", "TIERED_KV_SSD_PATH is unset: the tier is off")
@@ -147,7 +147,7 @@ def check_mount(mount: Mount) -> Finding:
 
 
 def _space(config: TierConfig, path: Path) -> Finding:
-    """Free space, with what stores have already, against the room that was asked for."""
+    """Compare free space, plus the size of existing stores, with the configured capacity."""
     found = os.statvfs(path)
     free = found.f_bavail * found.f_frsize
     ours = 0
@@ -165,7 +165,7 @@ def _space(config: TierConfig, path: Path) -> Finding:
 
 
 def _direct(path: Path) -> Finding:
-    """Check that files can be written past the page cache."""
+    """Check that files can be written with direct I/O."""
     with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=path) as file:
         try:
             direct = opened(Path(file.name), os.O_RDWR | os.O_DIRECT)

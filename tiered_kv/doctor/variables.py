@@ -1,4 +1,4 @@
-"""Checks of environment variables: ours, and PYTHONHASHSEED, which names blocks."""
+"""Checks of environment variables: ours, and PYTHONHASHSEED, which affects block hashes."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tiered_kv.remote.address import parse_address
 from .finding import Finding, fail, ok, warn
 
 ALIKE = 0.85
-"""Likeness from which on another name is taken for one of ours, mistyped."""
+"""Similarity from which another name counts as a misspelling of one of ours."""
 
 KNOWN = tuple(ENV_PREFIX + field.name.upper() for field in fields(TierConfig))
 
 
 def read_settings(env: Mapping[str, str]) -> TierConfig:
-    """Settings as far as they can be read; defaults in place of those that cannot."""
+    """Settings, with defaults in place of values that cannot be read."""
     good = {name: value for name, value in env.items() if _wrong(name, value) is None}
     try:
         return load_config(good)
-    except ConfigError:  # each may be right, and all together wrong
+    except ConfigError:  # each may be valid, but not all together
         return TierConfig()
 
 
 def check_variables(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Check each variable of ours by itself, all of them together, and names that look alike."""
+    """Check each of our variables separately, all of them together, and similar names."""
     wrong = {name: said for name, value in env.items() if (said := _wrong(name, value))}
     for name, said in sorted(wrong.items()):
         advice = _sentence(said) if name in KNOWN else _meant(name)
@@ -52,8 +52,8 @@ def check_variables(env: Mapping[str, str]) -> Iterator[Finding]:
 def check_hash_seed(env: Mapping[str, str], config: TierConfig) -> Finding:
     """Check whether a restarted server finds its pages on SSD.
 
-    vLLM seeds its block hashes at random only with xxhash and without PYTHONHASHSEED
-    (``vllm.v1.core.kv_cache_utils.resolve_none_hash_seed``). A server's flags are not known here.
+    vLLM seeds its block hashes randomly only with xxhash and without PYTHONHASHSEED
+    (``vllm.v1.core.kv_cache_utils.resolve_none_hash_seed``). A server's flags are unknown here.
     """
     name = "PYTHONHASHSEED"
     if (seed := env.get(name)) is not None:
@@ -64,7 +64,7 @@ def check_hash_seed(env: Mapping[str, str], config: TierConfig) -> Finding:
 
 
 def _wrong(name: str, value: str) -> str | None:
-    """Mistake in a variable of ours by itself; None if there is none, or it is not ours."""
+    """Error in a single variable of ours; None if there is none, or the variable is not ours."""
     if not name.startswith(ENV_PREFIX):
         return None
     try:
@@ -75,7 +75,7 @@ def _wrong(name: str, value: str) -> str | None:
 
 
 def _meant(name: str) -> str:
-    """Name that somebody may have meant who set a variable that does not exist."""
+    """Advice for a variable that does not exist, with a similar name if there is one."""
     close = difflib.get_close_matches(name, KNOWN, n=1)
     if close:
         return f"There is no such setting: did you mean {close[0]}?"
@@ -83,7 +83,7 @@ def _meant(name: str) -> str:
 
 
 def _shown(name: str, value: str) -> str:
-    """Value of a variable as it may be shown: without a password."""
+    """Value of a variable that is safe to show, without a password."""
     if name != f"{ENV_PREFIX}REMOTE" or not value:
         return value
     try:
