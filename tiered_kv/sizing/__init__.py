@@ -1,1 +1,2 @@
-"""Sizes: a model's KV, what tiers hold of it, and the time to move or to compute it."""
+"""Sizing: a model's KV, the contexts that fit into each tier, and times to restore or compute
+them."""

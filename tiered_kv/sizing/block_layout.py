@@ -1,4 +1,4 @@
-"""Blocks of the KV pool: which layers share one, its tokens, and its bytes."""
+"""Blocks of the KV pool: which layers share a block, its tokens, and its bytes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from tiered_kv.page_group import KvKind, KvReach
 
 STATES = 2
-"""States that are held of a context: the running one, and the one that the next turn finds."""
+"""Number of states kept per context: the running one, and the one that the next turn restores."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
-    """Layers whose KV lies in the same blocks.
+    """Layers whose KV is in the same blocks.
 
     Attributes:
-        words: what they are. layers: number of layers.
+        words: description of the layers.
+        layers: number of layers.
         block: tokens of a block.
-        page_bytes: bytes of a block that hold KV, on one rank.
+        page_bytes: bytes of a block that contain KV, on one rank.
     """
 
     words: str
@@ -27,13 +28,13 @@ class BlockGroup:
     page_bytes: int
 
     def held(self, tokens: int) -> int:
-        """Blocks that a context in the pool takes."""
+        """Number of blocks that a context takes in the pool."""
         if self.reach.kind is KvKind.STATE:
             return STATES
         return self.needed(tokens)
 
     def needed(self, tokens: int) -> int:
-        """Blocks that the next turn needs of a context."""
+        """Number of blocks of a context that the next turn needs."""
         return len(self.reach.blocks(tokens, self.block))
 
 
@@ -42,7 +43,7 @@ class BlockLayout:
     """Groups of a model, whose blocks come from one pool.
 
     Attributes:
-        block_bytes: bytes of a block of the pool, on one rank, padding included.
+        block_bytes: size of a block of the pool, on one rank, padding included, bytes.
     """
 
     groups: tuple[BlockGroup, ...]
@@ -50,15 +51,15 @@ class BlockLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot of CPU memory on one rank: those of the largest page."""
+        """Size of a slot of CPU memory on one rank, that of the largest page, bytes."""
         return max(group.page_bytes for group in self.groups)
 
     def held(self, tokens: int) -> int:
-        """Blocks that a context takes in the pool, or slots in CPU memory."""
+        """Number of blocks that a context takes in the pool, or of slots in CPU memory."""
         return sum(group.held(tokens) for group in self.groups)
 
     def held_bytes(self, tokens: int) -> int:
-        """Bytes of the pages of a context, on one rank, without what pads slots."""
+        """Size of the pages of a context, on one rank, without padding of slots, bytes."""
         return sum(group.held(tokens) * group.page_bytes for group in self.groups)
 
     def needed_bytes(self, tokens: int) -> int:

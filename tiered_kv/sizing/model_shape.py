@@ -1,7 +1,7 @@
-"""A model as far as memory and time are concerned, as vLLM and transformers read its configuration.
+"""The properties of a model that determine memory and time, read by vLLM and transformers.
 
-Both run in a process of their own (``tiered_kv.connectors.vllm.model_probe``), and need neither
-weights nor a GPU. Nothing about a model is computed here.
+Both run in a separate process (``tiered_kv.connectors.vllm.model_probe``), and need neither
+weights nor a GPU. No property of a model is computed here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ QUANT_FILE = "hf_quant_config.json"
 """File in which ModelOpt before 0.31 describes a quantization, next to ``config.json``."""
 _PROBE = "tiered_kv.connectors.vllm.model_probe"
 _PROBE_S = 900
-"""Longest time that vLLM gets for a model, seconds; it takes ten on a machine that idles."""
+"""Timeout of vLLM for a model, seconds; it takes ten seconds on an idle machine."""
 
 
 class ModelError(TieredKVError, ValueError):
@@ -38,16 +38,16 @@ class ModelError(TieredKVError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class KvLayers:
-    """Layers of a model that keep KV alike.
+    """Layers of a model that keep the same type of KV.
 
     Attributes:
-        words: what they are.
+        words: description of the layers.
         layers: number of layers.
         token_bytes: bytes of a token's KV in one layer, on one rank; 0 for states. Not a whole
-            number where one entry covers several tokens.
+            number if one entry covers several tokens.
         state_bytes: bytes of a state in one layer, on one rank; 0 for attention.
         pair_flops: operations of one (query, key) pair in one layer, over all ranks.
-        sees: tokens that a query attends to at most; 0 if all that the reach has.
+        sees: maximum number of tokens that a query attends to; 0 for all tokens of the reach.
     """
 
     words: str
@@ -60,25 +60,27 @@ class KvLayers:
 
     @property
     def kind(self) -> KvKind:
-        """Kind of KV."""
+        """Type of KV."""
         return self.reach.kind
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model on ranks of tensor parallelism.
+    """A model on tensor-parallel ranks.
 
     Attributes:
         architecture: class of the model.
         ranks: number of ranks.
-        dtype: type of weights and activations. kv_dtype: type of KV.
-        kv: layers by the KV that they keep. layout: groups of them that share blocks.
+        dtype: type of weights and activations.
+        kv_dtype: type of KV.
+        kv: layers by the type of KV that they keep.
+        layout: groups of layers that share blocks.
         parameters: number of parameters.
-        active_parameters: those that a token of text is multiplied with.
+        active_parameters: number of parameters that each text token is multiplied with.
         weights: size as served, over all ranks.
-        max_len: longest context that vLLM serves.
-        all_reduces: in a step of several ranks.
-        notes: sentences on what was assumed.
+        max_len: longest context that vLLM serves, tokens.
+        all_reduces: number of all-reduces in a step with several ranks.
+        notes: sentences about assumptions.
     """
 
     architecture: str
@@ -108,9 +110,9 @@ def read_shape(
 
     Args:
         model: folder with a ``config.json``, or such a file.
-        gpu: name in ``GPUS``; which kernels vLLM has for it may decide what layers keep.
-        dtype, kv_dtype: as vLLM's ``--dtype`` and ``--kv-cache-dtype``.
-        weight_bytes: size of the weights over all ranks, if it is known.
+        gpu: name in ``GPUS``. The kernels that vLLM has for it may affect the KV of layers.
+        dtype, kv_dtype: as in vLLM's ``--dtype`` and ``--kv-cache-dtype``.
+        weight_bytes: size of the weights over all ranks, bytes; None if unknown.
 
     Raises:
         ModelError: vLLM is not installed, or does not serve this model with these options.
@@ -126,10 +128,10 @@ def request_of(
     """Read a model's files.
 
     Returns:
-        The configuration's path, and what to ask vLLM.
+        The configuration's path, and the request for vLLM.
 
     Raises:
-        ModelError: there is no configuration, or it is no JSON object.
+        ModelError: there is no configuration, or it is not a JSON object.
     """
     path = model / "config.json" if model.is_dir() else model
     if not path.is_file():
@@ -149,10 +151,10 @@ def request_of(
 
 
 def ask_vllm(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Ask vLLM about models, all in one process.
+    """Query vLLM about models, all in one process.
 
     Returns:
-        For each its description, or ``{"error": sentence}``.
+        For each model its description, or ``{"error": sentence}``.
 
     Raises:
         ModelError: vLLM is not installed, or cannot be run.
@@ -200,11 +202,11 @@ def shape_of(
     answer: Mapping[str, Any],
     weight_bytes: float | None = None,
 ) -> ModelShape:
-    """Shape of a model from vLLM's answer.
+    """Create the shape of a model from vLLM's answer.
 
     Args:
-        path: of the configuration; files of weights may lie next to it.
-        weight_bytes: size of the weights over all ranks, if it is known.
+        path: path of the configuration. Weight files may be in the same folder.
+        weight_bytes: size of the weights over all ranks, bytes; None if unknown.
 
     Raises:
         ModelError: the answer is an error.
@@ -251,7 +253,7 @@ def shape_of(
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        # Configurations have Infinity, which is not JSON: the time steps of Mamba models do.
+        # Some configurations contain Infinity, which is not JSON: the time steps of Mamba models.
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}.") from error

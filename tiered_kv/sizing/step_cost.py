@@ -1,21 +1,21 @@
 """Cost of an engine's step: the roofline of a model on GPUs.
 
-A step of a batch is taken to last
+A step of a batch is estimated to take
 
     step + max(weights, token x tokens) + pair x pairs + kv x read + seq x requests
 
 where ``tokens`` are all tokens computed, ``pairs`` the (query, key) pairs of the attention of
-prefills, and ``read`` the tokens of context whose KV decoding reads: the usual roofline, in which
-weights are read once a step, matrix products are bound by arithmetic, and decoding by memory.
-Pairs and KV are those of layers of full attention; layers of a sliding window have their own, of
-no more than the window. A request's states are read and written once a step, whatever its context.
+prefills, and ``read`` the tokens of context whose KV decoding reads. This is the usual roofline, in
+which weights are read once per step, matrix products are bound by arithmetic, and decoding by
+memory. Pairs and KV refer to layers of full attention. Layers with a sliding window have their own
+terms, limited to the window. A request's states are read and written once per step, for any
+context.
 
-What the parts share of the data sheet's figures: half of the arithmetic, three quarters of the
-memory bandwidth.
+The model assumes half of a data sheet's arithmetic, and three quarters of its memory bandwidth.
 
-GPUs: what their makers publish, and what servers get of it.
+GPUs: published specifications, and the parts of them that servers achieve.
 
-Sizes are bytes, rates bytes or operations a second.
+Sizes are in bytes, rates in bytes or operations per second.
 """
 
 from __future__ import annotations
@@ -28,24 +28,26 @@ from tiered_kv.errors import ConfigError
 GB, GIB = 1e9, 1 << 30
 
 COMPUTE_SHARE, MEMORY_SHARE = 0.5, 0.75
-"""Shares of a data sheet's arithmetic and memory bandwidth that a step is taken to get."""
+"""Fractions of a data sheet's arithmetic and memory bandwidth that a step is assumed to achieve."""
 UTILISATION = 0.92
-"""Share of a GPU's memory: vLLM's default (``CacheConfig.gpu_memory_utilization``)."""
+"""Fraction of a GPU's memory: vLLM's default (``CacheConfig.gpu_memory_utilization``)."""
 RESERVED_BYTES = 1.5 * GB
-"""A rank's activations and CUDA graphs."""
+"""Memory for a rank's activations and CUDA graphs, bytes."""
 HOST_BYTES_PER_S = 150 * GB
-"""Rate of a host's memory, which the copies of all ranks share."""
+"""Bandwidth of a host's memory, which the copies of all ranks share, bytes per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One of its kind.
+    """A GPU model.
 
     Attributes:
-        memory: bytes. bandwidth: bytes/s of it. flops: dense bf16, per second.
-        link: bytes/s to and from pinned host memory that copies reach, each way.
-        source: of the first three.
-        capability: CUDA's compute capability, by which vLLM chooses kernels.
+        memory: size of its memory, bytes.
+        bandwidth: bandwidth of its memory, bytes per second.
+        flops: dense bf16 operations per second.
+        link: achieved copy rate to and from pinned host memory, each way, bytes per second.
+        source: source of the first three values.
+        capability: CUDA compute capability, by which vLLM chooses kernels.
     """
 
     memory: float
@@ -57,7 +59,7 @@ class Gpu:
 
 
 PCIE4, PCIE5 = 24 * GB, 52 * GB
-"""Rates of large copies over 16 lanes: about three quarters and four fifths of the raw ones."""
+"""Rates of large copies over 16 lanes: about three quarters and four fifths of the raw rates."""
 
 GPUS: Mapping[str, Gpu] = {
     "l4-24": Gpu(24 * GB, 300 * GB, 121e12, PCIE4, "NVIDIA L4 data sheet, 2023", (8, 9)),
@@ -79,10 +81,10 @@ GPUS: Mapping[str, Gpu] = {
 
 
 def find_gpu(name: str) -> str:
-    """Find a GPU by its name, or by a beginning that only one has.
+    """Find a GPU by its name, or by a unique prefix of it.
 
     Raises:
-        ConfigError: none, or more than one; the message names them.
+        ConfigError: no GPU or more than one matches; the message names the choices.
     """
     wanted = name.lower()
     found = [known for known in GPUS if known == wanted] or [
@@ -96,25 +98,28 @@ def find_gpu(name: str) -> str:
 
 
 STEP_S = 2e-3
-"""Scheduling and launching, a step."""
+"""Time for scheduling and launching a step, seconds."""
 SEQ_S = 10e-6
-"""Scheduling and sampling, a request of a step."""
+"""Time for scheduling and sampling a request in a step, seconds."""
 ALL_REDUCE_S = 15e-6
-"""Seconds of one, over NVLink or PCIe; two a layer with tensor parallelism."""
+"""Time of one all-reduce over NVLink or PCIe, seconds; two per layer with tensor parallelism."""
 BATCHED_TOKENS = 8192
-"""Tokens of a step: the default of vLLM's server on GPUs of 70 GiB and more
+"""Maximum tokens of a step: the default of vLLM's server on GPUs of 70 GiB and more
 (``EngineArgs.get_batch_defaults``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of the parts of a step; see the module.
+    """Times of the parts of a step, seconds; see the module docstring.
 
     Attributes:
-        step: whatever it computes. weights: to read them. token: of one token computed.
-        pair: of one (query, key) pair of a prefill. kv: to read one token's KV.
-        seq: of one request, whatever it computes.
-        near_pair, near_kv: as ``pair`` and ``kv``, of layers that see the last ``span`` tokens.
+        step: fixed time of a step.
+        weights: time to read the weights.
+        token: time for one computed token.
+        pair: time for one (query, key) pair of a prefill.
+        kv: time to read one token's KV.
+        seq: time for one request, for any number of tokens.
+        near_pair, near_kv: like ``pair`` and ``kv``, for layers that see the last ``span`` tokens.
     """
 
     step: float
@@ -128,16 +133,16 @@ class StepCost:
     near_kv: float = 0.0
 
     def seconds(self, tokens: int, pairs: float, read: float, requests: int = 1) -> float:
-        """Time of a step, seconds, without what windows take."""
+        """Time of a step without the layers with windows, seconds."""
         work = max(self.weights, self.token * tokens)
         return self.step + work + self.pair * pairs + self.kv * read + self.seq * requests
 
     def near(self, new: int, end: int) -> float:
-        """Time that windows take in a step, seconds.
+        """Time of the layers with windows in a step, seconds.
 
         Args:
-            new: tokens that a request computes; if it is one, it is decoded.
-            end: length of its context then.
+            new: tokens that a request computes; if it is 1, the token is decoded.
+            end: length of its context after the step.
         """
         if not self.span:
             return 0.0
@@ -149,12 +154,12 @@ class StepCost:
         return self.near_pair * pairs
 
     def prefill(self, behind: int, tokens: int) -> float:
-        """Time of a prefill alone, in one step, behind a context."""
+        """Time of a single prefill after a context of ``behind`` tokens, in one step, seconds."""
         return self.seconds(tokens, tokens * (behind + tokens / 2), behind)
 
     def whole_prefill(self, tokens: int, batched: int = BATCHED_TOKENS) -> float:
-        """Time to compute a prompt alone from its first token on, in steps of up to ``batched``
-        tokens, seconds; windows count."""
+        """Time to compute a whole prompt alone, in steps of up to ``batched`` tokens, windows
+        included, seconds."""
         total = 0.0
         for behind in range(0, tokens, batched):
             new = min(batched, tokens - behind)
@@ -167,13 +172,13 @@ class ModelWork:
     """Work of a model, over all ranks.
 
     Attributes:
-        weight_bytes: size of the weights.
-        active: parameters that a token is multiplied with.
-        pair_flops: operations of one (query, key) pair, layers of full attention.
-        kv_bytes: of a token, layers of full attention.
-        state_bytes: of a request's states.
-        all_reduces: in a step, if there are several ranks.
-        span, near_pair_flops, near_kv_bytes: the same of layers that see the last ``span`` tokens.
+        weight_bytes: size of the weights, bytes.
+        active: number of parameters that a token is multiplied with.
+        pair_flops: operations of one (query, key) pair in layers of full attention.
+        kv_bytes: bytes of a token's KV in layers of full attention.
+        state_bytes: bytes of a request's states.
+        all_reduces: number of all-reduces in a step with several ranks.
+        span, near_pair_flops, near_kv_bytes: the same for layers that see the last ``span`` tokens.
     """
 
     weight_bytes: float
@@ -188,7 +193,7 @@ class ModelWork:
 
 
 def roofline(gpu: Gpu, ranks: int, work: ModelWork) -> StepCost:
-    """Cost of a step of that work on ``ranks`` GPUs of a kind."""
+    """Cost of a step with that work on ``ranks`` GPUs of one model."""
     flops, bandwidth = ranks * COMPUTE_SHARE * gpu.flops, ranks * MEMORY_SHARE * gpu.bandwidth
     return StepCost(
         step=STEP_S + (work.all_reduces * ALL_REDUCE_S if ranks > 1 else 0.0),
@@ -204,5 +209,5 @@ def roofline(gpu: Gpu, ranks: int, work: ModelWork) -> StepCost:
 
 
 def link_bytes_per_s(gpu: Gpu, ranks: int) -> float:
-    """Rate between VRAM and host memory, each way, over all ranks, bytes/s."""
+    """Rate between VRAM and host memory, each way, over all ranks, bytes per second."""
     return min(ranks * gpu.link, HOST_BYTES_PER_S)

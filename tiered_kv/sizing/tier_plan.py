@@ -1,4 +1,5 @@
-"""A plan: what the tiers of a server hold, and what restoring and computing a context take."""
+"""A plan: how many contexts the tiers of a server hold, and times to restore or compute a
+context."""
 
 from __future__ import annotations
 
@@ -24,16 +25,16 @@ from .step_cost import (
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A server as an operator thinks of it.
+    """A server, as described by an operator.
 
     Attributes:
         gpu: name in ``GPUS``.
-        context: tokens of a job's context.
-        jobs: contexts that wait or run at the same time; None if nobody knows.
-        cpu_gib: CPU memory for KV; None to take what the jobs need.
-        ssd_gib: SSD for KV; 0 for none.
-        ssd_gbps: GB/s that reads of the SSD reach.
-        utilization: share of VRAM that vLLM takes.
+        context: length of a job's context, tokens.
+        jobs: number of contexts that wait or run concurrently; None if unknown.
+        cpu_gib: CPU memory for KV, GiB; None for the size that the jobs need.
+        ssd_gib: SSD space for KV, GiB; 0 for none.
+        ssd_gbps: achieved read rate of the SSD, GB/s.
+        utilization: fraction of VRAM that vLLM uses.
     """
 
     gpu: str
@@ -50,14 +51,14 @@ class TierPlan:
     """A tier.
 
     Attributes:
-        name: of the tier.
-        nbytes: room for KV, over all ranks.
-        contexts: of the asked length that it holds.
-        tokens: in such contexts.
-        restore_s: seconds until a context that waits there is in VRAM.
-        break_even_s: longest gap for which waiting there beats computing when the tier is full: the
-            context's share of it, for as long, is worth the seconds that are saved. 0 if a whole
-            context has no room.
+        name: name of the tier.
+        nbytes: space for KV, over all ranks, bytes.
+        contexts: number of contexts of the given length that it holds.
+        tokens: number of tokens in these contexts.
+        restore_s: time to restore a context from the tier to VRAM, seconds.
+        break_even_s: longest gap for which keeping a context in the full tier beats recomputing it.
+            At this length, occupying its part of the tier costs other jobs as many seconds as it
+            saves. 0 if a whole context does not fit.
     """
 
     name: str
@@ -70,17 +71,18 @@ class TierPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Server of a model, and what it would hold.
+    """A server of a model, and its capacity.
 
     Attributes:
-        tiers: fastest first.
-        context_bytes: bytes of a context, over all ranks.
-        compute_s: seconds to compute a context.
-        pin_s: longest gap for which a pin in a full pool beats CPU memory; None without.
-        cpu_gib: CPU memory for KV, given or chosen.
-        link: bytes/s between VRAM and CPU memory.
-        cost: what steps take.
-        notes: sentences on what was assumed, or does not fit.
+        tiers: tiers, fastest first.
+        context_bytes: size of a context, over all ranks, bytes.
+        compute_s: time to compute a context, seconds.
+        pin_s: longest gap for which a pin in a full pool beats CPU memory, seconds; None without
+            CPU memory.
+        cpu_gib: CPU memory for KV, given or chosen, GiB.
+        link: rate between VRAM and CPU memory, bytes per second.
+        cost: cost of steps.
+        notes: sentences about assumptions, and about parts that do not fit.
     """
 
     setup: Setup
@@ -99,7 +101,7 @@ def make_plan(shape: ModelShape, setup: Setup, default_cpu_gib: float) -> Plan:
     """Plan a server.
 
     Args:
-        default_cpu_gib: CPU memory for KV if neither it nor a number of jobs is given, GiB.
+        default_cpu_gib: CPU memory for KV, GiB, if neither its size nor a number of jobs is given.
 
     Raises:
         ConfigError: the model does not fit into the GPUs, or there is an SSD without CPU memory.
@@ -150,7 +152,7 @@ def make_plan(shape: ModelShape, setup: Setup, default_cpu_gib: float) -> Plan:
 
 
 def _pool_bytes(shape: ModelShape, setup: Setup) -> float:
-    """Bytes of VRAM that are left for KV, over all ranks."""
+    """VRAM that is left for KV, over all ranks, bytes."""
     memory = GPUS[setup.gpu].memory
     of_rank = setup.utilization * memory - RESERVED_BYTES
     left = shape.ranks * of_rank - shape.weights.nbytes
@@ -165,7 +167,7 @@ def _pool_bytes(shape: ModelShape, setup: Setup) -> float:
 
 
 def _work(shape: ModelShape, context: int) -> ModelWork:
-    """Work of the model. Layers that see the last tokens only are told by one span, the longest."""
+    """Work of the model. Layers with windows are approximated by one span, the longest."""
 
     def near(one: KvLayers) -> int:
         span = one.sees or one.reach.span

@@ -1,4 +1,4 @@
-"""Size of a model's weights: of its files, or as vLLM would load them."""
+"""Size of a model's weights, from their files or as vLLM would load them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tiered_kv.json_fields import read_json
 
 INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000
-"""Longest header of a file of safetensors, bytes: the format's own limit."""
+"""Longest header of a safetensors file, bytes: the format's own limit."""
 _FLOATS: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Types of safetensors that become the served type, and their sizes."""
+"""Safetensors types that are converted to the served type, and their sizes, bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class Weights:
     """Weights as served.
 
     Attributes:
-        nbytes: over all ranks.
-        source: what the size was taken from.
+        nbytes: size over all ranks, bytes.
+        source: source of the size.
     """
 
     nbytes: float
@@ -32,18 +32,18 @@ def weigh(folder: Path, parameters: int, nbytes: float, element: int | None) -> 
     """Size of a model's weights as served.
 
     Args:
-        folder: where files of weights would be.
-        parameters: number of them. nbytes: their size as vLLM would load them; used where there
-            are no files.
-        element: bytes to which floats of files are converted when they are loaded; None for
-            quantized weights, which are loaded as they are.
+        folder: folder that may contain the weight files.
+        parameters: number of parameters.
+        nbytes: size as vLLM would load them, bytes; used if there are no files.
+        element: size to which floats in files are converted when they are loaded, bytes; None for
+            quantized weights, which are loaded unchanged.
     """
     if files := _files(folder):
         try:
             total = sum(tensor for file in files for tensor in _tensors(file, element))
             return Weights(total, f"{len(files)} safetensors files")
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            pass  # pointers to the files, or incomplete files
+            pass  # Git LFS pointers, or incomplete files
     if (indexed := _indexed_bytes(folder / INDEX)) is not None:
         return Weights(indexed, INDEX)
     bits = 8 * nbytes / parameters
@@ -52,7 +52,7 @@ def weigh(folder: Path, parameters: int, nbytes: float, element: int | None) -> 
 
 
 def _files(folder: Path) -> list[Path]:
-    """Files of weights; none if one that the index names is missing."""
+    """Weight files; empty if a file named in the index is missing."""
     try:
         names = set(read_json((folder / INDEX).read_bytes())["weight_map"].values())
         found = [folder / name for name in sorted(names)]
@@ -70,14 +70,14 @@ def _indexed_bytes(index: Path) -> float | None:
 
 
 def _tensors(file: Path, element: int | None) -> Iterator[float]:
-    """Bytes of a file's tensors.
+    """Sizes of a file's tensors, bytes.
 
     Args:
-        element: bytes to which floats are converted when they are loaded; None for weights that
-            are loaded as they are.
+        element: size to which floats are converted when they are loaded, bytes; None for weights
+            that are loaded unchanged.
 
     Raises:
-        ValueError: the file is not whole, or none of safetensors.
+        ValueError: the file is incomplete, or is not a safetensors file.
     """
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
