@@ -260,7 +260,7 @@ class Where(Enum):
     STORE = "store"
     """The lower tiers."""
     NOWHERE = "nowhere"
-    """No tier: the KV may stay in VRAM until its blocks are reused."""
+    """Outside all tiers: the KV may stay in VRAM until its blocks are reused."""
 
 
 @dataclass(frozen=True, slots=True)

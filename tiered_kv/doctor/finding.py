@@ -22,7 +22,7 @@ class Verdict(Enum):
     """Verdict of a check."""
 
     OK = "ok"
-    """No problem."""
+    """Success: the check found no problem."""
     WARN = "warn"
     """Warning: it works, but worse than it could, or perhaps not as intended."""
     FAIL = "fail"

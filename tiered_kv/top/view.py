@@ -31,7 +31,7 @@ class JobOrder(Enum):
     """Sort order of jobs. The value is its name on the screen."""
 
     STATE = "state"
-    """By state, most urgent first, then by the time of the next expected change."""
+    """States, most urgent first; within a state, jobs that change next first."""
     CONTEXT = "context"
     """Longest context first."""
     UNTIL = "pin's end"
@@ -41,7 +41,7 @@ class JobOrder(Enum):
     AGE = "age"
     """Jobs in order of their first appearance."""
     NAME = "name"
-    """By name, in character order."""
+    """Names in character order."""
 
 
 SORT_KEYS = {
