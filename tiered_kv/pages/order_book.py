@@ -43,7 +43,7 @@ from .tier_index import TierIndex, TierPages
 MIN_SAMPLE = 1 << 22
 """Minimum size of a promotion that updates the bandwidth estimate, bytes."""
 RELEASED_AT_ONCE = 16_384
-"""Pages of finished restores that are released after a step. The rest wait for the next step."""
+"""Approximate number of pages of finished restores released per step; others wait a step longer."""
 
 AnyOrder = TypeVar("AnyOrder", bound=Order)
 DoneOrder = TypeVar("DoneOrder", bound=Order, covariant=True)

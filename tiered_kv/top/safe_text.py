@@ -9,7 +9,7 @@ MOST_CHARS = 200
 """Default maximum length of a text, characters."""
 _FROM_THE_RIGHT = frozenset({"R", "AL", "AN"})
 """Bidirectional classes of characters that a terminal may reorder, together with their
-neighbors."""
+neighbours."""
 _ABOVE = frozenset({"Mn", "Me"})
 """Categories of marks that are drawn over the previous character."""
 

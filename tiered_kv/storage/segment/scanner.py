@@ -15,7 +15,7 @@ from .record import open_record, read_blocks
 
 _READ_BYTES = 1 << 20
 _SMALL_BYTES = 128 << 10
-"""Size up to which a record is read with its neighbors; for larger records only the header is
+"""Size up to which a record is read with its neighbours; for larger records only the header is
 read, bytes."""
 
 

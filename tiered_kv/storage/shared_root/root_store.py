@@ -29,7 +29,7 @@ REFRESH_S = 0.5
 NOT_WRITABLE = (*FULL, errno.EROFS, errno.EACCES)
 """Errors of a write that do not affect reads, as with a server that only refuses writes."""
 AHEAD = 8
-"""Number of values whose pages the operating system prefetches."""
+"""Number of values that the operating system is advised to read in advance."""
 
 
 class SharedRoot:

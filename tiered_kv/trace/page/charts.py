@@ -122,7 +122,7 @@ SOURCE_NAMES = {
 }
 """Names of the sources of prompts in legends."""
 _UNITS = (("days", 86_400.0, 2.0), ("hours", 3600.0, 3.0), ("minutes", 60.0, 10.0))
-"""Units of time, their length in seconds, and the smallest axis range in units to use each for."""
+"""Units of time: name, length in seconds, and minimum length of an axis in this unit."""
 
 
 def lane_chart(lanes: Lanes, names: Sequence[str], told: Sequence[str]) -> Chart:
