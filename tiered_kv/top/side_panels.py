@@ -51,7 +51,7 @@ def panels(state: ServerState, engine: EngineStatus) -> Table:
 
 
 def panel_lines(state: ServerState, engine: EngineStatus) -> list[Text]:
-    """The same contents in one line each, for small terminals."""
+    """The contents of all three panels in one line each, for small terminals."""
     since, counters = "", engine.counters
     if (grown := state.grown) is not None and sum(sources(grown.counters).values()) > 0:
         since, counters = f", {brief(grown.over_s)}", grown.counters
