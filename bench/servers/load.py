@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
+_UNSEEN: list[float] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,8 @@ def read_clock(*groups: int) -> CpuClock | None:
     except (OSError, ValueError, IndexError):
         return None
     ticks = os.sysconf("SC_CLK_TCK")
-    children = os.times()
-    own = time.process_time() + children.children_user + children.children_system
-    own += sum(map(_group_ticks, groups)) / ticks
+    own = time.process_time() + children_seconds()
+    own += sum(map(group_seconds, groups)) + sum(_UNSEEN)
     return CpuClock(time.monotonic(), (user + nice + system + irq + softirq) / ticks, own)
 
 
@@ -65,6 +65,20 @@ def group_members(group: int) -> dict[int, list[str]]:
     return members
 
 
-def _group_ticks(group: int) -> int:
+def group_seconds(group: int) -> float:
+    """CPU seconds of the live processes of a process group."""
     # utime and stime are the 14th and 15th fields of stat, counted from the process id.
-    return sum(int(fields[11]) + int(fields[12]) for fields in group_members(group).values())
+    ticks = sum(int(fields[11]) + int(fields[12]) for fields in group_members(group).values())
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def children_seconds() -> float:
+    """CPU seconds of this process's finished children, and of theirs that they waited for."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def add_unseen(seconds: float) -> None:
+    """Count CPU time of a finished server as our own: vLLM's engine ends without being waited for,
+    and the kernel then counts it for nobody."""
+    _UNSEEN.append(max(0.0, seconds))

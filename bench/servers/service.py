@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, ClassVar, Self
 
-from .load import group_members
+from .load import add_unseen, children_seconds, group_members, group_seconds
 
 POLL_S = 0.2
 STOP_GRACE_S = 20.0
@@ -227,6 +227,7 @@ def _spawn(command: list[str], env: Mapping[str, str], log: IO[bytes]) -> subpro
 
 
 def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    used_s, counted_s = group_seconds(process.pid), children_seconds()
     try:
         _signal_group(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + grace_s
@@ -238,6 +239,7 @@ def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
     finally:
         _signal_group(process.pid, signal.SIGKILL)  # also when the wait is interrupted
         process.wait()
+        add_unseen(used_s - (children_seconds() - counted_s))
 
 
 def _parent_guard() -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.bench.servers import service as server_module
+from tiered_kv.bench.servers.load import group_seconds, read_clock
 from tiered_kv.bench.servers.service import ServerError, error_in
 from tiered_kv.bench.servers.vllm_server import ServerOptions, VllmServer, all_cores
 
@@ -215,3 +216,20 @@ RuntimeError: Engine core initialization failed. See root cause above.
     assert error_in(log) == "Exception: only supported on CUDA-alike and XPU GPUs"
     assert error_in("Traceback:\nOSError: [Errno 5] no disk") == "OSError: [Errno 5] no disk"
     assert error_in("INFO all is well") is None
+
+
+def test_the_time_of_a_stopped_server_s_engine_does_not_count_as_other_programs(
+    tmp_path: Path,
+) -> None:
+    """Like vLLM's engine, the child is never waited for."""
+    burns = "for _ in range(20_000_000): pass\nprint('burnt', flush=True)\n" + PLAIN_CHILD
+    before = read_clock()
+    with VllmServer(scripted(HEALTHY.replace("CHILD", repr(burns))), tmp_path / "log") as server:
+        while "burnt" not in server.log_text():
+            server.check()
+            time.sleep(0.01)
+        used_s = group_seconds(server.pid or 0)
+    after = read_clock()
+    assert before is not None
+    assert after is not None
+    assert after.own - before.own >= used_s > 0.2
