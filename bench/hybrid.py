@@ -225,7 +225,7 @@ QUICK_SHAPES = (
         states=3,
     ),
 )
-"""The same, tiny."""
+"""One tiny shape of each kind, for ``--quick``."""
 
 
 @dataclass(frozen=True, slots=True)

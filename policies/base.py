@@ -216,9 +216,9 @@ class TurnPolicy(Protocol):
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision: ...
 
     def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
-        """Learn from a gap: the job's next turn arrived ``gap_s`` seconds after this one ended. If
-        not ``ended``, it had not arrived by then and is no longer expected (a right-censored
-        gap)."""
+        """Update the forecast with a gap of ``gap_s`` seconds, after which the next turn arrived.
+        Without ``ended`` the gap is right-censored: the turn had not arrived by then, and is no
+        longer expected."""
 
     def dump(self) -> dict[str, object]:
         """Return the learned state as JSON; empty for a policy that never learns."""

@@ -64,7 +64,7 @@ class SoFar:
         self._results: list[TurnResult] = []
 
     def add(self, result: TurnResult) -> None:
-        """Take in a turn that was answered."""
+        """Record an answered turn."""
         self._results.append(result)
 
     def __str__(self) -> str:

@@ -28,7 +28,7 @@ STOP_GRACE_S = 20.0
 """Seconds that ``stop`` waits for the process, and then for its children, before it kills them."""
 
 START_GRACE_S = 2.0
-"""The same for a process that is still starting: it has nothing to finish, and may not listen."""
+"""Grace of a process that is still starting. It has no work to finish and may ignore SIGTERM."""
 
 # At the start of a message: warnings name possible errors.
 _ERROR = re.compile(r"(?:^|\] )(?P<said>[A-Za-z_.]*(?:Error|Exception): .*\S)")

@@ -343,7 +343,7 @@ def _real(
 
 
 def _simulated(jobs: Sequence[Job], starts_s: Sequence[float]) -> Workload:
-    """The same jobs for the simulator."""
+    """Convert replayed jobs into jobs for the simulator."""
     made = []
     for job, start_s in zip(jobs, starts_s, strict=True):
         turns, context = [], 0

@@ -101,8 +101,8 @@ def paper(traces: str) -> Study:
 
 
 def limits(traces: str) -> Study:
-    """The same past the collapse of stock vLLM: what ours could gain if it knew each job in
-    advance, and if clients never timed out."""
+    """Loads past the collapse of stock vLLM: the gain of knowing each job in advance, and of
+    clients that never time out."""
     servers = ("continuum", "thunderagent", "occupancy", "occupancy-knowing", "occupancy-patient")
     return _everywhere("limits", traces, servers, (1.1, 1.3))
 

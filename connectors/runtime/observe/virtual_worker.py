@@ -326,8 +326,7 @@ class VirtualWorker:
         return OrderReport(self._ranks, failed, done.nbytes, done.took_s, slots)
 
     def _filled(self, order: PackOrder) -> int:
-        """Whole number of slots that a bundle fills. The average is ``BUNDLE_SHARE`` of its
-        slots."""
+        """Return how many whole slots a bundle fills, on average ``BUNDLE_SHARE`` of its slots."""
         self._part_slots += BUNDLE_SHARE * len(order.slots)
         filled = min(len(order.slots), max(1, round(self._part_slots)))
         self._part_slots -= filled

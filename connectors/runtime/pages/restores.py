@@ -144,7 +144,7 @@ class Restores:
     def find(
         self, turn: Turn, num_computed: int, others: int, below: Below | None = None
     ) -> Hit | None:
-        """Offer the longest readable prefix beyond the VRAM prefix.
+        """Find the longest restorable prefix beyond the prefix in VRAM.
 
         At least the last token is left to compute, because its logits are needed.
 
