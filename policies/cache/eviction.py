@@ -85,12 +85,16 @@ class ByWorth(EvictionOrder):
         self.touched_all(keys)
 
     def removed(self, key: PageKey) -> None:
-        self._resident.remove(key)
-        self._recent.pop(key, None)
-        if key not in self._tree.runs:
-            self._free.pop(key, None)
-            self._done.pop(key, None)
-            self._several.discard(key)
+        self.removed_all((key,))
+
+    def removed_all(self, keys: Sequence[PageKey]) -> None:
+        self._resident.difference_update(keys)
+        for held in (self._recent, self._free, self._done):
+            if held:
+                deque(map(held.pop, keys, repeat(None)), maxlen=0)
+        if self._several:
+            runs = self._tree.runs
+            self._several.difference_update(filterfalse(runs.__contains__, keys))
 
     def touched(self, key: PageKey) -> None:
         self.touched_all((key,))
@@ -103,11 +107,12 @@ class ByWorth(EvictionOrder):
         if len(waited_for) == len(keys):
             return
         free, done = self._free, self._done
-        for key in filterfalse(has_run, keys) if waited_for else keys:
-            free[key] = now
-            free.move_to_end(key)
+        used = dict.fromkeys(filterfalse(has_run, keys) if waited_for else keys, now)
+        if not free.keys().isdisjoint(used):
+            deque(map(free.pop, used, repeat(None)), maxlen=0)  # they move to the end
+        free.update(used)
         if done:
-            deque(map(done.pop, keys, repeat(None)), maxlen=0)
+            deque(map(done.pop, used, repeat(None)), maxlen=0)
 
     def __iter__(self) -> Iterator[PageKey]:
         now = self.clock()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 
 from tiered_kv.keys import PageKey
@@ -28,8 +28,14 @@ class LeastRecentlyUsed(EvictionOrder):
     def removed(self, key: PageKey) -> None:
         del self._order[key]
 
+    def removed_all(self, keys: Sequence[PageKey]) -> None:
+        deque(map(self._order.pop, keys), maxlen=0)
+
     def touched(self, key: PageKey) -> None:
         self._order.move_to_end(key)
+
+    def touched_all(self, keys: Sequence[PageKey]) -> None:
+        deque(map(self._order.move_to_end, keys), maxlen=0)
 
     def __iter__(self) -> Iterator[PageKey]:
         return iter(self._order)

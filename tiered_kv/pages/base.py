@@ -98,6 +98,11 @@ class EvictionOrder(ABC):
         for key in keys:
             self.added(key)
 
+    def removed_all(self, keys: Sequence[PageKey]) -> None:
+        """``removed`` for each page in turn."""
+        for key in keys:
+            self.removed(key)
+
     def touched_all(self, keys: Sequence[PageKey]) -> None:
         """``touched`` for each page in turn."""
         for key in keys:

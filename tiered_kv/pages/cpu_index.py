@@ -248,7 +248,7 @@ class PageIndex:
             and their slots become free.
         """
         being_written = self._being_written
-        reserved = [being_written.pop(key, None) for key in keys]
+        reserved = list(map(being_written.pop, keys, repeat(None)))
         if reserved != list(slots):  # some were forgotten, and perhaps reserved again
             pages = list(zip(keys, slots, reserved, strict=True))
             for key, slot, now in pages:
@@ -340,8 +340,11 @@ class PageIndex:
     def touch(self, keys: Iterable[PageKey]) -> None:
         """Mark pages as used, least valuable first: the last one is evicted last. Skips pages that
         are missing or being written."""
-        resident, cold = self._resident, self.cold.pages
-        self._eviction.touched_all([key for key in keys if key in resident or key in cold])
+        resident, cold = self._resident.__contains__, self.cold.pages
+        if cold:
+            self._eviction.touched_all([key for key in keys if resident(key) or key in cold])
+        else:
+            self._eviction.touched_all(list(filter(resident, keys)))
 
     # -- forgetting -------------------------------------------------------------
 
@@ -439,8 +442,7 @@ class PageIndex:
     def _gone(self, keys: Sequence[PageKey]) -> None:
         """Record that pages are no longer readable."""
         self.promoted.gone(keys)
-        for key in keys:
-            self._eviction.removed(key)
+        self._eviction.removed_all(keys)
 
     def _bury(self, key: PageKey, slot: int) -> None:
         """Finish one copy of a forgotten page."""

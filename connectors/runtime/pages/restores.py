@@ -21,6 +21,9 @@ from .saves import Saves
 
 logger = logging.getLogger(__name__)
 
+SYNC_PAGES = 2048
+"""Maximum number of pages of a sync restore. The engine allocates the blocks of a restore and hashes
+them; for a sync restore it does both in one step."""
 PAGES_A_STEP = 4096
 """Number of pages ordered in a step after which no further restore starts in it. Ordering pages and
 finding blocks for them takes time, and the copies take longer than a step anyway."""
@@ -173,7 +176,8 @@ class Restores:
     def _mode(self, found: Found, others: int) -> RestoreMode:
         cold = self._index.cold  # compressed pages are decoded on separate threads
         compressed = cold.compressed and PageState.COMPRESSED in map(cold.state, found.keys)
-        if not self._facts.sync_restores or compressed:
+        long = sum(len(part.keys) for part in found.parts) > SYNC_PAGES
+        if not self._facts.sync_restores or compressed or long:
             return RestoreMode.ASYNC
         copy_s = sum(self._book.copy_seconds(len(part.keys), part.group) for part in found.parts)
         return self.policy.choose(RestoreCost(copy_s, self._timer.step_s, others))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from tiered_kv.connectors.runtime.base import Block, BlockPool
@@ -21,6 +22,8 @@ from tiered_kv.policies.pins.release_order import (
     within_budget,
 )
 from tiered_kv.trace.turn_record import PinEnd
+
+_ID = attrgetter("block_id")
 
 
 @dataclass(slots=True)
@@ -111,10 +114,10 @@ class PinTable:
             return 0
         self._pool.hold(kept)
         held = self._held
-        ids = dict.fromkeys([block.block_id for block in kept], 1)
-        others = [(one, held[one] + 1) for one in ids.keys() & held.keys()]
+        ids = dict.fromkeys(map(_ID, kept), 1)
+        if not held.keys().isdisjoint(ids):
+            ids.update([(one, held[one] + 1) for one in ids.keys() & held.keys()])
         held.update(ids)
-        held.update(others)
         self._pins[job] = _Pin(kept, deadline, PinView(value, len(kept), started_at))
         self._next_deadline = min(self._next_deadline, deadline)
         return len(kept)
@@ -150,10 +153,12 @@ class PinTable:
         pin = self._pins.pop(job, None)
         if pin is None:
             return False
-        for block in pin.blocks:
-            count = self._held.pop(block.block_id) - 1
-            if count:
-                self._held[block.block_id] = count
+        ids = list(map(_ID, pin.blocks))
+        counts = list(map(self._held.pop, ids))
+        if counts.count(1) != len(counts):
+            self._held.update(
+                (one, count - 1) for one, count in zip(ids, counts, strict=True) if count > 1
+            )
         self._pool.release(reversed(pin.blocks))  # tails are evicted before heads
         self.on_end(job, why)
         return True
