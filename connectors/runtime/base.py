@@ -183,6 +183,16 @@ class BlockPool(Protocol):
         """Blocks of a request, in every group."""
         ...
 
+    def hashed_blocks_of(self, request_id: str) -> list[Block]:
+        """The blocks of a request that have a hash, in every group."""
+        ...
+
+    def hash_prefix(self, request: Request, tokens: int) -> None:
+        """Let prefix lookups find the first blocks of a request whose restore has not finished:
+        their KV is complete. Optional, because the engine hashes the blocks of a finished
+        restore."""
+        ...
+
     def cached(self, block_hash: bytes, group: int) -> Block | None:
         """The cached block of a page group with that hash; None if there is none."""
         ...

@@ -82,6 +82,7 @@ POLL_EVERY_S = 0.25
 """Seconds between two polls for due work between turns."""
 STATS_EVERY = 32
 """Steps between two reports of the counters while requests run."""
+_NO_REPORTS = Reports()
 
 
 class SchedulerHalf:
@@ -171,13 +172,14 @@ class SchedulerHalf:
         self.counters.add("hints_ignored", hints.ignored)
         found = self.gaps.manager.on_arrived(request, hints)
         shared = found.gap.shared_blocks * self.facts.hash_tokens * request.reads_cache
+        before = self.pages.order.context(found.job.key) if shared and found.job else ()
         turn = Turn(
             request=request,
             hints=hints,
             job=found.job,
             number=found.job.turns if found.job else 1,
             arrived_at=arrived_at,
-            pages=self.pages.names.of(request, shared),
+            pages=self.pages.names.of(request, shared, before),
             gap=found.gap,
         )
         self.turns.add(turn)
@@ -313,6 +315,8 @@ class SchedulerHalf:
         self.step += 1
         pages, admission, gaps = self.pages, self.admission, self.gaps
         pages.dispatch.begin_step(self.step)
+        if pages.book.behind:
+            self.on_reports(_NO_REPORTS)
         self.stats_due = not (self.turns.running and self.step % STATS_EVERY)
         if scheduled or not self.turns.by_id:
             self._watchdog.worked()

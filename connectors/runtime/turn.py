@@ -15,7 +15,7 @@ from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies.jobs.hints import TurnHints
 from tiered_kv.tiers import StoreId
 
-from .base import Request
+from .base import Block, Request
 from .job_table import Job
 
 
@@ -34,6 +34,15 @@ class PlacedPage(NamedTuple):
     group: int
     key: PageKey
     block: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRun:
+    """Pages of a group and the blocks that they are copied to, in the order of the context."""
+
+    group: int
+    keys: Sequence[PageKey]
+    blocks: Sequence[Block]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,14 @@ Before a reset our references are released. KV that survives a reset is never fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
+from operator import attrgetter
 from typing import Any
 
-from tiered_kv.connectors.runtime.base import KeptState, ScheduledStep
+from tiered_kv.connectors.runtime.base import KeptState, Request, ScheduledStep
+from tiered_kv.connectors.vllm.requests.vllm_request import VllmRequest
+
+_HASH = attrgetter("_block_hash")  # the property calls Python code for each block
 
 
 class VllmBlockPool:
@@ -21,6 +26,7 @@ class VllmBlockPool:
     """
 
     def __init__(self, manager: Any, groups: Sequence[int]) -> None:
+        self._manager = manager
         self._pool = manager.block_pool
         self._groups = [[group] for group in groups] or [[0]]
         self.blocks: Sequence[Any] = self._pool.blocks
@@ -35,6 +41,14 @@ class VllmBlockPool:
 
     def num_cached(self) -> int:
         return len(self._pool.cached_block_hash_to_block)  # a cache reset replaces this dict
+
+    def hashed_blocks_of(self, request_id: str) -> list[Any]:
+        blocks = self.blocks_of(request_id)
+        return list(compress(blocks, map(_HASH, blocks)))
+
+    def hash_prefix(self, request: Request, tokens: int) -> None:
+        assert isinstance(request, VllmRequest)
+        self._manager.cache_blocks(request.of_vllm, tokens)
 
     def forget(self, block_ids: Iterable[int]) -> None:
         self._pool.evict_blocks(set(block_ids))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from tiered_kv.keys import PageKey
 from tiered_kv.pages.base import ReturnForecast
@@ -109,6 +109,10 @@ class ContextTree:
         self.change(context)
         leaf, context.leaf = context.leaf, None
         return self._release(context, leaf) if leaf is not None else []
+
+    def pages(self, context: Context) -> list[PageKey]:
+        """Pages of the context, first to last."""
+        return list(chain.from_iterable(run.keys for run in reversed(_path(context.leaf))))
 
     def change(self, context: Context) -> None:
         """Mark all runs of the context as changed."""

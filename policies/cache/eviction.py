@@ -50,6 +50,7 @@ class ByWorth(EvictionOrder):
     """
 
     rank_every_s: ClassVar[float] = RANK_EVERY_S
+    by_context: ClassVar[bool] = True
 
     def __init__(self, clock: Callable[[], float], most_pages: int) -> None:
         super().__init__(clock, most_pages)
@@ -216,6 +217,10 @@ class ByWorth(EvictionOrder):
         context = self._contexts.pop(job, None)
         for run in self._tree.remove(context) if context is not None else ():
             self._just_used(run)
+
+    def context(self, job: Hashable) -> Sequence[PageKey]:
+        context = self._contexts.get(job)
+        return self._tree.pages(context) if context is not None else ()
 
     def stretches(self, keys: Sequence[PageKey]) -> list[list[PageKey]]:
         by_run = dict[Run, set[PageKey]]()

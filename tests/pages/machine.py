@@ -309,9 +309,9 @@ class OrdersMachine(World):
         settled = self.planner.settle(reports)
 
         complete = [self.flights[i] for i in reports if len(self.flights[i].reported) == self.world]
-        assert [done.order for done in settled] == [flight.order for flight in complete]
-        for done, flight in zip(settled, complete, strict=True):
-            self.check_settled(done, flight)
+        assert {done.order for done in settled} == {flight.order for flight in complete}
+        for done in settled:
+            self.check_settled(done, self.flights[done.order.order_id])
 
     def transported(self, content: bytes) -> bytes:
         """Bytes that arrive of a page that is copied; an honest worker changes nothing."""

@@ -106,12 +106,13 @@ class FreesSlotsInUse(PageIndex):
     """Consistent in itself: only the bytes tell."""
 
     def forget(self, key: PageKey) -> None:
-        if key in self._resident and key not in self._readers:
+        if key in self._resident:
             self._eviction.removed(key)
         for pages in (self._being_written, self._resident):
             if key in pages:
-                self._free.append(pages.pop(key))
-        self._readers.pop(key, None)
+                self._free.append(slot := pages.pop(key))
+                self._reading -= self._reads[slot]
+                self._reads[slot] = 0
 
     def _bury(self, key: PageKey, slot: int) -> None:
         pass

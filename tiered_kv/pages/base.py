@@ -64,9 +64,12 @@ class EvictionOrder(ABC):
 
     Attributes:
         rank_every_s: seconds from one call of ``rank`` to the next; inf for a rule that needs none.
+        by_context: True if ``on_gap_begun`` also counts the pages as just used, so that
+            ``touched_all`` need not follow.
     """
 
     rank_every_s: ClassVar[float] = math.inf
+    by_context: ClassVar[bool] = False
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, most_pages: int = 1 << 20
@@ -151,6 +154,11 @@ class EvictionOrder(ABC):
     def on_forecast_lost(self, job: Hashable) -> None:
         """Record that the job's forecast is no longer valid: the job may return at any time, or
         never."""
+
+    def context(self, job: Hashable) -> Sequence[PageKey]:
+        """Return the first pages of the context that a job left behind, as far as the rule knows
+        them. The caller need not compute their keys again."""
+        return ()
 
     def stretches(self, keys: Sequence[PageKey]) -> list[list[PageKey]]:
         """Split pages into stretches that are contiguous in a context, in context order. Pages

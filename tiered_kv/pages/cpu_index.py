@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import chain, filterfalse, islice, repeat
 from typing import TypeVar
 
+import numpy as np
+
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import AdoptedBundle
 
@@ -130,9 +132,12 @@ class PageIndex:
         self.cold = ColdPages()
         self.promoted = PromotedPages()
         self.on_evicted: Callable[[Sequence[PageKey]], None] | None = None
-        self._readers: dict[PageKey, int] = {}
-        # Copies in flight of forgotten pages. A slot becomes free with its last copy.
-        self._orphans: dict[tuple[PageKey, int], int] = {}
+        # Copies in flight that read a slot. The slot of a forgotten page becomes free with its last
+        # copy.
+        self._readers = np.zeros(num_slots, np.int32)
+        self._reads = memoryview(self._readers)  # faster for one slot
+        self._reading = 0
+        self._forgotten: set[tuple[PageKey, int]] = set()  # while being written
         self._free = list(range(num_slots - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -145,8 +150,8 @@ class PageIndex:
     @property
     def in_use(self) -> int:
         """Number of references to pages: copies in flight, and holders. 0 in an idle engine."""
-        readers = sum(self._readers.values()) + sum(one.readers for one in self.cold.bundles)
-        return readers + len(self._being_written) + sum(self._orphans.values())
+        readers = self._reading + sum(one.readers for one in self.cold.bundles)
+        return readers + len(self._being_written) + len(self._forgotten)
 
     def limit(self, num_slots: int) -> None:
         """Limit the pool to its first ``num_slots`` slots. Call before any page is added.
@@ -280,7 +285,8 @@ class PageIndex:
         """
         slot = self._resident.get(key)
         if slot is not None:
-            self._readers[key] = self._readers.get(key, 0) + 1
+            self._reads[slot] += 1
+            self._reading += 1
             return slot
         if (place := self.cold.acquire(key)) is None:
             raise KeyError(f"a page that is {self.state(key).value} cannot be read")
@@ -298,14 +304,7 @@ class PageIndex:
             if used and (key in self._resident or key in self.cold.pages):
                 self._eviction.touched(key)
             return
-        if self._resident.get(key) != place or key not in self._readers:
-            self._bury(key, place)
-            return
-        self._readers[key] -= 1
-        if self._readers[key] == 0:
-            del self._readers[key]
-        if used:
-            self._eviction.touched(key)
+        self.release_all((key,), (place,), used)
 
     def acquire_all(self, keys: Sequence[PageKey]) -> list[int]:
         """``acquire`` for each page. If a page is not readable, raises and acquires none."""
@@ -315,27 +314,36 @@ class PageIndex:
             for unreadable in filterfalse(self.readable, keys):
                 self.acquire(unreadable)  # raises
             return [self.acquire(key) for key in keys]
-        readers, once = self._readers, dict.fromkeys(keys, 1)
-        if len(once) == len(keys) and readers.keys().isdisjoint(once):
-            readers.update(once)
-        else:
-            readers.update((key, readers.get(key, 0) + 1) for key in keys)
+        np.add.at(self._readers, slots, 1)
+        self._reading += len(slots)
         return slots
 
     def release_all(self, keys: Sequence[PageKey], slots: Sequence[int], used: bool = True) -> None:
         """``release`` for each page."""
-        counts = list(map(self._readers.pop, keys, repeat(0)))
-        if counts.count(1) == len(keys) and list(map(self._resident.get, keys)) == list(slots):
-            self._eviction.touched_all(keys if used else ())
-        else:  # other readers remain, or pages were forgotten in the meantime
-            self._readers.update((key, n) for key, n in zip(keys, counts, strict=True) if n)
-            for key, slot in zip(keys, slots, strict=True):
-                self.release(key, slot, used=used)
+        if min(slots, default=0) < 0:
+            for key, place in zip(keys, slots, strict=True):
+                self.release(key, place, used=used)
+            return
+        places = np.asarray(slots, np.intp)
+        np.subtract.at(self._readers, places, 1)
+        if self._readers[places].min(initial=0) < 0:
+            np.add.at(self._readers, places, 1)
+            raise ValueError("a page was released that nobody acquired")
+        self._reading -= len(slots)
+        owners = list(map(self._resident.get, keys))
+        if owners != list(slots):  # some were forgotten in the meantime
+            pages = list(zip(keys, slots, owners, strict=True))
+            left = {slot: self._reads[slot] for _, slot, owner in pages if slot != owner}
+            self._free += [slot for slot, readers in left.items() if not readers]
+            keys = [key for key, slot, owner in pages if slot == owner]
+        if used:
+            self._eviction.touched_all(keys)
 
     def least_valuable(self, among: int) -> Iterator[PageKey]:
         """The first ``among`` pages in eviction order, without the pages in use."""
-        readers = self._readers
-        return (key for key in islice(self._in_order(), among) if key not in readers)
+        slot_of, reads = self._resident.get, self._reads
+        first = islice(self._in_order(), among)
+        return (key for key in first if (slot := slot_of(key)) is None or not reads[slot])
 
     def touch(self, keys: Iterable[PageKey]) -> None:
         """Mark pages as used, least valuable first: the last one is evicted last. Skips pages that
@@ -352,12 +360,12 @@ class PageIndex:
         """Any state → MISSING. A slot that is still read or written becomes free after that
         copy."""
         if key in self._being_written:
-            self._orphans[key, self._being_written.pop(key)] = 1
+            self._forgotten.add((key, self._being_written.pop(key)))
             return
-        if key in self._readers:
-            self._orphans[key, self._resident.pop(key)] = self._readers.pop(key)
-        elif key in self._resident:
-            self._free.append(self._resident.pop(key))
+        if key in self._resident:
+            slot = self._resident.pop(key)
+            if not self._reads[slot]:
+                self._free.append(slot)
         elif key in self.cold.pages:
             self._free += self.cold.forget(key)
         else:
@@ -375,10 +383,10 @@ class PageIndex:
         """Return stretches of pages that are contiguous in a context and that no copy reads, among
         the ``among`` pages that became resident first. Pages of no known context are moved behind
         all other pages."""
-        readers = self._readers
-        first = list(islice(self._resident, among))
-        stretches = self._eviction.stretches([key for key in first if key not in readers])
-        in_context = readers.keys() | set(chain.from_iterable(stretches))
+        reads = self._reads
+        first = [key for key, slot in islice(self._resident.items(), among) if not reads[slot]]
+        stretches = self._eviction.stretches(first)
+        in_context = set(chain.from_iterable(stretches))
         for key in filterfalse(in_context.__contains__, first):
             self._resident.move_to_end(key)
         return stretches
@@ -416,19 +424,19 @@ class PageIndex:
     def _evict(self, count: int) -> list[int]:
         """Evict the least valuable pages that no copy reads, and return at most ``count`` slots.
         Cold pages are evicted with their whole bundle."""
-        readers, cold, resident = self._readers, self.cold, self._resident
+        reads, cold, resident = self._reads, self.cold, self._resident
         victims, bundles, found = list[PageKey](), dict[Bundle, None](), 0
         for key in self._in_order():
             if found >= count:
                 break
-            if key in resident:
-                if key not in readers:
+            if (slot := resident.get(key)) is not None:
+                if not reads[slot]:
                     victims.append(key)
                     found += 1
             elif (bundle := cold.droppable(key)) is not None and bundle not in bundles:
                 bundles[bundle] = None
                 found += len(bundle.slots)
-        slots = [resident.pop(key) for key in victims]
+        slots = list(map(resident.pop, victims))
         for bundle in bundles:
             victims += bundle.keys
             slots += cold.drop(bundle)
@@ -445,18 +453,16 @@ class PageIndex:
         self._eviction.removed_all(keys)
 
     def _bury(self, key: PageKey, slot: int) -> None:
-        """Finish one copy of a forgotten page."""
-        left = self._orphans.pop((key, slot), 0) - 1
-        if left < 0:
-            raise ValueError("a page was completed or released that nobody reserved or acquired")
-        if left:
-            self._orphans[key, slot] = left
-        else:
-            self._free.append(slot)
+        """Finish the write of a forgotten page."""
+        if (key, slot) not in self._forgotten:
+            raise ValueError("a page was completed that nobody reserved")
+        self._forgotten.remove((key, slot))
+        self._free.append(slot)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot has exactly one owner."""
-        orphans = [slot for _, slot in self._orphans]
+        read = set(self._readers.nonzero()[0].tolist()).difference(self._resident.values())
+        orphans = [*read, *(slot for _, slot in self._forgotten)]
         used = [*self._being_written.values(), *self._resident.values(), *orphans, *self.cold.slots]
         assert sorted(used + self._free) == list(range(self.num_slots)), "slots lost or shared"
         states = [*self._being_written, *self._resident, *self.cold.pages]
@@ -464,6 +470,6 @@ class PageIndex:
         assert set(self._in_order()) == {*self._resident, *self.cold.pages}, (
             "pages not in the order"
         )
-        assert self._readers.keys() <= self._resident.keys(), "a missing page is being read"
-        assert all(count > 0 for count in self._readers.values()), "released too often"
+        assert (self._readers >= 0).all(), "released too often"
+        assert self._readers.sum() == self._reading, "readers are miscounted"
         self.cold.check_integrity()

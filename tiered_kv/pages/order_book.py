@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, filterfalse, islice
+from itertools import compress, count, filterfalse, islice
 from typing import Any, Generic, TypeVar
 
 from tiered_kv.keys import PageKey
@@ -42,8 +42,10 @@ from .tier_index import TierIndex, TierPages
 
 MIN_SAMPLE = 1 << 22
 """Minimum size of a promotion that updates the bandwidth estimate, bytes."""
-RELEASED_AT_ONCE = 16_384
+RELEASED_AT_ONCE = 4096
 """Approximate number of pages of finished restores released per step; others wait a step longer."""
+SETTLED_AT_ONCE = 4096
+"""Approximate number of pages of other reported orders settled per step; others wait likewise."""
 
 AnyOrder = TypeVar("AnyOrder", bound=Order)
 DoneOrder = TypeVar("DoneOrder", bound=Order, covariant=True)
@@ -136,12 +138,19 @@ class OrderBook:
         }
         self._promoting: dict[PageKey, OrderId] = {}
         self._not_yet_due: dict[OrderId, float] = {}
+        # Reported by every rank, not settled yet.
+        self._reported: deque[tuple[Flight[Any], OrderReport]] = deque()
         self._read: deque[tuple[Sequence[PageKey], Sequence[int]]] = deque()  # not released yet
 
     @property
     def in_flight(self) -> int:
         """Number of orders not yet reported by every rank."""
         return len(self._flights)
+
+    @property
+    def behind(self) -> bool:
+        """True if ``settle`` has more to do although no report has come."""
+        return bool(self._reported or self._read)
 
     def flights(self) -> Iterable[Flight[Any]]:
         """All orders in flight, oldest first."""
@@ -251,7 +260,7 @@ class OrderBook:
             raise ValueError(f"{len(keys)} pages cannot fill {len(blocks)} blocks")
         where, slots = tuple(blocks), tuple(self.index.acquire_all(keys))
         self.index.promoted.read(keys)
-        cold = tuple(key for key, slot in zip(keys, slots, strict=True) if slot < 0)
+        cold = tuple(compress(keys, map((0).__gt__, slots))) if self.index.cold.compressed else ()
         order = LoadOrder(next(self._ids), group, request_id, where, slots, mode, more, cold)
         self._begin(order, tuple(keys))
         return order
@@ -407,7 +416,10 @@ class OrderBook:
     # -- settling -----------------------------------------------------------------
 
     def settle(self, reports: Mapping[OrderId, OrderReport]) -> list[Settled[Any]]:
-        """Handle reports. Returns the orders that are now complete on every rank.
+        """Handle reports. Returns the orders that are settled: complete on every rank.
+
+        Restores are settled at once, because requests wait for them. If there are many other pages,
+        some orders are settled in later calls.
 
         A save's pages become readable unless their copy failed. A load's pages are released, and
         pages that failed are forgotten, so that they are not tried again. Demoted pages are added
@@ -417,19 +429,29 @@ class OrderBook:
         done = []
         for order_id, report in reports.items():
             flight = self._flights.get(order_id)
-            if flight is None:
+            if flight is None or self._is_reported(flight):
                 continue
-            report = flight.report.merge(report) if flight.report else report
-            flight.report = report
-            if report.ranks < self._ranks:
+            flight.report = flight.report.merge(report) if flight.report else report
+            if not self._is_reported(flight):
                 continue
-            self._end(order_id)
+            if flight.order.kind is OrderKind.LOAD:
+                done.append(self._finish(flight, flight.report))
+            else:
+                self._reported.append((flight, flight.report))
+        pages = 0
+        while self._reported and pages < SETTLED_AT_ONCE:
+            flight, report = self._reported.popleft()
+            pages += len(flight.keys)
             done.append(self._finish(flight, report))
         self._release_some()
         return done
 
+    def _is_reported(self, flight: Flight[Any]) -> bool:
+        return flight.report is not None and flight.report.ranks >= self._ranks
+
     def _finish(self, flight: Flight[Any], report: OrderReport) -> Settled[Any]:
         order, failed = flight.order, report.failed
+        self._end(order.order_id)
         done = Settled(order, flight.keys, failed, flight.abandoned, report.seconds)
         self._settle[order.kind](done, report)
         return done
@@ -451,7 +473,10 @@ class OrderBook:
         if not done.order.cold:  # decoding is not a copy
             self._copied(report, done.order.group)
         if not done.failed:
-            self._read.append((done.keys, done.order.slots))
+            keys, slots = done.keys, done.order.slots
+            for at in range(0, len(keys), RELEASED_AT_ONCE):
+                part = slice(at, at + RELEASED_AT_ONCE)
+                self._read.append((keys[part], slots[part]))
             return
         for i, (key, slot) in enumerate(zip(done.keys, done.order.slots, strict=True)):
             self.index.release(key, slot)

@@ -22,7 +22,6 @@ from tiered_kv.connectors.runtime.parts import AdmissionGroup, Pages
 from tiered_kv.connectors.runtime.turn import NO_GAP, EndedGap, Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import OrderId
-from tiered_kv.pages.base import EvictionOrder
 from tiered_kv.policies.base import (
     Decision,
     GapClass,
@@ -134,7 +133,7 @@ class KvPlacement:
     """Queries the policy, and keeps the eviction order informed. One thread.
 
     Args:
-        order: eviction order of CPU memory; receives forecasts of when each page is needed.
+        pages: their eviction order receives forecasts of when each page is needed.
         clock: monotonic seconds.
     """
 
@@ -143,13 +142,14 @@ class KvPlacement:
         policy: TurnPolicy,
         gaps: OpenGaps,
         cost_model: CostModel,
-        order: EvictionOrder,
+        pages: Pages,
         clock: Callable[[], float],
     ) -> None:
         self._policy = policy
         self._gaps = gaps
         self._cost_model = cost_model
-        self._order = order
+        self._order = pages.order
+        self._saves = pages.saves
         self._clock = clock
 
     def decide(
@@ -174,9 +174,12 @@ class KvPlacement:
         now = self._clock()
         saved = bool(pages)
         gap = OpenGap(request_id, end, costs, decision, pages, sketch, save, now, unread, saved)
+        ranked = False
         if end.job is not None and away:
             self._gaps.open(end.job, gap)
-            self._rank(gap)
+            ranked = self._rank(gap)
+        if not (ranked and self._order.by_context):
+            self._saves.count_used(pages, save)
         return gap
 
     def revise(self, request_id: str, tool: ToolUse) -> OpenGap | None:
@@ -189,13 +192,16 @@ class KvPlacement:
         self._rank(gap)
         return gap
 
-    def _rank(self, gap: OpenGap) -> None:
+    def _rank(self, gap: OpenGap) -> bool:
+        """Inform the eviction order of the gap; False if it has no forecast or no pages."""
         job, forecast = gap.end.job, gap.decision.forecast
         if job is not None and forecast is None:
             self._order.on_forecast_lost(job)
-        elif job is not None and forecast is not None and gap.pages:
-            page_s = gap.costs.recompute_s / len(gap.pages)
-            self._order.on_gap_begun(job, gap.pages, forecast, gap.since, page_s)
+        if job is None or forecast is None or not gap.pages:
+            return False
+        page_s = gap.costs.recompute_s / len(gap.pages)
+        self._order.on_gap_begun(job, gap.pages, forecast, gap.since, page_s)
+        return True
 
     def on_returned(self, job: JobKey) -> tuple[OpenGap, float] | None:
         """Close a job's gap because its next turn arrived. Returns the gap and its length in
@@ -273,7 +279,7 @@ class TurnEnds:
         self._facts = engine.facts
         self._lineage = Lineage(engine.facts.hash_tokens)
         self._policy, self._pages = deps.policy, pages
-        self._placement = KvPlacement(deps.policy, gaps, costs, pages.order, engine.clock)
+        self._placement = KvPlacement(deps.policy, gaps, costs, pages, engine.clock)
         self._cost_model = costs
         self._pins = admission.pins
         self._boundaries = admission.boundaries

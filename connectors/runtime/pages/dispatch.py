@@ -200,9 +200,8 @@ class OrderDispatch:
             RuntimeError: this restore was not offered; follow with ``Restores.refuse``.
         """
         until = turn.restore.hit.pieces_until if turn.restore.hit is not None else None
-        lacking = self._restores.order(turn, tokens)
-        if until is not None and lacking:
-            self._pieces.begin(turn, lacking, until)
+        if runs := self._restores.order(turn, tokens):
+            self._pieces.begin(turn, runs, until)
             self._advance_pieces()
 
     def begins_anew(self, turn: Turn) -> bool:
@@ -252,6 +251,8 @@ class OrderDispatch:
     def begin_step(self, step: int) -> None:
         """Start a step. Reports received from now on belong to it."""
         self._step = step
+        self._restores.begin_step()
+        self._pieces.begin_step()
 
     def on_reports(self, reports: Reports) -> None:
         """Pass on the workers' reports.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -238,6 +239,19 @@ def aligned_tail(turn: Turn, group: int, tokens: int) -> PageKey | None:
     return turn.in_group(tail_key(place[0], (), place[1]), group)
 
 
+def _common(pages: TurnPages, hashes: Sequence[bytes], before: Sequence[PageKey]) -> list[PageKey]:
+    """The first keys of an earlier context that a prompt with these hashes has, too. A hash covers
+    all tokens before it, so the last common key is found by bisection."""
+    (fingerprint,), (stride,) = pages.fingerprints, pages.strides
+    last = min(len(before), len(hashes) // stride)
+    common = bisect_left(
+        range(last),
+        True,
+        key=lambda at: before[at] != fingerprint + hashes[(at + 1) * stride - 1],
+    )
+    return list(before[:common])
+
+
 class PageNames:
     """Computes page keys of requests.
 
@@ -252,18 +266,22 @@ class PageNames:
         self._hash_tokens = facts.hash_tokens
         self._strides = tuple(group.block_size // facts.hash_tokens for group in facts.groups)
 
-    def of(self, request: Request, shared_tokens: int) -> TurnPages:
+    def of(self, request: Request, shared_tokens: int, before: Sequence[PageKey] = ()) -> TurnPages:
         """Return the keys of a new request's pages.
 
         Args:
             shared_tokens: tokens of its job's last context that its prompt begins with.
+            before: pages of that context, first to last.
         """
-        return TurnPages(
+        pages = TurnPages(
             self.fingerprints(request),
             self._strides,
             self._hash_tokens,
             shared_tokens=shared_tokens,
         )
+        if before and len(pages.fingerprints) == 1:
+            pages.keys.append(_common(pages, request.block_hashes, before))
+        return pages
 
     def fingerprints(self, request: Request) -> tuple[bytes, ...]:
         """First part of the request's page keys, by group; empty until its adapter is

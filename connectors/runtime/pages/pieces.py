@@ -1,20 +1,29 @@
-"""Restores in pieces: a context that does not fit in CPU memory is promoted from the lower tiers in
-pieces. Each piece is copied to VRAM, and its slots are released."""
+"""Restores in pieces, for two kinds of contexts.
+
+A long context takes the scheduler's thread too long to restore at once. It is ordered over several
+steps, and its blocks are hashed as they arrive, because the engine would hash them all in one step.
+
+A context that does not fit in CPU memory is promoted from the lower tiers in pieces. Each piece is
+copied to VRAM, and its slots are released.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
+from operator import attrgetter
 
 from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Tiers
 from tiered_kv.connectors.runtime.lower_tiers.lower_tier import NOW
-from tiered_kv.connectors.runtime.turn import PlacedPage, Turn
+from tiered_kv.connectors.runtime.turn import PlacedPage, PlacedRun, Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import LoadOrder, OrderId
 from tiered_kv.pages.base import PageState
+from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook, Settled
 
 from .restores import Restores
@@ -25,6 +34,72 @@ PIECE_BYTES = 64 << 20
 """Maximum size of a piece, bytes; half of the slots for pieces if that is less. It is large enough
 for a disk to reach full speed. The copy of the last piece, which overlaps with no read, takes a few
 milliseconds."""
+
+
+PAGES_A_STEP = 2048
+"""Number of pages that all restores in pieces together order in a step."""
+_ID = attrgetter("block_id")
+
+
+@dataclass(slots=True)
+class _Rest:
+    """Pages of a restore that are not ordered yet, in order.
+
+    Attributes:
+        again: pages that were promoted in vain.
+        runs: the pages behind them.
+        at: number of pages of the first run that were ordered.
+    """
+
+    runs: deque[PlacedRun]
+    again: deque[PlacedPage] = field(default_factory=deque)
+    at: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.again or self.runs)
+
+    @property
+    def group(self) -> int:
+        """Group of the first page."""
+        return self.again[0].group if self.again else self.runs[0].group
+
+    def first(self, most: int) -> list[PlacedPage]:
+        """The first pages of one group, at most so many."""
+        if self.again:
+            same = takewhile(lambda page: page.group == self.group, self.again)
+            return list(islice(same, most))
+        run, part = self.runs[0], slice(self.at, self.at + most)
+        pairs = zip(run.keys[part], map(_ID, run.blocks[part]), strict=True)
+        return [PlacedPage(run.group, key, block) for key, block in pairs]
+
+    def drop(self, pages: int) -> None:
+        """Remove the first pages, all of one group."""
+        if self.again:
+            for _ in range(pages):
+                self.again.popleft()
+        else:
+            self.at += pages
+            if self.at == len(self.runs[0].keys):
+                self.runs.popleft()
+                self.at = 0
+
+    def take_readable(self, index: PageIndex, most: int) -> PlacedRun | None:
+        """Remove and return the run of readable pages at the start; None if there is none."""
+        if self.again:
+            return None
+        run, start = self.runs[0], self.at
+        stop = index.readable_prefix(run.keys, start, min(start + most, len(run.keys)))
+        if stop == start:
+            return None
+        self.drop(stop - start)
+        return PlacedRun(run.group, run.keys[start:stop], run.blocks[start:stop])
+
+    def blocks(self) -> list[int]:
+        """Blocks of all these pages."""
+        found = [page.block for page in self.again]
+        for at, run in enumerate(self.runs):
+            found += map(_ID, run.blocks[0 if at else self.at :])
+        return found
 
 
 @dataclass(slots=True)
@@ -47,16 +122,21 @@ class _Restore:
 
     Attributes:
         until: deadline for all pages, seconds.
-        rest: pages not ordered yet, in order.
+        rest: pages not ordered yet.
         coming: pieces being promoted, in order.
         lost: blocks whose pages no tier has any more, and all blocks behind them.
+        copying: unfinished copies to VRAM, in order, as long as they follow each other; and the
+            tokens that they end after.
+        tokens: tokens that the ordered copies end after; None once one does not follow the last.
     """
 
     turn: Turn
     until: float
-    rest: deque[PlacedPage]
+    rest: _Rest
+    tokens: int | None
     coming: deque[_Piece] = field(default_factory=deque)
     lost: list[int] = field(default_factory=list)
+    copying: dict[OrderId, int] = field(default_factory=dict)
 
     @property
     def unfinished(self) -> bool:
@@ -66,7 +146,7 @@ class _Restore:
     def blocks(self) -> list[int]:
         """Blocks whose pages were not ordered to VRAM."""
         coming = [page.block for piece in self.coming for page in piece.pages]
-        return [*coming, *(page.block for page in self.rest), *self.lost]
+        return [*coming, *self.rest.blocks(), *self.lost]
 
 
 class RestorePieces:
@@ -93,6 +173,11 @@ class RestorePieces:
         self._restores = restores
         self._counters = engine.counters
         self._clock = engine.clock
+        self._pool = engine.pool
+        self._block_size = engine.facts.block_size
+        # A single group without windows has whole blocks in the order of the context.
+        self._hashes = engine.facts.recovers_by_block
+        self._left = PAGES_A_STEP  # pages that may still be ordered in this step
         self._under_way: dict[str, _Restore] = {}
         self._copying: dict[OrderId, int] = {}  # slots of orders to VRAM
         self._slots = 0  # slots in use, including those
@@ -100,19 +185,40 @@ class RestorePieces:
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def begin(self, turn: Turn, pages: Sequence[PlacedPage], until: float) -> None:
-        """Promote the pages that a turn's restore lacks.
+    def begin_step(self) -> None:
+        """Start a step."""
+        self._left = PAGES_A_STEP
+
+    def begin(self, turn: Turn, runs: Sequence[PlacedRun], until: float | None) -> None:
+        """Restore a turn's pages.
 
         Args:
-            pages: in the order of the context, group by group.
-            until: deadline for all pages, seconds. Missing pages are then prefilled.
+            runs: in the order of the context, group by group.
+            until: deadline for all pages, seconds. Missing pages are then prefilled. None if all
+                pages are in CPU memory.
         """
-        self._under_way[turn.request_id] = _Restore(turn, until, deque(pages))
-        self._counters.add("restores_in_pieces")
+        rest = _Rest(deque(runs))
+        tokens = turn.source.vram_tokens if self._hashes else None
+        restore = _Restore(turn, math.inf if until is None else until, rest, tokens)
+        self._under_way[turn.request_id] = restore
+        self._counters.add("restores_in_pieces", until is not None)
+        for run in reversed(runs):  # none is evicted before its turn
+            self._index.touch(reversed(run.keys))
 
     def on_settled(self, done: Settled[LoadOrder]) -> None:
-        """Release the slots of a finished order to VRAM."""
-        self._slots -= self._copying.pop(done.order.order_id, 0)
+        """Release the slots of a finished order to VRAM, and let the engine find its blocks."""
+        order = done.order
+        self._slots -= self._copying.pop(order.order_id, 0)
+        restore = self._under_way.get(order.request_id)
+        if restore is None or order.order_id not in restore.copying:
+            return
+        in_turn = next(iter(restore.copying)) == order.order_id
+        tokens = restore.copying.pop(order.order_id)
+        if done.failed or not in_turn:
+            restore.tokens = None
+            restore.copying.clear()
+        else:
+            self._pool.hash_prefix(restore.turn.request, tokens)
 
     def advance(self) -> list[Turn]:
         """Copy arrived pages, and order more. Returns the turns that have nothing in flight any
@@ -166,7 +272,7 @@ class RestorePieces:
             if any(index.state(page.key).moving for page in absent):
                 return
             restore.coming.popleft()
-            restore.rest.extendleft(reversed(absent))
+            restore.rest.again.extendleft(reversed(absent))
             self._slots -= sum(page.key in piece.own for page in absent)
             if there:
                 self._copy(restore, there, piece.own)
@@ -174,19 +280,40 @@ class RestorePieces:
     def _copy(self, restore: _Restore, pages: Sequence[PlacedPage], own: set[PageKey]) -> None:
         """Order readable pages to VRAM. Pages promoted for this restore are dropped from CPU
         memory, because a lower tier has them."""
-        more = restore.unfinished or bool(restore.lost)
         keys, blocks = [page.key for page in pages], [page.block for page in pages]
-        order = self._restores.add_piece(restore.turn, pages[0].group, keys, blocks, more=more)
+        order = self._add_piece(restore, pages[0].group, keys, blocks)
         given_back = [key for key in keys if key in own]
         self._copying[order] = len(given_back)
         for key in given_back:
             self._index.forget(key)
 
+    def _copy_readable(self, restore: _Restore) -> bool:
+        """Order the next pages to VRAM if CPU memory has them; False if it does not."""
+        run = restore.rest.take_readable(self._index, self._left)
+        if run is None:
+            return False
+        self._left -= len(run.keys)
+        follows, tokens = not restore.coming, restore.tokens
+        order = self._add_piece(restore, run.group, run.keys, list(map(_ID, run.blocks)))
+        if tokens is not None and follows:
+            restore.tokens = tokens + len(run.keys) * self._block_size
+            restore.copying[order] = min(restore.tokens, restore.turn.found_tokens)
+        return True
+
+    def _add_piece(
+        self, restore: _Restore, group: int, keys: Sequence[PageKey], blocks: Sequence[int]
+    ) -> OrderId:
+        restore.tokens = None  # unless the pages follow the last ones
+        more = restore.unfinished or bool(restore.lost)
+        return self._restores.add_piece(restore.turn, group, keys, blocks, more=more)
+
     # -- from lower tiers to CPU memory -----------------------------------------------
 
     def _order_more(self, restore: _Restore) -> None:
-        """Promote more pages, as far as slots allow."""
-        while restore.rest:
+        """Order more pages, as far as slots and the step allow."""
+        while restore.rest and self._left > 0:
+            if self._copy_readable(restore):
+                continue
             room = self._room() - self._slots
             if room <= 0 or not self._order_piece(restore, room):
                 return
@@ -198,10 +325,9 @@ class RestorePieces:
     def _order_piece(self, restore: _Restore, room: int) -> bool:
         """Promote the next piece, of at most ``room`` pages; False if there are no slots."""
         turn, rest, index = restore.turn, restore.rest, self._index
-        group = rest[0].group
-        whole = min(PIECE_BYTES // self._book.page_bytes[group], self._room() // 2)
-        most = min(room, max(1, whole))
-        pages = list(islice(takewhile(lambda page: page.group == group, rest), most))
+        whole = min(PIECE_BYTES // self._book.page_bytes[rest.group], self._room() // 2)
+        pages = rest.first(min(room, max(1, whole), self._left))
+        first = pages[0].key
         found = self._tiers.by_tier(index.missing({page.key: page for page in pages}))
         ordered = set[PageKey]()
         for store, keys in found.items():
@@ -209,12 +335,12 @@ class RestorePieces:
                 ordered.update(order.keys)
         pages = list(takewhile(lambda page: index.state(page.key) is not PageState.MISSING, pages))
         if not pages:
-            if not any(rest[0].key in keys for keys in found.values()):
-                restore.lost = [page.block for page in rest]
-                rest.clear()
+            if not any(first in keys for keys in found.values()):
+                restore.lost = rest.blocks()
+                restore.rest = _Rest(deque())
             return False
-        for _ in pages:
-            rest.popleft()
+        rest.drop(len(pages))
+        self._left -= len(pages)
         coming, readable = self._book.promoting, index.readable
         awaited = [page for page in pages if not readable(page.key)]
         if awaited:

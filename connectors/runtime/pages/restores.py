@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Below
 from tiered_kv.connectors.runtime.step_timer import StepTimer
-from tiered_kv.connectors.runtime.turn import GroupPages, Hit, PlacedPage, Turn
+from tiered_kv.connectors.runtime.turn import GroupPages, Hit, PlacedRun, Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import FailLoad, LoadOrder, OrderId, Outbox, RestoreMode
 from tiered_kv.page_group import CONTEXT
@@ -21,12 +22,13 @@ from .saves import Saves
 
 logger = logging.getLogger(__name__)
 
+_ID = attrgetter("block_id")
 SYNC_PAGES = 2048
-"""Maximum number of pages of a sync restore. The engine allocates the blocks of a restore and hashes
-them; for a sync restore it does both in one step."""
+"""Maximum number of pages of a sync restore. The engine allocates and hashes its blocks in
+one step."""
 PAGES_A_STEP = 4096
-"""Number of pages ordered in a step after which no further restore starts in it. Ordering pages and
-finding blocks for them takes time, and the copies take longer than a step anyway."""
+"""Number of restored pages that the engine allocates or hashes blocks for in a step, after which no
+further restore starts in it. That takes time, and the copies take longer than a step anyway."""
 
 
 class Restores:
@@ -59,11 +61,15 @@ class Restores:
         self._counters = engine.counters
         self._pool = engine.pool
         self.unsent = Outbox[LoadOrder]()
-        self._pages = 0  # pages in ``unsent``, if it is not empty
+        self._pages = 0  # allocated or hashed in this step
         self.refused = Outbox[FailLoad]()
         self._from_there: dict[OrderId, tuple[int, ...]] = {}
         self.holding: set[Turn] = set()
         self._unlucky: set[Turn] = set()  # part of their restore failed; no new blocks since
+
+    def begin_step(self) -> None:
+        """Start a step. Restores ordered from now on belong to it."""
+        self._pages = 0
 
     def comes_later(self, turn: Turn, num_computed: int) -> bool:
         """True if a restore for the turn should be left to the next step."""
@@ -72,8 +78,7 @@ class Restores:
             return False
         if self._index.cold.being_compressed and self._awaits_compression(turn, num_computed):
             return True
-        many = bool(self.unsent) and self._pages >= PAGES_A_STEP
-        return many and self._index.readable(keys[first])
+        return self._pages >= PAGES_A_STEP and self._index.readable(keys[first])
 
     def _awaits_compression(self, turn: Turn, num_computed: int) -> bool:
         """True if the turn could restore a page that is being compressed once compression
@@ -92,7 +97,9 @@ class Restores:
 
     def loaded(self, turn: Turn) -> None:
         """Finish the turn's restore: nothing loads into its blocks any more."""
-        self.holding.discard(turn)
+        if turn in self.holding:  # the engine hashes its blocks now
+            self._pages += turn.source.cpu_tokens // self._facts.block_size
+            self.holding.remove(turn)
         self._unlucky.discard(turn)
         turn.restore.loading, turn.restore.broken = 0, False
         turn.restore.promised = turn.restore.failed = False
@@ -182,11 +189,12 @@ class Restores:
         copy_s = sum(self._book.copy_seconds(len(part.keys), part.group) for part in found.parts)
         return self.policy.choose(RestoreCost(copy_s, self._timer.step_s, others))
 
-    def order(self, turn: Turn, tokens: int) -> Sequence[PlacedPage]:
+    def order(self, turn: Turn, tokens: int) -> Sequence[PlacedRun]:
         """Order the restore that the engine expects.
 
         Returns:
-            Pages that CPU memory lacks and that must be restored in pieces (``add_piece``).
+            The restore if it has to be ordered in pieces (``add_piece``), because it is long or CPU
+            memory lacks pages; otherwise nothing.
 
         Raises:
             RuntimeError: no restore, or another one, was offered; follow with ``refuse``.
@@ -196,61 +204,41 @@ class Restores:
             raise RuntimeError("the engine expects a restore that was not offered")
         if tokens != hit.tokens and self._facts.narrow:
             raise RuntimeError(f"the engine expects {tokens} of {hit.tokens} tokens offered")
-        lacking: Sequence[PlacedPage] = ()
-        if hit.pieces_until is not None:
-            lacking = self._order_first_pieces(turn, hit, tokens)
+        runs = [self._placed(turn, part, hit, tokens) for part in hit.parts]
+        pages = sum(len(run.keys) for run in runs)
+        self._pages += pages
+        lacks = hit.pieces_until is not None and not all(map(self._index.readable, hit.keys))
+        in_pieces = lacks or (hit.mode is RestoreMode.ASYNC and pages > PAGES_A_STEP)
+        if in_pieces:
+            turn.restore.loading = 1  # until the last piece is ordered
         else:
-            self._order_whole(turn, hit, tokens)
+            self._order_whole(turn, hit, runs)
         turn.restore.promised = turn.restore.loading > 0
         if turn.restore.promised:
             self.holding.add(turn)
         turn.restore.hit = None
         self._counters.add("restores_async" if turn.restore.loading else "restores_sync")
-        return lacking
+        return runs if in_pieces else ()
 
-    def _order_whole(self, turn: Turn, hit: Hit, tokens: int) -> None:
-        if len(hit.parts) > 1 and not all(map(self._index.readable, hit.keys)):
+    def _order_whole(self, turn: Turn, hit: Hit, runs: Sequence[PlacedRun]) -> None:
+        if len(runs) > 1 and not all(map(self._index.readable, hit.keys)):
             raise RuntimeError("a page that was offered is gone")  # before anything is ordered
-        for part in hit.parts:
-            keys, where = self._places(turn, part, hit, tokens)
-            order = self._plan(turn, keys, where, hit.mode, part.group)
+        for part, run in zip(hit.parts, runs, strict=True):
+            where = list(map(_ID, run.blocks))
+            order = self._plan(turn, run.keys, where, hit.mode, part.group)
             if hit.mode is RestoreMode.SYNC:
                 table = self._pool.tables[part.group][turn.request_id]
-                behind = tuple(block.block_id for block in table[part.first :])
+                behind = tuple(map(_ID, table[part.first :]))
                 self._from_there[order.order_id] = behind
             else:
                 turn.restore.loading += 1
 
-    def _order_first_pieces(self, turn: Turn, hit: Hit, tokens: int) -> Sequence[PlacedPage]:
-        """Order the pages of a restore that are in CPU memory. Returns the pages that it lacks."""
-        readable, lacking = self._index.readable, list[PlacedPage]()
-        here = list[tuple[int, list[PageKey], list[int]]]()
-        for part in hit.parts:
-            keys, blocks = list[PageKey](), list[int]()
-            for key, block in zip(*self._places(turn, part, hit, tokens), strict=True):
-                if readable(key):
-                    keys.append(key)
-                    blocks.append(block)
-                else:
-                    lacking.append(PlacedPage(part.group, key, block))
-            if keys:
-                here.append((part.group, keys, blocks))
-        if not lacking:
-            self._order_whole(turn, hit, tokens)
-            return ()
-        turn.restore.loading = 1  # until the last piece is ordered
-        for group, keys, blocks in here:
-            self.add_piece(turn, group, keys, blocks, more=True)
-        return lacking
-
-    def _places(
-        self, turn: Turn, part: GroupPages, hit: Hit, tokens: int
-    ) -> tuple[Sequence[PageKey], Sequence[int]]:
+    def _placed(self, turn: Turn, part: GroupPages, hit: Hit, tokens: int) -> PlacedRun:
         """Pages of a part that the first ``tokens`` of the hit need, and their blocks."""
         size = self._facts.groups[part.group].block_size
         keys = part.keys if tokens == hit.tokens else part.keys[: -(-tokens // size)]
         table = self._pool.tables[part.group][turn.request_id]
-        return keys, [block.block_id for block in table[part.first : part.first + len(keys)]]
+        return PlacedRun(part.group, keys, table[part.first : part.first + len(keys)])
 
     def _plan(
         self,
@@ -265,7 +253,6 @@ class Restores:
         before = promoted.used
         order = self._book.plan_load(turn.request_id, keys, blocks, mode, group, more)
         turn.restore.came_up += promoted.used - before
-        self._pages = len(order.blocks) + (self._pages if self.unsent else 0)
         self.unsent.append(order)
         return order
 

@@ -8,11 +8,11 @@ blocks are saved, and its last boundary for groups that keep only a part of the 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import filterfalse, islice
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from tiered_kv.connectors.runtime.base import EngineFacts, Request
 from tiered_kv.connectors.runtime.engine_state import EngineState
@@ -26,6 +26,9 @@ from tiered_kv.pages.partial_blocks import TailIndex
 
 STRIDE_TOKENS = 256
 """A decoding request is checked once it may have filled blocks of this many tokens..."""
+_ID = attrgetter("block_id")
+TOUCHED_A_STEP = 4096
+"""Number of pages that are counted as just used in a step; others wait a step longer."""
 TOGETHER = 16
 """...in a step that is a multiple of this. Blocks filled since then are saved when the request
 finishes, and lost when it is preempted: at most 272 tokens or a block."""
@@ -158,7 +161,9 @@ class Saves:
         self.unsent = Outbox[SaveOrder]()
         self.over = 0
         self._latest: OrderId | None = None
-        self._used_by: dict[OrderId, list[PageKey]] = {}  # pages of turns that wait for the save
+        # Pages of finished turns that count as just used: now, or once the save has settled.
+        self._used: deque[PageKey] = deque(maxlen=book.index.num_slots)
+        self._used_by: dict[OrderId, deque[PageKey]] = {}
 
     def watch(self, turn: Turn, step: int) -> None:
         """Check the turn for newly filled blocks in that step, and not before."""
@@ -193,6 +198,8 @@ class Saves:
         Args:
             scheduled: tokens that the step computes for each request.
         """
+        if self._used:
+            self._touch_some()
         if step not in self._calendar:
             return
         due = self._calendar.pop(step)
@@ -230,11 +237,7 @@ class Saves:
             self._order(filled)
 
     def on_ended(self, turn: Turn) -> None:
-        """Save the last blocks of a finished turn, and its end, which fills no block.
-
-        All its pages then count as just used, the end of the context as the least valuable: a
-        prefix without its end is a hit, but an end without its prefix is not.
-        """
+        """Save the last blocks of a finished turn, and its end, which fills no block."""
         if not turn.has_kv or not turn.pages.fingerprints:
             return
         self._unwatch(turn)
@@ -250,21 +253,29 @@ class Saves:
         if end is not None:
             self._add_end(turn, end, filled)
         self._order(filled)
+        turn.save.pages = self._context(turn)
         # Without pages to save now, the pages of the last step may still be in flight.
-        last, context = self._latest, self._context(turn)
-        turn.save.pages = context
-        if last is not None and self._book.under_way(last):
-            self._used_after(last, reversed(context))
-            turn.save.last = last
-        else:
-            self._book.index.touch(reversed(context))
+        if self._latest is not None and self._book.under_way(self._latest):
+            turn.save.last = self._latest
 
-    def _used_after(self, save: OrderId, keys: Iterable[PageKey]) -> None:
-        """Count pages as just used once the save has settled. At most one page per slot is kept,
-        the latest ones, because any number of turns may end while a copy hangs."""
-        used = self._used_by.setdefault(save, [])
-        used.extend(keys)
-        del used[: max(0, len(used) - self._book.index.num_slots)]
+    def count_used(self, context: Sequence[PageKey], save: OrderId | None) -> None:
+        """Count the pages of a context as just used, its end as the least valuable: a prefix
+        without its end is a hit, but an end without its prefix is not.
+
+        At most one page per slot is kept, the latest ones, because any number of turns may end
+        while a copy hangs.
+
+        Args:
+            save: order after which all pages are in CPU memory; None if they already are.
+        """
+        used = self._used
+        if save is not None and self._book.under_way(save):
+            used = self._used_by.setdefault(save, deque(maxlen=self._used.maxlen))
+        used.extend(reversed(context))
+
+    def _touch_some(self) -> None:
+        few = min(len(self._used), TOUCHED_A_STEP)
+        self._book.index.touch([self._used.popleft() for _ in range(few)])
 
     def _context(self, turn: Turn) -> list[PageKey]:
         """The turn's pages so far, first to last."""
@@ -372,7 +383,7 @@ class Saves:
     def on_settled(self, done: Settled[SaveOrder]) -> None:
         """Release the blocks of a save that has finished on every rank."""
         self.over += 1
-        self._book.index.touch(self._used_by.pop(done.order.order_id, ()))
+        self._used.extend(self._used_by.pop(done.order.order_id, ()))
         failed = len(done.failed)
         self._counters.add("save_failures", failed)
         if done.abandoned:
@@ -435,7 +446,8 @@ class Saves:
             if full <= start:
                 continue
             turn.save.cursors[at] = full
-            ids = [b.block_id for b in blocks[start:full]]
+            start = self._book.index.readable_prefix(keys, start, full)
+            ids = map(_ID, blocks[start:full])
             filled[at].update(zip(keys[start:full], ids, strict=True))
 
     def _order(self, filled: Sequence[Mapping[PageKey, int]]) -> None:

@@ -12,15 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
-from operator import attrgetter
 
 from tiered_kv.connectors.runtime.base import Block, BlockPool, EngineFacts
 from tiered_kv.connectors.runtime.pages.saves import last_boundary
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.page_group import KvKind
-
-_HASH = attrgetter("block_hash")
 
 
 @dataclass(slots=True)
@@ -111,8 +107,7 @@ class BoundaryBlocks:
         Full-attention blocks come last, in the order of the context.
         """
         if not self._narrow:
-            blocks = self._pool.blocks_of(turn.request_id)
-            return list(compress(blocks, map(_HASH, blocks)))  # placeholders have no hash
+            return self._pool.hashed_blocks_of(turn.request_id)
         boundary = self._boundaries.get(turn.request_id)
         if boundary is None or boundary.lacking:
             return []

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from tiered_kv.connectors.runtime.base import Block, BlockPool, EngineFacts
+from tiered_kv.connectors.runtime.base import Block, BlockPool, EngineFacts, Request
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.page_group import CONTEXT, KvKind
 
@@ -57,6 +57,7 @@ class GhostPool:
         self.tables: Sequence[Mapping[str, Sequence[Block]]] = real.tables
         self.watermark = real.watermark
         self.blocks_of = real.blocks_of
+        self.hashed_blocks_of = real.hashed_blocks_of
         self._real = real
         self._clock = clock
         self._held: dict[Name, Ghost] = {}
@@ -81,6 +82,9 @@ class GhostPool:
             ghost.ref_cnt -= 1
             if not ghost.ref_cnt:
                 del self._held[ghost.name]
+
+    def hash_prefix(self, request: Request, tokens: int) -> None:
+        """Do nothing: nothing is restored."""
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Do nothing: the engine's prefix cache stays as it is."""

@@ -104,6 +104,11 @@ class VllmRequest:
         self.request_id: str = request.request_id
 
     @property
+    def of_vllm(self) -> Any:
+        """vLLM's own request."""
+        return self._request
+
+    @property
     def cache_salt(self) -> str | None:
         salt: str | None = self._request.cache_salt
         return salt

@@ -113,6 +113,12 @@ class PortPool:
     def blocks_of(self, request_id: str) -> Sequence[Any]:
         return self._pool.tables.get(request_id, ())
 
+    def hash_prefix(self, request: Any, tokens: int) -> None:
+        pass
+
+    def hashed_blocks_of(self, request_id: str) -> list[Any]:
+        return [block for block in self.blocks_of(request_id) if block.block_hash is not None]
+
     def cached(self, block_hash: bytes, group: int) -> Any | None:
         return self._pool.cached(block_hash)
 
