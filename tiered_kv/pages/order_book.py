@@ -42,10 +42,8 @@ from .tier_index import TierIndex, TierPages
 
 MIN_SAMPLE = 1 << 22
 """Minimum size of a promotion that updates the bandwidth estimate, bytes."""
-RELEASED_AT_ONCE = 4096
-"""Approximate number of pages of finished restores released per step; others wait a step longer."""
-SETTLED_AT_ONCE = 4096
-"""Approximate number of pages of other reported orders settled per step; others wait likewise."""
+SETTLED_AT_ONCE = 3072
+"""Approximate number of pages of reported orders settled per step. Others wait a step longer."""
 
 AnyOrder = TypeVar("AnyOrder", bound=Order)
 DoneOrder = TypeVar("DoneOrder", bound=Order, covariant=True)
@@ -443,7 +441,10 @@ class OrderBook:
             flight, report = self._reported.popleft()
             pages += len(flight.keys)
             done.append(self._finish(flight, report))
-        self._release_some()
+        while self._read and pages < SETTLED_AT_ONCE:
+            keys, slots = self._read.popleft()
+            pages += len(keys)
+            self.index.release_all(keys, slots)
         return done
 
     def _is_reported(self, flight: Flight[Any]) -> bool:
@@ -456,15 +457,6 @@ class OrderBook:
         self._settle[order.kind](done, report)
         return done
 
-    def _release_some(self) -> None:
-        """Release pages that were restored earlier. Deferred because releasing takes time and no
-        request waits for it."""
-        pages = 0
-        while self._read and pages < RELEASED_AT_ONCE:
-            keys, slots = self._read.popleft()
-            self.index.release_all(keys, slots)
-            pages += len(keys)
-
     def _saved(self, done: Settled[SaveOrder], report: OrderReport) -> None:
         self._copied(report, done.order.group)
         self._commit(done)
@@ -474,8 +466,8 @@ class OrderBook:
             self._copied(report, done.order.group)
         if not done.failed:
             keys, slots = done.keys, done.order.slots
-            for at in range(0, len(keys), RELEASED_AT_ONCE):
-                part = slice(at, at + RELEASED_AT_ONCE)
+            for at in range(0, len(keys), SETTLED_AT_ONCE):
+                part = slice(at, at + SETTLED_AT_ONCE)
                 self._read.append((keys[part], slots[part]))
             return
         for i, (key, slot) in enumerate(zip(done.keys, done.order.slots, strict=True)):
