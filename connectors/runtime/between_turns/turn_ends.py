@@ -133,7 +133,8 @@ class KvPlacement:
     """Queries the policy, and keeps the eviction order informed. One thread.
 
     Args:
-        pages: their eviction order receives forecasts of when each page is needed.
+        order: eviction order of CPU memory; receives forecasts of when each page is needed.
+        count_used: counts pages as just used, once a save has settled.
         clock: monotonic seconds.
     """
 
@@ -142,14 +143,15 @@ class KvPlacement:
         policy: TurnPolicy,
         gaps: OpenGaps,
         cost_model: CostModel,
-        pages: Pages,
+        order: EvictionOrder,
+        count_used: Callable[[Sequence[PageKey], OrderId | None], None],
         clock: Callable[[], float],
     ) -> None:
         self._policy = policy
         self._gaps = gaps
         self._cost_model = cost_model
-        self._order = pages.order
-        self._saves = pages.saves
+        self._order = order
+        self._count_used = count_used
         self._clock = clock
 
     def decide(
@@ -179,7 +181,7 @@ class KvPlacement:
             self._gaps.open(end.job, gap)
             ranked = self._rank(gap)
         if not (ranked and self._order.by_context):
-            self._saves.count_used(pages, save)
+            self._count_used(pages, save)
         return gap
 
     def revise(self, request_id: str, tool: ToolUse) -> OpenGap | None:
@@ -279,7 +281,9 @@ class TurnEnds:
         self._facts = engine.facts
         self._lineage = Lineage(engine.facts.hash_tokens)
         self._policy, self._pages = deps.policy, pages
-        self._placement = KvPlacement(deps.policy, gaps, costs, pages, engine.clock)
+        self._placement = KvPlacement(
+            deps.policy, gaps, costs, pages.order, pages.saves.count_used, engine.clock
+        )
         self._cost_model = costs
         self._pins = admission.pins
         self._boundaries = admission.boundaries

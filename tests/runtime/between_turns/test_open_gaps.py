@@ -66,7 +66,9 @@ class Waiting:
     def __init__(self, policy: TurnPolicy) -> None:
         self.order = ByWorth(lambda: 0.0, 100)
         prices: Any = SimpleNamespace(costs=lambda tokens, job: Costs(recompute_s=1.0))
-        self.placement = KvPlacement(policy, OpenGaps(), prices, self.order, lambda: 0.0)
+        self.placement = KvPlacement(
+            policy, OpenGaps(), prices, self.order, lambda pages, save: None, lambda: 0.0
+        )
 
     def ends(self, turn: int, *, tool: ToolUse | None = None, pages: Sequence[PageKey]) -> None:
         job = JobKey("", "j")
