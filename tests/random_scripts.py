@@ -15,16 +15,19 @@ from __future__ import annotations
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from tests.conftest import BATCH
+from tiered_kv.connectors.runtime.pages import pieces, restores, saves
 from tiered_kv.orders import RestoreMode
+from tiered_kv.pages import order_book
 from tiered_kv.policies import registry
 from tiered_kv.policies.base import NO_TOOL, Costs, Decision, Tier, ToolUse, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
@@ -50,6 +53,8 @@ def play_each(
 ) -> None:
     """Play the script of each seed in a folder of its own. An error names its seed.
 
+    With every other seed, contexts of a few pages are long ones, whose work is cut into pieces.
+
     Args:
         play: plays one script, and may return counts of what scripts are about. None of them may
             stay 0 in a full batch.
@@ -59,12 +64,29 @@ def play_each(
         own = folder / f"{seed}"
         own.mkdir()
         try:
-            reached.update(play(own, seed))
+            with work_in_pieces(seed):
+                reached.update(play(own, seed))
         except BaseException as error:
             error.add_note(f"repeat with: --scripts 1 --first-seed {seed}")
             raise
         shutil.rmtree(own, ignore_errors=True)
     assert all(reached.values()) or len(seeds) < BATCH, f"nothing was tested: {reached}"
+
+
+@contextmanager
+def work_in_pieces(seed: int) -> Iterator[None]:
+    """Let a step of the scheduler's thread handle a few pages only, if the seed is odd."""
+    with ExitStack() as patches:
+        for module, limit, pages in (
+            (restores, "SYNC_PAGES", 3),
+            (restores, "PAGES_A_STEP", 4),
+            (pieces, "PAGES_A_STEP", 2),
+            (saves, "TOUCHED_A_STEP", 3),
+            (order_book, "SETTLED_AT_ONCE", 3),
+        ):
+            if seed % 2:
+                patches.enter_context(patch.object(module, limit, pages))
+        yield
 
 
 @dataclass(frozen=True, slots=True)

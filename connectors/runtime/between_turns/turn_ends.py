@@ -22,6 +22,7 @@ from tiered_kv.connectors.runtime.parts import AdmissionGroup, Pages
 from tiered_kv.connectors.runtime.turn import NO_GAP, EndedGap, Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import OrderId
+from tiered_kv.pages.base import EvictionOrder
 from tiered_kv.policies.base import (
     Decision,
     GapClass,

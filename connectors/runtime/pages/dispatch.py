@@ -202,7 +202,6 @@ class OrderDispatch:
         until = turn.restore.hit.pieces_until if turn.restore.hit is not None else None
         if runs := self._restores.order(turn, tokens):
             self._pieces.begin(turn, runs, until)
-            self._advance_pieces()
 
     def begins_anew(self, turn: Turn) -> bool:
         """Return True once if the engine asks again for a turn whose async restore failed
