@@ -135,7 +135,7 @@ class PageIndex:
         # Copies in flight that read a slot. The slot of a forgotten page becomes free with its last
         # copy.
         self._readers = np.zeros(num_slots, np.int32)
-        self._reads = memoryview(self._readers)  # faster for one slot
+        self._reads = self._readers.data  # faster for one slot
         self._reading = 0
         self._forgotten: set[tuple[PageKey, int]] = set()  # while being written
         self._free = list(range(num_slots - 1, -1, -1))
@@ -314,7 +314,7 @@ class PageIndex:
             for unreadable in filterfalse(self.readable, keys):
                 self.acquire(unreadable)  # raises
             return [self.acquire(key) for key in keys]
-        np.add.at(self._readers, slots, 1)
+        np.add.at(self._readers, np.asarray(slots, np.intp), 1)
         self._reading += len(slots)
         return slots
 

@@ -88,6 +88,8 @@ class Settled(Generic[DoneOrder]):
         """The pages whose copy succeeded on every rank, in the same order."""
         if not self.failed:
             return self.keys
+        if len(self.failed) == len(self.keys):
+            return ()
         return [key for i, key in enumerate(self.keys) if i not in self.failed]
 
 
@@ -503,7 +505,8 @@ class OrderBook:
         if not done.abandoned:
             answers = self.stores[done.order.store].index
             answers.answer(done.good, True)
-            answers.answer((done.keys[i] for i in done.failed), False)
+            nothing = len(done.failed) == len(done.keys)  # the usual answer
+            answers.answer(done.keys if nothing else [done.keys[i] for i in done.failed], False)
 
     def _exported(self, done: Settled[ExportOrder], _: OrderReport) -> None:
         self.index.release_all(done.keys, done.order.slots, used=False)

@@ -49,7 +49,7 @@ class TierIndex:
         """The pages among ``keys`` that should be written, in the same order."""
         return filterfalse(self._used.__contains__, keys)
 
-    def unanswered(self, keys: Iterable[PageKey]) -> list[PageKey]:
+    def unanswered(self, keys: Collection[PageKey]) -> list[PageKey]:
         """Pages that must be looked up in the store; empty for a tier whose pages are known."""
         return []
 
@@ -111,7 +111,9 @@ class AskedIndex(TierIndex):
             return keys
         return [key for key in keys if key not in used or not self._fresh(key)]
 
-    def unanswered(self, keys: Iterable[PageKey]) -> list[PageKey]:
+    def unanswered(self, keys: Collection[PageKey]) -> list[PageKey]:
+        if self._until.keys().isdisjoint(keys):  # the usual case, and a cheap test
+            return list(keys)
         until, now = self._until.get, self._clock()
         return [key for key in keys if until(key, now) <= now]
 

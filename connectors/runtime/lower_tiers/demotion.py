@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import NamedTuple
 
 from tiered_kv.keys import PageKey
@@ -160,7 +161,8 @@ def runs_of(keys: Sequence[PageKey]) -> dict[PageKey, PageKey]:
     Args:
         keys: pages of a context from its start, of one group.
     """
-    return {key: keys[at // RUN_PAGES * RUN_PAGES] for at, key in enumerate(keys)}
+    firsts = chain.from_iterable(repeat(first, RUN_PAGES) for first in keys[::RUN_PAGES])
+    return dict(zip(keys, firsts, strict=False))
 
 
 class Doubt:

@@ -198,7 +198,7 @@ class LowerTier:
             return None
         if self._in_runs:
             runs = runs_of(context)
-            order = replace(order, runs=tuple(runs[key] for key in order.keys))
+            order = replace(order, runs=tuple(map(runs.__getitem__, order.keys)))
         self._lookups.append(order)
         return order.order_id
 
