@@ -38,9 +38,14 @@ class PlacedPage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlacedRun:
-    """Pages of a group and the blocks that they are copied to, in the order of the context."""
+    """Pages of a group and the blocks that they are copied to, in the order of the context.
+
+    Attributes:
+        first: number of blocks before them.
+    """
 
     group: int
+    first: int
     keys: Sequence[PageKey]
     blocks: Sequence[Block]
 

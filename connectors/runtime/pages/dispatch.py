@@ -201,7 +201,7 @@ class OrderDispatch:
         """
         until = turn.restore.hit.pieces_until if turn.restore.hit is not None else None
         if runs := self._restores.order(turn, tokens):
-            self._pieces.begin(turn, runs, until)
+            self._pieces.begin(turn, runs, tokens, until)
 
     def begins_anew(self, turn: Turn) -> bool:
         """Return True once if the engine asks again for a turn whose async restore failed

@@ -92,7 +92,8 @@ class _Rest:
         if stop == start:
             return None
         self.drop(stop - start)
-        return PlacedRun(run.group, run.keys[start:stop], run.blocks[start:stop])
+        first = run.first + start
+        return PlacedRun(run.group, first, run.keys[start:stop], run.blocks[start:stop])
 
     def blocks(self) -> list[int]:
         """Blocks of all these pages."""
@@ -125,15 +126,18 @@ class _Restore:
         rest: pages not ordered yet.
         coming: pieces being promoted, in order.
         lost: blocks whose pages no tier has any more, and all blocks behind them.
-        copying: unfinished copies to VRAM, in order, as long as they follow each other; and the
-            tokens that they end after.
-        tokens: tokens that the ordered copies end after; None once one does not follow the last.
+        copying: unfinished copies to VRAM of pages in the order of the context; and the tokens that
+            each ends after.
+        follows: number of blocks before the page that follows the last of these copies; None once
+            another page was copied.
+        tokens: tokens that the restore ends after.
     """
 
     turn: Turn
     until: float
     rest: _Rest
-    tokens: int | None
+    follows: int | None
+    tokens: int
     coming: deque[_Piece] = field(default_factory=deque)
     lost: list[int] = field(default_factory=list)
     copying: dict[OrderId, int] = field(default_factory=dict)
@@ -189,18 +193,25 @@ class RestorePieces:
         """Start a step."""
         self._left = PAGES_A_STEP
 
-    def begin(self, turn: Turn, runs: Sequence[PlacedRun], until: float | None) -> None:
+    def begin(
+        self, turn: Turn, runs: Sequence[PlacedRun], tokens: int, until: float | None
+    ) -> None:
         """Restore a turn's pages.
 
         Args:
             runs: in the order of the context, group by group.
+            tokens: tokens that they hold beyond those in VRAM.
             until: deadline for all pages, seconds. Missing pages are then prefilled. None if all
                 pages are in CPU memory.
         """
-        rest = _Rest(deque(runs))
-        tokens = turn.source.vram_tokens if self._hashes else None
-        restore = _Restore(turn, math.inf if until is None else until, rest, tokens)
-        self._under_way[turn.request_id] = restore
+        first = runs[0].first
+        self._under_way[turn.request_id] = _Restore(
+            turn,
+            math.inf if until is None else until,
+            _Rest(deque(runs)),
+            first if self._hashes else None,
+            first * self._block_size + tokens,
+        )
         self._counters.add("restores_in_pieces", until is not None)
         for run in reversed(runs):  # none is evicted before its turn
             self._index.touch(reversed(run.keys))
@@ -215,7 +226,7 @@ class RestorePieces:
         in_turn = next(iter(restore.copying)) == order.order_id
         tokens = restore.copying.pop(order.order_id)
         if done.failed or not in_turn:
-            restore.tokens = None
+            restore.follows = None
             restore.copying.clear()
         else:
             self._pool.hash_prefix(restore.turn.request, tokens)
@@ -293,17 +304,17 @@ class RestorePieces:
         if run is None:
             return False
         self._left -= len(run.keys)
-        follows, tokens = not restore.coming, restore.tokens
+        in_turn = run.first == restore.follows
         order = self._add_piece(restore, run.group, run.keys, list(map(_ID, run.blocks)))
-        if tokens is not None and follows:
-            restore.tokens = tokens + len(run.keys) * self._block_size
-            restore.copying[order] = min(restore.tokens, restore.turn.found_tokens)
+        if in_turn:
+            restore.follows = run.first + len(run.keys)
+            restore.copying[order] = min(restore.tokens, restore.follows * self._block_size)
         return True
 
     def _add_piece(
         self, restore: _Restore, group: int, keys: Sequence[PageKey], blocks: Sequence[int]
     ) -> OrderId:
-        restore.tokens = None  # unless the pages follow the last ones
+        restore.follows = None  # unless the pages follow the last ones
         more = restore.unfinished or bool(restore.lost)
         return self._restores.add_piece(restore.turn, group, keys, blocks, more=more)
 

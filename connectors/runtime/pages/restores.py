@@ -238,7 +238,8 @@ class Restores:
         size = self._facts.groups[part.group].block_size
         keys = part.keys if tokens == hit.tokens else part.keys[: -(-tokens // size)]
         table = self._pool.tables[part.group][turn.request_id]
-        return PlacedRun(part.group, keys, table[part.first : part.first + len(keys)])
+        blocks = table[part.first : part.first + len(keys)]
+        return PlacedRun(part.group, part.first, keys, blocks)
 
     def _plan(
         self,

@@ -115,3 +115,36 @@ def test_an_end_meanwhile_leaves_nothing(rig: Rig, end: str) -> None:
     assert len(rig.pages.pieces) == 0
     finish(rig)
     assert rig.ask("once more", LONG) == expected(LONG, 4)
+
+
+def test_a_turn_that_was_preempted_is_found_as_far_as_it_has_arrived_this_time(rig: Rig) -> None:
+    """At its first admission VRAM had half of the prompt; after its preemption it has nothing."""
+    half = LONG[:160]
+    rig.add("half", half, max_tokens=40)
+    while not rig.outputs["half"]:
+        rig.step()
+    rig.add("again", LONG, max_tokens=30)
+    while len(rig.outputs["again"]) < 2:
+        rig.step()
+        rig.wait_for_worker()
+    assert rig.turn("again").source.vram_tokens >= 160
+    rig.abort("half")
+    faulty = rig.inject(FaultyTransfer)
+
+    again = next(one for one in rig.scheduler.running if one.request_id == "again")
+    rig.scheduler.running.remove(again)
+    rig.scheduler._preempt_request(again, rig.now)
+    rig.pool.evict_blocks(set(range(rig.options.blocks)))
+    while not len(rig.pages.pieces):
+        rig.step()
+    rig.wait_for_worker()
+    faulty.hold(Direction.LOAD)
+    rig.step()
+    rig.add("twin", LONG[:300])
+    rig.step()
+
+    assert 0 < rig.turn("twin").source.vram_tokens <= 2 * PAGES_A_STEP * 16
+    faulty.let_go()
+    finish(rig)
+    assert rig.outputs["twin"] == expected(LONG[:300], 4)
+    assert rig.outputs["again"] == expected(LONG, 30)
