@@ -22,7 +22,8 @@ from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +74,9 @@ class JobDemand(NamedTuple):
     shared: float = 0.0
 
 
+NO_DEMAND = JobDemand(0.0, 0.0, 0.0)
+
+
 class Demand:
     """Projected demand of all jobs together, oldest first.
 
@@ -87,14 +91,18 @@ class Demand:
     def __init__(self, jobs: Sequence[JobDemand] = (), spread: float = 0.0) -> None:
         self._len = len(jobs)
         self._spread = spread
-        given = np.array(jobs, dtype=np.float64).reshape(-1, 6)
+        flat = chain.from_iterable(jobs)
+        given = np.fromiter(flat, np.float64, 6 * self._len).reshape(-1, 6)
         moments = np.append(np.unique(self._stays(given[:, 2])), 0.0)
         if len(moments) > MOMENTS:
             moments = moments[np.linspace(0, len(moments) - 1, MOMENTS).astype(int)]
         self._moments = moments
         # One row per job: its demand of VRAM at every moment, then its demand anywhere.
         self._rows = np.zeros((self._len + CHUNK, 2 * len(moments)))
-        self._rows[: self._len] = self._rows_of(given)
+        for at in range(0, self._len, CHUNK):  # small arrays stay in the processor's cache
+            chunk = slice(at, min(at + CHUNK, self._len))
+            self._fill(self._rows[chunk], given[chunk].T[:, :, None])
+        self._latest = NO_DEMAND, np.zeros(2 * len(moments))
         self._sum_up()
 
     def __len__(self) -> int:
@@ -105,7 +113,7 @@ class Demand:
         if place == len(self._rows):
             self._rows = np.concatenate([self._rows, np.zeros_like(self._rows[:CHUNK])])
             self._sum_up()
-        row = self._rows_of(np.array([demand], dtype=np.float64))[0]
+        row = self._row_of(demand)
         self._sums[place // CHUNK + 1 :] += row - self._rows[place]
         self._rows[place] = row
         self._len = max(self._len, place + 1)
@@ -122,7 +130,7 @@ class Demand:
         """
         totals, count = self._until(first), len(self._moments)
         if more is not None:
-            totals = totals + self._rows_of(np.array([more], dtype=np.float64))[0]
+            totals = totals + self._row_of(more)
         return float(totals[count * anywhere : count * (anywhere + 1)].max())
 
     def _until(self, first: int | None) -> Array:
@@ -140,15 +148,27 @@ class Demand:
         ]
         self._sums = np.cumsum([np.zeros_like(self._rows[0]), *chunks], axis=0)
 
-    def _stays(self, left: Array) -> Array:
-        stays: Array = left + self._spread * np.sqrt(left)
-        return stays
+    def _stays(self, left: Any) -> Any:
+        return left + self._spread * np.sqrt(left)
 
-    def _rows_of(self, given: Array) -> Array:
-        blocks, grows, left, weight, chance, shared = given.T[:, :, None]
+    def _row_of(self, demand: JobDemand) -> Array:
+        """Row of one job. An arriving job is tested, and then added, with the same demand."""
+        tested, row = self._latest
+        if demand is not tested:
+            row = np.empty(2 * len(self._moments))
+            self._fill(row, demand)
+            self._latest = demand, row
+        return row
+
+    def _fill(self, rows: Array, demands: JobDemand | Array) -> None:
+        """Compute the rows of these demands."""
+        blocks, grows, left, weight, chance, shared = demands
         there = self._stays(left) >= self._moments
         whole = (blocks + grows * np.minimum(left, self._moments)) * there
-        return np.concatenate([weight * whole + shared, chance * whole + shared], axis=1)
+        count = len(self._moments)
+        for part, fraction in ((rows[..., :count], weight), (rows[..., count:], chance)):
+            np.multiply(fraction, whole, out=part)
+            part += shared
 
 
 class JobLengths:

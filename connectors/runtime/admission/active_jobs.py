@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.policies.admission.working_set import (
+    NO_DEMAND,
     Blocks,
     Demand,
     FairShare,
@@ -129,7 +130,7 @@ class Families:
         self._counts: dict[JobKey, tuple[bytes, float]] = {}
 
     def count_all(
-        self, members: Mapping[JobKey, ActiveJob], chances: Mapping[JobKey, float]
+        self, members: Mapping[JobKey, ActiveJob], demands: Mapping[JobKey, JobDemand]
     ) -> None:
         """Count all jobs again. The shared blocks of a family are weighted by the highest chance
         among its jobs."""
@@ -137,7 +138,7 @@ class Families:
         needed: dict[bytes, float] = {}
         for key, member in members.items():
             if member.shared:
-                needed[member.family] = max(chances[key], needed.get(member.family, 0.0))
+                needed[member.family] = max(demands[key].chance, needed.get(member.family, 0.0))
         largest: dict[bytes, int] = {}
         for key, member in members.items():
             if member.shared:
@@ -176,7 +177,9 @@ class Families:
 COUNTED_S = 2e-4
 """Seconds per job between two full counts, because counting a job takes microseconds. Changed jobs
 are counted again on every query."""
-NOTHING = JobDemand(0.0, 0.0, 0.0)
+TOGETHER = 256
+"""Number of jobs that one query counts again. With more jobs, a full count takes several queries,
+so that no step waits for all of it."""
 
 
 class ActiveJobs:
@@ -221,6 +224,8 @@ class ActiveJobs:
         self._places: dict[JobKey | str, int] = {}  # position in ``_demand``
         self._families = Families()
         self._changed: dict[JobKey | str, None] = {}  # changed since they were counted
+        self._counted: dict[JobKey, JobDemand] = {}  # as last counted
+        self._uncounted: list[JobKey] = []  # what the full count under way has yet to count
         self._counted_until = -math.inf
 
     def __len__(self) -> int:
@@ -317,11 +322,11 @@ class ActiveJobs:
         self.job_forecast.lengths.ended(member.turns)
         return True
 
-    def _chances(self, now: float) -> dict[JobKey, float]:
-        """Chance of each job to need its blocks soon. Jobs that may have ended become dormant,
-        because clients may leave without notice. Pins of such jobs become the first to be
-        released."""
-        chances = {key: self._chance(key, member, now) for key, member in self._members.items()}
+    def _chances(self, jobs: Iterable[JobKey], now: float) -> dict[JobKey, float]:
+        """Chance of each of these active jobs to need its blocks soon. Jobs that may have ended
+        become dormant, because clients may leave without notice. Pins of such jobs become the first
+        to be released."""
+        chances = {key: self._chance(key, self._members[key], now) for key in jobs}
         for key in [key for key, chance in chances.items() if chance < LEAST_CHANCE]:
             self._pins.devalue(key)
             if now - self._members[key].since >= LEAST_SILENCE_S:
@@ -430,21 +435,35 @@ class ActiveJobs:
     def _count(self) -> None:
         """Update demand and peak: of all jobs at intervals, otherwise of the jobs that changed."""
         now = self._clock()
-        if now < self._counted_until:
-            for key in self._changed:
-                self._count_one(key, now)
-            self._changed.clear()
-            return
-        chances = self._chances(now)
+        if now >= self._counted_until:
+            self._count_more(now)
+        for key in self._changed:
+            self._count_one(key, now)
         self._changed.clear()
-        self._families.count_all(self._members, chances)
-        demands = [
-            self._demand_of(key, member, chances[key], now) for key, member in self._members.items()
-        ]
+
+    def _count_more(self, now: float) -> None:
+        """Count the next jobs again, and add up the demand of all once each was counted."""
+        ahead = self._uncounted or list(self._members)
+        batch, self._uncounted = ahead[:TOGETHER], ahead[TOGETHER:]
+        chances = self._chances((key for key in batch if key in self._members), now)
+        for key, chance in chances.items():
+            self._counted[key] = self._demand_of(key, self._members[key], chance, 0.0, now)
+        self._counted_until = now + COUNTED_S * (len(chances) + len(self._entering))
+        if not self._uncounted:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """Add up the demands of all jobs as last counted."""
+        counted = self._counted = {key: self._counted.get(key, NO_DEMAND) for key in self._members}
+        self._families.count_all(self._members, counted)
+        for key, member in self._members.items():
+            if member.shared:
+                shared = self._families.counted_with(key, member)
+                counted[key] = counted[key]._replace(shared=shared)
+        demands = list(counted.values())
         self._demand = Demand([*demands, *self._entering.values()], self.cadence.spread)
         keys: list[JobKey | str] = [*self._members, *self._entering]
         self._places = {key: place for place, key in enumerate(keys)}
-        self._counted_until = now + COUNTED_S * len(keys)
         self._share_room(demands)
 
     def _share_room(self, demands: Sequence[JobDemand]) -> None:
@@ -462,20 +481,23 @@ class ActiveJobs:
         """Update the demand of a job that changed, started or ended."""
         place = self._places.get(key)
         if isinstance(key, str):
-            demand = self._entering.get(key, NOTHING)
+            demand = self._entering.get(key, NO_DEMAND)
         elif (member := self._members.get(key)) is None:
             left = self._families.leave(key)
-            demand = JobDemand(0.0, 0.0, 0.0, shared=left) if left else NOTHING
+            demand = JobDemand(0.0, 0.0, 0.0, shared=left) if left else NO_DEMAND
         else:
-            demand = self._demand_of(key, member, self._chance(key, member, now), now)
-        if place is None and demand is not NOTHING:
+            chance = self._chance(key, member, now)
+            shared = self._families.counted_with(key, member)
+            demand = self._counted[key] = self._demand_of(key, member, chance, shared, now)
+        if place is None and demand is not NO_DEMAND:
             place = self._places[key] = len(self._demand)
         if place is not None:
             self._demand.put(place, demand)
 
-    def _demand_of(self, key: JobKey, member: ActiveJob, chance: float, now: float) -> JobDemand:
+    def _demand_of(
+        self, key: JobKey, member: ActiveJob, chance: float, shared: float, now: float
+    ) -> JobDemand:
         grows, left = self.job_forecast.ahead(key, member.turns, member.grown)
-        shared = self._families.counted_with(key, member)
         if member.running:
             return running_demand(member.blocks, grows, left, shared)
         away_s = now - member.since
