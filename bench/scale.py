@@ -2,18 +2,29 @@
 
     python -m bench.scale --json
 
-vLLM's scheduler with the connector, without a model, beside stock vLLM in the same scenario. Times
-are CPU time of that thread in milliseconds of a reference machine (``REFERENCE_S``): other programs
-do not lengthen them, and a slow machine hardly does.
+vLLM's scheduler with the connector, without a model, compared with stock vLLM in the same scenario,
+and with vLLM's own offloading connector where it can do the same (``bench.offloader``). Times are
+CPU time of that thread in milliseconds of a reference machine (``REFERENCE_S``): other programs do
+not lengthen them, and a slow machine hardly does.
 
-A step's *excess* is the time of our hooks, including vLLM's prefix look-ups that it has to repeat
-because a hook answered "ask again", plus the time by which the rest of it is longer than the
-longest step of stock vLLM.
+A step's *excess* is the time of a connector's hooks, including vLLM's prefix look-ups that it has
+to repeat because a hook answered "ask again", plus the time by which the rest of it is longer than
+the longest step of stock vLLM. Arrivals belong to no step: ``arrival_us`` is the mean time of
+``on_new_request``, ``arrival_worst_us`` the longest, ``arrival_stock_us`` the mean of stock vLLM's
+own ``add_request``.
 
-``match_new_ratio``: a new job's match with 2,000 jobs running over that with 64. ``stall_ms``: the
-largest excess of a step in any scenario. ``finished_128k_ms``: the end of a turn of 128k tokens.
-``rerank_1e6_ms``: the longest call of the eviction order over a million pages, including what it
-ranks again. ``decode_ratio``: see ``bench.overhead``, with its control ``decode_control``.
+``stall_NAME_ms``: the largest excess of a step in a scenario; ``vllm_offloader_NAME_ms``: the same
+with vLLM's offloading connector; ``finished_NAME_ms``: the longest end of a turn. Contexts of 32k,
+128k, 512k and 1M tokens, in blocks of 128 or, with ``_16``, of 16, have scenarios of their own:
+``pins`` pins every turn that ends, ``ssd`` and ``remote`` have CPU memory for one context only;
+turns end (``turns``), several jobs return together after VRAM has lost them (``several``), or one
+does (``one``). ``stall_1m_ms`` is the largest of those with 1M tokens in blocks of 128, and so on.
+
+``stall_ms``: the largest excess in the other scenarios. ``match_new_ratio``: a new job's match with
+2,000 jobs running over that with 64. ``finished_128k_ms``: the median end of a turn of 128k tokens
+in blocks of 16, as in earlier results. ``rerank_1e6_ms``: the longest call of the eviction order
+over a million pages, including what it ranks again. ``decode_ratio``: see ``bench.overhead``, with
+its control ``decode_control``.
 """
 
 from __future__ import annotations
@@ -23,8 +34,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,15 +52,21 @@ from tiered_kv.policies.distribution import GRID, Forecast
 
 FEW, MANY = 64, 2_000
 PAGES = 1_000_000
+CONTEXTS = {"32k": 1 << 15, "128k": 1 << 17, "512k": 1 << 19, "1m": 1 << 20}
 REFERENCE_S = 0.0152
 """CPU seconds that ``loop_s`` takes on the reference machine: the least of 50 runs on a virtual
 machine with two cores of an AMD EPYC (Zen 5), CPython 3.11."""
-BLOCK = 16
 BATCH_TOKENS = 32_768
+TOKEN_S, ANSWER_S = 1e-4, 0.003
+"""Seconds of a token on the engine's clock with a lower tier, so that reading pages takes less time
+than computing them, and the real seconds that a step leaves the thread that queries a store."""
+PAGE_OF_MEMORY = 4096
+"""Bytes to which vLLM's offloading connector rounds a block up."""
 HOOKS = (
     "on_new_request",
     "get_num_new_matched_tokens",
     "update_state_after_alloc",
+    "get_external_cache_hit_sources",
     "has_pending_block_frees",
     "build_connector_meta",
     "update_connector_output",
@@ -57,7 +75,7 @@ HOOKS = (
     "get_kv_connector_stats",
 )
 
-_TOKENS = [int(t) for t in np.random.default_rng(0).integers(1, 1000, 140_000)]
+_TOKENS = [int(t) for t in np.random.default_rng(0).integers(1, 1000, (1 << 20) + 2_000)]
 
 
 def loop_s() -> float:
@@ -74,33 +92,70 @@ def loop_s() -> float:
     return time.thread_time() - began
 
 
-class Speed:
-    """Speed of this machine at present: sampled with every scenario, so that the effect of other
-    load on its caches and clock counts for both."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def sample(self) -> None:
-        self.seen += (loop_s() for _ in range(3))
-
-    @property
-    def scale(self) -> float:
-        """Milliseconds of the reference machine in a second of this one."""
-        return 1e3 * REFERENCE_S / statistics.median(self.seen)
-
-
 def prompt(tokens: int, seed: int) -> list[int]:
     """Token ids that share no block with those of another seed, and little memory."""
     return [seed % 1000, seed // 1000 % 1000, *_TOKENS[: tokens - 2]]
 
 
+class Kind(Enum):
+    """An engine's connector."""
+
+    STOCK = "none"
+    OURS = "tiered-kv"
+    OFFLOADER = "vLLM's own offloading connector"
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A scenario and the engine on which it is played.
+
+    Attributes:
+        name: of its results.
+        play: drives an engine.
+        blocks: blocks of VRAM.
+        longest: tokens of the longest request.
+        seqs: requests that run at a time.
+        pages: pages that CPU memory has space for.
+        block: tokens of a block.
+        pins: pin every turn that ends, instead of those that the default policy pins.
+        tier: ``ssd`` or ``remote``, the tier below CPU memory; empty for none.
+        has_peer: True to play it with vLLM's offloading connector, too.
+        context: group of long contexts to which it belongs; empty for none.
+    """
+
+    name: str
+    play: Callable[[Watched], None]
+    blocks: int
+    longest: int
+    seqs: int
+    pages: int
+    block: int = 16
+    pins: bool = False
+    tier: str = ""
+    has_peer: bool = True
+    context: str = ""
+
+    @property
+    def kinds(self) -> Iterator[Kind]:
+        """Engines on which it is played."""
+        return (kind for kind in Kind if self.has_peer or kind is not Kind.OFFLOADER)
+
+
 @dataclass(slots=True)
 class Step:
-    """CPU seconds of a step: all of it, and the part of our hooks."""
+    """CPU seconds of a step or an arrival: all of it, and the part of the hooks."""
 
     whole: float = 0.0
-    ours: float = 0.0
+    hooks: float = 0.0
+
+
+@dataclass(slots=True)
+class Phase:
+    """CPU seconds of a part of a scenario: its steps, its arrivals, and each call by hook."""
+
+    steps: list[Step] = field(default_factory=list)
+    arrivals: list[Step] = field(default_factory=list)
+    hooks: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in HOOKS})
 
 
 @dataclass(slots=True)
@@ -108,19 +163,21 @@ class Watched:
     """An engine without a model, whose steps are timed.
 
     Attributes:
-        is_ours: True with the connector.
-        hooks: CPU seconds of each call, by hook.
+        phases: by name; the scenario's own has none.
+        now: the phase that is played.
     """
 
     rig: Any
-    is_ours: bool
-    steps: list[Step] = field(default_factory=list)
-    hooks: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in HOOKS})
+    kind: Kind
+    has_tier: bool
+    now: Phase = field(default_factory=Phase)
+    phases: dict[str, Phase] = field(default_factory=dict)
     _at: Step = field(default_factory=Step)
     _looked_up: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.is_ours:
+        self.phases[""] = self.now
+        if self.kind is not Kind.STOCK:
             for name in HOOKS:
                 self._watch(self.rig.connector, name)
         manager = self.rig.scheduler.kv_cache_manager
@@ -136,38 +193,53 @@ class Watched:
         manager.get_computed_blocks = timed
 
     def _watch(self, connector: Any, name: str) -> None:
-        hook, seen = getattr(connector, name), self.hooks[name]
+        hook = getattr(connector, name)
         asks = name == "get_num_new_matched_tokens"
 
         def timed(*args: Any) -> Any:
             began = time.thread_time()
             answer = hook(*args)
             took = time.thread_time() - began
-            seen.append(took)
+            self.now.hooks[name].append(took)
             if asks and answer[0] is None:
                 took += self._looked_up
-            self._at.ours += took
+            self._at.hooks += took
             return answer
 
         setattr(connector, name, timed)
 
+    def begin(self, phase: str) -> None:
+        """Begin a phase."""
+        self.now = self.phases[phase] = Phase()
+
     def add_all(self, jobs: Sequence[tuple[str, int, int, int]]) -> None:
         """Add requests that arrive together: name, prompt tokens, seed and answered tokens of
-        each. That is no part of a step."""
+        each. That is no part of a step, nor is what vLLM does in another thread: hashing blocks."""
         for name, tokens, seed, answer in jobs:
             params = {"job_id": name.split("/")[0], "is_last_step": False}
-            self.rig.add(name, prompt(tokens, seed), max_tokens=answer, params=params)
+            words = prompt(tokens, seed)
+            request = self.rig.make_request(name, words, max_tokens=answer, params=params)
+            self._at = Step()
+            began = time.thread_time()
+            self.rig.scheduler.add_request(request)
+            self._at.whole = time.thread_time() - began
+            self.now.arrivals.append(self._at)
 
     def step(self) -> None:
         self._at = Step()
         self.rig.now += 0.02
-        self.rig.step()
+        output = self.rig.step()
         self._at.whole = self.rig.scheduler_s
-        self.steps.append(self._at)
+        self.now.steps.append(self._at)
+        if self.has_tier:
+            self.rig.now += TOKEN_S * output.total_num_scheduled_tokens
+            self.rig.wait_for_worker()
+            time.sleep(ANSWER_S)
 
     def run(self, limit: int = 20_000) -> None:
         for _ in range(limit):
-            if not self.rig.scheduler.has_unfinished_requests():
+            is_writing = self.has_tier and self.rig.orders_under_way
+            if not (is_writing or self.rig.scheduler.has_unfinished_requests()):
                 return
             self.step()
         raise RuntimeError(f"still busy after {limit} steps")
@@ -179,96 +251,152 @@ class Watched:
 
     def until_restored(self) -> None:
         """Step until all restores have finished, while the workers report none."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
         worker = self.rig.worker
         reports, results = worker.build_connector_worker_meta, worker.get_transfer_results
-        nothing = results(set())
         worker.build_connector_worker_meta = lambda: None
-        worker.get_transfer_results = lambda _: nothing
+        worker.get_transfer_results = lambda _: KVConnectorTransferResults(set(), set())
         for _ in range(200):
             self.step()
         worker.build_connector_worker_meta, worker.get_transfer_results = reports, results
 
-    def release(self) -> None:
-        """Release all pins."""
-        if self.is_ours:
+    def lose_vram(self) -> None:
+        """Release all pins, and have VRAM lose what it caches."""
+        if self.kind is Kind.OURS:
             self.rig.half.release_all()
-            self.rig.step()
+        if self.kind is not Kind.STOCK:
+            for _ in range(3):  # what was saved last is reported
+                self.rig.step()
+        self.rig.pool.evict_blocks(set(range(self.rig.options.blocks)))
 
 
-def excess(
-    play: Callable[[Watched], None], size: Mapping[str, int], *, pins: bool = False
-) -> float:
-    """Play a scenario on stock vLLM and with the connector; the largest excess of a step, seconds.
-
-    Args:
-        size: see ``engine``.
-        pins: pin every turn that ends, instead of those that the default policy pins.
-    """
-    steps = dict[bool, list[Step]]()
-    for is_ours in (False, True):
-        with engine(is_ours, pins, **size) as one:
-            play(one)
-        steps[is_ours] = one.steps
-    longest = max(step.whole for step in steps[False])
-    return max(step.ours + max(0.0, step.whole - step.ours - longest) for step in steps[True])
+def excess(steps: Sequence[Step], stock: Mapping[str, Phase]) -> float:
+    """The largest excess of a step over the longest step of stock vLLM, seconds."""
+    longest = max(step.whole for phase in stock.values() for step in phase.steps)
+    return max(one.hooks + max(0.0, one.whole - one.hooks - longest) for one in steps)
 
 
 @contextmanager
-def engine(
-    is_ours: bool, pins: bool, *, blocks: int, longest: int, seqs: int, pages: int
-) -> Iterator[Watched]:
-    """An engine of ``blocks`` blocks, with prompts of ``longest`` tokens, ``seqs`` requests at a
-    time and CPU memory for ``pages`` pages."""
+def engine(kind: Kind, scenario: Scenario) -> Iterator[Watched]:
+    """An engine for a scenario."""
     from tiered_kv.testing.checked_kv import CELL
+    from tiered_kv.testing.valkey import ValkeyServer
     from tiered_kv.testing.vllm.rig import Rig, RigOptions
 
-    policy = {} if pins else {"policy": "occupancy"}
-    options = RigOptions(
-        blocks=blocks,
-        block_size=BLOCK,
-        max_model_len=longest,
-        max_num_seqs=seqs,
-        max_batched_tokens=BATCH_TOKENS,
-        extra={"cpu_gib": pages * BLOCK * CELL / 2**30, **policy} if is_ours else None,
-        check_kv=False,
-    )
-    with tempfile.TemporaryDirectory() as folder, Rig(Path(folder), options) as rig:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        extra: dict[str, Any] = {"cpu_gib": scenario.pages * scenario.block * CELL / 2**30}
+        if not scenario.pins:
+            extra["policy"] = "occupancy"
+        if scenario.tier == "ssd":
+            extra |= {"ssd_path": str(folder / "pages"), "ssd_gib": 8.0}
+        elif scenario.tier == "remote" and kind is Kind.OURS:
+            extra["remote"] = stack.enter_context(ValkeyServer(folder)).url
+        offloader = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "cpu_bytes_to_use": scenario.pages * PAGE_OF_MEMORY,
+                "spec_name": "UncopiedSpec",
+                "spec_module_path": "tiered_kv.bench.offloader",
+            },
+        }
+        options = RigOptions(
+            blocks=scenario.blocks,
+            block_size=scenario.block,
+            max_model_len=scenario.longest,
+            max_num_seqs=scenario.seqs,
+            max_batched_tokens=BATCH_TOKENS,
+            extra=None if kind is Kind.STOCK else extra,
+            around=(lambda _: offloader) if kind is Kind.OFFLOADER else None,
+            check_kv=False,
+        )
+        rig = stack.enter_context(Rig(folder, options))
         gc.collect()
         gc.disable()
         try:
-            yield Watched(rig, is_ours)
+            yield Watched(rig, kind, bool(scenario.tier) and kind is Kind.OURS)
         finally:
             gc.enable()
+
+
+@dataclass(slots=True)
+class Results:
+    """Measurements of the scenarios, seconds.
+
+    Attributes:
+        loops: samples of ``loop_s``, taken with every scenario, so that the effect of other load on
+            the machine's caches and clock counts for both.
+        stalls, peers, ends: largest excess with our connector and with vLLM's, and longest end of a
+            turn, by name.
+        arrivals: of all scenarios.
+    """
+
+    loops: list[float] = field(default_factory=list)
+    stalls: dict[str, float] = field(default_factory=dict)
+    peers: dict[str, float] = field(default_factory=dict)
+    ends: dict[str, float] = field(default_factory=dict)
+    arrivals: dict[Kind, list[Step]] = field(default_factory=lambda: {kind: [] for kind in Kind})
+
+    def play(self, scenario: Scenario) -> dict[str, Phase]:
+        """Play a scenario on every engine; the phases with our connector.
+
+        Raises:
+            RuntimeError: nothing was read from the lower tier.
+        """
+        self.loops += (loop_s() for _ in range(3))
+        played: dict[Kind, dict[str, Phase]] = {}
+        for kind in scenario.kinds:
+            with engine(kind, scenario) as one:
+                scenario.play(one)
+                if one.has_tier and not one.rig.count(f"prompt_tokens_{scenario.tier}"):
+                    raise RuntimeError(f"{scenario.name}: nothing was read from {scenario.tier}")
+            played[kind] = one.phases
+            for phase in one.phases.values():
+                self.arrivals[kind] += phase.arrivals
+        for kind, seconds in ((Kind.OURS, self.stalls), (Kind.OFFLOADER, self.peers)):
+            for part, phase in played.get(kind, {}).items():
+                if phase.steps:
+                    name = f"{scenario.name}_{part}" if part else scenario.name
+                    self._note(seconds, excess(phase.steps, played[Kind.STOCK]), name, scenario)
+        for phase in played[Kind.OURS].values() if scenario.context else ():
+            for took in phase.hooks["request_finished_all_groups"]:
+                self._note(self.ends, took, scenario.name, scenario)
+        return played[Kind.OURS]
+
+    def _note(self, seconds: dict[str, float], one: float, name: str, scenario: Scenario) -> None:
+        for key in (name, scenario.context or name):
+            seconds[key] = max(one, seconds.get(key, 0.0))
+
+    @property
+    def ms(self) -> float:
+        """Milliseconds of the reference machine in a second of this one."""
+        return 1e3 * REFERENCE_S / statistics.median(self.loops)
 
 
 # -- scenarios ----------------------------------------------------------------------------
 
 
-def running(jobs: int, context: int) -> tuple[float, float]:
-    """Time steps while jobs decode, new ones arrive one by one, and then all finish.
-
-    Returns:
-        The largest excess of a step, and the median of a new job's match, in seconds.
-    """
-    matches = list[float]()
+def running(jobs: int, context: int) -> Scenario:
+    """Jobs decode, new ones arrive one by one, and then all finish."""
 
     def play(one: Watched) -> None:
         one.add_all([(f"a{i}", context, i, 120 + i % 7) for i in range(jobs)])
         one.until_decoding(jobs)
-        one.hooks["get_num_new_matched_tokens"].clear()
+        one.now.hooks["get_num_new_matched_tokens"].clear()
         for i in range(50):
             one.add_all([(f"b{i}", 256, 500_000 + i, 4)])
             one.step()
-        matches[:] = one.hooks["get_num_new_matched_tokens"]
         one.run()
 
-    blocks = (jobs + 60) * ((context + 100) // BLOCK + 2)
-    size = {"blocks": blocks, "longest": context + 400, "seqs": jobs + 60, "pages": blocks}
-    return excess(play, size), statistics.median(matches)
+    blocks = (jobs + 60) * ((context + 100) // 16 + 2)
+    name = f"running_{jobs}_{context >> 10}k"
+    return Scenario(name, play, blocks, longest=context + 400, seqs=jobs + 60, pages=blocks)
 
 
-def queued(jobs: int) -> float:
-    """Largest excess when new jobs arrive together while 64 run."""
+def queued(jobs: int) -> Scenario:
+    """New jobs arrive together while 64 run."""
 
     def play(one: Watched) -> None:
         one.add_all([(f"a{i}", 4_096, i, 60) for i in range(FEW)])
@@ -277,60 +405,51 @@ def queued(jobs: int) -> float:
         one.run()
 
     blocks = (jobs + FEW) * 80
-    return excess(play, {"blocks": blocks, "longest": 5_000, "seqs": 256, "pages": blocks})
+    return Scenario(f"queued_{jobs}", play, blocks, longest=5_000, seqs=256, pages=blocks)
 
 
-def returning(jobs: int, context: int) -> float:
-    """Largest excess when jobs return together to contexts in CPU memory: their restores end in one
-    step."""
-    blocks = jobs * (context // BLOCK + 12) + 600
+def returning(jobs: int, context: int) -> Scenario:
+    """Jobs return together to contexts in CPU memory: their restores end in one step."""
+    blocks = jobs * (context // 16 + 12) + 600
 
     def play(one: Watched) -> None:
         one.add_all([(f"j{i}/1", context, i, 2) for i in range(jobs)])
         one.run()
-        one.release()
-        one.rig.pool.evict_blocks(set(range(blocks)))
-        one.steps.clear()
+        one.lose_vram()
+        one.begin("")
         one.add_all([(f"j{i}/2", context + 64, i, 2) for i in range(jobs)])
-        if one.is_ours:
+        if one.kind is not Kind.STOCK:
             one.until_restored()
         one.run()
 
-    size = {"blocks": blocks, "longest": context + 400, "seqs": jobs, "pages": 2 * blocks}
-    return excess(play, size)
+    name = f"returning_{jobs}_{context >> 10}k"
+    return Scenario(name, play, blocks, longest=context + 400, seqs=jobs, pages=2 * blocks)
 
 
-def long_turns(context: int, *, pins: bool, count: int = 6) -> tuple[float, float]:
-    """Turns of long contexts finish, and jobs continue after VRAM has lost them.
-
-    Returns:
-        The largest excess of a step, and the median of a turn's end, in seconds.
-    """
-    ends = list[float]()
-    blocks = 2 * (context // BLOCK) + 600
+def turns(context: int, *, pins: bool, count: int = 6) -> Scenario:
+    """Turns of long contexts finish, and jobs continue after VRAM has lost them."""
+    blocks = 2 * (context // 16) + 600
 
     def play(one: Watched) -> None:
         for i in range(count):
             one.add_all([(f"j{i}/1", context, i, 3)])
             one.run()
-        ends[:] = one.hooks["request_finished_all_groups"]
-        one.release()
-        one.rig.pool.evict_blocks(set(range(blocks)))
+        one.lose_vram()
         one.add_all([("hog", context, 77, 300)])
         one.step()
         one.add_all([(f"j{i}/2", context + 500, i, 3) for i in range(2)])
         one.run()
 
-    size = {"blocks": blocks, "longest": context + 900, "seqs": 4, "pages": count * blocks}
-    return excess(play, size, pins=pins), statistics.median(ends)
+    name = f"{'pinned' if pins else 'turns'}_{context >> 10}k"
+    longest, pages = context + 900, count * blocks
+    return Scenario(name, play, blocks, longest, 4, pages, pins=pins, has_peer=not pins)
 
 
-def full(pages: int) -> float:
-    """Largest excess when jobs come and go while CPU memory is full of pages that nothing will
-    use."""
+def full(pages: int) -> Scenario:
+    """Jobs come and go while CPU memory is full of pages that nothing will use."""
 
     def play(one: Watched) -> None:
-        if one.is_ours:
+        if one.kind is Kind.OURS:
             index = one.rig.index
             keys = [PageKey(b"%064d" % i) for i in range(index.num_slots)]
             index.commit_all(keys, index.reserve_all(keys))
@@ -339,7 +458,43 @@ def full(pages: int) -> float:
             one.run()
             one.rig.now += 3.0
 
-    return excess(play, {"blocks": 20_000, "longest": 5_000, "seqs": 64, "pages": pages})
+    return Scenario(f"full_{pages}", play, 20_000, 5_000, 64, pages, has_peer=False)
+
+
+def long_context(size: str, block: int, *, pins: bool = False, tier: str = "") -> Scenario:
+    """Turns of a long context finish; their jobs continue after VRAM has lost them, two together
+    and then one alone, while another job is prefilled and decodes."""
+    context = CONTEXTS[size]
+    of_one = context // block + 80
+
+    def play(one: Watched) -> None:
+        one.begin("turns")
+        for i in range(3):
+            one.add_all([(f"j{i}/1", context, i, 3)])
+            one.run()
+        one.add_all([("j2/2", context + 100, 2, 3)])
+        one.run()
+        one.lose_vram()
+        one.begin("several")
+        one.add_all([("hog/1", context, 77, 300)])
+        one.step()
+        one.add_all([(f"j{i}/3", context + 500, i, 3) for i in range(2)])
+        one.run()
+        one.lose_vram()
+        one.begin("one")
+        one.add_all([("hog/2", 4_096, 78, 300)])
+        one.step()
+        one.add_all([("j0/4", context + 600, 0, 3)])
+        one.run()
+
+    group = size if block == 128 else f"{size}_{block}"
+    name = f"{group}_{tier or ('pins' if pins else 'cpu')}"
+    pages = (5 * of_one // 4) if tier else 4 * of_one
+    peer = not (pins or tier)
+    longest = context + 900
+    return Scenario(
+        name, play, 3 * of_one, longest, 4, pages, block, pins, tier, peer, context=group
+    )
 
 
 def reranking(pages: int, context: int) -> float:
@@ -384,48 +539,61 @@ def reranking(pages: int, context: int) -> float:
     return longest
 
 
-def measure(engines: int, tick: Callable[[str], None]) -> dict[str, float | int]:
-    """Every scenario."""
-    speed = Speed()
-    stalls: dict[str, float] = {}
+def scenarios() -> list[Scenario]:
+    """Every scenario, the short ones first."""
+    many = [running(FEW, 4_096), running(MANY, 1_024), queued(MANY), returning(FEW, 32_768)]
+    many += [turns(1 << 17, pins=False), turns(1 << 17, pins=True)]
+    many += [full(pages) for pages in (10_000, 100_000, PAGES)]
+    for block in (128, 16):
+        for size in CONTEXTS:
+            many += [long_context(size, block, pins=pins) for pins in (False, True)]
+        for tier in ("ssd", "remote"):
+            many += [long_context(size, block, tier=tier) for size in ("128k", "1m")]
+    return many
 
-    def done(what: str) -> None:
-        speed.sample()
-        tick(what)
 
-    done("speed")
-    stalls["running_64_4k"], few = running(FEW, 4_096)
-    done("64 jobs")
-    stalls["running_2000_1k"], many = running(MANY, 1_024)
-    done("2,000 jobs")
-    stalls["queued_2000"] = queued(MANY)
-    done("2,000 queued")
-    stalls["returning_64_32k"] = returning(FEW, 32_768)
-    done("64 restores")
-    stalls["turns_128k"], finished = long_turns(131_072, pins=False)
-    stalls["pinned_128k"], pinned = long_turns(131_072, pins=True)
-    done("contexts of 128k")
-    for pages in (10_000, 100_000, PAGES):
-        stalls[f"full_{pages}"] = full(pages)
-        done(f"{pages} pages")
+def measure(
+    played: Sequence[Scenario], engines: int, tick: Callable[[str], None]
+) -> dict[str, float | int]:
+    """Every scenario, the eviction order, and decode steps."""
+    results = Results()
+    medians: dict[tuple[str, str], float] = {}
+    for scenario in played:
+        for hook, seconds in results.play(scenario)[""].hooks.items():
+            medians[scenario.name, hook] = statistics.median(seconds or [0.0])
+        tick(scenario.name)
     rerank = max(reranking(PAGES, 2_048), reranking(PAGES, 256))
-    done("ranking")
+    tick("ranking")
     steps = [scheduler_step(first, lambda _: None) for first in range(engines)]
     decode_ratio, decode_control = ratios(steps, CYCLE)
-    done("decoding")
-    ms = speed.scale
+    tick("decoding")
+    ms = results.ms
+    few, many = (
+        medians[f"running_{name}", "get_num_new_matched_tokens"] for name in ("64_4k", "2000_1k")
+    )
+    finished = [
+        medians[name, "request_finished_all_groups"] for name in ("turns_128k", "pinned_128k")
+    ]
+    short = [results.stalls[scenario.name] for scenario in played if not scenario.context]
+    ours, stock, peer = (results.arrivals[kind] for kind in (Kind.OURS, Kind.STOCK, Kind.OFFLOADER))
     return {
+        **{f"stall_{name}_ms": ms * seconds for name, seconds in results.stalls.items()},
+        **{f"finished_{name}_ms": ms * seconds for name, seconds in results.ends.items()},
+        **{f"vllm_offloader_{name}_ms": ms * seconds for name, seconds in results.peers.items()},
+        "stall_ms": ms * max(short),
         "match_new_ratio": many / few,
-        "stall_ms": ms * max(stalls.values()),
-        "finished_128k_ms": ms * max(finished, pinned),
+        "match_new_64_ms": ms * few,
+        "match_new_2000_ms": ms * many,
+        "finished_128k_ms": ms * max(finished),
+        "arrival_us": 1e3 * ms * statistics.fmean(one.hooks for one in ours),
+        "arrival_worst_us": 1e3 * ms * max(one.hooks for one in ours),
+        "arrival_stock_us": 1e3 * ms * statistics.fmean(one.whole for one in stock),
+        "arrival_vllm_offloader_us": 1e3 * ms * statistics.fmean(one.hooks for one in peer),
         "rerank_1e6_ms": ms * rerank,
         "decode_ratio": decode_ratio,
         "decode_control": decode_control,
-        "match_new_64_ms": ms * few,
-        "match_new_2000_ms": ms * many,
-        **{f"stall_{name}_ms": ms * seconds for name, seconds in stalls.items()},
         "reference_s": REFERENCE_S,
-        "loop_s": statistics.median(speed.seen),
+        "loop_s": statistics.median(results.loops),
     }
 
 
@@ -434,8 +602,9 @@ def main(
     as_json: AsJson = False,
 ) -> None:
     """Measure the scheduler's thread."""
-    with benchmark("The scheduler's thread", 11, as_json=as_json) as run:
-        run.result = measure(engines, run.tick)
+    played = scenarios()
+    with benchmark("The scheduler's thread", len(played) + 2, as_json=as_json) as run:
+        run.result = measure(played, engines, run.tick)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class RigOptions(EngineSize):
             for every prompt, and large engines are fast.
         tools: reads tool calls; None: the connector's own reader.
         around: makes the engine's transfer configuration from the connector's, where that is one
-            of several.
+            of several, or where another connector takes its place.
     """
 
     extra: dict[str, Any] | None = field(default_factory=lambda: {"cpu_gib": 0.001})
@@ -97,7 +97,7 @@ class Rig(EngineRig):
             self.scheduler = make_scheduler(
                 self.config, layout, log_stats=True, in_job_order=opts.in_job_order
             )
-        if opts.extra is not None:
+        if self.half is not None:
             self._introduce()
             if self.options.check_kv and not self.half.deps.config.observes:
                 FairnessWatch(self.half, lambda: self.now)
@@ -208,7 +208,8 @@ class Rig(EngineRig):
         output = self.scheduler.schedule()
         scheduled = time.thread_time()
         result = self._execute(output)
-        backend = self.worker_half.backend if self.worker is not None else None
+        half = self.worker_half
+        backend = None if half is None else half.backend
         if backend is not None and not self.options.check_kv:
             backend.drain()  # a worker's copies do not hold the scheduler's interpreter
         executed = time.thread_time()
@@ -261,12 +262,11 @@ class Rig(EngineRig):
 
     @property
     def half(self) -> Any:
-        connector = self.connector
-        return None if connector is None else _ours(connector).scheduler_half
+        return getattr(_ours(self.connector), "scheduler_half", None)
 
     @property
     def worker_half(self) -> Any:
-        return _ours(self.worker).worker_half
+        return getattr(_ours(self.worker), "worker_half", None)
 
     @property
     def pool(self) -> Any:
@@ -328,7 +328,8 @@ class Rig(EngineRig):
             self._update(output)
             if output.has_sync_kv_loads:
                 worker.start_load_kv(None)
-            sampled = self._forward(output, self.worker_half.bad_blocks)
+            half = self.worker_half
+            sampled = self._forward(output, () if half is None else half.bad_blocks)
             if not output.has_sync_kv_loads:
                 worker.start_load_kv(None)
             worker.wait_for_save()
@@ -365,6 +366,6 @@ class Rig(EngineRig):
 
 
 def _ours(connector: Any) -> Any:
-    """Our connector, which may be one of several."""
+    """Our connector, which may be one of several; None if there is none."""
     parts = getattr(connector, "sub_connectors", (connector,))
-    return next(one for one in parts if hasattr(one, "scheduler_half"))
+    return next((one for one in parts if hasattr(one, "scheduler_half")), None)

@@ -1,0 +1,39 @@
+"""vLLM's own offloading connector on a machine whose transfers it refuses.
+
+``OffloadingConnector`` as vLLM ships it, with its CPU memory manager. Only the part that copies is
+replaced, because vLLM's needs a GPU: here a transfer finishes as soon as it is submitted. vLLM
+loads this module by its name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+
+class UncopiedSpec(CPUOffloadingSpec):
+    """vLLM's CPU memory, to which nothing is copied."""
+
+    def get_worker(self, kv_caches: Any) -> OffloadingWorker:
+        return _UncopiedWorker()
+
+
+class _UncopiedWorker(OffloadingWorker):
+    def __init__(self) -> None:
+        self._finished: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        self._finished.append(TransferResult(job_id, success=True))
+        return True
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return self.submit_store(job_id, src_spec, dst_spec)
+
+    def get_finished(self) -> list[TransferResult]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Return: all transfers have finished."""
