@@ -12,6 +12,7 @@ from tiered_kv.transfer.base import CopyJob, Direction
 from tiered_kv.transfer.copy_plan import (
     Copies,
     Pages,
+    cut_copies,
     page_runs,
     plan_copies,
     sort_out,
@@ -45,6 +46,18 @@ def test_every_byte_of_every_page_is_moved_once_and_to_its_place(move: Move) -> 
         for block, slot in zip(move.job.blocks, move.job.slots, strict=True)
         for i, where in enumerate(addresses(move.layout, block))
     )
+
+
+@given(moves(), st.integers(1, 500))
+def test_copies_that_are_cut_move_the_same_bytes_and_cross_no_cut(move: Move, every: int) -> None:
+    pages = sort_out(move.job, move.layout.num_blocks, move.num_slots)
+    whole = plan_copies(page_runs(move.layout, move.layout.page_bytes), pages)
+
+    cut = cut_copies(whole, every)
+
+    assert byte_pairs(cut) == byte_pairs(whole)
+    assert (cut.nbytes > 0).all()
+    assert (cut.slab // every == (cut.slab + cut.nbytes - 1) // every).all()
 
 
 @given(

@@ -160,3 +160,17 @@ def plan_copies(runs: PageRuns, pages: Pages) -> Copies:
     begins[len(runs) :: len(runs)] = ~joined
     first = np.flatnonzero(begins)
     return Copies(storage[first], slab[first], np.add.reduceat(nbytes, first))
+
+
+def cut_copies(copies: Copies, every: int) -> Copies:
+    """Cut copies at each multiple of ``every`` bytes of the slab."""
+    first = copies.slab // every
+    parts = (copies.slab + copies.nbytes - 1) // every - first + 1
+    if (parts == 1).all():
+        return copies
+    whole = np.repeat(np.arange(len(copies)), parts)
+    piece = np.arange(len(whole)) - np.repeat(np.cumsum(parts) - parts, parts) + first[whole]
+    start, end = copies.slab[whole], (copies.slab + copies.nbytes)[whole]
+    slab = np.maximum(start, piece * every)
+    nbytes = np.minimum(end, (piece + 1) * every) - slab
+    return Copies(copies.storage[whole] + slab - start, slab, nbytes)

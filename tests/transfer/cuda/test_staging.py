@@ -15,9 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.transfer.page_layouts import Move, moves
+from tiered_kv.testing.conformance.transfer import Bytes
 from tiered_kv.transfer.base import Direction
 from tiered_kv.transfer.copy_plan import Numbers, sort_out
 from tiered_kv.transfer.cuda.staging import Lane, StagedCopies
+from tiered_kv.transfer.host_memory import CpuPool
 
 
 class CopiesAtOnce:
@@ -35,6 +37,18 @@ class CopiesAtOnce:
         self.copies += len(nbytes)
         for one_to, one_source, size in zip(to, source, nbytes, strict=True):
             ctypes.memmove(int(one_to), int(one_source), int(size))
+
+
+class PinnedArray:
+    """Memory of a test, taken to be pinned."""
+
+    pinned = True
+
+    def __init__(self, view: Bytes) -> None:
+        self.view = view
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass(eq=False)
@@ -70,7 +84,8 @@ def test_every_page_goes_through_the_buffers_to_its_place(move: Move, at_once: i
         ]
         for direction in Direction
     }
-    staged = StagedCopies(runtime, move.layout, storage, slab.ctypes.data, slab.shape[1], lanes)
+    pool = CpuPool(PinnedArray(slab.reshape(-1)), slab.shape[1])
+    staged = StagedCopies(runtime, move.layout, storage, pool, lanes)
     held = list[torch.Tensor]()
 
     staged.enqueue(move.job.direction, pages, held)

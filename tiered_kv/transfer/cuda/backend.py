@@ -107,12 +107,11 @@ class CudaTransfer(TransferBackend):
         }
         with torch.cuda.device(self._device):
             runtime = CudaRuntime(cuda_major())
-            slab = pool.slots.ctypes.data
-            self._engines = CopyEngines(runtime, storage.data_ptr(), slab, pinned=pool.pinned)
+            self._engines = CopyEngines(runtime, storage.data_ptr(), pool)
             sizes = [layout.page_bytes for layout in staged.values()]
             lanes = self._lanes(max(buffer_bytes, *sizes)) if staged else {}
             self._staged = {
-                group: StagedCopies(runtime, layout, storage, slab, slot_bytes, lanes)
+                group: StagedCopies(runtime, layout, storage, pool, lanes)
                 for group, layout in staged.items()
             }
         self._refused: list[CopyResult] = []

@@ -14,9 +14,14 @@ from .runtime import CudaError, CudaRuntime, cuda_major
 
 logger = logging.getLogger(__name__)
 
+PIECE_BYTES = 64 << 30
+"""Memory that is registered in one call, bytes. Drivers since R580 keep a table of 16 bytes for
+each page of 4 KiB, and can allocate no table for 512 GiB or more (vllm-project/vllm#51080). No copy
+may cross from one piece into the next."""
+
 
 class PinnedMemory:
-    """Memory registered with the CUDA driver.
+    """Memory registered with the CUDA driver, in pieces of ``PIECE_BYTES``.
 
     It is registered in place, because allocators of pinned memory would round 100 GiB up to 128.
 
@@ -32,8 +37,15 @@ class PinnedMemory:
         self._memory = memory
         self.pinned = False
         self._runtime = CudaRuntime(cuda_major())
-        self._address = memory.view.ctypes.data
-        self._runtime.register(self._address, memory.view.nbytes)
+        self._registered: list[int] = []
+        start, nbytes = memory.view.ctypes.data, memory.view.nbytes
+        try:
+            for at in range(0, nbytes, PIECE_BYTES):
+                self._runtime.register(start + at, min(PIECE_BYTES, nbytes - at))
+                self._registered.append(start + at)
+        except CudaError:
+            self._unregister()
+            raise
         self.pinned = True
 
     @property
@@ -41,11 +53,14 @@ class PinnedMemory:
         return self._memory.view
 
     def close(self) -> None:
-        if self.pinned:
-            self.pinned = False
-            with suppress(CudaError):  # the context may have failed; the memory is freed anyway
-                self._runtime.unregister(self._address)
+        self.pinned = False
+        self._unregister()
         self._memory.close()
+
+    def _unregister(self) -> None:
+        while self._registered:
+            with suppress(CudaError):  # the context may have failed; the memory is freed anyway
+                self._runtime.unregister(self._registered.pop())
 
 
 def pinned(memory: HostMemory) -> HostMemory:

@@ -17,6 +17,7 @@ import torch
 from tiered_kv.page_group import PageLayout
 from tiered_kv.transfer.base import Direction
 from tiered_kv.transfer.copy_plan import Copies, Numbers, Pages
+from tiered_kv.transfer.host_memory import CpuPool
 
 from .copy_engines import CopyEngines
 from .page_views import PageViews
@@ -47,8 +48,7 @@ class StagedCopies:
         runtime: the CUDA runtime.
         layout: locations of a block's bytes.
         storage: the engine's allocation, uint8 ``[bytes]`` on the GPU.
-        slab: address of the pinned CPU pool.
-        slot_bytes: distance between consecutive slots, bytes.
+        pool: the pinned CPU pool.
         lanes: streams and buffers of each direction, shared by all groups. A job starts and ends on
             the first lane's stream.
     """
@@ -58,17 +58,16 @@ class StagedCopies:
         runtime: CudaRuntime,
         layout: PageLayout,
         storage: torch.Tensor,
-        slab: int,
-        slot_bytes: int,
+        pool: CpuPool,
         lanes: Lanes,
     ) -> None:
         self._views = PageViews(layout, storage)
         self._device = storage.device
         self._lanes = lanes
-        self._slot_bytes = slot_bytes
+        self._slot_bytes = pool.slots.shape[1]
         buffers = [lane.buffer.nbytes for each in lanes.values() for lane in each]
         self._at_once = min(buffers) // layout.page_bytes
-        self._engines = CopyEngines(runtime, 0, slab, pinned=True)
+        self._engines = CopyEngines(runtime, 0, pool)
 
     def enqueue(self, direction: Direction, pages: Pages, held: list[torch.Tensor]) -> None:
         """Start the copy of one or more pages.
