@@ -43,8 +43,8 @@ def policy(name: str) -> TurnPolicy:
     made = load("policy", name, POLICIES, TurnPolicy)()
     if not hasattr(made, "reads_tools"):
         raise ConfigError(
-            f"policy {name!r} cannot be used: it lacks reads_tools. Set it to True if a turn's "
-            "tool makes a difference to it, else to False."
+            f"policy {name!r} cannot be used: it lacks reads_tools. Set reads_tools to True "
+            "if the policy uses a turn's tool, otherwise to False."
         )
     return made
 

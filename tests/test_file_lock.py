@@ -106,6 +106,6 @@ def test_a_store_whose_lock_keeps_a_second_name_is_refused(
     before = {*OPEN.iterdir()}
     monkeypatch.setattr(os, "fstat", linked)
     monkeypatch.setattr(os.path, "samestat", lambda *_: True)
-    with pytest.raises(StoreBusyError, match="second name"):
+    with pytest.raises(StoreBusyError, match="second hard link"):
         StoreLock(tmp_path)
     assert {*OPEN.iterdir()} == before

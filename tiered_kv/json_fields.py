@@ -82,7 +82,7 @@ def parse(data: bytes) -> object:
             a number that is not finite.
     """
     if len(data) > MOST_BYTES:
-        raise ValueError(f"it has {len(data)} bytes, and {MOST_BYTES} are the most")
+        raise ValueError(f"it has {len(data)} bytes, more than the maximum of {MOST_BYTES}")
     for mark, most, what in _BOUNDS:
         if data.count(mark) > most:
             raise ValueError(f"it has more than {most} {what}")
@@ -138,7 +138,7 @@ def plain_text(value: str) -> str:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("an object has one name twice")
+        raise ValueError("an object has a duplicate name")
     return found
 
 
@@ -150,7 +150,7 @@ def _finite(digits: str) -> float:
 
 
 def _refuse(word: str) -> NoReturn:
-    raise ValueError(f"{word:.20} is no number that JSON knows")
+    raise ValueError(f"{word:.20} is not a JSON number")
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse)
@@ -190,7 +190,7 @@ def lines_of(file: IO[bytes]) -> Iterator[bytes]:
     try:
         yield from file
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError("the gzipped data is damaged or cut off") from error
+        raise ValueError("the gzip data is damaged or truncated") from error
 
 
 class _Unpacked(gzip.GzipFile):
@@ -211,7 +211,7 @@ class _Unpacked(gzip.GzipFile):
 def string(value: object, least: int = 0, most: int = MOST_TEXT) -> str:
     """Check a text of ``least`` to ``most`` characters."""
     if not isinstance(value, str):
-        raise ValueError(f"{_shown(value)} is no text")
+        raise ValueError(f"{_shown(value)} is not a string")
     _check_length(len(value), least, most, "characters")
     return value
 
@@ -220,14 +220,14 @@ def text(value: object, least: int = 0, most: int = MOST_TEXT) -> str:
     """Check a printable text, which has no surrogates."""
     found = string(value, least, most)
     if plain_text(found) != found:
-        raise ValueError("it has half a character")
+        raise ValueError("it has an incomplete character")
     return found
 
 
 def whole(value: object, least: int = 0, most: int = MOST) -> int:
     """Check an integer in a range."""
     if type(value) is not int:
-        raise ValueError(f"{_shown(value)} is no whole number")
+        raise ValueError(f"{_shown(value)} is not a whole number")
     _check_range(value, least, most)
     return value
 
@@ -235,7 +235,7 @@ def whole(value: object, least: int = 0, most: int = MOST) -> int:
 def real(value: object, least: float = 0, most: float = sys.float_info.max) -> float:
     """Check a number in a range. It may be written as an integer."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{_shown(value)} is no number")
+        raise ValueError(f"{_shown(value)} is not a number")
     _check_range(value, least, most)
     return float(value)
 
@@ -250,7 +250,7 @@ def _check_range(value: float, least: float, most: float) -> None:
 def _check_length(length: int, least: int, most: int, what: str) -> None:
     if not least <= length <= most:
         allowed = str(most) if least == most else f"{least} to {most}"
-        raise ValueError(f"it has {length} {what}, and {allowed} are allowed")
+        raise ValueError(f"it has {length} {what}, but {allowed} are allowed")
 
 
 def flag(value: object) -> bool:
@@ -263,7 +263,7 @@ def flag(value: object) -> bool:
 def items(value: object, least: int = 0, most: int = MOST) -> list[Any]:
     """Check a list of ``least`` to ``most`` items."""
     if not isinstance(value, list):
-        raise ValueError(f"{_shown(value)} is no list")
+        raise ValueError(f"{_shown(value)} is not a list")
     _check_length(len(value), least, most, "items")
     return value
 
@@ -276,7 +276,7 @@ def strings(value: object) -> tuple[str, ...]:
 def mapping(value: object) -> Mapping[str, Any]:
     """Check an object."""
     if not isinstance(value, Mapping):
-        raise ValueError(f"{_shown(value)} is no object")
+        raise ValueError(f"{_shown(value)} is not an object")
     return value
 
 
@@ -284,7 +284,7 @@ def settings(value: object) -> Mapping[str, Any]:
     """Check an object that ``plain`` would not change."""
     found = mapping(value)
     if plain(found) != found:
-        raise ValueError("it has numbers or characters that JSON does not have")
+        raise ValueError("it has numbers or characters that JSON does not allow")
     return found
 
 
@@ -414,7 +414,7 @@ def read(kind: type[Part], found: object) -> Part:
         ValueError: a field is missing, has another type or is negative; the message names it.
     """
     if not isinstance(found, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     known: Any = kind
     readers, values, name = _readers(known), dict[str, Any](), ""
     try:
@@ -497,7 +497,7 @@ class _Values:
     def __call__(self, value: object) -> Enum:
         found = self._of.get(value) if isinstance(value, str) else None
         if found is None:
-            raise ValueError(f"{_shown(value)} is none of {', '.join(self._of)}")
+            raise ValueError(f"{_shown(value)} is not one of {', '.join(self._of)}")
         return found
 
 

@@ -104,8 +104,8 @@ def page_layout(placements: Iterable[Placement], num_blocks: int) -> PageLayout:
             groups, rest = divmod(place.layer_stride, area)
             if rest:
                 raise ValueError(
-                    f"layer stride {place.layer_stride} is not a multiple of the "
-                    f"{area} bytes that {num_blocks} blocks take"
+                    f"the layer stride {place.layer_stride} is not a multiple of the {area} "
+                    f"bytes of {num_blocks} blocks"
                 )
             nbytes = place.block_stride if place.used is None else place.used // groups
             region = Region(place.offset, place.layers * groups, area, place.block_stride, nbytes)
@@ -150,7 +150,7 @@ class KvReach:
 
     def __post_init__(self) -> None:
         if (self.kind in (KvKind.WINDOW, KvKind.CHUNK)) != (self.span > 0):
-            raise ValueError(f"{self.kind.value} KV has no span of {self.span} tokens")
+            raise ValueError(f"{self.kind.value} KV cannot have a span of {self.span} tokens")
 
     def skipped(self, tokens: int) -> int:
         """Number of leading tokens whose KV is not needed once ``tokens`` are computed."""
@@ -213,7 +213,9 @@ class PageGroup:
     def __post_init__(self) -> None:
         nbytes = self.page_format.page_bytes
         if nbytes != self.page_bytes:
-            raise ValueError(f"sections of {nbytes} bytes are no page of {self.page_bytes}")
+            raise ValueError(
+                f"sections of {nbytes} bytes do not make a page of {self.page_bytes} bytes"
+            )
 
     @property
     def page_bytes(self) -> int:

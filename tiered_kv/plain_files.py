@@ -32,7 +32,7 @@ def open_plain(path: Path, flags: int, *, dir_fd: int | None = None) -> int:
     fd = os.open(path, flags, FILE_MODE, dir_fd=dir_fd)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.ENXIO, "no plain file", str(path))
+        raise OSError(errno.ENXIO, "not a regular file", str(path))
     os.set_blocking(fd, True)  # only needed to open a pipe
     return fd
 
@@ -74,7 +74,7 @@ def read_own(path: Path, most: int) -> bytes:
     """
     with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
         if os.fstat(file.fileno()).st_size > most:
-            raise ValueError(f"it has more than {most} bytes")
+            raise ValueError(f"it is larger than {most} bytes")
         return file.read()
 
 

@@ -231,8 +231,8 @@ def _writer(path: Path, deps: Dependencies) -> TraceWriter:
         return TraceWriter(path, _header(deps))
     except OSError as error:
         raise ConfigError(
-            f"TIERED_KV_TRACE={path} cannot be written ({error.strerror or error}): "
-            "give a file that can, or leave it out."
+            f"TIERED_KV_TRACE={path} cannot be written ({error.strerror or error}): name a "
+            "writable file, or unset it."
         ) from error
 
 

@@ -53,7 +53,7 @@ class PolicyState:
         except FileNotFoundError:
             return False
         except (OSError, ValueError) as error:
-            logger.warning("%s is not used, and will be written anew: %s", self._path, error)
+            logger.warning("%s is ignored and will be overwritten: %s", self._path, error)
             return False
         return True
 
@@ -86,4 +86,4 @@ class PolicyState:
         except (OSError, ValueError, TypeError) as error:
             if not self._failed:
                 self._failed = True
-                logger.warning("what was learned cannot be kept in %s: %s", path, error)
+                logger.warning("what the policy learned cannot be saved to %s: %s", path, error)

@@ -354,8 +354,12 @@ class SchedulerHalf:
     def _give_everything_up(self) -> None:
         """Release every pin and hold: the engine makes no progress, and the connector must not be
         the cause."""
-        logger.error("nothing is computed for %g s: no pin and no job is held any more", STUCK_S)
-        logger.error("the state was: %s", self.stats.of_stuck(self.turns, self.pool))
+        logger.error(
+            "requests wait, but nothing was computed for %g s: all pins are released and all "
+            "held-back jobs admitted",
+            STUCK_S,
+        )
+        logger.error("state at that time: %s", self.stats.of_stuck(self.turns, self.pool))
         self.counters.add("watchdog_barks")
         self.release_all()
         self.admission.queue.let_all_in()

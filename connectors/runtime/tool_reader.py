@@ -100,7 +100,9 @@ class ToolReader:
             self._tokenizer = self._load_tokenizer()
         except Exception as error:
             self.errors += 1
-            logger.warning("no tool calls are read: the tokenizer cannot be loaded: %s", error)
+            logger.warning(
+                "tool calls cannot be read, because the tokenizer cannot be loaded: %s", error
+            )
         while True:
             item = self._queue.get()
             if item is None:
@@ -120,7 +122,7 @@ class ToolReader:
             self.errors += 1
             if not self._failed:
                 self._failed = True
-                logger.exception("an answer's tool calls cannot be read (logged once)")
+                logger.exception("the tool calls of an answer cannot be read (logged once)")
             return UNREAD
 
     def _calls(self, token_ids: Sequence[int]) -> Sequence[ToolCall]:

@@ -95,11 +95,12 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
             install()  # needed if the module is named without the plugin
             report_speculation(vllm_config)
             if reason := why_not_offloadable(vllm_config, kv_cache_config):
-                logger.warning("KV of this model stays in VRAM, without CPU copies: %s", reason)
+                logger.warning("the KV of this model is kept in VRAM only: %s", reason)
             if config.ssd_path is not None and not getattr(vllm_config, "shutdown_timeout", 0):
                 logger.warning(
-                    "vLLM kills its workers as soon as it is told to stop, and what only CPU "
-                    "memory holds is lost then: add --shutdown-timeout 30 to have it flushed to SSD"
+                    "without --shutdown-timeout, vLLM kills its workers when the server "
+                    "stops, and pages that only CPU memory holds are lost. Add "
+                    "--shutdown-timeout 30 to write them to SSD"
                 )
             self._deps = self.make_dependencies(vllm_config, facts, config)
         else:
@@ -168,13 +169,13 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
     def _hook_failed(self, name: str) -> None:
         half = self.scheduler_half
         if half is None:
-            logger.exception("%s failed; the engine goes on without it", name)
+            logger.exception("%s failed; the engine continues without it", name)
             return
-        half.errors.add(name, "the engine goes on without it")
+        half.errors.add(name, "the engine continues without it")
         try:
             half.release_all()  # a half-finished hook must not keep blocks from the engine
         except Exception:
-            logger.exception("giving up pins and saves failed as well")
+            logger.exception("releasing pins and saves failed too")
 
     # -- scheduler side -----------------------------------------------------------
 

@@ -24,7 +24,7 @@ def check_version(version: str) -> None:
     """
     found = parse_version(version)
     if found is None:
-        logger.warning("vLLM %r has no version we can read; going on untested", version)
+        logger.warning("the version of vLLM, %r, cannot be parsed; continuing untested", version)
         return
     if found < OLDEST:
         raise UnsupportedError(
@@ -58,22 +58,23 @@ def refuse_unsupported(vllm_config: Any) -> None:
         )
     if getattr(vllm_config.model_config, "is_encoder_decoder", False):
         raise UnsupportedError(
-            "TieredContinuumConnector does not support encoder-decoder models, whose attention to "
-            "the encoder vLLM gives to no connector: leave --kv-transfer-config out."
+            "TieredContinuumConnector does not support encoder-decoder models, because vLLM "
+            "passes no cross-attention KV to connectors: remove --kv-transfer-config."
         )
     if is_diffusion(vllm_config):
         raise UnsupportedError(
-            "TieredContinuumConnector does not support diffusion models, which change the tokens "
-            "of blocks that are full: leave --kv-transfer-config out."
+            "TieredContinuumConnector does not support diffusion models, which change tokens "
+            "of full blocks: remove --kv-transfer-config."
         )
     if transfer.kv_role != "kv_both":
         raise UnsupportedError(
-            f'kv_role "{transfer.kv_role}" makes no sense for a cache: write "kv_role":"kv_both".'
+            f'kv_role "{transfer.kv_role}" does not fit a cache, which saves and loads: set '
+            '"kv_role":"kv_both".'
         )
     if getattr(transfer, "kv_load_failure_policy", "fail") != "recompute":
         raise UnsupportedError(
-            "a page that cannot be restored must be recomputed, not fail its request: "
-            'add "kv_load_failure_policy":"recompute" to --kv-transfer-config.'
+            "by default vLLM fails a request if a page cannot be restored: add "
+            '"kv_load_failure_policy":"recompute" to --kv-transfer-config.'
         )
     if not vllm_config.cache_config.enable_prefix_caching:
         raise UnsupportedError(
@@ -88,13 +89,15 @@ def report_speculation(vllm_config: Any) -> None:
     if drafter is None:
         return
     if getattr(vllm_config.cache_config, "mamba_cache_mode", "none") != "none":
-        logger.warning("speculative decoding with a model that keeps states: %s", SPECULATED_STATES)
+        logger.warning(
+            "this model keeps states, and speculative decoding is on. %s", SPECULATED_STATES
+        )
     if not hasattr(vllm_config, "num_hash_lookahead_tokens"):
         return  # before 0.33 vLLM drops the block without a connector too
     if drafter.use_eagle_block_drop() and not drafter.disable_lookahead_block_hashes:
         logger.info(
-            "vLLM drops the last block of a prefix in VRAM with EAGLE or MTP if any KV connector "
-            "is configured: it is restored from CPU memory, or recomputed"
+            "with EAGLE or MTP, vLLM drops the last block of a prefix in VRAM if any KV "
+            "connector is configured; the block is restored from CPU memory, or recomputed"
         )
 
 

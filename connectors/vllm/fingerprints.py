@@ -281,8 +281,8 @@ def _weights_digest(model: Any, load: Any) -> str:
     except Exception as error:  # hub caches and remote loaders raise anything
         reason = str(error)
     logger.warning(
-        "the weights of %s cannot be told from others (%s): pages on SSD are not found again "
-        "after a restart",
+        "the weights of %s cannot be identified (%s): a restarted server will not find the "
+        "pages on SSD",
         model.model,
         reason,
     )
@@ -309,8 +309,8 @@ def _compare(path: Path, stamps: Mapping[str, Stamp] | None) -> None:
     """
     if _stamps(path) != stamps:
         raise OSError(
-            "its files changed after they were loaded: it is neither saved nor restored until "
-            "the adapter is loaded anew"
+            "its files changed after they were loaded. It is neither saved nor restored until "
+            "the adapter is loaded again"
         )
 
 
@@ -318,7 +318,7 @@ def _digest_adapter(path: Path, stamps: Mapping[str, Stamp] | None) -> str:
     try:
         files = model_files(path)
         if not files:  # a name that the worker resolves on a hub
-            raise FileNotFoundError("it has no files here; load it by its local folder")
+            raise FileNotFoundError("the adapter has no local files. Load it from a local folder")
         digest = digest_files(files)
         _compare(path, stamps)
         return digest

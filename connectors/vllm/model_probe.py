@@ -151,9 +151,9 @@ def _read(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     described = _described_quantization(config, beside)
     if described and model_config.quantization is None:
         raise UnknownModel(
-            f"{model_config.architecture} is quantized, but vLLM does not recognize how: its "
-            f"quantization has {', '.join(sorted(described))} and no quant_method or producer that "
-            "vLLM reads"
+            f"{model_config.architecture} is quantized in a way that vLLM does not recognize: "
+            f"its quantization config has {', '.join(sorted(described))}, but no quant_method "
+            "or producer that vLLM knows"
         )
     kinds, groups, block_bytes = _group(built, ranks)
     share = _chosen_share(built.model)
@@ -403,8 +403,9 @@ def _refuse_unread(fields: Mapping[str, Any], built: Built) -> None:
     root = built.config.model_config.hf_config
     for name in unread(fields, root):
         raise UnknownModel(
-            f"{built.config.model_config.architecture} has {name}, which neither vLLM's class of "
-            "the model nor transformers reads: what its layers keep is not known"
+            f"the config of {built.config.model_config.architecture} has {name}, which "
+            "neither vLLM's model class nor transformers reads, so the KV size of its layers "
+            "is unknown"
         )
 
 

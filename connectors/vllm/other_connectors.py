@@ -46,32 +46,32 @@ def refuse_company(ours: Any, whole: Any, class_of: Callable[[Mapping[str, Any]]
     others = [part for part in parts if part.get("kv_connector") != ours.kv_connector]
     if len(parts) - len(others) > 1:
         raise UnsupportedError(
-            f"{ours.kv_connector} stands in {outer} more than once: leave one of them."
+            f"{outer} contains {ours.kv_connector} more than once: remove all but one."
         )
     for other in others:
         name = other.get("kv_connector")
         if other.get("kv_role") != "kv_producer":
             raise UnsupportedError(
-                f"{name} may load KV beside {ours.kv_connector}, which would save blocks that it "
-                f'has not filled yet: give {name} "kv_role":"kv_producer", or use one of them '
-                "alone."
+                f"{name} may load KV too, and {ours.kv_connector} would save its blocks "
+                f'before they are filled: set "kv_role":"kv_producer" for {name}, or use only '
+                "one of them."
             )
         if _shakes_hands(class_of(other)):
             raise UnsupportedError(
-                f"{name} and {ours.kv_connector} both need vLLM's handshake with the workers, of "
-                f"which {outer} passes on one: use one of them alone."
+                f"{name} and {ours.kv_connector} both need vLLM's handshake with the workers, "
+                f"and {outer} passes on only one: use only one of them."
             )
     if whole.kv_role != "kv_both":
         raise UnsupportedError(
-            f'{outer} has "kv_role":"{whole.kv_role}", with which vLLM frees blocks that '
-            f'{ours.kv_connector} is still filling: write "kv_role":"kv_both" beside '
+            f'with "kv_role":"{whole.kv_role}" for {outer}, vLLM frees blocks that '
+            f'{ours.kv_connector} is still filling: set "kv_role":"kv_both" next to '
             f'"kv_connector":"{outer}".'
         )
     if getattr(whole, "kv_load_failure_policy", "fail") != "recompute":
         raise UnsupportedError(
-            "a page that cannot be restored must be recomputed, not fail its request, and vLLM "
-            f'asks {outer}, not the connectors in it: add "kv_load_failure_policy":"recompute" '
-            f'beside "kv_connector":"{outer}".'
+            "by default vLLM fails a request if a page cannot be restored, and it reads the "
+            f'policy of {outer} only: add "kv_load_failure_policy":"recompute" next to '
+            f'"kv_connector":"{outer}".'
         )
 
 

@@ -125,7 +125,7 @@ class WeightCalls:
         if method == "remove_lora":
             self._fingerprints.on_unload(given)
         elif self._fingerprints.on_load(given):
-            logger.info("adapter %s changed: no KV of before is found again", given.lora_path)
+            logger.info("adapter %s changed: all KV computed so far is invalid", given.lora_path)
             self._start_over()
 
     def _before_update(self, name: str) -> None:
@@ -147,13 +147,13 @@ class WeightCalls:
             if len(self._logged) >= _MOST_NAMES:
                 self._logged.clear()
             since, calls = now, 0
-            logger.info("%s may change the weights: no KV of before is found again", name)
+            logger.info("%s may change the weights: all KV computed so far is invalid", name)
         self._logged[name] = since, calls + 1
         if calls + 1 == OFTEN:
             logger.warning(
-                "%s was called %d times within %d s, and each time all KV in CPU memory, on SSD "
-                "and in VRAM is dropped, since it may change the weights. If it changes none, name "
-                "it in TIERED_KV_HARMLESS_CALLS",
+                "%s was called %d times within %d s. It may change the weights, so each call "
+                "drops all KV in VRAM, in CPU memory and on SSD. If it changes none, add it "
+                "to TIERED_KV_HARMLESS_CALLS",
                 name,
                 OFTEN,
                 WINDOW_S,

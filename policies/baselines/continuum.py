@@ -95,7 +95,7 @@ class ToolGaps:
             seconds = one.take("gaps", numbers, -1, least=0)[-MAX_GAPS:]
             found[one.take("tool", strings)] = _Gaps(seconds.tolist())
         if ALL not in found or len(found) > MAX_TOOLS:
-            raise ValueError("not gaps of tools")
+            raise ValueError("the saved gaps are invalid")
         self._tools = found
 
 

@@ -22,7 +22,7 @@ def numbers(saved: object, *shape: int, least: float = -np.inf) -> Array:
         want in (-1, have) for want, have in zip(shape, found.shape, strict=True)
     )
     if not fits:
-        raise ValueError(f"numbers of shape {found.shape}, not {shape}")
+        raise ValueError(f"numbers have shape {found.shape}, not {shape}")
     if not np.isfinite(found).all() or (found < least).any():
         raise ValueError("numbers out of range")
     return found

@@ -138,7 +138,7 @@ class ToolHierarchy:
         """
         found = dict(_loaded(one) for one in map(Fields, items(saved)))
         if () not in found or len(found) > MAX_NODES + 1:
-            raise ValueError("not a hierarchy of tools")
+            raise ValueError("the saved tool hierarchy is invalid")
         made = cls()
         made._root = found.pop(())
         made._nodes = OrderedDict(found)
@@ -181,7 +181,7 @@ def _loaded(saved: Fields) -> tuple[tuple[str, ...], Node]:
     cells = saved.take("cells", numbers, -1, least=0)
     weights = saved.take("weights", numbers, len(cells), least=0)
     if seen < 0 or weight < 0 or squares < 0 or (cells >= CELLS).any():
-        raise ValueError("not observations of a tool")
+        raise ValueError("the saved observations of a tool are invalid")
     node = Node(int(seen), weight, mean, squares)
     node.histogram[cells.astype(np.intp)] = weights
     return saved.take("path", strings), node

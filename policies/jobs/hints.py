@@ -108,14 +108,14 @@ def _job_id(value: object) -> str:
         return str(whole(value, 1 - 2**64, 2**64 - 1))
     name = string(value, 1, MAX_JOB_ID_CHARS)
     if name.startswith(INFERRED_PREFIX):
-        raise ValueError("a name of inferred jobs")
+        raise ValueError("the name is reserved for inferred jobs")
     return name
 
 
 def _yes_or_no(value: object) -> bool:
     if isinstance(value, int) and value in (0, 1):
         return bool(value)
-    raise ValueError("neither true nor false")
+    raise ValueError("it is neither true nor false")
 
 
 _READERS: dict[str, Callable[[object], Any]] = {

@@ -218,12 +218,12 @@ class Lineage:
             } if name.startswith(INFERRED_PREFIX):
                 pass
             case _:
-                raise ValueError("it is no inferred job")
+                raise ValueError("it is not an inferred job")
         try:
             named = int(name.removeprefix(INFERRED_PREFIX))
             packed, said_packed = _packed(rest), _packed(answer)
         except (TypeError, OverflowError) as error:
-            raise ValueError(f"its tokens are none: {error}") from None
+            raise ValueError(f"its tokens are invalid: {error}") from None
         state = _State.ABORTED if aborted else _State.ENDED
         job = JobKey("", name)
         self.forget(job)

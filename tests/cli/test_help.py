@@ -52,5 +52,5 @@ def test_what_is_missing_is_called_as_in_the_help() -> None:
 def test_gc_looks_at_its_path_before_its_options(tmp_path: Path) -> None:
     """Which stores to delete is the lesser question where there are none."""
     for options in ([], ["--all", "--older-than", 3], ["--fingerprint", "xyz"]):
-        assert "there is no" in said("store", "gc", tmp_path / "nowhere", *options, code=2)
-        assert "holds no store" in said("store", "gc", tmp_path, *options, code=2)
+        assert "does not exist" in said("store", "gc", tmp_path / "nowhere", *options, code=2)
+        assert "contains no store" in said("store", "gc", tmp_path, *options, code=2)

@@ -99,7 +99,7 @@ def test_gc_keeps_a_store_with_a_pipe_in_it_and_says_so(disk: Disk) -> None:
     folder = disk.fill(10)
     odd = odd_segment(disk.root)
     found = run_json("gc", disk.root, "--all", code=1)
-    assert "not the store's: 00000077.seg" in found["refused"][str(folder)]
+    assert "contains 00000077.seg, which is not part of a store" in found["refused"][str(folder)]
     assert sorted(path.name for path in folder.iterdir()) == [odd.name, "lock"]
 
 

@@ -125,7 +125,7 @@ def test_an_unsealed_segment_that_lost_a_byte_of_nothing_is_found(
     (path,) = live.options.folder.glob("*.seg")
     os.truncate(path, path.stat().st_size - 1)
     (bad,) = run_json("verify", disk.root, code=1)["bad_segments"]
-    assert "cut off" in bad["reason"]
+    assert "truncated" in bad["reason"]
 
 
 def test_a_segment_with_room_for_its_footer_and_no_more_is_not_cut_off(disk: Disk) -> None:

@@ -45,7 +45,7 @@ def test_a_server_without_the_routes_is_told_of_in_a_sentence() -> None:
     assert not result.stdout
     result = invoke(server.url)
     assert result.exit_code == 2
-    assert "is the server up" in result.stderr
+    assert "check that the server runs" in result.stderr
 
 
 def test_an_address_that_is_none_is_told() -> None:

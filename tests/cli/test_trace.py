@@ -96,7 +96,7 @@ def test_a_line_among_the_steps_that_is_none_is_named(path: Path) -> None:
         file.write('{"step": "first"}\n')
     result = run(path)
     assert result.exit_code == 1
-    assert "step: 'first' is no whole number" in result.stderr
+    assert "step: 'first' is not a whole number" in result.stderr
 
 
 def test_perfetto_gets_the_tracks_of_steps_beside_those_of_jobs(path: Path) -> None:

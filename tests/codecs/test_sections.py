@@ -88,7 +88,7 @@ def test_neighbours_of_one_type_are_one_section() -> None:
 def test_sections_that_are_no_page_are_refused(element: ElementType, nbytes: int) -> None:
     sections = (Section(BF16, 6), Section(FP32, 8))
     assert PageFormat(OPAQUE, 14, 16, sections).sections == sections
-    with pytest.raises(ValueError, match="are no page of"):
+    with pytest.raises(ValueError, match="do not make a page of"):
         PageFormat(element, nbytes, 16, sections)
 
 
@@ -191,7 +191,7 @@ def test_a_page_of_another_size_is_refused_by_every_method() -> None:
         lambda: codec.decode(stored, page[:-1]),
         lambda: codec.trained([page[:-1]]),
     ):
-        with pytest.raises(ValueError, match="9471 bytes where pages have 9472"):
+        with pytest.raises(ValueError, match="9471 bytes instead of 9472"):
             call()
 
 
@@ -228,7 +228,7 @@ def test_sizes_of_parts_that_do_not_add_up_are_refused(part: int, what: int, by:
     told = sizes[:16].view("<u4")
     told[2 * part + what : 2 * part + what + 1] += np.uint32(by)
     out = np.empty(STATE.page_bytes, np.uint8)
-    with pytest.raises(CodecError, match="for sections of"):
+    with pytest.raises(CodecError, match="its sections have"):
         codec.decode(EncodedPage(stored.plane, sizes), out)
     other = 2 * (1 - part) + what
     told[other : other + 1] -= np.uint32(by)
@@ -299,7 +299,7 @@ WRONG: dict[str, Callable[[bytes], bytes]] = {
     "a codec that nobody knows": replaced(PARTS, 0x34, 0x12),
     "a longer table": replaced(PARTS + 2, 255, 255),
     "a table for a codec without one": replaced(PARTS + 6 + 2, 1),
-    "no table of centres": replaced(PARTS + 12, 0),
+    "not a table of centres": replaced(PARTS + 12, 0),
     "something behind it": lambda body: body + b"\0",
     "nothing": lambda body: b"",
 }
@@ -340,7 +340,7 @@ def test_a_table_of_other_sections_is_refused() -> None:
         PageFormat(OPAQUE, KV.page_bytes + 1, 16),
         PageFormat(FP8, KV.page_bytes, 16),
     ):
-        with pytest.raises(CodecError, match="other pages"):
+        with pytest.raises(CodecError, match="pages other than"):
             SectionsCodec.from_table(other, TABLE)
 
 

@@ -177,9 +177,9 @@ def test_a_storage_that_is_smaller_than_its_layout_is_refused() -> None:
 
     layout = page_layout([Placement(2, 5 * 64, 64, 0)], 5)
     storage = torch.zeros(639, dtype=torch.uint8, device="cuda")
-    with pytest.raises(ValueError, match="has 639 bytes, its layout spans 640"):
+    with pytest.raises(ValueError, match="has 639 bytes, but its layout spans 640"):
         CudaTransfer([layout], storage, CpuPool(AnonymousMemory(128), 128))
-    with pytest.raises(ValueError, match="slots of 127 B for pages of 128 B"):
+    with pytest.raises(ValueError, match="slots of 127 bytes are too small for pages of 128 bytes"):
         CudaTransfer(
             [layout],
             torch.zeros(640, dtype=torch.uint8, device="cuda"),

@@ -48,7 +48,7 @@ class Forgetful(FixedPin):
     [
         ("tiered_kv.policies.tier_choice:Ocupancy", "has no class Ocupancy"),
         ("tiered_kv.policies.base:TurnEnd", "it lacks decide, dump, load, observe"),
-        (f"{__name__}:Forgetful", "it lacks reads_tools. Set it to True"),
+        (f"{__name__}:Forgetful", "it lacks reads_tools. Set reads_tools to True"),
         ("no_such_package:Policy", "ModuleNotFoundError"),
     ],
 )

@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_written_costs_a_line_in_the_log(
         for n in range(3):
             keeper.save_if_due(now=n * 2 * SAVE_EVERY_S)
         keeper.close()
-    assert sum("cannot be kept" in record.message for record in caplog.records) == 1
+    assert sum("cannot be saved" in record.message for record in caplog.records) == 1
 
 
 def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ def planned(
 def test_a_gpu_is_found_by_the_beginning_of_its_name() -> None:
     assert find_gpu("H100") == "h100-80"
     assert find_gpu("a100-40") == "a100-40"
-    with pytest.raises(ConfigError, match="several GPUs: write one of a100-40, a100-80"):
+    with pytest.raises(ConfigError, match="several GPUs: use one of a100-40, a100-80"):
         find_gpu("a100")
-    with pytest.raises(ConfigError, match="no GPU that is known: write one of l4-24"):
+    with pytest.raises(ConfigError, match="no GPU that is known: use one of l4-24"):
         find_gpu("tpu")
 
 
@@ -122,7 +122,7 @@ def test_without_cpu_memory_there_is_no_such_tier(tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_number_of_gpus(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not fit into 1 h100-80: it takes 3 or more"):
+    with pytest.raises(ConfigError, match="does not fit on 1 h100-80: it takes 3 or more"):
         planned(tmp_path, QWEN3_NEXT_80B)
     assert planned(tmp_path, QWEN3_NEXT_80B, ranks=4).tiers[0].contexts > 1
 

@@ -35,9 +35,9 @@ from tiered_kv.snapshot.reader import find_snapshot, open_snapshot
      "a.zip", "a.ZIP"],
 )  # fmt: skip
 def test_a_bad_name_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(SnapshotError, match="is no name of a snapshot"):
+    with pytest.raises(SnapshotError, match="is not a valid snapshot name"):
         SnapshotDraft.begin(tmp_path, name)
-    with pytest.raises(SnapshotError, match="is no name of a snapshot"):
+    with pytest.raises(SnapshotError, match="is not a valid snapshot name"):
         find_snapshot(tmp_path, name)
     assert not list(tmp_path.iterdir())
 

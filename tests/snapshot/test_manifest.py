@@ -166,7 +166,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "more ranks than pages": (lambda m: m.update(ranks=3), "3 are allowed"),
     "fewer ranks than pages": (lambda m: m.update(ranks=1), "1 are allowed"),
     "no groups": (lambda m: m.update(groups=[]), "groups: it has 0 items"),
-    "two groups of one number": (lambda m: m["groups"][1].update(index=0), "one number"),
+    "two groups of one number": (lambda m: m["groups"][1].update(index=0), "the same number"),
     "block size": (lambda m: m["groups"][0].update(block_size=0), "block_size"),
     "page of nothing": (lambda m: m["groups"][0].update(page_bytes=0), "page_bytes"),
     "huge page": (lambda m: m["groups"][0].update(page_bytes=1 << 40), "page_bytes"),
@@ -189,7 +189,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "prompt longer than tokens": (lambda m: m.update(prompt_tokens=41), "prompt_tokens: "),
     "parents": (lambda m: m.update(parents=["a", 3]), "parents: "),
     "salt": (lambda m: m.update(cache_salt=3), "cache_salt: "),
-    "half a character": (lambda m: m.update(job="\ud800"), "half a character"),
+    "half a character": (lambda m: m.update(job="\ud800"), "an incomplete character"),
     "long name": (lambda m: m.update(job="x" * 70000), "characters"),
     "sampling": (lambda m: m.update(sampling=[]), "sampling: "),
     "deep sampling": (
@@ -200,13 +200,13 @@ WRONG: dict[str, tuple[Change, str]] = {
     "more shared than stored": (lambda m: m.update(shared_bytes=1001), "shared_bytes: "),
     "huge count": (lambda m: m.update(stored_bytes=10**100), "stored_bytes: "),
     "time": (lambda m: m.update(created=-1), "created: "),
-    "page twice": (lambda m: m["pages"].insert(0, m["pages"][0]), "twice"),
+    "page twice": (lambda m: m["pages"].insert(0, m["pages"][0]), "duplicates"),
     "pages out of order": (lambda m: m["pages"].reverse(), "order"),
     "page of no group": (lambda m: m["pages"][0].__setitem__(0, 2), "group 2"),
     "page of a negative group": (lambda m: m["pages"][0].__setitem__(0, -1), "-1 is below 0"),
     "block behind the kv": (lambda m: m["pages"][2].__setitem__(1, 3), "has no KV"),
     "row too short": (lambda m: m["pages"][0].pop(), "4 are allowed"),
-    "row that is none": (lambda m: m["pages"].__setitem__(0, 7), "7 is no list"),
+    "row that is none": (lambda m: m["pages"].__setitem__(0, 7), "7 is not a list"),
     "digest that is short": (lambda m: m["pages"][0][3].__setitem__(0, "ab"), "SHA-256"),
     "digest with a slash": (lambda m: m["pages"][0][3].__setitem__(0, "../" + 61 * "a"), "SHA-256"),
     "digest in capitals": (lambda m: m["pages"][0][3].__setitem__(0, 64 * "A"), "SHA-256"),
@@ -216,7 +216,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     ),
     "odd key": (lambda m: m["pages"][0].__setitem__(2, "abc"), "key"),
     "long key": (lambda m: m["pages"][0].__setitem__(2, "ab" * 300), "key"),
-    "digests that are none": (lambda m: m["pages"][0].__setitem__(3, 5), "5 is no list"),
+    "digests that are none": (lambda m: m["pages"][0].__setitem__(3, 5), "5 is not a list"),
 }
 
 
@@ -237,9 +237,9 @@ def test_a_change_without_a_new_digest_is_damage() -> None:
     ("data", "why"),
     [
         (b"", "Expecting value"),
-        (b"[]", "no object"),
-        (b"null", "no object"),
-        (b'{"a": 1, "a": 1}', "twice"),
+        (b"[]", "not an object"),
+        (b"null", "not an object"),
+        (b'{"a": 1, "a": 1}', "duplicate name"),
         (b'{"a": NaN}', "NaN"),
         (b'{"a": -Infinity}', "-Infinity"),
         (b'{"a": 1e999}', "too large"),
@@ -249,7 +249,7 @@ def test_a_change_without_a_new_digest_is_damage() -> None:
         ('{"a": "ä"}'.encode(), "ASCII"),
         (b"\xff\xfe", "ASCII"),
         (b'{"format": "tiered-kv snapshot", "version": 1}', "sha256"),
-        (b'{"format": "tiered-kv snapshot", "version": 1, "sha256": ["x"]}', "no text"),
+        (b'{"format": "tiered-kv snapshot", "version": 1, "sha256": ["x"]}', "not a string"),
     ],
 )
 def test_bytes_that_are_no_manifest_are_refused(data: bytes, why: str) -> None:
@@ -257,7 +257,7 @@ def test_bytes_that_are_no_manifest_are_refused(data: bytes, why: str) -> None:
 
 
 def test_a_manifest_of_more_than_64_mib_is_refused_before_it_is_parsed() -> None:
-    assert "the most" in refusal(b" " * ((64 << 20) + 1))
+    assert "more than the maximum" in refusal(b" " * ((64 << 20) + 1))
 
 
 BAD: dict[str, Callable[[Manifest], Manifest]] = {

@@ -190,27 +190,27 @@ WRONG: dict[str, tuple[Callable[[Members], object], str]] = {
     "no page": (lambda m: m.pop(), "missing"),
     "nothing": (lambda m: m.clear(), "no manifest"),
     "a compressed member": (compressed, "compressed"),
-    "a link": (of_kind(stat.S_IFLNK), "no plain file"),
-    "a device": (of_kind(stat.S_IFBLK), "no plain file"),
-    "a folder": (of_kind(stat.S_IFDIR), "no plain file"),
-    "an absolute path": (renamed(1, f"/pages/{DIGEST}"), "no name"),
-    "a path upwards": (renamed(1, f"../pages/{DIGEST}"), "no name"),
-    "a path through": (renamed(1, f"pages/../pages/{DIGEST}"), "no name"),
-    "a path with a dot": (renamed(1, f"./pages/{DIGEST}"), "no name"),
-    "two slashes": (renamed(1, f"pages//{DIGEST}"), "no name"),
-    "a backslash": (renamed(1, f"pages\\{DIGEST}"), "no name"),
-    "a manifest in capitals": (renamed(0, "MANIFEST.JSON"), "no name"),
-    "a folder in capitals": (renamed(1, f"Pages/{DIGEST}"), "no name"),
-    "a page in capitals": (renamed(1, f"pages/{DIGEST.upper()}"), "no name"),
-    "a page below": (renamed(1, f"pages/ab/{DIGEST}"), "no name"),
-    "a page of a short name": (renamed(1, "pages/abcd"), "no name"),
-    "a page with an end of line": (renamed(1, f"pages/{DIGEST}\n"), "no name"),
-    "something else": (added("notes.txt"), "no name"),
+    "a link": (of_kind(stat.S_IFLNK), "not a regular file"),
+    "a device": (of_kind(stat.S_IFBLK), "not a regular file"),
+    "a folder": (of_kind(stat.S_IFDIR), "not a regular file"),
+    "an absolute path": (renamed(1, f"/pages/{DIGEST}"), "not a file name"),
+    "a path upwards": (renamed(1, f"../pages/{DIGEST}"), "not a file name"),
+    "a path through": (renamed(1, f"pages/../pages/{DIGEST}"), "not a file name"),
+    "a path with a dot": (renamed(1, f"./pages/{DIGEST}"), "not a file name"),
+    "two slashes": (renamed(1, f"pages//{DIGEST}"), "not a file name"),
+    "a backslash": (renamed(1, f"pages\\{DIGEST}"), "not a file name"),
+    "a manifest in capitals": (renamed(0, "MANIFEST.JSON"), "not a file name"),
+    "a folder in capitals": (renamed(1, f"Pages/{DIGEST}"), "not a file name"),
+    "a page in capitals": (renamed(1, f"pages/{DIGEST.upper()}"), "not a file name"),
+    "a page below": (renamed(1, f"pages/ab/{DIGEST}"), "not a file name"),
+    "a page of a short name": (renamed(1, "pages/abcd"), "not a file name"),
+    "a page with an end of line": (renamed(1, f"pages/{DIGEST}\n"), "not a file name"),
+    "something else": (added("notes.txt"), "not a file name"),
     "a folder with something in it": (added("pages/", b"x"), "two sizes"),
-    "another folder": (added("more/", b""), "no name"),
+    "another folder": (added("more/", b""), "not a file name"),
     "a page that nobody knows": (added(f"pages/{DIGEST}"), "not in the manifest"),
-    "a member twice": (lambda m: m.append(m[1]), "twice"),
-    "a manifest twice": (lambda m: m.append(m[0]), "twice"),
+    "a member twice": (lambda m: m.append(m[1]), "duplicate"),
+    "a manifest twice": (lambda m: m.append(m[0]), "duplicate"),
 }
 
 
@@ -304,7 +304,7 @@ def test_a_zip_file_that_is_cut_anywhere_is_refused(one: Path, tmp_path: Path) -
 def test_a_manifest_larger_than_is_read_is_refused(one: Path, tmp_path: Path) -> None:
     members = members_of(one)
     members[0] = (members[0][0], b" " * ((64 << 20) + 1))
-    assert "more than is read" in refusal(write_zip(tmp_path / "x.zip", members))
+    assert "too large" in refusal(write_zip(tmp_path / "x.zip", members))
 
 
 def test_a_snapshot_can_be_packed_where_it_is_found_by_name(one: Path) -> None:

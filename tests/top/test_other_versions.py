@@ -156,7 +156,7 @@ def test_the_message_names_the_field() -> None:
     kv = {"where": "vram", "pinned_blocks": 1, "until": None}
     for kind, said, words in (
         (JobKv, kv, "it lacks back_at"),
-        (JobKv, {**kv, "back_at": "soon"}, "back_at: 'soon' is no number"),
+        (JobKv, {**kv, "back_at": "soon"}, "back_at: 'soon' is not a number"),
         (JobDecision, {"tier": "pin", "ttl_s": 1.0}, "it lacks class"),
     ):
         with pytest.raises(RouteError) as caught:

@@ -92,11 +92,11 @@ def test_a_server_that_goes_and_comes_back_is_followed(answers: Answers, tmp_pat
     server = RouteServer(answers)
     with server.running(), top_in(tmp_path, server.url, "--every", "0.2") as terminal:
         terminal.wait_for_text("job, by state")
-        server.answers = {STATUS: refusal(503, "The engine does not answer.")}
-        terminal.wait_for_text("The engine does not answer. What follows was before.")
+        server.answers = {STATUS: refusal(503, "The engine does not respond.")}
+        terminal.wait_for_text("The engine does not respond. What follows was before.")
         assert any(line.startswith("pinned ") for line in terminal.lines())
         server.answers = answers
-        terminal.wait_for(lambda lines: not any("does not answer" in line for line in lines))
+        terminal.wait_for(lambda lines: not any("does not respond" in line for line in lines))
         terminal.type("C-c")
         assert terminal.code() == 128 + signal.SIGINT
 

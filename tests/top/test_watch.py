@@ -113,15 +113,15 @@ def test_each_refusal_is_a_sentence_that_says_what_to_do() -> None:
         assert said(server) == "These routes are off: serve on --host 127.0.0.1."
         server.answers[STATUS] = refusal(501, NOT_THERE)
         assert said(server) == NOT_THERE
-        server.answers[STATUS] = refusal(503, "\x1b[2JThe engine does not answer.")
-        assert said(server) == "\\x1b[2JThe engine does not answer."
+        server.answers[STATUS] = refusal(503, "\x1b[2JThe engine does not respond.")
+        assert said(server) == "\\x1b[2JThe engine does not respond."
         server.answers[STATUS] = Answer("<html>", 502)
         assert said(server) == "The server answered 502: see its log, and ask again."
         for body in ("<html>hello", "{}", '{"engines": []}', "[" * 100_000, '{"engines": [7]}'):
             server.answers[STATUS] = Answer(body)
             assert "use the tiered-kv of the version that the server has" in said(server)
-    assert "does not answer" in said(server)
-    assert "is the server up" in said(server)
+    assert "does not respond" in said(server)
+    assert "check that the server runs" in said(server)
     assert "http://HOST:8000" in said(RouteServer({}))
 
 
@@ -161,7 +161,7 @@ def test_a_server_that_is_gone_is_told_of_with_what_was_seen_before(
         before = watch.look_again()
     gone = watch.look_again()
     assert gone.problem is not None
-    assert "is the server up" in gone.problem
+    assert "check that the server runs" in gone.problem
     assert gone.jobs == before.jobs
     with server.running(port=int(server.url.rsplit(":")[-1])):
         assert watch.look_again().problem is None, "it is back"

@@ -82,7 +82,7 @@ def test_bad_lines_are_counted_and_the_first_are_named(path: Path) -> None:
     said = [str(one) for one in reader.bad[:5]]
     assert said[0] == f"{path}, line 1: it is no JSON"
     assert said[3] == f"{path}, line 4: it lacks turn, request, arrived"
-    assert said[4] == f"{path}, line 5: it is no object"
+    assert said[4] == f"{path}, line 5: it is not an object"
 
 
 def test_a_trace_that_is_not_there_is_an_error(path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_packed_file_that_was_cut_off_is_told_with_what_it_holds(path: Path) -
     packed.write_bytes(packed.read_bytes()[:-9])
     reader = TraceReader(packed)
     assert requests(reader) == ["r0", "r1", "r2"]
-    assert [one.reason for one in reader.bad] == ["the gzipped data is damaged or cut off"]
+    assert [one.reason for one in reader.bad] == ["the gzip data is damaged or truncated"]
 
 
 def test_a_line_ends_with_a_line_feed_alone(path: Path) -> None:

@@ -90,19 +90,19 @@ def test_fields_of_later_versions_are_passed_over() -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("[]", "it is no object"),
+        ("[]", "it is not an object"),
         ("{}", "it lacks turn, request, arrived"),
         ('{"turn": 1, "request": "r"}', "it lacks arrived"),
-        ('{"turn": "1"}', "turn: '1' is no whole number"),
-        ('{"turn": true}', "turn: True is no whole number"),
+        ('{"turn": "1"}', "turn: '1' is not a whole number"),
+        ('{"turn": true}', "turn: True is not a whole number"),
         ('{"arrived": NaN}', "arrived: nan is above"),
         ('{"arrived": 1' + "0" * 400 + "}", "arrived: 1000.* is above"),
         ('{"turn": 1' + "0" * 30 + "}", "turn: 1000.* is above"),
-        ('{"job": 3}', "job: 3 is no text"),
-        ('{"tool": "ls"}', "tool: 'ls' is no list"),
+        ('{"job": 3}', "job: 3 is not a string"),
+        ('{"tool": "ls"}', "tool: 'ls' is not a list"),
         ('{"gap": {"in_vram": 1}}', "gap: in_vram: 1 is neither true nor false"),
-        ('{"gap": {"end": "lost"}}', "gap: end: 'lost' is none of returned, over"),
-        ('{"decision": {"tiers_s": 3}}', "decision: tiers_s: 3 is no object"),
+        ('{"gap": {"end": "lost"}}', "gap: end: 'lost' is not one of returned, over"),
+        ('{"decision": {"tiers_s": 3}}', "decision: tiers_s: 3 is not an object"),
     ],
 )
 def test_what_is_no_record_is_refused_with_the_reason(line: str, reason: str) -> None:

@@ -92,13 +92,13 @@ def test_nan_and_infinity_keep_their_payload_and_their_sign(dtype: str) -> None:
 
 def test_storage_that_is_smaller_than_its_layout_is_refused() -> None:
     layout = page_layout([Placement(2, 5 * 64, 64, 0)], 5)
-    with pytest.raises(ValueError, match="has 639 bytes, its layout spans 640"):
+    with pytest.raises(ValueError, match="has 639 bytes, but its layout spans 640"):
         CpuTransfer([layout], np.zeros(639, dtype=np.uint8), CpuPool(AnonymousMemory(128), 128))
 
 
 def test_slots_of_another_size_are_refused() -> None:
     layout = page_layout([Placement(2, 5 * 64, 64, 0)], 5)
-    with pytest.raises(ValueError, match="slots of 127 B for pages of 128 B"):
+    with pytest.raises(ValueError, match="slots of 127 bytes are too small for pages of 128 bytes"):
         CpuTransfer([layout], np.zeros(640, dtype=np.uint8), CpuPool(AnonymousMemory(127), 127))
     assert "tiered-kv-copy" not in {thread.name for thread in threading.enumerate()}
 

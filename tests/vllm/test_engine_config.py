@@ -64,7 +64,7 @@ def test_a_version_that_cannot_be_read_is_warned_of_and_tried(
     version: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     check_version(version)
-    assert "going on untested" in caplog.text
+    assert "continuing untested" in caplog.text
 
 
 # -- configurations -----------------------------------------------------------------------
@@ -117,26 +117,26 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"model_config__is_encoder_decoder": True},
         "does not support encoder-decoder models",
-        "leave --kv-transfer-config out.",
+        "remove --kv-transfer-config.",
     ),
     (
         {"diffusion_config": SimpleNamespace(canvas_length=32)},
         "does not support diffusion models",
-        "leave --kv-transfer-config out.",
+        "remove --kv-transfer-config.",
     ),
     (
         {"model_config__is_diffusion": True},
         "does not support diffusion models",
-        "leave --kv-transfer-config out.",
+        "remove --kv-transfer-config.",
     ),
     (
         {"kv_transfer_config__kv_role": "kv_producer"},
-        'kv_role "kv_producer" makes no sense for a cache',
-        'write "kv_role":"kv_both".',
+        'kv_role "kv_producer" does not fit a cache',
+        'set "kv_role":"kv_both".',
     ),
     (
         {"kv_transfer_config__kv_load_failure_policy": "fail"},
-        "must be recomputed, not fail its request",
+        "vLLM fails a request if a page cannot be restored",
         'add "kv_load_failure_policy":"recompute" to --kv-transfer-config.',
     ),
     (

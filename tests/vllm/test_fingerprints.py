@@ -70,7 +70,7 @@ def test_an_adapter_without_files_here_is_neither_saved_nor_restored(
     (tmp_path / "empty").mkdir()
     request = adapter(tmp_path / name if name == "empty" else name)
     assert digested(fingerprints, request) is None
-    assert "load it by its local folder" in caplog.text
+    assert "Load it from a local folder" in caplog.text
 
 
 def test_an_adapter_in_the_home_folder_is_found(

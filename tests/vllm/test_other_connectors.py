@@ -51,34 +51,34 @@ def inside(*others: Config, last: bool = False, **outer: Any) -> Callable[[Confi
     [
         (
             lambda last: inside(other("Producer", "kv_both"), last=last),
-            "Producer may load KV beside TieredContinuumConnector, which would save blocks that "
-            "it has not filled yet",
-            'give Producer "kv_role":"kv_producer", or use one of them alone.',
+            "Producer may load KV too, and TieredContinuumConnector would save its blocks before "
+            "they are filled",
+            'set "kv_role":"kv_producer" for Producer, or use only one of them.',
         ),
         (
             lambda last: inside(other("Producer", "kv_consumer"), last=last),
-            "Producer may load KV beside TieredContinuumConnector",
-            "or use one of them alone.",
+            "Producer may load KV too",
+            "or use only one of them.",
         ),
         (
             lambda last: inside(other("Producer"), other("Producer", "kv_both"), last=last),
-            "Producer may load KV beside TieredContinuumConnector",
-            "or use one of them alone.",
+            "Producer may load KV too",
+            "or use only one of them.",
         ),
         (
             lambda last: inside(other("Talker"), last=last),
             "Talker and TieredContinuumConnector both need vLLM's handshake",
-            "use one of them alone.",
+            "use only one of them.",
         ),
         (
             lambda last: inside(other("Producer"), last=last, kv_load_failure_policy="fail"),
-            "vLLM asks MultiConnector, not the connectors in it",
-            'add "kv_load_failure_policy":"recompute" beside "kv_connector":"MultiConnector".',
+            "it reads the policy of MultiConnector only",
+            'add "kv_load_failure_policy":"recompute" next to "kv_connector":"MultiConnector".',
         ),
         (
             lambda last: inside(other("Producer"), last=last, kv_role="kv_producer"),
             "vLLM frees blocks that TieredContinuumConnector is still filling",
-            'write "kv_role":"kv_both" beside "kv_connector":"MultiConnector".',
+            'set "kv_role":"kv_both" next to "kv_connector":"MultiConnector".',
         ),
     ],
 )
@@ -105,7 +105,7 @@ def test_nixl_as_a_producer_is_refused_for_its_handshake(make_rig: MakeRig) -> N
 
 
 def test_ours_twice_is_refused(make_rig: MakeRig) -> None:
-    with pytest.raises(UnsupportedError, match="more than once: leave one of them"):
+    with pytest.raises(UnsupportedError, match="more than once: remove all but one"):
         make_rig(around=lambda ours: inside(ours)(ours))
 
 

@@ -95,7 +95,9 @@ def pick(
         ValueError: ``measured`` is empty, or the disk's speed or the cores are not positive.
     """
     if not measured or cores < 1 or disk_read_mbs <= 0 or disk_write_mbs <= 0:
-        raise ValueError("a codec is chosen among some, for a disk of some speed and some cores")
+        raise ValueError(
+            "choosing a codec needs candidates, a disk speed above 0 and at least one core"
+        )
 
     def restore_s(candidate: Measured) -> float:
         return max(candidate.stored_bytes / (disk_read_mbs * 1e6), candidate.decode_s / cores)
@@ -129,7 +131,7 @@ def measure_codec(codec: Codec, page: Bytes, clock: Clock = time.thread_time) ->
     stored = codec.encode(page)  # compile, allocate, warm up
     codec.decode(stored, out)
     if not np.array_equal(out, page):
-        raise CodecError(f"codec {codec.name} does not give back what it was given")
+        raise CodecError(f"codec {codec.name} does not return the page that it encoded")
     encode_s = decode_s = float("inf")
     began = clock()
     while True:

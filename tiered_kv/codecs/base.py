@@ -91,7 +91,7 @@ class PageFormat:
         nbytes = sum(section.nbytes for section in sections)
         if (found, nbytes) != (self.element, self.page_bytes):
             raise ValueError(
-                f"sections of {nbytes} bytes of {found.value} are no page of "
+                f"sections of {nbytes} bytes of {found.value} do not make a page of "
                 f"{self.page_bytes} bytes of {self.element.value}"
             )
         object.__setattr__(self, "sections", sections)
@@ -114,14 +114,14 @@ def check_size(page: Bytes, page_format: PageFormat) -> None:
         ValueError: the size is not that of a page of this format.
     """
     if page.nbytes != page_format.page_bytes:
-        raise ValueError(f"{page.nbytes} bytes where pages have {page_format.page_bytes}")
+        raise ValueError(f"the page has {page.nbytes} bytes instead of {page_format.page_bytes}")
 
 
 def _joined(sections: Iterable[Section]) -> tuple[Section, ...]:
     """Sections without empty ones, with adjacent sections of the same type merged."""
     full = [section for section in sections if section.nbytes]
     if any(section.nbytes < 0 for section in full):
-        raise ValueError("a section has no negative number of bytes")
+        raise ValueError("a section cannot have a negative size")
     return tuple(
         Section(element, sum(section.nbytes for section in run))
         for element, run in groupby(full, key=lambda section: section.element)
@@ -258,4 +258,6 @@ def refuse_table(codec_id: int, table: bytes) -> None:
         CodecError: the table is not empty.
     """
     if table:
-        raise CodecError(f"codec {codec_id} has no table, but {len(table)} bytes came as one")
+        raise CodecError(
+            f"codec {codec_id} has no table, but a table of {len(table)} bytes was passed"
+        )

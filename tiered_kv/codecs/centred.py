@@ -64,12 +64,13 @@ def symbol_count(page_format: PageFormat) -> int:
     """
     if page_format.element not in ELEMENTS:
         raise ValueError(
-            "the centred codec needs to know the elements of a page: use zstd for opaque pages"
+            "codec centred needs the element type of a page: set zstd for opaque pages"
         )
     count, left = divmod(page_format.page_bytes, ELEMENT_BYTES[page_format.element])
     if left:
         raise ValueError(
-            f"{page_format.page_bytes} bytes are no whole number of {page_format.element.value}"
+            f"{page_format.page_bytes} bytes are not a whole number of "
+            f"{page_format.element.value} elements"
         )
     return count
 
@@ -199,23 +200,29 @@ class Layout:
                 format.
         """
         if len(table) < HEADER.size + 4 or table[:4] != MAGIC:
-            raise CodecError("this is no table of centres")
+            raise CodecError("not a table of centres")
         if struct.unpack("<I", table[-4:])[0] != zlib.crc32(table[:-4]):
-            raise CodecError("a table of centres is damaged")
+            raise CodecError("the table of centres is damaged")
         _, version, element, zero, tokens, size, stripe, channels = HEADER.unpack_from(table)
         if version != VERSION or zero:
-            raise CodecError(f"a table of centres of version {version} where {VERSION} is known")
+            raise CodecError(
+                f"the table of centres has version {version}, but only version {VERSION} is "
+                "supported"
+            )
         of = (ELEMENTS[element] if element < len(ELEMENTS) else None, size, tokens)
         if of != (page_format.element, page_format.page_bytes, page_format.tokens):
-            raise CodecError(f"a table of centres for other pages than {page_format}")
+            raise CodecError(f"the table of centres is for pages other than {page_format}")
         if not channels or channels != channel_count(page_format) or not stripe:
-            raise CodecError(f"a table of {channels} centres for {page_format}")
+            raise CodecError(f"the table has {channels} centres, which do not match {page_format}")
         stripes, left = divmod(channels, stripe)
         if left or len(table) != HEADER.size + 4 * stripes + channels + 4:
-            raise CodecError(f"a table of {channels} centres in stripes of {stripe}")
+            raise CodecError(
+                f"the table has {channels} centres, which are not divisible into stripes of "
+                f"{stripe}"
+            )
         inners = np.frombuffer(table, "<u4", stripes, HEADER.size).astype(np.int64)
         if not inners.all() or (stripe % inners).any():
-            raise CodecError(f"a table whose stripes of {stripe} channels cannot be cut")
+            raise CodecError(f"the table has stripes of {stripe} channels, which cannot be divided")
         centres = np.frombuffer(table, np.uint8, channels, HEADER.size + 4 * stripes)
         return Layout(stripe, inners, centres)
 

@@ -32,7 +32,9 @@ class RawCodec:
 
     def decode(self, encoded: EncodedPage, out: Bytes) -> None:
         if encoded.plane.nbytes != out.nbytes or encoded.frame.nbytes:
-            raise CodecError(f"{encoded.plane.nbytes} raw bytes are no page of {out.nbytes}")
+            raise CodecError(
+                f"the raw page has {encoded.plane.nbytes} bytes instead of {out.nbytes}"
+            )
         out[:] = encoded.plane
 
     def trained(self, pages: list[Bytes]) -> Codec:

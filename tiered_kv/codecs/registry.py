@@ -86,7 +86,8 @@ def parse(name: str) -> CodecMaker:
     at_level = kind.at_level if kind is not None else None
     if kind is None or at_level is None or not (rest.isascii() and rest.isdigit()):
         raise ConfigError(
-            f"{name!r} is not a codec: set {', '.join(_spellings())}, or your own module:Class"
+            f"{name!r} is not a known codec: set {', '.join(_spellings())}, or your own "
+            "module:Class"
         )
     level = int(rest)
     if level not in kind.levels:
@@ -129,7 +130,7 @@ def from_table(codec_id: int, table: bytes, page_format: PageFormat, trusted: st
     for cls in (cls for kind in CODECS.values() for cls in kind.classes):
         if cls.codec_id == codec_id:
             return cls.from_table(page_format, table)
-    raise CodecError(f"codec {codec_id} is not known here")
+    raise CodecError(f"unknown codec {codec_id}")
 
 
 def _stored_out_of_tree(table: bytes, page_format: PageFormat, trusted: str) -> Codec:

@@ -80,35 +80,40 @@ class SectionTable:
             CodecError: the table is damaged, has another version, or describes an impossible page.
         """
         if len(table) < HEADER.size + 4 or table[:4] != MAGIC:
-            raise CodecError("this is no table of sections")
+            raise CodecError("not a table of sections")
         body = table[:-4]
         if struct.unpack("<I", table[-4:])[0] != zlib.crc32(body):
-            raise CodecError("a table of sections is damaged")
+            raise CodecError("the table of sections is damaged")
         _, version, zero, part_count, tokens, page_bytes, count = HEADER.unpack_from(body)
         if version != VERSION or zero:
-            raise CodecError(f"a table of sections of version {version} where {VERSION} is known")
+            raise CodecError(
+                f"the table of sections has version {version}, but only version {VERSION} is "
+                "supported"
+            )
         parts_at = HEADER.size + SECTION.size * count
         tables_at = parts_at + PART.size * part_count
         if tables_at > len(body):
-            raise CodecError("a table of sections is cut off")
+            raise CodecError("the table of sections is truncated")
         members = [list[int]() for _ in range(part_count)]
         sections: list[Section] = []
         for element, part, nbytes in SECTION.iter_unpack(body[HEADER.size : parts_at]):
             if element >= len(ELEMENTS) or part >= part_count:
-                raise CodecError(f"a section of type {element} in part {part}")
+                raise CodecError(f"part {part} has a section of unknown type {element}")
             members[part].append(len(sections))
             sections.append(Section(ELEMENTS[element], nbytes))
         page_format = _format(sections, tokens, page_bytes)
         for numbers in members:
             if len({sections[number].element for number in numbers}) != 1:
-                raise CodecError("a part of sections that are not of one type")
+                raise CodecError("the sections of a part have different types")
         stored = PART.iter_unpack(body[parts_at:tables_at])
         parts, end = [], tables_at
         for numbers, (codec_id, nbytes) in zip(members, stored, strict=True):
             parts.append(StoredPart(tuple(numbers), codec_id, body[end : end + nbytes]))
             end += nbytes
         if end != len(body):
-            raise CodecError(f"tables of parts that end at {end} in one of {len(table)} bytes")
+            raise CodecError(
+                f"the tables of the parts end at {end} in a table of {len(table)} bytes"
+            )
         return SectionTable(page_format, parts)
 
 
@@ -120,7 +125,7 @@ def _format(sections: Sequence[Section], tokens: int, page_bytes: int) -> PageFo
     """
     found = PageFormat.of(sections, tokens) if sections else None
     if found is None or found.sections != tuple(sections):
-        raise CodecError("a table of sections that are not cut as they should be")
+        raise CodecError("the table divides its sections incorrectly")
     if found.page_bytes != page_bytes:
-        raise CodecError(f"sections of {found.page_bytes} bytes for pages of {page_bytes}")
+        raise CodecError(f"the sections have {found.page_bytes} bytes, but pages have {page_bytes}")
     return found

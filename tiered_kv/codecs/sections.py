@@ -65,7 +65,7 @@ class SectionsCodec:
         """
         told = SectionTable.read(table)
         if page_format not in (told.page_format, told.page_format.outline):
-            raise CodecError(f"a table of sections for other pages than {page_format}")
+            raise CodecError(f"the table of sections is for pages other than {page_format}")
         codecs = tuple(
             _stored_codec(part_format(told.page_format, part.sections), part) for part in told.parts
         )
@@ -144,7 +144,7 @@ class SectionsCodec:
         """
         plane, frame = 0, SIZES.size * len(self.parts)
         if encoded.frame.nbytes < frame:
-            raise CodecError("a page of sections without their sizes")
+            raise CodecError("the page lacks the sizes of its sections")
         parts = []
         for planes, frames in SIZES.iter_unpack(encoded.frame[:frame].data):
             parts.append(
@@ -155,7 +155,9 @@ class SectionsCodec:
             plane += planes
             frame += frames
         if (plane, frame) != (encoded.plane.nbytes, encoded.frame.nbytes):
-            raise CodecError(f"{encoded.nbytes} bytes for sections of {plane} and {frame}")
+            raise CodecError(
+                f"the page has {encoded.nbytes} bytes, but its sections have {plane} and {frame}"
+            )
         return parts
 
 
@@ -216,7 +218,7 @@ def _stored_codec(part: PageFormat, stored: StoredPart) -> PartCodec:
     for cls in (CentredCodec, ZstdCodec):
         if cls.codec_id == stored.codec_id:
             return cls.from_table(part, stored.table)
-    raise CodecError(f"codec {stored.codec_id} is none of sections")
+    raise CodecError(f"codec {stored.codec_id} has no sections")
 
 
 _scratch = Scratch()

@@ -85,7 +85,9 @@ def decode(element: ElementType, encoded: EncodedPage, centres: Bytes, out: Byte
         return
     count = centres.size
     if encoded.plane.nbytes != REST_BYTES[element] * count:
-        raise CodecError(f"{encoded.plane.nbytes} raw bytes beside {count} symbols")
+        raise CodecError(
+            f"the page has {encoded.plane.nbytes} raw bytes, which do not match {count} symbols"
+        )
     if not REST_BYTES[element]:
         decompress(encoded.frame, out)
         kernels().merge_fp8(out, centres)
@@ -136,7 +138,10 @@ def _decode_fp32(encoded: EncodedPage, centres: Bytes, out: Bytes) -> None:
     chosen, frames = _frames(encoded.frame)
     stored = PLANES - chosen.bit_count()
     if encoded.plane.nbytes != stored * count:
-        raise CodecError(f"{encoded.plane.nbytes} raw bytes for {stored} planes of {count}")
+        raise CodecError(
+            f"the page has {encoded.plane.nbytes} raw bytes, which do not match {stored} "
+            f"planes of {count}"
+        )
     coded = _cut(_scratch.bytes(len(frames) * count), count)
     for frame, piece in zip(frames, coded, strict=True):
         decompress(frame, piece)
@@ -152,16 +157,16 @@ def _frames(frame: Bytes) -> tuple[int, list[Bytes]]:
     """
     chosen = int(frame[0]) if frame.nbytes else 1 << PLANES
     if chosen >> PLANES:
-        raise CodecError("a frame of fp32 does not tell which planes are in it")
+        raise CodecError("an fp32 frame does not list its planes")
     sizes = struct.Struct(f"<{1 + chosen.bit_count()}I")
     at, frames = 1 + sizes.size, list[Bytes]()
     if frame.nbytes < at:
-        raise CodecError("a frame of fp32 ends before its planes")
+        raise CodecError("an fp32 frame ends before its planes")
     for nbytes in sizes.unpack_from(frame.data, 1):
         frames.append(frame[at : at + nbytes])
         at += nbytes
     if at != frame.nbytes:
-        raise CodecError(f"planes that end at {at} in a frame of {frame.nbytes} bytes")
+        raise CodecError(f"the planes end at {at} in a frame of {frame.nbytes} bytes")
     return chosen, frames
 
 

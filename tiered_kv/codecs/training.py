@@ -57,7 +57,9 @@ class CodecTraining:
         try:
             trained = self.codec.trained(sample)
         except Exception:
-            logger.exception("the codec cannot be trained; pages are stored without that")
+            logger.exception(
+                "the codec could not be trained; pages are encoded with the untrained codec"
+            )
             return False
         before, self.codec = self.codec, trained
         return trained.table != before.table

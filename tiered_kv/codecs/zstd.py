@@ -76,7 +76,7 @@ class LiteralEncoder:
     def _checked(self, code: int) -> int:
         if self._lib.ZSTD_isError(code):
             reason = self._ffi.string(self._lib.ZSTD_getErrorName(code)).decode()
-            raise RuntimeError(f"zstd refuses: {reason}")
+            raise RuntimeError(f"zstd failed: {reason}")
         return code
 
 
@@ -146,13 +146,13 @@ def decompress(frame: Bytes, out: Bytes) -> None:
     try:
         size = zstandard.get_frame_parameters(frame.data).content_size
         if size != out.nbytes:
-            raise CodecError(f"a zstd frame of {size} bytes where {out.nbytes} were expected")
+            raise CodecError(f"the zstd frame holds {size} bytes instead of {out.nbytes}")
         # Directly into ``out``: zstd sees that the whole frame fits, and allocates no window.
         filled = _contexts.decompressor.stream_reader(frame.data).readinto(out)
     except zstandard.ZstdError as error:
-        raise CodecError(f"a damaged zstd frame: {error}") from error
+        raise CodecError(f"the zstd frame is damaged: {error}") from error
     if filled != out.nbytes:
-        raise CodecError(f"a zstd frame ends after {filled} of {out.nbytes} bytes")
+        raise CodecError(f"the zstd frame ends after {filled} of {out.nbytes} bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,9 @@ class ZstdCodec:
 
     def decode(self, encoded: EncodedPage, out: Bytes) -> None:
         if encoded.plane.nbytes:
-            raise CodecError(f"{encoded.plane.nbytes} raw bytes beside a page that is all zstd")
+            raise CodecError(
+                f"the page has {encoded.plane.nbytes} raw bytes, but zstd pages have none"
+            )
         decompress(encoded.frame, out)
 
     def trained(self, pages: list[Bytes]) -> ZstdCodec:

@@ -63,9 +63,9 @@ def base_of(url: str) -> str:
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
     except ValueError as error:
-        raise UnreachableError(f"no address: {error}") from error
+        raise UnreachableError(f"not an address: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UnreachableError("no address of HTTP")
+        raise UnreachableError("not an HTTP address")
     return f"{parts.scheme}://{parts.netloc}"
 
 
@@ -108,9 +108,9 @@ def _read(answer: Body, until: float, whole_s: float) -> str:
         pieces.append(piece)
         length += len(piece)
         if length > MAX_BYTES:
-            raise UnreachableError(f"more than {MAX_BYTES >> 20} MiB")
+            raise UnreachableError(f"the answer is larger than {MAX_BYTES >> 20} MiB")
         if time.monotonic() > until:
-            raise UnreachableError(f"not whole after {whole_s:g} s")
+            raise UnreachableError(f"the answer was incomplete after {whole_s:g} s")
     return b"".join(pieces).decode("utf-8", "replace")
 
 
@@ -175,7 +175,7 @@ def _samples(page: str) -> list[Sample]:
         by_line = map(_parsed, page.split("\n"))
         found = [sample for samples in by_line if samples is not None for sample in samples]
         if not found:
-            raise UnreachableError("no page of Prometheus: no line of it has a metric")
+            raise UnreachableError("not a Prometheus page: no line has a metric")
     return [sample for sample in found if math.isfinite(sample.value)]
 
 

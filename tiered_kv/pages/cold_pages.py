@@ -114,7 +114,7 @@ class ColdPages:
         """
         bundle = self._bundles.get(first_slot)
         if bundle is None or bundle.state is COMPRESSED:
-            raise ValueError("a bundle was packed that nobody began")
+            raise ValueError("a bundle was reported that was not being packed")
         if not kept or not bundle.keys:
             return tuple(bundle.keys), self.drop(bundle)
         bundle.state = COMPRESSED
@@ -140,7 +140,7 @@ class ColdPages:
         """
         bundle = self._bundles.get(cold_place(place))
         if bundle is None or not bundle.readers:
-            raise ValueError("a cold page was released that nobody acquired")
+            raise ValueError("a cold page was released that was not acquired")
         bundle.readers -= 1
         return [] if bundle.keys or bundle.readers else self.drop(bundle)
 

@@ -96,22 +96,24 @@ def open_record(value: memoryview, key: bytes, page_format: PageFormat) -> PageR
         RecordError: the value is truncated, modified, of another version, or of another page.
     """
     if len(value) < HEADER_BYTES:
-        raise RecordError("shorter than a record")
+        raise RecordError("the value is shorter than a record")
     magic, version, header, key_bytes, codec_id, *rest = _FIXED.unpack_from(value)
     page_bytes, tokens, plane, frame, table, digest = rest
     if magic != MAGIC:
-        raise RecordError("no record of a page")
+        raise RecordError("the value is not a page record")
     if version != VERSION:
-        raise RecordError(f"a record of version {version}; this is version {VERSION}")
+        raise RecordError(
+            f"the record has version {version}, but only version {VERSION} is supported"
+        )
     if header != HEADER_BYTES + key_bytes or header + plane + frame != len(value):
-        raise RecordError("a record of another length")
+        raise RecordError("the record has a wrong length")
     if bytes(value[HEADER_BYTES:header]) != key:
-        raise RecordError("a record of another page")
+        raise RecordError("the record belongs to another page")
     told = bytes(value[_FIXED.size : HEADER_BYTES])
     if xxhash.xxh3_128_digest(bytes(value[: _FIXED.size]) + key) != told:
         raise RecordError("the header of the record is damaged")
     if (page_bytes, tokens) != (page_format.page_bytes, page_format.tokens):
-        raise RecordError("a page of another format")
+        raise RecordError("the page has another format")
     if xxhash.xxh3_128_digest(value[header:]) != digest:
         raise RecordError("the page is damaged")
     payload = np.frombuffer(value[header:], np.uint8)

@@ -136,8 +136,8 @@ def request_of(
     path = model / "config.json" if model.is_dir() else model
     if not path.is_file():
         raise ModelError(
-            f"{path} does not exist: name a folder with a config.json, or such a file; models of a "
-            "hub are not fetched."
+            f"{path} does not exist: name a folder with a config.json, or such a file. Models "
+            "are not downloaded."
         )
     beside = path.with_name(QUANT_FILE)
     return path, {
@@ -188,7 +188,7 @@ def ask_vllm(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 timeout=_PROBE_S * len(requests),
             )
         except subprocess.TimeoutExpired as error:
-            raise ModelError(f"vLLM has not read the model within {_PROBE_S} s.") from error
+            raise ModelError(f"vLLM did not read the model within {_PROBE_S} s.") from error
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     if done.returncode or len(answers) != len(requests):
         last = (done.stderr.strip().splitlines() or ["it wrote nothing"])[-1]
@@ -258,7 +258,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}.") from error
     if not isinstance(found, dict):
-        raise ModelError(f"{path} holds no JSON object.")
+        raise ModelError(f"{path} does not contain a JSON object.")
     return found
 
 

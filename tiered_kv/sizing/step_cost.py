@@ -93,7 +93,7 @@ def find_gpu(name: str) -> str:
     if not wanted or len(found) != 1:
         choices = ", ".join(found if wanted and found else GPUS)
         said = "names several GPUs" if wanted and found else "names no GPU that is known"
-        raise ConfigError(f"{name!r} {said}: write one of {choices}.")
+        raise ConfigError(f"{name!r} {said}: use one of {choices}.")
     return found[0]
 
 

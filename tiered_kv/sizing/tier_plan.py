@@ -120,7 +120,9 @@ def make_plan(shape: ModelShape, setup: Setup, default_cpu_gib: float) -> Plan:
         needed = math.ceil((setup.jobs or 0) * slots_bytes / GIB)
         cpu_gib = float(needed) if setup.jobs else default_cpu_gib
     if setup.ssd_gib > 0 and cpu_gib == 0:
-        raise ConfigError("Pages on SSD pass through CPU memory: give some, or no SSD.")
+        raise ConfigError(
+            "Pages on SSD pass through CPU memory: set CPU memory above 0, or use no SSD."
+        )
 
     def tier(name: str, nbytes: float, each: float, restore_s: float) -> TierPlan:
         contexts = nbytes / each
@@ -160,8 +162,8 @@ def _pool_bytes(shape: ModelShape, setup: Setup) -> float:
         needed = math.ceil(shape.weights.nbytes / of_rank) if of_rank > 0 else 0
         more = f": it takes {needed} or more" if needed else ""
         raise ConfigError(
-            f"{shape.architecture} with {shape.weights.nbytes / GIB:.1f} GiB of weights does not "
-            f"fit into {shape.ranks} {setup.gpu}{more}."
+            f"{shape.architecture} with {shape.weights.nbytes / GIB:.1f} GiB of weights does "
+            f"not fit on {shape.ranks} {setup.gpu}{more}."
         )
     return left
 

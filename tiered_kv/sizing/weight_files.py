@@ -83,13 +83,13 @@ def _tensors(file: Path, element: int | None) -> Iterator[float]:
         length = int.from_bytes(opened.read(8), "little")
         room = file.stat().st_size - 8 - length
         if length > _MAX_HEADER or room < 0:
-            raise ValueError("no header of safetensors")
+            raise ValueError("it has no safetensors header")
         header = read_json(opened.read(length))
     for name, tensor in header.items():
         if name == "__metadata__":
             continue
         begin, end = tensor["data_offsets"]
         if end > room:
-            raise ValueError("not whole")
+            raise ValueError("it is incomplete")
         of_file = _FLOATS.get(tensor["dtype"])
         yield (end - begin) * (element / of_file if element and of_file else 1.0)

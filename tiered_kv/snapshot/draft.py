@@ -89,7 +89,9 @@ class Making:
                 if fd is not None:
                     self.fd = fd
                     return
-        raise OSError(errno.EBUSY, "others remove what is made there", str(parent))
+        raise OSError(
+            errno.EBUSY, "another process removes files that are created there", str(parent)
+        )
 
     def publish(self, path: Path) -> None:
         """Rename it to its final path, which must not exist, and make the rename durable.
@@ -130,7 +132,7 @@ def refuse_taken(path: Path) -> None:
         SnapshotError: the path exists.
     """
     if os.path.lexists(path):
-        raise SnapshotError(f"there is {path} already: give another name, or remove that one")
+        raise SnapshotError(f"{path} already exists: choose another name, or remove it")
 
 
 def sweep(parent: Path) -> None:
@@ -278,7 +280,7 @@ class SnapshotDraft:
             raise SnapshotError(
                 f"rank {missing[0]} has not finished its pages; all of {ranks} must"
                 if missing
-                else f"rank {max(found)} has written pages where there are {ranks} ranks"
+                else f"rank {max(found)} has written pages, but there are only {ranks} ranks"
             )
         return [self._part(rank) for rank in range(ranks)]
 
@@ -290,7 +292,7 @@ class SnapshotDraft:
         except (ValueError, TypeError) as error:
             raise SnapshotError(f"the part of rank {rank} is damaged: {error}") from error
         if part.rank != rank:
-            raise SnapshotError(f"the part of rank {rank} is one of rank {part.rank}")
+            raise SnapshotError(f"the part of rank {rank} belongs to rank {part.rank}")
         return part
 
     def _keep_only(self, files: dict[str, StoredPage]) -> None:
@@ -307,7 +309,7 @@ class SnapshotDraft:
                 os.unlink(entry.path)  # noqa: PTH108
         for digest, file in files.items():
             if found.get(digest) != file.nbytes:
-                raise SnapshotError(f"page {digest} is not as its rank has written it")
+                raise SnapshotError(f"page {digest} differs from what its rank wrote")
         for entry in os.scandir(self.folder):
             if entry.name not in (PAGES, LOCK):
                 os.unlink(entry.path)  # noqa: PTH108
@@ -328,7 +330,7 @@ def _files_of(parts: Iterable[Part]) -> dict[str, StoredPage]:
         for digest, file in part.files.items():
             known = files.setdefault(digest, file)
             if known.nbytes != file.nbytes:
-                raise SnapshotError(f"ranks have unlike files of page {digest}")
+                raise SnapshotError(f"the ranks have different files of page {digest}")
             if known.origin is Origin.BESIDE:  # the other rank knows the file's origin
                 files[digest] = file
     return files

@@ -152,7 +152,7 @@ def dump(manifest: Manifest) -> bytes:
         _read(data)  # a manifest that cannot be read must not be written
     except ValueError as error:
         raise SnapshotError(
-            f"a snapshot of job {manifest.job!r:.80} has no place: {error}"
+            f"the snapshot of job {manifest.job!r:.80} cannot be written: {error}"
         ) from None
     return data
 
@@ -166,9 +166,7 @@ def load(data: bytes) -> Manifest:
     try:
         return _read(data)
     except ValueError as error:
-        raise SnapshotError(
-            f"the manifest cannot be used: {error}; a whole copy of the snapshot is needed"
-        ) from None
+        raise SnapshotError(f"the manifest is unusable: {error}; copy the snapshot again") from None
 
 
 def is_sha256(digest: object) -> bool:
@@ -221,13 +219,12 @@ def _rows(pages: Iterable[SnapshotPage], ranks: int) -> Iterator[list[object]]:
         if page.rank in digests:
             raise ValueError(f"rank {page.rank} has {where} twice")
         if page.key != key:
-            raise ValueError(f"ranks have unlike keys for {where}")
+            raise ValueError(f"the ranks have different keys for {where}")
         digests[page.rank] = page.sha256
     for (group, block), (key, digests) in sorted(rows.items()):
         if sorted(digests) != list(range(ranks)):
             raise ValueError(
-                f"ranks {sorted(digests)} have block {block} of group {group}, where all "
-                f"{ranks} must"
+                f"only ranks {sorted(digests)} of {ranks} have block {block} of group {group}"
             )
         yield [group, block, key, [digests[rank] for rank in range(ranks)]]
 
@@ -244,8 +241,8 @@ def _read(data: bytes) -> Manifest:
     version = given.take("version", whole)
     if version != VERSION:
         raise SnapshotError(
-            f"the snapshot is of version {version!r:.40}, and version {VERSION} is known here: a "
-            "version of tiered-kv is needed that knows the other"
+            f"the snapshot has version {version!r:.40}, and this tiered-kv reads version "
+            f"{VERSION}: use a release that reads version {version!r:.40}"
         )
     digest = given.take("sha256", text)
     rest = {name: value for name, value in found.items() if name != "sha256"}
@@ -292,7 +289,7 @@ def _text_or_none(found: object) -> str | None:
 def _groups(found: object) -> tuple[SnapshotGroup, ...]:
     groups = tuple(map(_group, items(found, 1, MOST_GROUPS)))
     if len({group.index for group in groups}) != len(groups):
-        raise ValueError("two groups have one number")
+        raise ValueError("two groups have the same number")
     return groups
 
 
@@ -308,7 +305,7 @@ def _group(found: object) -> SnapshotGroup:
         or page_format.sections != sections
         or (page_format.element.value, page_format.page_bytes) != told
     ):
-        raise ValueError("the sections of a page are not those of the page")
+        raise ValueError("the sections do not match the page")
     fingerprint = given.take("fingerprint", settings)
     given.done()
     return SnapshotGroup(index, block_size, page_format, fingerprint)
@@ -322,7 +319,7 @@ def _section(found: object) -> Section:
     name, nbytes = items(found, 2, 2)
     element = _ELEMENTS.get(text(name))
     if element is None:
-        raise ValueError(f"elements of type {name!r:.40} are not known here")
+        raise ValueError(f"unknown element type {name!r:.40}")
     return Section(element, whole(nbytes, 1, MOST_PAGE_BYTES))
 
 
@@ -330,7 +327,7 @@ def _token_ids(found: object) -> tuple[int, ...]:
     tokens = items(found)
     if tokens:
         if set(map(type, tokens)) != {int}:
-            raise ValueError("a token is no whole number")
+            raise ValueError("a token is not a whole number")
         if min(tokens) < 0 or max(tokens) > MOST_TOKEN:
             raise ValueError(f"a token is not between 0 and {MOST_TOKEN}")
     return tuple(tokens)
@@ -350,9 +347,9 @@ def _pages(
         if not isinstance(key, str) or _KEY.fullmatch(key) is None:
             raise ValueError("the key of a page is not hexadecimal")
         if not all(map(is_sha256, items(digests, ranks, ranks))):
-            raise ValueError("a digest is none of SHA-256")
+            raise ValueError("a digest is not a SHA-256 digest")
         if (group, block) <= before:
-            raise ValueError("pages are twice there or out of order")
+            raise ValueError("the pages have duplicates or are out of order")
         before = (group, block)
         pages += (
             SnapshotPage(group, block, rank, digest, key) for rank, digest in enumerate(digests)

@@ -95,12 +95,12 @@ def decode_page(data: Bytes | bytes | memoryview, page_format: PageFormat, out: 
     """
     stored = np.frombuffer(data, np.uint8)
     if out.nbytes != page_format.page_bytes:
-        raise ValueError(f"{out.nbytes} bytes for pages of {page_format.page_bytes}")
+        raise ValueError(
+            f"the target has {out.nbytes} bytes, but pages have {page_format.page_bytes}"
+        )
     codec_id, stored_format, table, encoded = _parse(stored)
     if stored_format.page_bytes != out.nbytes:
-        raise SnapshotError(
-            f"a page has {stored_format.page_bytes} bytes where {out.nbytes} are needed"
-        )
+        raise SnapshotError(f"a page has {stored_format.page_bytes} bytes instead of {out.nbytes}")
     try:
         _stored_codec(codec_id, table, stored_format).decode(encoded, out)
     except Exception as error:
@@ -115,22 +115,24 @@ def _parse(stored: Bytes) -> tuple[int, PageFormat, bytes, EncodedPage]:
         SnapshotError: the header is missing, or the file's length does not match it.
     """
     if stored.nbytes < HEADER.size:
-        raise SnapshotError("a page is cut off before its header ends")
+        raise SnapshotError("a page is truncated in its header")
     magic, version, codec, element, tokens, size, table, plane, frame = HEADER.unpack_from(
         stored.data
     )
     if magic != MAGIC:
-        raise SnapshotError("a page does not begin as pages do")
+        raise SnapshotError("a page lacks its magic number")
     if version != VERSION:
-        raise SnapshotError(f"a page is of version {version}, and {VERSION} is known here")
+        raise SnapshotError(
+            f"a page has version {version}, but only version {VERSION} is supported"
+        )
     if element >= len(ELEMENTS):
-        raise SnapshotError(f"a page has elements of type {element}, not known here")
+        raise SnapshotError(f"a page has elements of unknown type {element}")
     if table > MOST_TABLE_BYTES:
-        raise SnapshotError(f"a page has a table of {table} bytes")
+        raise SnapshotError(f"a page has a table of {table} bytes, which is too large")
     if HEADER.size + table + plane + frame != stored.nbytes:
         raise SnapshotError(
-            f"a page has {stored.nbytes} bytes where its header tells of "
-            f"{HEADER.size + table + plane + frame}"
+            f"a page has {stored.nbytes} bytes, but {HEADER.size + table + plane + frame} "
+            "according to its header"
         )
     table_bytes, plane_bytes, frame_bytes = np.split(stored[HEADER.size :], [table, table + plane])
     encoded = EncodedPage(plane_bytes, frame_bytes)

@@ -80,7 +80,7 @@ class Part:
         files = {}
         for digest, nbytes, origin in fields.take("files", items):
             if not is_sha256(digest):
-                raise ValueError("a digest is none of SHA-256")
+                raise ValueError("a digest is not a SHA-256 digest")
             files[digest] = StoredPage(whole(nbytes, 1, 1 << 32), Origin(origin))
         fields.done()
         pages = tuple(
@@ -88,7 +88,7 @@ class Part:
             for group, block, key, digest in rows
         )
         if {page.sha256 for page in pages} != files.keys():
-            raise ValueError("its files are not those of its pages")
+            raise ValueError("its files do not match its pages")
         return Part(rank, pages, files)
 
 

@@ -60,12 +60,15 @@ class PageWriter:
         """
         if page.nbytes != page_format.page_bytes:
             raise SnapshotError(
-                f"a page of {page.nbytes} bytes where its group has {page_format.page_bytes}"
+                f"a page has {page.nbytes} bytes, but pages of its group have "
+                f"{page_format.page_bytes}"
             )
         digest = sha256(page.data).hexdigest()
         with self._lock:
             if self._finished:
-                raise SnapshotError(f"rank {self._rank} has finished, and takes no more pages")
+                raise SnapshotError(
+                    f"rank {self._rank} has already finished, and accepts no more pages"
+                )
             if (group, block) in self._added:
                 raise SnapshotError(f"rank {self._rank} has block {block} of group {group} twice")
             self._added[group, block] = SnapshotPage(group, block, self._rank, digest, key.hex())
@@ -85,7 +88,7 @@ class PageWriter:
         """
         with self._lock:
             if self._finished:
-                raise SnapshotError(f"rank {self._rank} has finished before")
+                raise SnapshotError(f"rank {self._rank} has already finished")
             self._finished = True
         if len(self._files) != len(self._begun):
             raise SnapshotError(f"rank {self._rank} could not write all of its pages")

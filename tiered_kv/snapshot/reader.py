@@ -93,7 +93,7 @@ class Snapshot:
         except SnapshotError as error:
             raise SnapshotError(f"{where}: {error}") from error
         if sha256(out.data).hexdigest() != page.sha256:
-            raise SnapshotError(f"{where}: the page is damaged; a whole copy is needed")
+            raise SnapshotError(f"{where}: the page is damaged; copy the snapshot again")
 
     def read_file(self, digest: str, out: Bytes) -> None:
         """Read the file of a page into ``out``, without decoding it.
@@ -162,7 +162,7 @@ def find_snapshot(root: Path, name: str) -> Path:
             return folder
         if file.is_file() and not file.is_symlink():
             return file
-    raise SnapshotError(f"there is no snapshot {name} in {root}: look for its name there")
+    raise SnapshotError(f"there is no snapshot {name} in {root}: check its name")
 
 
 def _checked_sizes(manifest: Manifest, size_of: Callable[[str], int | None]) -> dict[str, int]:
@@ -175,19 +175,21 @@ def _checked_sizes(manifest: Manifest, size_of: Callable[[str], int | None]) -> 
     for page in manifest.pages:
         page_format = manifest.groups[page.group].page_format
         if formats.setdefault(page.sha256, page_format).page_bytes != page_format.page_bytes:
-            raise SnapshotError("pages of unlike sizes have one digest")
+            raise SnapshotError("pages of different sizes have the same digest")
     sizes = {}
     for digest, page_format in formats.items():
         size = size_of(digest)
         if size is None:
-            raise SnapshotError(f"page {digest} is missing; a whole copy is needed")
+            raise SnapshotError(f"page {digest} is missing; copy the snapshot again")
         if not least_file_bytes() <= size <= most_file_bytes(page_format):
-            raise SnapshotError(f"page {digest} has {size} bytes, as no page of its group can")
+            raise SnapshotError(
+                f"page {digest} has {size} bytes, which is impossible for its group"
+            )
         sizes[digest] = size
     if sum(sizes.values()) != manifest.stored_bytes:
         raise SnapshotError(
-            f"the pages have {sum(sizes.values())} bytes where the manifest tells of "
-            f"{manifest.stored_bytes}; a whole copy is needed"
+            f"the pages have {sum(sizes.values())} bytes, but {manifest.stored_bytes} "
+            "according to the manifest; copy the snapshot again"
         )
     return sizes
 
@@ -199,7 +201,7 @@ def _opened(path: Path | str, folder: int | None, files: ExitStack) -> int:
         fd = os.open(path, _OPEN, dir_fd=folder)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise SnapshotError(f"{path} is a symbolic link: give what it leads to") from error
+            raise SnapshotError(f"{path} is a symbolic link: name its target") from error
         raise
     files.callback(os.close, fd)
     return fd
@@ -213,7 +215,7 @@ def _folder_source(folder: int, files: ExitStack) -> _Source:
         manifest = read_whole(fd, MOST_BYTES, "the manifest of the snapshot")
     pages = _opened(PAGES, folder, files)
     if not stat.S_ISDIR(os.fstat(pages).st_mode):
-        raise SnapshotError(f"{PAGES} is no folder")
+        raise SnapshotError(f"{PAGES} is not a folder")
     return _Source(manifest, partial(_size_in, pages), partial(_read_in, pages))
 
 
@@ -223,7 +225,7 @@ def _size_in(pages: int, digest: str) -> int | None:
     except FileNotFoundError:
         return None
     if not stat.S_ISREG(found.st_mode):
-        raise SnapshotError(f"page {digest} is no plain file")
+        raise SnapshotError(f"page {digest} is not a regular file")
     return found.st_size
 
 
@@ -239,9 +241,9 @@ def _zip_source(fd: int) -> _Source:
     found = members(fd)
     place = found.pop(MANIFEST, None)
     if place is None:
-        raise SnapshotError("the zip file is no snapshot: it has no manifest")
+        raise SnapshotError("the zip file is not a snapshot: it has no manifest")
     if place.nbytes > MOST_BYTES:
-        raise SnapshotError(f"the manifest has {place.nbytes} bytes, more than is read")
+        raise SnapshotError(f"the manifest is too large: {place.nbytes} bytes")
     manifest = np.empty(place.nbytes, np.uint8)
     fill(fd, place.offset, manifest)
     places = {name.removeprefix(f"{PAGES}/"): place for name, place in found.items()}

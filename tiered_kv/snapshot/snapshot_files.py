@@ -32,11 +32,11 @@ def check_name(name: str) -> None:
     """
     if _NAME.fullmatch(name) is None:
         raise SnapshotError(
-            f"{name!r:.120} is no name of a snapshot: use 1 to 100 letters, digits, dots, dashes "
-            "and underscores, and begin with a letter or digit"
+            f"{name!r:.120} is not a valid snapshot name: use 1 to 100 letters, digits, dots, "
+            "dashes and underscores, and start with a letter or digit"
         )
     if name.lower().endswith(ZIP):
-        raise SnapshotError(f"{name!r} is no name of a snapshot: leave out the {name[-4:]}")
+        raise SnapshotError(f"{name!r} is not a valid snapshot name: leave out the {name[-4:]}")
 
 
 @contextlib.contextmanager
@@ -112,7 +112,7 @@ def fill(fd: int, offset: int, out: Bytes) -> None:
     while at < view.nbytes:
         count = os.preadv(fd, [view[at:]], offset + at)
         if count == 0:
-            raise SnapshotError(f"a file of the snapshot ends {view.nbytes - at} bytes too early")
+            raise SnapshotError(f"a file of the snapshot is {view.nbytes - at} bytes too short")
         at += count
 
 
@@ -125,7 +125,7 @@ def read_whole(fd: int, most: int, what: str) -> bytes:
     """
     size = os.fstat(fd).st_size
     if size > most:
-        raise SnapshotError(f"{what} has {size} bytes, and {most} are the most that is read")
+        raise SnapshotError(f"{what} has {size} bytes, more than the maximum of {most}")
     data = np.empty(size, np.uint8)
     fill(fd, 0, data)
     return data.tobytes()

@@ -52,20 +52,20 @@ def members(fd: int) -> dict[str, ZipEntry]:
     """
     infos, directory = _directory(fd)
     if len({info.orig_filename for info in infos}) != len(infos):
-        raise _wrong("a member is in it twice")
+        raise _wrong("it has a duplicate member")
     found, end = dict[str, ZipEntry](), 0
     for info in sorted(infos, key=lambda info: info.header_offset):
         name = info.orig_filename
         _check(info, name)
         if info.header_offset != end:
-            raise _wrong("members overlap, or bytes lie between them")
+            raise _wrong("members overlap, or are not contiguous")
         at = _data_offset(fd, info)
         end = at + info.file_size
         if end > directory:
-            raise _wrong("a member reaches into the directory")
+            raise _wrong("a member overlaps the directory")
         found[name] = ZipEntry(at, info.file_size)
     if end != directory:
-        raise _wrong("bytes lie between the members and the directory")
+        raise _wrong("there are bytes between the members and the directory")
     found.pop(_FOLDER, None)
     return found
 
@@ -97,24 +97,24 @@ def _directory(fd: int) -> tuple[list[zipfile.ZipInfo], int]:
         # BadZipFile by contract, but these bytes are untrusted.
         raise _wrong(str(error)) from error
     if sign != b"PK\5\6" or comment:
-        raise _wrong("it is cut off, or has something behind its end")
+        raise _wrong("it is truncated, or has data after its end")
     if disk or first or here != count or count not in (len(infos), _FULL16):
-        raise _wrong("it is one of several files, or lacks members")
+        raise _wrong("it is part of a multi-file archive, or lacks members")
     return infos, offset
 
 
 def _check(info: zipfile.ZipInfo, name: str) -> None:
     if _MEMBER.fullmatch(name) is None and name != _FOLDER:
-        raise _wrong(f"{name[:100]!r} is no name in a snapshot")
+        raise _wrong(f"{name[:100]!r} is not a file name of a snapshot")
     if info.flag_bits & ~_UTF8:
-        raise _wrong(f"{name} is encrypted, or written in one go: store it plainly")
+        raise _wrong(f"{name} is encrypted or streamed: pack it with zip -0")
     if info.compress_type != zipfile.ZIP_STORED:
         raise _wrong(f"{name} is compressed: pack it with zip -0")
     kind = stat.S_IFMT(info.external_attr >> 16)
     if kind not in (0, stat.S_IFDIR if name == _FOLDER else stat.S_IFREG):
-        raise _wrong(f"{name} is no plain file")
+        raise _wrong(f"{name} is not a regular file")
     if info.comment or info.volume:
-        raise _wrong(f"{name} has a comment, or lies in another file")
+        raise _wrong(f"{name} has a comment, or is in another file")
     if info.compress_size != info.file_size or (name == _FOLDER and info.file_size):
         raise _wrong(f"{name} has two sizes")
 
@@ -124,11 +124,11 @@ def _data_offset(fd: int, info: zipfile.ZipInfo) -> int:
     name = info.orig_filename.encode("ascii")
     data = os.pread(fd, _LOCAL.size + len(name), info.header_offset)
     if len(data) != _LOCAL.size + len(name):
-        raise _wrong("it is cut off")
+        raise _wrong("it is truncated")
     sign, _, flags, method, *_, stored, nbytes, name_bytes, extra_bytes = _LOCAL.unpack_from(data)
     theirs = (sign, flags, method, name_bytes, data[_LOCAL.size :])
     if theirs != (b"PK\3\4", info.flag_bits, info.compress_type, len(name), name):
-        raise _wrong(f"{info.orig_filename} is not what the directory says")
+        raise _wrong(f"{info.orig_filename} does not match the directory")
     if not {stored, nbytes} <= {info.file_size, _FULL32}:
         raise _wrong(f"{info.orig_filename} has two sizes")
     return int(info.header_offset + _LOCAL.size + name_bytes + extra_bytes)

@@ -39,10 +39,10 @@ def choose_codec(
         try:
             codec = parse(name)(page_format)
         except ValueError as error:
-            raise ConfigError(f"TIERED_KV_CODEC={name}: {error}; or write auto") from error
+            raise ConfigError(f"TIERED_KV_CODEC={name}: {error}; or set auto") from error
     try:
         one = measure_codec(codec, synthetic_page(page_format))
     except Exception as error:  # third-party codecs may raise anything
-        raise ConfigError(f"TIERED_KV_CODEC={name}: {error}; write auto") from error
+        raise ConfigError(f"TIERED_KV_CODEC={name}: {error}; or set auto") from error
     seconds = max(one.stored_bytes / speed.read, one.decode_s / cores)
     return codec, page_format.page_bytes / seconds

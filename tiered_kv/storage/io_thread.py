@@ -268,14 +268,18 @@ class IoThread:
             self._changed.notify_all()
         self._thread.join(HUNG_S)
         if self._thread.is_alive():
-            logger.error("the disk has not answered for %g s: nothing more is written", HUNG_S)
+            logger.error(
+                "the store has not responded for %g s: pages that only CPU memory holds are "
+                "not written",
+                HUNG_S,
+            )
             return 0
         try:
             if discard:
                 self.store.clear()
             return self._write_last(last, deadline)
         except Exception:
-            logger.exception("a store that nobody will find again could not be emptied")
+            logger.exception("a store that no later engine can use could not be emptied")
             return 0
         finally:
             self.store.close()
@@ -307,7 +311,10 @@ class IoThread:
                 said = f"{type(error).__name__}: {error}"
                 if said not in self._logged and len(self._logged) < MOST_LOGGED:
                     self._logged.add(said)
-                    logger.exception("a tier below failed; the engine goes on (each error once)")
+                    logger.exception(
+                        "an operation of a lower tier failed; the engine continues (each "
+                        "error is logged once)"
+                    )
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
@@ -444,7 +451,7 @@ class IoThread:
                 room = asked * (deadline - now) / (2 * max(now - began, 1e-6))
                 step = max(least, int(min(room, self._group)))
         except Exception:
-            logger.exception("the last write to a tier ended early")
+            logger.exception("the flush at shutdown ended early")
         return written
 
     def _report(self, order: StoreOrder, failed: frozenset[int], seconds: float) -> None:

@@ -88,7 +88,7 @@ class Notebook(NoNotebook):
         self._fd = -1
         try:
             if not try_lock(self._lock):
-                raise BlockingIOError(f"another process has {path}")
+                raise BlockingIOError(f"another process uses {path}")
             self._lines, self._found = _read(path)
             self._fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             self._written = self._rewrite()
@@ -219,14 +219,15 @@ def folder_for_notes(folder: Path | None) -> Path | None:
     except OSError as error:
         if error.errno == errno.EINVAL:
             logger.warning(
-                "%s is on hugetlbfs, which takes no notes: the next engine will find pages there, "
-                "but not which jobs there were and what was learned. Set TIERED_KV_SSD_PATH to "
-                "keep these as well",
+                "%s is on hugetlbfs, which cannot hold jobs and learned forecasts: the next "
+                "engine will find pages only. Set TIERED_KV_SSD_PATH to keep the rest too",
                 folder,
             )
             return None
         if error.errno == errno.EPERM:
-            logger.warning("%s takes no notes, since %s", folder, error.strerror)
+            logger.warning(
+                "jobs and learned forecasts cannot be saved in %s: %s", folder, error.strerror
+            )
             return None
     return folder
 
@@ -247,7 +248,7 @@ def open_notebook(folder: Path | None, replica: int, *, keep: bool) -> NoNoteboo
             with contextlib.suppress(BlockingIOError, PermissionError):
                 return Notebook(folder / f"jobs-{replica}-{number}.jsonl", keep=keep)
     except OSError as error:
-        logger.warning("jobs will not be known after a restart: %s", error)
+        logger.warning("a restarted server will not know the current jobs: %s", error)
     return NoNotebook()
 
 
@@ -259,7 +260,7 @@ def _read(path: Path) -> tuple[dict[str, bytes], dict[str, Fact]]:
     except FileNotFoundError:
         return lines, facts
     except ValueError as error:
-        logger.warning("%s is not used: %s", path, error)
+        logger.warning("%s cannot be read and is ignored: %s", path, error)
         return lines, facts
     for line in data.splitlines(keepends=True):
         said = _parse(line)
@@ -268,7 +269,7 @@ def _read(path: Path) -> tuple[dict[str, bytes], dict[str, Fact]]:
             _take_in(lines, said, line)
             _take_in(facts, said, said.get("fact"))
     if bad:
-        logger.info("%s: %d lines are damaged and not used", path, bad)
+        logger.info("%s: %d damaged lines are ignored", path, bad)
     return lines, facts
 
 

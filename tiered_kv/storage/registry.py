@@ -26,7 +26,9 @@ def make_tiers(config: TierConfig) -> tuple[StoreTier, ...]:
     tiers = tuple(load("tier", name, TIERS)(config) for name in config.tier_names)
     names = [tier.spec.tier for tier in tiers]
     if len(set(names)) < len(names):
-        raise ConfigError(f"TIERED_KV_TIERS names a tier twice ({', '.join(names)}): name it once")
+        raise ConfigError(
+            f"TIERED_KV_TIERS names a tier twice ({', '.join(names)}): remove the duplicate"
+        )
     return tiers
 
 

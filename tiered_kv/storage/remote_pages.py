@@ -61,9 +61,9 @@ def delete_later(store: RemoteStore, keys: Sequence[RemoteKey]) -> None:
             on. A shared folder can be written only by the process that holds its lock.
     """
     logger.error(
-        "the remote store has not answered, and %d pages of before the cache reset may be there "
-        "yet: if weights were changed before it, engines that find them compute with KV of both. "
-        "They are deleted once the store answers, while this engine runs",
+        "the remote store does not respond, so %d pages from before the cache reset could not "
+        "be deleted. If the weights were changed, engines that find these pages use wrong KV. "
+        "This engine deletes the pages when the store responds again",
         len(keys),
     )
     Thread(target=_delete, args=(store, keys), name=THREAD_NAME, daemon=True).start()
@@ -75,7 +75,7 @@ def _delete(store: RemoteStore, keys: Sequence[RemoteKey]) -> None:
         while True:
             time.sleep(pause_s)
             if store.delete(keys, time.monotonic() + DELETION_S):
-                logger.warning("%d pages of before a cache reset are deleted now", len(keys))
+                logger.warning("%d pages from before a cache reset are now deleted", len(keys))
                 return
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

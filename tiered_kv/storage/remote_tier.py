@@ -85,19 +85,17 @@ def _measured(store: RemoteStore, address: RemoteAddress) -> DiskSpeed:
         store.check(time.monotonic() + PROBE_S)
     except RefusedError as error:
         raise ConfigError(
-            f"TIERED_KV_REMOTE={address} does not let us in ({error}): give the user as "
-            "valkey://user@host:port and the password in TIERED_KV_REMOTE_PASSWORD_FILE"
+            f"TIERED_KV_REMOTE={address} rejects the login ({error}): set the user as "
+            "valkey://user@host:port, and the password in TIERED_KV_REMOTE_PASSWORD_FILE"
         ) from error
     except Exception as error:
-        logger.warning(
-            "TIERED_KV_REMOTE=%s cannot be reached (%s): it is tried again later", address, error
-        )
+        logger.warning("TIERED_KV_REMOTE=%s cannot be reached (%s): will retry", address, error)
         return ASSUMED_SPEED
     speed = measure_link(store)
     if speed.write <= SLOWEST:  # nothing to measure with, but pages can be read
         logger.warning(
-            "TIERED_KV_REMOTE=%s took no values, so that its speed is not known: it is read, and "
-            "offered pages again later",
+            "TIERED_KV_REMOTE=%s accepts no values, so its speed is unknown. Pages are read "
+            "from it; writes will be retried",
             address,
         )
         return ASSUMED_SPEED

@@ -63,7 +63,7 @@ class SsdTier:
         except OSError as error:
             raise ConfigError(
                 f"TIERED_KV_SSD_PATH={config.ssd_path} cannot be used ({error.strerror}): "
-                "make it the server's own and writable, or name another folder"
+                "make the server's user its owner, with write access, or name another folder"
             ) from error
 
 
@@ -71,5 +71,9 @@ def _measure(folder: Path, threads: int) -> DiskSpeed:
     try:
         return measure_disk(folder, threads)
     except OSError as error:  # a full disk can still be read
-        logger.warning("the disk under %s cannot be measured (%s)", folder, error)
+        logger.warning(
+            "the speed of the disk under %s cannot be measured (%s): a default is assumed",
+            folder,
+            error,
+        )
         return ASSUMED_SPEED

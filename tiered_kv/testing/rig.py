@@ -178,7 +178,7 @@ class EngineRig(ABC):
             self.run()
             if not self.pages.book.in_flight:
                 return
-        raise AssertionError("orders never end")
+        raise AssertionError("the orders do not complete")
 
     def check_clean(self) -> None:
         """Check that all blocks are free, all slots accounted for, and nothing is in flight."""

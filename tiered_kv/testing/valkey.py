@@ -86,7 +86,7 @@ class ValkeyServer:
             except OSError:
                 time.sleep(0.01)
         self.kill()
-        raise RuntimeError(f"no Valkey server: {log.read_text()[-2000:]}")
+        raise RuntimeError(f"Valkey did not start: {log.read_text()[-2000:]}")
 
     def pause(self) -> None:
         """Have it do nothing: connections are accepted, and nothing is answered."""

@@ -30,17 +30,19 @@ MOST_OF_SENTENCE = 4_000
 snapshot needs."""
 
 NO_ROUTES = (
-    "The server has no /tiered_kv routes: start it with VLLM_PLUGINS=tiered_kv and vLLM's Python "
-    "front end, and give the address of the server itself."
+    "The server has no /tiered_kv routes: start it with VLLM_PLUGINS=tiered_kv and vLLM's "
+    "Python front end, and use the address of the server itself."
 )
 NO_TOKEN = f"The server wants a token: give its {ADMIN_TOKEN} with --token or in the environment."
 WRONG_TOKEN = f"The server refuses the token: give what {ADMIN_TOKEN} is set to there."
 CLOSED = f"The server answers others only: set {ADMIN_TOKEN} for it, and give that with --token."
 NO_ENGINE = (
-    "There is no engine with the connector behind the server: start it with --kv-transfer-config, "
-    "as tiered-kv plan writes it."
+    "The server has no engine with the connector: start it with the --kv-transfer-config that "
+    "tiered-kv plan prints."
 )
-ODD_TOKEN = "The token has a line break or another control character: give it as it is set."
+ODD_TOKEN = (
+    "The token has a line break or another control character: use the value that the server has."
+)
 
 
 class RouteError(Exception):
@@ -80,7 +82,7 @@ class RouteClient:
             self.base = base_of(url)
         except UnreachableError as error:
             raise RouteError(
-                f"{harmless(url)}: {harmless(str(error))}. Give it as http://HOST:8000."
+                f"{harmless(url)}: {harmless(str(error))}. Write it as http://HOST:8000."
             ) from error
         token = token.strip(" \t\r\n") if token is not None else None  # as the server does
         if token is not None and any(unicodedata.category(char) == "Cc" for char in token):
@@ -115,7 +117,7 @@ class RouteClient:
         """
         folder = _object(self.get("snapshots")).get("folder")
         if not isinstance(folder, str) or not folder.startswith("/"):
-            raise other_version("folder is no path")
+            raise other_version("folder is not a path")
         return Path(folder)
 
     def operate(self, path: str, timeout_s: float, **fields: Any) -> Mapping[str, Any]:
@@ -151,8 +153,8 @@ class RouteClient:
             raise RouteError(self._sentence(error), error.status) from error
         except UnreachableError as error:
             raise RouteError(
-                f"{harmless(self.base)} does not answer ({harmless(str(error))}): is the server "
-                "up, and is this its address?"
+                f"{harmless(self.base)} does not respond ({harmless(str(error))}): check that "
+                "the server runs, and that this is its address"
             ) from error
 
     def _sentence(self, error: RefusedError) -> str:
@@ -207,7 +209,7 @@ def other_version(what: str) -> RouteError:
 def _object(text: str) -> dict[str, Any]:
     found = parse(text)
     if not isinstance(found, dict):
-        raise other_version("it is no object")
+        raise other_version("it is not an object")
     return found
 
 

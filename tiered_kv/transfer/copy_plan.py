@@ -104,10 +104,10 @@ def check_layouts(layouts: Sequence[PageLayout], storage_bytes: int, slot_bytes:
         raise ValueError("there is no page group to copy")
     spans = max(layout.storage_bytes for layout in layouts)
     if storage_bytes < spans:
-        raise ValueError(f"the KV cache has {storage_bytes} bytes, its layout spans {spans}")
+        raise ValueError(f"the KV cache has {storage_bytes} bytes, but its layout spans {spans}")
     largest = max(layout.page_bytes for layout in layouts)
     if slot_bytes != largest:
-        raise ValueError(f"slots of {slot_bytes} B for pages of {largest} B")
+        raise ValueError(f"slots of {slot_bytes} bytes are too small for pages of {largest} bytes")
 
 
 def _page_runs(runs: list[tuple[int, int, int, int]], page_bytes: int, slot_bytes: int) -> PageRuns:

@@ -59,7 +59,7 @@ class AnonymousMemory:
         try:
             self._map.close()
         except BufferError:  # views still exist; unmapped with the last of them
-            logger.debug("memory is closed while a view of it is alive")
+            logger.debug("memory was closed while a view of it exists")
 
 
 class CpuPool:

@@ -396,7 +396,12 @@ class LowerTier:
         tier = self.spec.tier
         lists = [stored.keys for stored in ranks.values()]
         if len(lists) < self._facts.ranks:
-            logger.warning("%d of %d ranks have tier %s", len(lists), self._facts.ranks, tier)
+            logger.warning(
+                "only %d of %d ranks have tier %s: its stored pages are not used",
+                len(lists),
+                self._facts.ranks,
+                tier,
+            )
             return
         everywhere = set(lists[0]).intersection(*lists[1:])
         self.pages.index.add(key for key in lists[0] if key in everywhere)

@@ -155,8 +155,8 @@ class Observation:
         self._fit = fit
         engine.counters.start(WOULD_HAVE_SAVED)
         logger.warning(
-            "TIERED_KV_MODE=observe: decides and traces, and moves nothing. Set it to manage, or "
-            "leave it out, to have KV kept"
+            "TIERED_KV_MODE=observe: the connector decides and traces, but keeps no KV. To "
+            "keep KV, set it to manage or unset it"
         )
 
     @property
@@ -253,7 +253,9 @@ class ObservingWorker(WorkerHalf):
         if staging := staging_slots(slots):
             self._compresses = tuple(codecs_of(facts, config.codec))
         self._virtual_slots = slots - (staging if self._compresses else 0)
-        logger.info("CPU tier of rank %d: %d slots, none of them made", self._rank, slots)
+        logger.info(
+            "CPU tier of rank %d: %d simulated slots, no memory allocated", self._rank, slots
+        )
 
     def handshake(self) -> Handshake:
         """Speeds of this rank, and the capacity that its tiers would have. The tiers start

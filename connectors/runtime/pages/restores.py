@@ -203,7 +203,9 @@ class Restores:
         if hit is None:
             raise RuntimeError("the engine expects a restore that was not offered")
         if tokens != hit.tokens and self._facts.narrow:
-            raise RuntimeError(f"the engine expects {tokens} of {hit.tokens} tokens offered")
+            raise RuntimeError(
+                f"the engine expects {tokens} restored tokens, but {hit.tokens} were offered"
+            )
         runs = [self._placed(turn, part, hit, tokens) for part in hit.parts]
         pages = sum(len(run.keys) for run in runs)
         self._pages += pages
@@ -222,7 +224,8 @@ class Restores:
 
     def _order_whole(self, turn: Turn, hit: Hit, runs: Sequence[PlacedRun]) -> None:
         if len(runs) > 1 and not all(map(self._index.readable, hit.keys)):
-            raise RuntimeError("a page that was offered is gone")  # before anything is ordered
+            # before anything is ordered
+            raise RuntimeError("a page that was offered has been evicted")
         for part, run in zip(hit.parts, runs, strict=True):
             where = list(map(_ID, run.blocks))
             order = self._plan(turn, run.keys, where, hit.mode, part.group)

@@ -36,7 +36,7 @@ from tiered_kv.snapshot.manifest import SnapshotError
 from .context_pages import Context, ContextNames, Contexts, context_pages
 from .operations import Wait, file_work
 
-LOST_BLOCKS = "The turn has just lost its blocks: try again."
+LOST_BLOCKS = "The turn's blocks have just been released: try again."
 LONGEST_TURN_S = 3600.0
 """Longest wait for a turn to finish, seconds."""
 
@@ -153,19 +153,20 @@ class Captures:
             context = self.contexts.get(job.key)
             if context is None:
                 raise SnapshotError(
-                    "What this job's last turn said is not remembered any more: take it while a "
-                    "turn runs."
+                    "The server no longer knows this job's context: try again while a turn of "
+                    "the job runs."
                 )
             if exact:
                 raise SnapshotError(
-                    "Pages of a job that waits may be of another computation of the same text: "
-                    "exact needs a turn that runs."
+                    "Exact needs a running turn, because the pages of a waiting job may come "
+                    "from another computation of the same text: try again while a turn runs, "
+                    "or leave out --exact."
                 )
             return (yield from self._waiting(context, held))
         if not is_named_by_tokens(turn):
             raise SnapshotError(
-                "Only contexts of text, of the base model, can be taken: this turn has images, "
-                "embeddings or an adapter."
+                "Only text contexts of the base model can be saved or forked: this turn has "
+                "images, embeddings or an adapter."
             )
         salt = turn.request.cache_salt
         if exact:
@@ -177,7 +178,7 @@ class Captures:
         turns = [self._turns.by_id[one] for one in job.running if one in self._turns.by_id]
         if len(turns) > 1:
             raise SnapshotError(
-                "Several turns of this job run at once: wait for one of them (--wait-turn)."
+                "Several turns of this job are running: wait until they finish (--wait-turn)."
             )
         return turns[0] if turns else None
 
@@ -202,8 +203,8 @@ class Captures:
             raise SnapshotError(f"Exact is not possible: {reason}")
         if self._turns.running > 1:
             raise SnapshotError(
-                "Exact needs a turn that is alone in its steps, since kernels sum in another order "
-                "for others: wait until nothing else runs, or leave --exact out."
+                "Exact needs a turn that runs alone, because kernels sum in another order for "
+                "other batch shapes: wait until no other request runs, or leave out --exact."
             )
 
     def parents(self, job: JobKey) -> tuple[str, ...]:
@@ -223,7 +224,7 @@ class Captures:
         """
         if self._facts.has_states:
             raise SnapshotError(
-                "A running turn of a model with states has no boundary to cut at: wait for its end "
+                "A running turn of a model with states cannot be cut: wait until it finishes "
                 "(--wait-turn)."
             )
         context = Context.of(turn.request, turn.number, parents)
@@ -261,7 +262,10 @@ class Captures:
         if not blocks:
             raise SnapshotError(LOST_BLOCKS)
         if len(pages) != len(blocks):
-            raise SnapshotError("Tokens alone do not tell this prompt: it cannot be taken out.")
+            raise SnapshotError(
+                "The tokens of this prompt do not identify its KV, so it can be neither saved "
+                "nor forked."
+            )
         if len(pages) > self._index.num_slots:
             raise _no_room(len(pages))
         sources = {
@@ -319,8 +323,8 @@ class Captures:
             found = self._finder.find(captured.named, 0, tokens, somewhere, run_of(somewhere))
             if found is None:
                 raise SnapshotError(
-                    "Nothing of this job's KV is left: it was evicted from every tier. Take it "
-                    "while a turn runs, or give the tiers more room."
+                    "All of this job's KV has been evicted from every tier: try again while a "
+                    "turn runs, or enlarge the tiers."
                 )
             tokens = found.tokens
             captured.pages = tuple(
@@ -339,8 +343,8 @@ class Captures:
                 saved, ordered = self._fetch(absent)
                 if not ordered and len(absent) == len(missing):
                     raise SnapshotError(
-                        f"CPU memory has no room for the {len(missing)} pages of this context "
-                        "that are not there: set TIERED_KV_CPU_GIB higher."
+                        f"CPU memory has no space for the {len(missing)} missing pages of "
+                        "this context: raise TIERED_KV_CPU_GIB."
                     )
                 captured.saved += saved
             yield _arrival(held, missing)

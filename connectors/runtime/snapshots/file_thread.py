@@ -71,13 +71,14 @@ class SnapshotFiles:
         found = [self._fingerprints.base(at) for at in range(len(self._facts.groups))]
         if any(one.model.startswith(UPDATED) for one in found):
             raise SnapshotError(
-                "This server's weights may have changed since it started, and nobody could tell "
-                "them from others: restart it from a folder with these weights."
+                "This server's weights may have changed since it started, so a snapshot "
+                "cannot name them: save the weights to a folder, and restart the server from "
+                "it."
             )
         if any(one.model.startswith(UNIDENTIFIED) for one in found):
             raise SnapshotError(
-                "This server's weights have no files, so that nobody could tell them from others: "
-                "serve a model from a folder."
+                "This server's weights have no files, so a snapshot cannot name them: serve a "
+                "model from a folder."
             )
         groups = tuple(
             SnapshotGroup(group.index, group.block_size, group.page_format, _in_words(one))
@@ -148,9 +149,9 @@ class SnapshotFiles:
         with open_snapshot(path) as snapshot:
             manifest = snapshot.manifest
         if wrong := mismatches(manifest, engine):
-            raise SnapshotError(f"{name} is not of an engine like this one: {'; '.join(wrong)}.")
+            raise SnapshotError(f"{name} comes from a different engine: {'; '.join(wrong)}.")
         if salt is not None and not manifest.exact:
-            raise SnapshotError(f"{name} was not taken with --exact: restore it without.")
+            raise SnapshotError(f"{name} was not taken with --exact: restore it without --exact.")
         salt = manifest.cache_salt if salt is None else salt
         tokens: Sequence[int] = manifest.token_ids[: manifest.kv_tokens]
         return Opened(path, manifest, self._names.name(list(tokens), salt), salt)

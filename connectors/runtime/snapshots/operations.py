@@ -146,8 +146,8 @@ class Operations:
             self._fail(number, operation)
 
     def _fail(self, number: int, operation: _Operation) -> None:
-        logger.exception("an operation on a snapshot failed")
-        self._end(number, operation, why="It failed; the engine's log says why.")
+        logger.exception("a snapshot operation failed")
+        self._end(number, operation, why="The operation failed; see the engine's log.")
 
     def _end(self, number: int, operation: _Operation, why: str) -> None:
         operation.why, operation.wait = why, None  # the wait references everything that was held
@@ -155,7 +155,7 @@ class Operations:
         try:
             operation.steps.close()
         except Exception:
-            logger.exception("an operation on a snapshot could not be undone")
+            logger.exception("a failed snapshot operation could not be undone")
 
     def end_all(self, why: str) -> None:
         """Fail every unfinished operation."""

@@ -54,9 +54,9 @@ class NoSnapshots:
             NoFolderError: always.
         """
         raise NoFolderError(
-            "This engine is only observed, and keeps no KV: leave TIERED_KV_MODE out."
+            "In observe mode this engine keeps no KV: unset TIERED_KV_MODE."
             if self._observes
-            else "This server has no folder for snapshots: set TIERED_KV_SNAPSHOT_PATH for it."
+            else "This server has no snapshot folder: set TIERED_KV_SNAPSHOT_PATH and restart it."
         )
 
     restore = fork = outcome = take
@@ -163,15 +163,15 @@ class Snapshots:
     def _check(self, exact: bool) -> None:
         if not self._facts.groups or not self._index.num_slots:
             raise SnapshotError(
-                "This engine keeps no KV in CPU memory: snapshots need TIERED_KV_CPU_GIB above 0, "
-                "and a model whose KV can be offloaded."
+                "Snapshots pass through CPU memory, and this engine keeps no KV there: set "
+                "TIERED_KV_CPU_GIB above 0, and serve a model whose KV can be offloaded."
             )
         if self.operations.full or self.orders.in_flight >= MOST_AT_ONCE:  # a disk may hang
-            raise SnapshotError("Too much is under way already: ask again in a while.")
+            raise SnapshotError("Too many operations are in progress: try again later.")
         if exact and self._facts.speculates:
             raise SnapshotError(
-                "Exact needs an engine without speculative decoding: serve without it, or leave "
-                "--exact out."
+                "Exact needs an engine without speculative decoding: serve without it, or "
+                "leave out --exact."
             )
 
     def _job(self, name: str) -> Job | None:
@@ -182,8 +182,8 @@ class Snapshots:
         ]
         if len(found) > 1:
             raise SnapshotError(
-                "Several jobs have this name, under cache salts of their own: give them names of "
-                "their own."
+                "Several jobs have this name, with different cache salts: give each job its "
+                "own name."
             )
         return found[0] if found else None
 
@@ -204,7 +204,7 @@ class Snapshots:
             if writing.failed:
                 raise SnapshotError(
                     f"{writing.failed} pages could not be written: see the engine's log, and "
-                    "whether the folder has room."
+                    "check the folder's free space."
                 )
             sealing = self._files.seal(draft, captured, job.key.name, exact, self._wall())
             manifest = yield from file_work("the manifest is written", sealing)
@@ -233,11 +233,11 @@ class Snapshots:
         pages = context_pages(named, self._facts)
         theirs = {(page.group, page.block) for page in manifest.pages}
         if theirs != {(page.group, page.block) for page in pages}:
-            raise SnapshotError(f"{name} has not the pages that a context of its length needs.")
+            raise SnapshotError(f"{name} lacks pages that a context of its length needs.")
         if len(pages) > self._index.num_slots:
             raise SnapshotError(
-                f"{name} has {len(pages)} pages, and CPU memory holds {self._index.num_slots}: set "
-                "TIERED_KV_CPU_GIB higher."
+                f"{name} has {len(pages)} pages, but CPU memory holds only "
+                f"{self._index.num_slots}: raise TIERED_KV_CPU_GIB."
             )
         keys = [page.key for page in pages]
         with self._captures.hold_nothing() as held:
@@ -246,8 +246,8 @@ class Snapshots:
             yield from self._read(opened, pages, held)
             if self._turns_of(key) != before:
                 raise SnapshotError(
-                    "A turn of this job arrived while its snapshot was read: give another name "
-                    "with --job, or restore it once the job has ended."
+                    "A turn of this job arrived while its snapshot was read: name another job "
+                    "with --job, or restore it after the job has finished."
                 )
             self._index.touch(reversed(keys))
             remember_tail(named, self._facts, self._tails)
@@ -284,7 +284,7 @@ class Snapshots:
         """
         job = self._manager.jobs.get(key)
         if job is not None and job.running:
-            raise SnapshotError("A job of this name runs: give another with --job.")
+            raise SnapshotError("A job of this name is running: name another with --job.")
         return (job.number, job.turns) if job is not None else None
 
     def _read(
@@ -303,16 +303,18 @@ class Snapshots:
                 yield Wait("pages are copied to CPU memory", held.arrival(missing))
                 continue
             if len(missing) >= least:
-                raise SnapshotError("CPU memory has lost pages that were just read: try again.")
+                raise SnapshotError(
+                    "Pages that were just read have been evicted from CPU memory: try again."
+                )
             least = len(missing)
             reading = self.orders.read(str(opened.path), absent)
             if reading is None:
-                raise SnapshotError("CPU memory has no room now: all of it is in use. Try again.")
+                raise SnapshotError("All of CPU memory is in use: try again later.")
             yield _all_read(reading, held.arrival([page.key for page in absent]))
             if reading.failed:
                 raise SnapshotError(
-                    f"{reading.failed} pages of {opened.path.name} are damaged or gone; nothing of "
-                    "it was restored."
+                    f"{reading.failed} pages of {opened.path.name} are damaged or missing: "
+                    "nothing was restored."
                 )
 
     def _fork(self, job: Job, children: Sequence[str], exact: bool) -> Steps:
@@ -322,9 +324,11 @@ class Snapshots:
             keys = [JobKey(job_scope(salt), child) for child in children]
             for key in keys:
                 if self._manager.jobs.get(key) is not None:
-                    raise SnapshotError(f"There is a job called {key.name!r} already.")
+                    raise SnapshotError(
+                        f"A job named {key.name!r} already exists: choose another name."
+                    )
             if held.hold(pages):
-                raise SnapshotError("A page of this context has just been lost: try again.")
+                raise SnapshotError("A page of this context has just been evicted: try again.")
             remember_tail(captured.named, self._facts, self._tails)
             parents = (*captured.context.parents, job.key.name)[-MOST_PARENTS:]
             context = replace(captured.context, salt=salt, parents=parents)

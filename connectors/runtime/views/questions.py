@@ -56,7 +56,7 @@ def answer(half: SchedulerHalf, question: Mapping[str, Any]) -> dict[str, Any]:
                 return {"engine": engine, "state": None}
             return {"engine": engine, **_of_snapshots(half.snapshots, question)}
         case unknown:
-            raise ValueError(f"nobody can answer {unknown!r}")
+            raise ValueError(f"unknown query: {unknown!r}")
 
 
 def _of_snapshots(

@@ -95,7 +95,9 @@ class Compressor:
             if bundles is not None:
                 slots = bundles.pack(order.keys, order.slots, self._encoders.map, note)
         except Exception:
-            logger.exception("%d pages are lost: they cannot be compressed", len(order.slots))
+            logger.exception(
+                "compression failed: %d pages in CPU memory are lost", len(order.slots)
+            )
         failed = frozenset[int]() if slots else frozenset(range(len(order.slots)))
         nbytes = len(order.slots) * self._slots.shape[1]
         report = OrderReport(1, failed, nbytes, time.perf_counter() - began, slots)
@@ -114,7 +116,7 @@ class Compressor:
             if fence is not None:
                 good = self._restore(order, fence)
         except Exception:
-            logger.exception("a restore of %d compressed pages failed", len(order.cold))
+            logger.exception("%d compressed pages could not be restored", len(order.cold))
         nbytes = len(good) * self.groups[order.group].page_bytes if good else 0
         failed = frozenset(range(len(order.slots))).difference(good)
         seconds = time.perf_counter() - began
@@ -153,7 +155,9 @@ class Compressor:
             out = self._slots[slot, : bundles.page_bytes]
             good = bundles.read(cold_place(order.slots[place]), key, out)
             if not good:
-                logger.error("a compressed page in CPU memory is bad: its tokens are recomputed")
+                logger.error(
+                    "a compressed page in CPU memory is damaged: its tokens are recomputed"
+                )
             return good
 
         for number, at in enumerate(range(0, len(pages), len(self._halves[0]))):
@@ -268,12 +272,12 @@ def _codec(name: str, page_format: PageFormat, threads: int) -> Codec | None:
     try:
         measured = measure_codec(codec, synthetic_page(page_format))
     except Exception as error:  # a third-party codec may raise anything
-        raise ConfigError(f"TIERED_KV_CODEC={name}: {error}; write auto") from error
+        raise ConfigError(f"TIERED_KV_CODEC={name}: {error}; or set auto") from error
     if not worth_compressing(page_format.page_bytes, measured.stored_bytes):
         return None
     rate = page_format.page_bytes / measured.decode_s / 1e9
     logger.info(
-        "CPU memory is compressed: codec %s decodes %.2f GB/s on each of %d threads",
+        "pages in CPU memory will be compressed: codec %s decodes %.2f GB/s on each of %d threads",
         codec.name,
         rate,
         threads,

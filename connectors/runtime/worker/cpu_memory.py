@@ -65,9 +65,9 @@ def slots_of(facts: EngineFacts, config: TierConfig) -> int:
     slots = facts.slots(config.cpu_bytes_per_rank(facts.ranks))
     if slots == 0:
         raise ConfigError(
-            f"TIERED_KV_CPU_GIB={config.cpu_gib:g} holds no page: one takes "
-            f"{facts.slot_bytes / (1 << 20):g} MiB on each of {facts.ranks} ranks. Give "
-            "more, or 0."
+            f"TIERED_KV_CPU_GIB={config.cpu_gib:g} is too small for a single page, which "
+            f"takes {facts.slot_bytes / (1 << 20):g} MiB on each of {facts.ranks} ranks: "
+            "raise it, or set 0."
         )
     return slots
 
@@ -94,7 +94,7 @@ def storage_of(kv_caches: Sequence[Any]) -> Any:
     storages = {cache.untyped_storage().data_ptr(): cache for cache in kv_caches}
     if len(storages) != 1:
         raise UnsupportedError(
-            f"the KV cache lies in {len(storages)} allocations where one was expected: "
+            f"the KV cache is split over {len(storages)} allocations, where one was expected: "
             "set TIERED_KV_CPU_GIB=0 and report this model"
         )
     return next(iter(storages.values())).untyped_storage()

@@ -68,7 +68,7 @@ class PackNote(Note):
                 if note.pages:
                     self._memory.validate_bundle(note, [self._tickets[at] for at in note.slots])
         except Exception:  # a page that cannot be found again is still usable now
-            logger.exception("compressed pages cannot be noted")
+            logger.exception("compressed pages cannot be recorded in the memory file")
 
     def _validate(self, bundle: Bundle) -> None:
         for slot, (key, record) in zip(bundle.slots, bundle.records.items(), strict=True):
@@ -119,7 +119,7 @@ def _codec(note: BundleNote, groups: Mapping[int, Bundles], trusted: str) -> Cod
     try:
         return from_table(note.codec_id, note.table, bundles.page_format, trusted)
     except Exception as error:  # includes anything that a third-party codec raises
-        logger.warning("compressed pages of the engine before cannot be read: %s", error)
+        logger.warning("compressed pages of the previous engine cannot be read: %s", error)
         return None
 
 
@@ -244,8 +244,8 @@ def open_lasting(
         return None
     if not all(one.lasting for one in fingerprints):
         logger.warning(
-            "CPU memory does not outlive this engine: its model has no files by which a later "
-            "one could tell that it is the same"
+            "CPU memory will not outlive this engine: its model has no files by which a later "
+            "engine could recognize the weights"
         )
         return None
     geometry = Geometry(
@@ -260,7 +260,9 @@ def open_lasting(
     try:
         memory.check_adopted(max(1, usable_cores() // facts.ranks))
         if on_gpu and (rest_s := memory.rest_s()):
-            logger.info("waiting %.0f s for copies of the engine before to end", rest_s)
+            logger.info(
+                "waiting %.0f s for the GPU copies of the previous engine to finish", rest_s
+            )
             time.sleep(rest_s)
     except BaseException:
         memory.keep = _kept_if_this_fails(memory)

@@ -69,7 +69,7 @@ class SnapshotWorker:
         try:
             failed = self._write(order) if isinstance(order, ExportOrder) else self._read(order)
         except Exception:
-            logger.exception("a snapshot's pages cannot be moved")
+            logger.exception("the pages of a snapshot cannot be copied")
             failed = all_of_them
         nbytes = sum(self._groups[group].page_bytes for group in order.groups)
         seconds = time.perf_counter() - began
@@ -136,7 +136,7 @@ def _each(threads: Executor, move: Callable[[int], bool], count: int) -> frozens
         try:
             return move(i)
         except Exception as error:  # a damaged file may raise anything
-            logger.error("a page of a snapshot: %s", error)
+            logger.error("a page of a snapshot could not be copied: %s", error)
             return False
 
     return frozenset(i for i, good in enumerate(threads.map(moved, range(count))) if not good)

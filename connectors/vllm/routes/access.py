@@ -20,7 +20,7 @@ from typing import Any
 from tiered_kv.config import ADMIN_TOKEN
 from tiered_kv.status import Cursor
 
-NO_JOB = "There is no job of this id: it is over, was forgotten, or never came."
+NO_JOB = "There is no job with this id: it has finished, was forgotten, or never existed."
 
 
 class Refusal(Exception):
@@ -98,21 +98,21 @@ class Access:
             if kind.lower() != "bearer" or not right:
                 raise Refusal(
                     401,
-                    f"These routes need the token of the server's {ADMIN_TOKEN}: send it as "
-                    "Authorization: Bearer TOKEN.",
+                    f"These routes need the server's {ADMIN_TOKEN}: send it as Authorization: "
+                    "Bearer TOKEN.",
                 )
             return
         if not self.on_loopback:
             raise Refusal(
                 403,
-                "These routes are off, since this server listens beyond its own machine: set "
-                f"{ADMIN_TOKEN} for it and send that, or serve on --host 127.0.0.1.",
+                "These routes are off, because this server listens beyond its own machine: "
+                f"set {ADMIN_TOKEN} for the server and send it, or serve on --host 127.0.0.1.",
             )
         if _is_passed_on(headers) or not is_loopback(_host(headers)):
             raise Refusal(
                 403,
-                "Without a token these routes answer programs on this machine alone, not web pages "
-                f"or proxies: set {ADMIN_TOKEN} for the server and send that.",
+                "Without a token these routes answer only programs on this machine, not web "
+                f"pages or proxies: set {ADMIN_TOKEN} for the server and send it.",
             )
 
 
@@ -170,7 +170,7 @@ def read_page(query: Mapping[str, str]) -> Page:
     read_nothing({name: "" for name in query if name not in ("limit", "after")})
     limit = query.get("limit", str(DEFAULT_LIMIT))
     if not _LIMIT.fullmatch(limit) or not 1 <= int(limit) <= MOST_LIMIT:
-        raise Refusal(400, f"limit is a number of jobs from 1 to {MOST_LIMIT}.")
+        raise Refusal(400, f"limit must be a number of jobs from 1 to {MOST_LIMIT}.")
     try:
         return Page(int(limit), Cursor.from_json(query.get("after", "0.0")))
     except ValueError:
@@ -185,4 +185,4 @@ def read_nothing(query: Mapping[str, str]) -> None:
         Refusal: the query is not empty.
     """
     if query:
-        raise Refusal(400, "The query has a name that is not known here: leave it out.")
+        raise Refusal(400, "The query has an unknown parameter: remove it.")

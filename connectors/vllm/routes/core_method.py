@@ -51,7 +51,7 @@ def _answer(core: Any, question: Any) -> str:
         kind = type(error).__name__
         if kind not in _failures:
             _failures.add(kind)
-            logger.exception("a question about the engine failed (logged once)")
+            logger.exception("a query about the engine failed (logged once)")
         if half is not None:
             half.counters.add("hook_errors")
         return json.dumps({"error": FAILED})

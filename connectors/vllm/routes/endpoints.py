@@ -77,13 +77,13 @@ class TieredEndpoints:
         self._engines = EngineCalls(engine_client)
         self._access = Access.of(os.environ, args)
         if self._access.token is not None:
-            logger.info("/tiered_kv answers whoever has the token")
+            logger.info("/tiered_kv answers clients with the token")
         elif self._access.on_loopback:
             logger.info("/tiered_kv answers programs on this machine")
         else:
             logger.warning(
-                "/tiered_kv answers nobody: the server listens beyond its own machine, and there "
-                "is no %s",
+                "/tiered_kv refuses all clients, because the server listens beyond this "
+                "machine and %s is not set",
                 ADMIN_TOKEN,
             )
 

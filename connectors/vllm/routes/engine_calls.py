@@ -17,12 +17,12 @@ PATIENCE_S = 30.0
 MOST_WAITING = 32
 """Maximum number of queued queries. Further queries are refused."""
 NO_WAY = (
-    "This server cannot pass questions on to an engine: use vLLM 0.30 to 0.33, and a server that "
-    "runs its engines in processes of their own."
+    "This server cannot forward queries to an engine: use vLLM 0.30 to 0.33, with engines in "
+    "separate processes."
 )
 NOT_THERE = (
-    "The engine runs without TieredContinuumConnector: name it in --kv-transfer-config, and leave "
-    "VLLM_PLUGINS unset or name tiered_kv in it."
+    "The engine runs without TieredContinuumConnector: name it in --kv-transfer-config, and "
+    "include tiered_kv in VLLM_PLUGINS or unset VLLM_PLUGINS."
 )
 
 
@@ -53,14 +53,14 @@ class EngineCalls:
         if self._missing:
             raise Refusal(501, NOT_THERE)
         if self._waiting >= MOST_WAITING:
-            raise Refusal(429, "Too many questions wait for the engine: ask again in a while.")
+            raise Refusal(429, "Too many queries are waiting for the engine: try again later.")
         self._waiting += 1
         try:
             async with asyncio.timeout(PATIENCE_S), self._one_by_one:
                 texts = await self._call(METHOD, question)
         except TimeoutError:
             raise Refusal(
-                504, f"The engine has not answered for {PATIENCE_S:.0f} s: ask again."
+                504, f"The engine did not respond within {PATIENCE_S:.0f} s: try again."
             ) from None
         except Exception as error:
             raise self._failed(error) from error
@@ -71,7 +71,7 @@ class EngineCalls:
             if (wrong := said.get("error")) == NO_CONNECTOR:
                 raise Refusal(501, NOT_THERE)
             if wrong is not None:
-                raise Refusal(500, "The engine could not answer; its log says why.")
+                raise Refusal(500, "The engine could not answer: see its log.")
         return answers
 
     def _failed(self, error: Exception) -> Refusal:

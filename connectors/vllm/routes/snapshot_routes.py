@@ -94,9 +94,9 @@ _NAME = (
     "the name of a snapshot: a letter or digit, then up to 99 letters, digits, dots, dashes and "
     "underscores, without .zip at the end"
 )
-_JOB = f"the id of a job: a text of 1 to {MAX_JOB_ID_CHARS} characters"
-_NEW_JOB = f"{_JOB}, which must not begin with {INFERRED_PREFIX.strip()}"
-_NEW_JOBS = f"a list of 1 to {MOST_FORKS} different ids; each is {_NEW_JOB}"
+_JOB = f"a job id: a string of 1 to {MAX_JOB_ID_CHARS} characters"
+_NEW_JOB = f"{_JOB}, which must not start with {INFERRED_PREFIX.strip()}"
+_NEW_JOBS = f"a list of 1 to {MOST_FORKS} different ids, each of them {_NEW_JOB}"
 _SECONDS = f"a number of seconds from 0 to {MOST_TIMEOUT_S:.0f}"
 
 TIMEOUT = "timeout_s"
@@ -130,7 +130,7 @@ async def read_body(request: Request, fields: Mapping[str, Field]) -> dict[str, 
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise Refusal(415, "The body is JSON: send Content-Type: application/json.")
+        raise Refusal(415, "The body must be JSON: send Content-Type: application/json.")
     return read_fields(await _bytes(request), fields)
 
 
@@ -143,10 +143,10 @@ def read_fields(body: bytes, fields: Mapping[str, Field]) -> dict[str, Any]:
     try:
         given = mapping(parse(body))
     except ValueError:
-        raise Refusal(400, "The body is not an object of JSON, or has a name twice.") from None
+        raise Refusal(400, "The body is not a JSON object, or has a duplicate name.") from None
     if not given.keys() <= fields.keys():
         raise Refusal(
-            400, f"The body has a field that is not known here: known are {', '.join(fields)}."
+            400, f"The body has an unknown field: the known fields are {', '.join(fields)}."
         )
     lacks = [name for name in fields if fields[name].default is _NEEDED and name not in given]
     if lacks:
@@ -172,10 +172,10 @@ async def _bytes(request: Request) -> bytes:
             async for piece in stream:
                 length += len(piece)
                 if length > MAX_BODY_BYTES:
-                    raise Refusal(413, f"The body has more than {MAX_BODY_BYTES >> 10} KiB.")
+                    raise Refusal(413, f"The body is larger than {MAX_BODY_BYTES >> 10} KiB.")
                 pieces.append(piece)
     except ClientDisconnect:
-        raise Refusal(400, "The body was not sent to its end.") from None
+        raise Refusal(400, "The body is incomplete.") from None
     return b"".join(pieces)
 
 
@@ -191,10 +191,10 @@ MOST_WAITED_FOR = 16
 a query that an engine answers between two steps."""
 
 SEVERAL = (
-    "There are several jobs of this id, with cache salts of their own or in several engines: give "
-    "each job an id of its own."
+    "Several jobs have this id, with different cache salts or in different engines: give each "
+    "job its own id."
 )
-CROWD = "Too many operations on jobs are under way: ask again in a while."
+CROWD = "Too many operations on jobs are in progress: try again later."
 _BUSY = (429, 504)
 """Refusals of a poll for which the engine has no time. The operation continues."""
 
@@ -230,7 +230,7 @@ class Patience:
 
 FOLDER = f"{ENV_PREFIX}SNAPSHOT_PATH"
 """Variable that names the snapshot folder."""
-OFF = f"This server has no {FOLDER}: set it to a folder for snapshots, and start it again."
+OFF = f"This server has no {FOLDER}: set it to a folder for snapshots, and restart the server."
 
 Answer = Callable[[Request], Awaitable[dict[str, Any]]]
 
@@ -267,7 +267,8 @@ class SnapshotRoutes:
             names = await asyncio.to_thread(_names, folder)
         except OSError as error:
             raise Refusal(
-                500, f"The folder of {FOLDER} cannot be read ({error.strerror}): see its rights."
+                500,
+                f"The folder of {FOLDER} cannot be read ({error.strerror}): check its permissions.",
             ) from error
         return {"folder": str(folder), "snapshots": names}
 
@@ -340,8 +341,8 @@ class SnapshotRoutes:
                 doing = said.get("doing")
                 raise Refusal(
                     504,
-                    f"It is not over after {patience.timeout_s:g} s, and goes on"
-                    f"{f' ({doing})' if doing else ''}: to be told of its end, give a larger "
+                    f"The operation has not finished within {patience.timeout_s:g} s, and "
+                    f"continues{f' ({doing})' if doing else ''}: to wait for it, set a larger "
                     "timeout_s.",
                 )
             await asyncio.sleep(min(pause, patience.left_s))

@@ -118,7 +118,7 @@ def test_the_table_and_its_sentences(server: StubServer, tmp_path: Path) -> None
         (("--url", "http://x", "--jps", "1", "--sessions", "1"), "either --jps or --sessions"),
         (("--url", "http://x", "--jps", "1", "--name", "a", "--name", "b"), "2 names"),
         (("--url", "http://127.0.0.1:9", "--jps", "1"), "does not answer"),
-        (("--url", "ftp://x", "--jps", "1"), "no address of HTTP"),
+        (("--url", "ftp://x", "--jps", "1"), "not an HTTP address"),
         (("--url", "http://x", "--jps", "1", "--workload", "nothing"), "no workload"),
     ],
 )

@@ -232,7 +232,7 @@ def test_each_form_may_be_gzipped_whatever_its_file_is_called(form: str, tmp_pat
     assert load(packed).jobs == load(plain).jobs
     assert load(plain).jobs
     packed.write_bytes(gzip.compress(data)[:-12])
-    with pytest.raises(ValueError, match="the gzipped data is damaged or cut off"):
+    with pytest.raises(ValueError, match="the gzip data is damaged or truncated"):
         load(packed)
 
 

@@ -85,7 +85,7 @@ def test_what_is_not_ours_is_left_out_and_said(tmp_path: Path) -> None:
     for command in ("ls", "gc"):
         skipped = run_json(command, tmp_path, code=1)["skipped"]
         assert set(skipped) == {str(tmp_path / f"{n}-0.slots") for n in range(3)}
-        assert "no memory file of tiered-kv" in skipped[str(tmp_path / "0-0.slots")]
+        assert "not a memory file of tiered-kv" in skipped[str(tmp_path / "0-0.slots")]
     assert (tmp_path / "0-0.slots").read_bytes() == b"a diary"
 
 
@@ -94,9 +94,9 @@ def test_a_file_that_cannot_be_used_is_listed_with_the_reason(tmp_path: Path) ->
     os.truncate(tmp_path / "0-0.slots", 5000)
     (tmp_path / "1-0.slots").write_bytes(bytes(100))
     first, second = run_json("ls", tmp_path)["files"]
-    assert "has 5000 bytes and should have" in first["unusable"]
+    assert "has 5000 bytes instead of" in first["unusable"]
     assert second["unusable"] == "it is not yet made"
-    assert "should have" in run("ls", tmp_path)
+    assert "instead of" in run("ls", tmp_path)
 
 
 def test_a_folder_that_is_none_is_one_sentence(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_stores_are_closed_with_the_engine(make_rig: MakeRig, tmp_path: Path, pl
         ("floppy", "Use ssd"),
         ("nowhere.at_all:Tier", "install its package"),
         ("tests.runtime.pages.shared_store:Missing", "has no class Missing"),
-        (f"{OURS},{OURS}", "name it once"),
+        (f"{OURS},{OURS}", "remove the duplicate"),
     ],
 )
 def test_a_tier_that_cannot_be_had_is_refused(

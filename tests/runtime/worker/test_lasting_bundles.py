@@ -235,13 +235,13 @@ def test_what_this_engine_cannot_read_is_left(
     fewer.close()
 
     def unknown(*_: object) -> Codec:
-        raise CodecError("codec 99 is not known here")
+        raise CodecError("unknown codec 99")
 
     with monkeypatch.context() as patch:
         patch.setattr(lasting_pages, "from_table", unknown)
         stranger = Engine(folder)
     assert stranger.adopted == ()
-    assert "cannot be read: codec 99 is not known here" in caplog.text
+    assert "cannot be read: unknown codec 99" in caplog.text
     stranger.close()
     knows = Engine(folder)
     assert knows.found() == all_good(*range(5)), "whoever can finds it still"

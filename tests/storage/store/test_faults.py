@@ -310,7 +310,7 @@ def test_a_store_whose_lock_was_removed_writes_nothing_over_its_successor(bench:
 def test_a_reset_that_does_not_reach_the_disk_raises(bench: Bench, operation: str) -> None:
     bench.put(40)
     bench.files.fail(operation, errno.EIO, times=FOREVER)
-    with pytest.raises(StoreError, match="remove it"):
+    with pytest.raises(StoreError, match="remove the folder"):
         bench.store.clear()
     assert len(bench.store) == 0
     bench.files.heal()

@@ -204,7 +204,7 @@ def test_a_lock_that_is_no_plain_file_is_refused_with_a_sentence(
     folder.mkdir(parents=True)
     path = folder / "lock" if lock == "lock" else tmp_path / "root" / lock
     make_odd(path, kind, precious)
-    with pytest.raises(StoreError, match=f"{path} is no plain file: remove it"):
+    with pytest.raises(StoreError, match=f"{path} is not a regular file: remove it"):
         open_store()
     assert precious.read_text() == "what must stay"
     assert not (tmp_path / "nowhere").exists()

@@ -75,5 +75,5 @@ def test_a_record_in_the_note_itself_or_behind_the_slots_is_refused() -> None:
 @pytest.mark.parametrize("length", [1, MAX_KEY_BYTES + 1])
 def test_a_key_that_does_not_fit_is_refused(length: int) -> None:
     page = NotedPage(PageKey(bytes(length)), 1, Record(500, 5, 5, bytes(16)))
-    with pytest.raises(ValueError, match="a key of"):
+    with pytest.raises(ValueError, match="the key has"):
         pack_note(BundleNote(0, 1, b"", (3,), (page,)))

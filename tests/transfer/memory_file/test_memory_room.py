@@ -88,7 +88,7 @@ def test_a_full_tmpfs_that_has_a_hole_to_fill_is_refused_and_keeps_the_file(
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"used \(.*\): make it this user.s and writable"):
+    with pytest.raises(ConfigError, match=r"used \(.*\): make the server's user its owner"):
         open_in(tmp_path / "file" / "memory")
 
 

@@ -92,7 +92,7 @@ def test_a_foreign_file_stays_and_the_start_is_refused(folder: Path, content: by
     folder.mkdir()
     write_file(folder / NAME, content)
     there = (folder / NAME).read_bytes()
-    with pytest.raises(ConfigError, match="no memory file of tiered-kv: remove it") as said:
+    with pytest.raises(ConfigError, match="not a memory file of tiered-kv: remove it") as said:
         open_in(folder)
     assert str(folder / NAME) in str(said.value)
     assert (folder / NAME).read_bytes() == there
@@ -103,7 +103,7 @@ def test_a_foreign_file_that_begins_with_zeros_stays_where_blocks_are_large(
 ) -> None:
     monkeypatch.setattr(opening, "block_of", lambda fd: 2 << 20)  # as on hugetlbfs
     (tmp_path / NAME).write_bytes(bytes(BLOCK) + b"a diary")
-    with pytest.raises(ConfigError, match="no memory file of tiered-kv: remove it"):
+    with pytest.raises(ConfigError, match="not a memory file of tiered-kv: remove it"):
         open_in(tmp_path)
 
 
@@ -112,15 +112,15 @@ def test_what_is_no_plain_file_stays(folder: Path) -> None:
     if not on_hugetlbfs(folder):  # hugetlbfs has no links
         (folder / "mine").write_bytes(MAGIC)
         (folder / NAME).symlink_to(folder / "mine")
-        with pytest.raises(ConfigError, match="no plain file"):
+        with pytest.raises(ConfigError, match="not a regular file"):
             open_in(folder)
         (folder / NAME).unlink()
     (folder / NAME).mkdir()
-    with pytest.raises(ConfigError, match="no plain file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         open_in(folder)
     (folder / NAME).rmdir()
     os.mkfifo(folder / NAME)
-    with pytest.raises(ConfigError, match="no plain file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         open_in(folder)
 
 
@@ -136,8 +136,8 @@ def test_another_users_file_stays(folder: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"contents": bytes(16)}, "another model's, or of other settings"),
-        ({"slots": 25}, "24 slots of 8256 bytes, and this is rank 0 of 1 with 25 of 8256"),
+        ({"contents": bytes(16)}, "another model or other settings"),
+        ({"slots": 25}, "24 slots of 8256 bytes, but this is rank 0 of 1 with 25 of 8256"),
         ({"slot_bytes": 16384}, "with 24 of 16384"),
         ({"ranks": 2}, "rank 0 of 1 .* rank 0 of 2"),
     ],
@@ -152,7 +152,7 @@ def test_an_engine_that_cannot_use_it_makes_it_anew(
     assert not other.adopted
     assert not other.view.any()
     assert not other.resting
-    pattern = rf"{folder / NAME} is made anew, since .*{why}"
+    pattern = rf"{folder / NAME} is recreated, because .*{why}"
     assert re.search(pattern, caplog.text)
     other.close()
 
@@ -188,13 +188,13 @@ def _longer(content: bytearray) -> None:
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (_version, "version 9 of the format, and this is version 1"),
+        (_version, "format version 9, but only version 1"),
         (_header, "damaged"),
         (_digest, "damaged"),
-        (_short, "and should have"),
-        (_only_header, "and should have"),
-        (_half_header, "cut off"),
-        (_longer, "and should have"),
+        (_short, "instead of"),
+        (_only_header, "instead of"),
+        (_half_header, "truncated"),
+        (_longer, "instead of"),
     ],
 )
 def test_a_damaged_file_of_ours_is_made_anew(
@@ -239,7 +239,7 @@ def test_a_torn_header_costs_its_page_alone(folder: Path, caplog: pytest.LogCapt
     write_file(folder / NAME, content)
     again = open_in(folder)
     assert keys_in(again) == {0: key_of(0), 5: key_of(5)}
-    assert "4 slots have torn headers" in caplog.text
+    assert "4 slots with incomplete headers" in caplog.text
     assert again.resting == {1, 2, 3, 4}
     again.close()
     assert keys_in(open_in(folder)) == {0: key_of(0), 5: key_of(5)}

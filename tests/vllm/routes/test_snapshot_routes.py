@@ -82,7 +82,7 @@ def test_a_job_that_no_engine_has_is_404(monkeypatch: pytest.MonkeyPatch) -> Non
     core = WorkingCore(["a"], [])
     _, ask = serve(monkeypatch, core)
     for path in (SNAPSHOTS, FORKS):
-        assert "no job of this id" in sentence(post(ask, path), 404)
+        assert "no job with this id" in sentence(post(ask, path), 404)
     assert not core.begun
 
 

@@ -78,7 +78,7 @@ def _salt(done: JobRestored | JobForked, said: Object) -> Rows:
     if done.cache_salt is None:
         return []
     if done.cache_salt != said["cache_salt"]:
-        raise other_version("cache_salt has odd characters")
+        raise other_version("cache_salt has invalid characters")
     return [["send cache_salt", done.cache_salt]]
 
 

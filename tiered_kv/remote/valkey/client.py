@@ -140,8 +140,8 @@ class ValkeyClient:
         self._tls = ssl.create_default_context() if address.tls else None
         self._breaker = LoggedBreaker(
             server,
-            "the remote store at %s does not serve (%s): KV that it has is computed meanwhile",
-            "the remote store at %s answers again",
+            "the remote store at %s is unavailable (%s): KV in it is recomputed until it is back",
+            "the remote store at %s is available again",
         )
         self._reads = _Calls(server, "reads", _READ, Outcome.DOWN)
         self._writes = _Calls(server, "writes", {}, Outcome.REFUSED)
@@ -355,7 +355,7 @@ def _let_in(connection: Connection) -> None:
     except ServerError as error:
         if error.code in _REFUSED:
             raise
-        raise ServerError("it takes no password") from None
+        raise ServerError("it has no password set") from None
 
 
 def _command(*words: bytes) -> bytes:

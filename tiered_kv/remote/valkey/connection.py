@@ -56,7 +56,7 @@ class Resolver:
         if self._known:
             return self._known
         if self._asking.is_alive():
-            raise TimeoutError("its name is still being looked up")
+            raise TimeoutError("its host name is still being resolved")
         raise self._error or OSError("its name has no address")
 
     def _ask(self) -> None:
@@ -190,7 +190,7 @@ class Connection:
                 self._wait(error, select.POLLIN)
                 continue
             if not count:
-                raise ConnectionResetError("the server has closed the connection")
+                raise ConnectionResetError("the server closed the connection")
             self.received += count
             return count
 
@@ -210,7 +210,7 @@ class Connection:
         """
         left = self.deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError("the deadline is over")
+            raise TimeoutError("the deadline has passed")
         return max(left, LEAST_S)
 
 

@@ -61,7 +61,7 @@ class Replies:
             ServerError: the reply is an error.
         """
         if (line := self._line())[:1] != b"+":
-            raise ProtocolError(f"a status was expected, not {line[:40]!r}")
+            raise ProtocolError(f"expected a status, got {line[:40]!r}")
 
     def number(self) -> int:
         """Read an integer."""
@@ -74,7 +74,7 @@ class Replies:
         """
         length = self._integer(self._line(), b"$")
         if length < ABSENT:
-            raise ProtocolError(f"a value of {length} bytes")
+            raise ProtocolError(f"the value is too long: {length} bytes")
         return length
 
     def value(self, out: memoryview) -> None:
@@ -105,12 +105,12 @@ class Replies:
         at_end = self._buffer.startswith(b"\r\n", self._start)
         self._start += 2
         if not at_end:
-            raise ProtocolError("a value is longer than its length")
+            raise ProtocolError("the value is longer than announced")
 
     def _integer(self, line: bytes, kind: bytes) -> int:
         digits = line[1:]
         if line[:1] != kind or len(digits) > MOST_DIGITS or not digits.lstrip(b"-").isdigit():
-            raise ProtocolError(f"{kind.decode()} and a number were expected, not {line[:40]!r}")
+            raise ProtocolError(f"expected {kind.decode()} and a number, got {line[:40]!r}")
         try:
             return int(digits)
         except ValueError:
@@ -125,7 +125,7 @@ class Replies:
         searched = self._start
         while (end := self._buffer.find(b"\r\n", searched, self._stop)) < 0:
             if self._stop - self._start > MOST_LINE:
-                raise ProtocolError("a line without an end")
+                raise ProtocolError("a line has no end")
             searched = max(self._start, self._stop - 1)
             moved = self._fill()
             searched -= moved

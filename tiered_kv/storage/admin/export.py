@@ -72,9 +72,9 @@ def export(
         if key is None or found == key
     ]
     if key is not None and not wanted:
-        raise StoreError(f"no store has a page {key.hex()}: see what there is with --all")
+        raise StoreError(f"no store has page {key.hex()}: list the pages with --all")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise StoreError(f"{out} is not an empty folder: give one, or a new name")
+        raise StoreError(f"{out} is not an empty folder: name an empty folder, or a new one")
     out.mkdir(parents=True, exist_ok=True)
     exported = Exported()
     try:

@@ -80,7 +80,11 @@ def delete_store(store: StoreInfo) -> None:
                 files.unlink(store.path / name)
         with root_locked(store.path.parent.parent):
             if foreign := {path.name for path in store.path.iterdir()} - {LOCK_NAME}:
-                raise OSError(errno.ENOTEMPTY, f"not the store's: {min(foreign)}", str(store.path))
+                raise OSError(
+                    errno.ENOTEMPTY,
+                    f"it contains {min(foreign)}, which is not part of a store",
+                    str(store.path),
+                )
             (store.path / LOCK_NAME).unlink()
             store.path.rmdir()
             with suppress(OSError):  # other ranks have stores in the same folder

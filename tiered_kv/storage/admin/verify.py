@@ -130,17 +130,17 @@ def _check_frame(fd: int, loaded: LoadedSegment) -> None:
     """
     header = loaded.header
     if read_blocks(_FILES, fd, 0, header.header_bytes) != pack_segment_header(header):
-        raise FormatError("the header of the segment is followed by something else than zeros")
+        raise FormatError("the padding after the segment's header is not zero")
     if not loaded.sealed:
         if _ends_like_sealed(fd, loaded):
-            raise FormatError("the footer is damaged: its pages were found without it")
+            raise FormatError("the footer is damaged: the pages were found by a scan")
         if _is_cut_off(fd, loaded):
-            raise FormatError("the file is cut off: the pages behind its end are lost")
+            raise FormatError("the file is truncated: the pages after its end are lost")
         return
     offset = parse_trailer(header, loaded.size, read_blocks(_FILES, fd, loaded.size - BLOCK, BLOCK))
     footer = read_blocks(_FILES, fd, offset, loaded.size - offset)
     if footer != pack_footer(header, offset, loaded.entries):
-        raise FormatError("there is something else than zeros in the padding of the footer")
+        raise FormatError("the padding of the footer is not zero")
 
 
 def _ends_like_sealed(fd: int, loaded: LoadedSegment) -> bool:
@@ -190,11 +190,11 @@ def _check_record(
 ) -> RecordHeader:
     record = decode_record(loaded.header, codec, entry.key, stored, page)
     if (record.plane_bytes, record.frame_bytes) != (entry.plane_bytes, entry.frame_bytes):
-        raise FormatError("the record has another length than the footer says")
+        raise FormatError("the length of the record differs from the footer")
     header = pack_record_header(loaded.header, record)
     end = len(header) + entry.stored_bytes
     if stored[: len(header)] != header or np.any(np.frombuffer(stored[end:], np.uint8)):
-        raise FormatError("the padding is damaged; the page itself is whole")
+        raise FormatError("the padding is damaged; the page itself is intact")
     return record
 
 

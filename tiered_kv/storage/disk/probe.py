@@ -72,5 +72,5 @@ def _time(threads: int, offsets: range, work: Callable[[int], int]) -> float:
     began = time.perf_counter()
     with ThreadPoolExecutor(threads) as pool:
         if sum(pool.map(work, offsets)) != len(offsets) * CHUNK:
-            raise OSError("the disk took or gave less than was asked")
+            raise OSError("a read or write was incomplete")
     return time.perf_counter() - began

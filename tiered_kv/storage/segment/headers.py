@@ -71,14 +71,16 @@ def segment_header_bytes(start: bytes | memoryview) -> int:
         FormatError: the bytes do not start a segment, or the segment has another version.
     """
     if len(start) < 16:
-        raise FormatError("shorter than the header of a segment")
+        raise FormatError("the file is shorter than a segment header")
     magic, version, nbytes = struct.unpack_from("<8sII", start)
     if magic != SEGMENT_MAGIC:
-        raise FormatError("not a segment")
+        raise FormatError("the file is not a segment")
     if version != VERSION:
-        raise FormatError(f"a segment of version {version}; this is version {VERSION}")
+        raise FormatError(
+            f"the segment has version {version}, but only version {VERSION} is supported"
+        )
     if nbytes % BLOCK or not 0 < nbytes <= aligned(SEGMENT.size + MAX_TABLE_BYTES + 16):
-        raise FormatError("a segment whose header has no possible length")
+        raise FormatError("the header of the segment has an impossible length")
     return int(nbytes)
 
 
@@ -90,7 +92,7 @@ def parse_segment_header(start: bytes | memoryview) -> SegmentHeader:
     """
     nbytes = segment_header_bytes(start)
     if len(start) < nbytes:
-        raise FormatError("the header of the segment is cut off")
+        raise FormatError("the header of the segment is truncated")
     _, _, _, fingerprint, nonce, number, created, page_bytes, tokens, *rest = SEGMENT.unpack_from(
         start
     )
@@ -101,9 +103,9 @@ def parse_segment_header(start: bytes | memoryview) -> SegmentHeader:
     if xxhash.xxh3_128_digest(start[:end]) != bytes(start[end : end + 16]):
         raise FormatError("the header of the segment is damaged")
     if page_bytes > MAX_PAGE_BYTES:
-        raise FormatError("pages of an impossible size")
+        raise FormatError("the page size is impossible")
     if element >= len(ELEMENTS):
-        raise FormatError("elements of an unknown type")
+        raise FormatError("the element type is unknown")
     return SegmentHeader(
         fingerprint=fingerprint,
         nonce=nonce,
@@ -153,25 +155,25 @@ def parse_record_header(segment: SegmentHeader, start: bytes | memoryview) -> Re
         FormatError: the bytes do not start a record of this segment, or the record is damaged.
     """
     if len(start) < RECORD_FIXED_BYTES:
-        raise FormatError("shorter than a record")
+        raise FormatError("the data is shorter than a record")
     (magic, header_bytes, key_bytes, *of_segment, digest) = RECORD.unpack_from(start)
     nonce, ordinal, group, written, page_bytes, tokens, plane, frame, *codec = of_segment
     if magic != RECORD_MAGIC:
-        raise FormatError("not a record")
+        raise FormatError("the data is not a record")
     if not MIN_KEY_BYTES <= key_bytes <= MAX_KEY_BYTES:
-        raise FormatError("a record whose key has no possible length")
+        raise FormatError("the key of the record has an impossible length")
     if header_bytes != record_header_bytes(key_bytes, plane + frame) or len(start) < header_bytes:
-        raise FormatError("a record whose header has the wrong length")
+        raise FormatError("the header of the record has the wrong length")
     key = bytes(start[RECORD_FIXED_BYTES : RECORD_FIXED_BYTES + key_bytes])
     found = bytes(start[RECORD.size : RECORD_FIXED_BYTES])
     if xxhash.xxh3_128_digest(bytes(start[: RECORD.size]) + key) != found:
-        raise FormatError("the header of a record is damaged")
+        raise FormatError("the header of the record is damaged")
     if nonce != segment.nonce or codec[2] != segment.number & 0xFFFFFFFF:
-        raise FormatError("a record of another segment")
+        raise FormatError("the record belongs to another segment")
     if (page_bytes, tokens) != (segment.page_format.page_bytes, segment.page_format.tokens):
-        raise FormatError("a record of pages of another format")
+        raise FormatError("the record holds a page of another format")
     if codec[0] != segment.codec_id or codec[3] != segment.table_id:
-        raise FormatError("a record of another codec")
+        raise FormatError("the record uses another codec")
     return RecordHeader(PageKey(key), ordinal, group, written, plane, frame, digest)
 
 
@@ -205,16 +207,16 @@ def parse_trailer(segment: SegmentHeader, size: int, end: bytes | memoryview) ->
     """
     trailer = bytes(end[-TRAILER_BYTES:])
     if len(trailer) < TRAILER_BYTES:
-        raise FormatError("shorter than a trailer")
+        raise FormatError("the file is shorter than a trailer")
     magic, nonce, offset, count, key_bytes, _ = TRAILER.unpack_from(trailer)
     if magic != TRAILER_MAGIC or nonce != segment.nonce:
         raise FormatError("the segment is not sealed")
     if xxhash.xxh3_128_digest(trailer[: TRAILER.size]) != trailer[TRAILER.size :]:
         raise FormatError("the trailer is damaged")
     if offset % BLOCK or offset + footer_bytes(count, key_bytes) != size:
-        raise FormatError("the footer lies elsewhere")
+        raise FormatError("the footer is at another position")
     if count > (offset - segment.header_bytes) // BLOCK:
-        raise FormatError("the footer has more entries than there is room for records")
+        raise FormatError("the footer has more entries than the segment can have records")
     return int(offset)
 
 
@@ -225,7 +227,7 @@ def parse_footer(segment: SegmentHeader, footer: bytes | memoryview) -> list[Foo
         FormatError: the bytes are damaged.
     """
     if len(footer) < TRAILER_BYTES:
-        raise FormatError("shorter than a trailer")
+        raise FormatError("the file is shorter than a trailer")
     _, _, offset, count, key_bytes, digest = TRAILER.unpack_from(
         footer, len(footer) - TRAILER_BYTES
     )
@@ -249,5 +251,5 @@ def parse_footer(segment: SegmentHeader, footer: bytes | memoryview) -> list[Foo
         end, key_at = at + entry.nbytes, key_at + length
         entries.append(entry)
     if end > offset:
-        raise FormatError("a record of the footer lies behind it")
+        raise FormatError("an entry of the footer points past the footer")
     return entries

@@ -70,7 +70,7 @@ def load_segment(
     if check is not None:
         check(header)
     if size > most_segment_bytes(header.page_format):
-        raise FormatError("it is longer than any segment")
+        raise FormatError("it is longer than a segment can be")
     try:
         entries = _footer(files, fd, header, size)
     except (FormatError, OSError):
@@ -87,11 +87,11 @@ def _footer(files: FileLayer, fd: int, header: SegmentHeader, size: int) -> list
         raise FormatError("the segment is not sealed")
     known_from = max(header.header_bytes, size - END_BYTES)
     if known_from >= size:
-        raise FormatError("the segment ends with its header")
+        raise FormatError("the segment ends after its header")
     end = read_blocks(files, fd, known_from, size - known_from)
     offset = parse_trailer(header, size, end)
     if offset < header.header_bytes:
-        raise FormatError("the footer lies in the header")
+        raise FormatError("the footer overlaps the header")
     if offset < known_from:
         return parse_footer(header, read_blocks(files, fd, offset, size - offset))
     return parse_footer(header, end[offset - known_from :])

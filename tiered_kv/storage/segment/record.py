@@ -34,11 +34,11 @@ def open_record(
     """
     found = parse_record_header(header, record)
     if found.key != key:
-        raise FormatError("a record of another page")
+        raise FormatError("the record belongs to another page")
     middle = found.header_bytes + found.plane_bytes
     end = middle + found.frame_bytes
     if end > len(record):
-        raise FormatError("the record is cut off")
+        raise FormatError("the record is truncated")
     if payload_digest(record[found.header_bytes : end]) != found.digest:
         raise FormatError("the page is damaged")
     payload = np.frombuffer(record, np.uint8)
@@ -53,9 +53,9 @@ def check_page(header: SegmentHeader, key: PageKey, start: memoryview, page: Byt
     """
     found = parse_record_header(header, start)
     if found.key != key:
-        raise FormatError("a record of another page")
+        raise FormatError("the record belongs to another page")
     if (found.plane_bytes, found.frame_bytes) != (page.nbytes, 0):
-        raise FormatError("the record has another length")
+        raise FormatError("the record has a wrong length")
     if payload_digest(page.data) != found.digest:
         raise FormatError("the page is damaged")
 

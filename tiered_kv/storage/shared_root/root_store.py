@@ -50,12 +50,12 @@ class SharedRoot:
         self._refreshed_at = -REFRESH_S
         self._breaker = LoggedBreaker(
             root,
-            "the shared folder %s does not serve (%s): KV that it has is computed meanwhile",
-            "the shared folder %s serves again",
+            "the shared folder %s is unavailable (%s): KV in it is recomputed until it is back",
+            "the shared folder %s is available again",
         )
         self._writes = LoggedBreaker(
             root,
-            "the shared folder %s refuses writes (%s); it is read as before",
+            "the shared folder %s refuses writes (%s); it is still read",
             "the shared folder %s accepts writes again",
         )
         self._unreadable = Complaint()
@@ -204,7 +204,8 @@ class SharedRoot:
                 reader.contents.clear()
                 if self._unreadable.begins(str(reader.folder), now):
                     logger.warning(
-                        "the folder %s cannot be read (%s): KV that it has is computed meanwhile",
+                        "the folder %s cannot be read (%s): KV in it is recomputed until it "
+                        "is back",
                         reader.folder,
                         error.strerror,
                     )

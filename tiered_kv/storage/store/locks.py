@@ -62,8 +62,8 @@ class StoreLock:
         else:
             os.close(self._fd)
             raise StoreBusyError(
-                f"{self.path} keeps a second name: remove it, or give this engine another "
-                "TIERED_KV_SSD_PATH"
+                f"{self.path} has a second hard link: remove it, or set another "
+                "TIERED_KV_SSD_PATH for this engine"
             )
         text = describe_owner()
         with contextlib.suppress(OSError):  # on a full disk the lock works without naming its owner
@@ -74,8 +74,8 @@ class StoreLock:
         fd = open_locked(self.path, os.O_RDWR | os.O_CREAT)
         if fd is None:
             raise StoreBusyError(
-                f"{self.path.parent} is in use by {owner_in_words(read_owner(self.path))}: stop "
-                "it, or give this engine another TIERED_KV_SSD_PATH"
+                f"{self.path.parent} is in use by {owner_in_words(read_owner(self.path))}: "
+                "stop it, or set another TIERED_KV_SSD_PATH for this engine"
             )
         return fd
 
@@ -112,6 +112,6 @@ def root_locked(root: Path) -> Iterator[None]:
         deadline = time.monotonic() + CAPACITY_WAIT_S
         while not try_lock(fd):
             if time.monotonic() > deadline:
-                raise OSError(errno.ETIMEDOUT, "another process holds it", str(path))
+                raise OSError(errno.ETIMEDOUT, "another process holds the lock", str(path))
             time.sleep(RETRY_S)
         yield

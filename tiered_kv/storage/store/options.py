@@ -81,12 +81,12 @@ class StoreOptions:
         if len(self.fingerprint) != 16:
             raise StoreError("the fingerprint of a store has 16 bytes")
         if codec.page_format != self.page_format:
-            raise StoreError("the codec must be made for the page format of the store")
+            raise StoreError("the codec and the store must have the same page format")
         if self.capacity_bytes < 2 * self.segment_bytes:
             needed = 2 * self.segment_bytes / (1 << 30)
             raise StoreError(
-                f"{self.capacity_bytes} bytes have no room for two segments of "
-                f"{MIN_PAGES} pages: raise TIERED_KV_SSD_GIB to {needed:.2f} or more"
+                f"{self.capacity_bytes} bytes are too small for two segments of {MIN_PAGES} "
+                f"pages: raise TIERED_KV_SSD_GIB to {needed:.2f} or more"
             )
 
 
@@ -155,7 +155,7 @@ class StoreContext:
         if not is_full(error):
             logger.warning("%s: %s", what, error)
         elif self.full.begins("", time.monotonic()):
-            logger.warning("%s: %s; pages on SSD make room for new ones", what, error)
+            logger.warning("%s: %s; old pages on SSD are deleted to make space", what, error)
 
     def no_room(self, limit: int) -> None:
         """Count a segment that could not be allocated.
@@ -166,8 +166,8 @@ class StoreContext:
         self.stats.no_room += 1
         if limit < self.options.capacity_bytes and self.full.begins("", time.monotonic()):
             logger.warning(
-                "the disk of %s has room for %.3g GiB of pages, not for TIERED_KV_SSD_GIB; pages "
-                "on SSD make room for new ones",
+                "the disk of %s has space for %.3g GiB of pages, less than TIERED_KV_SSD_GIB; "
+                "old pages are deleted to make space",
                 self.options.root,
                 limit / (1 << 30),
             )

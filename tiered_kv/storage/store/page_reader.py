@@ -232,7 +232,9 @@ class PageReader:
             self._context.stats.pages_bad += 1
             self._context.stats.read_errors += found.unread
             entry = found.item.entry
-            logger.warning("a page in %s is dropped: %s", entry.segment.path, found.reason)
+            logger.warning(
+                "a page in %s is unusable and was dropped: %s", entry.segment.path, found.reason
+            )
             if self._catalogue.pages.get(entry.place.key) is entry:  # not dropped already
                 self._catalogue.forget(entry.place.key)
 

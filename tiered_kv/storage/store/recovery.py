@@ -55,7 +55,7 @@ class Recovery:
             try:
                 segment, loaded = self._load(path, number)
             except FormatError as error:
-                logger.warning("%s is deleted: %s", path, error)
+                logger.warning("%s is unusable and was deleted: %s", path, error)
                 self._context.stats.segments_bad += 1
                 self._catalogue.delete_file(path)
             except Exception as error:  # its pages are not known to be bad
@@ -69,7 +69,8 @@ class Recovery:
                     unsealed.append(segment)
         if any(number > NEARLY_LAST_NUMBER for number in self._catalogue.segments):
             logger.warning(
-                "%s begins anew: its segments have run out of numbers", self._context.options.folder
+                "all pages in %s are deleted, because its segment numbers are exhausted",
+                self._context.options.folder,
             )
             self._catalogue.delete_segments()
             self._lifecycle.begin_anew()
@@ -127,7 +128,7 @@ class Recovery:
         except UnknownCodecError:
             raise
         except CodecError as error:
-            raise FormatError(f"codec {header.codec_id} cannot be made of it: {error}") from error
+            raise FormatError(f"its codec {header.codec_id} cannot be created: {error}") from error
         if codec.page_format != page_format:  # known from the table, not from the header
             raise FormatError("it holds pages of another format")
         return codec

@@ -112,7 +112,7 @@ class SegmentLifecycle:
 
     def _header(self, codec: Codec) -> SegmentHeader:
         if self._next_number > LAST_NUMBER:
-            raise OSError(errno.ERANGE, "the segments of a store have run out of numbers")
+            raise OSError(errno.ERANGE, "the store has no segment numbers left")
         options = self._context.options
         return SegmentHeader(
             fingerprint=options.fingerprint,

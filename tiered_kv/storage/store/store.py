@@ -104,7 +104,7 @@ class SegmentStore(PageStore):
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
                 raise StoreError(
-                    f"{error.filename} is no plain file: remove it, or set another "
+                    f"{error.filename} is not a regular file: remove it, or set another "
                     "TIERED_KV_SSD_PATH"
                 ) from error
             raise StoreError(
@@ -283,8 +283,8 @@ class SegmentStore(PageStore):
             self._catalogue.delete_all()
         except OSError as error:
             raise StoreError(
-                f"pages of before the reset may be left in {self.options.folder} ({error}): "
-                "remove it before the next start"
+                f"pages from before the reset may remain in {self.options.folder} ({error}): "
+                "remove the folder before the next start"
             ) from error
 
     def close(self) -> None:
@@ -334,8 +334,8 @@ def _context(
     buffers.give(block)
     if not direct:
         logger.warning(
-            "%s does not take O_DIRECT: the SSD tier goes through the page cache, which is "
-            "slower and takes memory from others",
+            "the file system of %s does not support O_DIRECT: the SSD tier uses the page "
+            "cache, which is slower and takes memory",
             options.root,
         )
     threads = ThreadPoolExecutor(options.io_threads, "tiered-kv-ssd")

@@ -76,7 +76,7 @@ class Engine:
             ValueError: it can never fit.
         """
         if self._blocks(len(prompt) + max_tokens) > self.size.blocks:
-            raise ValueError(f"{request_id} takes more blocks than there are")
+            raise ValueError(f"{request_id} needs more blocks than the pool has")
         request = Request(
             request_id, prompt, max_tokens, self._clock(), params, salt, frozenset(stop_ids)
         )

@@ -127,12 +127,12 @@ def group_pages(specs: Sequence[GroupSpec], token_bytes: int) -> tuple[GroupPage
     """
     smallest = min(spec.block_size for spec in specs)
     if any(spec.kind is KvKind.STATE and spec.block_size > smallest for spec in specs):
-        raise ValueError(f"states need blocks of {smallest} tokens, as the other groups have")
+        raise ValueError(f"states need blocks of {smallest} tokens, like the other groups")
     attention = [spec.block_size for spec in specs if spec.kind is not KvKind.STATE]
     page = token_bytes * max(attention, default=smallest)
 
     if any(spec.state_bytes > page for spec in specs):
-        raise ValueError(f"a state does not fit into a page of {page} bytes: make blocks longer")
+        raise ValueError(f"a state does not fit into a page of {page} bytes: use longer blocks")
 
     def used(spec: GroupSpec) -> int:
         if spec.kind is KvKind.STATE:

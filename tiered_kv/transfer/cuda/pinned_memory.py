@@ -71,8 +71,8 @@ def pinned(memory: HostMemory) -> HostMemory:
         return PinnedMemory(memory)
     except (CudaError, OSError) as error:
         logger.warning(
-            "the CPU tier could not be pinned (%s): copies will be slower; "
-            "raise the memlock limit or lower TIERED_KV_CPU_GIB",
+            "CPU memory could not be pinned (%s), so copies to the GPU will be slower. Raise "
+            "the locked-memory limit (ulimit -l) or lower TIERED_KV_CPU_GIB",
             error,
         )
         return memory

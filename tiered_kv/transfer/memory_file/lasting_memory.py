@@ -141,7 +141,9 @@ class LastingMemory:
         self._table = SlotTable(table, header.nonce, geometry.slot_bytes)
         found, torn = self._table.valid()
         if torn:
-            logger.warning("%s: %d slots have torn headers and count as empty", path, len(torn))
+            logger.warning(
+                "%s: %d slots with incomplete headers are treated as empty", path, len(torn)
+            )
             self._table.invalidate(torn)
         self.adopted: Mapping[int, SlotHeader] = found
         self._clock = clock
@@ -161,7 +163,9 @@ class LastingMemory:
             try:
                 notes.append(self._read_note(header, slots))
             except FormatError as error:
-                logger.warning("%s: a bundle of %d slots is left: %s", self.path, len(slots), error)
+                logger.warning(
+                    "%s: a bundle of %d slots is ignored: %s", self.path, len(slots), error
+                )
                 stray += slots
         self._table.invalidate(stray)
         return notes
@@ -173,7 +177,7 @@ class LastingMemory:
             raise FormatError("its note is damaged")
         note = parse_note(packed, self.slot_bytes)
         if note.slots[0] != slots[0] or sorted(note.slots) != sorted(slots):
-            raise FormatError("its note is of other slots")
+            raise FormatError("its note belongs to other slots")
         return note
 
     def rest_s(self) -> float:
@@ -279,7 +283,7 @@ class LastingMemory:
             fits = dict(zip(self.adopted, pool.map(good, self.adopted, chunksize=1), strict=True))
         bad = [slot for slot, fit in fits.items() if not fit]
         if bad:
-            logger.error("%s: %d pages are bad; they are not taken over", self.path, len(bad))
+            logger.error("%s: %d damaged pages are ignored", self.path, len(bad))
             self.invalidate(bad)
             self.adopted = {slot: page for slot, page in self.adopted.items() if fits[slot]}
 
@@ -312,7 +316,7 @@ class LastingMemory:
         try:
             self._map.close()
         except BufferError:  # views still exist; unmapped with the last of them
-            logger.debug("memory is closed while a view of it is alive")
+            logger.debug("memory was closed while a view of it exists")
         return lock
 
     def leave_to_parent(self) -> None:

@@ -94,7 +94,7 @@ def header_of(fd: int, size: int) -> FileHeader | None:
         return None
     header = parse_file_header(start)
     if size != header.size:
-        raise FormatError(f"it has {size} bytes and should have {header.size}")
+        raise FormatError(f"it has {size} bytes instead of {header.size}")
     return header
 
 
@@ -115,7 +115,7 @@ def lock_file(path: Path, *, make: bool) -> int:
     if fd is None:
         owner = owner_in_words(read_owner(path, OWNER_AT, OWNER_BYTES))
         raise MemoryBusyError(
-            f"{path} is in use by {owner}: stop it, or give this engine another {SETTING}"
+            f"{path} is in use by {owner}: stop it, or set another {SETTING} for this engine"
         )
     return fd
 
@@ -191,11 +191,11 @@ def open_memory(
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise ConfigError(
-                f"{path} is no plain file: remove it, or set another {SETTING}"
+                f"{path} is not a regular file: remove it, or set another {SETTING}"
             ) from error
         raise ConfigError(
-            f"{error.filename or path} cannot be used ({error.strerror or error}): make it this "
-            f"user's and writable, or set another {SETTING}"
+            f"{error.filename or path} cannot be used ({error.strerror or error}): make the "
+            f"server's user its owner, with write access, or set another {SETTING}"
         ) from error
 
 
@@ -206,7 +206,9 @@ def _delete_lost_ranks(folder: Path, geometry: Geometry) -> None:
         if name and int(name[1]) == geometry.replica and int(name[2]) >= geometry.ranks:
             with suppress(ConfigError, FormatError, OSError):  # in use, or not ours
                 delete_memory(path)
-                logger.warning("%s is deleted: there are %d ranks", path, geometry.ranks)
+                logger.warning(
+                    "%s is deleted, because this engine has only %d ranks", path, geometry.ranks
+                )
 
 
 def _open_locked(
@@ -218,10 +220,10 @@ def _open_locked(
         header = _usable(fd, size, geometry)
     except ForeignError as error:
         raise ConfigError(
-            f"{path} stays as it is, since {error}: remove it, or set another {SETTING}"
+            f"{path} is left unchanged, because {error}: remove it, or set another {SETTING}"
         ) from error
     except FormatError as error:
-        logger.warning("%s is made anew, since %s", path, error)
+        logger.warning("%s is recreated, because %s", path, error)
         path.unlink()
         return None
     os.fchmod(fd, FILE_MODE)
@@ -257,15 +259,15 @@ def _usable(fd: int, size: int, geometry: Geometry) -> FileHeader | None:
         return None
     header = header_of(fd, size)
     if header is None:
-        raise FormatError("a process was killed when it began to make it")
+        raise FormatError("a process was killed while creating it")
     there = header.geometry
     if there.contents != geometry.contents:
-        raise FormatError("its pages are another model's, or of other settings")
+        raise FormatError("its pages belong to another model or other settings")
     if there != geometry:
         raise FormatError(
-            f"it is rank {there.rank} of {there.ranks} with {there.slots} slots of "
-            f"{there.slot_bytes} bytes, and this is rank {geometry.rank} of {geometry.ranks} with "
-            f"{geometry.slots} of {geometry.slot_bytes}"
+            f"it belongs to rank {there.rank} of {there.ranks} with {there.slots} slots of "
+            f"{there.slot_bytes} bytes, but this is rank {geometry.rank} of {geometry.ranks} "
+            f"with {geometry.slots} of {geometry.slot_bytes}"
         )
     return header
 
@@ -299,7 +301,7 @@ def _map(path: Path, fd: int, size: int) -> mmap.mmap:
     """Map a whole file through a separate descriptor, with all its pages populated."""
     with opened(path, os.O_RDWR) as other:
         if not is_current(fd, path) or not os.path.samestat(os.fstat(fd), os.fstat(other)):
-            raise OSError(errno.ESTALE, "it was replaced just now", str(path))
+            raise OSError(errno.ESTALE, "it has just been replaced", str(path))
         return mmap.mmap(other, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
