@@ -1,7 +1,6 @@
-"""Metrics as Prometheus has them: families, their labels, and the event that each series counts.
+"""Prometheus metrics: families, their labels, and the event that each series counts.
 
-Values of labels are few and fixed. Series of a family that is a counter never overlap, so that they
-may be added up.
+Label values are few and fixed. The series of a counter never overlap, so they can be summed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .metrics import (
 )
 
 PREFIX = "vllm:tiered_kv_"
-"""Begin of every name: vLLM drops the metrics of an engine by the first part."""
+"""Prefix of every name. vLLM drops the metrics of an engine by its first part."""
 
 
 class MetricType(Enum):
@@ -35,7 +34,7 @@ class MetricType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Series of one name.
+    """All series of one name.
 
     Attributes:
         name: name without ``PREFIX``, and without the ``_total`` of counters.
@@ -55,7 +54,7 @@ class Family:
 
     @property
     def labels(self) -> Mapping[str, tuple[str, ...]]:
-        """Its labels beyond those of the engine, and the values of each."""
+        """Labels other than those of the engine, with the values of each."""
         return _LABELS.get(self.name, {})
 
 
@@ -68,7 +67,7 @@ class Series(NamedTuple):
 
 WAIT_BUCKETS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 RATIO_BUCKETS = (0.05, 0.1, 0.2, 0.5, 0.8, 1.0, 1.25, 2.0, 5.0, 10.0, 20.0)
-"""The share below 1 tells how often the forecast was long enough."""
+"""The fraction of ratios up to 1 shows how often the forecast was long enough."""
 
 _C, _G, _H = MetricType.COUNTER, MetricType.GAUGE, MetricType.HISTOGRAM
 
@@ -321,8 +320,8 @@ PART_OF: Mapping[str, str] = {
     "cpu_bytes_compressed": "cpu_bytes",
     "cpu_bytes_whole_compressed": "cpu_bytes_whole",
 }
-"""Events that count in another as well, and measurements that are part of another. Both are told
-together, always."""
+"""Events that also count in another event, and measurements that are part of another. Both are
+always reported together."""
 
 
 def _labels_of_families() -> dict[str, dict[str, tuple[str, ...]]]:

@@ -6,7 +6,7 @@ depends on ranks and not on seconds, a correction learned with one tool applies 
 learned online: AdaGrad (Duchi, Hazan & Singer, 2011) on the log loss of every gap, which is convex.
 
 The constants of this module and of ``job_history`` were chosen by cross-validation on recorded
-coding-agent sessions: see docs/benchmarks.md. The results are insensitive to each of them.
+coding-agent sessions. The results are insensitive to each of them.
 """
 
 from __future__ import annotations

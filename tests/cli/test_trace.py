@@ -63,7 +63,7 @@ def test_figures_of_all_files_of_a_trace(path: Path) -> None:
 def test_tables_for_people(path: Path) -> None:
     result = run(path)
     assert result.exit_code == 0, result.output
-    assert "3, 0 begun before the trace, 0 open" in result.stdout
+    assert "3, 0 started before the trace, 0 open" in result.stdout
     (line,) = [one for one in result.stdout.splitlines() if one.startswith("job completion")]
     assert line.split()[2:] == ["12.000"] * 5
     assert "decisions by tool" in result.stdout

@@ -186,7 +186,7 @@ def test_an_address_is_what_people_paste() -> None:
     for pasted in ("localhost:8000", "http://localhost:8000/v1/", "http://localhost:8000/metrics"):
         assert base_of(pasted) == "http://localhost:8000"
     for wrong in ("file:///etc/passwd", "http://[", "http://"):
-        with pytest.raises(UnreachableError, match="not an (HTTP )?address"):
+        with pytest.raises(UnreachableError, match=r"not an (HTTP )?address"):
             base_of(wrong)
 
 

@@ -29,8 +29,8 @@ def test_a_turn_of_an_engine_that_was_only_observed() -> None:
         would_have=WouldHave(vram=64, ssd=512),
     )
     sentences = story(one)
-    assert "Of its 1,000 prompt tokens 100 were in VRAM and 900 had to be computed." in sentences
-    would = "It was only observed: the connector would have found 64 in VRAM and 512 on SSD."
+    assert "Of its 1,000 prompt tokens, 100 were in VRAM and 900 were computed." in sentences
+    would = "In observe mode, the connector would have found 64 in VRAM and 512 on SSD."
     assert would in sentences
 
 
@@ -51,18 +51,19 @@ def test_a_turn_that_was_held_pinned_and_came_back() -> None:
     )
     assert story(one) == [
         "Turn 3 (r0) arrived at 2026-09-21 14:13:20.500 UTC.",
-        "It waited 1.75 s, 1 s as there was no room for a new job and 0.5 s for pages on their way "
-        "up.",
-        "Of its 4,210 prompt tokens 3,000 were in VRAM, 900 were in CPU memory, 100 were on SSD "
-        "and 210 had to be computed. 64 of them it had had before.",
-        "Its first token came after 2.25 s, it ended after 12 s with 91 tokens (FINISHED_STOPPED).",
+        "It waited 1.75 s, of which 1 s because its new job was held back and 0.5 s for pages "
+        "being promoted.",
+        "Of its 4,210 prompt tokens, 3,000 were in VRAM, 900 were in CPU memory, 100 were on SSD "
+        "and 210 were computed. The KV of 64 of these had been evicted.",
+        "Its first token arrived after 2.25 s, and it finished after 12 s with 91 tokens "
+        "(FINISHED_STOPPED).",
         "Then its tool ran: pytest <path>.",
         "The next turn was expected after 4.5 s (1 in 2) and 7 s (9 in 10).",
-        "So its KV was pinned in VRAM for 60 s at most: that it is there saves 2.5 s, and a second "
-        "of VRAM costs 1 s.",
-        "134 blocks were pinned for 3.25 s, until the next turn came.",
-        "8 pages came up for it, and it used 7.",
-        "The next turn came after 3.25 s.",
+        "So its KV was pinned in VRAM for at most 60 s: finding it in VRAM saves 2.5 s, and each "
+        "second in VRAM costs 1 s.",
+        "134 blocks were pinned for 3.25 s, until the next turn arrived.",
+        "8 pages were promoted for it, and it used 7.",
+        "The next turn arrived after 3.25 s.",
         "That saved 2.5 s and cost 3.25 s.",
     ]
 
@@ -71,7 +72,7 @@ def test_a_turn_that_was_never_admitted() -> None:
     one = record(times=TurnTimes(end_s=30.0), decision=PricedDecision("cpu"))
     assert story(one)[1:] == [
         "It was never admitted, and ended after 30 s.",
-        "Nobody was waited for.",
+        "No gap followed.",
     ]
 
 

@@ -111,11 +111,11 @@ GROUP_COLUMNS = {
 
 TIER_COLUMNS = {
     "tier": False,
-    "for KV": True,
+    "KV capacity": True,
     "contexts": True,
     "tokens": True,
-    "back in VRAM": True,
-    "beats computing up to": True,
+    "time to restore": True,
+    "break-even gap": True,
 }
 """Columns of tiers: True if they hold numbers."""
 
@@ -232,7 +232,7 @@ def tier_row(tier: TierPlan) -> list[str]:
         size(tier.nbytes),
         f"{tier.contexts:,.1f}",
         f"{tier.tokens:,}",
-        duration(tier.restore_s) if tier.restore_s else "is there",
+        duration(tier.restore_s) if tier.restore_s else "resident",
         brief(tier.break_even_s) if tier.break_even_s >= 10 else duration(tier.break_even_s),
     ]
 

@@ -60,14 +60,17 @@ def figure_tables(title: str, figures: Figures) -> list[TextTable]:
     jobs, prompts, moved = figures.jobs, figures.prompts, figures.promotions
     waits, saved_s = figures.waits, figures.prompts.prefill_saved_s
     rows = [
-        ["turns", f"{figures.turns:,} in {measured(figures.span_s)}, {figures.alone:,} of no job"],
-        ["jobs", f"{jobs.jobs:,}, {jobs.cut:,} begun before the trace, {jobs.waiting:,} open"],
+        [
+            "turns",
+            f"{figures.turns:,} in {measured(figures.span_s)}, {figures.alone:,} without a job",
+        ],
+        ["jobs", f"{jobs.jobs:,}, {jobs.cut:,} started before the trace, {jobs.waiting:,} open"],
         ["prompts", f"{prompts.tokens:,} tokens: {_sources(figures)}"],
         ["prefill saved", measured(saved_s)],
         *_would_have_saved(figures),
-        ["held", f"{measured(waits.held_s)} for room, {measured(waits.pages_s)} for pages"],
-        ["from below", f"{moved.pages:,} pages, {size(moved.nbytes)} for turns; {_waste(figures)}"],
-        ["sent down", f"{figures.demoted:,} pages"],
+        ["held", f"{measured(waits.held_s)} for space, {measured(waits.pages_s)} for pages"],
+        ["promoted", f"{moved.pages:,} pages, {size(moved.nbytes)} for turns; {_waste(figures)}"],
+        ["demoted", f"{figures.demoted:,} pages"],
     ]
     tables = [TextTable({title: False, "": False}, rows)]
     rows = [[name, *_spread(spread)] for name, spread in _spreads(figures).items()]

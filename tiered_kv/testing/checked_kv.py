@@ -1,4 +1,4 @@
-"""KV that tells whether it is right: each token's is a function of all KV before it."""
+"""KV that can be checked: each token's KV is a function of all KV before it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WrongKV(AssertionError):
 
 
 def extend(cells: bytearray, tokens: Iterable[int]) -> None:
-    """Append the KV of tokens that come after a context with this KV."""
+    """Append the KV of tokens that follow a context with this KV."""
     attended = xxhash.xxh64(bytes(cells))
     for token in tokens:
         cell = attended.copy()
@@ -43,7 +43,7 @@ def sample(cells: Cells) -> int:
 
 
 def text(tokens: int, seed: int) -> list[int]:
-    """Token ids that share no block with those of another seed."""
+    """Token ids that share no block with the token ids of another seed."""
     return [int(t) for t in np.random.default_rng(seed).integers(1, VOCABULARY, tokens)]
 
 

@@ -1,4 +1,4 @@
-"""The fairness rule, watched from outside the runtime that keeps it.
+"""An independent check of the fairness rule.
 
 No request is admitted before an older one that has waited for the admission limit. Preempted
 requests, and those of a higher priority, are exempt.
@@ -44,7 +44,7 @@ class FairnessWatch:
 
     def _allocated(self, request_id: str, _num_external: int) -> None:
         found = self._waiting.pop(request_id, None)
-        if found is None:  # it was admitted before: a restore is over, or it was preempted
+        if found is None:  # admitted before: its restore has finished, or it was preempted
             return
         request, arrived_at = found
         now = self._clock()

@@ -1,4 +1,4 @@
-"""A transfer backend whose copies go wrong when a test says so."""
+"""A transfer backend whose copies fail on request."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ NO_SLOT = -1
 
 
 class FaultyTransfer(TransferBackend):
-    """Passes jobs on to ``inner``, but for the faults asked for.
+    """Passes jobs on to ``inner``, except for requested faults.
 
-    Each fault strikes one job and is then spent, so that what comes after it is right
-    again. Faults may be asked for from any thread; the rest as for every backend.
+    Each fault affects one job. Faults may be requested from any thread; all else is as in every
+    backend.
 
     Attributes:
-        struck: faults spent so far, for a test that must know that its fault happened.
-        held: jobs kept back.
+        struck: number of faults that have happened, so that a test can check its own.
+        held: jobs held back.
     """
 
     def __init__(self, inner: TransferBackend) -> None:
@@ -34,28 +34,27 @@ class FaultyTransfer(TransferBackend):
         self._kept_back: deque[CopyJob] = deque()
 
     def fail_next(self, direction: Direction, indices: Collection[int] | None = None) -> None:
-        """The next job of that direction fails at ``indices``, or everywhere.
+        """Let the next job in that direction fail at ``indices``, or everywhere.
 
-        Nothing is copied for them, so the destination keeps what it held.
+        Nothing is copied there, so the destination keeps its old bytes.
         """
         self._failures[direction].append(None if indices is None else frozenset(indices))
 
     def corrupt_next_load(self) -> None:
-        """The next load delivers wrong bytes and reports that all went well.
+        """Let the next load deliver wrong bytes and report success.
 
-        Every page of the load arrives with the bytes of the page before it: bytes that a
-        model can compute with, and that are wrong. A page loaded alone does not arrive:
-        its block keeps the bytes of whoever had it before.
+        Each page of the load receives the bytes of the previous page, with which a model can
+        compute. A single page is not copied: its block keeps its old bytes.
         """
         self._corruptions.append(None)
 
     def hold(self, direction: Direction) -> None:
-        """Keep back what is submitted in that direction until ``let_go``, as if its copies were
-        slow. Whoever waits for them lets them go."""
+        """Hold back jobs in that direction until ``let_go``, as if their copies were slow. Waiting
+        for them releases them."""
         self._slow = direction
 
     def let_go(self) -> None:
-        """Begin the copies that were kept back; no others are."""
+        """Start the copies that were held back, and hold back no more."""
         self._slow = None
         while self._kept_back:
             self.inner.submit(self._kept_back.popleft())

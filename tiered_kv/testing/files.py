@@ -1,4 +1,4 @@
-"""Files that fail, lie, or lose what was not made durable, when a test says so."""
+"""Files that fail, return wrong data, or lose data that was not synced, on request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OPENING = {Access.READ: "open", Access.WRITE: "open_to_write", Access.CREATE: "
 
 @dataclass(slots=True)
 class _Fault:
-    """From the ``after``-th call of an operation on, ``times`` calls fail."""
+    """After ``after`` calls of an operation, ``times`` calls fail."""
 
     error: int
     after: int
@@ -37,14 +37,14 @@ class _Fault:
 
 
 class FaultyFiles:
-    """Passes everything on to ``inner``, but for the faults asked for. Thread-safe.
+    """Passes everything on to ``inner``, except for requested faults. Thread-safe.
 
     Operations are named as the methods are; ``open`` is ``create``, ``open_to_write`` or ``open``.
 
     Attributes:
-        struck: faults that happened, for a test that must know that its fault did.
+        struck: number of faults that have happened, so that a test can check its own.
         calls: how often each operation was called.
-        most_bytes: what one read or write says it transferred at most.
+        most_bytes: maximum number of bytes that one read or write reports.
     """
 
     def __init__(self, inner: FileLayer | None = None) -> None:
@@ -58,17 +58,17 @@ class FaultyFiles:
         self._mutex = threading.Lock()
 
     def fail(self, operation: str, error: int, *, after: int = 0, times: float = 1) -> None:
-        """Let calls of a method fail with an errno, once ``after`` more have been made."""
+        """Let calls of a method fail with an errno, after ``after`` more calls."""
         with self._mutex:
             self._faults[operation] = _Fault(error, after, times)
 
     def fail_writing(self, error: int) -> None:
-        """Fail every change from now on: a read-only mount, or a used-up quota."""
+        """Fail every change from now on, like a read-only mount or an exhausted quota."""
         for operation in WRITING:
             self.fail(operation, error, times=float("inf"))
 
     def refuse_direct(self) -> None:
-        """A file system without O_DIRECT."""
+        """Behave like a file system without O_DIRECT."""
         self._direct = False
 
     def heal(self) -> None:
@@ -79,7 +79,7 @@ class FaultyFiles:
             self.most_bytes = None
 
     def flip(self, bit: int, *, after: int = 0) -> None:
-        """One bit of what a read returns is wrong, once ``after`` more have been made."""
+        """Flip one bit of the data of a read, after ``after`` more reads."""
         with self._mutex:
             self._flips.append((self.calls.get("pread", 0) + after + 1, bit))
 
@@ -176,11 +176,11 @@ class FaultyFiles:
 
 
 class SmallDisk(FaultyFiles):
-    """A disk of so many bytes: what does not fit on it does not get there.
+    """A disk with that many bytes. Writes beyond them fail.
 
     Args:
-        folder: everything under it lies on the disk.
-        tells: whether the disk says how much it has left; a quota does not.
+        folder: everything in it is on the disk.
+        tells: True if the disk reports its free space, which a quota does not.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class SmallDisk(FaultyFiles):
 
     @property
     def left(self) -> int:
-        """Bytes that still fit."""
+        """Free space, bytes."""
         used = 0
         for path in self._folder.rglob("*"):
             try:
@@ -214,7 +214,7 @@ class SmallDisk(FaultyFiles):
 
 
 class UnsafeFiles(RealFiles):
-    """Files that make nothing durable: for tests that open many stores and cut no power."""
+    """Files that are never synced, for tests that open many stores and simulate no crash."""
 
     def fdatasync(self, fd: int) -> None:
         pass
@@ -224,7 +224,7 @@ class UnsafeFiles(RealFiles):
 
 
 class Crash(Enum):
-    """Fates of changes that were not made durable."""
+    """What happens to changes that were not synced."""
 
     KILLED = "the process was killed: all were made, the last one in part"
     POWER_CUT = "the power was cut: none were made"
@@ -242,8 +242,8 @@ class Change(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One change to the disk. ``file`` tells files apart that had the same path one after the
-    other; ``at`` is an offset or a length."""
+    """One change to the disk. ``file`` distinguishes files that had the same path at different
+    times; ``at`` is an offset or a length."""
 
     change: Change
     path: Path
@@ -253,11 +253,11 @@ class Step:
 
 
 class RecordedFiles(FaultyFiles):
-    """Remembers every change in its order, so that the disk after a crash at any of them can
-    be made: ``steps[:n]`` were asked for, and only some of those may have arrived.
+    """Records all changes in order, so that the disk after a crash at any of them can be recreated:
+    ``steps[:n]`` were issued, and only some of them may have arrived.
 
-    With one I/O thread the order is the same in every run, but for a folder's: it is synced
-    beside the first writes to a new segment, and may come before or after them.
+    With one I/O thread the order is the same in every run, except for the sync of a folder, which
+    runs concurrently with the first writes to a new segment.
     """
 
     def __init__(self, inner: FileLayer | None = None) -> None:
@@ -312,11 +312,11 @@ class RecordedFiles(FaultyFiles):
     def after_crash(
         self, count: int, crash: Crash, rng: random.Random, root: Path, copy: Path
     ) -> None:
-        """Make the disk as it may be when the machine or the process died during step
-        ``count``, in ``copy`` instead of ``root``.
+        """Recreate a possible state of the disk after a crash of the machine or the process during
+        step ``count``, in ``copy`` instead of ``root``.
 
-        Contents and lengths of a file are durable once the file was synced, names once their
-        folder was. Files that were there before the recording are not in the copy.
+        Contents and lengths are durable once the file was synced, names once their folder was.
+        Files that existed before the recording are not in the copy.
         """
         disk = _Disk()
         for i, step in enumerate(self.steps[: count + 1]):
@@ -335,7 +335,7 @@ class RecordedFiles(FaultyFiles):
 
 
 class _Disk:
-    """What is durable, and what was only asked for."""
+    """Durable changes, and changes that were only issued."""
 
     def __init__(self) -> None:
         self.names: dict[Path, int] = {}
@@ -343,7 +343,7 @@ class _Disk:
         self.pending: list[tuple[Step, bool]] = []
 
     def sync(self, point: Step) -> None:
-        """What the sync point covers becomes durable, in its order."""
+        """Make the changes before the sync point durable, in order."""
         waiting = []
         for step, dying in self.pending:
             if _covers(point, step):
@@ -353,7 +353,7 @@ class _Disk:
         self.pending = waiting
 
     def settle(self, crash: Crash, rng: random.Random) -> None:
-        """Decide what becomes of everything that was not synced."""
+        """Decide the fate of all changes that were not synced."""
         for step, dying in self.pending:
             if crash is Crash.POWER_CUT or (crash is Crash.TORN and rng.random() < 0.5):
                 continue

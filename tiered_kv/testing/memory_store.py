@@ -1,4 +1,4 @@
-"""A page store in a mapping, and one whose answers are late, partial, wrong or never come."""
+"""A page store in a mapping, and one whose answers are late, partial, wrong or missing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiered_kv.tiers import Knowledge
 
 @dataclass(frozen=True, slots=True)
 class StoredPage:
-    """A page's bytes, and the digest they had when they were put."""
+    """A page's bytes, and their digest at the time of the put."""
 
     data: bytes
     digest: bytes
@@ -36,7 +36,7 @@ Pages = MutableMapping[PageKey, StoredPage]
 
 
 class MemoryStore(PageStore):
-    """Pages in a mapping that no other store writes to.
+    """Pages in a mapping that no other store writes.
 
     Args:
         pages: the medium.
@@ -88,17 +88,17 @@ class MemoryStore(PageStore):
 
 
 class FaultyStore(MemoryStore):
-    """Pages in a mapping that others write to as well, behind a link that has faults.
+    """Pages in a mapping that other stores also write, behind a faulty link.
 
-    It keeps the contract whatever its faults: a call ends, and nothing that comes after that
-    touches the pages it was given.
+    It obeys the contract despite its faults: every call ends, and nothing touches the passed pages
+    afterwards.
 
     Args:
         pages: the medium, shared with the stores of other ranks or engines.
         latency_s: time from a call to its answer, seconds.
         missing: pages that it denies having.
-        corrupt: pages of which a byte is flipped on the way, in each ``get``.
-        hang: no call is answered before this is set; None answers at once.
+        corrupt: pages of which each ``get`` flips a byte.
+        hang: no call is answered before this event is set; None: calls are answered immediately.
         timeout_s: seconds after which ``put`` and ``get`` give up.
     """
 
@@ -137,7 +137,7 @@ class FaultyStore(MemoryStore):
         return arrived.get(pages)
 
     def _fetch(self, key: PageKey) -> StoredPage | None:
-        """A page as it comes over the link."""
+        """A page as received over the link."""
         if self._closed or key in self._missing or (stored := self._pages.get(key)) is None:
             return None
         if key in self._corrupt:
@@ -150,7 +150,7 @@ class FaultyStore(MemoryStore):
         return frozenset(i for i, key in enumerate(keys) if self._fetch(key) is None)
 
     def clear(self) -> None:
-        """Delete this store's own pages; those of others are good."""
+        """Delete this store's own pages. Pages of other stores stay valid."""
         self.drop(self._own)
         self._own.clear()
 
@@ -166,7 +166,7 @@ class FaultyStore(MemoryStore):
         return 0
 
     def _is_answered(self, within_s: float) -> bool:
-        """Wait for the answer; False if it does not come in time, or the store is closed."""
+        """Wait for the answer. Returns False after the timeout, or if the store is closed."""
         if self._hang is not None and not self._hang.wait(within_s):
             return False
         if self._latency_s:

@@ -1,4 +1,4 @@
-"""Policies for tests of what carries decisions out."""
+"""Policies for tests of the runtime, which carries out their decisions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tiered_kv.policies.jobs.hints import INFERRED_PREFIX
 
 
 class FixedPin(StatelessPolicy):
-    """Pins every turn of a job that the client named, but for its last, for the same time."""
+    """Pins every turn of a named job, except its last, for the same time."""
 
     def __init__(self, ttl_s: float = 2.0) -> None:
         self.ttl_s = ttl_s
@@ -24,7 +24,7 @@ class FixedPin(StatelessPolicy):
 
 
 class Always(StatelessPolicy):
-    """Decides the same for every turn."""
+    """Makes the same decision for every turn."""
 
     def __init__(self, decision: Decision) -> None:
         self._decision = decision
@@ -34,10 +34,10 @@ class Always(StatelessPolicy):
 
 
 class SwitchedPolicy(TurnPolicy):
-    """Another policy, which a test may change for a third.
+    """A policy that a test can replace while the engine runs.
 
     Attributes:
-        now: the policy that is asked.
+        now: the current policy.
     """
 
     def __init__(self, now: TurnPolicy) -> None:

@@ -1,4 +1,4 @@
-"""An engine under test with its connector: what tests drive and look at, whatever the engine."""
+"""An engine under test with its connector: what all engines offer to tests."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .policies import FixedPin, SwitchedPolicy
 
 
 class RigSize(Protocol):
-    """Size of an engine: blocks, tokens of a block and of the longest request; and the connector's
-    settings, None without a connector."""
+    """Size of an engine: blocks, tokens per block and per request; and the connector's settings,
+    None without a connector."""
 
     @property
     def blocks(self) -> int: ...
@@ -41,9 +41,9 @@ class EngineRig(ABC):
     Attributes:
         now: seconds on the clock of the engine and its connector; tests set it.
         prompts, outputs: tokens of each request.
-        finished: requests that have ended, with what the engine says of it.
+        finished: finished requests, with the engine's finish status.
         steps: number of steps so far.
-        free_at_start: blocks that were free at first.
+        free_at_start: number of free blocks at the start.
         switch: the policy in force.
     """
 
@@ -79,16 +79,16 @@ class EngineRig(ABC):
         salt: str | None = None,
         stop_ids: Sequence[int] = (),
     ) -> Any:
-        """Send a request; returns the engine's. ``params`` are the client's hints."""
+        """Send a request. Returns the engine's request. ``params`` are the client's hints."""
 
     @abstractmethod
     def abort(self, request_id: str, *, late: bool = False) -> None:
-        """Abort a request. ``late``: while the next step runs, before its results are handled;
-        for an engine that has such a moment."""
+        """Abort a request. With ``late``, abort it while the next step runs, before its results are
+        handled, if the engine supports that."""
 
     @abstractmethod
     def aborted(self, request_id: str) -> bool:
-        """True if a finished request ended because it was aborted."""
+        """True if a finished request was aborted."""
 
     @abstractmethod
     def step(self) -> Any:
@@ -96,16 +96,16 @@ class EngineRig(ABC):
 
     @abstractmethod
     def run(self, limit: int = 2000) -> None:
-        """Step until nothing is left to do.
+        """Step until no work is left.
 
         Raises:
-            AssertionError: no end after ``limit`` steps.
+            AssertionError: work is left after ``limit`` steps.
         """
 
     @abstractmethod
     def reset_cache(self, *, running: bool = True) -> bool:
-        """Forget all cached KV. ``running``: running requests are preempted and recomputed, too.
-        False if the engine refused."""
+        """Forget all cached KV. With ``running``, running requests are preempted and recomputed
+        too. Returns False if the engine refuses."""
 
     @property
     @abstractmethod
@@ -114,11 +114,11 @@ class EngineRig(ABC):
 
     @abstractmethod
     def running(self) -> list[str]:
-        """Requests that run, in the engine's order."""
+        """Running requests, in the engine's order."""
 
     @abstractmethod
     def preemptions(self, request_id: str) -> int:
-        """Number of times that a request was preempted."""
+        """Number of preemptions."""
 
     @abstractmethod
     def held(self) -> list[str]:
@@ -132,11 +132,11 @@ class EngineRig(ABC):
 
     @property
     def orders_under_way(self) -> bool:
-        """True if orders are under way, also those that an idle engine makes no steps for."""
+        """True if orders are in flight, including orders for which an idle engine does not step."""
         return self.half is not None and self.half.orders_under_way
 
     def ask(self, request_id: str, prompt: Sequence[int], **kwargs: Any) -> list[int]:
-        """Send one request, run until idle, return its output."""
+        """Send one request, run until idle, and return its output."""
         self.add(request_id, prompt, **kwargs)
         self.run()
         return self.outputs[request_id]
@@ -148,17 +148,17 @@ class EngineRig(ABC):
             self.ask(f"{tag}-{self.steps}-{i}", text(tokens, seed=self.steps * 1000 + i))
 
     def kept_blocks(self, tokens: int) -> int:
-        """Number of blocks, at least, in which a context of so many tokens can be found again."""
+        """Minimum number of blocks in which a context of that many tokens can be found."""
         return tokens // self.options.block_size
 
     def inject(self, wrap: Callable[[Any], Any]) -> Any:
-        """Put a transfer backend around the worker's own; returns it."""
+        """Wrap the worker's transfer backend. Returns the wrapper."""
         half = self.worker_half
         half.backend = wrap(half.backend)
         return half.backend
 
     def wait_for_worker(self) -> None:
-        """Wait until what was ordered of it is done; a step is needed to hear of it."""
+        """Wait until the worker has carried out its orders. The next step receives the reports."""
         half = self.worker_half
         if half.backend is not None:
             half.backend.drain()
@@ -167,11 +167,11 @@ class EngineRig(ABC):
         if half.snapshots is not None:
             half.snapshots.drain()
         for tier in half.stores.values():
-            tier.io.wake()  # the rig's clock went on: some may be due
+            tier.io.wake()  # the rig's clock has advanced, so some may be due
             assert tier.io.wait_idle(300.0), "the I/O thread is stuck"
 
     def settle(self) -> None:
-        """Run until no order is in flight: no copy, and no page that is being compressed."""
+        """Run until no order is in flight, including compression."""
         for _ in range(100):
             self.wait_for_worker()
             self.step()
@@ -202,14 +202,14 @@ class EngineRig(ABC):
     # -- the connector ------------------------------------------------------------------
 
     def _change(self, found: Dependencies) -> Dependencies:
-        """Put the policy that tests switch in place of the connector's own."""
+        """Replace the connector's policy by one that tests can switch."""
         if "policy" in (self.options.extra or {}):
             self.switch.now = found.policy
         return replace(found, policy=self.switch)
 
     @property
     def policy(self) -> TurnPolicy:
-        """The policy that says where finished turns' KV waits."""
+        """The policy that decides where the KV of finished turns is kept."""
         return self.switch.now
 
     @policy.setter
@@ -218,17 +218,17 @@ class EngineRig(ABC):
 
     @property
     def turns(self) -> LiveTurns:
-        """The live requests, as the connector sees them."""
+        """The turns of all live requests."""
         turns: LiveTurns = self.half.turns
         return turns
 
     def turn(self, request_id: str) -> Turn:
-        """A live request, as the connector sees it."""
+        """The turn of a live request."""
         return self.turns.by_id[request_id]
 
     @property
     def pages(self) -> Pages:
-        """The components that keep pages."""
+        """The components that manage pages."""
         pages: Pages = self.half.pages
         return pages
 
@@ -244,7 +244,7 @@ class EngineRig(ABC):
 
     @property
     def admission(self) -> AdmissionGroup:
-        """The components that share VRAM out."""
+        """The components that allocate VRAM to jobs."""
         admission: AdmissionGroup = self.half.admission
         return admission
 
@@ -255,7 +255,7 @@ class EngineRig(ABC):
 
     @property
     def gate(self) -> Admission:
-        """Gate that holds jobs back, if ``admission`` is on."""
+        """The gate that holds back jobs, if ``admission`` is on."""
         return self.admission.gate
 
     @property
@@ -265,7 +265,7 @@ class EngineRig(ABC):
         return gaps
 
     def costs(self, context_tokens: int, job: JobKey | None = None) -> Costs:
-        """Costs of each tier now."""
+        """The current costs of each tier."""
         return self.gaps.costs.costs(context_tokens, job)
 
     def count(self, name: str) -> int:

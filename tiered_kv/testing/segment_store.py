@@ -49,7 +49,7 @@ def store_options(root: Path, **changes: object) -> StoreOptions:
 
 @dataclass(frozen=True, slots=True)
 class ToyCodec:
-    """Keeps the even bytes as they are, calls the odd ones a frame, and adds what it learnt."""
+    """Stores the even bytes raw and the odd bytes as a frame, and adds its training."""
 
     page_format: PageFormat
     table: bytes = b""
@@ -84,7 +84,7 @@ class ToyCodec:
 
 @dataclass
 class SegmentBench(StoreBench[SegmentStore]):
-    """A segment store that is opened again and again, and the pages that must be in it."""
+    """A segment store that is reopened repeatedly, and its expected pages."""
 
     options: StoreOptions = field(kw_only=True)
     files: FileLayer | None = None
@@ -93,7 +93,7 @@ class SegmentBench(StoreBench[SegmentStore]):
     def of(
         cls, suite: SegmentStoreConformance, options: StoreOptions, files: FileLayer | None = None
     ) -> SegmentBench:
-        """The bench of a suite's stores."""
+        """The bench for a suite's stores."""
         return cls(lambda: suite.open_store(options, files), options=options, files=files)
 
     def check(self) -> None:
@@ -265,7 +265,7 @@ class SegmentStoreConformance(StoreConformance):
         bench.check()
 
     def test_a_closed_store_leaves_its_memory_at_once(self, tmp_path: Path) -> None:
-        """Python looks for cycles when it likes, and one of them would hold every buffer."""
+        """Python collects cycles at any time. A cycle would keep every buffer until then."""
         options = store_options(tmp_path / "root")
         files: FileLayer | None = RealFiles()
         bench: SegmentBench | None = SegmentBench.of(self, options, files)

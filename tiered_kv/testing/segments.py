@@ -1,4 +1,4 @@
-"""Segments as a test looks at them, beside the store that may have them open."""
+"""Segment files, read by a test while a store may have them open."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tiered_kv.storage.segment.record import decode_record, read_blocks
 
 
 class SegmentFile:
-    """Content of a segment at this moment.
+    """Current content of a segment.
 
     Attributes:
         header: its header.
         sealed: True if it has a footer.
-        entries: places of its records, in the order they were written.
+        entries: positions of its records, in the order of writing.
 
     Raises:
-        FormatError: it is no segment.
-        OSError: it cannot be read, or is gone.
+        FormatError: the file is not a segment.
+        OSError: the file cannot be read, or is missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,11 +38,11 @@ class SegmentFile:
         self.entries = loaded.entries
 
     def read(self, entry: FooterEntry, codec: Codec) -> Bytes:
-        """A page: read, checked and decoded.
+        """Read, check and decode a page.
 
         Raises:
             FormatError: the record is damaged.
-            OSError: the disk failed, or the record is gone.
+            OSError: the disk failed, or the record is missing.
         """
         fd = RealFiles().open(self.path, Access.READ, direct=False)
         try:

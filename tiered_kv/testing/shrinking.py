@@ -1,4 +1,5 @@
-"""A codec that shrinks any page: KV that checks itself is random, and no other one could."""
+"""A codec that shrinks any page. KV that can be checked is random, and incompressible for other
+codecs."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Shrinking:
-    """Remembers pages, and gives each the name that its content has.
+    """Remembers pages, and stores only a name that depends on the content.
 
-    All codecs of a process know each other's pages. What is given to ``decode`` must be right to
-    the last byte.
+    All codecs of a process share their pages. The input of ``decode`` must be right to the last
+    byte.
     """
 
     page_format: PageFormat
@@ -35,7 +36,7 @@ class Shrinking:
 
     @classmethod
     def from_table(cls, page_format: PageFormat, table: bytes) -> Codec:
-        """Make a codec; it has no table."""
+        """Create a codec. It has no table."""
         return cls(page_format)
 
     def encode(self, page: Bytes) -> EncodedPage:
@@ -61,12 +62,12 @@ _PAGES: dict[bytes, bytes] = {}
 
 
 def forget_pages() -> None:
-    """Forget the pages of the process: nobody decodes them any more."""
+    """Forget the pages of the process. They can no longer be decoded."""
     _PAGES.clear()
 
 
 def _stored(digest: bytes, page_bytes: int) -> bytes:
-    """A page as it is stored."""
+    """The stored form of a page."""
     share = LEAST + (MOST - LEAST) * digest[0] / 256
     size = max(DIGEST_BYTES, int(page_bytes * share))
     return (digest * (size // DIGEST_BYTES + 1))[:size]

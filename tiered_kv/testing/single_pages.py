@@ -1,4 +1,4 @@
-"""The page index one page at a time: the product moves whole orders, tests move single pages."""
+"""The page index for single pages. The product moves whole orders, tests move single pages."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tiered_kv.keys import PageKey
 
 
 def reserve(index: Any, key: PageKey) -> int | None:
-    """``reserve_all`` for one page; None if no slot can be had."""
+    """``reserve_all`` for one page; None if no slot is available."""
     slots: list[int] = index.reserve_all((key,))
     return slots[0] if slots else None
 
 
 def commit(index: Any, key: PageKey, slot: int) -> bool:
-    """``commit_all`` for one page; False if it was forgotten meanwhile."""
+    """``commit_all`` for one page; False if the page was forgotten in the meantime."""
     return bool(index.commit_all((key,), (slot,)))

@@ -1,4 +1,4 @@
-"""Names of stores that tests ask for."""
+"""Names of stores in tests."""
 
 from __future__ import annotations
 

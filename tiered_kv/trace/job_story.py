@@ -10,27 +10,27 @@ from tiered_kv.json_fields import cut
 from .turn_record import JOB_ROOM, PinEnd, StoryEnd, TurnRecord
 
 _PIN_ENDS = {
-    PinEnd.RETURNED: "the next turn came",
-    PinEnd.EXPIRED: "its time was up",
+    PinEnd.RETURNED: "the next turn arrived",
+    PinEnd.EXPIRED: "its time limit was reached",
     PinEnd.PRESSURE: "a request needed the blocks more",
-    PinEnd.REVISED: "the tool call was read, and did not warrant it",
+    PinEnd.REVISED: "the parsed tool call did not justify it",
     PinEnd.GIVEN_UP: "the job was given up",
-    PinEnd.RESET: "all pins were given up",
-    PinEnd.CLOSED: "the engine ended",
+    PinEnd.RESET: "all pins were released",
+    PinEnd.CLOSED: "the engine stopped",
 }
 _ENDS = {
-    StoryEnd.RETURNED: "The next turn came after {gap}.",
-    StoryEnd.OVER: "The client said that no turn follows.",
+    StoryEnd.RETURNED: "The next turn arrived after {gap}.",
+    StoryEnd.OVER: "The client reported that no turn follows.",
     StoryEnd.GIVEN_UP: "The job was given up after {gap} of silence.",
-    StoryEnd.CLOSED: "The engine ended {gap} later.",
-    StoryEnd.NO_GAP: "Nobody was waited for.",
+    StoryEnd.CLOSED: "The engine stopped {gap} later.",
+    StoryEnd.NO_GAP: "No gap followed.",
 }
 _LEFT = {"cpu": "in CPU memory", "ssd": "on SSD"}
 _TIERS = {
-    "pin": "pinned in VRAM for {ttl} at most",
-    "cpu": "left to CPU memory",
-    "store": "sent to the tiers below CPU memory",
-    "drop": "kept nowhere",
+    "pin": "pinned in VRAM for at most {ttl}",
+    "cpu": "kept in CPU memory",
+    "store": "moved to the tiers below CPU memory",
+    "drop": "dropped",
 }
 
 
@@ -54,11 +54,11 @@ def _beginning(one: TurnRecord) -> Iterator[str]:
         return
     reasons = []
     if times.held_s:
-        reasons.append(f"{secs(times.held_s)} as there was no room for a new job")
+        reasons.append(f"{secs(times.held_s)} because its new job was held back")
     if times.pages_s:
-        reasons.append(f"{secs(times.pages_s)} for pages on their way up")
-    of_that = f", {' and '.join(reasons)}" if reasons else ""
-    yield f"It waited {secs(times.admitted_s)}{of_that}."
+        reasons.append(f"{secs(times.pages_s)} for pages being promoted")
+    details = f", of which {' and '.join(reasons)}" if reasons else ""
+    yield f"It waited {secs(times.admitted_s)}{details}."
 
 
 def _prompt(one: TurnRecord) -> Iterator[str]:
@@ -67,14 +67,14 @@ def _prompt(one: TurnRecord) -> Iterator[str]:
         return
     sources = {"in VRAM": tokens.vram, "in CPU memory": tokens.cpu, "on SSD": tokens.ssd}
     found = [f"{count:,} were {where}" for where, count in sources.items() if count]
-    found += [f"{tokens.recomputed:,} had to be computed"]
-    lost = f" {tokens.lost:,} of them it had had before." if tokens.lost else ""
-    yield f"Of its {tokens.prompt:,} prompt tokens {_list(found)}.{lost}"
+    found += [f"{tokens.recomputed:,} were computed"]
+    lost = f" The KV of {tokens.lost:,} of these had been evicted." if tokens.lost else ""
+    yield f"Of its {tokens.prompt:,} prompt tokens, {_list(found)}.{lost}"
     seen = one.would_have
     places = {"in VRAM": seen.vram, "in CPU memory": seen.cpu, "on SSD": seen.ssd}
     would = [f"{count:,} {where}" for where, count in places.items() if count]
     if would:
-        yield f"It was only observed: the connector would have found {_list(would)}."
+        yield f"In observe mode, the connector would have found {_list(would)}."
 
 
 def _preempted(one: TurnRecord) -> Iterator[str]:
@@ -86,16 +86,20 @@ def _preempted(one: TurnRecord) -> Iterator[str]:
     when = f"{at_first} after {_list([secs(at) for at in times.at_s])}" if times.at_s else ""
     yield f"It was preempted {often}{when}."
     for back_s, found in zip(times.back_s, times.found, strict=False):
-        yield f"It went on after {secs(back_s)}, with {found:,} tokens found."
+        yield f"It continued after {secs(back_s)}, with {found:,} tokens found."
 
 
 def _answer(one: TurnRecord) -> Iterator[str]:
     times, tokens = one.times, one.tokens
     if times.admitted_s is None:
         return
-    first = f"Its first token came after {secs(times.first_token_s)}" if times.first_token_s else ""
-    end = f"it ended after {secs(times.end_s)} with {tokens.output:,} tokens ({plain(one.finish)})"
-    yield f"{first}, {end}." if first else f"{end[0].upper()}{end[1:]}."
+    first = (
+        f"Its first token arrived after {secs(times.first_token_s)}" if times.first_token_s else ""
+    )
+    end = (
+        f"it finished after {secs(times.end_s)} with {tokens.output:,} tokens ({plain(one.finish)})"
+    )
+    yield f"{first}, and {end}." if first else f"{end[0].upper()}{end[1:]}."
 
 
 def _decision(one: TurnRecord) -> Iterator[str]:
@@ -107,10 +111,10 @@ def _decision(one: TurnRecord) -> Iterator[str]:
     if made.q50_s is not None:
         later = f" and {secs(made.q90_s)} (9 in 10)" if made.q90_s is not None else ""
         yield f"The next turn was expected after {secs(made.q50_s)} (1 in 2){later}."
-    where = _TIERS.get(made.tier, "kept elsewhere").format(ttl=secs(made.ttl_s))
+    where = _TIERS.get(made.tier, "kept in another tier").format(ttl=secs(made.ttl_s))
     yield (
-        f"So its KV was {where}: that it is there saves {secs(made.benefit_s)}, "
-        f"and a second of VRAM costs {made.vram_price:g} s."
+        f"So its KV was {where}: finding it in VRAM saves {secs(made.benefit_s)}, and each second "
+        f"in VRAM costs {made.vram_price:g} s."
     )
 
 
@@ -120,15 +124,15 @@ def _what_came(one: TurnRecord) -> Iterator[str]:
         why = _PIN_ENDS[pin.end]
         yield f"{pin.blocks:,} blocks were pinned for {secs(pin.held_s)}, until {why}."
     if pages.promoted or pages.used:
-        yield f"{pages.promoted:,} pages came up for it, and it used {pages.used:,}."
+        yield f"{pages.promoted:,} pages were promoted for it, and it used {pages.used:,}."
     if pages.demoted:
-        yield f"{pages.demoted:,} pages went down."
+        yield f"{pages.demoted:,} pages were demoted."
     if pages.evicted:
         told = [(_LEFT.get(tier, plain(tier)), count) for tier, count in pages.evicted.items()]
         left = [f"{count:,} {where}" for where, count in told]
-        yield f"Of its pages {_list(left)} were evicted."
+        yield f"Of its pages, {_list(left)} were evicted."
     if pages.ahead:
-        yield f"{pages.ahead:,} pages came up before the next turn."
+        yield f"{pages.ahead:,} pages were promoted before the next turn."
     yield _ENDS[gap.end].format(gap=secs(gap.gap_s or 0.0))
     if gap.saved_s or gap.cost_s:
         yield f"That saved {secs(gap.saved_s)} and cost {secs(gap.cost_s)}."

@@ -1,10 +1,11 @@
 """Header of a trace: the first line of each file, and of each engine that writes to it.
 
-Export of a trace in the shape of Continuum's recorder, its file ``scheduler_timestamps``.
+Also exports a trace in the format of Continuum's recorder, its file ``scheduler_timestamps``.
 
-That is one JSON object: a list of events for each job, each event an object with its moment, in
-seconds since the epoch, under its name. All seven names of the recorder are written. Of a request
-that was preempted more than ``FIRST_PREEMPTIONS`` times, the later times are not in the trace.
+That file is one JSON object with a list of events per job. Each event is an object with its time,
+in seconds since the epoch, under its name. All seven event names of the recorder are written.
+Preemptions of a request after the first ``FIRST_PREEMPTIONS`` are missing, because the trace does
+not record their times.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from tiered_kv.json_fields import cut, read, said
 from .turn_record import TurnRecord
 
 SCHEMA = 1
-"""Version of the records' schema. A later one may have more fields, but none of another meaning."""
+"""Version of the record schema. Later releases may add fields, but never change the meaning of
+one."""
 
 _MODEL_ROOM, _WORD_ROOM, _SHORT_ROOM = 224, 48, 24
 _MOST_TIERS, _MOST_GROUPS = 4, 12

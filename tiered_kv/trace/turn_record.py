@@ -1,4 +1,4 @@
-"""Schema 1 of the trace: the story of one turn, as JSON of at most 1 KiB. See docs/trace.md."""
+"""Schema 1 of the trace: the history of one turn, as JSON of at most 1 KiB. See docs/trace.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 from tiered_kv.json_fields import cut, read, said, size
 
 MAX_BYTES = 1024
-"""Longest line, its end included."""
+"""Maximum length of a line, including its line break."""
 
 
 class StoryEnd(Enum):
@@ -239,8 +239,8 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class _Room(NamedTuple):
-    """Bytes of texts; and whether all that a price was made of is written, and when the turn was
-    preempted."""
+    """Space for texts, in bytes; and whether the inputs of the price and the preemption times are
+    written."""
 
     request: int
     tool: int
@@ -296,8 +296,8 @@ class TurnRecord:
         return self.arrived + self.times.end_s
 
     def to_line(self) -> str:
-        """The record as a line of at most ``MAX_BYTES``, its end not included. Long texts are cut;
-        of a job's name always at the same place."""
+        """The record as a line of at most ``MAX_BYTES``, without its line break. Long texts are
+        cut; of a job's name always at the same place."""
         whole = said(self) | {"arrived": round(self.arrived, 3)}
         line = ""
         for room in _ROOMS:

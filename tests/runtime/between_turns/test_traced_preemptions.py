@@ -92,7 +92,7 @@ def test_other_programs_and_people_are_told(make_rig: MakeRig, tmp_path: Path) -
     told = " ".join(story(one))
     often = "once" if count == 1 else f"{count} times"
     assert f"It was preempted {often}" in told
-    assert f"It went on after {back_s:.3g} s, with {one.preempted.found[0]} tokens found." in told
+    assert f"It continued after {back_s:.3g} s, with {one.preempted.found[0]} tokens found." in told
 
 
 def test_a_turn_that_ends_while_it_is_away_has_no_moment_at_which_it_went_on(

@@ -54,14 +54,15 @@ class CodecConformance:
 
     Attributes:
         codec_class: the class under test.
-        formats: the formats it is tested with; it refuses those that it cannot serve.
+        formats: the formats to test; the codec refuses formats that it does not support.
     """
 
     codec_class: CodecClass
     formats: Sequence[PageFormat] = FORMATS
 
     def codecs(self, page_format: PageFormat) -> list[Codec]:
-        """An untrained codec, trained ones, and all as a reader makes them; none for refusal."""
+        """An untrained codec, trained codecs, and each as recreated by a reader; empty if the
+        format is refused."""
         try:
             codec = self.codec_class(page_format)
         except ValueError:
@@ -73,7 +74,7 @@ class CodecConformance:
         return made + [self.reader(one) for one in made]
 
     def reader(self, codec: Codec) -> Codec:
-        """The codec as another process makes it, from its table alone."""
+        """The codec as recreated by another process, from its table alone."""
         return self.codec_class.from_table(codec.page_format, codec.table)
 
     @pytest.fixture
@@ -121,7 +122,7 @@ class CodecConformance:
         kept = page.copy()
         first = codec.encode(page)
         page[:] = 0
-        codec.encode(page)  # the same thread's scratch memory, used again
+        codec.encode(page)  # reuses the scratch memory of this thread
         codec.decode(first, out)
         assert np.array_equal(out, kept)
 
@@ -143,7 +144,7 @@ class CodecConformance:
         assert out[0] == out[-1] == 0xA5
 
     def test_damaged_bytes_end_in_a_page_or_in_a_codec_error(self, codec: Codec) -> None:
-        """The store finds damage by its digest; what it cannot find must do no harm."""
+        """The store detects most damage by its digest. Undetected damage must do no harm."""
         good, rng = codec.encode(synthetic_page(codec.page_format)), np.random.default_rng(0)
         for _ in range(300):
             damaged = EncodedPage(_damage(good.plane, rng), _damage(good.frame, rng))
@@ -173,17 +174,17 @@ class CodecConformance:
 
 
 def _stored(encoded: EncodedPage) -> EncodedPage:
-    """The parts as a disk gives them back: read only, in memory of their own."""
+    """The parts as read from a disk: read-only, in separate memory."""
     parts = (np.frombuffer(part.tobytes(), np.uint8) for part in (encoded.plane, encoded.frame))
     return EncodedPage(*parts)
 
 
 def _damage(part: Bytes, rng: np.random.Generator) -> Bytes:
-    """The part, changed, cut off, made longer, or left as it is."""
+    """The part, changed, truncated, extended or unchanged."""
     kind = rng.integers(4)
     if kind == 1 and part.nbytes:
         part = part.copy()
-        # Headers come first: more can go wrong there than in the rest.
+        # Headers are at the start, where damage has the most effects.
         part[rng.integers(min(part.nbytes, rng.choice([8, part.nbytes])))] ^= rng.integers(1, 256)
     elif kind == 2 and part.nbytes:
         part = part[: rng.integers(part.nbytes)]

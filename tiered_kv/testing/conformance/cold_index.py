@@ -1,4 +1,4 @@
-"""The conformance suite of page indexes, of which some pages are cold."""
+"""The conformance suite of page indexes with compressed pages."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ MORE = tuple(PageKey(name.encode() * 20) for name in "FGHIJ")
 class ColdIndexConformance:
     """Subclass, name the subclass ``Test…`` and define ``make_index``.
 
-    No test depends on which page is evicted, only on which may be.
+    No test depends on which of several evictable pages is evicted.
     """
 
     def make_index(self, num_slots: int) -> PageIndex:
-        """An empty index of that many slots."""
+        """Return an empty index with that many slots."""
         raise NotImplementedError
 
     @pytest.fixture
     def index(self) -> CheckedIndex:
-        """Four slots."""
+        """An index with four slots."""
         return CheckedIndex(self.make_index(4))
 
     def cold(self, index: CheckedIndex, *keys: PageKey, kept: int) -> list[int]:
-        """Save pages and pack them together; gives the slots that they had."""
+        """Save pages and compress them together. Returns their former slots."""
         index.put(*keys)
         slots: list[int] = index.pack(keys)
         index.packed(slots[0], kept)
@@ -255,7 +255,7 @@ class ColdIndexConformance:
 
 
 class _Script:
-    """Random calls, and what each slot holds: a page, a part of a bundle, or garbage."""
+    """Random calls, and the content of each slot: a page, part of a bundle, or garbage."""
 
     def __init__(self, index: PageIndex, rng: random.Random) -> None:
         self.index, self.rng = CheckedIndex(index), rng
@@ -263,7 +263,7 @@ class _Script:
         self.saving: list[tuple[PageKey, int]] = []
         self.packing: list[tuple[Sequence[PageKey], list[int]]] = []
         self.reading: list[tuple[PageKey, int, object]] = []
-        self.slots_of: dict[int, list[int]] = {}  # of the bundle that begins in a slot
+        self.slots_of: dict[int, list[int]] = {}  # of the bundle whose first slot this is
 
     def act(self) -> None:
         key, do = self.rng.choice([*ALL, *MORE]), self.rng.randrange(12)
@@ -286,7 +286,7 @@ class _Script:
             self.index.clear() if self.rng.random() < 0.1 else self.index.forget(key)
 
     def content(self, key: PageKey, place: int) -> object:
-        """Content that a reader finds, checked: the page, or its bundle, whole."""
+        """Content for a reader, checked: the complete page, or its complete bundle."""
         if place >= 0:
             assert self.holds[place] == key, "a wrong page"
             return key

@@ -18,7 +18,7 @@ A, B, C, D = PAGES = tuple(PageKey(name.encode() * 20) for name in "ABCD")
 
 @dataclass(frozen=True, slots=True)
 class Evenly:
-    """A gap of any length up to ``most_s`` seconds, all equally likely; 0 never ends."""
+    """A gap with a uniform length of up to ``most_s`` seconds; 0: it never ends."""
 
     most_s: float
 
@@ -44,7 +44,7 @@ class Pool:
         self.index.commit_all(keys, slots)
 
     def pages(self) -> list[PageKey]:
-        """Pages in the order in which they would go."""
+        """Pages in eviction order."""
         return list(self.index.least_valuable(1 << 30))
 
     def wait(self, job: str, keys: Sequence[PageKey], forecast: ReturnForecast) -> None:
@@ -54,14 +54,14 @@ class Pool:
 class EvictionConformance:
     """Subclass, name the subclass ``Test…`` and set ``rule`` to the class of your rule.
 
-    No test depends on which page a rule lets go first.
+    No test depends on which page a rule evicts first.
     """
 
     rule: type[EvictionOrder]
 
     @pytest.fixture
     def pool(self) -> Pool:
-        """Eight slots."""
+        """A pool with eight slots."""
         return Pool(self.rule, 8)
 
     # -- pages ----------------------------------------------------------------------
@@ -213,6 +213,6 @@ class EvictionConformance:
 
 
 def _context(rng: random.Random) -> list[PageKey]:
-    """Pages of one of few texts, cut somewhere: a key stands for all that is before it."""
+    """A random prefix of one of a few texts, as pages. A key stands for everything before it."""
     text = rng.choice(["x", "xy", "xyz"])
     return [PageKey(f"{text[:n]}{n}".encode()) for n in range(1, rng.randrange(2, 10))]

@@ -19,9 +19,9 @@ ALL = (A, B, C, D, E)
 
 
 class CheckedIndex:
-    """An index whose ``check_integrity`` runs after each call, whether it raised or not.
+    """An index that runs ``check_integrity`` after each call, even if the call raised.
 
-    Beside the index's own methods it has those of single pages.
+    In addition to the index's own methods it has methods for single pages.
     """
 
     def __init__(self, index: PageIndex) -> None:
@@ -50,7 +50,7 @@ class CheckedIndex:
         return commit(self, key, slot)
 
     def put(self, *keys: PageKey) -> list[int]:
-        """Save pages from beginning to end; returns their slots."""
+        """Reserve and complete pages. Returns their slots."""
         slots = [self.reserve(key) for key in keys]
         for key, slot in zip(keys, slots, strict=True):
             assert self.commit(key, slot)
@@ -60,11 +60,11 @@ class CheckedIndex:
 class IndexConformance:
     """Subclass, name the subclass ``Test…`` and define ``make_index``.
 
-    No test depends on which page is evicted, only on which may be.
+    No test depends on which of several evictable pages is evicted.
     """
 
     def make_index(self, num_slots: int) -> PageIndex:
-        """An empty index of that many slots."""
+        """Return an empty index with that many slots."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -81,7 +81,7 @@ class IndexConformance:
 
     @pytest.fixture
     def index(self, make: Callable[[int], CheckedIndex]) -> CheckedIndex:
-        """Three slots."""
+        """An index with three slots."""
         return make(3)
 
     # -- saving -------------------------------------------------------------------
@@ -286,7 +286,7 @@ class IndexConformance:
     def test_a_page_saved_anew_is_another_page_than_the_one_forgotten(
         self, index: CheckedIndex, order: tuple[int, ...]
     ) -> None:
-        """Three saves under one key, all under way, ending in any order: the last counts."""
+        """Three concurrent saves under one key finish in any order: the last one counts."""
         slots = []
         for _ in range(3):
             index.forget(A)

@@ -60,7 +60,7 @@ ODD_GAPS_S = (0.0, -1.0, 1e-12, 1e12, math.inf, -math.inf, math.nan)
 
 
 def turns() -> Iterator[TurnEnd]:
-    """Turns of every kind, odd ones among them."""
+    """Turns of every kind, including unusual ones."""
     for tool in (*TOOLS, *ODD_TOOLS):
         yield replace(TURN, tool=tool)
         yield replace(TURN, tool=tool, job=None)
@@ -74,7 +74,8 @@ def turns() -> Iterator[TurnEnd]:
 
 
 def all_costs() -> Iterator[Costs]:
-    """Costs of every kind: tiers there and not, cheap and dear, VRAM wanted and not."""
+    """Costs of every kind: with and without tiers, low and high, with and without demand for
+    VRAM."""
     for recompute_s, cpu_s, tiers_s, price in itertools.product(
         (0.0, 1e-9, 10.0, 1e6), (None, 0.0, 1e5), ({}, {SSD: 0.0}, {SSD: 1e5}), (0.0, 1.0, 1e9)
     ):
@@ -86,7 +87,7 @@ def all_costs() -> Iterator[Costs]:
 
 
 def check(decision: Decision, turn: TurnEnd, costs: Costs) -> None:
-    """Raise AssertionError unless the runtime can carry the decision out."""
+    """Raise AssertionError unless the runtime can carry out the decision."""
     said = f"{decision} for {turn} at {costs}"
     if turn.is_last_step:
         assert decision.tier is Tier.DROP, f"kept for nobody: {said}"
@@ -111,7 +112,7 @@ class PolicyConformance:
     policy: Callable[[], TurnPolicy]
 
     def make(self, *, told: bool = False) -> TurnPolicy:
-        """A new policy; if ``told``, one that has seen some gaps of each tool."""
+        """Create a policy. With ``told``, it has observed some gaps of each tool."""
         policy = type(self).policy()
         if told:
             self._tell(policy, random.Random(0))
@@ -169,7 +170,7 @@ class PolicyConformance:
         policy, other = self.make(told=told), self.make()
         other.load(json.loads(json.dumps(policy.dump())))
         assert other.dump() == policy.dump()
-        # Of a job's own past nothing is kept: another job tells.
+        # The job's own history is not saved, so another job is used.
         new = [replace(TURN, job=JobKey("", "new"), turn=1, tool=tool) for tool in TOOLS]
         assert [other.decide(turn, COSTS) for turn in new] == [
             policy.decide(turn, COSTS) for turn in new
@@ -186,7 +187,7 @@ class PolicyConformance:
             assert policy.dump() == before
 
     def test_odd_files_are_refused_or_usable(self) -> None:
-        """Take what another version saved: an error must be a ValueError."""
+        """Load what another version saved. Every error must be a ValueError."""
         policy = self.make(told=True)
         before = policy.dump()
         odd: list[object] = [None, 0, -1, math.nan, [], {}, [None], [[1]], {"a": None}, {"a": [1]}]

@@ -16,7 +16,7 @@ LONGEST = 1 << 20
 
 
 def soon() -> float:
-    """A deadline that nothing should reach."""
+    """A deadline that no call should reach."""
     return time.monotonic() + SOON_S
 
 
@@ -28,7 +28,7 @@ def some_keys(count: int, name: str = "key") -> list[RemoteKey]:
 
 
 def put_all(store: RemoteStore, keys: Sequence[RemoteKey], values: Sequence[bytes]) -> None:
-    """Store values that must all be taken, each in two parts."""
+    """Store values, each in two parts. All must be accepted."""
     parts: list[tuple[RemoteKey, Parts]] = [
         (key, (value[:3], memoryview(value)[3:])) for key, value in zip(keys, values, strict=True)
     ]
@@ -38,7 +38,7 @@ def put_all(store: RemoteStore, keys: Sequence[RemoteKey], values: Sequence[byte
 def read_all(
     store: RemoteStore, keys: Sequence[RemoteKey], most: int = LONGEST
 ) -> dict[int, Outcome | bytes]:
-    """Values by the index of their keys, or what came of them."""
+    """Values by the index of their keys, or the outcome of the read."""
     buffer = memoryview(bytearray(most))
     found: dict[int, Outcome | bytes] = {}
     for at, outcome, nbytes in store.get(keys, buffer, soon()):
@@ -51,7 +51,7 @@ class RemoteConformance:
     """Subclass, name the subclass ``Test…`` and define ``make_store``."""
 
     def make_store(self, root: Path) -> RemoteStore:
-        """The store under test, empty."""
+        """Return the store under test, empty."""
         raise NotImplementedError
 
     @pytest.fixture

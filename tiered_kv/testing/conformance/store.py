@@ -32,7 +32,7 @@ def page_key(name: int, fingerprint: bytes = FINGERPRINT) -> PageKey:
 
 
 def page_bytes(key: PageKey, version: int = 0, nbytes: int = PAGE_FORMAT.page_bytes) -> Bytes:
-    """The page of a key: another one for each key and version."""
+    """The page of a key, different for each key and version."""
     seed = int.from_bytes(key, "big") * 1000 + version
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
@@ -45,12 +45,12 @@ def coded_page(key: PageKey, codec: Codec | None, version: int = 0) -> CodedPage
 
 @dataclass
 class StoreBench(Generic[S]):
-    """A store that is opened again and again, and the pages that must be in it.
+    """A store that is reopened repeatedly, and its expected pages.
 
     Attributes:
         make: opens the store.
-        knowledge: who knows which pages it has.
-        expected: pages put and not taken away, by key.
+        knowledge: how the pages of the store are known.
+        expected: pages put and not removed, by key.
     """
 
     make: Callable[[], S]
@@ -69,7 +69,7 @@ class StoreBench(Generic[S]):
         self.open()
 
     def put(self, *names: int, version: int = 0) -> list[PageKey]:
-        """Store pages that must all be taken."""
+        """Store pages. All must be accepted."""
         keys = [page_key(name) for name in names]
         pages = [(key, page_bytes(key, version)) for key in keys]
         assert self.store.put(pages) == frozenset()
@@ -77,7 +77,7 @@ class StoreBench(Generic[S]):
         return keys
 
     def put_coded(self, *names: int, codecs: Sequence[Codec | None], version: int = 0) -> None:
-        """Store coded pages that must all be taken, with one codec after the other."""
+        """Store encoded pages with alternating codecs. All must be accepted."""
         keys = [page_key(name) for name in names]
         by_turns = zip(keys, cycle(codecs), strict=False)
         pages = [(key, coded_page(key, codec, version)) for key, codec in by_turns]
@@ -91,13 +91,13 @@ class StoreBench(Generic[S]):
             self.expected.pop(key, None)
 
     def read(self, keys: Iterable[PageKey]) -> dict[PageKey, Bytes]:
-        """Pages by key, those left out that cannot be read."""
+        """Readable pages by key."""
         wanted = [(key, np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for key in keys]
         failed = self.store.get(wanted)
         return {key: out for i, (key, out) in enumerate(wanted) if i not in failed}
 
     def check(self) -> None:
-        """Everything expected is there, in whole, and nothing else."""
+        """Check that the store has all expected pages, complete, and no others."""
         found = self.read(self.expected)
         assert found.keys() == self.expected.keys()
         for key, page in self.expected.items():
@@ -111,22 +111,22 @@ class StoreConformance:
     """Subclass, name the subclass ``Test…`` and define ``make_store``.
 
     Attributes:
-        knowledge: who knows which pages the store has.
-        lasts: True if pages are found again by a store that is opened later.
+        knowledge: how the pages of the store are known.
+        lasts: True if a store that is opened later finds the pages.
     """
 
     knowledge = Knowledge.KNOWN
     lasts = True
 
     def make_store(self, root: Path) -> PageStore:
-        """The store under test, for pages of ``PAGE_FORMAT``.
+        """Return the store under test, for pages of ``PAGE_FORMAT``.
 
-        Stores made with one root have the same pages; at most one of them is open.
+        Stores with the same root share their pages. At most one of them is open.
         """
         raise NotImplementedError
 
     def damage(self, root: Path, key: PageKey) -> None:
-        """Change a stored byte of a page, behind the back of the store that is open."""
+        """Change a stored byte of a page while the store is open."""
         pytest.skip("this store's bytes are out of a test's reach")
 
     @pytest.fixture
@@ -173,7 +173,7 @@ class StoreConformance:
             assert np.array_equal(out, bench.expected[key])
 
     def test_a_page_may_change_once_it_is_put(self, bench: StoreBench[PageStore]) -> None:
-        """Its memory is a slot, which holds another page soon."""
+        """The page's memory is a slot, which will soon hold another page."""
         slots = np.stack([page_bytes(page_key(name)) for name in range(8)])
         assert not bench.store.put([(page_key(name), slots[name]) for name in range(8)])
         slots[:] = 0xA5

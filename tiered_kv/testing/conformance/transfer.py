@@ -38,7 +38,7 @@ LAYOUTS: dict[str, list[Placement]] = {
 class TransferBench:
     """A backend with its storage and pool, both full of random bytes.
 
-    ``read_storage`` gives a copy of the storage, ``write_storage`` replaces its bytes.
+    ``read_storage`` returns a copy of the storage, ``write_storage`` replaces its bytes.
     """
 
     layout: PageLayout
@@ -54,7 +54,7 @@ class TransferBench:
         return CopyJob(self.jobs, direction, tuple(blocks), tuple(slots))
 
     def page(self, block: int) -> bytes:
-        """The bytes of a block as its slot must hold them."""
+        """The expected slot content for a block."""
         return self.read_storage()[addresses(self.layout, block)].tobytes()
 
     def slot(self, slot: int) -> bytes:
@@ -69,7 +69,7 @@ class TransferBench:
 
 
 def addresses(layout: PageLayout, block: int) -> NDArray[np.int64]:
-    """Addresses of a block's bytes in the storage, in the order of its slot."""
+    """Addresses of a block's bytes in the storage, in slot order."""
     runs = [
         np.arange(region.nbytes) + region.offset + run * region.run_stride
         for region in layout.regions
@@ -82,25 +82,25 @@ def addresses(layout: PageLayout, block: int) -> NDArray[np.int64]:
 class TransferConformance:
     """Subclass, name the subclass ``Test…`` and define ``make_backend``.
 
-    A backend whose storage is no numpy array overrides ``make_storage``, ``read`` and
-    ``write`` as well; one that needs pinned memory, ``make_pool``.
+    A backend whose storage is not a numpy array also overrides ``make_storage``, ``read`` and
+    ``write``. A backend that needs pinned memory overrides ``make_pool``.
     """
 
     def make_backend(
         self, layouts: Sequence[PageLayout], storage: Any, pool: CpuPool
     ) -> TransferBackend:
-        """The backend under test."""
+        """Return the backend under test."""
         raise NotImplementedError
 
     def make_pool(self, num_slots: int, page_bytes: int) -> CpuPool:
         return CpuPool(AnonymousMemory(num_slots * page_bytes), page_bytes)
 
     def make_storage(self, nbytes: int) -> Any:
-        """The stand-in for the engine's KV allocation."""
+        """Create the replacement for the engine's KV allocation."""
         return np.zeros(nbytes, dtype=np.uint8)
 
     def read(self, storage: Any) -> Bytes:
-        """A copy of the storage's bytes, after all work enqueued so far."""
+        """Return a copy of the storage's bytes, after all work enqueued so far."""
         return np.array(storage)
 
     def write(self, storage: Any, content: Bytes) -> None:
@@ -114,10 +114,10 @@ class TransferConformance:
     @pytest.fixture
     def bench(self, layout: PageLayout) -> Iterator[TransferBench]:
         rng = np.random.default_rng(0)
-        storage = self.make_storage(layout.storage_bytes + 32)  # some bytes are nobody's
+        storage = self.make_storage(layout.storage_bytes + 32)  # some bytes belong to no page
         self.write(storage, rng.integers(0, 256, layout.storage_bytes + 32, dtype=np.uint8))
         pool = self.make_pool(NUM_SLOTS, layout.page_bytes)
-        with closing(pool):  # also if there is no backend: pinned memory must not stay so
+        with closing(pool):  # also without a backend: memory must not stay pinned
             pool.slots[:] = rng.integers(0, 256, pool.slots.shape, dtype=np.uint8)
             with closing(self.make_backend([layout], storage, pool)) as backend:
                 yield TransferBench(
@@ -305,7 +305,7 @@ class TransferConformance:
         assert bench.backend.poll() == []
 
     def test_pages_of_a_smaller_group_leave_the_rest_of_their_slots(self) -> None:
-        """Two groups alias the same blocks, as attention and state do in one pool."""
+        """Two groups share the same blocks, as attention and states do in one pool."""
         whole = page_layout([Placement(3, NUM_BLOCKS * 64, 64, 0)], NUM_BLOCKS)
         part = page_layout([Placement(1, NUM_BLOCKS * 64, 64, NUM_BLOCKS * 64)], NUM_BLOCKS)
         content = np.random.default_rng(1).integers(0, 256, whole.storage_bytes, dtype=np.uint8)

@@ -1,1 +1,1 @@
-"""A small paged engine of our own: proof that the runtime needs nothing of vLLM."""
+"""A small paged engine, which shows that the runtime does not depend on vLLM."""

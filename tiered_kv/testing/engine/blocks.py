@@ -1,4 +1,5 @@
-"""Blocks of VRAM: counted references, found again by their hashes, reused least recent first."""
+"""VRAM blocks with reference counts. Cached blocks are found by hash, and reused least recent
+first."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from hashlib import sha256
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A block. ``block_hash`` is None unless others can find it."""
+    """A block. ``block_hash`` is None unless other requests can find the block."""
 
     block_id: int
     ref_cnt: int = 0
@@ -25,7 +26,7 @@ class Blocks:
     """The pool.
 
     Args:
-        count: blocks, all of which can be given out.
+        count: number of blocks, all of which can be allocated.
 
     Attributes:
         tables: blocks of each request, first to last.
@@ -39,11 +40,11 @@ class Blocks:
 
     @property
     def free_order(self) -> list[int]:
-        """Ids of the blocks without a reference, the one to be reused next first."""
+        """Ids of the blocks without references, in order of reuse."""
         return list(self._free)
 
     def num_free(self) -> int:
-        """Number of blocks without a reference."""
+        """Number of blocks without references."""
         return len(self._free)
 
     def num_cached(self) -> int:
@@ -51,7 +52,7 @@ class Blocks:
         return len(self._found)
 
     def take(self, count: int) -> list[Block]:
-        """Take free blocks, the least recently used first. There must be enough."""
+        """Allocate free blocks, the least recently used first. There must be enough."""
         taken = [self._free.popitem(last=False)[1] for _ in range(count)]
         self.forget(block.block_id for block in taken)
         for block in taken:
@@ -59,14 +60,14 @@ class Blocks:
         return taken
 
     def hold(self, blocks: Iterable[Block]) -> None:
-        """Take a reference on each."""
+        """Add a reference to each block."""
         for block in blocks:
             block.ref_cnt += 1
             self._free.pop(block.block_id, None)
 
     def release(self, blocks: Iterable[Block]) -> None:
-        """Give references back. Of blocks without another, the first is reused first, and those
-        that nobody can find before all others."""
+        """Drop references. Unreferenced blocks are reused in this order, and blocks that no request
+        can find before all others."""
         unfindable = []
         for block in blocks:
             block.ref_cnt -= 1
@@ -79,7 +80,7 @@ class Blocks:
             self._free.move_to_end(block_id, last=False)
 
     def publish(self, block: Block, block_hash: bytes) -> None:
-        """Make a block findable, unless another one is with the same KV."""
+        """Make a block findable, unless another block has the same KV."""
         if block.block_hash is None and block_hash not in self._found:
             block.block_hash = block_hash
             self._found[block_hash] = block
@@ -93,11 +94,11 @@ class Blocks:
                 block.block_hash = None
 
     def cached(self, block_hash: bytes) -> Block | None:
-        """The block with that hash; None if there is none."""
+        """The block with that hash, or None."""
         return self._found.get(block_hash)
 
     def prefix(self, hashes: Sequence[bytes]) -> list[Block]:
-        """The blocks with these hashes, up to the first that is not there."""
+        """The blocks with these hashes, up to the first missing one."""
         found = []
         for block_hash in hashes:
             block = self._found.get(block_hash)
@@ -113,5 +114,5 @@ class Blocks:
 
 
 def chain(before: bytes, tokens: Sequence[int]) -> bytes:
-    """Hash of a full block: over its tokens and the hash of the block before it."""
+    """Hash of a full block, over its tokens and the previous block's hash."""
     return sha256(before + b"".join(token.to_bytes(4, "little") for token in tokens)).digest()

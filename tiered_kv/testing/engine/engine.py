@@ -1,8 +1,8 @@
 """A small inference engine: continuous batching over paged KV, with prefix caching.
 
-A step has a budget of tokens. Those that run get theirs first, then waiting requests are admitted.
-Who lacks a block has the youngest preempted, which computes its tokens again. Blocks can be found
-by others once they are computed.
+A step has a token budget. Running requests are served first, then waiting requests are admitted. If
+a request lacks a block, the youngest request is preempted, and recomputes its tokens later. Other
+requests can find blocks once they are computed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class EngineSize:
 
     Attributes:
         blocks: blocks of VRAM.
-        block_size: tokens of a block.
-        max_batched_tokens: tokens that a step computes at most.
+        block_size: tokens per block.
+        max_batched_tokens: maximum number of tokens per step.
         device: torch device of the KV cache.
     """
 
@@ -41,8 +41,8 @@ class Engine:
         clock: monotonic seconds.
 
     Attributes:
-        offload: hooks, to be put in place before the first request.
-        waiting, running: requests in their order. loading: those whose blocks are being filled.
+        offload: hooks. Set them before the first request.
+        waiting, running: requests in order. loading: requests whose blocks are being filled.
     """
 
     def __init__(self, size: EngineSize, clock: Callable[[], float]) -> None:
@@ -57,7 +57,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """True while a step has something to do."""
+        """True while a step has work to do."""
         return bool(self.waiting or self.running or self.loading) or self.offload.busy
 
     def submit(
@@ -73,7 +73,7 @@ class Engine:
         """Queue a request.
 
         Raises:
-            ValueError: it can never fit.
+            ValueError: the request can never fit.
         """
         if self._blocks(len(prompt) + max_tokens) > self.size.blocks:
             raise ValueError(f"{request_id} needs more blocks than the pool has")
@@ -86,7 +86,8 @@ class Engine:
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request for its client. One that is being loaded keeps its blocks until then."""
+        """Abort a request. A request that is being loaded keeps its blocks until the load
+        finishes."""
         if request.state is State.ENDED:
             return
         loading = request.state is State.LOADING
@@ -97,7 +98,7 @@ class Engine:
         self._end(request, Outcome.CANCELLED, frees=not loading)
 
     def reset_cache(self) -> None:
-        """Have nothing found that was computed before, nor go on with it."""
+        """Forget all computed KV. Running requests recompute theirs."""
         for request in reversed(self.running.copy()):
             self._preempt(request)
         for request in self.loading.values():
@@ -116,7 +117,7 @@ class Engine:
         sampled = self.model.forward(work, bad)
         loads = self.offload.after_forward()
         bad |= loads.bad
-        for request in self.loading.values():  # a part of a load may fail long before its end
+        for request in self.loading.values():  # part of a load may fail long before the load ends
             self._rewind(request, bad)
         for request in batch:
             if self._rewind(request, bad):
@@ -136,7 +137,7 @@ class Engine:
     # -- who computes what --------------------------------------------------------
 
     def _schedule_running(self, scheduled: dict[str, int]) -> bool:
-        """Give those that run their tokens; False if nobody else is to be admitted."""
+        """Schedule the running requests. Returns False if no other request may be admitted."""
         waiting = len(self.waiting)
         for request in self.running.copy():
             count = min(self._left(scheduled), len(request.tokens) - request.computed)
@@ -145,10 +146,11 @@ class Engine:
             if not self._grow(request, request.computed + count):
                 return False
             scheduled[request.request_id] = count
-        return len(self.waiting) == waiting  # nobody was preempted
+        return len(self.waiting) == waiting  # no request was preempted
 
     def _grow(self, request: Request, tokens: int) -> bool:
-        """Give a running request the blocks for so many tokens; False if it has to wait."""
+        """Allocate a running request's blocks for that many tokens. Returns False if it must
+        wait."""
         while (lack := self._blocks(tokens) - len(request.table)) > self.pool.num_free():
             if self.offload.lacks_block(request):
                 return False
@@ -160,7 +162,7 @@ class Engine:
         return True
 
     def _admit(self, scheduled: dict[str, int]) -> None:
-        """Let waiting requests in, first come first served, while there is room."""
+        """Admit waiting requests in order of arrival while blocks are free."""
         skipped = []
         while self.waiting and self._left(scheduled):
             request = self.waiting.popleft()
@@ -215,7 +217,7 @@ class Engine:
         self.waiting.appendleft(request)
 
     def _loaded(self, request: Request, bad: frozenset[int]) -> None:
-        """A load beside the steps is over: its request goes on behind what has come."""
+        """Handle a finished async load: the request continues after the loaded tokens."""
         if request.state is State.ENDED:
             self._free(request)
             return
@@ -230,7 +232,7 @@ class Engine:
         self.offload.allocated(request, 0)
 
     def _rewind(self, request: Request, bad: frozenset[int]) -> bool:
-        """Go back to before the first bad block; False if it has none."""
+        """Rewind a request to its first bad block. Returns False if it has none."""
         first = next((i for i, block in enumerate(request.table) if block.block_id in bad), None)
         if first is None:
             return False
@@ -239,7 +241,7 @@ class Engine:
         return True
 
     def _publish(self, request: Request) -> None:
-        """Let others find the blocks that are computed."""
+        """Make the computed blocks findable."""
         full = request.computed // self.size.block_size
         for i in range(request.published, full):
             self.pool.publish(request.table[i], request.hashes[i])

@@ -1,4 +1,5 @@
-"""The connector's halves behind the engine's hooks: all that the engine asks of the runtime."""
+"""The connector's halves behind the engine's hooks. The engine uses the runtime only through this
+module."""
 
 from __future__ import annotations
 
@@ -33,13 +34,13 @@ from .requests import Request
 
 
 class Halves(Offload):
-    """Both halves of the connector, for one rank. An error of theirs is raised: tests see it.
+    """Both halves of the connector, for one rank. Their errors are raised, so that tests see them.
 
     Args:
         engine: the engine, before its first request.
-        config: the operator's settings.
+        config: the settings.
         clock: monotonic seconds.
-        change: puts something else in place of dependencies.
+        change: replaces dependencies.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Halves(Offload):
         )
         self.scheduler = SchedulerHalf(change(deps), PortPool(engine.pool))
         said = self.worker.handshake()
-        # Its model computes nothing, so that no estimate of a prefill fits it.
+        # The model computes nothing, so no estimate of a prefill fits.
         said = replace(said, speeds=replace(said.speeds, flops=0.0))
         self.scheduler.on_handshake({0: said})
         self._orders = Orders()

@@ -1,4 +1,4 @@
-"""The model: writes each token's KV into pages, attends to pages, and checks what it sees."""
+"""The model writes each token's KV into pages, attends to pages, and checks their content."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Work:
     Attributes:
         tokens: its tokens up to the last one to compute.
         table: ids of its blocks.
-        start: tokens whose KV is in them already.
-        samples: True if it gets a token.
+        start: number of tokens whose KV the blocks already have.
+        samples: True if a token is sampled.
     """
 
     request_id: str
@@ -37,7 +37,7 @@ class PagedModel:
     """The forward pass over paged KV.
 
     Args:
-        blocks, block_size: size of the pool, in blocks and tokens of a block.
+        blocks, block_size: size of the pool, in blocks and tokens per block.
         device: torch device of the KV cache.
 
     Attributes:
@@ -49,16 +49,16 @@ class PagedModel:
             (LAYERS, blocks, block_size, CELL), dtype=torch.uint8, device=device
         )
         self._size = block_size
-        self._right: dict[str, bytearray] = {}  # KV of requests' tokens, from the tokens alone
+        self._right: dict[str, bytearray] = {}  # KV of each request, computed from its tokens alone
 
     def forward(self, batch: Sequence[Work], bad: Collection[int] = ()) -> dict[str, int]:
-        """Compute a batch; returns the tokens that are sampled.
+        """Compute a batch. Returns the sampled tokens.
 
         Args:
-            bad: blocks that hold nothing: requests with one compute garbage, unchecked.
+            bad: blocks without valid KV. Requests that use one compute garbage, unchecked.
 
         Raises:
-            WrongKV: some of the KV attended to is not its context's.
+            WrongKV: a request attended to KV that is not of its context.
         """
         sampled = {}
         for work in batch:
@@ -73,12 +73,12 @@ class PagedModel:
         return sampled
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that is over."""
+        """Forget a finished request."""
         self._right.pop(request_id, None)
 
     def _read(self, work: Work, tokens: int) -> Cells:
-        """KV of a request's first tokens, uint8 ``[LAYERS, tokens, CELL]``; the layers' shifts
-        taken off again where nothing is wrong."""
+        """KV of a request's first tokens, uint8 ``[LAYERS, tokens, CELL]``; the shifts of the
+        layers are removed where the KV is right."""
         blocks = torch.tensor(work.table[: -(-tokens // self._size)], device=self.cache.device)
         seen: Cells = self.cache[:, blocks.long()].cpu().numpy()
         return seen.reshape(LAYERS, -1, CELL)[:, :tokens] - _shifts()

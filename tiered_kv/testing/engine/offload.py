@@ -1,4 +1,4 @@
-"""The engine's hooks for whoever keeps KV elsewhere, in the order of a step."""
+"""The engine's hooks for a connector, in the order of a step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .requests import Request
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """Loads that are over.
+    """Finished loads.
 
     Attributes:
-        requests: ids of those whose blocks were being filled, well or not.
-        bad: blocks that hold nothing, though they should.
+        requests: ids of requests whose blocks were being filled, successfully or not.
+        bad: blocks that could not be filled.
     """
 
     requests: frozenset[str] = frozenset()
@@ -22,49 +22,51 @@ class Loads:
 
 
 class Offload:
-    """Keeps nothing: the engine by itself."""
+    """Keeps no KV: the engine without a connector."""
 
     @property
     def busy(self) -> bool:
-        """True if an engine without requests is to go on stepping."""
+        """True if an engine without requests must keep stepping."""
         return False
 
     def arrived(self, request: Request) -> None:
-        """Hear of a request that was submitted."""
+        """Register a submitted request."""
 
     def match(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Find KV of a waiting request beyond its first ``computed`` tokens.
 
         Returns:
-            Further tokens, and True if they are loaded beside the steps. None: ask in the next one.
+            Number of further tokens, and True if they are loaded asynchronously. None: call again
+                in the next step.
         """
         return 0, False
 
     def allocated(self, request: Request, loaded: int) -> None:
-        """Hear of blocks that a request was given, ``loaded`` tokens of which are to be filled;
-        again, with none, when it goes on after such a load."""
+        """Register blocks allocated to a request, of which ``loaded`` tokens are to be filled.
+        Called again with 0 when the request continues after an async load."""
 
     def lacks_block(self, request: Request) -> bool:
-        """Free blocks for a running request; True if some are free now or soon, so that nobody
-        is preempted."""
+        """Free blocks for a running request. Returns True if some are or will soon be free, so that
+        no request needs to be preempted."""
         return False
 
     def before_forward(self, scheduled: Mapping[str, int]) -> frozenset[int]:
-        """Load what this pass needs, and begin other loads; returns the blocks not filled."""
+        """Load the KV that this pass needs, and start other loads. Returns the blocks that could
+        not be filled."""
         return frozenset()
 
     def after_forward(self) -> Loads:
-        """Save what this pass computed, as it is wanted."""
+        """Save KV that this pass computed, as ordered."""
         return Loads()
 
     def step_over(self) -> None:
-        """Hear that the step's requests have their tokens."""
+        """Called when the step's requests have received their tokens."""
 
     def ended(self, request: Request) -> None:
-        """Hear of a request that is over and still has its blocks."""
+        """Called when a request has finished and still owns its blocks."""
 
     def before_reset(self) -> None:
-        """Let go of every block, since what they hold is to be found no more."""
+        """Release every block, because the cached KV becomes invalid."""
 
     def close(self) -> None:
         """Stop. Idempotent."""

@@ -1,4 +1,4 @@
-"""The engine's requests, blocks, fingerprints and sizes, as the port names them."""
+"""Adapts the engine's requests, blocks, fingerprints and sizes to the runtime's port."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .requests import Outcome, Request, State
 
 
 def read_facts(size: EngineSize) -> EngineFacts:
-    """The engine's configuration, as both halves know it."""
+    """The engine's configuration for both halves."""
     page = size.block_size * CELL
     layers = Placement(LAYERS, layer_stride=size.blocks * page, block_stride=page, offset=0)
     group = PageGroup(
@@ -207,7 +207,7 @@ class PortRequest:
 
 
 def named_request(tokens: Sequence[int], salt: str | None, hash_tokens: int) -> PortRequest:
-    """A request that never runs, to name a context."""
+    """A request that never runs and only names a context."""
     request = Request("named", list(tokens), 1, 0.0, salt=salt)
     request.append(request.prompt, hash_tokens)
     return PortRequest(request)

@@ -34,9 +34,9 @@ class Request:
         tokens: prompt and answer.
         hashes: hashes of its full blocks so far.
         table: its blocks, first to last.
-        computed: tokens whose KV is in them.
-        published: its full blocks that others may find.
-        unwanted: True if what is being loaded for it is of no use any more.
+        computed: number of tokens whose KV the blocks have.
+        published: number of its full blocks that other requests can find.
+        unwanted: True if the KV being loaded for it is no longer needed.
         params: the client's hints, unread.
     """
 
@@ -68,14 +68,14 @@ class Request:
         return [block.block_id for block in self.table]
 
     def append(self, tokens: list[int], block_size: int) -> None:
-        """Take in tokens, and hash the blocks that they fill."""
+        """Append tokens, and hash the blocks that they fill."""
         self.tokens += tokens
         for end in range((len(self.hashes) + 1) * block_size, len(self.tokens) + 1, block_size):
             before = self.hashes[-1] if self.hashes else repr(self.salt).encode()
             self.hashes.append(chain(before, self.tokens[end - block_size : end]))
 
     def verdict(self) -> Outcome | None:
-        """The way in which it ends with its last token; None if it goes on."""
+        """The outcome after its last token; None if it continues."""
         if self.tokens[-1] in self.stop_ids:
             return Outcome.STOP
         return Outcome.LENGTH if len(self.output) >= self.max_tokens else None

@@ -1,4 +1,4 @@
-"""The engine with or without the connector's halves, as tests drive it."""
+"""The engine with or without the connector's halves, driven by tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RigOptions(EngineSize):
 
     Attributes:
         max_model_len: length of a rival's prompt and answer.
-        extra: the connector's settings, or None for the engine by itself.
+        extra: the connector's settings, or None for the engine alone.
     """
 
     max_model_len: int = 512
@@ -94,7 +94,7 @@ class SecondRig(EngineRig):
             if not (self.engine.busy or self.orders_under_way):
                 return
             if not self.step() and self.halves is not None:
-                self.wait_for_worker()  # nothing to do but wait for copies
+                self.wait_for_worker()  # only copies are pending
         raise AssertionError(f"still busy after {limit} steps")
 
     def reset_cache(self, *, running: bool = True) -> bool:

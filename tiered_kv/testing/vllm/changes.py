@@ -1,4 +1,4 @@
-"""Dependencies that a test or a simulation puts in place of the connector's own."""
+"""Dependencies by which a test or a simulation replaces the connector's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ change: ContextVar[Change | None] = ContextVar("change", default=None)
 
 @contextmanager
 def given(the_clock: Clock, the_change: Change) -> Iterator[None]:
-    """Have connectors made meanwhile run on this clock, with changed dependencies."""
+    """Create connectors with this clock and with changed dependencies inside the ``with`` block."""
     clocks, changes = clock.set(the_clock), change.set(the_change)
     try:
         yield

@@ -1,6 +1,6 @@
-"""Our connector with dependencies that a test or a simulation gives.
+"""The connector with dependencies of a test or a simulation.
 
-It has the product's own name: vLLM finds it by its module.
+It has the product's own class name. vLLM finds it by its module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import changes
 
 
 class TieredContinuumConnector(connector.TieredContinuumConnector):
-    """The product's connector, with the changes that are given."""
+    """The product's connector, with changed dependencies."""
 
     @classmethod
     def clock(cls) -> Clock:

@@ -1,6 +1,6 @@
-"""vLLM's configuration and scheduler for engines without a model or its weights.
+"""vLLM's configuration and scheduler for engines without a model.
 
-vLLM and torch are imported when one is made.
+vLLM and torch are imported when an engine is created.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ CONNECTOR_MODULE = "tiered_kv.testing.vllm.connector"
 
 @dataclass(frozen=True, slots=True)
 class EngineSize:
-    """Size of an engine: the facts of its machine.
+    """Size and settings of an engine.
 
     Attributes:
         blocks: blocks of the VRAM pool, vLLM's null block included.
         block_size: block size of the only group, of full attention, where ``groups`` is empty.
-        kv_bytes: of a token; a multiple of 8. With several groups, of one in the largest blocks.
+        kv_bytes: KV size of a token, a multiple of 8. With several groups, of a token in the
+            largest blocks.
         policy: vLLM's order of requests, ``fcfs`` or ``priority``.
-        vocabulary: token ids.
-        ahead: asynchronous scheduling.
+        vocabulary: number of token ids.
+        ahead: True for asynchronous scheduling.
         groups: kinds of KV.
         retention: vLLM's ``prefix_cache_retention_interval``: distance in tokens of the windows
             and states that can be found again; 0: only those at the ends of prompts; None: all.
-        match_unit: vLLM's ``prefix_match_unit``: tokens of a block hash; None: as many as divide
-            all blocks.
+        match_unit: vLLM's ``prefix_match_unit``: tokens per block hash; None: a common divisor of
+            all block sizes.
         long_prefill: vLLM's ``long_prefill_token_threshold``.
         prefix_caching: vLLM's ``enable_prefix_caching``.
     """
@@ -72,8 +73,8 @@ def engine_config(
     Args:
         folder: where the model's config.json is written.
         extra: the connector's settings, or None for stock vLLM.
-        around: makes the engine's transfer configuration from the connector's, where that is not
-            the only connector.
+        around: builds the engine's transfer configuration from the connector's, if there are other
+            connectors.
     """
     from vllm.config import (
         CacheConfig,
@@ -121,13 +122,16 @@ def engine_config(
     )
     config.cache_config.num_gpu_blocks = size.blocks
     if any(pages.spec.kind is KvKind.STATE for pages in size.pages()):
-        config.cache_config.mamba_cache_mode = "align"  # vLLM goes by the model, which has none
-    config.scheduler_config.async_scheduling = size.ahead  # vLLM itself refuses it on CPUs
+        config.cache_config.mamba_cache_mode = (
+            "align"  # vLLM reads this from the model, which has none
+        )
+    config.scheduler_config.async_scheduling = size.ahead  # vLLM refuses it on CPUs
     return config
 
 
 def kv_config(size: EngineSize) -> Any:
-    """A ``KVCacheConfig`` of one layer a group. A layer has all of a token's KV, or all state."""
+    """A ``KVCacheConfig`` with one layer per group, which has all KV of a token or all of the
+    state."""
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
     groups = size.pages()
@@ -149,8 +153,8 @@ def kv_config(size: EngineSize) -> Any:
 
 
 def resolve_block_sizes(config: Any, kv_cache_config: Any) -> tuple[int, int]:
-    """Tokens of the scheduler's blocks and of block hashes, as vLLM's engine finds them; it writes
-    them down as well."""
+    """Tokens per scheduler block and per block hash, as computed by vLLM's engine. Also stores them
+    in the configuration."""
     from vllm.v1.core import kv_cache_utils
 
     sizes = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, config)
@@ -168,7 +172,8 @@ def resolve_block_sizes(config: Any, kv_cache_config: Any) -> tuple[int, int]:
 def make_scheduler(
     config: Any, kv_cache_config: Any, *, log_stats: bool, in_job_order: bool = False
 ) -> Any:
-    """The scheduler that the configuration names, or ours; it makes its connector itself."""
+    """The scheduler that the configuration names, or ``ContinuumScheduler``. It creates its
+    connector."""
     from tiered_kv.connectors.vllm.engine_scheduler import ContinuumScheduler
 
     structured = SimpleNamespace(
@@ -204,5 +209,5 @@ def _write_model(folder: Path, size: EngineSize) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     weights = folder / "model.safetensors"
-    if not weights.exists():  # a test may have put others there
+    if not weights.exists():  # a test may have replaced them
         weights.write_bytes(b"never loaded: they make the model one that can be recognised")

@@ -1,6 +1,6 @@
-"""KV of one group, which a model writes and checks before it relies on it.
+"""KV of one group, which the model writes and checks.
 
-A token's KV depends on the group as well: what another group's layers wrote is wrong.
+A token's KV also depends on the group, so KV of another group is wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Pass(NamedTuple):
     Attributes:
         table: ids of the blocks of this group.
         cells: KV of all tokens up to the last one computed, uint8 ``[tokens, CELL]``.
-        computed: number of tokens that were computed before.
+        computed: number of tokens computed before this pass.
     """
 
     request_id: str
@@ -49,7 +49,7 @@ class GroupKv(ABC):
         self.spec = pages.spec
         self.name = f"group {pages.index} ({pages.spec.kind.value})"
         self._pages = memory[:, : pages.used_bytes]
-        # So many numbers, of which the very first is 0: a lone group's KV is the cells themselves.
+        # The first number is 0, so the KV of a single group is the cells themselves.
         first = pages.index * 1_000_000
         self._salt = np.array(
             [
@@ -60,30 +60,30 @@ class GroupKv(ABC):
         )
 
     def __getitem__(self, block: int) -> Cells:
-        """The bytes of a block that hold KV, to look at or to change."""
+        """The KV bytes of a block, for reading or writing."""
         page: Cells = self._pages[block]
         return page
 
     @abstractmethod
     def carry(self, request_id: str, table: Sequence[int], computed: int, stop: int) -> None:
-        """Move what a pass over the tokens from ``computed`` to ``stop`` goes on from to where it
-        will look for it."""
+        """Move the state from which a pass over the tokens from ``computed`` to ``stop`` continues
+        to where the pass expects it."""
 
     @abstractmethod
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Forget requests, which ended or lost their blocks."""
+        """Forget requests that finished or lost their blocks."""
 
     @abstractmethod
     def check_before(self, one: Pass) -> None:
-        """Check what was there before anybody writes.
+        """Check the existing KV before the pass writes.
 
         Raises:
-            WrongKV: it is not the context's.
+            WrongKV: the KV is not of the context.
         """
 
     @abstractmethod
     def write(self, one: Pass) -> None:
-        """Write what the pass computes.
+        """Write the KV that the pass computes.
 
         Raises:
             WrongKV: there is no block for it.
@@ -91,20 +91,20 @@ class GroupKv(ABC):
 
     @abstractmethod
     def check_after(self, one: Pass) -> None:
-        """Check what is attended to, when everybody has written.
+        """Check the attended KV, after all requests of the pass have written theirs.
 
         Raises:
-            WrongKV: it is not the context's.
+            WrongKV: the KV is not of the context.
         """
 
     @abstractmethod
     def put(self, table: Sequence[int], cells: Cells) -> None:
-        """Write what a hit of these tokens needs of the group, as a right restore does: whole
-        blocks, or those tokens of the last that there are."""
+        """Write the group's KV that a hit of these tokens needs, as a correct restore does: full
+        blocks, and the available tokens of the last block."""
 
     @abstractmethod
     def lengths(self, table: Sequence[int], cells: Cells) -> list[int]:
-        """Numbers of tokens of a context, so many that a hit of them finds what it needs."""
+        """Lengths, in tokens, at which a hit finds the KV it needs."""
 
     def _expand(self, cells: Cells) -> Cells:
         """This group's KV of tokens, uint8 ``[tokens, bytes]``."""
@@ -113,7 +113,7 @@ class GroupKv(ABC):
 
 
 class AttentionKv(GroupKv):
-    """KV of each token, for those that attend to it."""
+    """KV of each token, for attention."""
 
     def __init__(self, pages: GroupPages, memory: NDArray[np.uint8]) -> None:
         super().__init__(pages, memory)
@@ -125,7 +125,7 @@ class AttentionKv(GroupKv):
         """Do nothing: KV stays in its block."""
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Do nothing: tables say everything."""
+        """Do nothing: the tables have all information."""
 
     def check_before(self, one: Pass) -> None:
         """Do nothing: tokens of one pass may attend to each other's KV."""
@@ -169,10 +169,10 @@ class AttentionKv(GroupKv):
 
 
 class StateKv(GroupKv):
-    """A state after the last token, kept as vLLM does in its mode "align".
+    """A state after the last token, stored as in vLLM's mode "align".
 
-    It lies in the block of that token, and each pass advances it there. Where a pass ends in
-    another block it is copied first, so that the old block keeps the state at its end.
+    It is in the block of that token, where each pass advances it. If a pass ends in another block,
+    the state is copied first, so that the old block keeps the state at its end.
     """
 
     def __init__(self, pages: GroupPages, memory: NDArray[np.uint8]) -> None:
@@ -191,7 +191,7 @@ class StateKv(GroupKv):
             self._pages[table[now]] = self._pages[table[before]]
 
     def check_before(self, one: Pass) -> None:
-        if not one.computed:  # a state begins as nothing, whatever the block holds
+        if not one.computed:  # a state starts empty, whatever the block holds
             return
         found, last = self._block(one), one.computed - 1
         if (found != self._expand(one.cells[last : last + 1])[0]).any():
@@ -205,7 +205,7 @@ class StateKv(GroupKv):
         self._block(one)[:] = self._expand(one.cells[-1:])[0]
 
     def check_after(self, one: Pass) -> None:
-        """Do nothing: only the state itself goes on."""
+        """Do nothing: only the state itself is used later."""
 
     def put(self, table: Sequence[int], cells: Cells) -> None:
         block = table[(len(cells) - 1) // self.spec.block_size]
@@ -228,6 +228,6 @@ class StateKv(GroupKv):
 
 
 def group_kv(pages: GroupPages, memory: NDArray[np.uint8]) -> GroupKv:
-    """KV of a group in this memory."""
+    """Create the KV of a group in this memory."""
     made = StateKv if pages.spec.kind is KvKind.STATE else AttentionKv
     return made(pages, memory)

@@ -1,7 +1,7 @@
-"""Groups of KV of an engine under test, and how vLLM lays them out.
+"""KV groups of an engine under test, and their layout in vLLM.
 
-vLLM gives all groups one allocation. A block id belongs to one group at a time, so a page of every
-group takes the same room, and fills it or leaves some at its end.
+All groups share one allocation of vLLM. A block id belongs to one group at a time, so pages of all
+groups take the same space. Smaller pages leave space at their end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GroupSpec:
 
     @property
     def reach(self) -> KvReach:
-        """Tokens that the next token needs."""
+        """Number of tokens that the next token attends to."""
         return KvReach(self.kind, self.span)
 
 
@@ -46,8 +46,8 @@ class GroupPages:
     Attributes:
         index: vLLM's number of the group.
         spec: kind of KV.
-        page_bytes: room that a page takes, the same for all groups.
-        used_bytes: bytes of it that hold KV.
+        page_bytes: space that a page takes, equal for all groups.
+        used_bytes: number of these bytes that hold KV.
     """
 
     index: int
@@ -62,12 +62,12 @@ class GroupPages:
 
     @property
     def token_bytes(self) -> int:
-        """Size of a token's KV, bytes; of a state, which is that of no token, all of it."""
+        """Size of a token's KV, bytes; for a state, the size of the whole state."""
         is_state = self.spec.kind is KvKind.STATE
         return self.used_bytes if is_state else self.used_bytes // self.spec.block_size
 
     def vllm_spec(self) -> Any:
-        """A layer's KV, as vLLM describes it."""
+        """vLLM's description of a layer's KV."""
         import torch
         from vllm.v1 import kv_cache_interface as vllm
 
@@ -99,9 +99,9 @@ class GroupPages:
                 return vllm.FullAttentionSpec(**attention)
 
     def view(self, memory: Any) -> Any:
-        """The group's layer in the allocation, an int8 tensor, as vLLM hands it to connectors.
+        """The group's layer in the allocation, an int8 tensor, as passed to connectors by vLLM.
 
-        Attention is ``[blocks, heads, tokens, K and V of a head]``; a state is one row of bytes a
+        Attention is ``[blocks, heads, tokens, K and V of a head]``; a state is one row of bytes per
         block, whatever the types of its parts.
         """
         import torch
@@ -117,10 +117,10 @@ class GroupPages:
 
 
 def group_pages(specs: Sequence[GroupSpec], token_bytes: int) -> tuple[GroupPages, ...]:
-    """Pages of the groups, all of one size, as vLLM demands.
+    """Pages of the groups, all of the same size, as vLLM requires.
 
-    The largest blocks have ``token_bytes`` a token. Smaller ones have several times that, as often
-    as it fits; what is left over is not used. A state whose size is not given uses three quarters.
+    The largest blocks have ``token_bytes`` per token. Smaller blocks have the largest multiple of
+    that which fits; the rest is unused. A state without a given size uses three quarters of a page.
 
     Raises:
         ValueError: a state's blocks are not the smallest, or a state does not fit into a page.
@@ -143,10 +143,10 @@ def group_pages(specs: Sequence[GroupSpec], token_bytes: int) -> tuple[GroupPage
 
 
 def kept_blocks(groups: Sequence[GroupPages], tokens: int, *, sparse: bool) -> int:
-    """Number of blocks, at least, in which vLLM finds a context of so many tokens again.
+    """Minimum number of blocks in which vLLM finds a context of that many tokens.
 
     Args:
-        sparse: vLLM keeps windows and states only where a prompt ends.
+        sparse: True if vLLM keeps windows and states only at the ends of prompts.
     """
     kinds = (KvKind.FULL, KvKind.CHUNK) if sparse else KvKind
     return sum(tokens // one.spec.block_size for one in groups if one.spec.kind in kinds) or 1

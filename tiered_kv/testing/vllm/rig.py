@@ -1,12 +1,11 @@
-"""vLLM's real scheduler and our real connector around a model that checks its KV.
+"""vLLM's real scheduler and the real connector around a model that checks its KV.
 
-The rig needs no weights and no GPU: a step takes microseconds. Its "model" writes, for
-each token, 8 bytes that depend on every token before it, and reads them back whenever
-the token is attended to (``runner``). So a page with the wrong bytes is noticed in the
-step that uses it, and what the model samples is a function of the context alone: outputs with
-and without the connector can be compared.
+The rig needs no weights and no GPU: a step takes microseconds. Its "model" writes, for each token,
+8 bytes that depend on every token before it, and reads them back whenever the token is attended to
+(``runner``). So a page with wrong bytes is detected in the step that uses it. The sampled tokens
+are a function of the context alone, so outputs with and without the connector can be compared.
 
-vLLM and torch are imported when a rig is made.
+vLLM and torch are imported when a rig is created.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ from .runner import CheckingRunner
 
 @dataclass(frozen=True, slots=True)
 class RigOptions(EngineSize):
-    """Size of the engine, and how the rig drives it.
+    """Size and settings of the engine.
 
     Attributes:
         extra: the connector's settings, or None for stock vLLM.
-        in_job_order: with ``ContinuumScheduler``.
-        configure: changes vLLM's configuration before anything is made from it.
-        check_kv: write and check KV, and watch fairness; without it the model generates the same
-            for every prompt, and large engines are fast.
+        in_job_order: True for ``ContinuumScheduler``.
+        configure: changes vLLM's configuration before it is used.
+        check_kv: True to write and check KV, and to check fairness. Without it the model generates
+            the same tokens for every prompt, and large engines are fast.
         tools: reads tool calls; None: the connector's own reader.
-        around: makes the engine's transfer configuration from the connector's, where that is one
-            of several, or where another connector takes its place.
+        around: builds the engine's transfer configuration from the connector's, if there are other
+            connectors, or another one takes its place.
     """
 
     extra: dict[str, Any] | None = field(default_factory=lambda: {"cpu_gib": 0.001})
@@ -85,7 +84,7 @@ class Rig(EngineRig):
         self.memory = torch.zeros(page * opts.blocks, dtype=torch.int8)
         pages = self.memory.numpy().view(np.uint8).reshape(opts.blocks, page)
         self.runner = CheckingRunner(self.groups, pages)
-        self._unheard: deque[tuple[Any, Any]] = deque()  # steps, and what came of them
+        self._unheard: deque[tuple[Any, Any]] = deque()  # steps and their results
         self._late_aborts: list[str] = []
         self.worker: Any = None
         self.worker_ahead_s = 0.0
@@ -93,7 +92,7 @@ class Rig(EngineRig):
         if opts.extra is not None:
             with given(lambda: self.now + self.worker_ahead_s, self._change):
                 self._make_worker(layout)
-        with given(lambda: self.now, self._change):  # TTLs pass when a test says so
+        with given(lambda: self.now, self._change):  # tests advance the clock
             self.scheduler = make_scheduler(
                 self.config, layout, log_stats=True, in_job_order=opts.in_job_order
             )
@@ -129,7 +128,7 @@ class Rig(EngineRig):
         from tiered_kv.connectors.vllm.envelopes import TieredHandshake
 
         said = self.worker_half.handshake()
-        # Its model computes nothing, so that no estimate of a prefill fits it.
+        # The model computes nothing, so no estimate of a prefill fits.
         said = replace(said, speeds=replace(said.speeds, flops=0.0))
         self.connector.set_xfer_handshake_metadata({0: TieredHandshake(said)})
 
@@ -142,7 +141,7 @@ class Rig(EngineRig):
         max_tokens: int = 4,
         **fields: Any,
     ) -> Any:
-        """Send a request, with the fields of ``make_request``; returns vLLM's."""
+        """Send a request, with the fields of ``make_request``. Returns vLLM's request."""
         request = self.make_request(request_id, prompt, max_tokens, **fields)
         self.scheduler.add_request(request)
         return request
@@ -201,8 +200,8 @@ class Rig(EngineRig):
         return bool(self.finished[request_id] == "abort")
 
     def step(self) -> Any:
-        """One engine step; returns vLLM's SchedulerOutput. With ``ahead`` the scheduler hears of
-        the step before, if there was one."""
+        """One engine step; returns vLLM's SchedulerOutput. With ``ahead`` the scheduler receives
+        the results of the previous step, if any."""
         self.steps += 1
         began = time.thread_time()
         output = self.scheduler.schedule()
@@ -211,7 +210,7 @@ class Rig(EngineRig):
         half = self.worker_half
         backend = None if half is None else half.backend
         if backend is not None and not self.options.check_kv:
-            backend.drain()  # a worker's copies do not hold the scheduler's interpreter
+            backend.drain()  # copies of a worker do not block the scheduler's interpreter
         executed = time.thread_time()
         self._unheard.append((output, result))
         if not self.options.ahead or len(self._unheard) > 1 or not self.scheduler.has_requests():
@@ -220,7 +219,7 @@ class Rig(EngineRig):
         return output
 
     def _hear(self) -> None:
-        """Tell the scheduler what came of the oldest step of which it has not heard."""
+        """Pass the scheduler the results of the oldest step that it has not received."""
         late, self._late_aborts = self._late_aborts, []
         for request_id in late:
             if request_id not in self.finished:
@@ -242,7 +241,7 @@ class Rig(EngineRig):
                 continue
             output = self.step()
             if self.worker is not None and not output.total_num_scheduled_tokens:
-                self.wait_for_worker()  # nothing to do but wait for copies
+                self.wait_for_worker()  # only copies are pending
         raise AssertionError(f"still busy after {limit} steps")
 
     def reset_cache(self, *, running: bool = True) -> bool:
@@ -275,11 +274,11 @@ class Rig(EngineRig):
 
     @property
     def tables(self) -> Mapping[str, Sequence[Any]]:
-        """vLLM's blocks of each request, those of the first group."""
+        """vLLM's blocks of each request, of the first group."""
         return self.tables_of(0)
 
     def tables_of(self, group: int) -> Mapping[str, Sequence[Any]]:
-        """vLLM's blocks of each request, those of one group."""
+        """vLLM's blocks of each request, of one group."""
         manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[group]
         tables: Mapping[str, Sequence[Any]] = manager.req_to_blocks
         return tables
@@ -289,7 +288,7 @@ class Rig(EngineRig):
         return [block.block_id for block in self.tables_of(group).get(request_id, ())]
 
     def page(self, block_id: int, group: int = 0) -> Cells:
-        """The bytes of a block that hold a group's KV, to look at or to change."""
+        """The bytes of a block that hold a group's KV, for reading or writing."""
         return self.runner.groups[group][block_id]
 
     def kept_blocks(self, tokens: int) -> int:
@@ -323,7 +322,7 @@ class Rig(EngineRig):
             worker = self.worker
             worker.handle_preemptions(output.kv_connector_metadata)
             worker.bind_connector_metadata(output.kv_connector_metadata)
-            # Like vLLM's model runners: loads that this forward needs come before it, and after
+            # As in vLLM's model runners, loads for this forward pass run before it, and after
             # blocks were zeroed and states carried over.
             self._update(output)
             if output.has_sync_kv_loads:
@@ -366,6 +365,7 @@ class Rig(EngineRig):
 
 
 def _ours(connector: Any) -> Any:
-    """Our connector, which may be one of several; None if there is none."""
+        around: builds the engine's transfer configuration from the connector's, if there are other
+            connectors, or another one takes its place.
     parts = getattr(connector, "sub_connectors", (connector,))
     return next((one for one in parts if hasattr(one, "scheduler_half")), None)

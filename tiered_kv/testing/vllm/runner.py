@@ -1,7 +1,7 @@
 """A model runner that checks the KV it attends to.
 
-Like vLLM's it knows of requests only what the scheduler's outputs say, and what it sampled itself:
-so it may run ahead of the scheduler, as it does under asynchronous scheduling.
+Like vLLM's runner, it knows only the scheduler's outputs and its own samples. So it can run ahead
+of the scheduler, as under asynchronous scheduling.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class _Request:
         return np.frombuffer(bytes(self._cells[: stop * CELL]), dtype=np.uint8).reshape(-1, CELL)
 
     def keep(self, tokens: int) -> None:
-        """Forget the tokens after the first so many."""
+        """Forget all tokens after the first ``tokens``."""
         del self.tokens[tokens:]
         del self._cells[tokens * CELL :]
 
 
 class CheckingRunner:
-    """Writes each group's KV, and reads back whatever is attended to.
+    """Writes the KV of each group, and checks all KV that is attended to.
 
     Args:
         groups: geometry of the pages of each group.
@@ -55,7 +55,7 @@ class CheckingRunner:
         self._requests: dict[str, _Request] = {}
 
     def update(self, output: Any) -> None:
-        """Take in what vLLM's SchedulerOutput says of requests and blocks."""
+        """Apply vLLM's SchedulerOutput to requests and blocks."""
         for request_id in output.finished_req_ids:
             self._requests.pop(request_id, None)
         if output.new_block_ids_to_zero:
@@ -78,7 +78,7 @@ class CheckingRunner:
                 one.keep(0)
                 one.tokens = list(cached.all_token_ids[request_id])
                 continue
-            one.keep(one.prompt + cached.num_output_tokens[i])  # the others were not taken
+            one.keep(one.prompt + cached.num_output_tokens[i])  # the other tokens were rejected
             for table, blocks in zip(one.tables, fresh or (), strict=False):
                 table += blocks
         without_blocks = chain(
@@ -97,13 +97,13 @@ class CheckingRunner:
 
         Args:
             scheduled: tokens to compute, by request.
-            bad: blocks that are known to hold nothing; who has one is not checked.
+            bad: blocks known to be invalid. Requests that use one are not checked.
 
         Returns:
-            The token that each request samples, if it does.
+            The token that each request samples, if any.
 
         Raises:
-            WrongKV: some of what a request attends to is not its context's.
+            WrongKV: a request attended to KV that is not of its context.
         """
         stops = {name: self._requests[name].computed + n for name, n in scheduled.items()}
         passes = [
@@ -126,11 +126,11 @@ class CheckingRunner:
         return {name: self._sampled(self._requests[name], stop) for name, stop in stops.items()}
 
     def model_kv(self, request_id: str, cells: Cells) -> Cells:
-        """KV that the model computes of a context, where ``cells`` is what it should be."""
+        """KV that the model computes for a context whose correct KV is ``cells``."""
         return cells
 
     def is_checked(self, request_id: str) -> bool:
-        """True if a request's KV is to be that of its context."""
+        """True if a request's KV must be the KV of its context."""
         return True
 
     def _passes(self, request_id: str, stop: int) -> Iterator[tuple[GroupKv, Pass]]:

@@ -50,7 +50,7 @@ class StepRecord:
     orders: Mapping[str, int] = field(default_factory=dict)
 
     def to_line(self) -> str:
-        """The record as a line of less than 1 KiB, its end not included."""
+        """The record as a line of less than 1 KiB, without its line break."""
         written = said(self) | {"at": round(self.at, 4)}
         for name in ("nbytes", "orders"):
             if name in written:
@@ -59,10 +59,10 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, found: object) -> StepRecord:
-        """Read a record; fields that are not known are passed over.
+        """Read a record. Unknown fields are ignored.
 
         Raises:
-            ValueError: it is none; the message tells why.
+            ValueError: the value is not a record; the message gives the reason.
         """
         return read(cls, found)
 
