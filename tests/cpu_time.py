@@ -1,4 +1,4 @@
-"""CPU time of a piece of Python, told so that a slow or busy machine does not change it."""
+"""CPU time of a piece of Python, measured independently of how fast or busy the machine is."""
 
 from __future__ import annotations
 

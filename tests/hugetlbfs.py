@@ -1,4 +1,5 @@
-"""Folders on hugetlbfs, if it is mounted: files are whole huge pages, written by mapping alone."""
+"""Folders on hugetlbfs, if it is mounted. Files there consist of huge pages, and are written by
+mapping only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random scripts: clients, faults and resets that a seed draws.
+"""Random scripts: clients, faults and resets drawn from a seed.
 
 A test marked ``@pytest.mark.scripts(150, nightly=10_000)`` takes the fixture ``seeds``. It runs 150
 seeds by default, in batches, and 10,000 with ``-m nightly``. ``--scripts N --first-seed S`` runs N

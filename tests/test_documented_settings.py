@@ -1,4 +1,4 @@
-"""The page of settings names every setting with its default, in short cells."""
+"""The settings page names every setting with its default, in short cells."""
 
 from __future__ import annotations
 

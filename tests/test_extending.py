@@ -1,4 +1,4 @@
-"""The page on extending is true: its code passes the suites, and serves."""
+"""The code on the page about extending passes the suites and works in an engine."""
 
 from __future__ import annotations
 

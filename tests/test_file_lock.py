@@ -1,4 +1,4 @@
-"""Locks of files end with their descriptor, and say who has them."""
+"""File locks end with their descriptor, and report their owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package as users install it: a wheel that is whole, beside a vLLM that stays as it is."""
+"""The package as users install it: a complete wheel, next to an unchanged vLLM."""
 
 from __future__ import annotations
 

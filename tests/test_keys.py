@@ -1,4 +1,5 @@
-"""Keys: equal for the same bytes, different as soon as anything that makes them differs."""
+"""Keys are equal for equal bytes, and different as soon as anything that shapes the bytes
+differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every event has a series on ``/metrics``, and what is read there is what was counted."""
+"""Every event has a series on ``/metrics``, with the counted value."""
 
 from __future__ import annotations
 

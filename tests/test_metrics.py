@@ -1,4 +1,4 @@
-"""Counters count up, and hand over what was added; observations go once."""
+"""Counters increase, and report what was added; observations are reported once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package as it is installed: complete, and light to import."""
+"""The installed package is complete and light to import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of pages: what a page is made of, and what a fingerprint is told of it."""
+"""Page groups: the composition of a page, and its part in the fingerprint."""
 
 from __future__ import annotations
 

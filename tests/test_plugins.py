@@ -1,4 +1,4 @@
-"""Parts are found by name, or in a package of the operator's own."""
+"""Parts are found by name, or in a user's own package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of reference pages are those that the code gives."""
+"""The tables on reference pages match the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that people expect in a repository, compared with the rest of it."""
+"""Files that people expect in a repository are consistent with the rest."""
 
 from __future__ import annotations
 

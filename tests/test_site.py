@@ -1,4 +1,4 @@
-"""The documents as a site: every page is in it, every link leads somewhere, nothing is fetched."""
+"""The documents as a site: every page is included, every link works, and nothing is fetched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which threads a test leaves behind."""
+"""Threads that a test leaves behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make PyTorch, and with it vLLM, believe that this CPU has neither AVX-512 nor AMX.
+"""Make PyTorch and vLLM believe that this CPU has neither AVX-512 nor AMX.
 
 ``scripts/avx2 COMMAND`` puts this folder on ``PYTHONPATH``, so that every Python process of the
 command imports this module when it starts. vLLM asks ``torch.cpu`` which kernels to load; PyTorch
@@ -24,7 +24,8 @@ TOLD = (
 
 
 class WithoutAvx512(importlib.abc.MetaPathFinder):
-    """Change ``torch.cpu`` right after it is imported. Importing torch here would slow all else."""
+    """Patches ``torch.cpu`` right after its import. Importing torch here would slow every
+    process."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,4 +1,4 @@
-"""Calls of the commands for snapshots, and what they say."""
+"""Calls of the snapshot commands, and their output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HOSTILE = "\x1b[2J[bold]j[/]\n\u202e"
 
 
 def invoke(*arguments: object, code: int = 0) -> Result:
-    """Call ``tiered-kv``, which must end with this code."""
+    """Call ``tiered-kv``, which must exit with this code."""
     result = CliRunner().invoke(app, [*map(str, arguments)])
     assert result.exit_code == code, result.output
     return result
@@ -24,7 +24,7 @@ def rows(result: Result) -> dict[str, str]:
 
 
 def sentence(*arguments: object) -> str:
-    """The sentence of a command that is refused."""
+    """Return the message of a refused command."""
     result = invoke(*arguments, code=2)
     assert result.stdout == ""
     assert result.stderr.startswith("tiered-kv: ")

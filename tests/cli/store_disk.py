@@ -1,4 +1,4 @@
-"""A root with stores in it, and what ``tiered-kv store`` says of it."""
+"""A root folder with stores, and the output of ``tiered-kv store`` for it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run_json(*arguments: object, code: int = 0) -> dict[str, Any]:
 
 
 class Disk:
-    """A root with stores in it."""
+    """A root folder with stores."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -67,7 +67,8 @@ class Disk:
         return keys
 
     def fill(self, count: int = 40, codec: str = "raw", **changes: object) -> Path:
-        """A closed store of so many pages, put in groups of ten; its folder."""
+        """Create a closed store with that many pages, written in groups of ten. Returns its
+        folder."""
         store = self.open(codec, **changes)
         for first in range(0, count, 10):
             self.put(store, *range(first, first + 10))

@@ -1,4 +1,4 @@
-"""Benchmarks are commands of the package, and the same as the modules of a checkout."""
+"""Benchmarks are commands of the package, with the same options as the modules of a checkout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(*arguments: str, module: str) -> str:
-    """All that a command of this checkout prints, on either of its ways."""
+    """Output of a command of this checkout, called in either way."""
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,

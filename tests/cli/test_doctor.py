@@ -1,4 +1,4 @@
-"""``tiered-kv doctor``: an operator asks what is wrong, and is told what to change."""
+"""``tiered-kv doctor`` reports what is wrong, and what to change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands in the documents are commands: each is parsed by its own parser."""
+"""Every command in the documents is accepted by its parser."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def documented() -> list[str]:
 
 
 def typed(block: str) -> list[str]:
-    """Lines that somebody types; where some have a prompt, the others are answers."""
+    """Lines that a user types. Where some lines have a prompt, the others are output."""
     lines = block.split("\n")
     prompted = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     return prompted or lines
 
 
 def alternatives(command: str) -> Iterator[str]:
-    """Every command that one stands for."""
+    """All commands that a documented command stands for."""
     for words in itertools.product(*(word.split("|") for word in command.split())):
         yield " ".join(words)
 

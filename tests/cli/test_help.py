@@ -1,4 +1,4 @@
-"""The command line as somebody reads it who has never used it."""
+"""Help texts, as seen by a new user."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMANDS = {
 
 
 def said(*arguments: object, code: int = 0) -> str:
-    """All that a command says."""
+    """All output of a command."""
     result = CliRunner().invoke(app, [*map(str, arguments)])
     assert result.exit_code == code, result.output
     return result.output
@@ -50,7 +50,7 @@ def test_what_is_missing_is_called_as_in_the_help() -> None:
 
 
 def test_gc_looks_at_its_path_before_its_options(tmp_path: Path) -> None:
-    """Which stores to delete is the lesser question where there are none."""
+    """A missing folder is the more important error."""
     for options in ([], ["--all", "--older-than", 3], ["--fingerprint", "xyz"]):
         assert "does not exist" in said("store", "gc", tmp_path / "nowhere", *options, code=2)
         assert "contains no store" in said("store", "gc", tmp_path, *options, code=2)

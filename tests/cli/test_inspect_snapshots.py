@@ -1,4 +1,5 @@
-"""``tiered-kv inspect`` and ``diff`` say what snapshots hold: without a server, trusting none."""
+"""``tiered-kv inspect`` and ``diff`` show the contents of snapshots without a server, and trust
+none."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tiered_kv.snapshot.pack import pack
 
 
 def told(*arguments: object, code: int = 0) -> dict[str, Any]:
-    """Call a command with ``--json``; returns the one object that it says, on one line."""
+    """Call a command with ``--json``. Returns the object that it prints on one line."""
     text = invoke(*arguments, "--json", code=code).stdout
     assert text.count("\n") == 1
     found: dict[str, Any] = json.loads(text)

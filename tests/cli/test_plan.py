@@ -1,4 +1,4 @@
-"""``tiered-kv plan``: an operator asks what a server would hold, and copies the flags."""
+"""``tiered-kv plan`` reports what a server would hold, and prints its flags."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""``tiered-kv snapshot``, ``restore`` and ``fork`` ask a server, and put snapshots where they are
-wanted: real snapshots, and a server that says what a test tells."""
+"""``tiered-kv snapshot``, ``restore`` and ``fork`` against a stub server, with real snapshots."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(root: Path) -> Iterator[RouteServer]:
-    """A server that makes real snapshots of any job, and reads those that it is to restore."""
+    """A server that creates real snapshots of any job, and reads the snapshots that it restores."""
     server = RouteServer({})
     server.answers[SNAPSHOTS] = said({"folder": str(root), "snapshots": []})
 

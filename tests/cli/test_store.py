@@ -1,4 +1,4 @@
-"""``tiered-kv store``: what it says is what is there, and it takes nothing it must not."""
+"""``tiered-kv store`` reports what exists, and deletes nothing else."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_ls_and_stat_agree_with_the_store(disk: Disk) -> None:
 def test_ls_passes_over_a_segment_that_is_gone_and_names_one_that_cannot_be_read(
     disk: Disk, monkeypatch: pytest.MonkeyPatch, error: type[OSError], code: int
 ) -> None:
-    """A server may delete one while the others are looked at."""
+    """A running server may delete a segment while the others are read."""
     disk.fill(40)
     (segment,) = disk.root.rglob("*.seg")
     stat = Path.stat

@@ -1,4 +1,4 @@
-"""``tiered-kv store gc`` deletes what was selected and nobody has open, and nothing else."""
+"""``tiered-kv store gc`` deletes only selected stores that no process uses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_gc_removes_what_is_selected_and_no_more(disk: Disk) -> None:
 def test_a_store_used_under_a_clock_that_was_not_set_is_of_no_age(
     disk: Disk, last_use: float
 ) -> None:
-    """Perhaps it was used a minute ago."""
+    """It may have been used a minute ago."""
     folder = disk.fill(10)
     os.utime(folder / "lock", (last_use, last_use))
     assert run_json("gc", disk.root, "--older-than", 1)["removed"] == []

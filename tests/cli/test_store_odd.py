@@ -1,4 +1,4 @@
-"""``tiered-kv store`` leaves out one odd thing, names it, and goes on with the rest."""
+"""``tiered-kv store`` skips an unusual file, names it, and continues with the others."""
 
 from __future__ import annotations
 

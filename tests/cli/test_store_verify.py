@@ -1,4 +1,4 @@
-"""``tiered-kv store verify`` finds whatever is damaged, and nothing else."""
+"""``tiered-kv store verify`` finds all damage, and reports no false damage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_store_in_use_verifies_and_goes_on(disk: Disk, live: SegmentStore) -> 
 
 
 def test_what_a_killed_process_was_writing_is_not_damage(disk: Disk, live: SegmentStore) -> None:
-    """Its segment ends in half a group: the second of three records never came."""
+    """Its segment ends in an incomplete group: the second of three records was never written."""
     (path,) = live.options.folder.glob("*.seg")
     disk.put(live, 100, 101, 102)
     entry = disk.inventory.pages[page_key(101)].entry
@@ -111,7 +111,8 @@ def test_a_lost_record_of_an_unsealed_segment_is_found(disk: Disk, live: Segment
 def test_only_what_was_written_last_may_be_missing(
     disk: Disk, live: SegmentStore, lost: int, found: bool
 ) -> None:
-    """The last page before the last group was durable; the first of the group perhaps never."""
+    """The last page before the last group was durable; the first page of that group perhaps was
+    not."""
     disk.put(live, *range(20, 30))
     place = disk.inventory.pages[page_key(lost)]
     flip(place.segment.path, place.entry.offset + 20)
@@ -175,7 +176,7 @@ def test_a_segment_that_lost_its_end_is_found(disk: Disk, lost: int) -> None:
 
 
 def test_a_segment_without_a_page_yet_is_not_bad(disk: Disk, live: SegmentStore) -> None:
-    """The file of a process that dies before it writes the header, or is about to."""
+    """It belongs to a process that died before it wrote the header, or is about to write it."""
     for number, size in ((2, 0), (3, 1 << 20)):
         path = live.options.folder / f"{number:08}.seg"
         path.touch()
@@ -185,7 +186,7 @@ def test_a_segment_without_a_page_yet_is_not_bad(disk: Disk, live: SegmentStore)
 
 
 def test_a_store_that_is_written_all_the_time_verifies(disk: Disk) -> None:
-    """Segments are begun, sealed and deleted between two looks, and in the middle of one."""
+    """Segments are created, sealed and deleted while the command reads them."""
     store = disk.open()
     done = threading.Event()
 

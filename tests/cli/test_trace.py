@@ -1,4 +1,4 @@
-"""``tiered-kv trace``, as an operator types it."""
+"""``tiered-kv trace``, called as a user does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tiered-kv trace analyze --what-if``, as an operator types it."""
+"""``tiered-kv trace analyze --what-if``, called as a user does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A codec of another package, as far as this one knows: bytes less the one seen most often."""
+"""A codec like those of other packages: bytes minus the most frequent byte."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiered_kv.codecs.raw import NOTHING
 
 @dataclass(frozen=True, slots=True)
 class Shuffled:
-    """Even bytes before odd ones, each less the commonest byte once that is known."""
+    """Even bytes before odd ones, each minus the most frequent byte once that is known."""
 
     page_format: PageFormat
     table: bytes = b""

@@ -1,4 +1,4 @@
-"""The codec is chosen by what is scarce: the disk or the cores."""
+"""The codec is chosen by the scarcer resource: the disk or the cores."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_there_must_be_something_to_choose(disk: float, cores: int, candidates: 
 
 
 def test_pages_of_this_kind_are_measured_here() -> None:
-    """On a disk of 1 MB/s only the size matters."""
+    """On a disk with 1 MB/s only the size matters."""
     page_format = PageFormat(ElementType.BF16, 64 * 1024, 16)
     choice = choose(page_format, disk_read_mbs=1, disk_write_mbs=1, cores=1)
     assert choice.codec == CentredCodec(page_format)
@@ -94,7 +94,7 @@ def test_pages_of_this_kind_are_measured_here() -> None:
 
 @dataclass(frozen=True)
 class Forgetful:
-    """A codec that loses what it was given."""
+    """A codec that loses its pages."""
 
     page_format: PageFormat
     codec_id = 99

@@ -1,4 +1,4 @@
-"""Pages come back bit for bit, whatever is in them; and real layouts get small."""
+"""Codecs are bit-exact for any page, and compress real layouts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_any_page_comes_back_from_any_codec(
     content: Callable[[PageFormat, int], Bytes],
     seed: int,
 ) -> None:
-    """Also from one that was trained on pages of another kind, and by its reader's copy."""
+    """Including a codec trained on other pages, and the codec recreated by a reader."""
     like, how_many = training
     page = content(page_format, seed)
     for name in ("raw", "zstd", "zstd:3", "centred"):
@@ -115,7 +115,8 @@ def test_pages_may_be_read_only_and_lie_anywhere() -> None:
 
 
 def test_a_page_can_be_taken_apart_with_plain_zstd() -> None:
-    """The format needs no code of ours: exponents in a frame, signs and mantissas beside it."""
+    """The format needs no code of this project: exponents in a frame, signs and mantissas next to
+    it."""
     page_format = PageFormat(ElementType.BF16, 64 * 1024, 16)
     page = synthetic_page(page_format)
     encoded = CentredCodec(page_format).encode(page)
@@ -205,7 +206,7 @@ def test_nothing_is_learnt_from_no_pages_or_of_pages_without_channels() -> None:
 
 
 def test_a_page_of_another_size_is_refused_by_every_method() -> None:
-    """The kernels trust sizes, so nothing else may."""
+    """The kernels do not check sizes, so the methods must."""
     page_format = PageFormat(ElementType.BF16, 1024, 16)
     codec, short = CentredCodec(page_format), np.zeros(1022, dtype=np.uint8)
     encoded = codec.encode(np.zeros(1024, dtype=np.uint8))
@@ -251,7 +252,7 @@ def test_without_cffi_there_is_an_encoder_still(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_numba_is_imported_by_those_who_encode() -> None:
-    """It takes longer than all the rest of the core."""
+    """Its import takes longer than the rest of the core."""
     script = "import sys, tiered_kv.codecs.autotune; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 

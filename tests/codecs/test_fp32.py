@@ -1,4 +1,4 @@
-"""Numbers in fp32: exponents are coded, mantissas where that is worth it."""
+"""fp32 numbers: exponents are coded, and mantissas where that pays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def normal(seed: int = 0) -> NDArray[np.float32]:
 
 
 def shortened(numbers: NDArray[np.float32], share: float) -> NDArray[np.float32]:
-    """Numbers of which a share was bf16 before."""
+    """Numbers of which a fraction was rounded to bf16."""
     bits = numbers.view(np.uint32).copy()
     bits[np.random.default_rng(1).random(COUNT) < share] &= 0xFFFF0000
     return bits.view(np.float32)

@@ -1,4 +1,4 @@
-"""Whatever the disk gives back, decoding it ends in a page or in a ``CodecError``."""
+"""Any bytes from the disk decode to a page or raise ``CodecError``."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def decode_guarded(codec: Codec, encoded: EncodedPage) -> Bytes | None:
 
 @st.composite
 def damaged(draw: st.DrawFn, good: bytes) -> bytes:
-    """Bytes that were good, or never."""
+    """Bytes that were valid, or random ones."""
     data = bytearray(good)
     for _ in range(draw(st.integers(0, 3))):
         kind = draw(st.sampled_from(["change", "cut", "grow", "splice"]))

@@ -1,4 +1,4 @@
-"""Codecs are found by name, and by what segments say of them; also those of other packages."""
+"""Codecs are found by name, and by what segments record, including codecs of other packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of several element types: each type is coded by what suits it, and all come back."""
+"""Pages with several element types: each type is encoded by a suitable codec, bit-exactly."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_each_type_has_the_codec_that_suits_it() -> None:
 
 
 def test_short_sections_of_one_type_are_a_page_of_that_type() -> None:
-    """So that a type costs one frame and one table, however many layers there are."""
+    """A type then costs one frame and one table, however many layers there are."""
     page = synthetic_page(STATE)
     stored = SectionsCodec(STATE).encode(page)
     conv = np.concatenate([page[:1280], page[8192:9472]])
@@ -157,7 +157,7 @@ def test_short_sections_of_one_type_are_a_page_of_that_type() -> None:
 
 
 def test_long_sections_are_parts_of_their_own() -> None:
-    """So that they need not be copied together."""
+    """They then need not be copied together."""
     long, short = (FP32, PART_BYTES), (BF16, PART_BYTES // 2)
     assert list(divide(mixed(short, long, short, long, short))) == [(1,), (0, 2), (3,), (4,)]
     assert list(divide(mixed((FP32, PART_BYTES - 1), (BF16, 1), long))) == [(0, 2), (1,)]

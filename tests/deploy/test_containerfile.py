@@ -1,4 +1,4 @@
-"""The Containerfile: its instructions are read by the parser of the tool that runs them."""
+"""The instructions of the Containerfile, parsed by the tool that runs them."""
 
 from __future__ import annotations
 

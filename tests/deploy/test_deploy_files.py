@@ -1,4 +1,4 @@
-"""Files of ``deploy/``: alerts that promtool runs, and a Prometheus and a Grafana on loopback."""
+"""Files in ``deploy/``: promtool tests the alerts, and Prometheus and Grafana run on loopback."""
 
 from __future__ import annotations
 

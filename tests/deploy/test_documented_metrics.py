@@ -1,4 +1,4 @@
-"""The page of all metrics says what an engine registers, and promtool has nothing against it."""
+"""The metrics page matches what an engine registers, and promtool accepts all names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENGINE = ("model_name", "engine")
 
 
 class Metric(NamedTuple):
-    """A metric with what its labels may be."""
+    """A metric with the possible values of its labels."""
 
     kind: str
     labels: dict[str, set[str]]
@@ -43,7 +43,7 @@ def documented() -> dict[str, Metric]:
 
 
 class Exported:
-    """The connector's metrics as vLLM makes them, for two engines."""
+    """The connector's metrics as created by vLLM, for two engines."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -91,7 +91,7 @@ def test_promtool_accepts_names_and_types(exported: Exported) -> None:
 
 
 def everything() -> dict[str, Any]:
-    """One of each, and observations."""
+    """One of each event and gauge, and observations."""
     once = dict.fromkeys((*COUNTERS, *GAUGES), 1)
     return {
         **once,

@@ -1,4 +1,4 @@
-"""Files of ``examples/``: what Compose, Kubernetes and a shell make of them."""
+"""Files in ``examples/``, as interpreted by Compose, Kubernetes and a shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The unit of systemd: systemd reads it, we know its variables, and it stops a server in time."""
+"""The systemd unit: systemd accepts it, its variables exist, and it stops a server in time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def verify(unit: Path) -> str:
 
 
 def on_this_machine(folder: Path, more: str = "") -> Path:
-    """The unit with a program that is here in place of vLLM's, and ``more`` in its service."""
+    """The unit with a local program in place of vLLM's, and ``more`` in its service section."""
     text = UNIT.read_text().replace("/opt/vllm/bin/vllm", sys.executable)
     unit = folder / UNIT.name
     unit.write_text(text.replace("[Service]\n", f"[Service]\n{more}"))

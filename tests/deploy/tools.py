@@ -1,4 +1,4 @@
-"""Prometheus's own programs, and what the files in ``deploy/`` ask of it."""
+"""Prometheus's own programs, and the queries in ``deploy/``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def program(name: str) -> str:
 
 
 def promtool(*args: str | Path, text: str | None = None) -> str:
-    """Output of promtool, whatever it thinks of what it is given."""
+    """Output of promtool, whatever its verdict."""
     command = [program("promtool"), *map(str, args)]
     done = subprocess.run(
         command, input=text, capture_output=True, text=True, timeout=120, check=False

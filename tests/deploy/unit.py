@@ -1,4 +1,4 @@
-"""The unit of systemd and its environment file, as systemd reads them."""
+"""The systemd unit and its environment file, parsed like systemd does."""
 
 from __future__ import annotations
 

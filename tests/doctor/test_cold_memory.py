@@ -1,4 +1,4 @@
-"""Operators are told whether cores are left to compress pages, and what compression gains."""
+"""The doctor reports whether cores are left to compress pages, and what compression saves."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_full_memory_without_compression_is_asked_about() -> None:
 
 
 def asked(**values: float) -> dict[str, Finding]:
-    """Findings about a server that counts so."""
+    """Findings for a server with these counters."""
     page = metrics(10, turns=4, pages_saved=9, **values)
     with serve({"/health": text(""), "/metrics": text(page)}) as url:
         return by_check(check_server(url))

@@ -1,4 +1,4 @@
-"""Checks of a machine come one by one, and one that hangs is left behind."""
+"""Checks run one by one, and a hanging check is skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Installed versions are compared with those that this project is tested with."""
+"""Installed versions are compared with tested versions."""
 
 from __future__ import annotations
 

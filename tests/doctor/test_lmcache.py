@@ -1,4 +1,4 @@
-"""Somebody who comes from LMCache learns what does the same here."""
+"""The doctor maps LMCache's settings to the equivalents here."""
 
 from __future__ import annotations
 

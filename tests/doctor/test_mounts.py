@@ -1,4 +1,4 @@
-"""The file system of a path is the one that is mounted nearest above it, and last."""
+"""The file system of a path is its nearest mount, and the latest if there are several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor on the remote store: whether it lets us in, takes pages, and how fast it is."""
+"""The doctor checks the remote store: login, writes and speed."""
 
 from __future__ import annotations
 

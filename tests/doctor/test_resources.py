@@ -1,4 +1,4 @@
-"""Resources of a machine are compared with what a server needs."""
+"""The resources of a machine are compared with a server's needs."""
 
 from __future__ import annotations
 

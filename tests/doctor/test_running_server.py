@@ -1,4 +1,4 @@
-"""A server is asked as an operator would ask it, and what it counts is told in words."""
+"""The doctor reads a running server's metrics, and explains them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder for pages is looked at as a server would use it, and left as it was."""
+"""The page folder is tested as a server would use it, and left unchanged."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_folder_that_cannot_be_written_fails(tmp_path: Path) -> None:
 
 
 def test_a_file_system_that_takes_no_files_fails() -> None:
-    """Nobody may make files in /proc, the superuser neither."""
+    """No user can create files in /proc, not even root."""
     found = by_check(check_ssd(TierConfig(ssd_path=Path("/proc/self"))))
     assert found["SSD folder"].verdict.value == "fail"
     assert "O_DIRECT" not in found

@@ -1,4 +1,4 @@
-"""Variables that do not work are found one by one, each with the one that was meant."""
+"""Invalid variables are reported one by one, each with the variable that was probably meant."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_settings_that_work_are_repeated() -> None:
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
-    """The server ends at the first."""
+    """The server stops at the first error."""
     env = {
         "TIERED_KV_CPU_GIB": "lots",
         "TIERED_KV_SSD_SIZE": "10",

@@ -1,4 +1,4 @@
-"""Findings by what they are about, for tests."""
+"""Findings by check, for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small web servers in this process, for tests of what asks a running server."""
+"""Small web servers in this process, for tests of clients of a running server."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def serve(pages: Mapping[str, Page]) -> Iterator[str]:
 
 
 def metrics(requests: int = 10, **values: float) -> str:
-    """The page of a vLLM server with the connector, which counts so, by the names of events."""
+    """The page of a vLLM server with the connector and these counters, by event name."""
     registry = CollectorRegistry()
     labels = ("model_name", "engine")
     answered = REQUESTS.removesuffix("_total")

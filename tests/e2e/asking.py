@@ -1,4 +1,4 @@
-"""Questions to a real server, and what it tells of itself."""
+"""Requests to a real server, and its metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A proxy that makes a server slower: each part of an answer arrives later by a factor."""
+"""A proxy that slows a server down: each part of an answer arrives later by a factor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The demo on a CPU without AVX-512, whatever CPU there is: measured, sized, run, compared."""
+"""The demo on a CPU without AVX-512, on any machine: it measures, chooses a size, runs and
+compares."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A real engine that is only observed: it answers as stock vLLM does, and what it says of a few
-agents under pressure is what the connector then saves."""
+"""A real engine in observe mode answers like stock vLLM, and its estimate for a few agents under
+pressure is what the connector then saves."""
 
 from __future__ import annotations
 

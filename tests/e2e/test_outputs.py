@@ -1,4 +1,4 @@
-"""The same output with the connector as without it, wherever the KV came from."""
+"""Outputs with the connector equal outputs without it, wherever the KV comes from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks: they count as one, and each has a store of its own."""
+"""Two tensor-parallel ranks count as one, and each has its own store."""
 
 from __future__ import annotations
 

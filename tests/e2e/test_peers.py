@@ -1,4 +1,4 @@
-"""Peers that are installed (``scripts/install-peers``) play jobs on real servers, as ours do."""
+"""Installed peers (``scripts/install-peers``) play jobs on real servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routes of a server without the connector, and with a token: they say what is missing."""
+"""The routes of a server without the connector, and with a token: errors name what is missing."""
 
 from __future__ import annotations
 

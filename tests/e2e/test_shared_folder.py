@@ -1,4 +1,4 @@
-"""Jobs that return to another server find their contexts in a folder that both have."""
+"""A job that continues on another server finds its context in a shared folder."""
 
 from __future__ import annotations
 

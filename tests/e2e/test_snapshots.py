@@ -1,4 +1,5 @@
-"""A job is taken from a server, which ends; it goes on in the next, from its KV and bit for bit."""
+"""A job is saved from a server that stops, and continues in the next server from its KV,
+bit-exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random agents on a real server with every tier and jobs in order: nothing is left behind."""
+"""Random agents on a real server with every tier and in job order: no resource leaks."""
 
 from __future__ import annotations
 

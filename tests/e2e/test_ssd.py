@@ -1,4 +1,4 @@
-"""Serve, stop, start again: the same answers, from pages on SSD; the same after kill -9."""
+"""A restarted server gives the same answers from pages on SSD, also after kill -9."""
 
 from __future__ import annotations
 

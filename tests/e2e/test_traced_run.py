@@ -1,4 +1,4 @@
-"""Everything that reports a figure of one run reports the same, and a false report is noticed."""
+"""All reporters of a figure of a run agree, and a false report is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that users, scripts and dashboards rely on, gathered from the program as it is."""
+"""Names that users, scripts and dashboards rely on, collected from the program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No name is lost, and none is new, unless a file in ``names/`` says so."""
+"""No name is lost or added, unless a file in ``names/`` records it."""
 
 from __future__ import annotations
 

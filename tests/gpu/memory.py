@@ -1,4 +1,4 @@
-"""VRAM and pinned memory for tests, and which ways to copy there are."""
+"""VRAM and pinned memory for tests, and the available ways of copying."""
 
 from __future__ import annotations
 

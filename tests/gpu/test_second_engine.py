@@ -1,4 +1,4 @@
-"""The second engine with its KV in VRAM: the worker half, and copies beside a forward pass."""
+"""The second engine with its KV in VRAM: the worker half, and copies during a forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA transfer backend obeys the same contract. Skipped, and said so, without CUDA."""
+"""The CUDA transfer backend obeys the same contract. Skipped without CUDA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page index obeys the contract when some of its pages are cold, whatever evicts them."""
+"""The page index obeys its contract with compressed pages, under any eviction rule."""
 
 from __future__ import annotations
 

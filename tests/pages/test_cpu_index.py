@@ -1,4 +1,4 @@
-"""The page index obeys the contract, whatever the eviction order."""
+"""The page index obeys its contract under any eviction order."""
 
 from __future__ import annotations
 

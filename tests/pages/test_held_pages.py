@@ -1,4 +1,4 @@
-"""Held pages stay until their context is left, whatever becomes of them meanwhile."""
+"""Held pages stay until their context is released, whatever happens in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Index and planner together: whatever happens, a page read back is the page saved."""
+"""Index and order book together: a page that is read is the page that was saved."""
 
 from __future__ import annotations
 

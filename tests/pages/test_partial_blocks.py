@@ -1,4 +1,4 @@
-"""Partial tails are found by the page before them and by their tokens."""
+"""Partial blocks are found by the page before them and by their tokens."""
 
 from __future__ import annotations
 

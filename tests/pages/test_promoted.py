@@ -1,4 +1,4 @@
-"""Pages that came up: used, or gone before anybody wanted them."""
+"""Promoted pages: used, or evicted unused."""
 
 from tiered_kv.keys import PageKey
 from tiered_kv.pages.cpu_index import PromotedPages

@@ -1,4 +1,5 @@
-"""Index and order book obey the model whatever happens, and the machine notices if they do not."""
+"""Index and order book agree with the model under random operations, and the machine detects
+planted bugs."""
 
 from __future__ import annotations
 

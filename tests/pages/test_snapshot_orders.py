@@ -1,4 +1,4 @@
-"""Orders for snapshots: results belong to whoever ordered, and nothing is kept of others."""
+"""Orders for snapshots: results reach the operation that ordered them, and others are dropped."""
 
 from __future__ import annotations
 

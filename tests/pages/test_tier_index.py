@@ -1,4 +1,4 @@
-"""The index of pages on SSD: which are there, and which were used since they were written."""
+"""The index of pages on SSD: which exist, and which were used since they were written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests of vLLM's that pass on stock and not with ours, on purpose: by mode, with the reason."""
+"""Tests of vLLM that pass on stock but not with the connector, by design: by mode, with the
+reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pytest plugin: vLLM's tests with our classes in place of its own.
+"""A pytest plugin that runs vLLM's tests with this project's classes.
 
 Loaded by this name from its own folder: ``tests`` is vLLM's there. ``PEER_MODE`` chooses.
 """

@@ -1,5 +1,5 @@
-"""vLLM's own tests of its scheduler and connectors, with our classes in place of its own: what
-passes on stock passes with ours, but for what differs by design."""
+"""vLLM's own tests of its scheduler and connectors, run with this project's classes: tests that
+pass on stock pass, except for differences by design."""
 
 from __future__ import annotations
 

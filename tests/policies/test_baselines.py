@@ -1,4 +1,4 @@
-"""Policies of others do what was published of them."""
+"""Published policies behave as published."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every policy is one that the runtime can work with."""
+"""Every policy passes the conformance suite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A forecast is a distribution over the grid, and says the same however it is asked."""
+"""A forecast is a distribution over the grid, and its methods agree."""
 
 from __future__ import annotations
 

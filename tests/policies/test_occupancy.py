@@ -1,4 +1,4 @@
-"""The default policy, told as a day on a server."""
+"""The default policy over a day on a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies are asked for by name."""
+"""Policies are found by name."""
 
 from __future__ import annotations
 

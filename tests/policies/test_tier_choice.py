@@ -1,4 +1,4 @@
-"""Which tier, told as situations on a server."""
+"""The chosen tier in different situations of a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that answers as a test likes."""
+"""A server whose answers a test chooses."""
 
 from __future__ import annotations
 

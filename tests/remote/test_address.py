@@ -1,4 +1,4 @@
-"""Addresses are read as operators write them, and never show a password."""
+"""Addresses are parsed in every usual form, and never show a password."""
 
 from __future__ import annotations
 

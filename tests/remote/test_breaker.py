@@ -1,4 +1,4 @@
-"""A server that fails is left alone for a while, and tried again."""
+"""A failing server is not called for a while, and then tried again."""
 
 from __future__ import annotations
 

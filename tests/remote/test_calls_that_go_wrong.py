@@ -1,5 +1,5 @@
-"""Calls that go wrong: what one leaves behind is not taken for the answer to the next one, nor an
-error that the server returns for its answer to everything."""
+"""Failed calls: their leftovers are not taken for the answer to the next call, nor is one error
+taken for the server's answer to every call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of codecs that are evicted, damaged, or of a codec that nobody here knows."""
+"""Codec tables that are evicted, damaged, or of an unknown codec."""
 
 from __future__ import annotations
 

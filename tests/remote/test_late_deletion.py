@@ -1,4 +1,4 @@
-"""After a cache reset no page of before it is served, whatever happened when it was put."""
+"""After a cache reset no earlier page is served, whatever happened when it was put."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A record gives the page that was put, or is refused, whatever became of its bytes."""
+"""A record returns the page that was put, or is refused, whatever happened to its bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replies are read whatever pieces they come in; bytes that are none are refused."""
+"""Replies are parsed in any chunks, and invalid bytes are refused."""
 
 from __future__ import annotations
 

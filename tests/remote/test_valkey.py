@@ -1,4 +1,5 @@
-"""A real server: what is put comes back, and whatever happens to it, every call ends in time."""
+"""A real server: values are read back, and every call ends in time whatever happens to the
+server."""
 
 from __future__ import annotations
 

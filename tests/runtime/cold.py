@@ -1,4 +1,4 @@
-"""Engines whose CPU memory keeps pages compressed, and stories' shorthands."""
+"""Engines whose CPU memory compresses pages, and helpers for stories."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Asynchronous scheduling, as vLLM does on GPUs: steps are scheduled before the one before them
-is over."""
+"""Asynchronous scheduling, as on GPUs: a step is scheduled before the previous one has finished."""
 
 from __future__ import annotations
 

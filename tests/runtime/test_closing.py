@@ -1,4 +1,5 @@
-"""An engine is stopped: what is under way is finished, kept, and everything given back."""
+"""An engine is stopped: orders in flight are finished, pages are kept, and all resources are
+released."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks whose pages are compressed each by itself, to sizes of their own."""
+"""Ranks compress their pages independently, to different sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs: turns that belong together, remembered for as long as they may go on."""
+"""Jobs: turns that belong together, remembered as long as they may continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CPU memory that outlives its engine: what the next engine finds of it, and what it must not.
+"""CPU memory that outlives its engine: what the next engine finds, and what it must not find.
 
 An engine is "killed" by looking at a copy of its file: that is what a killed process leaves.
 """

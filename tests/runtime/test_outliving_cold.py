@@ -1,4 +1,4 @@
-"""Compressed CPU memory that outlives its engine: jobs that return find their pages."""
+"""Compressed CPU memory that outlives its engine: returning jobs find their pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks whose CPU memory outlives them, in a file each: a page is found if both have it."""
+"""Two ranks whose CPU memory outlives them in one file each: a page is found if both have it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The knowledge of a policy outlives the engine, and no file teaches it anything wrong."""
+"""The learned state of a policy outlives the engine, and no file can corrupt it."""
 
 from __future__ import annotations
 

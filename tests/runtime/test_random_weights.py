@@ -1,5 +1,5 @@
-"""Random clients while weights change: whatever begins after a reset or an update attends to no KV
-of before, in any tier, also after restarts."""
+"""Random clients while weights change: requests that start after a reset or an update use no
+earlier KV, in any tier, also after restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine frees its KV cache for a while, and has it elsewhere afterwards."""
+"""The engine frees its KV cache temporarily, and gets it back at another address."""
 
 from __future__ import annotations
 

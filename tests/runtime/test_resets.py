@@ -1,4 +1,4 @@
-"""Resetting vLLM's cache works whatever we hold, and nothing of before is found after."""
+"""Resetting vLLM's cache works whatever is held, and no earlier KV is found afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runtime behind an engine that has nothing of vLLM."""
+"""The runtime in an engine that does not depend on vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages are compressed in their own slots, and are read as they were or not at all."""
+"""Pages are compressed in their own slots, and read back unchanged or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bundles of every codec and kind of page: no record may lie in the page that it is made from."""
+"""Bundles of every codec and page format: no record may overlap the page that it is made from."""
 
 from __future__ import annotations
 

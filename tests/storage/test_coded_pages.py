@@ -1,4 +1,4 @@
-"""Pages that come encoded are stored as they are, if that is how the store has them."""
+"""Pages that arrive encoded are stored unchanged if the store uses the same encoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages that CPU memory keeps compressed go down like others; each failure is its own."""
+"""Compressed pages are demoted like others, and fail individually."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The I/O thread: orders are carried out when they are due, promotions first, whatever fails."""
+"""The I/O thread carries out orders when they are due, promotions first, whatever fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notebooks as the next process reads them: the newest facts, and nothing that was torn."""
+"""Notebooks as read by the next process: the newest facts, and no incomplete ones."""
 
 from __future__ import annotations
 

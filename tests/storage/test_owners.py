@@ -1,4 +1,4 @@
-"""Folders and files that another user of the machine may have made."""
+"""Folders and files that another user of the machine may have created."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The contract of page stores is kept by others than the segment store, faulty ones too."""
+"""The contract of page stores holds for stores other than the segment store, including faulty
+ones."""
 
 from __future__ import annotations
 

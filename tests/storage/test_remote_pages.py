@@ -1,4 +1,4 @@
-"""Pages in a real remote store: the conformance suite, and values that others changed."""
+"""Pages in a real remote store: the conformance suite, and values changed by others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fakes that other tests rely on do what they say."""
+"""The fakes behave as documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of servers that tests make."""
+"""Server states created by tests."""
 
 from __future__ import annotations
 

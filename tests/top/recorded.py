@@ -1,4 +1,4 @@
-"""Answers of the routes, recorded from schedulers of real engines."""
+"""Recorded answers of the routes, from schedulers of real engines."""
 
 from __future__ import annotations
 

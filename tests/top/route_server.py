@@ -1,4 +1,4 @@
-"""A web server with answers of the routes, in this process."""
+"""A web server in this process with answers of the routes."""
 
 from __future__ import annotations
 

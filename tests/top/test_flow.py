@@ -1,4 +1,4 @@
-"""Growth of counters is over the last minute, and begins anew with the server."""
+"""Growth of counters covers the last minute, and restarts with the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A long list of jobs is read a page at a time, while jobs come and go."""
+"""A long list of jobs is read page by page, while jobs come and go."""
 
 from __future__ import annotations
 

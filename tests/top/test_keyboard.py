@@ -1,4 +1,4 @@
-"""Keys as terminals send them, in whatever pieces, and nonsense between them."""
+"""Keys as terminals send them, in any chunks, with garbage in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of servers of other versions, or of other servers: each is read or is a sentence."""
+"""Answers of other server versions, or of other servers: each is read, or reported as an error."""
 
 from __future__ import annotations
 

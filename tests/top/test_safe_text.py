@@ -1,4 +1,4 @@
-"""Texts from a server are shown and do nothing."""
+"""Text from a server is shown without effect on the terminal."""
 
 from __future__ import annotations
 

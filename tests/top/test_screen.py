@@ -1,4 +1,4 @@
-"""Frames of made states: what an operator sees in a terminal of some size."""
+"""Frames of given states, as shown in a terminal of a given size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tiered-kv top`` in a real terminal, in front of what a real engine's routes have said."""
+"""``tiered-kv top`` in a real terminal, with recorded answers of a real engine's routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys change what is looked at, and never lead beyond it."""
+"""Keys change the view, and never leave its bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Answers of real engines' routes become a snapshot; what is no answer becomes a sentence."""
+"""Answers of a real engine's routes become a server state, and invalid answers become an error
+message."""
 
 from __future__ import annotations
 

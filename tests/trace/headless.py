@@ -1,4 +1,4 @@
-"""A browser without a window, for tests of pages."""
+"""A headless browser for tests of pages."""
 
 from __future__ import annotations
 

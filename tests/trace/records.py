@@ -1,4 +1,4 @@
-"""Records for tests of the trace, and any of them for property tests."""
+"""Records for tests of the trace, and random records for property tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace's figures, worked out by hand."""
+"""The figures of a trace, compared with manual calculations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other programs read a trace: Perfetto, and whoever reads Continuum's recorder."""
+"""Exports of a trace for Perfetto and for readers of Continuum's recorder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job's story, as somebody reads it who asks what happened."""
+"""A job's timeline in sentences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places where a job's KV lay, worked out by hand from its turns."""
+"""Places of a job's KV, compared with manual derivations from its turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a trace are bounded, whoever writes to them and however they end."""
+"""Trace files are bounded, whoever writes to them and however the writers end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The page of a trace: one file, as small as it promises, and safe whatever the trace holds."""
+"""The report page of a trace: one file, of the promised size, and safe whatever the trace
+contains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace is read whole, whatever state its files are in."""
+"""A trace is read completely, whatever the state of its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trace never makes the scheduler wait, and never ends it."""
+"""The trace never blocks or stops the scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A record is a short line, whatever a client sends, and says what was meant."""
+"""A record is a short line whatever a client sends, and preserves its meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worst turns of a trace, and why they were."""
+"""The slowest turns of a trace, and the reasons."""
 
 from __future__ import annotations
 

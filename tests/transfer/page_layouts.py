@@ -1,4 +1,4 @@
-"""Random layouts and jobs on them, with the truth about which bytes they move."""
+"""Random layouts and copy jobs on them, with the bytes that they must move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job comes to the right runs of bytes: every byte once, neighbours together."""
+"""A copy job maps to the right byte runs: every byte once, neighbours merged."""
 
 from __future__ import annotations
 

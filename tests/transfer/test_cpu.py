@@ -1,4 +1,4 @@
-"""The CPU transfer backend obeys the contract, for every dtype KV is kept in."""
+"""The CPU transfer backend obeys the contract, for every KV dtype."""
 
 from __future__ import annotations
 

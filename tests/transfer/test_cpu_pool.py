@@ -1,4 +1,4 @@
-"""The CPU pool, and the memory it is given."""
+"""The CPU pool and its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs are copied as they are, wherever they begin and end."""
+"""Runs are copied unchanged, wherever they start and end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connectors that stand beside ours in vLLM's ``MultiConnector``, in these tests."""
+"""Connectors that tests configure next to this one in vLLM's ``MultiConnector``."""
 
 from __future__ import annotations
 

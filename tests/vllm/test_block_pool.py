@@ -1,4 +1,5 @@
-"""vLLM's null block is nobody's: before 0.33 its pool counts a reference to it like any other."""
+"""vLLM's null block has no owner. Before 0.33 the pool counts references to it like to any other
+block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A connector is closed whole, however far its construction came."""
+"""A connector is closed completely, however far its construction got."""
 
 from __future__ import annotations
 

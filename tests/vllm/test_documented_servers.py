@@ -1,4 +1,4 @@
-"""Servers in the documents start: vLLM's own parser knows each flag, and its settings are ours."""
+"""Servers in the documents start: vLLM's parser knows each flag, and the settings exist."""
 
 from __future__ import annotations
 

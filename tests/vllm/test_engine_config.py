@@ -1,4 +1,4 @@
-"""Refusals of the connector at start, and their words. No vLLM needed."""
+"""Refusals of the connector at startup, and their messages. Needs no vLLM."""
 
 from __future__ import annotations
 

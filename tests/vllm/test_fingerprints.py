@@ -1,4 +1,4 @@
-"""Pages are found again by what made them, and by nothing else."""
+"""Pages are found by everything that shaped them, and by nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a client sends and whatever breaks inside, the engine serves on."""
+"""Whatever a client sends and whatever fails inside, the engine continues."""
 
 from __future__ import annotations
 

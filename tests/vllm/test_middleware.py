@@ -1,4 +1,4 @@
-"""Top-level hints reach ``kv_transfer_params``; everything else passes as it came."""
+"""Top-level hints are moved to ``kv_transfer_params``; everything else passes unchanged."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Other connectors beside ours in vLLM's ``MultiConnector``: refused, but for those that only
-produce; beside these everything works as it does alone."""
+"""Other connectors in vLLM's ``MultiConnector``: refused unless they only produce, and then
+everything works as without them."""
 
 from __future__ import annotations
 

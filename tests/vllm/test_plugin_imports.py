@@ -1,4 +1,4 @@
-"""Imports of ours that come before an engine starts."""
+"""Imports of this package before an engine starts."""
 
 from __future__ import annotations
 

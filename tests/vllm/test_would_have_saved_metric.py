@@ -1,5 +1,5 @@
-"""One family on ``/metrics`` tells by tier what an observed engine would have been spared; one that
-is managed has no sample of it."""
+"""One family on ``/metrics`` reports by tier what an observed engine would have saved; in manage
+mode it has no samples."""
 
 from __future__ import annotations
 

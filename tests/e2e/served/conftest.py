@@ -1,4 +1,4 @@
-"""One server for all tests of this folder: each of them costs seconds, its start half a minute."""
+"""One server for all tests of this folder, because its start takes half a minute."""
 
 from __future__ import annotations
 

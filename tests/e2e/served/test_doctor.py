@@ -1,4 +1,4 @@
-"""The doctor looks at a real server."""
+"""The doctor checks a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example of docs/snapshots.md, word for word: an agent goes three ways."""
+"""The example of docs/snapshots.md, verbatim: an agent continues in three ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real server, measured as its operator would."""
+"""A real server, measured as its operator would measure it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that name jobs in fields of their own, against a real server."""
+"""Clients that name jobs in their own fields, against a real server."""
 
 from __future__ import annotations
 

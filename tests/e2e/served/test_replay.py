@@ -1,4 +1,4 @@
-"""A real server that is told what to say: the replay's client, its logits processor, its trace."""
+"""Forced answers on a real server: the client of the replay, its logits processor and its trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routes of a real server: what they say of a job as it goes on, and what no call can do."""
+"""The routes of a real server: their answers about a job over time, and calls that must fail."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def status(client: httpx.Client) -> dict[str, Any]:
 
 
 def settled(client: httpx.Client, name: str) -> dict[str, Any]:
-    """The job, once its tool call has been read: an idle engine hears of it in a while."""
+    """The job, once its tool call has been read. An idle engine notices this late."""
     deadline = time.monotonic() + EVENT_S
     while (found := the_job(client, name))["gap"]["tool_unread"] and time.monotonic() < deadline:
         tick(client)
@@ -125,7 +125,7 @@ def test_pages_of_jobs_have_each_of_them_once(client: httpx.Client) -> None:
 
 
 def test_an_idle_engine_answers_and_stays_idle(client: httpx.Client) -> None:
-    """Nothing but the question wakes it: it makes no step."""
+    """Only the query wakes it: it makes no step."""
     deadline = time.monotonic() + EVENT_S
     while (steps := status(client)["steps"]) != status(client)["steps"]:
         assert time.monotonic() < deadline, "copies end"

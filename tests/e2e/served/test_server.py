@@ -1,4 +1,4 @@
-"""A real server with the connector, over HTTP: what a client and an operator see."""
+"""A real server with the connector over HTTP, as seen by clients and operators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.e2e
 
 
 def drain(client: httpx.Client) -> None:
-    """Give up the pins of earlier tests."""
+    """Release the pins of earlier tests."""
     deadline = time.monotonic() + EVENT_S
     while usage_in_gap(client) > 0 and time.monotonic() < deadline:
         client.post("/reset_prefix_cache").raise_for_status()
@@ -162,7 +162,7 @@ def test_a_client_that_goes_away_leaves_nothing(client: httpx.Client, server: Vl
 def test_the_tool_call_of_an_answer_is_read_and_its_gap_observed(
     client: httpx.Client, server: VllmServer
 ) -> None:
-    """The client names no job and no tool: the prompt tells the one, the answer the other."""
+    """The client names no job and no tool. The prompt reveals the job, and the answer the tool."""
     answer = "I wait for it.\n\n```bash\ncd /src && sleep 1.5\n```"
     chat = [{"role": "user", "content": "Is the server up? " + "Look at its log. " * 40}]
     body = {"model": MODEL_NAME, "max_tokens": 60, "temperature": 0}

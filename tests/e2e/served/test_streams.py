@@ -1,4 +1,5 @@
-"""Streamed answers of a real server say where their prompt came from, as whole ones do."""
+"""Streamed answers of a real server report the sources of their prompt, like complete answers
+do."""
 
 from __future__ import annotations
 

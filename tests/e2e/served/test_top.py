@@ -1,4 +1,4 @@
-"""``tiered-kv top`` looks at a real server."""
+"""``tiered-kv top`` shows a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A client's waiting jobs keep others out up to an equal share, and itself without bound."""
+"""A client's waiting jobs count against other clients up to an equal share, and fully against the
+client itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A turn waits for room, but not for ever, and not where nobody would give it any."""
+"""A turn is held back for a bounded time, and only while another turn can free space."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job takes its whole context while it runs, and less the longer it is away."""
+"""A job needs its whole context while it runs, and less the longer it is away."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests are taken by their jobs: what is begun before what is new, the oldest first."""
+"""Requests are admitted by job: started jobs before new ones, the oldest first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demand that active jobs are heading for, and the share of the pool that is given out."""
+"""The projected demand of active jobs, and the fraction of the pool that is committed."""
 
 from __future__ import annotations
 

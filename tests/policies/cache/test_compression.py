@@ -1,4 +1,4 @@
-"""Pages turn cold in time, not before, and not so many at a time that hits are lost."""
+"""Pages are compressed in time, but not too early, and not so many at a time that hits are lost."""
 
 from __future__ import annotations
 

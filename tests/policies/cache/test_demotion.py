@@ -1,4 +1,4 @@
-"""Pages go down in time, and not so many at a time that nothing can be evicted."""
+"""Pages are demoted in time, and not so many at a time that nothing can be evicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Least recently used, against a list; and by worth, as jobs come and go."""
+"""LRU against a list, and eviction by worth as jobs come and go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store is asked for a context in two parts, and not waited for when computing is faster."""
+"""A store is queried for a context in two parts, and not awaited if recomputing is faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sync or async: what makes all requests together wait the least."""
+"""Sync or async: the mode with the least total wait of all requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decoding request is looked at when its next blocks may be full, and not before."""
+"""A decoding request is examined when its next blocks may be full, and not earlier."""
 
 from __future__ import annotations
 

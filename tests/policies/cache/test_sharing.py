@@ -1,5 +1,5 @@
-"""A tier that others write to is not asked for a while once it has answered late twice in a row, or
-badly."""
+"""A tier that other engines write to is not queried for a while after two late answers in a row, or
+a wrong one."""
 
 from __future__ import annotations
 

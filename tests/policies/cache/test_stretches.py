@@ -1,4 +1,4 @@
-"""Pages are compressed with others that follow them in a context, and with no others."""
+"""Pages are compressed only with pages that follow them in a context."""
 
 from __future__ import annotations
 

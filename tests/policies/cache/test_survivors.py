@@ -1,4 +1,5 @@
-"""Who survives a dying segment: what was used, and what somebody is likely to come back for."""
+"""Pages that survive the deletion of a segment: used pages, and pages of jobs that are likely to
+return."""
 
 from __future__ import annotations
 

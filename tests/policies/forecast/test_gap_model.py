@@ -1,4 +1,4 @@
-"""Gaps are learned from the general to the particular, and for each job."""
+"""Gaps are learned from the general to the specific, and for each job."""
 
 from __future__ import annotations
 

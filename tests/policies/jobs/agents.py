@@ -1,4 +1,4 @@
-"""Clients that name no jobs, over a toy hash chain."""
+"""Clients that do not name their jobs, with a toy hash chain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hints of clients are read without trusting them."""
+"""Client hints are read without trusting them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs are told from prompts: conversations over a toy hash chain."""
+"""Jobs are inferred from prompts: conversations with a toy hash chain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Recorded agents, replayed without names: each turn is given to the job that its session began."""
+"""Recorded agents, replayed without job names: each turn is assigned to the job that its session
+started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Most jobs end without a word: the longer one is silent, the less room is kept for it."""
+"""Most jobs end silently: the longer a job is silent, the less space is reserved for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A turn waits for a pin that is worth it, if somebody is there who will give blocks back."""
+"""A turn waits for a pin that is worth it, if another request will free blocks."""
 
 from __future__ import annotations
 

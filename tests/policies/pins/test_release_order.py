@@ -1,4 +1,4 @@
-"""The pin that saves the least goes first, and only for those who may not wait."""
+"""The pin that saves the least is released first, and only for requests that cannot wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The best time to wait, and the worth of a wait."""
+"""The best duration of a pin, and its worth."""
 
 from __future__ import annotations
 

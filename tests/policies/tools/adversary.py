@@ -1,4 +1,4 @@
-"""Text to break readers with, and how long they take over it."""
+"""Adversarial text for parsers, and how long they take to read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool calls are read in whatever format a model writes them, and thoughts are not calls."""
+"""Tool calls are read in every model's format, and thoughts are not mistaken for calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Common knowledge of tools, before anything was seen."""
+"""Prior knowledge of tool durations, before any observation."""
 
 from __future__ import annotations
 

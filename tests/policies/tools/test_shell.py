@@ -1,4 +1,4 @@
-"""Shell commands are taken apart as a shell would, and garbage is taken apart, too."""
+"""Shell commands are parsed as a shell does, and garbage does no harm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A turn with several calls is decided by the one that is waited for."""
+"""A turn with several calls is described by the call that takes longest."""
 
 from __future__ import annotations
 

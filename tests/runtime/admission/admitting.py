@@ -1,4 +1,4 @@
-"""A rig whose pool has room for three new jobs."""
+"""A rig whose pool has space for three new jobs."""
 
 from __future__ import annotations
 

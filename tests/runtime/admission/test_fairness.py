@@ -1,4 +1,4 @@
-"""Jobs that a client leaves open, or lies about, do not hold up others for long."""
+"""Jobs that a client leaves open, or misdeclares, do not delay others for long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New jobs wait for room, and later turns for older jobs."""
+"""New jobs wait for space, and later turns wait for older jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way jobs go on is learned from earlier ones, and gives the room that they need."""
+"""The course of jobs is learned from earlier jobs, and determines the space they need."""
 
 from __future__ import annotations
 

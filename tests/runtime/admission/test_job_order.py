@@ -1,4 +1,4 @@
-"""Who goes first, who is preempted, and what is left of vLLM's own order."""
+"""Which request goes first, which is preempted, and what remains of vLLM's own order."""
 
 from __future__ import annotations
 

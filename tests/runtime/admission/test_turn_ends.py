@@ -1,4 +1,4 @@
-"""Turns end by a stop string, by a client that hangs up, not for long, or not at all."""
+"""Turns that end with a stop string, a disconnect, a short break, or never."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages that wait to be ordered down."""
+"""Pages that wait for a demotion order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost of each tier is measured at start, and learned from the requests that go through."""
+"""The cost of each tier is measured at startup, and learned from requests."""
 
 from __future__ import annotations
 

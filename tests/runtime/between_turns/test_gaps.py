@@ -1,4 +1,5 @@
-"""From a turn's end to the job's next turn: provisional pins, verdicts, gaps, what is learned."""
+"""From the end of a turn to the job's next turn: provisional pins, decisions, gaps, and
+learning."""
 
 from __future__ import annotations
 

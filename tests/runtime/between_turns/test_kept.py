@@ -1,4 +1,4 @@
-"""Contexts that were to be there when their job came back: what it tells if they are not."""
+"""Contexts that should exist when their job returns, and what is learned if they do not."""
 
 from __future__ import annotations
 

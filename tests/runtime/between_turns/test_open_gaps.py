@@ -1,4 +1,4 @@
-"""A prompt that agrees with the context of its job, and the worth of the job's pages then."""
+"""Prompts that match the context of their job, and the worth of the job's pages in that case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rates at which VRAM and CPU memory are asked for, and how much is at a time."""
+"""Demand rates for VRAM and CPU memory, and their current level."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recent decisions are counted by kind, and only so many are remembered."""
+"""Recent decisions are counted by type, and their number is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of a waiting job that are evicted are told with its last turn, by the tier they left."""
+"""Evicted pages of a waiting job are traced with its last turn, by the tier they left."""
 
 from __future__ import annotations
 

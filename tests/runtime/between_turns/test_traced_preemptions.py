@@ -1,4 +1,4 @@
-"""A turn that loses its blocks to others says so in the trace: how often, when, what was left."""
+"""Preemptions of a turn are traced: how often, when, and what was found afterwards."""
 
 from __future__ import annotations
 

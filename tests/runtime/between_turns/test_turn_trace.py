@@ -1,4 +1,4 @@
-"""The trace tells the story of every turn, once it is over."""
+"""The trace records the history of every turn once its gap has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose KV is of several kinds, and stories' shorthands."""
+"""Models with several kinds of KV, and helpers for stories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Room for contexts of several kinds of KV: pins give way for all that is needed to go on."""
+"""Space for contexts with several kinds of KV: pins are released for everything a request needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trouble with one kind of KV costs time, and never an answer."""
+"""Failures of one kind of KV cost time, and never change an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two hosts with the same model give its pages the same keys, wherever it lies there."""
+"""Two hosts with the same model give its pages the same keys, wherever its files are."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""An engine that is observed serves as the same engine without connector: step by step the same
-requests, tokens and blocks, and nothing is made for it."""
+"""An engine in observe mode behaves like the same engine without a connector: each step has the
+same requests, tokens and blocks, and nothing is allocated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that moves no bytes reports each order once its bytes would have been moved, and its
+"""A worker that moves no bytes reports each order after the time its bytes would take, and its
 stores hold what was written to them."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""An observed engine says what it would have been spared, and the connector then spares it that, on
-the same jobs: prompt tokens that are not computed, beyond those that the engine finds by itself."""
+"""An engine in observe mode estimates what it would have saved, and the connector then saves that
+on the same jobs: prompt tokens that are not computed, beyond the engine's own hits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tier of somebody else's: pages of many engines in one place, which may be slow or broken.
+"""A tier of another package: pages of many engines in one place, which may be slow or broken.
 
 It is configured as any tier out of tree: ``TIERED_KV_TIERS=tests.runtime.pages.shared_store:...``.
 """

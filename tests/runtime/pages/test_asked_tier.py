@@ -1,4 +1,5 @@
-"""A tier out of tree that must be asked: its answers come late, in part, wrongly or never."""
+"""A tier of another package that must be queried: its answers are late, partial, wrong or
+missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CPU memory keeps pages compressed, and whoever comes back finds its own."""
+"""CPU memory keeps pages compressed, and returning jobs find their own pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ends of contexts: what may be kept of a request that is over, and where its prompt has one."""
+"""Ends of contexts: what may be kept of a finished request, and where its prompt has a boundary."""
 
 from __future__ import annotations
 

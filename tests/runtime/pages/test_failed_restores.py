@@ -1,4 +1,5 @@
-"""After a sync restore that failed: whose blocks are not found any more, and who is saved."""
+"""After a failed sync restore: which blocks can no longer be found, and which requests are
+saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The longest prefix whose pages can be had, against a search through all lengths."""
+"""The longest prefix with available pages, compared with a search through all lengths."""
 
 from __future__ import annotations
 

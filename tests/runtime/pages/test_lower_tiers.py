@@ -1,4 +1,4 @@
-"""The third tier: pages go down before they are evicted, and come up when they are wanted."""
+"""Pages are demoted before they are evicted, and promoted when they are needed."""
 
 from __future__ import annotations
 

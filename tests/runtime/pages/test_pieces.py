@@ -1,4 +1,4 @@
-"""Contexts that CPU memory has no room for come up from SSD in pieces."""
+"""Contexts that do not fit into CPU memory are promoted from SSD in pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs of a promotion: it is made if it is faster than computing."""
+"""A promotion is made if it is faster than recomputing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The remote tier on real servers: one engine's context is found by another, and no trouble with
-the store changes an answer or holds anybody up."""
+"""The remote tier on real servers: one engine's context is found by another, and no failure of the
+store changes an answer or delays others."""
 
 from __future__ import annotations
 

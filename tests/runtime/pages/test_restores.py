@@ -1,4 +1,4 @@
-"""A context comes back from CPU memory as it was saved, or is computed again."""
+"""A context is restored from CPU memory as it was saved, or recomputed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages on their way up from SSD, or down to it, take a part of CPU memory only."""
+"""Pages being promoted from SSD, or demoted to it, occupy only a part of CPU memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a request that decodes is looked at for blocks to save."""
+"""When a decoding request is examined for blocks to save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the disk does, the output is right, the engine serves on, and a counter moves."""
+"""Whatever the disk does, the output is right, the engine continues, and a counter rises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Errors half-way, ranks that disagree, stores too small: each went wrong once, or nearly."""
+"""Partial failures, ranks that disagree, stores that are too small: each caused a bug once, or
+nearly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Contexts come up from SSD in the order in which turns are let in, as CPU memory has room."""
+"""Contexts are promoted from SSD in the order in which turns are admitted, as CPU memory has
+space."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A place that many engines share, as a tier: real pages in a store that fails in every way that
-its contract allows.
+"""A store that many engines share, as a tier: real pages in a store that fails in every way its
+contract allows.
 
 It is configured by ``TIERED_KV_TIERS=tests.runtime.pages.troubled_place:…``.
 """

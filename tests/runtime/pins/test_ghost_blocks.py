@@ -1,4 +1,4 @@
-"""Ghosts take room on paper, and the engine's blocks are never touched."""
+"""Ghost pins reserve blocks on paper only: the engine's blocks are never touched."""
 
 from __future__ import annotations
 

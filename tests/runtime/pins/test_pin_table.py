@@ -1,4 +1,4 @@
-"""Pins: references on VRAM blocks that are counted, limited, and always given back."""
+"""Pins: counted and limited references on VRAM blocks, which are always released."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns and pins in any order: every reference on a block belongs to somebody."""
+"""Turns and pins in any order: every reference on a block has an owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pins hold a job's KV in VRAM between turns, and never get in anybody's way."""
+"""Pins hold a job's KV in VRAM between turns, and never block other requests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Who is preempted when a running request lacks blocks while others are being saved: no more than
-by stock vLLM, which frees a victim's blocks at once."""
+"""Preemptions while other requests' blocks are being saved: no more than with stock vLLM, which
+frees a victim's blocks immediately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions about snapshots, asked of a rig as the routes ask them of an engine."""
+"""Snapshot queries to a rig, made like the routes query an engine."""
 
 from __future__ import annotations
 

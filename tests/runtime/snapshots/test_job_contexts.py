@@ -1,4 +1,4 @@
-"""Contexts of waiting jobs: bounded by what they take in memory, and by the jobs that exist."""
+"""Contexts of waiting jobs, bounded by memory and by the number of jobs."""
 
 from __future__ import annotations
 

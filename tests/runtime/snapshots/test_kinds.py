@@ -1,4 +1,5 @@
-"""A job goes on in another engine, whatever kinds of KV its model keeps and wherever they were."""
+"""A job continues in another engine, whatever kinds of KV its model keeps and wherever they
+were."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations: generators that own something, ended at any of their waits."""
+"""Operations are generators that own resources, and can be ended at every wait."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Random turns, snapshots and forks, faults and resets: outputs stay right, every operation ends,
-what is reported as restored is there, and no slot, block or reference is left behind."""
+"""Random turns, snapshots, forks, faults and resets: outputs stay right, every operation ends,
+restored pages exist, and no slot, block or reference leaks."""
 
 from __future__ import annotations
 

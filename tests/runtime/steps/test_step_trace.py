@@ -1,4 +1,4 @@
-"""Every step is in the trace if the operator asks for it, and says how full the engine was."""
+"""Every step is in the trace if that is enabled, with the engine's load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that the stories are told of: vLLM's scheduler, and one that has nothing of vLLM."""
+"""The engines of the stories: vLLM's scheduler, and an engine independent of vLLM."""
 
 from __future__ import annotations
 

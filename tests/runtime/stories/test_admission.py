@@ -1,4 +1,4 @@
-"""New jobs wait for room, where the engine's own queue holds them."""
+"""New jobs wait for space in the engine's own queue."""
 
 from __future__ import annotations
 

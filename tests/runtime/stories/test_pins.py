@@ -1,4 +1,4 @@
-"""Pins hold a job's blocks while its tool runs, and give way in good time."""
+"""Pins hold a job's blocks while its tool runs, and are released in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reset works whatever is held, and nothing of before is found after."""
+"""A reset works whatever is held, and no earlier KV is found afterwards."""
 
 from __future__ import annotations
 

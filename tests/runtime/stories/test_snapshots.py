@@ -1,4 +1,4 @@
-"""A job is taken out of an engine, comes into another, and goes on there as if nothing had been."""
+"""A job is saved from one engine, restored in another, and continues there unchanged."""
 
 from __future__ import annotations
 
@@ -826,7 +826,7 @@ def test_a_capture_gives_its_blocks_back_when_the_engine_needs_all(
 
     assert rig.free_blocks == rig.free_at_start
     gate.goes_on.set()
-    assert "lost its blocks" in why(rig, begun)
+    assert "blocks have just been released" in why(rig, begun)
     rig.run()
     clean(rig)
 

@@ -1,4 +1,4 @@
-"""Pages go down to SSD before they are evicted, and come up when they are wanted."""
+"""Pages are demoted to SSD before they are evicted, and promoted when they are needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segments with any bytes in them: the store opens, and serves right pages or none."""
+"""Segments with arbitrary bytes: the store opens, and returns right pages or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pages that go between their owner's memory and the disk uncopied, and those that cannot."""
+"""Pages that move between their owner's memory and the disk without a copy, and pages that
+cannot."""
 
 from __future__ import annotations
 

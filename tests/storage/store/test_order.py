@@ -1,4 +1,4 @@
-"""Writes that the disk finishes in another order than they were begun in."""
+"""Writes that the disk finishes in another order than they were started."""
 
 from __future__ import annotations
 

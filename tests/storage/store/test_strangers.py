@@ -1,4 +1,4 @@
-"""Strangers' files under a root are not read, followed, counted or deleted."""
+"""Foreign files under a root are not read, followed, counted or deleted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store's other work: it tidies up, counts, waits a moment, and learns once."""
+"""Other work of a store: cleaning up, counting, short waits, and training once."""
 
 from __future__ import annotations
 

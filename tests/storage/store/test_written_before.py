@@ -1,4 +1,4 @@
-"""Stores that an earlier version wrote are read as they were: same keys, same pages.
+"""Stores of an earlier version are read unchanged: same keys, same pages.
 
 ``written_by_380c62f/make`` tells how they were made.
 """

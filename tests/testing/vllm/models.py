@@ -1,4 +1,4 @@
-"""Kinds of models, by the groups of KV that vLLM makes of them."""
+"""Kinds of models, by the KV groups that vLLM creates for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A connector that has the KV of every context: what comes of it tells what vLLM needs."""
+"""A connector that has the KV of every context, which shows what vLLM needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random clients of vLLM's scheduler with several groups of KV, without our connector."""
+"""Random clients of vLLM's scheduler with several KV groups, without the connector."""
 
 from __future__ import annotations
 

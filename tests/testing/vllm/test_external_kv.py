@@ -1,4 +1,4 @@
-"""KV from outside: what vLLM needs of each group. And KV for outside: what it leaves of a turn."""
+"""External KV: what vLLM needs of each group, and what it leaves of a turn to save."""
 
 from __future__ import annotations
 

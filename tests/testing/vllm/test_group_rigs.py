@@ -1,4 +1,4 @@
-"""The rig models what vLLM does with several groups of KV, and sees what is wrong in each."""
+"""The rig models vLLM's handling of several KV groups, and detects errors in each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory files with pages whose bytes follow from their keys."""
+"""Memory files whose page bytes follow from their keys."""
 
 from __future__ import annotations
 

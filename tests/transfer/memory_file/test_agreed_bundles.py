@@ -1,4 +1,4 @@
-"""Compressed pages that all ranks have from before, and the index that takes them over."""
+"""Compressed pages of an earlier engine that all ranks have, and the index that adopts them."""
 
 from __future__ import annotations
 

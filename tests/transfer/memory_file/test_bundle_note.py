@@ -1,4 +1,4 @@
-"""Notes of bundles: what is packed is what is parsed, and any bytes give a value or an error."""
+"""Bundle notes: parsing inverts packing, and arbitrary bytes give a value or an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Headers of slots: tickets, checks, discards, agreement of ranks, the thread that hashes."""
+"""Slot headers: tickets, checks, discards, agreement of ranks, and the hashing thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kill at any moment leaves every valid slot with the page of its key."""
+"""After a kill at any moment, every valid slot holds the page of its key."""
 
 from __future__ import annotations
 

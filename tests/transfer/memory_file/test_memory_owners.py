@@ -1,4 +1,4 @@
-"""A memory file has one owner, whose death frees it."""
+"""A memory file has one owner, and becomes free when the owner dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Room for a memory file: all of it is taken, or none, and a sentence says what lacks."""
+"""Space for a memory file: allocated completely or not at all, with an error that names what is
+missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A memory file is adopted if it is ours and alike, and else refused or made anew."""
+"""A memory file is adopted if it is ours and matches; otherwise it is refused or recreated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine client whose engines say, or fail, as a test tells."""
+"""An engine client whose engines answer or fail as a test chooses."""
 
 from __future__ import annotations
 

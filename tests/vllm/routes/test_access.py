@@ -1,4 +1,4 @@
-"""Who may ask: with a token, or from the machine of a server that nobody else can reach."""
+"""Access to the routes: with a token, or from the machine of a server that others cannot reach."""
 
 from __future__ import annotations
 

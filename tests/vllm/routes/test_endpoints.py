@@ -1,4 +1,4 @@
-"""The routes on vLLM's own application: added by its own loader, asked over ASGI."""
+"""The routes in vLLM's own application: added by its loader, called over ASGI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls to the engines: one at a time, bounded, and every failure is a sentence."""
+"""Calls to the engines: sequential, bounded, and with a message for every failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queries: pages of the list of jobs, whatever is written there."""
+"""Queries for pages of the job list, with any parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of requests about snapshots: whatever is sent, no engine is asked what is no question."""
+"""Bodies of snapshot requests: invalid bodies never reach an engine."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Routes for snapshots, asked over ASGI: the engine that has the job does it, and whoever waits is
-told the end of it."""
+"""Snapshot routes over ASGI: the engine that has the job acts, and waiting clients receive the
+outcome."""
 
 from __future__ import annotations
 

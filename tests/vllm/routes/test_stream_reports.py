@@ -1,4 +1,4 @@
-"""Reports in streamed answers: in the last event, at once, and in nothing else."""
+"""Reports in streamed answers: in the last event, without delay, and nowhere else."""
 
 from __future__ import annotations
 
