@@ -332,7 +332,7 @@ def test_a_rule_finds_modules_that_break_it_together(rule: WholeRule) -> None:
     assert list(rule(WHOLE_RULES[rule]))
 
 
-def test_all_of_the_code_is_looked_at() -> None:
+def test_all_of_the_code_is_checked() -> None:
     names = {module.name for module in modules()}
     assert {
         "tiered_kv.connectors.runtime.pins.pin_table",

@@ -153,7 +153,7 @@ def test_a_trace_is_a_file_in_a_folder_that_exists(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["", None])
-def test_an_empty_trace_is_none(value: str | None) -> None:
+def test_an_empty_trace_is_refused(value: str | None) -> None:
     assert load_config({}, {"trace": value}).trace is None
 
 
@@ -291,7 +291,7 @@ def test_a_codec_of_another_package_is_found_when_settings_are_read() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "lz4", "zstd:", "Raw", 3, None])
-def test_a_codec_nobody_knows_is_refused(name: object) -> None:
+def test_an_unknown_codec_is_refused(name: object) -> None:
     said = refusal(extra={"codec": name})
     assert said.startswith("TIERED_KV_CODEC: ")
     assert "set raw, zstd, zstd:LEVEL (1 to 22), centred, or your own module:Class" in said

@@ -75,7 +75,7 @@ def test_a_page_is_named_by_its_fingerprint_and_its_block() -> None:
     assert key == fingerprint + b"hash"
 
 
-def test_a_tail_begins_with_the_fingerprint_of_the_page_before_it() -> None:
+def test_a_tail_starts_with_the_fingerprint_of_the_previous_page() -> None:
     """So that whatever groups keys by fingerprint finds tails beside full pages."""
     parent = page_keys(BASE.digest(), [b"h" * 32])[0]
     assert tail_key(parent, [1], None)[:16] == BASE.digest()

@@ -52,7 +52,7 @@ def test_a_counter_that_was_started_is_reported_from_zero() -> None:
     assert counters.totals["would_have_saved_cpu"] == 7
 
 
-def test_a_counter_nobody_declared_is_an_error() -> None:
+def test_an_undeclared_counter_is_an_error() -> None:
     with pytest.raises(KeyError):
         Counters().add("pinz")
 

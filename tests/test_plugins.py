@@ -77,7 +77,7 @@ def test_what_cannot_be_used_is_told_with_what_to_write(name: str, said: str) ->
     assert said in str(raised.value)
 
 
-def test_a_module_that_fails_is_told_with_its_error(
+def test_a_failing_module_is_reported_with_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_greeter.py").write_text("1 / 0")

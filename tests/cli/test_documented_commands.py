@@ -102,7 +102,7 @@ def test_there_are_commands_in_the_documents() -> None:
 
 
 @pytest.mark.parametrize("command", documented())
-def test_its_parser_knows_the_command(command: str) -> None:
+def test_the_parser_accepts_the_command(command: str) -> None:
     matched = COMMAND.fullmatch(command)
     assert matched is not None
     try:

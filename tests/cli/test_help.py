@@ -49,7 +49,7 @@ def test_what_is_missing_is_called_as_in_the_help() -> None:
     assert "Missing argument 'PATH'" in said("store", "gc", code=2)
 
 
-def test_gc_looks_at_its_path_before_its_options(tmp_path: Path) -> None:
+def test_gc_checks_its_path_before_its_options(tmp_path: Path) -> None:
     """A missing folder is the more important error."""
     for options in ([], ["--all", "--older-than", 3], ["--fingerprint", "xyz"]):
         assert "does not exist" in said("store", "gc", tmp_path / "nowhere", *options, code=2)

@@ -343,7 +343,7 @@ def test_each_refusal_is_one_sentence(server: RouteServer) -> None:
     assert "control character" in sentence("restore", server.url, "n", "--token", "a\nb")
 
 
-def test_a_server_that_is_gone_is_told_of() -> None:
+def test_a_missing_server_is_reported() -> None:
     with RouteServer({}).running() as server:
         pass
     told = sentence("fork", server.url, "--job", "j", "--as", "k")

@@ -49,7 +49,7 @@ def test_ls_and_stat_agree_with_the_store(disk: Disk) -> None:
 
 
 @pytest.mark.parametrize(("error", "code"), [(FileNotFoundError, 0), (OSError, 1)])
-def test_ls_passes_over_a_segment_that_is_gone_and_names_one_that_cannot_be_read(
+def test_ls_skips_a_deleted_segment_and_names_an_unreadable_one(
     disk: Disk, monkeypatch: pytest.MonkeyPatch, error: type[OSError], code: int
 ) -> None:
     """A running server may delete a segment while the others are read."""
@@ -153,7 +153,7 @@ def test_a_damaged_page_is_not_exported_and_the_others_are(disk: Disk, tmp_path:
     assert page_key(4).hex() in reason
 
 
-def test_an_export_onto_a_full_disk_says_what_it_has_written(
+def test_an_export_to_a_full_disk_reports_what_it_has_written(
     disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk.fill(10)

@@ -57,7 +57,7 @@ def test_a_store_used_under_a_clock_that_was_not_set_is_of_no_age(
     assert run_json("gc", disk.root, "--all")["removed"] == [str(folder)]
 
 
-def test_gc_keeps_a_folder_with_something_of_somebody_else_in_it(disk: Disk) -> None:
+def test_gc_keeps_a_folder_with_foreign_files(disk: Disk) -> None:
     folder = disk.fill(10)
     (folder / "notes.txt").write_text("mine")
     assert "notes.txt" in run("gc", disk.root, "--all", code=1)

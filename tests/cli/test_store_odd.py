@@ -54,7 +54,7 @@ ODDITIES: list[Callable[[Path], Path]] = [no_lock, linked_fingerprint, linked_st
 
 
 @pytest.mark.parametrize("make_odd", ODDITIES)
-def test_one_odd_thing_is_named_and_the_rest_is_looked_at(
+def test_an_unusual_file_is_named_and_the_rest_is_examined(
     disk: Disk, tmp_path: Path, make_odd: Callable[[Path], Path]
 ) -> None:
     disk.fill(10)
@@ -95,7 +95,7 @@ def test_gc_deletes_the_others_and_follows_no_link(
     assert odd.lstat()
 
 
-def test_gc_keeps_a_store_with_a_pipe_in_it_and_says_so(disk: Disk) -> None:
+def test_gc_keeps_and_reports_a_store_with_a_pipe(disk: Disk) -> None:
     folder = disk.fill(10)
     odd = odd_segment(disk.root)
     found = run_json("gc", disk.root, "--all", code=1)
@@ -116,7 +116,7 @@ def test_a_probe_or_folder_that_is_a_link_is_not_left_over(disk: Disk, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["2024-11", "ab" * 16, "notes.txt"])
-def test_a_file_of_somebody_else_is_nobodys_business(disk: Disk, tmp_path: Path, name: str) -> None:
+def test_a_foreign_file_is_left_alone(disk: Disk, tmp_path: Path, name: str) -> None:
     disk.fill(10)
     (disk.root / name).write_text("notes")
     assert len(run_json("ls", disk.root)["stores"]) == 1
@@ -146,7 +146,7 @@ def test_a_folder_that_may_not_be_read_is_named(
 
 
 @pytest.mark.parametrize("lock", ["[" * 200_000, "[1]", "\0" * 100, '{"pid": 1}', ""])
-def test_a_lock_that_says_nothing_of_its_holder_stops_nobody(disk: Disk, lock: str) -> None:
+def test_a_lock_without_holder_information_is_harmless(disk: Disk, lock: str) -> None:
     folder = disk.fill(10)
     (folder / "lock").write_text(lock)
     (store,) = run_json("ls", disk.root)["stores"]

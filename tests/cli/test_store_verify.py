@@ -24,7 +24,7 @@ def test_a_healthy_store_verifies(disk: Disk, codec: str) -> None:
     assert "all good" in run("verify", disk.root)
 
 
-def test_a_store_in_use_verifies_and_goes_on(disk: Disk, live: SegmentStore) -> None:
+def test_a_store_in_use_can_be_verified(disk: Disk, live: SegmentStore) -> None:
     assert run_json("verify", disk.root)["pages"] == 20
     disk.put(live, *range(20, 30))
     assert run_json("verify", disk.root)["pages"] == 30

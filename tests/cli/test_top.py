@@ -37,7 +37,7 @@ def test_a_frame_is_printed_and_the_command_ends(
     assert set(server.tokens) == {"Bearer of the environment", "Bearer given"}
 
 
-def test_a_server_without_the_routes_is_told_of_in_a_sentence() -> None:
+def test_a_server_without_the_routes_is_reported_in_a_sentence() -> None:
     with RouteServer({}).running() as server:
         result = invoke(server.url, "--once")
     assert result.exit_code == 2
@@ -48,7 +48,7 @@ def test_a_server_without_the_routes_is_told_of_in_a_sentence() -> None:
     assert "check that the server runs" in result.stderr
 
 
-def test_an_address_that_is_none_is_told() -> None:
+def test_an_invalid_address_is_reported() -> None:
     result = invoke("file:///etc/passwd", "--once")
     assert result.exit_code == 2
     assert "http://HOST:8000" in result.stderr

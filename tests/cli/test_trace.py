@@ -90,7 +90,7 @@ def test_steps_are_summed_up_where_there_are_some(path: Path) -> None:
     assert line.split()[1:] == ["3.0", "MiB", "3.0", "MiB"]
 
 
-def test_a_line_among_the_steps_that_is_none_is_named(path: Path) -> None:
+def test_an_invalid_line_among_the_steps_is_named(path: Path) -> None:
     write_steps(path)
     with steps_of(path).open("a") as file:
         file.write('{"step": "first"}\n')
@@ -130,13 +130,13 @@ def test_one_jobs_story_in_sentences(path: Path) -> None:
     assert result.exit_code == 0, result.output
     first, second = result.stdout.splitlines()
     assert first.startswith("Turn 1 (j1.1) arrived at 2001-09-09 ")
-    assert first.endswith("The next turn came after 4 s.")
+    assert first.endswith("The next turn arrived after 4 s.")
     assert second.endswith("The client said that no turn follows.")
     told = json.loads(run(path, "--job", "j1", "--json").stdout)
     assert [" ".join(one) for one in told["turns"]] == [first, second]
 
 
-def test_lines_that_are_no_records_are_named_and_the_exit_code_says_so(path: Path) -> None:
+def test_invalid_lines_are_named_and_set_the_exit_code(path: Path) -> None:
     with path.open("a") as file:
         file.write('{"event": "turn", "t": 1.5}\n{"cut')
     result = run(path)
@@ -148,7 +148,7 @@ def test_lines_that_are_no_records_are_named_and_the_exit_code_says_so(path: Pat
     assert found["bad"][0].startswith(str(path))
 
 
-def test_mistakes_are_told_in_a_sentence(path: Path, tmp_path: Path) -> None:
+def test_mistakes_are_reported_in_a_sentence(path: Path, tmp_path: Path) -> None:
     for arguments, said in (
         ([tmp_path / "nowhere"], "there is no trace"),
         ([path, "--job", "nobody"], "has no finished turn of job 'nobody'"),

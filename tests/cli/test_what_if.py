@@ -52,9 +52,7 @@ def test_one_json_object_has_every_job(path: Path) -> None:
     assert found["what_if"]["mean_s"] == pytest.approx(mean_s)
 
 
-def test_lines_that_are_no_records_are_named_and_the_exit_code_says_so(
-    path: Path, tmp_path: Path
-) -> None:
+def test_invalid_lines_are_named_and_set_the_exit_code(path: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text(path.read_text() + "nothing\n")
     result = run(bad, "--what-if", "stock")
@@ -62,7 +60,7 @@ def test_lines_that_are_no_records_are_named_and_the_exit_code_says_so(
     assert "it is no JSON" in result.stderr
 
 
-def test_mistakes_are_told_in_a_sentence(path: Path, tmp_path: Path) -> None:
+def test_mistakes_are_reported_in_a_sentence(path: Path, tmp_path: Path) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text(f"{HEADER.to_line()}\n{record().to_line()}\n")
     for arguments, said in (

@@ -251,7 +251,7 @@ def test_without_cffi_there_is_an_encoder_still(monkeypatch: pytest.MonkeyPatch)
     assert zstandard.ZstdDecompressor().decompress(frame.tobytes()) == bytes(1000)
 
 
-def test_numba_is_imported_by_those_who_encode() -> None:
+def test_numba_is_imported_only_to_encode() -> None:
     """Its import takes longer than the rest of the core."""
     script = "import sys, tiered_kv.codecs.autotune; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

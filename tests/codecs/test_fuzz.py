@@ -101,7 +101,7 @@ def as_bytes(data: bytes) -> Bytes:
 
 @settings(max_examples=1500, deadline=None, derandomize=True)
 @given(data=st.data(), which=st.integers(0, len(CODECS) - 1))
-def test_damaged_pages_harm_nobody(data: st.DataObject, which: int) -> None:
+def test_damaged_pages_harm_no_request(data: st.DataObject, which: int) -> None:
     good = STORED[which]
     plane = as_bytes(data.draw(damaged(good.plane.tobytes())))
     frame = as_bytes(data.draw(damaged(good.frame.tobytes())))
@@ -127,7 +127,7 @@ def test_a_frame_of_a_longer_page_is_refused_by_its_header() -> None:
     assert f"{SIZE + 1} bytes instead of {SIZE}" in refusal(bytes(frame_of(bytes(SIZE + 1))))
 
 
-def test_a_frame_that_says_a_page_and_holds_64_mib_fills_no_more_than_a_page() -> None:
+def test_a_frame_with_64_mib_fills_no_more_than_a_page() -> None:
     bomb = frame_of(bytes(64 << 20))
     honest = frame_of(bytes(SIZE))
     window = bomb[5]

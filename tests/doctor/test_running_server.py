@@ -49,7 +49,7 @@ def test_a_server_at_work_is_well() -> None:
     assert found["tiers"].seen.startswith("800 pages in 1,000 slots")
 
 
-def test_a_server_that_is_only_observed_is_told() -> None:
+def test_observe_mode_is_reported() -> None:
     found = asked(metrics(**BUSY, would_have_saved_vram=5, would_have_saved_cpu=7))
     assert found["TIERED_KV_MODE"].seen.startswith("observe: 12 prompt tokens would not have been")
     assert "TIERED_KV_MODE" not in asked(metrics(**BUSY))
@@ -77,7 +77,7 @@ def test_a_connector_that_sees_no_turn_is_broken() -> None:
     assert (found.verdict.value, found.seen) == ("fail", "no turn of 12 answered requests")
 
 
-def test_a_connector_that_saves_nothing_is_told() -> None:
+def test_a_connector_that_saves_nothing_is_reported() -> None:
     assert asked(metrics(**{**BUSY, "pages_saved": 0}))["connector"].verdict.value == "warn"
     assert asked(metrics(**{**BUSY, "cpu_slots": 0}))["tiers"].verdict.value == "warn"
 
@@ -145,7 +145,7 @@ def test_counters_of_several_engines_add_up() -> None:
         "vllm:nan_total NaN",
     ],
 )
-def test_a_line_that_cannot_be_read_is_left_out_and_told(odd: str) -> None:
+def test_an_unreadable_line_is_skipped_and_reported(odd: str) -> None:
     page = metrics(**BUSY)
     lines = page.splitlines()
     found = asked("\n".join([*lines[:5], odd, *lines[5:], odd]))

@@ -90,6 +90,6 @@ def test_a_mount_is_judged_by_its_kind_and_options(mount: Mount, verdict: str, s
     assert mount.kind in found.seen
 
 
-def test_a_slow_disk_is_told() -> None:
+def test_a_slow_disk_is_reported() -> None:
     assert judge_speed(DiskSpeed(read=6.9e9, write=3e9)).seen == "reads 6.90 GB/s, writes 3.00 GB/s"
     assert judge_speed(DiskSpeed(read=0.1e9, write=0.1e9)).verdict.value == "warn"

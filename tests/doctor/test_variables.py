@@ -19,7 +19,7 @@ def test_settings_that_work_are_repeated() -> None:
     assert found["settings"].seen == "TIERED_KV_CODEC=zstd:3, TIERED_KV_CPU_GIB=8"
 
 
-def test_all_that_is_wrong_is_told_at_once() -> None:
+def test_all_errors_are_reported_together() -> None:
     """The server stops at the first error."""
     env = {
         "TIERED_KV_CPU_GIB": "lots",

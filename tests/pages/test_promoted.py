@@ -16,7 +16,7 @@ def test_what_is_restored_was_used_once_and_what_goes_before_was_wasted() -> Non
     assert (pages.used_bytes, pages.wasted_bytes) == (10, 10)
 
 
-def test_a_page_that_comes_up_again_counts_again() -> None:
+def test_a_page_promoted_again_counts_again() -> None:
     pages = PromotedPages()
     for _ in range(3):
         pages.came_up([A], 10)

@@ -24,7 +24,7 @@ def test_pages_are_there_until_discarded() -> None:
     assert len(index) == 0
 
 
-def test_a_page_was_used_once_somebody_used_it_after_it_was_written() -> None:
+def test_a_page_counts_as_used_if_it_was_used_after_it_was_written() -> None:
     index = full()
     index.touch([KEYS[1], KEYS[6], PageKey(b"never there")])
     assert [key for key in KEYS if index.was_used(key)] == [KEYS[1], KEYS[6]]

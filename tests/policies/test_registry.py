@@ -70,9 +70,7 @@ def test_an_eviction_rule_that_cannot_be_used_is_refused() -> None:
     ("wrong", "close"),
     [("ocupancy", "occupancy"), ("continuum_fixed", "continuum-fixed"), ("LRU", None)],
 )
-def test_a_name_that_is_none_is_answered_with_the_ones_that_are(
-    wrong: str, close: str | None
-) -> None:
+def test_an_unknown_name_is_answered_with_the_valid_ones(wrong: str, close: str | None) -> None:
     with pytest.raises(ConfigError) as raised:
         policy(wrong)
     said = str(raised.value)

@@ -66,7 +66,7 @@ def test_a_job_that_may_well_be_gone_is_not_brought_back() -> None:
     assert (made.tier, made.back_s) == (Tier.STORE, None)
 
 
-def test_a_return_sooner_than_a_way_up_starts_at_once() -> None:
+def test_a_return_earlier_than_a_promotion_takes_starts_immediately() -> None:
     soon = forecast_of({1.0: 0.3, 500.0: 0.7})
     made = choose(TURN, soon, Costs(recompute_s=10, cpu_s=0.01, tiers_s={SSD: 5}, cpu_stay_s=60))
     assert (made.tier, made.back_s) == (Tier.STORE, 0.0)

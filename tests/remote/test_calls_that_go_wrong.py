@@ -91,7 +91,7 @@ def test_a_read_that_was_left_in_the_middle_leaves_nothing_for_the_next_one(
     store.close()
 
 
-def test_a_connection_that_the_server_closed_meanwhile_is_made_anew(server: ValkeyServer) -> None:
+def test_a_connection_closed_by_the_server_is_reopened(server: ValkeyServer) -> None:
     store, (a,) = filled(server, "a")
     server.talk(b"CLIENT", b"KILL", b"TYPE", b"normal", b"SKIPME", b"yes")
     assert store.exists([a], soon()) == [HIT]
@@ -395,7 +395,7 @@ def test_a_replica_is_read_and_takes_writes_once_it_is_promoted(make_server: Mak
     theirs.close()
 
 
-def test_a_user_who_may_not_ping_is_let_in(server: ValkeyServer) -> None:
+def test_a_user_without_ping_permission_is_accepted(server: ValkeyServer) -> None:
     server.talk(b"ACL", b"SETUSER", b"agent", b"on", b">pw", b"~*", b"-@all", b"+get", b"+set")
     (a,), store = keys("a"), ValkeyStore(parse_address(f"valkey://agent:pw@{server.server}"))
     store.check(soon())

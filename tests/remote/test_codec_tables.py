@@ -54,7 +54,7 @@ def put_trained(pages: RemotePages) -> Codec:
     return codec
 
 
-def test_a_table_is_put_again_when_it_is_gone(tmp_path: Path) -> None:
+def test_an_evicted_table_is_put_again(tmp_path: Path) -> None:
     """A folder deletes its oldest values for new ones."""
     ours, at = open_pages(tmp_path, "centred", gib=0.001), 100
     put_trained(ours)

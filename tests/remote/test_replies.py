@@ -67,7 +67,7 @@ def test_a_value_that_is_not_there_has_no_bytes() -> None:
     assert replies.number() == 7
 
 
-def test_an_error_is_told_in_the_servers_words() -> None:
+def test_an_error_is_reported_in_the_servers_words() -> None:
     replies = Replies(Pieces(b"-OOM command not allowed\r\n+OK\r\n"))
     with pytest.raises(ServerError, match="OOM command not allowed"):
         replies.status()

@@ -74,7 +74,7 @@ def test_a_value_of_another_kind_is_bad_and_the_others_are_good(
     assert read(store, names) == {0: b"value", 1: BAD, 2: b"value"}
 
 
-def test_a_full_server_says_so(make_server: MakeServer) -> None:
+def test_a_full_server_refuses_writes(make_server: MakeServer) -> None:
     server = make_server(most="3mb", eviction="noeviction")
     store = ValkeyStore(server.address)
     names = keys(*(f"key {at}" for at in range(40)))
@@ -132,7 +132,7 @@ def test_a_short_call_that_is_late_leaves_the_next_one_free(
     assert store.exists(keys("a"), soon()) == [HIT]
 
 
-def test_a_server_that_says_a_byte_now_and_then_is_late() -> None:
+def test_a_server_that_sends_single_bytes_slowly_is_late() -> None:
     over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -157,7 +157,7 @@ def test_a_server_that_says_a_byte_now_and_then_is_late() -> None:
             server.join()
 
 
-def test_a_late_value_is_not_taken_for_another(store: ValkeyStore, server: ValkeyServer) -> None:
+def test_a_late_value_is_not_mistaken_for_another(store: ValkeyStore, server: ValkeyServer) -> None:
     """The answer to a call that was given up must not answer the next one."""
     put(store, keys("a"), b"old")
     put(store, keys("b"), b"new")
@@ -171,7 +171,7 @@ def test_a_late_value_is_not_taken_for_another(store: ValkeyStore, server: Valke
     assert found == {0: b"new"}
 
 
-def test_a_deadline_that_is_over_blames_nobody(store: ValkeyStore) -> None:
+def test_an_expired_deadline_counts_as_no_failure(store: ValkeyStore) -> None:
     put(store, keys("a"), b"value")
     assert store.exists(keys("a"), time.monotonic() - 1) == [DOWN]
     assert store.exists(keys("a"), soon()) == [HIT]

@@ -19,7 +19,7 @@ from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.transfer.base import Direction
 
 
-def test_a_turn_comes_back_from_cpu_memory_and_says_the_same(make_rig: MakeRig) -> None:
+def test_a_turn_restored_from_cpu_memory_gives_the_same_answer(make_rig: MakeRig) -> None:
     rig = make_rig(ahead=True)
     prompt = text(300, seed=1)
     said = rig.ask("first", prompt, max_tokens=40)

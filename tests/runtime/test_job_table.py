@@ -80,7 +80,7 @@ def test_the_job_not_heard_of_for_longest_is_forgotten_when_there_are_too_many(
     assert again.turns == 1, "it was forgotten"
 
 
-def test_a_job_that_begins_anew_is_the_youngest() -> None:
+def test_a_job_that_starts_again_is_the_youngest() -> None:
     table = JobTable()
     first = table.turn_arrived(JobKey("", "first"), "r1", 0.0, blocks=1)
     table.turn_arrived(JobKey("", "second"), "r2", 1.0, blocks=1)

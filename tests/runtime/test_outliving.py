@@ -64,7 +64,7 @@ def test_the_next_engine_finds_the_contexts_of_one_that_was_killed(tmp_path: Pat
         second.check_clean()
 
 
-def test_a_clean_stop_keeps_the_file_only_if_it_is_told_to(tmp_path: Path) -> None:
+def test_a_clean_stop_keeps_the_file_only_if_configured(tmp_path: Path) -> None:
     prompt = text(300, seed=1)
     for keep, found in ((True, 0), (False, 299), (False, 0)):
         with rig(tmp_path, keep=keep) as one:
@@ -143,7 +143,7 @@ def test_the_end_of_a_turn_that_fills_no_block_is_found_too(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_job_goes_on_where_it_was(tmp_path: Path, named: bool) -> None:
+def test_a_job_continues_where_it_was(tmp_path: Path, named: bool) -> None:
     def job(name: str) -> dict[str, str] | None:
         return {"job_id": name} if named else None
 

@@ -117,7 +117,7 @@ WRONG: list[dict[str, object]] = [
         *(json.dumps({**GOOD, **wrong}).encode() for wrong in WRONG),
     ],
 )
-def test_a_file_that_cannot_be_used_is_said_once_and_replaced(
+def test_an_unusable_file_is_reported_once_and_replaced(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "policy-counting.json"

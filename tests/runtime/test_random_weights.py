@@ -123,9 +123,7 @@ def play_resets(folder: Path, seed: int) -> Mapping[str, int]:
 
 
 @pytest.mark.scripts(50, nightly=4_000)
-def test_nothing_that_begins_after_a_reset_sees_what_was_before(
-    tmp_path: Path, seeds: range
-) -> None:
+def test_no_request_after_a_reset_uses_earlier_kv(tmp_path: Path, seeds: range) -> None:
     play_each(tmp_path, seeds, play_resets)
 
 

@@ -127,7 +127,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_number_of_gpus(tmp_path: 
     assert planned(tmp_path, QWEN3_NEXT_80B, ranks=4).tiers[0].contexts > 1
 
 
-def test_a_context_that_is_too_long_is_told(tmp_path: Path) -> None:
+def test_a_context_that_is_too_long_is_reported(tmp_path: Path) -> None:
     plan = planned(tmp_path, context=200_000, gpu="rtx4090-24")
     assert "The model's contexts end at 131,072 tokens." in plan.notes
     assert any("does not fit into VRAM" in note for note in plan.notes)

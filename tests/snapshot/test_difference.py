@@ -52,7 +52,7 @@ def test_fields_are_told_by_their_names() -> None:
     }
 
 
-def test_a_salt_is_not_told() -> None:
+def test_a_salt_is_not_revealed() -> None:
     found = difference(WHOLE, replace(WHOLE, cache_salt="secret"))
     assert found.fields == {"cache_salt": ("a salt", "another salt")}
     found = difference(WHOLE, replace(WHOLE, cache_salt=None))

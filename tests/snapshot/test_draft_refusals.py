@@ -90,7 +90,7 @@ def seal_refusal(draft: SnapshotDraft, manifest: Manifest) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_has_not_finished_is_waited_for_by_nobody(tmp_path: Path) -> None:
+def test_an_unfinished_rank_delays_nothing(tmp_path: Path) -> None:
     manifest = outline(PLAIN, ranks=2)
     draft = SnapshotDraft.begin(tmp_path, "one")
     written(draft.folder, manifest, 0).finish()

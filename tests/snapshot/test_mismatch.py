@@ -91,7 +91,7 @@ DIFFERENCES: dict[str, tuple[EngineIdentity, str, str]] = {
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
-def test_a_difference_is_told_with_what_is_needed(what: str) -> None:
+def test_a_difference_is_reported_with_the_required_value(what: str) -> None:
     engine, told, needed = DIFFERENCES[what]
     found = mismatches(MANIFEST, engine)
     assert found
@@ -109,7 +109,7 @@ def test_many_settings_are_counted() -> None:
     assert "and 18 more" in found
 
 
-def test_every_difference_is_told_at_once() -> None:
+def test_all_differences_are_reported_together() -> None:
     engine = EngineIdentity(1, 32, "0.30.0", (replace(GROUPS[0], index=3, block_size=8),))
     assert len(mismatches(MANIFEST, engine)) == 4
     engine = replace(engine, groups=(replace(GROUPS[0], index=3, block_size=8), GROUPS[1]))

@@ -326,7 +326,7 @@ def test_the_codec_is_trained_on_the_first_pages_and_then_stays() -> None:
         assert all(pool.whole(8 * bundle, range(8 * bundle, 8 * bundle + 8)))
 
 
-def test_pages_are_encoded_as_somebody_else_does_once_that_is_known() -> None:
+def test_pages_are_encoded_like_the_peer_once_its_codec_is_known() -> None:
     pool = Pool(CentredCodec(BF16), 40)
     other: Any = Counted(CentredCodec(BF16).trained([]))
     known: list[Any] = [None]

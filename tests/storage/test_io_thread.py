@@ -98,7 +98,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     made.io.close()
 
 
-def test_a_page_goes_down_and_comes_up_in_another_slot(bench: Bench) -> None:
+def test_a_page_is_demoted_and_promoted_into_another_slot(bench: Bench) -> None:
     down = bench.demote(range(3))
     assert bench.reports()[down.order_id].failed == frozenset()
 
@@ -236,7 +236,7 @@ def test_a_page_that_is_not_there_is_reported_as_failed(bench: Bench) -> None:
     assert bench.reports()[up.order_id].failed == {1}
 
 
-def test_an_order_waits_for_its_time_and_then_needs_nobody(bench: Bench) -> None:
+def test_an_order_waits_until_it_is_due_and_then_runs_by_itself(bench: Bench) -> None:
     bench.demote(range(3))
     bench.reports()
     up = bench.promote(range(3), into=range(50, 53), due=200.0)
@@ -387,7 +387,7 @@ def test_a_last_flush_goes_in_groups_once_it_is_known_to_be_fast(
     assert [n for _, n in bench.store.log] == [2, GROUP, GROUP, GROUP, 2]
 
 
-def test_a_store_nobody_will_find_again_is_emptied(bench: Bench) -> None:
+def test_a_store_that_no_later_engine_can_use_is_emptied(bench: Bench) -> None:
     bench.demote(range(2))
     bench.reports()
     bench.io.close(discard=True)

@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_be_used_is_done_without(tmp_path: Path) -> None:
     made.close()
 
 
-def test_hugetlbfs_takes_no_notes_and_the_operator_is_told_once(
+def test_hugetlbfs_cannot_hold_jobs_which_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert folder_for_notes(tmp_path / "disk") == tmp_path / "disk"

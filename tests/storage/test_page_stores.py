@@ -77,7 +77,7 @@ def test_wrong_bytes_are_told_from_a_page_and_never_reach_the_slot(pages: Pages)
     assert np.array_equal(wanted[0][1], page_bytes(KEYS[0]))
 
 
-def test_a_late_answer_is_none(pages: Pages) -> None:
+def test_a_late_answer_is_ignored(pages: Pages) -> None:
     store = FaultyStore(pages, latency_s=60.0, timeout_s=0.01)
     began = time.monotonic()
     assert store.exists(KEYS, 0.01) == frozenset(range(4))

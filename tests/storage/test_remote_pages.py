@@ -404,7 +404,7 @@ def test_a_server_that_takes_no_writes_is_read_and_what_it_refuses_is_counted(
         pages.close()
 
 
-def test_a_server_that_lets_nobody_in_ends_the_start(tmp_path: Path) -> None:
+def test_a_server_that_rejects_the_login_stops_the_startup(tmp_path: Path) -> None:
     with ValkeyServer(tmp_path, password="hunter2") as server:
         env = {"TIERED_KV_REMOTE": server.url, "TIERED_KV_REMOTE_PASSWORD": "wrong"}
         tier = RemoteTier(load_config(env))

@@ -21,7 +21,7 @@ def test_the_growth_is_over_the_last_minute() -> None:
         assert grown == Growth(min(second, WINDOW_S), {"turns": 3 * min(second, int(WINDOW_S))})
 
 
-def test_a_server_that_was_started_anew_has_not_shrunk() -> None:
+def test_a_restarted_server_has_not_shrunk() -> None:
     flow = Flow()
     flow.add(at(0, 100))
     assert flow.add(at(5, 1)) is None

@@ -69,7 +69,7 @@ def test_jobs_that_come_and_go_are_seen_within_a_round() -> None:
     assert sweep.jobs() == tuple(server.jobs[at] for at in sorted(server.jobs))
 
 
-def test_a_server_that_was_started_anew_leaves_no_job_behind() -> None:
+def test_a_restarted_server_leaves_no_old_jobs() -> None:
     old, new = Server(*range(1, 36)), Server(1, 2)
     now = old
     sweep = JobSweep(lambda after: now.page(after))

@@ -42,7 +42,7 @@ def test_a_frame_fills_the_terminal_and_never_wraps(width: int, height: int, uni
         assert {cell_len(line) for line in lines} <= set(range(width + 1))
 
 
-def test_a_new_server_is_empty_and_says_so() -> None:
+def test_a_new_server_is_shown_as_empty() -> None:
     lines = shown(server(engines=(new_engine(),)), 120, 30)
     assert "running 0% pinned 0% cached 0% free 100% of 57.0 GiB" in lines[1]
     assert lines[1].count("·") > 30
@@ -66,7 +66,7 @@ def test_bars_are_as_long_as_what_they_stand_for() -> None:
     assert vram.count("#") > 2 * vram.count("=") > 0
 
 
-def test_a_job_s_row_says_where_its_kv_is_and_until_when() -> None:
+def test_a_row_shows_where_the_job_s_kv_is_and_until_when() -> None:
     lines = shown(server(job(), HELD, AWAY), 200, 30)
     pinned = "job-1 waiting VRAM pin 28 s in 3.0 s 2.0 s 12.3k 3 fast: VRAM - 5.0 s, 30 s"
     assert row(lines, "job-1") == pinned
@@ -167,7 +167,7 @@ def test_failures_are_named() -> None:
     assert not [line for line in shown(server(job()), 100, 30) if "failures" in line]
 
 
-def test_jobs_that_were_not_looked_at_yet_are_told() -> None:
+def test_jobs_not_yet_read_are_shown() -> None:
     part = replace(server(job()), whole=False)
     assert shown(part, 100, 30)[-1].startswith("1-1 of 1 seen, 12 known ")
 

@@ -104,7 +104,7 @@ def test_what_counters_have_grown_by_is_told_from_the_second_look_on(
     assert grown.counters["turns"] == 1 == seen.total.counters["turns"] - before["turns"]
 
 
-def test_each_refusal_is_a_sentence_that_says_what_to_do() -> None:
+def test_each_refusal_names_what_to_do() -> None:
     with RouteServer({}).running() as server:
         assert said(server) == NO_ROUTES
         server.answers[STATUS] = refusal(401, "These routes need the token.")
@@ -153,7 +153,7 @@ def test_a_token_that_cannot_be_one_is_not_shown() -> None:
     assert str(caught.value) == ODD_TOKEN
 
 
-def test_a_server_that_is_gone_is_told_of_with_what_was_seen_before(
+def test_a_missing_server_is_reported_with_its_last_state(
     make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = record(monkeypatch, busy_rig(make_rig, tmp_path))

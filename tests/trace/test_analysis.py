@@ -113,7 +113,7 @@ def test_what_was_found_saved_its_share_of_computing_the_context() -> None:
     assert prompts.prefill_saved_s == pytest.approx(7.0)
 
 
-def test_pages_that_nobody_used_are_waste() -> None:
+def test_unused_pages_are_waste() -> None:
     moves = PageMoves(promoted=10, promoted_bytes=10 << 20, used=6, ahead=2, demoted=3)
     found = analyze(of(turn("a", 1, 0.0, pages=moves), turn("b", 1, 0.0, pages=PageMoves(used=3))))
     assert found.promotions.pages == 12
@@ -122,7 +122,7 @@ def test_pages_that_nobody_used_are_waste() -> None:
     assert found.demoted == 3
 
 
-def test_pins_are_told_by_how_they_ended() -> None:
+def test_pins_are_shown_by_their_end() -> None:
     ends = [(PinEnd.RETURNED, 1.0), (PinEnd.RETURNED, 3.0), (PinEnd.EXPIRED, 8.0)]
     pins = [PinStory(4, held_s, end) for end, held_s in ends]
     found = analyze(
@@ -166,7 +166,7 @@ def test_forecasts_are_calibrated_if_half_of_the_gaps_are_below_their_median() -
     assert (made.decisions.below_q50, made.decisions.below_q90) == (1 / 4, 3 / 4)
 
 
-def test_decisions_are_told_by_tool_and_by_class() -> None:
+def test_decisions_are_shown_by_tool_and_by_class() -> None:
     tools = [("bash", "ls"), ("bash", "pytest"), ("search",), ()]
     turns = [
         turn("a", n, n, tool=tool, decision=PricedDecision("cpu", kind), gap=returned(n))
@@ -185,7 +185,7 @@ def test_decisions_are_told_by_tool_and_by_class() -> None:
     }
 
 
-def test_rare_tools_are_told_together() -> None:
+def test_rare_tools_are_shown_together() -> None:
     names = [f"tool-{n}" for n in range(MOST_TOOLS + 5)] + ["tool-0"]
     turns = [turn("a", n, n, tool=(name,), gap=returned(1.0)) for n, name in enumerate(names, 1)]
     by_tool = analyze(of(*turns)).by_tool

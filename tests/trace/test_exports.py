@@ -56,7 +56,7 @@ def test_a_turn_and_its_gap_are_slices_of_its_jobs_track() -> None:
     ]
 
 
-def test_jobs_have_a_track_each_and_another_one_for_turns_at_once() -> None:
+def test_each_job_has_a_track_and_another_one_for_concurrent_turns() -> None:
     turns = [
         turn(1, 0.0),
         turn(2, 10.0),

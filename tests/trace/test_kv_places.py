@@ -92,7 +92,7 @@ def test_kv_lies_where_most_of_it_is_found(tokens: TurnTokens, place: Place) -> 
         ("of another policy", Place.UNKNOWN),
     ],
 )
-def test_kv_that_nobody_came_back_for_lies_where_it_was_to_wait(tier: str, place: Place) -> None:
+def test_kv_of_a_job_that_never_returned_is_where_it_was_placed(tier: str, place: Place) -> None:
     gap = GapStory(StoryEnd.GIVEN_UP, 6.0)
     assert lain(turn(1, 0.0, gap=gap, decision=PricedDecision(tier))) == [(place, 4.0, 10.0)]
 

@@ -121,7 +121,7 @@ def test_the_time_between_two_engines_counts_for_neither() -> None:
     assert found.levels["running"].mean == 2.0
 
 
-def test_replicas_are_told_apart() -> None:
+def test_replicas_are_distinguished() -> None:
     one = [step(1, 0.0, running=1), step(2, 2.0)]
     other = [step(5, 1.0, running=3, replica=1), step(6, 3.0, replica=1)]
     found = step_figures([one[0], other[0], one[1], other[1]])

@@ -76,7 +76,7 @@ def test_a_gap_between_the_files_is_closed(file: TraceFile, path: Path) -> None:
     assert requests_of(path)[-1] == "r99"
 
 
-def test_a_file_that_somebody_deleted_or_moved_is_begun_anew(file: TraceFile, path: Path) -> None:
+def test_a_deleted_or_moved_file_is_recreated(file: TraceFile, path: Path) -> None:
     file.append([line(0)])
     path.rename(path.with_name("kept"))
     file.append([line(1)])

@@ -201,7 +201,9 @@ def test_what_is_not_in_a_trace_is_not_on_its_page(tmp_path: Path) -> None:
     assert "This trace holds no turn whose story is over." in empty.texts
 
 
-def test_mistakes_are_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_reported_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "report.html"
     result = run("report", tmp_path / "nowhere", "-o", out)
     assert (result.exit_code, "there is no trace" in result.stderr) == (2, True)

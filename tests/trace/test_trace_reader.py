@@ -181,7 +181,7 @@ def test_a_policy_may_decide_anything(path: Path) -> None:
     assert (one.decision.benefit_s, one.decision.q50_s) == (-3.5, -1.0)
 
 
-def test_a_header_of_no_size_is_none(path: Path) -> None:
+def test_a_header_without_a_size_is_refused(path: Path) -> None:
     found = {**json.loads(HEADER.to_line()), "block_size": -16}
     path.write_text(f"{json.dumps(found)}\n{record(0).to_line()}\n")
     reader = TraceReader(path)

@@ -99,7 +99,7 @@ def test_records_are_dropped_and_counted_when_the_disk_does_not_keep_up(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-def test_a_full_disk_is_counted_said_once_and_survived(
+def test_a_full_disk_is_counted_logged_once_and_survived(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended_badly: list[object] = []

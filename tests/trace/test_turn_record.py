@@ -76,7 +76,7 @@ def test_a_time_that_never_came_is_not_one_that_came_at_once() -> None:
     assert read(at_once.to_line()).times.admitted_s == 0.0
 
 
-def test_numbers_that_are_none_are_left_out() -> None:
+def test_invalid_numbers_are_left_out() -> None:
     odd = record(decision=PricedDecision("cpu", benefit_s=float("nan"), q90_s=float("inf")))
     assert read(odd.to_line()).decision == PricedDecision("cpu")
 

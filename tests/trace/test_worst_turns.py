@@ -63,7 +63,7 @@ def test_reasons_come_by_what_they_took_and_small_ones_are_left_out() -> None:
     ]
 
 
-def test_kv_that_was_lost_is_told_with_the_gap_before() -> None:
+def test_lost_kv_is_traced_with_the_gap_before() -> None:
     gap = GapStory(StoryEnd.RETURNED, 42.0)
     before = record(turn=1, gap=gap, pin=PinStory(4, 5.0, PinEnd.PRESSURE))
     after = waited(

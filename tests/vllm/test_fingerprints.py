@@ -52,7 +52,9 @@ def digested(fingerprints: Fingerprints, request: Any) -> bytes | None:
     return fingerprints.of(request, CONTEXT)
 
 
-def test_adapters_are_told_apart_by_their_files(fingerprints: Fingerprints, tmp_path: Path) -> None:
+def test_adapters_are_distinguished_by_their_files(
+    fingerprints: Fingerprints, tmp_path: Path
+) -> None:
     found = set()
     for number, weights in enumerate([b"one", b"two"]):
         folder = tmp_path / str(number)
@@ -220,7 +222,7 @@ def test_weights_that_were_not_loaded_from_their_files_are_not_told_by_them(
     assert (one == other) is found
 
 
-def test_a_model_whose_weights_lie_elsewhere_is_not_told_by_its_configuration(
+def test_a_model_with_weights_elsewhere_is_not_identified_by_its_configuration(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
     """As of one in object storage: what was trained further has the same configuration."""

@@ -171,7 +171,7 @@ def test_codex_names_its_session_as_the_key_of_its_prompts() -> None:
     assert session(RESPONSES, prompt_cache_key=SESSION) == SESSION
 
 
-def test_a_session_beside_the_messages_is_the_session() -> None:
+def test_a_session_next_to_the_messages_is_used() -> None:
     """vLLM reads the field on its other paths itself, and has the last word there."""
     assert session(MESSAGES, session_id="s", metadata={"user_id": CLAUDE_CODE}) == "s"
     assert session(MESSAGES, session_id="s", kv_transfer_params={"session_id": "in"}) == "in"

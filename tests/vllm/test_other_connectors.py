@@ -117,7 +117,7 @@ def rig(request: pytest.FixtureRequest, make_rig: MakeRig) -> Rig:
     return make_rig(around=inside(other("Producer"), last=request.param))
 
 
-def test_pages_are_saved_and_restored_beside_a_producer(rig: Rig) -> None:
+def test_pages_are_saved_and_restored_next_to_a_producer(rig: Rig) -> None:
     prompt = text(200, seed=1)
     assert rig.ask("one", prompt) == expected(prompt, 4)
     rig.now += 10
@@ -127,13 +127,13 @@ def test_pages_are_saved_and_restored_beside_a_producer(rig: Rig) -> None:
     rig.check_clean()
 
 
-def test_our_handshake_arrives_beside_a_producer(rig: Rig) -> None:
+def test_the_handshake_arrives_next_to_a_producer(rig: Rig) -> None:
     said = rig.worker.get_handshake_metadata()
     assert said.handshake == rig.worker_half.handshake()
     assert rig.pages.book.bandwidth == said.handshake.speeds.copy
 
 
-def test_a_restore_that_fails_beside_a_producer_is_computed(rig: Rig) -> None:
+def test_a_failed_restore_is_recomputed_next_to_a_producer(rig: Rig) -> None:
     prompt = text(200, seed=1)
     rig.ask("one", prompt)
     rig.now += 10

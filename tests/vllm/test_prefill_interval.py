@@ -51,7 +51,7 @@ def steps_until(rig: Rig, request_id: str) -> int:
 
 
 @in_job_order
-def test_a_turn_that_waits_for_its_step_costs_nobody_a_pin(
+def test_a_turn_that_waits_for_its_step_releases_no_pin(
     make_rig: MakeRig, in_job_order: bool
 ) -> None:
     rig = make_rig(blocks=96, max_model_len=512, in_job_order=in_job_order, configure=hold)

@@ -32,7 +32,7 @@ def run_json(*arguments: object, code: int = 0) -> dict[str, Any]:
     return found
 
 
-def test_ls_tells_what_a_file_holds_and_who_has_it(tmp_path: Path) -> None:
+def test_ls_shows_the_contents_and_the_owner_of_a_file(tmp_path: Path) -> None:
     memory = open_in(tmp_path, rank=1, ranks=2)
     for slot in range(3):
         save(memory, slot, time.time_ns() - 5 * 10**9)
@@ -99,7 +99,7 @@ def test_a_file_that_cannot_be_used_is_listed_with_the_reason(tmp_path: Path) ->
     assert "instead of" in run("ls", tmp_path)
 
 
-def test_a_folder_that_is_none_is_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported_in_one_sentence(tmp_path: Path) -> None:
     assert run_json("ls", tmp_path)["files"] == []
     for command in ("ls", "gc"):
         assert "TIERED_KV_CPU_PATH" in run(command, tmp_path / "none", code=2)

@@ -53,7 +53,7 @@ def test_a_model_is_restored_bit_for_bit(model: TinyModel, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["granite4", "qwen3_next"])
-def test_a_recurrent_model_goes_on_behind_a_local_prefix_and_a_restored_tail(
+def test_a_recurrent_model_continues_after_a_local_prefix_and_a_restored_tail(
     tmp_path: Path, name: str
 ) -> None:
     """Mamba 2 and a gated delta net. A state covers every token before it; reports on other

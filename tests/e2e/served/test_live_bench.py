@@ -53,7 +53,7 @@ def test_a_pin_is_verified_on_a_server_that_runs(server: VllmServer, client: htt
 
 
 @pytest.mark.nightly
-def test_a_server_equals_itself_and_is_told_apart_from_itself_behind_a_slower_proxy(
+def test_a_server_equals_itself_and_differs_from_itself_behind_a_slower_proxy(
     server: VllmServer, tmp_path: Path
 ) -> None:
     """Its interval contains zero and is at most 5% to either side; with every answer 10% later, it

@@ -105,7 +105,7 @@ def test_the_trace_explains_every_prompt(server: VllmServer, forced: tuple[JobDo
     assert [sum(turn.sources.values()) for turn in turns] == [turn.prompt_tokens for turn in turns]
 
 
-def test_bad_tokens_are_refused_or_ignored_and_disturb_nobody(
+def test_invalid_tokens_are_refused_or_ignored_and_disturb_no_request(
     client: httpx.Client, server: VllmServer, jobs: list[Job]
 ) -> None:
     for bad in ("1,2", [1, "2"], [1.5], [-1]):

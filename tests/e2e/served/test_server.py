@@ -96,7 +96,7 @@ BAD: list[Any] = [
 ]
 
 
-def test_bad_hints_do_not_disturb_anybody(client: httpx.Client, server: VllmServer) -> None:
+def test_invalid_hints_disturb_no_request(client: httpx.Client, server: VllmServer) -> None:
     ignored = count(client, "hints_ignored")
     for hints in BAD:
         assert ask(client, [1, 2, 3], kv_transfer_params=hints)["choices"]
@@ -112,7 +112,7 @@ def test_two_turns_of_a_job_at_once_are_served(client: httpx.Client) -> None:
     ask(client, [7, 8, 9], **job("twice", last=True))
 
 
-def test_a_chat_answer_says_where_its_prompt_came_from(client: httpx.Client) -> None:
+def test_a_chat_answer_reports_the_sources_of_its_prompt(client: httpx.Client) -> None:
     body = {
         "model": MODEL_NAME,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],

@@ -74,7 +74,7 @@ def test_an_answer_without_a_job_is_streamed_as_ever(client: httpx.Client, path:
     assert reports(events(client, path, BODIES[path])) == []
 
 
-def test_openai_s_client_reads_it_beside_the_rest(server: VllmServer) -> None:
+def test_openai_s_client_reads_it_with_the_rest(server: VllmServer) -> None:
     body = BODIES["/v1/chat/completions"]
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE_S) as made:
         whole = made.chat.completions.create(

@@ -29,7 +29,7 @@ def test_how_long_a_turn_waits(waited_s: float, idle: bool, waits: bool) -> None
     assert may_wait(waited_s, 60.0, idle=idle) is waits
 
 
-def test_a_held_turn_is_looked_at_again_when_something_changed_or_after_a_while() -> None:
+def test_a_held_turn_is_reconsidered_after_a_change_or_an_interval() -> None:
     assert is_settled(0.0, changed=False)
     assert not is_settled(0.0, changed=True)
     assert not is_settled(LOOK_EVERY_S, changed=False)

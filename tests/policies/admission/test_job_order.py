@@ -12,7 +12,7 @@ from tiered_kv.policies.admission.job_order import (
 OLD, YOUNG = QueuePosition(1.0, 9.0), QueuePosition(5.0, 6.0)
 
 
-def test_jobs_that_have_started_are_let_in_before_new_ones() -> None:
+def test_started_jobs_are_admitted_before_new_ones() -> None:
     new, newer = QueuePosition(0.5, 2.0, new=True), QueuePosition(0.1, 3.0, new=True)
     assert sorted([newer, new, YOUNG, OLD], key=parked_rank) == [OLD, YOUNG, new, newer]
 

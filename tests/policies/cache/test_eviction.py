@@ -59,7 +59,7 @@ TestLeastRecentlyUsed = LeastRecentlyUsedMachine.TestCase
 TestLeastRecentlyUsed.settings = settings(max_examples=50, stateful_step_count=30)
 
 
-def test_pages_nobody_added_cannot_be_removed() -> None:
+def test_pages_that_were_not_added_cannot_be_removed() -> None:
     with pytest.raises(KeyError):
         LeastRecentlyUsed().removed(KEYS[0])
 
@@ -210,7 +210,7 @@ def test_a_job_whose_next_turn_waits_for_its_turn_keeps_its_pages() -> None:
     assert pool.ranked() == [B, A], "its forecast is of no more use"
 
 
-def test_a_page_nobody_waits_for_loses_half_its_worth_every_half_minute() -> None:
+def test_a_page_that_no_job_waits_for_loses_half_its_worth_every_half_minute() -> None:
     pool = Pool(A, B)
     pool.waits("job", [B], Forecast(np.minimum(GRID / 600, 1.0)), page_s=1.0)
     assert pool.ranked() == [B, A], "it was just used"

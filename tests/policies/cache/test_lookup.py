@@ -22,7 +22,7 @@ def test_a_store_that_lacks_the_beginning_is_not_asked_for_the_rest() -> None:
 
 
 @given(st.integers(0, 5), st.integers(0, 10_000))
-def test_nobody_is_asked_for_what_is_known_or_more_than_twice(lookups: int, unknown: int) -> None:
+def test_no_store_is_queried_for_known_pages_or_more_than_twice(lookups: int, unknown: int) -> None:
     asked = pages_asked(lookups, unknown)
     assert 0 <= asked <= unknown
     assert asked > 0 or not unknown or lookups >= LOOKUPS

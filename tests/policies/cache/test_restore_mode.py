@@ -24,7 +24,7 @@ def choose(copy_s: float, step_s: float, others: int) -> RestoreMode:
     return FasterRestore().choose(RestoreCost(copy_s, step_s, others))
 
 
-def test_alone_there_is_nobody_to_hold_up() -> None:
+def test_a_single_request_delays_no_other() -> None:
     assert choose(copy_s=10.0, step_s=0.001, others=0) is SYNC
 
 

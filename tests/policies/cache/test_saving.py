@@ -26,7 +26,7 @@ def test_a_stride_is_of_whole_blocks(block_size: int) -> None:
 
 
 @given(sizes, st.integers(0, 10_000), st.integers(0, 100), st.integers(0, 2_000))
-def test_a_request_that_decodes_is_looked_at_in_time(
+def test_a_decoding_request_is_examined_in_time(
     block_size: int, step: int, saved: int, further: int
 ) -> None:
     """Not before its next blocks are full, and no more than a few steps after; with others."""
@@ -40,6 +40,6 @@ def test_a_request_that_decodes_is_looked_at_in_time(
 
 
 @given(sizes, st.integers(0, 10_000), st.integers(1, 10_000))
-def test_a_prefill_is_looked_at_in_every_step(block_size: int, step: int, left: int) -> None:
+def test_a_prefill_is_examined_in_every_step(block_size: int, step: int, left: int) -> None:
     stride = SaveStride.of(block_size)
     assert stride.next_look(step, saved=0, computed=5, known=5 + left) == step + 1

@@ -38,7 +38,7 @@ def test_a_tier_that_is_late_again_is_doubted_and_longer_each_time() -> None:
     assert not doubt.rules(now), "it starts afresh"
 
 
-def test_bad_pages_are_a_reason_at_once() -> None:
+def test_damaged_pages_are_an_immediate_reason() -> None:
     doubt = Doubt()
     doubt.failed(100.0)
     doubt.failed(100.1)  # of turns that waited at once

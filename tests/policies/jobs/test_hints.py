@@ -38,7 +38,7 @@ HINTS = st.fixed_dictionaries({}, optional=dict.fromkeys(NAMES, JSON_LIKE))
 ANYTHING = JSON_LIKE | HINTS | st.dictionaries(st.text() | st.integers() | st.none(), JSON_LIKE)
 
 
-def test_a_client_that_says_nothing_is_no_mistake() -> None:
+def test_a_client_without_hints_is_not_an_error() -> None:
     assert read_hints(None) == read_hints({}) == read_hints({}, {}, None) == TurnHints(ignored=0)
 
 

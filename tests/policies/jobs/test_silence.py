@@ -45,7 +45,7 @@ def test_a_client_whose_jobs_go_without_a_word_is_known_for_it() -> None:
 
 
 @given(st.lists(st.booleans()))
-def test_nobody_is_ever_sure_of_a_client(returned: list[bool]) -> None:
+def test_no_client_is_ever_certain_to_return(returned: list[bool]) -> None:
     rate = ReturnRate()
     for one in returned:
         rate.observe(returned=one)

@@ -39,7 +39,7 @@ def test_which_turns_wait(
     assert found == (STARTED_AT if waits else None)
 
 
-def test_a_worker_that_is_gone_is_not_waited_for() -> None:
+def test_a_dead_worker_is_not_awaited() -> None:
     assert worth_waiting_for_saves(SAVES_PATIENCE_S / 2)
     assert not worth_waiting_for_saves(SAVES_PATIENCE_S)
 

@@ -22,7 +22,7 @@ def test_a_pin_is_worth_what_it_is_expected_to_save() -> None:
     assert value.saved_per_second > 0
 
 
-def test_nobody_knows_what_a_pin_without_a_forecast_is_worth() -> None:
+def test_the_worth_of_a_pin_without_a_forecast_is_unknown() -> None:
     assert pin_value(None, Costs(recompute_s=6.0), 60.0).state is PinState.UNPRICED
 
 

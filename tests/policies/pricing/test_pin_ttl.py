@@ -75,7 +75,7 @@ def test_room_that_nobody_wants_is_free_but_not_for_ever() -> None:
     assert best_wait(forecast, 20.0, 0.0) < 3000, "beyond B somebody will want it"
 
 
-def test_a_gain_too_small_to_be_sure_of_is_none() -> None:
+def test_an_insignificant_gain_counts_as_none() -> None:
     assert best_wait(forecast_of({0.06: 0.015}), 20.0, 0.0) == 0
     assert best_wait(forecast_of({0.06: 0.03}), 20.0, 0.0) > 0
 

@@ -146,7 +146,7 @@ def test_some_tools_are_faster_than_others(faster: str, slower: str) -> None:
     assert rules[0].median_s < rules[1].median_s
 
 
-def test_a_tool_of_somebody_s_own_has_no_rule() -> None:
+def test_an_unknown_tool_has_no_rule() -> None:
     assert tool_rule(name_parts("get_reservation_details")) is None
     assert tool_rule([]) is None
 

@@ -89,7 +89,7 @@ def test_one_that_returns_after_long_says_nothing_of_others(make_rig: MakeRig) -
     rig.run()
 
 
-def test_a_pin_of_a_job_that_will_hardly_return_goes_for_anybody(make_rig: MakeRig) -> None:
+def test_a_pin_of_a_job_unlikely_to_return_is_released_for_any_request(make_rig: MakeRig) -> None:
     """Its price was agreed while there was hope."""
     rig = make_rig(
         blocks=64,

@@ -152,7 +152,7 @@ def held_behind_others(rig: Rig) -> list[str]:
     return rig.held()
 
 
-def test_a_job_is_let_in_where_what_goes_for_it_comes_back_soon(make_rig: MakeRig) -> None:
+def test_a_job_is_admitted_if_displaced_contexts_are_recomputed_quickly(make_rig: MakeRig) -> None:
     """Turns and their gaps take some seconds here, whatever prefills take."""
     for token_s, waiting in ((1e3, ["d"]), (1e-6, [])):
         rig = after_a_turn(make_rig)
@@ -162,7 +162,7 @@ def test_a_job_is_let_in_where_what_goes_for_it_comes_back_soon(make_rig: MakeRi
         rig.check_clean()
 
 
-def test_a_job_is_let_in_where_what_goes_for_it_comes_up_from_ssd(
+def test_a_job_is_admitted_if_displaced_contexts_are_on_ssd(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
     """However dear it would be to compute again."""
@@ -174,7 +174,7 @@ def test_a_job_is_let_in_where_what_goes_for_it_comes_up_from_ssd(
         rig.check_clean()
 
 
-def test_a_job_that_waited_for_too_long_is_let_in(make_rig: MakeRig) -> None:
+def test_a_job_that_waited_too_long_is_admitted(make_rig: MakeRig) -> None:
     rig = holding_rig(make_rig, in_job_order=True, admission_max_wait_s=5)
     for name in "abcd":
         begin(rig, name)

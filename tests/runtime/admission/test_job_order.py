@@ -63,7 +63,7 @@ def test_a_pin_outlasts_younger_jobs_while_something_runs(
     assert rig.outputs["middle7"] == expected(text(240, seed=7), 4)
 
 
-def test_blocks_of_a_job_that_is_over_go_before_those_of_jobs_that_go_on(
+def test_blocks_of_a_finished_job_are_evicted_before_blocks_of_others(
     make_rig: MakeRig,
 ) -> None:
     rig = make_rig(blocks=64, max_model_len=512, extra={"cpu_gib": 0.0, "pin_fraction": 0})
@@ -258,7 +258,7 @@ class NobodyWalks(dict[str, Any]):
     values = items
 
 
-def test_an_abort_looks_at_nobody_else_who_is_parked(make_rig: MakeRig) -> None:
+def test_an_abort_examines_no_other_parked_request(make_rig: MakeRig) -> None:
     rig = holding_rig(make_rig, in_job_order=True)
     begin(rig, "running")
     rig.step()

@@ -144,7 +144,7 @@ def test_a_turn_whose_end_fails_does_not_run_for_ever(
     assert JobKey("", "j") in rig.pins, "no other turn of it runs"
 
 
-def test_a_step_that_fails_defers_nobody_for_good(
+def test_a_failed_step_defers_no_request_forever(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_rig(extra=VRAM_ONLY)
@@ -162,7 +162,7 @@ def test_a_step_that_fails_defers_nobody_for_good(
     assert running(rig) == ["next", "running"]
 
 
-def test_a_scheduler_that_cannot_ask_says_so_once(
+def test_a_scheduler_that_cannot_query_logs_it_once(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = holding_rig(make_rig, in_job_order=True)

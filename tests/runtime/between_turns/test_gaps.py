@@ -149,7 +149,7 @@ def test_gaps_that_last_when_the_engine_ends_are_censored(rig: Rig) -> None:
     assert policy(rig).seen == [(1, 3.0, False)]
 
 
-def test_a_client_that_says_nothing_is_known_by_its_prompts(rig: Rig) -> None:
+def test_a_client_without_hints_is_recognized_by_its_prompts(rig: Rig) -> None:
     rig.ask("t1", CONTEXT)
     assert pinned(rig) == 20
     rig.now += 1.0

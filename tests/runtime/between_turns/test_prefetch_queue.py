@@ -94,7 +94,7 @@ def test_vllm_is_told_from_which_tier_tokens_came(
     assert told == [{sources.CacheHitSource.DISK: 320}, {sources.CacheHitSource.HOST: 320}]
 
 
-def test_a_job_that_returns_before_it_was_expected_is_served_at_once(rig: Rig) -> None:
+def test_a_job_that_returns_early_is_served_immediately(rig: Rig) -> None:
     long_gone(rig)
     rig.now += 10.0
     rig.ask("t2", CONTEXT + text(9, seed=2), params=JOB)

@@ -43,7 +43,7 @@ def with_trace(tmp_path: Path, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("in_job_order", [False, True], ids=["vllm", "continuum"])
 @pytest.mark.parametrize("ahead", [False, True], ids=["sync", "ahead"])
-def test_every_preemption_is_told(
+def test_every_preemption_is_traced(
     make_rig: MakeRig, tmp_path: Path, in_job_order: bool, ahead: bool
 ) -> None:
     rig = make_rig(**with_trace(tmp_path, in_job_order=in_job_order, ahead=ahead))

@@ -54,7 +54,7 @@ def written(rig: Rig) -> list[str]:
 # -- a job that returns -----------------------------------------------------------------------
 
 
-def test_a_turn_is_told_once_its_jobs_next_one_arrives(rig: Rig) -> None:
+def test_a_turn_is_traced_once_its_jobs_next_turn_arrives(rig: Rig) -> None:
     rig.ask("t1", CONTEXT, params=JOB)
     reader(rig).says("t1", FAST)
     rig.step()
@@ -78,7 +78,7 @@ def test_a_turn_is_told_once_its_jobs_next_one_arrives(rig: Rig) -> None:
     assert last.arrived - first.ended == pytest.approx(0.0, abs=60.0), "the wall's clock"
 
 
-def test_a_decision_is_told_with_all_that_it_was_made_of(rig: Rig) -> None:
+def test_a_decision_is_traced_with_all_its_inputs(rig: Rig) -> None:
     rig.gaps.costs.queue.observe(3.0)
     rig.ask("t1", CONTEXT, params=JOB)
     reader(rig).says("t1", FAST)
@@ -109,7 +109,7 @@ def test_the_tool_that_is_read_later_is_the_one_that_is_told(rig: Rig) -> None:
     assert not first.gap.in_vram
 
 
-def test_jobs_of_one_name_are_told_apart_by_their_clients(rig: Rig) -> None:
+def test_jobs_with_the_same_name_are_distinguished_by_their_clients(rig: Rig) -> None:
     for salt in (None, "one", "other"):
         rig.ask(f"of {salt}", CONTEXT, params=LAST, salt=salt)
     clients = [one.client for one in traced(rig).values()]
@@ -147,7 +147,7 @@ def read_no_tool(rig: Rig) -> None:
     ],
     ids=["time", "pressure", "tool", "reset"],
 )
-def test_a_pin_that_ends_before_the_job_returns_says_why(
+def test_a_pin_that_ends_before_the_job_returns_records_the_reason(
     rig: Rig, happens: Callable[[Rig], object], end: PinEnd
 ) -> None:
     rig.ask("t1", CONTEXT, params=JOB)
@@ -193,7 +193,7 @@ def test_a_job_that_is_given_up_was_not_worth_its_pin(rig: Rig) -> None:
     assert first.gap == GapStory(StoryEnd.GIVEN_UP, 10.0)
 
 
-def test_a_job_that_is_silent_for_hours_is_told_then(rig: Rig) -> None:
+def test_a_job_that_is_silent_for_hours_is_then_traced(rig: Rig) -> None:
     rig.ask("t1", CONTEXT, params=JOB)
     rig.now += LONGEST_S + 1
     for i in range(10):
@@ -280,7 +280,7 @@ def test_a_turn_that_is_restored_first_is_scheduled_later(
     assert found.tokens.cpu == 319
 
 
-def test_a_new_job_that_is_held_says_for_how_long(make_rig: MakeRig, tmp_path: Path) -> None:
+def test_a_held_back_job_reports_for_how_long(make_rig: MakeRig, tmp_path: Path) -> None:
     trace = str(tmp_path / "trace.jsonl")
     rig = make_rig(
         blocks=32,
@@ -379,7 +379,7 @@ def test_every_turn_has_one_record_and_counters_agree(rig: Rig) -> None:
     assert sum(one.pin.blocks > 0 for one in found) == rig.count("pins")
 
 
-def test_a_trace_that_fails_disturbs_nobody(rig: Rig, tmp_path: Path) -> None:
+def test_a_failing_trace_disturbs_no_request(rig: Rig, tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").unlink()
     (tmp_path / "trace.jsonl").mkdir()
     rig.ask("t1", CONTEXT, params=LAST)

@@ -74,9 +74,7 @@ def test_pins_give_way_to_a_turn_that_finds_its_states_in_vram(
 
 
 @pytest.mark.parametrize("other", [WINDOW, CHUNK, STATE], ids=lambda group: group.kind.value)
-def test_a_long_prompt_is_not_refused_for_ever_beside_a_pin(
-    make_rig: MakeRig, other: GroupSpec
-) -> None:
+def test_a_pin_does_not_block_a_long_prompt_forever(make_rig: MakeRig, other: GroupSpec) -> None:
     """vLLM asks for more blocks than a window or chunk keeps in the end: those of the tokens that
     it computes at a time come on top. The clock stands still, so that no pin expires."""
     rig = make_rig(groups=(FULL, other))

@@ -138,7 +138,7 @@ def test_a_pinned_context_stays_in_vram_while_rivals_fill_it(
 
 
 @models
-def test_blocks_at_a_prompts_end_give_way_before_anybody_is_preempted(
+def test_blocks_at_a_prompts_end_are_released_before_any_preemption(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...]
 ) -> None:
     rig = make(make_rig, groups, blocks=60, extra={"cpu_gib": 0})

@@ -298,7 +298,7 @@ def test_cold_pages_are_decoded_while_others_are_copied() -> None:
     assert worker.next_event == 9.0
 
 
-def test_a_store_answers_a_lookup_at_once(book: OrderBook, worker: VirtualWorker) -> None:
+def test_a_store_answers_a_lookup_immediately(book: OrderBook, worker: VirtualWorker) -> None:
     stored(book, worker, KEYS[:1])
     lookup = LookupOrder(OrderId(1_000), SSD, tuple(KEYS[:2]), deadline_s=1.0)
     send(worker, 100.0, lookup)

@@ -150,7 +150,7 @@ def test_where_vram_holds_all_jobs_only_the_ends_of_turns_would_be_restored() ->
     assert saved < 2 * 5 * 16, "less than a block a turn"
 
 
-def test_pages_of_before_a_reset_would_not_be_found() -> None:
+def test_pages_from_before_a_reset_would_not_be_found() -> None:
     with rig("observe", 300) as observed:
         play(observed, script(2, jobs=3))
         before = dict(would_have_saved(observed))

@@ -108,9 +108,7 @@ def test_pages_that_turn_out_lost_or_bad_are_computed(
     rig.check_clean()
 
 
-def test_answers_that_never_come_hold_nobody_up(
-    make_rig: MakeRig, tmp_path: Path, place: Place
-) -> None:
+def test_missing_answers_delay_no_request(make_rig: MakeRig, tmp_path: Path, place: Place) -> None:
     """The place hangs. A turn waits for a moment, then computes; later ones do not even ask."""
     write(make_rig, tmp_path)
     rig = make_rig(extra=shared(tmp_path), max_batched_tokens=64)

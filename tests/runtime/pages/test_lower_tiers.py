@@ -152,7 +152,7 @@ def gate(rig: Rig) -> Iterator[Gate]:
     made.open.set()
 
 
-def test_a_turn_waits_for_its_pages_and_holds_up_nobody(rig: Rig, gate: Gate) -> None:
+def test_a_turn_that_waits_for_its_pages_delays_no_other(rig: Rig, gate: Gate) -> None:
     rig.add("again", CONTEXT)
     rig.step()
     assert gate.asked.wait(300), "the promotion begins when the request arrives"
@@ -296,7 +296,9 @@ def test_segments_die_and_what_was_used_survives(make_rig: MakeRig, tmp_path: Pa
     rig.check_clean()
 
 
-def test_a_second_engine_is_told_who_holds_the_folder(make_rig: MakeRig, tmp_path: Path) -> None:
+def test_the_error_of_a_second_engine_names_the_owner_of_the_folder(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
     import os
 
     make_rig(extra=tiers(tmp_path))

@@ -18,7 +18,7 @@ def test_a_promotion_slower_than_computing_is_not_made(
     assert PromotionCost(promote_s, recompute_s).worth_it is worth
 
 
-def test_nobody_waits_longer_than_computing_would_take() -> None:
+def test_no_turn_waits_longer_than_computing_would_take() -> None:
     assert PromotionCost(0.1, 2.0).longest_wait_s == 2.0
     assert PromotionCost(0.1, 0.0).longest_wait_s == UNKNOWN_WAIT_S
 

@@ -207,7 +207,7 @@ def test_changed_bytes_are_computed_and_the_store_is_doubted(
     rig.check_clean()
 
 
-def test_a_store_that_is_stopped_holds_nobody_up(make_rig: MakeRig, server: ValkeyServer) -> None:
+def test_a_stopped_store_delays_no_request(make_rig: MakeRig, server: ValkeyServer) -> None:
     write(make_rig, server)
     rig = make_rig(extra=remote(server), max_batched_tokens=64)
     server.pause()
@@ -301,7 +301,9 @@ def test_a_store_that_is_killed_and_comes_back_is_used_again(
     rig.check_clean()
 
 
-def test_another_generation_is_nobody_elses(make_rig: MakeRig, server: ValkeyServer) -> None:
+def test_pages_of_another_generation_are_not_shared(
+    make_rig: MakeRig, server: ValkeyServer
+) -> None:
     """After a reset the weights may have changed: what was put goes, and nothing more is."""
     rig = make_rig(extra=remote(server), max_batched_tokens=64)
     ask(rig, "first", job_id="job")

@@ -55,7 +55,7 @@ def test_a_few_stray_tokens_take_no_slot(make_rig: MakeRig) -> None:
 
 
 @pytest.mark.parametrize("length", [300, 296, 40])
-def test_a_request_that_goes_away_before_its_restore_is_known_to_have_failed_poisons_nobody(
+def test_a_request_aborted_before_its_restore_is_known_to_have_failed_harms_no_other(
     make_rig: MakeRig, length: int
 ) -> None:
     """vLLM carries out aborts between the forward pass and what the workers report of it."""
@@ -126,7 +126,7 @@ def test_a_full_cpu_tier_evicts_the_oldest_context_from_its_end(make_rig: MakeRi
     rig.check_clean()
 
 
-def test_a_failure_heard_of_before_costs_no_save_again(make_rig: MakeRig) -> None:
+def test_a_failure_reported_before_drops_no_further_save(make_rig: MakeRig) -> None:
     """Workers tell of all failures so far in every report; only a new one makes saves doubtful."""
     rig = make_rig()
     rig.add("t1", text(200, seed=46))
@@ -147,7 +147,7 @@ def test_a_failure_heard_of_before_costs_no_save_again(make_rig: MakeRig) -> Non
     rig.check_clean()
 
 
-def test_many_that_return_at_once_begin_their_restores_over_a_few_steps(
+def test_many_concurrent_returns_start_their_restores_over_a_few_steps(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a prompt that restores nothing does not wait for them."""

@@ -123,7 +123,9 @@ def test_an_error_in_the_ssd_tier_costs_no_block(rig: Rig, monkeypatch: pytest.M
     assert rig.pool.get_num_free_blocks() == rig.free_at_start
 
 
-def test_a_proposal_of_before_a_reset_is_void(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proposal_from_before_a_reset_is_ignored(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig.ask("first", CONTEXT)
     push_out(rig)
     io = rig.worker.worker_half.stores[SSD].io

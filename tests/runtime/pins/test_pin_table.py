@@ -127,7 +127,7 @@ def test_the_pin_of_the_job_that_needs_the_room_goes_last() -> None:
     assert A not in engine.pins
 
 
-def test_a_pin_of_a_younger_job_gives_way_unless_it_earns_more_than_the_wait() -> None:
+def test_a_pin_of_a_younger_job_is_released_unless_it_earns_more_than_the_wait() -> None:
     engine = Engine()
     engine.turn(A, 4, born=30.0, saves_s=9.0, earns=0.9)
     engine.turn(B, 4, born=30.0, saves_s=1.0, earns=1.1)
@@ -143,7 +143,7 @@ def test_a_pin_of_a_younger_job_gives_way_unless_it_earns_more_than_the_wait() -
     )
 
 
-def test_a_pin_of_an_older_job_gives_way_if_it_is_not_worth_a_wait() -> None:
+def test_a_pin_of_an_older_job_is_released_if_it_is_not_worth_a_wait() -> None:
     engine = Engine()
     engine.turn(A, 4, born=10.0, saves_s=9.0, earns=0.4)
     engine.turn(B, 4, born=10.0, saves_s=1.0, earns=0.6)

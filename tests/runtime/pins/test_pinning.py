@@ -52,7 +52,7 @@ def test_a_job_that_returns_with_another_text_does_not_wait_for_its_own_pin(
     assert rig.outputs["compacted"] == expected(text(500, seed=3), 4)
 
 
-def test_nobody_waits_for_a_pin_while_only_a_preempted_turn_goes_on(make_rig: MakeRig) -> None:
+def test_no_request_waits_for_a_pin_while_only_a_preempted_turn_runs(make_rig: MakeRig) -> None:
     """It has no blocks to give back, and vLLM may not come to it before the one that waits."""
     rig = make_rig(blocks=64, max_model_len=1008, extra=VRAM_ONLY, in_job_order=True)
     rig.ask("old", text(800, seed=1), params=turn("job"))

@@ -53,7 +53,7 @@ def clean(rig: EngineRig) -> None:
 
 @models
 @ahead
-def test_a_job_that_waits_goes_on_elsewhere(
+def test_a_waiting_job_continues_elsewhere(
     make: MakeOne, groups: tuple[GroupSpec, ...], ahead: bool
 ) -> None:
     here, there = make(groups, ahead=ahead), make(groups, ahead=ahead)

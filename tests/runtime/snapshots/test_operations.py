@@ -62,7 +62,7 @@ class Owner:
         return Answer(1)
 
 
-def test_it_goes_on_once_its_wait_is_over(operations: Operations) -> None:
+def test_it_continues_once_its_wait_has_ended(operations: Operations) -> None:
     owner = Owner()
     number = operations.begin(owner.steps())
     operations.advance()

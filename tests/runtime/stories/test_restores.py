@@ -165,7 +165,7 @@ def test_what_was_computed_on_a_failed_restore_is_not_saved(make_engine: MakeEng
     rig.check_clean()
 
 
-def test_a_failed_restore_poisons_nobody_when_its_request_goes_away(
+def test_a_failed_restore_of_an_aborted_request_harms_no_other_request(
     make_engine: MakeEngine,
 ) -> None:
     rig = make_engine()

@@ -72,7 +72,7 @@ def until_answering(rig: EngineRig, request: str, tokens: int) -> None:
         step(rig)
 
 
-def test_a_job_goes_on_in_another_engine(engine: Any) -> None:
+def test_a_job_continues_in_another_engine(engine: Any) -> None:
     here, there = engine(), engine()
     answered(here)
 
@@ -111,7 +111,7 @@ def test_the_folder_that_a_server_makes_is_for_its_owner_alone(engine: Any, root
     clean(here)
 
 
-def test_a_running_turn_is_taken_and_goes_on_in_both(engine: Any) -> None:
+def test_a_running_turn_is_captured_and_continues_in_both_engines(engine: Any) -> None:
     here, there = engine(), engine()
     here.add("turn 1", PROMPT, max_tokens=40, params=JOB)
     until_answering(here, "turn 1", 5)
@@ -351,7 +351,7 @@ def test_names_that_nobody_knows_or_that_are_taken(engine: Any) -> None:
     clean(rig)
 
 
-def test_an_engine_without_a_folder_says_what_to_set(make_engine: MakeEngine) -> None:
+def test_an_engine_without_a_folder_names_the_setting(make_engine: MakeEngine) -> None:
     rig = make_engine()
     answered(rig)
     for said in (take(rig, "agent", "x"), restore(rig, "x"), fork(rig, "agent", "b")):
@@ -580,7 +580,7 @@ def test_a_capture_waits_for_pages_that_are_being_saved(engine: Any, fails: bool
     clean(rig)
 
 
-def test_a_capture_whose_copies_keep_failing_says_so(engine: Any) -> None:
+def test_a_capture_whose_copies_keep_failing_reports_it(engine: Any) -> None:
     rig = engine()
     faulty = rig.inject(FaultyTransfer)
     rig.add("turn 1", PROMPT, max_tokens=100, params=JOB)
@@ -596,7 +596,7 @@ def test_a_capture_whose_copies_keep_failing_says_so(engine: Any) -> None:
     clean(rig)
 
 
-def test_a_waiting_job_whose_copies_keep_failing_says_so(engine: Any) -> None:
+def test_a_waiting_job_whose_copies_keep_failing_reports_it(engine: Any) -> None:
     rig = engine()
     faulty = rig.inject(FaultyTransfer)
     for _ in range(60):
@@ -718,9 +718,7 @@ def test_a_held_page_that_is_forgotten_is_written_all_the_same(
     clean(rig)
 
 
-def test_a_fork_whose_page_is_forgotten_is_none(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fork_whose_page_is_evicted_fails(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = engine()
     answered(rig)
     gate = Gate(monkeypatch, ContextNames, "name", 2)
@@ -747,7 +745,7 @@ def test_a_fork_whose_page_is_forgotten_is_none(
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_job_that_goes_on_while_it_is_restored_is_left_alone(
+def test_a_job_that_continues_during_its_restore_is_left_alone(
     engine: Any, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
     here, there = engine(), engine()

@@ -48,7 +48,7 @@ def push_out(rig: EngineRig) -> None:
     assert rig.index.evictions > 0, "CPU memory was not short"
 
 
-def test_a_context_that_left_cpu_memory_comes_up_from_ssd(rig: EngineRig) -> None:
+def test_a_context_evicted_from_cpu_memory_is_promoted_from_ssd(rig: EngineRig) -> None:
     rig.ask("first", CONTEXT)
     push_out(rig)
     assert rig.count("pages_demoted") >= 20
@@ -61,7 +61,7 @@ def test_a_context_that_left_cpu_memory_comes_up_from_ssd(rig: EngineRig) -> Non
     rig.check_clean()
 
 
-def test_a_restarted_engine_serves_the_contexts_of_before(
+def test_a_restarted_engine_serves_the_earlier_contexts(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     """From its first request on, although its CPU memory was large enough: closing flushes."""
@@ -96,7 +96,7 @@ def test_a_page_that_rotted_is_computed_again(rig: EngineRig, tmp_path: Path) ->
     rig.check_clean()
 
 
-def test_a_turn_predicted_long_goes_to_ssd_at_once(rig: EngineRig) -> None:
+def test_a_turn_with_a_long_forecast_is_demoted_immediately(rig: EngineRig) -> None:
     rig.policy = Always(Decision(Tier.STORE))
     rig.ask("first", CONTEXT, params={"job_id": "j"})
     assert rig.count("pages_demoted") >= 20

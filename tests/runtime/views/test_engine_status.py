@@ -100,7 +100,7 @@ def test_counters_are_those_of_the_metrics(make_rig: MakeRig) -> None:
 
 
 @pytest.mark.parametrize("in_job_order", [False, True])
-def test_jobs_that_are_held_are_told_from_those_that_run(
+def test_held_back_jobs_are_distinguished_from_running_ones(
     make_rig: MakeRig, in_job_order: bool
 ) -> None:
     rig: Rig = holding_rig(make_rig, in_job_order=in_job_order)

@@ -43,7 +43,7 @@ def after_s(said: dict[str, Any], moment: str) -> float:
     return round(float(said["kv"][moment] - said["gap"]["since"]), 2)
 
 
-def test_a_job_that_runs_says_what_its_turn_does(rig: Rig) -> None:
+def test_a_running_job_reports_the_state_of_its_turn(rig: Rig) -> None:
     rig.add("t1", CONTEXT, max_tokens=8, params=JOB)
     said = view(rig)
     assert (said["state"], said["turn"]) == ("queued", 1)
@@ -62,7 +62,7 @@ def test_a_job_that_runs_says_what_its_turn_does(rig: Rig) -> None:
     assert turn["vram_tokens"] == turn["cpu_tokens"] == 0
 
 
-def test_a_job_that_waits_says_where_its_kv_is_and_until_when(rig: Rig) -> None:
+def test_a_waiting_job_reports_where_its_kv_is_and_until_when(rig: Rig) -> None:
     rig.ask("t1", CONTEXT, params=JOB)
     said = view(rig)
     assert said["state"] == "waiting"
@@ -119,7 +119,7 @@ def test_the_last_decision_is_known_while_the_next_turn_runs(rig: Rig) -> None:
     assert said["turns"][0]["vram_tokens"] == 320
 
 
-def test_a_turn_that_waits_for_copies_says_so(rig: Rig) -> None:
+def test_a_turn_that_waits_for_copies_reports_it(rig: Rig) -> None:
     rig.ask("t1", CONTEXT, params=JOB)
     reader(rig).says("t1", NO_TOOL)
     rig.step()
@@ -145,7 +145,7 @@ def test_a_job_that_is_over_is_not_there(rig: Rig) -> None:
     assert JobView(rig.half).page(0, 10) == []
 
 
-def test_a_job_that_is_held_says_so(make_rig: MakeRig) -> None:
+def test_a_held_back_job_reports_its_state(make_rig: MakeRig) -> None:
     rig = holding_rig(make_rig, in_job_order=False)
     for name in "abcd":
         begin(rig, name)
@@ -155,7 +155,7 @@ def test_a_job_that_is_held_says_so(make_rig: MakeRig) -> None:
     rig.run()
 
 
-def test_jobs_of_one_name_under_other_salts_are_told_apart(rig: Rig) -> None:
+def test_jobs_with_the_same_name_are_distinguished_by_their_salts(rig: Rig) -> None:
     """The salts themselves are secrets of clients."""
     for salt in ("secret-a", "secret-b", None):
         rig.ask(f"t {salt}", CONTEXT, params=JOB, salt=salt)
@@ -177,7 +177,7 @@ def test_jobs_are_listed_page_by_page_while_they_come_and_go(rig: Rig) -> None:
     assert [job.id for job in rest] == ["job 3", "job 4", "job 9"], "none twice, none left out"
 
 
-def test_of_a_job_with_many_turns_at_once_some_are_told(make_rig: MakeRig) -> None:
+def test_some_turns_of_a_job_with_many_concurrent_turns_are_shown(make_rig: MakeRig) -> None:
     rig = make_rig()
     for at in range(MOST_TURNS + 5):
         rig.add(f"t{at}", text(20, seed=at), params=JOB)

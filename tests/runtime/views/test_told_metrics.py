@@ -54,7 +54,7 @@ def read(rig: Rig, request: str, tool: object) -> None:
     rig.step()
 
 
-def test_everything_that_is_told_has_a_name(rig: Rig, told: dict[str, Any]) -> None:
+def test_everything_reported_has_a_name(rig: Rig, told: dict[str, Any]) -> None:
     assert rig.half.stats.take().keys() == GAUGES.keys(), "the gauges of an engine that has begun"
     rig.ask("t1", CONTEXT, params=JOB)
     rig.wait_for_worker()

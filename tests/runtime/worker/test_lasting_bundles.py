@@ -171,9 +171,7 @@ def test_pages_that_do_not_shrink_are_found_in_their_slots(engine: Engine, tmp_p
     second.close()
 
 
-def test_a_page_of_which_nobody_knows_yet_whether_it_is_whole_is_not_noted(
-    engine: Engine, tmp_path: Path
-) -> None:
+def test_a_page_that_may_be_incomplete_is_not_recorded(engine: Engine, tmp_path: Path) -> None:
     engine.save(range(6), range(6))
     engine.memory.invalidate([2])
     engine.pack(range(6), range(6))

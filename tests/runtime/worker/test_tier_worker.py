@@ -183,7 +183,7 @@ def test_slots_of_another_group_are_not_flushed_under_our_keys(worker: Worker) -
     assert worker.flushed() == set()
 
 
-def test_pages_of_before_a_reset_are_not_flushed(worker: Worker) -> None:
+def test_pages_from_before_a_reset_are_not_flushed(worker: Worker) -> None:
     worker.save({1: 0, 2: 1})
     worker.pack({1: 0, 2: 1})
     worker.tier.carry_out(TierOrders(fingerprint=b"g" * 16))

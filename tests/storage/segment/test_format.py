@@ -208,7 +208,7 @@ def test_a_footer_whose_records_overlap_is_refused(second: int) -> None:
         parse_footer(HEADER, pack_footer(HEADER, 3 * BLOCK, places))
 
 
-def test_a_segment_of_another_version_says_so() -> None:
+def test_a_segment_of_another_version_is_refused_with_its_version() -> None:
     packed = bytearray(pack_segment_header(HEADER))
     packed[8] = 99
     with pytest.raises(FormatError, match="version 99"):
@@ -242,7 +242,7 @@ def test_what_is_wrong_with_a_header_is_said() -> None:
         parse_segment_header(bytes(longer))
 
 
-def test_a_footer_of_another_length_than_it_says_is_refused() -> None:
+def test_a_footer_with_a_wrong_length_is_refused() -> None:
     places = [FooterEntry(PageKey(b"a" * 48), BLOCK, 10, 20, 5)]
     footer = pack_footer(HEADER, 3 * BLOCK, places)
     assert parse_footer(HEADER, footer) == places

@@ -138,7 +138,7 @@ def trailer(header: SegmentHeader, offset: int, count: int, key_bytes: int) -> b
     return fixed + xxhash.xxh3_128_digest(fixed)
 
 
-def test_a_file_longer_than_any_segment_is_none(tmp_path: Path, files: CountedFiles) -> None:
+def test_a_file_longer_than_any_segment_is_refused(tmp_path: Path, files: CountedFiles) -> None:
     path = tmp_path / "00000061.seg"
     sparse(path, header_of(), 1 << 40)
     with pytest.raises(FormatError, match="longer than a segment can be"):
@@ -167,9 +167,7 @@ def test_the_longest_segment_is_one(tmp_path: Path, files: CountedFiles) -> None
         load(path, files)
 
 
-def test_a_footer_with_more_entries_than_records_have_room_is_none(
-    tmp_path: Path, files: CountedFiles
-) -> None:
+def test_a_footer_with_too_many_entries_is_refused(tmp_path: Path, files: CountedFiles) -> None:
     """One that says it is all of the file, and would be read at once."""
     header, count = header_of(), 4_000_000
     offset = header.header_bytes

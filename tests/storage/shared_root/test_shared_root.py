@@ -132,7 +132,7 @@ def test_what_others_wrote_is_forgotten_and_stays_theirs(open_store: Open) -> No
     assert theirs.exists(keys("page"), soon()) == [HIT]
 
 
-def test_a_reader_follows_an_index_that_is_written_anew(
+def test_a_reader_follows_a_rewritten_index(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(own_folder, "MOST_STALE", 10)
@@ -256,7 +256,7 @@ def test_an_index_that_is_torn_hides_nothing_that_is_added_later(
     assert theirs.exists(keys("third"), soon()) == [HIT]
 
 
-def test_an_index_that_could_not_be_written_is_written_anew(
+def test_an_index_that_could_not_be_written_is_rewritten(
     root: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)

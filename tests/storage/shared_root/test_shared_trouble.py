@@ -375,7 +375,7 @@ def test_the_number_of_a_pack_that_is_gone_is_not_used_again(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("error", root_store.NOT_WRITABLE)
 @pytest.mark.parametrize("call", ["put", "delete"])
-def test_a_write_that_is_refused_says_nothing_of_reads_and_is_logged_once(
+def test_a_refused_write_does_not_affect_reads_and_is_logged_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -164,7 +164,7 @@ def test_nothing_is_appended_behind_what_may_be_torn(bench: Bench, operation: st
 
 
 @pytest.mark.parametrize("operation", ["preallocate", "pwrite", "sync_folder"])
-def test_a_segment_that_cannot_be_begun_leaves_no_file(bench: Bench, operation: str) -> None:
+def test_a_segment_that_cannot_be_created_leaves_no_file(bench: Bench, operation: str) -> None:
     bench.files.fail(operation, errno.ENOSPC)
     assert bench.put(4) == {0, 1, 2, 3}
     assert list(bench.options.folder.glob("*.seg")) == []
@@ -323,7 +323,7 @@ def test_a_reset_that_does_not_reach_the_disk_raises(bench: Bench, operation: st
 
 
 @pytest.mark.parametrize("operation", ["make_folders", "names"])
-def test_a_store_that_cannot_be_opened_says_so_and_holds_nothing(
+def test_a_store_that_cannot_be_opened_is_reported_and_holds_nothing(
     bench: Bench, operation: str
 ) -> None:
     bench.store.close()

@@ -311,7 +311,7 @@ def test_a_number_at_the_end_of_the_range_hides_no_segment_behind_it(
     assert found_in(open_store()) == set(range(40))
 
 
-def test_a_store_that_has_run_out_of_numbers_begins_anew(
+def test_a_store_without_segment_numbers_left_is_cleared(
     open_store: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store goes on after a segment of any age, written by itself or made by somebody."""

@@ -103,7 +103,7 @@ def test_blocks_that_left_the_window_are_not_looked_at(make_rig: MakeRig) -> Non
     assert rig.outputs["one"] == expected(PROMPT, 40)
 
 
-def test_a_state_of_another_length_is_told_apart(make_rig: MakeRig) -> None:
+def test_states_of_different_lengths_are_distinct(make_rig: MakeRig) -> None:
     """As it happens to a connector that reads a state which a later step advanced."""
     rig = make_rig(extra=None, groups=(FULL, STATE))
     rig.add("one", PROMPT, max_tokens=9)

@@ -56,7 +56,7 @@ def reopened(memory: LastingMemory) -> LastingMemory:
 # -- headers ------------------------------------------------------------------------
 
 
-def test_pages_from_before_are_taken_over_if_their_bytes_are_right(
+def test_pages_of_an_earlier_engine_are_adopted_if_their_bytes_are_right(
     memory: LastingMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
     for slot in (0, 1, 2):
@@ -195,7 +195,7 @@ def test_a_page_counts_where_all_ranks_have_it_by_the_same_save() -> None:
     assert agreed([]) == {}
 
 
-def test_a_page_that_is_there_twice_counts_once_and_the_later_one() -> None:
+def test_of_two_copies_of_a_page_the_later_one_counts() -> None:
     there = pages((0, 1, 10), (1, 1, 30), (2, 1, 20), (3, 2, 5))
     assert list(agreed([there]).items()) == [(key_of(2), 3), (key_of(1), 1)]
 

@@ -25,7 +25,7 @@ from tiered_kv.transfer.memory_file.opening import MemoryBusyError, lock_file
 NAME = "0-0.slots"
 
 
-def test_a_second_owner_is_refused_and_told_who_has_it(folder: Path) -> None:
+def test_a_second_owner_is_refused_with_the_name_of_the_first(folder: Path) -> None:
     memory = open_in(folder)
     with pytest.raises(MemoryBusyError, match=f"in use by process {os.getpid()} on") as said:
         open_in(folder)
@@ -187,7 +187,7 @@ def test_somebody_who_only_looks_keeps_nobody_out(
     os.close(looker)
 
 
-def test_a_file_that_is_deleted_between_opening_and_locking_is_made_anew(
+def test_a_file_deleted_between_opening_and_locking_is_recreated(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = open_in(folder)

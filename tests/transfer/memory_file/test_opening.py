@@ -61,7 +61,7 @@ def test_it_is_all_there_and_for_its_owner_alone(folder: Path) -> None:
     memory.close()
 
 
-def test_a_clean_stop_removes_the_file_unless_told_to_keep_it(folder: Path) -> None:
+def test_a_clean_stop_removes_the_file_unless_configured_to_keep_it(folder: Path) -> None:
     memory = open_in(folder, keep=False)
     save(memory, 0, 0)
     memory.close()
@@ -74,7 +74,7 @@ def test_a_clean_stop_removes_the_file_unless_told_to_keep_it(folder: Path) -> N
     assert memory.view.size == 0
 
 
-def test_a_file_that_somebody_removed_is_not_missed(folder: Path) -> None:
+def test_a_removed_file_is_recreated(folder: Path) -> None:
     memory = open_in(folder, keep=False)
     (folder / NAME).unlink()
     write_file(folder / NAME, b"another's")
@@ -142,7 +142,7 @@ def test_another_users_file_stays(folder: Path, monkeypatch: pytest.MonkeyPatch)
         ({"ranks": 2}, "rank 0 of 1 .* rank 0 of 2"),
     ],
 )
-def test_an_engine_that_cannot_use_it_makes_it_anew(
+def test_an_engine_that_cannot_use_the_file_recreates_it(
     folder: Path, changes: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = open_in(folder)
@@ -197,7 +197,7 @@ def _longer(content: bytearray) -> None:
         (_longer, "instead of"),
     ],
 )
-def test_a_damaged_file_of_ours_is_made_anew(
+def test_a_damaged_file_is_recreated(
     folder: Path, spoil: object, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = open_in(folder)

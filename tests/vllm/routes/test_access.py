@@ -35,7 +35,7 @@ def test_on_loopback_programs_of_the_machine_may_ask(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "10.1.2.3", "localhost.example.com", "x"])
-def test_beyond_loopback_nobody_may_ask_without_a_token(host: str) -> None:
+def test_beyond_loopback_no_client_is_served_without_a_token(host: str) -> None:
     assert not is_loopback(host)
     assert refused(access(host=host), LOCAL) == 403
 
@@ -125,5 +125,5 @@ def test_a_token_read_from_a_file_keeps_no_line_end(token: str) -> None:
 
 
 @pytest.mark.parametrize("given", [b"", b" ", b"\n"])
-def test_a_blank_token_gives_nobody_access(given: bytes) -> None:
+def test_a_blank_token_grants_no_access(given: bytes) -> None:
     assert refused(access({ADMIN_TOKEN: " \n"}, host="127.0.0.1"), dict(sent(given))) == 401

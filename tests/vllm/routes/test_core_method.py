@@ -81,7 +81,7 @@ def test_it_is_found_inside_multi_connector(make_rig: MakeRig) -> None:
     assert call(core_of(rig), STATUS)["steps"] == rig.steps
 
 
-def test_an_engine_without_our_connector_says_so(make_rig: MakeRig) -> None:
+def test_an_engine_without_the_connector_reports_it(make_rig: MakeRig) -> None:
     assert call(core_of(make_rig(extra=None)), STATUS) == {"error": core_method.NO_CONNECTOR}
 
 

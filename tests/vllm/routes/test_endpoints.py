@@ -120,7 +120,7 @@ def test_a_job_is_found_by_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
         assert core.asked[-1] == {"ask": "job", "id": name}
 
 
-def test_a_job_that_is_not_there_is_told_of_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_job_is_reported_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     core = FakeCore({"now": 1.0, "jobs": []})
     _, ask = serve(monkeypatch, core)
     answer = ask(f"/tiered_kv/jobs/{quote(ODD, safe='')}")
@@ -169,7 +169,7 @@ def test_a_server_without_an_engine_answers_501(monkeypatch: pytest.MonkeyPatch)
     assert "vLLM" in answer.json()["error"]["message"]
 
 
-def test_beyond_loopback_nobody_is_answered_without_the_token(
+def test_beyond_loopback_no_client_is_answered_without_the_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     core = FakeCore({"engine": 0})

@@ -29,7 +29,7 @@ def test_all_engines_answer() -> None:
 
 
 @pytest.mark.parametrize("client", [None, FakeClient(None), FakeClient(object())])
-def test_a_server_without_a_way_to_an_engine_says_so(client: Any) -> None:
+def test_a_server_without_access_to_an_engine_reports_it(client: Any) -> None:
     with pytest.raises(Refusal) as caught:
         asyncio.run(EngineCalls(client).ask(STATUS))
     assert caught.value.status == 501
@@ -53,7 +53,7 @@ def test_an_engine_without_the_method_is_asked_once() -> None:
     assert len(core.asked) == 1
 
 
-def test_an_engine_that_is_dead_is_told_of_without_its_traceback() -> None:
+def test_a_dead_engine_is_reported_without_its_traceback() -> None:
     said = refused(FakeCore(RuntimeError("EngineCore encountered an issue at /secret/path")))
     assert said.status == 503
     assert "secret" not in said.sentence

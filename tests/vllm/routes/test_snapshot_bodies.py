@@ -60,9 +60,7 @@ def test_fields_of_other_types_are_refused(
 
 @pytest.mark.parametrize("name", [*NO_NAMES, 7, None, True, ["n"], {"n": 1}])
 @pytest.mark.parametrize("path", [SNAPSHOTS, RESTORES])
-def test_names_that_are_none_are_refused(
-    monkeypatch: pytest.MonkeyPatch, path: str, name: Any
-) -> None:
+def test_invalid_names_are_refused(monkeypatch: pytest.MonkeyPatch, path: str, name: Any) -> None:
     core = WorkingCore(["j"])
     _, ask = serve(monkeypatch, core)
     assert "name of a snapshot" in sentence(post(ask, path, name=name), 400)
@@ -98,7 +96,7 @@ def test_other_names_are_taken(monkeypatch: pytest.MonkeyPatch, name: str) -> No
         (FORKS, {"as": [str(number) for number in range(65)]}),
     ],
 )
-def test_ids_and_flags_that_are_none_are_refused(
+def test_invalid_ids_and_flags_are_refused(
     monkeypatch: pytest.MonkeyPatch, path: str, change: dict[str, Any]
 ) -> None:
     core = WorkingCore(["j"])
@@ -139,7 +137,7 @@ def test_as_many_forks_as_may_be_and_inferred_jobs_are_taken(
         b'{"name":' * 8_000,
     ],
 )
-def test_bodies_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+def test_invalid_bodies_are_refused(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     core = WorkingCore(["j"])
     _, ask = serve(monkeypatch, core)
     sentence(ask(RESTORES, "POST", content=content, headers=JSON), 400)

@@ -161,7 +161,7 @@ def test_an_operation_is_polled_less_and_less_often(monkeypatch: pytest.MonkeyPa
     assert 0.05 < waited[-1] == waited[-9] < 0.5
 
 
-def test_an_engine_that_is_older_or_has_no_connector_is_told_of(
+def test_an_older_engine_or_one_without_connector_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for error, status in ((FAILED, 500), (NO_CONNECTOR, 501)):
@@ -295,7 +295,7 @@ def test_an_engine_that_has_no_time_is_asked_again() -> None:
     assert not busy
 
 
-def test_an_engine_that_is_gone_ends_the_wait() -> None:
+def test_a_missing_engine_ends_the_wait() -> None:
     async def ask(question: dict[str, Any]) -> list[dict[str, Any]]:
         if question["ask"] == "restore":
             return [{"engine": 0, "operation": 0}, {"engine": 1, "operation": 0}]

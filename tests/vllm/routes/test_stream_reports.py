@@ -191,7 +191,7 @@ def test_several_prompts_in_one_request_are_not_told_apart() -> None:
     assert answer(COMPLETIONS, events, [SAID["kv_transfer_params"]], prompts=2)[0] == events
 
 
-def test_only_what_the_connector_says_is_passed_on() -> None:
+def test_only_the_connectors_report_is_passed_on() -> None:
     params = {**SAID["kv_transfer_params"], "remote_host": "10.0.0.1"}
     got, _ = answer(CHAT, [chunk("", "stop")], [params])
     said = json.loads(got[0].removeprefix("data: "))
