@@ -102,9 +102,9 @@ def in_shell(variables: dict[str, str], words: list[str]) -> str:
 GROUP_COLUMNS = {
     "KV": False,
     "layers": True,
-    "a token": True,
-    "a state": True,
-    "tokens of a block": True,
+    "per token": True,
+    "per state": True,
+    "block size": True,
     "groups": True,
 }
 """Columns of kinds of KV: True if they hold numbers."""

@@ -197,24 +197,26 @@ DRAFTS = "vllm:spec_decode_num_drafts_total"
 FAILURES: Mapping[str, str] = {
     "save_failures": "See the server's log for the failed copies.",
     "restore_failures": "See the server's log for the failed copies.",
-    "compression_failures": "See the server's log for the pages. TIERED_KV_CODEC=raw keeps others.",
-    "demotion_failures": "Look at the disk: tiered-kv doctor beside the server does.",
-    "promotion_failures": "Look at the disk: tiered-kv store verify reads every page.",
-    "ssd_pages_bad": "Look at the disk: tiered-kv store verify reads every page.",
-    "ssd_segments_bad": "Look at the disk: tiered-kv store verify reads every page.",
-    "ssd_errors": "Look at the disk and at the kernel's log.",
-    "ssd_pages_refused": "The disk had no room or failed: see TIERED_KV_SSD_GIB.",
+    "compression_failures": "See the server's log. TIERED_KV_CODEC=raw turns compression off.",
+    "demotion_failures": "Check the disk: run tiered-kv doctor on the server's machine.",
+    "promotion_failures": "Check the disk: tiered-kv store verify checks every page.",
+    "ssd_pages_bad": "Check the disk: tiered-kv store verify checks every page.",
+    "ssd_segments_bad": "Check the disk: tiered-kv store verify checks every page.",
+    "ssd_errors": "Check the disk and the kernel's log.",
+    "ssd_pages_refused": "The disk was full or failed: check it, or lower TIERED_KV_SSD_GIB.",
     "share_failures": "See the server's log: the remote store is full, down or slow.",
-    "fetch_failures": "Pages are evicted there soon after they are looked up: give it more memory.",
-    "remote_pages_bad": "Somebody else writes to the remote store, or its link changes bytes.",
+    "fetch_failures": "The remote store evicts pages soon after they are looked up: give it more memory.",
+    "remote_pages_bad": "Another program writes to the remote store, or its link corrupts data: check both.",
     "remote_calls_failed": "See the server's log: the remote store is down or slow.",
-    "remote_pages_refused": "See the server's log: the remote store is full or takes no writes.",
-    "remote_errors": "See the server's log, and report what it says: each is logged once.",
-    "hook_errors": "See the server's log, and report what it says: each is logged once.",
-    "watchdog_barks": "See the server's log, and report what it says.",
-    "tool_read_errors": "See the server's log, and report what it says.",
+    "remote_pages_refused": "See the server's log: the remote store is full or refuses writes.",
+    "remote_errors": "See the server's log, where each type of error is logged once, and report it.",
+    "hook_errors": "See the server's log, where each type of error is logged once, and report it.",
+    "watchdog_barks": "See the server's log, and report the error.",
+    "tool_read_errors": "See the server's log, and report the error.",
     "trace_dropped": "Put TIERED_KV_TRACE on a faster disk, or unset it.",
-    "hints_ignored": "Clients send values of kv_transfer_params that make no sense: see the docs.",
+    "hints_ignored": (
+        "Clients send invalid values in kv_transfer_params: docs/configuration.md lists the fields."
+    ),
 }
 """Counters that should stay at 0, and advice for each that does not."""
 
@@ -225,7 +227,7 @@ def check_server(url: str) -> Iterator[Finding]:
         base = base_of(url)
         fetch(f"{base}/health")
     except UnreachableError as error:
-        advice = "Start it, or give the address that clients use, as http://HOST:8000."
+        advice = "Start it, or use the address that clients use, as http://HOST:8000."
         yield fail("server", f"{url}: {error}", advice)
         return
     yield ok("server", f"{base} is up")
@@ -233,12 +235,14 @@ def check_server(url: str) -> Iterator[Finding]:
         page = fetch(f"{base}/metrics")
         found = {**totals(page), **events(page)}
     except UnreachableError as error:
-        advice = "Ask the server itself, not a router: vLLM has its metrics there."
+        advice = (
+            "Use the address of the server itself, not of a router: vLLM serves its metrics there."
+        )
         yield fail("metrics", f"{base}/metrics: {error}", advice)
         return
     if bad := unreadable_lines(page):
         seen = f"{len(bad):,} lines are unreadable and left out, the first: {bad[0]!a:.60}"
-        yield warn("metrics", seen, "See what is between here and the server, or report the line.")
+        yield warn("metrics", seen, "Check proxies in front of the server, or report the line.")
     if DRAFTS in found:
         yield from check_speculation(labels(page, CACHE_CONFIG))
     yield from check_metrics(found)
@@ -270,10 +274,10 @@ def check_metrics(found: Mapping[str, float]) -> Iterator[Finding]:
     """
     if not any(name.startswith(PREFIX) for name in found):
         if any(name.startswith("vllm:") for name in found):
-            advice = "Start it with --kv-transfer-config: tiered-kv plan writes the flags."
+            advice = "Start it with --kv-transfer-config: tiered-kv plan prints the flags."
             yield fail("connector", "vLLM runs without it", advice)
         else:
-            yield fail("connector", "no metrics of vLLM", "Give the address of a vLLM server.")
+            yield fail("connector", "no metrics of vLLM", "Use the address of a vLLM server.")
         return
     yield from _mode(found)
     yield _work(found)
@@ -302,7 +306,7 @@ def _work(found: Mapping[str, float]) -> Finding:
     turns, requests = _count(found, "turns"), found.get(REQUESTS, 0.0)
     if not turns:
         if requests:
-            advice = "See the server's log: hooks that fail leave vLLM to itself."
+            advice = "See the server's log: after a failing hook vLLM runs without the connector."
             return fail("connector", f"no turn of {requests:,.0f} answered requests", advice)
         return ok("connector", "loaded; no request has been answered yet")
     parts = {name: _count(found, f"prompt_tokens_{name}") for name in ("vram", "cpu", "recomputed")}
@@ -322,7 +326,7 @@ def _tiers(found: Mapping[str, float]) -> Finding:
     slots = _count(found, "cpu_slots")
     pages, below = (_count(found, name) for name in ("cpu_pages", "ssd_pages"))
     if not slots:
-        advice = "Set TIERED_KV_CPU_GIB, unless pins alone are meant."
+        advice = "Set TIERED_KV_CPU_GIB, unless you want pins only."
         return warn("tiers", "CPU memory is off", advice)
     words = f"{pages:,.0f} pages in {slots:,.0f} slots of CPU memory, {below:,.0f} on SSD"
     return ok("tiers", words)
