@@ -73,8 +73,8 @@ def split_cores(worker: dict[str, Any] | None) -> None:
 
 
 def measure_briefly() -> None:
-    """Shorten what a starting engine measures: its codecs, its arithmetic and its disk, which takes
-    0.3 s of a core. Rigs start by the thousand, on pages of a few KiB, and on one disk."""
+    """Shorten the measurements of a starting engine (codecs, arithmetic, disk), which take 0.3 s of
+    a core. Tests start thousands of rigs, with pages of a few KiB, on one disk."""
     autotune.MEASURE_S = speed_probe.MATMUL_S = 0.001
     speeds = dict[tuple[int, int], DiskSpeed]()
 
@@ -105,8 +105,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the longest tests first, so that no worker is left with one of them at the end, and leave
-    those out that take too long for a selection of something else."""
+    """Run the longest tests first, so that no worker is left with one of them at the end. Skip
+    tests that take too long in a selection of other tests."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
     for name in ("nightly", "peer"):
         if name in config.option.markexpr:

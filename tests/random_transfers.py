@@ -62,7 +62,7 @@ class RandomTransfers:
         self._jobs = 0
 
     def go(self, operations: int) -> None:
-        """Make so many operations, then finish and check everything.
+        """Make that many operations, then finish and check everything.
 
         Raises:
             AssertionError: a page is not what it should be.
@@ -80,7 +80,7 @@ class RandomTransfers:
         self._check()
 
     def _rewrite(self) -> None:
-        """As a forward pass does, in a block that nobody copies."""
+        """Rewrite a block that no job copies, as a forward pass does."""
         block = int(self._rng.integers(len(self._blocks)))
         if block in self._written_blocks or self._read_blocks[block]:
             return
@@ -127,7 +127,7 @@ class RandomTransfers:
         return CopyJob(self._jobs, direction, blocks[:pages], slots[:pages])
 
     def _settle(self, results: list[CopyResult]) -> None:
-        """A save that is reported can be read by the CPU at once."""
+        """The CPU can read a reported save immediately."""
         for result in results:
             job = self._under_way.pop(result.job_id)
             assert not result.failed

@@ -8,7 +8,7 @@ from tiered_kv.doctor.finding import Finding, Verdict
 
 
 def by_check(findings: Iterable[Finding]) -> dict[str, Finding]:
-    """Findings by check, of which no two may have the same."""
+    """Findings by check. No two findings may have the same check."""
     found = list(findings)
     named = {one.check: one for one in found}
     assert len(named) == len(found)
@@ -19,5 +19,5 @@ def by_check(findings: Iterable[Finding]) -> dict[str, Finding]:
 
 
 def verdicts(findings: Iterable[Finding]) -> dict[str, str]:
-    """Words of the verdicts, by check."""
+    """Verdicts by check, as words."""
     return {name: one.verdict.value for name, one in by_check(findings).items()}

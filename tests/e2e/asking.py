@@ -82,8 +82,8 @@ def usage_in_gap(client: httpx.Client) -> float:
 
 
 def trace(server: VllmServer, there: Callable[[list[TurnRecord]], bool]) -> list[TurnRecord]:
-    """The trace, once it holds what is waited for. A turn is written when its job's next one
-    arrives; at once if it is said to be the last."""
+    """The trace, once it has the awaited records. A turn is written when the job's next turn
+    arrives, or immediately if it is declared the last."""
     path = Path(server.options.env["TIERED_KV_TRACE"])
     deadline = time.monotonic() + EVENT_S
     while True:

@@ -14,7 +14,7 @@ import httpx
 
 @contextmanager
 def slow_proxy(url: str, factor: float) -> Iterator[str]:
-    """Forward to ``url``, streams included; gives the proxy's address.
+    """Forward requests to ``url``, including streams. Returns the proxy's address.
 
     Args:
         factor: of the time from a request to each part of its answer.

@@ -168,8 +168,8 @@ def unlike(a: list[Answer], b: list[Answer]) -> int:
 
 
 def disagreement(stock: Stock, answers: list[Answer]) -> list[str]:
-    """Ways in which answers, eight at a time, are further from stock's than those of another run of
-    it. Where stock repeats itself bit for bit, every difference is one."""
+    """Ways in which answers, eight at a time, differ more from stock's than another run of stock.
+    If stock is reproducible bit for bit, every difference counts."""
     noise, ours = by_text(stock.eights, stock.again), by_text(stock.eights, answers)
     compared = {
         "other answers": (unlike(stock.eights, answers), unlike(stock.eights, stock.again)),

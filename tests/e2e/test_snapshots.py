@@ -24,7 +24,7 @@ TOKENS = 600
 
 
 def command(*words: str) -> dict[str, Any]:
-    """Run a command; gives what it says as JSON."""
+    """Run a command. Returns its JSON output."""
     ran = CliRunner().invoke(app, [*words, "--json"])
     assert ran.exit_code == 0, ran.output
     said: dict[str, Any] = json.loads(ran.stdout)

@@ -290,7 +290,7 @@ class Account:
         return all(other == first for other in others)
 
     def to_json(self) -> dict[str, object]:
-        """The account, without what is None."""
+        """The account, without None values."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 

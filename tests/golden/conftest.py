@@ -42,7 +42,7 @@ def copy(written: Path, tmp_path: Path) -> Copy:
 
 @pytest.fixture
 def compare(request: pytest.FixtureRequest) -> Compare:
-    """Compares names with those that users know, in a file of ``names/``."""
+    """Compares names with the published names, in a file of ``names/``."""
 
     def compare(name: str, found: Mapping[str, Any]) -> None:
         path = NAMES / f"{name}.json"

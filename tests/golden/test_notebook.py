@@ -30,7 +30,7 @@ def expected() -> list[tuple[str, Any]]:
 
 
 def read(folder: Path) -> list[tuple[str, Any]]:
-    """Facts that the next engine finds, those noted longest ago first."""
+    """Facts that the next engine finds, oldest first."""
     book = open_notebook(folder, 2, keep=True)
     book.close()
     return list(book.facts("").items())

@@ -28,13 +28,13 @@ Values = dict[bytes, bytes]
 
 
 class ReadOnly:
-    """A remote store with these values, which takes no others."""
+    """A read-only remote store with these values."""
 
     def __init__(self, values: Values) -> None:
         self._values = values
 
     def check(self, deadline: float) -> None:
-        """It is there."""
+        """Do nothing: the store is always reachable."""
 
     def exists(self, keys: Sequence[RemoteKey], deadline: float) -> list[Outcome]:
         return [Outcome.HIT if key.name in self._values else Outcome.MISS for key in keys]

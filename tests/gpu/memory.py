@@ -58,8 +58,8 @@ class Vram:
         return copied
 
     def writer(self) -> Callable[[int, NDArray[np.int64], Bytes], None]:
-        """Writes pages on the compute stream, which the CPU does not wait for: what was written
-        once is in VRAM already."""
+        """Writes pages on the compute stream without waiting on the CPU. Pages written once are
+        already in VRAM."""
         indices: dict[int, Any] = {}
         pages: dict[int, Any] = {}
 

@@ -101,7 +101,7 @@ def test_pages_of_every_kind_come_back_bit_for_bit(kind: str, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
 def test_a_tensor_of_every_dtype_is_what_it_was(dtype: str, way: str) -> None:
-    """Every bit pattern there is, NaNs of all payloads among them."""
+    """Every bit pattern, including NaNs of all payloads."""
     kind = getattr(torch, dtype)
     shape = (3, BLOCKS, 2, TOKENS, 2, 64)  # layers, blocks, keys and values, tokens, heads
     page = int(np.prod(shape[2:])) * kind.itemsize
@@ -165,7 +165,7 @@ def test_pages_beyond_four_gib_are_copied_from_where_they_are(way: str) -> None:
 
 
 def test_memory_that_cannot_be_pinned_does_no_harm_to_what_comes_after() -> None:
-    """CUDA remembers the error of a call, and torch takes it for that of its next kernel."""
+    """CUDA keeps the error of a call, and torch would attribute it to its next kernel."""
     with closing(CpuPool(pinned(AnonymousMemory(4 * (1 << 20))), 1 << 20)) as pool:
         with pytest.raises(CudaError):
             CudaRuntime(cuda_major()).register(pool.slots.ctypes.data, pool.slots.nbytes)

@@ -46,8 +46,8 @@ def test_a_save_reads_what_a_late_compute_stream_writes_before_it(way: str) -> N
 
 
 def test_a_save_is_not_disturbed_by_a_compute_stream_that_rewrites_other_blocks(way: str) -> None:
-    """...nor does it disturb what is written there; and when it is reported, its own blocks
-    may be rewritten at once."""
+    """The save does not disturb those writes either. Once it is reported, its own blocks may be
+    rewritten immediately."""
     with vram(way, LAYOUT, BLOCKS) as gpu:
         even = range(0, BLOCKS, 2)
         for value in range(1, 100):

@@ -20,7 +20,8 @@ def meminfo(tmp_path: Path) -> Path:
 
 
 def limit(folder: Path, most: str, used: int, cached: int = 0) -> None:
-    """Write a control group's limit, what it uses, and what of that is idle files."""
+    """Write a control group's limit, its usage, and the part of the usage that is inactive
+    files."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.max").write_text(f"{most}\n")
     (folder / "memory.current").write_text(f"{used}\n")

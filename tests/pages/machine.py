@@ -109,7 +109,7 @@ class OrdersMachine(World):
     @rule(data=st.data())
     @precondition(lambda self: self.to_pack())
     def pack(self, data: st.DataObject) -> None:
-        """Pages that nobody uses are compressed where they are, in any order."""
+        """Unused pages are compressed in place, in any order."""
         keys = st.lists(st.sampled_from(self.to_pack()), min_size=1, max_size=4, unique=True)
         order = self.planner.plan_pack(data.draw(keys), group=0)
 
@@ -127,7 +127,7 @@ class OrdersMachine(World):
 
     @rule(data=st.data(), keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4))
     def demote(self, data: st.DataObject, keys: list[PageKey]) -> None:
-        """Pages go down to SSD: some are there already, on their way, or nowhere."""
+        """Pages are demoted to SSD. Some are already there, being demoted, or missing."""
         on_the_way = {p.key for f in self.flights.values() if self.is_demotion(f) for p in f.pages}
         order = self.planner.plan_demote(SSD, keys, due=0.0)
 
@@ -146,7 +146,7 @@ class OrdersMachine(World):
     @rule(data=st.data(), keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4))
     @precondition(lambda self: self.on_ssd)
     def promote(self, data: st.DataObject, keys: list[PageKey]) -> None:
-        """Pages come up from SSD: some are in CPU memory already, or on their way."""
+        """Pages are promoted from SSD. Some are already in CPU memory, or being promoted."""
         wanted = [k for k in dict.fromkeys(keys) if k in self.on_ssd and k not in self.pages]
         before = dict(self.pages)
         idle = {key for key in before if self.idle(key)}
@@ -170,7 +170,7 @@ class OrdersMachine(World):
 
     @rule(data=st.data())
     def disturb(self, data: st.DataObject) -> None:
-        """Something else happens."""
+        """An unrelated event happens."""
         key = data.draw(st.sampled_from(KEYS))
         what = [
             self.use,
@@ -192,7 +192,7 @@ class OrdersMachine(World):
         self.pages.pop(key, None)
 
     def restore_what_is_not_readable(self, key: PageKey) -> None:
-        """Somebody's mistake; it must not leave the pages before it locked."""
+        """An invalid restore. It must not leave earlier pages locked."""
         if self.readable(key):
             return
         readable = [page.key for page in self.pages.values() if page.whole]
@@ -242,8 +242,8 @@ class OrdersMachine(World):
     # -- what happens at the workers ------------------------------------------------
 
     def pass_time(self, data: st.DataObject) -> None:
-        """Workers copy or report, or finish all there is. Part of every rule and none of its
-        own: examples in which nothing ever arrives would prove little."""
+        """Workers copy or report, or finish all orders. Part of every rule, because examples in
+        which nothing is ever reported would prove little."""
         for _ in range(data.draw(st.sampled_from([1, 0, 2, 4]))):
             what = data.draw(st.sampled_from([self.copy, self.copy, self.report, self.finish]))
             what(data)
@@ -263,7 +263,7 @@ class OrdersMachine(World):
         self.deliver([waiting.pop(self.draw_index(data, waiting)) for _ in waiting[:count]])
 
     def finish(self, _: st.DataObject) -> None:
-        """A calm step: every rank carries out what it has not, and all is reported."""
+        """Every rank carries out its remaining orders, and all are reported."""
         for flight, rank in self.to_copy():
             self.carry_out(flight, rank, set())
         self.deliver(self.to_report())
@@ -294,7 +294,7 @@ class OrdersMachine(World):
                 slots[slot] = b"torn" if i in fail else ssd[key]
 
     def deliver(self, arriving: list[tuple[Flight, int]]) -> None:
-        """Merged over the ranks, as vLLM does it."""
+        """Merge the reports of all ranks, as vLLM does."""
         reports: dict[OrderId, OrderReport] = {}
         for flight, rank in arriving:
             flight.reported.add(rank)
@@ -383,7 +383,7 @@ class OrdersMachine(World):
         assert self.planner.bandwidth > 0
 
     def teardown(self) -> None:
-        """In the end all comes in; then every page that is there can be read back."""
+        """At the end all orders are reported. Then every existing page can be read back."""
         if not hasattr(self, "planner") or sys.exc_info()[0] is not None:
             return  # it never began, or has failed already
         for flight in list(self.flights.values()):

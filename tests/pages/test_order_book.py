@@ -108,7 +108,7 @@ AMOUNTS = st.tuples(st.integers(0, 2), st.integers(0, 2))
 def test_the_slower_of_two_reports_is_the_same_whichever_comes_first(
     first: tuple[int, int], second: tuple[int, int]
 ) -> None:
-    """Who took longer; or who moved less in the same time, since pages of it failed."""
+    """The slower rank took longer, or moved fewer pages in the same time because some failed."""
     one, two = (OrderReport(1, frozenset(), nbytes, seconds) for seconds, nbytes in (first, second))
     merged = one.merge(two)
     assert merged == two.merge(one)

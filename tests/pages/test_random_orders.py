@@ -237,7 +237,7 @@ def test_the_machine_notices_a_broken_part(broken: type[Any]) -> None:
 
 
 class OneWrongByte(OrdersMachine):
-    """A worker that gets a single page wrong on a single rank, and says that all is well."""
+    """A worker that damages a single page on a single rank, and reports success."""
 
     def transported(self, content: bytes) -> bytes:
         return content.replace(b"save 3 rank 1", b"save 4 rank 1")

@@ -43,7 +43,7 @@ class Bundle:
 
 @dataclass(eq=False)
 class Page:
-    """Knowledge of a page: the bytes that it must hold, and where.
+    """Expected state of a page: its bytes, and where they are.
 
     ``bytes_of`` a rank differ from those of every other save that ever was.
     """
@@ -77,7 +77,7 @@ class Page:
 
 @dataclass(eq=False)
 class Flight:
-    """An order under way: which ranks have copied, which of those have reported."""
+    """An order in flight: the ranks that have copied, and the ranks that have reported."""
 
     order: PageOrder
     pages: list[Page]

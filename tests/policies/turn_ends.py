@@ -34,7 +34,7 @@ def turn_end(
 
 
 def forecast_of(gaps: dict[float, float]) -> Forecast:
-    """Gaps in seconds and their probabilities; what is missing to 1 never ends."""
+    """Gaps in seconds and their probabilities. The probability missing to 1 never ends."""
     masses = np.zeros(len(CELL_LOG_S))
     for gap_s, probability in gaps.items():
         masses[np.abs(CELL_LOG_S - math.log(gap_s)).argmin()] += probability

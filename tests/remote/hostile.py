@@ -12,7 +12,7 @@ Answer = Callable[[list[bytes]], bytes]
 
 @contextlib.contextmanager
 def hostile_server(answer: Answer) -> Iterator[str]:
-    """Serve one connection after the other; gives the address.
+    """Serve one connection after the other. Returns the address.
 
     Args:
         answer: gives what is sent back for the words of a command.
@@ -54,5 +54,5 @@ def _command(line: Callable[[], bytes], read: Callable[[int], bytes]) -> list[by
 
 
 def value(content: bytes) -> bytes:
-    """A value, as it is sent."""
+    """A value in the wire format."""
     return b"$%d\r\n%b\r\n" % (len(content), content)

@@ -83,7 +83,7 @@ def test_the_folder_is_caught_up_with_that_has_the_pages(
 def test_pages_are_deleted_on_the_servers_of_their_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Own pages are remembered for longer than what was looked up."""
+    """Own pages are remembered longer than looked-up pages."""
     monkeypatch.setattr(remote_pages, "CALL_S", 20.0)
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:

@@ -17,7 +17,7 @@ from tiered_kv.remote.valkey.replies import (
 
 
 class Pieces:
-    """A connection that gives what it has in pieces of these lengths, and then ends."""
+    """A connection that delivers its data in chunks of these lengths, and then ends."""
 
     def __init__(self, data: bytes, *lengths: int) -> None:
         self._data = data

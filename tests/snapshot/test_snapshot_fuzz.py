@@ -90,7 +90,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def test_manifests_of_hostile_values_are_refused_or_agree_with_themselves() -> None:
-    """Their digests are right: somebody meant them."""
+    """Their digests are right, as in a deliberate attack."""
     rng = random.Random(2)
     text = json.dumps(json.loads(dump(with_pages(outline()))))
     names = places(json.loads(text))
@@ -121,7 +121,7 @@ def test_manifests_of_hostile_values_are_refused_or_agree_with_themselves() -> N
 
 
 def check_agreement(manifest: Manifest) -> None:
-    """Check that what was read could be written, and is in its ranges."""
+    """Check that the content could have been written, and is within its ranges."""
     assert load(dump(manifest)) == manifest
     assert 0 <= manifest.kv_tokens <= len(manifest.token_ids)
     assert all(0 <= token < 2**31 for token in manifest.token_ids)
@@ -163,7 +163,7 @@ def test_mutated_pages_are_refused_or_are_what_was_written(page_format: PageForm
 
 
 def is_whole(path: Path) -> bool:
-    """False if it is refused; what is not refused must be what was written."""
+    """False if the snapshot is refused. An accepted snapshot must equal what was written."""
     try:
         with open_snapshot(path) as snapshot:
             snapshot.verify()

@@ -56,7 +56,7 @@ class Pool:
         self.pages: dict[PageKey, Bytes] = {}
 
     def pack(self, pages: Sequence[Bytes], slots: Sequence[int], names: Iterable[int]) -> int:
-        """Put pages into slots and pack them; what is left over is written by others."""
+        """Put pages into slots and compress them. Other pages are written to the freed slots."""
         keys = [key(name) for name in names]
         for slot, page in zip(slots, pages, strict=True):
             self.slots[slot, : page.nbytes] = page
@@ -289,7 +289,7 @@ def test_bundles_follow_each_other_in_the_same_slots(seed: int) -> None:
 
 
 class Counted:
-    """A codec of somebody else's, which counts what it encodes."""
+    """A codec of another package, which counts its calls."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec, self.encoded = codec, 0

@@ -29,7 +29,7 @@ CALLS: list[str] = []
 
 
 class Counting(ToyCodec):
-    """Notes what it does."""
+    """Records its calls."""
 
     def encode(self, page: Bytes) -> EncodedPage:
         CALLS.append("encode")

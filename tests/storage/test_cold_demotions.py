@@ -35,7 +35,7 @@ def page(n: int) -> Bytes:
 
 
 class Store(MemoryStore):
-    """Fails pages, or whole calls, where a test says so."""
+    """A store that fails for chosen pages or calls."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -69,7 +69,7 @@ class Store(MemoryStore):
         return frozenset(i for i, (name, _) in enumerate(pages) if name in self.refused)
 
     def holds(self, n: int) -> bool:
-        """True if the page is there, whole."""
+        """True if the page exists and is complete."""
         out = np.zeros(FORMAT.page_bytes, np.uint8)
         if self.get([(key(n), out)]):
             return False

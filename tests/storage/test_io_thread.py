@@ -31,7 +31,7 @@ def key(n: int) -> PageKey:
 
 
 class Watched(SegmentStore):
-    """A real store that says when it is used, and waits or fails where a test wants it."""
+    """A real store that signals its use, and blocks or fails on request."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -111,7 +111,7 @@ def test_a_page_is_demoted_and_promoted_into_another_slot(bench: Bench) -> None:
 
 
 class Stalled(Watched):
-    """A store that takes nothing so many times, and then all."""
+    """A store that refuses everything a number of times, and then accepts all."""
 
     refusals = 3
 
@@ -140,7 +140,7 @@ def test_what_a_stalled_store_did_not_take_is_offered_again_for_a_while(
 
 
 class InGroups(Watched):
-    """A store that wants its pages in groups, and is asked what it has."""
+    """A store that receives its pages in groups, and is queried for its pages."""
 
     @property
     def group_bytes(self) -> int:

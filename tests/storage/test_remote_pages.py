@@ -84,7 +84,7 @@ def smooth_page(number: int) -> Bytes:
 
 
 def trained(pages: RemotePages) -> Codec:
-    """The codec of new pages, once it has been trained, which goes on beside writes."""
+    """The codec of new pages after its training, which runs concurrently with writes."""
     until = time.monotonic() + 60.0
     while (codec := pages.codec_of_new_pages) is None:
         assert time.monotonic() < until
@@ -376,7 +376,7 @@ def test_a_store_that_is_not_there_yet_is_used_once_it_is(tmp_path: Path) -> Non
 def test_a_server_that_takes_no_writes_is_read_and_what_it_refuses_is_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A replica, say. Its link is not taken for the slowest that there is."""
+    """For example a replica. Its link is not assumed to be the slowest possible."""
     (tmp_path / "primary").mkdir()
     (tmp_path / "replica").mkdir()
     old, new, out = page_key(1), page_key(2), np.zeros(PAGE_FORMAT.page_bytes, np.uint8)

@@ -78,7 +78,7 @@ class Terminal:
         return int((self._folder / "pid").read_text())
 
     def is_stopped(self) -> bool:
-        """True if the command's process was stopped and waits to go on."""
+        """True if the process is suspended."""
         stat = Path(f"/proc/{self.pid}/stat").read_text()
         return stat.rpartition(")")[2].split()[0] == "T"
 
@@ -117,7 +117,7 @@ class Terminal:
 
 
 def has_ended(pid: int) -> bool:
-    """True if the process is over, whether somebody has asked for its exit code or not."""
+    """True if the process has ended, even if its exit code has not been read."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -37,7 +37,7 @@ def with_jobs(answers: Answers, count: int) -> Answers:
 
 
 def first_job(lines: list[str]) -> str:
-    """Name of the job in the first row; nothing while there is none."""
+    """Name of the job in the first row; empty if there is none."""
     titles = [at for at, line in enumerate(lines[:-1]) if line.startswith("job, by")]
     return lines[titles[0] + 1].split(" ")[0] if titles else ""
 

@@ -43,7 +43,7 @@ HEADER = TraceHeader(
 
 
 def record(n: int = 0, **fields: Any) -> TurnRecord:
-    """A record that can be told from others by its request."""
+    """A record with a distinct request id."""
     given: dict[str, Any] = {"job": "j", "turn": 1, "request": f"r{n}", "arrived": 1.79e9 + n}
     return TurnRecord(**{**given, **fields})
 

@@ -101,7 +101,7 @@ def test_a_folder_that_comes_back_is_written_to_again(tmp_path: Path) -> None:
 
 
 def test_replicas_share_a_trace_and_lose_nothing(path: Path) -> None:
-    """Each opens the file for itself, as processes do: locks are those of open files."""
+    """Each opens the file separately, as processes do, because locks belong to open files."""
     begin = threading.Barrier(3)
 
     def write(first: int) -> None:

@@ -122,7 +122,7 @@ def test_the_page_needs_nothing_else_and_is_private(tmp_path: Path) -> None:
 
 
 def test_the_figures_are_those_of_analyze(tmp_path: Path) -> None:
-    """Every row of the page's tables is a line of the command's."""
+    """Every table row of the page is a line of the command's output."""
     path = write(tmp_path / "trace.jsonl", turns())
     page = Parsed(report(path, tmp_path / "report.html"))
     lines = [" ".join(line.split()) for line in run("analyze", path).stdout.splitlines()]

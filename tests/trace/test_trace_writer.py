@@ -23,7 +23,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def locked(path: Path) -> Iterator[int]:
-    """The lock of the trace's file: nothing is written while somebody else has it."""
+    """The lock of the trace file, as held by another process: nothing is written."""
     fd = os.open(path, os.O_CREAT | os.O_RDONLY, 0o600)
     fcntl.flock(fd, fcntl.LOCK_EX)
     yield fd

@@ -118,7 +118,7 @@ def test_weights_that_changed_before_the_first_request_are_not_taken_for_those_l
 def test_an_adapter_whose_files_change_after_the_load_has_no_keys_until_the_next(
     fingerprints: Fingerprints, weights: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vLLM reads them again when it needs room, and says so to nobody."""
+    """vLLM reads the files again when it needs space, without notice."""
     loaded = adapter(weights.parent)
     fingerprints.on_load(loaded)
     assert digested(fingerprints, loaded) is not None
@@ -180,7 +180,7 @@ def test_loads_are_forgotten_at_last(
 
 
 def test_models_whose_configuration_was_overridden_are_told_apart(make_rig: MakeRig) -> None:
-    """By ``--hf-overrides``: the files are the same."""
+    """By ``--hf-overrides``: the files are equal."""
     rig = make_rig()
     before = fingerprint(rig).config
     assert before == fingerprint(rig).config
@@ -213,7 +213,7 @@ def test_overrides_beside_the_text_model_count_where_there_are_any(
 def test_weights_that_were_not_loaded_from_their_files_are_not_told_by_them(
     make_rig: MakeRig, tmp_path: Path, load_format: str, found: bool
 ) -> None:
-    """``--load-format dummy`` makes other weights every time, whatever lies beside the model."""
+    """``--load-format dummy`` creates other weights every time, whatever files exist."""
     rig = make_rig()
     (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
     rig.config.load_config.load_format = load_format
@@ -235,7 +235,8 @@ def test_a_model_with_weights_elsewhere_is_not_identified_by_its_configuration(
 
 
 def test_each_page_group_has_a_fingerprint_that_names_all_of_them(make_rig: MakeRig) -> None:
-    """A page of one group is of no use beside pages of others than it was made with."""
+    """A page of one group is useless without the pages of the other groups with which it was
+    created."""
     rig = make_rig()
     (first,) = rig.half.facts.groups
     second = replace(first, index=1, block_size=first.block_size * 2)

@@ -130,8 +130,8 @@ def check(groups: Sequence[Group], found: Any, tokens: int) -> None:
 
 @given(any_group(), st.integers(1, LONGEST), st.integers(0, 8))
 def test_vllm_keeps_what_the_next_token_needs(group: Group, tokens: int, unheard: int) -> None:
-    """A running request gives up blocks as it goes on, but none that is needed; while steps are
-    under way, what the first of them needs stays."""
+    """A running request frees blocks as it continues, but none that is needed. While steps are in
+    flight, the blocks that the first of them needs stay."""
     found, _ = coordinator([group])
     size = group.spec.block_size
     done = 0

@@ -31,7 +31,7 @@ DISCONNECT: Message = {"type": "http.disconnect"}
 
 
 class Toy:
-    """An application that takes what it receives, and streams two answers."""
+    """An application that accepts all input, and streams two answers."""
 
     def __init__(self) -> None:
         self.scope: Scope = {}

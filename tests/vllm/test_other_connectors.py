@@ -98,7 +98,7 @@ def test_company_that_would_go_wrong_is_refused_with_what_to_write_instead(
 
 
 def test_nixl_as_a_producer_is_refused_for_its_handshake(make_rig: MakeRig) -> None:
-    """It would get what our workers say instead of what its own do, and raise at start."""
+    """It would receive this connector's handshake instead of its own, and fail at startup."""
     nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
     with pytest.raises(UnsupportedError, match="NixlConnector and TieredContinuumConnector both"):
         make_rig(around=inside(nixl))
@@ -147,7 +147,7 @@ def test_a_failed_restore_is_recomputed_next_to_a_producer(rig: Rig) -> None:
 
 @pytest.fixture(params=[False, True], ids=["ours first", "ours last"])
 def receiving(request: pytest.FixtureRequest, make_rig: MakeRig) -> Rig:
-    """Beside a connector that loads although it says that it only produces."""
+    """A connector that loads KV although it is declared a producer."""
     from tests.vllm.producers import Receiver
 
     made = make_rig(around=inside(other("Receiver"), last=request.param))

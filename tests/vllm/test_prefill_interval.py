@@ -74,7 +74,7 @@ def test_a_turn_that_waits_for_its_step_releases_no_pin(
 def test_a_turn_waits_with_its_restore_and_takes_no_pin(
     make_rig: MakeRig, mode: RestoreMode, in_job_order: bool
 ) -> None:
-    """An async restore is made in the steps between; a sync one is offered again in each."""
+    """An async restore runs in the steps between; a sync restore is offered again in each."""
     rig = make_rig(blocks=96, max_model_len=512, in_job_order=in_job_order, configure=hold)
     rig.pages.restores.policy = AlwaysRestore(mode)
     rig.ask("t1", PROMPT)

@@ -75,7 +75,7 @@ def test_copies_under_way_are_finished_before_the_memory_goes(make_rig: MakeRig)
 
 
 def test_a_copy_that_is_ordered_in_between_fails(make_rig: MakeRig) -> None:
-    """Nothing touches memory that may be anybody's."""
+    """No copy may touch memory that may belong to others."""
     rig = make_rig()
     rig.ask("t1", PROMPT)
     rig.fill()

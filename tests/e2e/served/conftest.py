@@ -23,8 +23,8 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(
     small_model: Path, snapshots: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VllmServer]:
-    """It reads Continuum's fields, can be told what to answer, writes a trace, and has the routes:
-    its plugin adds them with the middleware."""
+    """A server that reads Continuum's fields, accepts forced answers, writes a trace, and has the
+    routes and the middleware of the plugin."""
     folder = tmp_path_factory.mktemp("server")
     options = ServerOptions(
         model=small_model,

@@ -23,7 +23,7 @@ CLAUDE_CODE = {"user_id": json.dumps({"device_id": "d" * 64, "session_id": SESSI
 
 
 def turns(server: VllmServer, job: str, count: int) -> list[TurnRecord]:
-    """The job's turns in the trace, once there are so many."""
+    """The job's turns in the trace, once that many are written."""
 
     def of_job(found: list[TurnRecord]) -> list[TurnRecord]:
         return [one for one in found if one.job == job]

@@ -54,7 +54,7 @@ def prometheus(
 
 @contextmanager
 def running(folder: Path) -> Iterator[str]:
-    """A Prometheus with the configuration of this folder; gives its address."""
+    """A Prometheus with the configuration in this folder. Returns its address."""
     log = folder / "log"
     command = [
         program("prometheus"),
@@ -81,7 +81,7 @@ def running(folder: Path) -> Iterator[str]:
 
 
 def asked(prometheus: httpx.Client, query: str) -> list[dict[str, Any]]:
-    """Series that a query gives now."""
+    """Series that a query currently returns."""
     answer = prometheus.get("/api/v1/query", params={"query": query}).json()
     assert answer["status"] == "success", (query, answer)
     assert not answer.get("warnings")

@@ -44,7 +44,7 @@ def events(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[s
 
 
 def reports(found: list[dict[str, Any]]) -> list[dict[str, int]]:
-    """Reports in events, those of whole answers in an event included."""
+    """Reports in events, including reports of complete answers in one event."""
     params = [
         one.get("kv_transfer_params") or one.get("response", {}).get("kv_transfer_params")
         for one in found

@@ -87,7 +87,7 @@ def test_a_job_that_waits_elsewhere_counts_for_the_time_that_it_runs() -> None:
 def test_jobs_that_change_count_as_if_all_were_counted_anew(
     found: list[JobDemand], data: st.DataObject
 ) -> None:
-    """Also those before any of them, as far as what they are heading for is looked at."""
+    """Including sums over a prefix of the jobs."""
     had = data.draw(st.integers(1, len(found)))
     demand = Demand([share._replace(blocks=7.0) for share in found[:had]])
     for place, share in enumerate(found):

@@ -241,7 +241,7 @@ def test_pages_of_too_many_contexts_are_forgotten_the_longest_silent_first() -> 
 
 
 def test_evicting_one_page_takes_no_longer_in_a_large_pool() -> None:
-    """A thousand jobs wait with 300 pages each, of which the pool holds 2,000 in all; or ten."""
+    """A thousand jobs wait with 300 pages each, or ten jobs; the pool holds 2,000 pages."""
     assert eviction_s(jobs=1000) < 10 * eviction_s(jobs=10)
 
 
@@ -277,7 +277,7 @@ def test_chances_are_those_of_the_likeliest_job() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_it_evicts_in_the_order_in_which_every_page_was_ranked(seed: int) -> None:
-    """As the mean over many jobs: what a page that goes is worth, next to the least there is."""
+    """On average over many jobs: the worth of an evicted page, compared with the lowest worth."""
     rng = random.Random(seed)
     pool, stay_s = Pool(stay_s=60.0, most_pages=10_000), 60.0
     waiting = dict[str, tuple[list[PageKey], Forecast, float, float]]()

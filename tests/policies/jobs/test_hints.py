@@ -82,7 +82,7 @@ def test_a_session_is_asked_for_its_name_only_if_the_job_has_none() -> None:
 
 
 def test_a_session_that_vllm_knows_goes_before_one_among_the_parameters() -> None:
-    """The middleware puts it there where vLLM takes none."""
+    """The middleware uses the parameters where vLLM accepts no session."""
     params = {"session_id": "of the client"}
     assert read_hints(params) == TurnHints("of the client", ignored=0)
     assert read_hints(params, None, "known") == TurnHints("known", ignored=0)
@@ -187,7 +187,7 @@ def test_hints_that_are_no_object_are_counted_once(params: object) -> None:
 
 
 def test_unknown_keys_are_counted_and_the_known_ones_used() -> None:
-    """A negative TTL, say: there is no such setting for clients."""
+    """For example a negative TTL, which clients cannot set."""
     params = {"ttl": -5, "ttl_s": "abc", "job_id": "j", "is_last_step": True, 7: None}
     assert read_hints(params) == TurnHints("j", True, ignored=3)
 

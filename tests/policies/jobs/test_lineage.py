@@ -32,7 +32,7 @@ def test_a_job_is_followed_from_turn_to_turn(agents: Agents, length: int) -> Non
 
 
 def test_the_answer_need_not_come_back_as_it_was(agents: Agents) -> None:
-    """It is tokenised anew, and its thoughts are cut."""
+    """The client tokenizes it again, and removes thoughts."""
     first = agents.asked(question(7), answer=list(range(800, 900)))
     again = agents.asked([*question(7), 899, *TOOL])
     assert again == Inferred(first.job, 2)
@@ -91,7 +91,8 @@ def test_of_very_many_samples_the_latest_are_compared(agents: Agents) -> None:
 
 
 def test_twins_that_nothing_tells_apart_go_on_in_order(agents: Agents) -> None:
-    """Two runs of one task, whose answers are cut: any choice may be wrong, but not both."""
+    """Two runs of the same task, whose answers are cut: any single choice may be wrong, but not
+    both."""
     first, second = agents.ask(question(7)), agents.ask(question(7))
     agents.end(first)
     agents.end(second)
@@ -109,7 +110,7 @@ def test_a_twin_that_was_given_up_long_ago_does_not_return(agents: Agents) -> No
 
 
 def test_a_second_run_follows_the_steps_of_the_first(agents: Agents) -> None:
-    """While it does, what it extends is its own last turn, though the first went further."""
+    """Meanwhile it extends its own last turn, although the first run is further ahead."""
     prompts = [question(7) + n * [*TOOL, *ASSISTANT] for n in range(4)]
     first = [agents.asked(prompt).job for prompt in prompts]
     second = [agents.asked(prompt).job for prompt in prompts[:3]]
@@ -161,7 +162,7 @@ def test_the_job_longest_unheard_of_is_forgotten(
 def test_repeats_without_end_are_not_all_remembered(
     agents: Agents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A health check, say."""
+    """For example of a health check."""
     monkeypatch.setattr(module, "MAX_NEIGHBOURS", 10)
     for _ in range(100):
         latest = agents.asked(question(7))

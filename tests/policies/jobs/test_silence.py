@@ -21,7 +21,7 @@ def test_a_job_returns_soon_as_its_tool_does() -> None:
 
 
 def test_a_job_that_should_have_returned_has_probably_ended() -> None:
-    """Its tool takes seconds, and one client in twenty goes without a word."""
+    """Its tool takes seconds, and 5% of clients end without notice."""
     chances = [soon_chance(QUICK, away_s, 0.95) for away_s in (0.0, 1.0, 100.0)]
     assert chances[0] == pytest.approx(0.95)
     assert chances == sorted(chances, reverse=True)

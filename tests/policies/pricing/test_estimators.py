@@ -19,7 +19,8 @@ from tiered_kv.policies.pricing.estimators import (
 
 
 def prefill_s(behind: int, tokens: int) -> float:
-    """A machine that takes 0.2 s per 1,000 tokens, and 0.01 s more for each pair of them."""
+    """A machine that takes 0.2 s per 1,000 tokens, and 0.01 s more for each pair of such
+    thousands."""
     begin, end = behind / 1000, (behind + tokens) / 1000
     return 0.2 * (end - begin) + 0.01 * (end**2 - begin**2)
 

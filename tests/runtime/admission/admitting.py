@@ -15,7 +15,8 @@ TOKENS, BLOCKS = 300, 64
 def holding_rig(
     make_rig: MakeRig, *, in_job_order: bool, priority: bool = False, **settings: Any
 ) -> Rig:
-    """A rig on which contexts are dear to compute again, so that jobs are held for lack of room."""
+    """A rig on which recomputing contexts is expensive, so that jobs are held back for lack of
+    space."""
     rig = make_rig(
         blocks=BLOCKS,
         max_model_len=512,
@@ -28,7 +29,7 @@ def holding_rig(
 
 
 def prefills_take(rig: Rig, token_s: float) -> None:
-    """Have a prefill taken to last so many seconds a token, whatever is measured."""
+    """Let the estimate of a prefill be that many seconds per token, whatever is measured."""
     fit = rig.half.gaps.prefills.fit
     vars(fit)["seconds"] = lambda behind, tokens: token_s * tokens
 

@@ -18,7 +18,7 @@ OPEN = 8
 
 
 def served(make_rig: MakeRig) -> Rig:
-    """A server with forecasts, and VRAM for what runs beside one client's contexts."""
+    """A server with forecasts, and VRAM for other requests next to one client's contexts."""
     return make_rig(
         blocks=128,
         max_model_len=2048,
@@ -33,7 +33,7 @@ def served(make_rig: MakeRig) -> Rig:
 
 
 def leaves_open(rig: Rig, said: dict[str, Any], jobs: int = OPEN) -> None:
-    """One client begins jobs, and says nothing more; then keeps a request decoding."""
+    """One client starts jobs that never continue, and then keeps a request decoding."""
     for n in range(jobs):
         params = {"job_id": f"open{n}", "is_last_step": False, **said}
         rig.add(f"open{n}", text(TOKENS, seed=n), params=params, salt="one")
@@ -90,7 +90,7 @@ def test_one_that_returns_after_long_says_nothing_of_others(make_rig: MakeRig) -
 
 
 def test_a_pin_of_a_job_unlikely_to_return_is_released_for_any_request(make_rig: MakeRig) -> None:
-    """Its price was agreed while there was hope."""
+    """Its worth was computed while a return was likely."""
     rig = make_rig(
         blocks=64,
         max_model_len=1024,
@@ -119,7 +119,7 @@ def test_a_pin_of_a_job_unlikely_to_return_is_released_for_any_request(make_rig:
 
 
 def test_a_context_shared_by_jobs_that_have_gone_takes_no_room(make_rig: MakeRig) -> None:
-    """Clients whose requests name no job the same way twice leave such families behind."""
+    """Clients whose requests never name a job the same way twice leave such families behind."""
     rig = served(make_rig)
     shared = text(TOKENS, seed=7)
     said = {"tool_name": "bash", "expected_tool_s": 1.0, "is_last_step": False}

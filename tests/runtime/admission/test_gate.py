@@ -96,7 +96,7 @@ def after_a_turn(make_rig: MakeRig, **settings: Any) -> Rig:
 
 
 def test_a_job_is_not_held_while_cpu_memory_has_room_for_what_waits(make_rig: MakeRig) -> None:
-    """40 slots are room for two jobs of 19 blocks, and for no third: VRAM has that; 200 for all."""
+    """40 slots hold two jobs of 19 blocks, and VRAM the third; 200 slots hold all."""
     for slots, waiting in ((40, ["d"]), (200, [])):
         rig = holding_rig(make_rig, in_job_order=True, cpu_gib=slots * 16 * 8 / 2**30)
         for name in "abcd":
@@ -142,7 +142,7 @@ def test_a_job_waits_until_all_that_have_begun_fit_somewhere(make_rig: MakeRig) 
 
 
 def held_behind_others(rig: Rig) -> list[str]:
-    """Names of the turns held once all jobs go on and one more has come."""
+    """Names of the turns held back once all jobs continue and one more has arrived."""
     rig.now += 5
     for name in "abc":
         goes_on(rig, name)

@@ -23,7 +23,7 @@ def jobs(rig: Rig) -> ActiveJobs:
 
 
 def turn(rig: Rig, number: int, tokens: int, *, last: bool = False) -> None:
-    """A turn of one job, whose answer makes its context so many tokens."""
+    """A turn of one job, whose answer extends its context to that many tokens."""
     prompt = text(tokens, seed=1)[: tokens - 4]
     rig.ask(f"t{number}", prompt, params={"job_id": "j", "is_last_step": last})
 
@@ -36,7 +36,7 @@ def test_a_job_that_ended_tells_how_many_turns_jobs_have(rig: Rig) -> None:
 
 
 def test_so_does_one_whose_client_hung_up(rig: Rig) -> None:
-    """For all that is known, it has ended."""
+    """As far as is known, it has ended."""
     for number in range(4):
         turn(rig, number, 160 + 16 * number)
     rig.add("t4", text(240, seed=1), max_tokens=50, params={"job_id": "j"})
@@ -47,7 +47,7 @@ def test_so_does_one_whose_client_hung_up(rig: Rig) -> None:
 
 
 def test_contexts_grow_by_what_a_turn_adds_and_never_shrink(rig: Rig) -> None:
-    """A client that cuts its history does so once, and goes on as before."""
+    """A client that truncates its history does so once, and then continues as before."""
     for number, (tokens, mean) in enumerate([(160, 0.0), (240, 5.0), (80, 2.5), (80, 5 / 3)]):
         turn(rig, number, tokens)
         ((_, member),) = jobs(rig).items()

@@ -161,7 +161,7 @@ def test_a_scheduler_that_cannot_ask_goes_on_as_vllm_s_own(
 def test_when_nothing_happens_for_long_everything_held_is_given_up(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fault that nobody has thought of: here, one that holds jobs although nothing runs."""
+    """An unforeseen fault: here, jobs are held back although nothing runs."""
     rig = holding_rig(make_rig, in_job_order=True)
     begin(rig, "pinned", last=False)
     rig.run()
@@ -212,7 +212,7 @@ def test_whoever_is_urgent_is_held_before_others(make_rig: MakeRig) -> None:
 def test_vllm_shares_a_step_among_those_in_its_queue(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that are parked get nothing of it; everybody else is told of them."""
+    """Parked requests get no part of it, and all other requests are visible to vLLM."""
     rig = holding_rig(make_rig, in_job_order=True)
     counts = []
     match = rig.half.match
@@ -240,7 +240,7 @@ def test_without_the_connector_it_is_vllm_s_scheduler(make_rig: MakeRig) -> None
 def test_the_scheduler_that_vllm_has_for_diffusion_models_is_not_replaced(
     make_rig: MakeRig, ahead: bool
 ) -> None:
-    """vLLM takes a scheduler class that is named as it is, and would leave out its own."""
+    """vLLM uses the named scheduler class, and would skip its own."""
     rig = make_rig(extra=None, ahead=ahead)
     rig.config.diffusion_config = object()
     with pytest.raises(UnsupportedError, match=r"diffusion models: remove --scheduler-cls\.$"):
@@ -250,7 +250,7 @@ def test_the_scheduler_that_vllm_has_for_diffusion_models_is_not_replaced(
 
 
 class NobodyWalks(dict[str, Any]):
-    """Who is parked, by request; to be looked up, not walked."""
+    """Parked requests by id, which may be looked up but not iterated."""
 
     def items(self) -> Any:
         raise AssertionError("all that are parked are looked at")

@@ -44,7 +44,7 @@ def test_one_with_stop_strings_that_said_nothing_was_cancelled(make_rig: MakeRig
 
 
 def test_a_job_that_tries_again_after_an_abort_is_not_a_new_one(make_rig: MakeRig) -> None:
-    """Its client may be one that waits for less than a minute, time and again."""
+    """Its client may repeatedly wait for less than a minute."""
     rig = holding_rig(make_rig, in_job_order=True)
     begin(rig, "patient", tokens=100, last=False)
     rig.run()
@@ -81,7 +81,7 @@ def test_jobs_whose_clients_hung_up_are_forgotten_in_the_end(
 def test_turns_of_a_job_that_came_at_once_begin_with_the_first(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of them must neither be held as a new job nor take the others' room when it goes."""
+    """None of them may be held back as a new job, or take the space of the others when it ends."""
     rig = holding_rig(make_rig, in_job_order=True)
     for name in "ab":
         begin(rig, name)
@@ -103,7 +103,7 @@ def test_turns_of_a_job_that_came_at_once_begin_with_the_first(
 
 
 def test_streamed_input_is_left_alone(make_rig: MakeRig) -> None:
-    """vLLM takes back the last token of each part, and changes hashes that were told before."""
+    """vLLM removes the last token of each part, and changes hashes that it has announced."""
     rig = make_rig()
     rig.add("stream", text(127, seed=1), max_tokens=1, params={"job_id": "j"}, resumable=True)
     for _ in range(5):

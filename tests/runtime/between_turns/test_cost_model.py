@@ -32,7 +32,7 @@ JOB = {"job_id": "j"}
 
 
 class Asked(Lru):
-    """Keeps what it was told of costs."""
+    """Records the costs that it receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def test_vram_is_free_on_an_idle_engine(rig: Rig) -> None:
 
 
 def test_an_agent_that_has_the_engine_to_itself_pays_nothing(make_rig: MakeRig) -> None:
-    """Although its context takes most of the pool."""
+    """Even though its context takes most of the pool."""
     for admission in ("auto", "off"):
         rig = make_rig(blocks=41, max_model_len=512, extra={"admission": admission})
         rig.policy = asked = Asked()
@@ -79,7 +79,7 @@ def test_vram_has_a_price_while_requests_wait_for_it(rig: Rig) -> None:
 
 
 def test_room_is_first_theirs_who_began_first(make_rig: MakeRig) -> None:
-    """A pin of the oldest job costs nothing, however many have begun after it."""
+    """A pin of the oldest job costs nothing, however many jobs started after it."""
     extra = {"cpu_gib": 0.0, "admission": "auto"}
     rig = make_rig(blocks=64, max_model_len=512, extra=extra)
     names = ("first", "second", "third", "fourth")
@@ -130,7 +130,8 @@ def test_only_turns_whose_kv_had_left_vram_tell_of_the_queue(rig: Rig) -> None:
 def test_where_cpu_memory_loses_what_waits_in_it_a_pin_saves_a_prefill(
     make_rig: MakeRig,
 ) -> None:
-    """Two contexts in turn, of which CPU memory holds one and VRAM none beside the others."""
+    """Two alternating contexts. CPU memory holds one of them, and VRAM none next to other
+    requests."""
     rig = make_rig(blocks=128, extra={"cpu_gib": 24 * 16 * 8 / 2**30})
     prices = rig.gaps.costs
     assert prices.survival.share == 1.0
@@ -197,7 +198,7 @@ def test_a_context_that_cpu_memory_lost_lets_fewer_jobs_begin(make_rig: MakeRig)
 
 
 def test_what_is_computed_again_holds_up_everybody_and_a_copy_nobody(rig: Rig) -> None:
-    """While 8 requests run, by what becomes of KV without a pin."""
+    """With 8 running requests, by what happens to KV without a pin."""
     prices = rig.gaps.costs
     rig.gaps.prefills.fit.observe(0, 320, 10.0)
     rig.turns.running = 8
@@ -237,7 +238,7 @@ def test_copies_are_timed_and_nothing_is_left_under_way() -> None:
 
 
 def test_a_slow_machine_is_measured_by_small_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where bf16 is emulated, one large product takes seconds, and an engine starts that later."""
+    """Where bf16 is emulated, one large product takes seconds, which would delay the startup."""
     monkeypatch.setattr(speed_probe, "MATMUL_S", 0.03)
     for flops in (3e8, 7e10, 1e13, 1e15):
         sizes: list[int] = []
@@ -267,7 +268,7 @@ SMOL: dict[str, Any] = {
 
 
 def test_the_work_of_a_prefill_is_two_operations_for_each_weight_and_token() -> None:
-    """SmolLM2-135M has 106.2 million weights beside its embeddings."""
+    """SmolLM2-135M has 106.2 million weights without its embeddings."""
     work = prefill_work(SimpleNamespace(hf_text_config=SimpleNamespace(**SMOL)))
     assert work is not None
     assert work.per_token == pytest.approx(2 * 106.2e6, rel=0.001)

@@ -49,7 +49,7 @@ def long_gone(rig: Rig) -> None:
 
 @pytest.mark.parametrize("began_later", [0.0, 900.0, -1e6])
 def test_a_long_gap_takes_the_context_to_ssd_and_back_in_time(rig: Rig, began_later: float) -> None:
-    """Also where the worker is on a machine whose clock began at another time."""
+    """Also if the worker's clock has another origin."""
     rig.worker_ahead_s = -began_later
     long_gone(rig)
     rig.now += 59.0
@@ -67,7 +67,7 @@ def test_a_long_gap_takes_the_context_to_ssd_and_back_in_time(rig: Rig, began_la
 
 
 def telling(rig: Rig, told: list[Any]) -> Callable[..., Any]:
-    """The hook, which remembers what it said."""
+    """The hook, which records its results."""
     tell = rig.connector.get_external_cache_hit_sources
 
     def hook(*asked: Any) -> Any:

@@ -12,7 +12,7 @@ from tiered_kv.testing.vllm.rig import Rig
 
 
 def test_pins_are_no_demand(make_rig: MakeRig) -> None:
-    """They give way: room is short where others run, or wait."""
+    """They are released on demand: space is short only for running or waiting requests."""
     rig = make_rig(blocks=64, max_model_len=512, extra={"cpu_gib": 0.0})
     rig.policy = FixedPin(3600.0)
     for job in ("a", "b"):

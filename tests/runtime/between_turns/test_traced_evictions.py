@@ -21,7 +21,7 @@ PAGES = 320 // 16 + 1
 
 
 def small_rig(make_rig: MakeRig, tmp_path: Path, tier: Tier, **extra: Any) -> Rig:
-    """An engine whose CPU memory has room for three contexts."""
+    """An engine whose CPU memory has space for three contexts."""
     given = {"cpu_gib": 64 * 16 * CELL / 2**30, "trace": str(tmp_path / "trace.jsonl"), **extra}
     rig = make_rig(blocks=64, max_model_len=512, extra=given)
     rig.policy = Always(Decision(tier, 0.0, GapClass.SLOW, FORECAST))

@@ -21,8 +21,7 @@ LAST = {"is_last_step": True}
 
 
 def crowd(rig: Rig) -> dict[str, int]:
-    """Three turns whose answers have no room beside each other, run to their end; how often vLLM
-    preempted each."""
+    """Run three turns whose answers do not fit together. Returns how often vLLM preempted each."""
     requests: dict[str, Any] = {}
     for name in ("one", "two", "three"):
         rig.now += 1

@@ -48,7 +48,7 @@ class ByTool(StatelessPolicy):
 
 
 class Reader:
-    """Reads what a test says, when it says so."""
+    """Returns tool calls that a test chooses, when the test allows it."""
 
     def __init__(self) -> None:
         self.asked: dict[str, list[int]] = {}

@@ -58,7 +58,7 @@ def open_store(
 
 
 def unsealed(root: Path, count: int, page_format: PageFormat = PAGE_FORMAT) -> Path:
-    """A segment of so many pages as a killed process leaves it."""
+    """A segment of that many pages, as a killed process leaves it."""
     store = open_store(root, page_format, UnsafeFiles())
     for first in range(0, count, 50):
         keys = [page_key(name) for name in range(first, min(count, first + 50))]
@@ -133,7 +133,7 @@ def sparse(path: Path, header: SegmentHeader, nbytes: int, end: bytes = b"") -> 
 
 
 def trailer(header: SegmentHeader, offset: int, count: int, key_bytes: int) -> bytes:
-    """A whole one, made by somebody who knows how."""
+    """A valid trailer, as an attacker could create it."""
     fixed = TRAILER.pack(TRAILER_MAGIC, header.nonce, offset, count, key_bytes, bytes(16))
     return fixed + xxhash.xxh3_128_digest(fixed)
 
@@ -168,7 +168,7 @@ def test_the_longest_segment_is_one(tmp_path: Path, files: CountedFiles) -> None
 
 
 def test_a_footer_with_too_many_entries_is_refused(tmp_path: Path, files: CountedFiles) -> None:
-    """One that says it is all of the file, and would be read at once."""
+    """A footer that claims to be the whole file would be read in one piece."""
     header, count = header_of(), 4_000_000
     offset = header.header_bytes
     nbytes = offset + footer_bytes(count, 0)

@@ -39,8 +39,8 @@ def _always_look(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_folder_of_an_engine_that_only_reads_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: bool, looks: bool
 ) -> None:
-    """Its lock tells this host, and its sign of life all others. The first rank looks pages up,
-    and the others read them alone."""
+    """Its lock shows this to its own host, and its heartbeat to all others. The first rank looks
+    pages up; the others only read them."""
     reader, (one, other) = SharedRoot(tmp_path, MOST), keys("one", "other")
     assert reader.put([(one, [b"x" * 1000])], soon()) == [Outcome.STORED]
     lock = next(tmp_path.glob("*/lock"))
@@ -108,7 +108,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> Path:
-    """Have somebody else take all that is left of a disk."""
+    """Let another program take all remaining space of a disk."""
     path = disk / "somebody else's"
     with path.open("ab", buffering=0) as file:
         try:
@@ -119,7 +119,7 @@ def fill(disk: Path) -> Path:
 
 
 def values(count: int, name: str = "value") -> list[tuple[RemoteKey, list[bytes]]]:
-    """Values of 100 kB, of which each says whose it is."""
+    """Values of 100 kB, each of which names its owner."""
     found = keys(*(f"{name} {at} {'x' * 600}" for at in range(count)))
     return [(key, [key.name, bytes(100_000)]) for key in found]
 
@@ -162,7 +162,7 @@ def test_on_a_full_disk_the_oldest_values_make_room_for_new_ones(
 def test_on_a_full_disk_a_process_opens_its_folder_and_goes_on(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It writes the index anew, and has that much less of its values."""
+    """It rewrites the index, and keeps correspondingly fewer values."""
     monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
     store, old = SharedRoot(small_disk, 6 << 20), values(45)
     store.put(old, soon())
@@ -224,7 +224,7 @@ def test_a_quota_that_the_file_system_does_not_tell_of_is_a_full_disk(
 def test_a_disk_that_takes_nothing_costs_a_pack_for_each_call_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever this process deletes, others have taken it before."""
+    """Other programs have taken the space of everything that this process deletes."""
     monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
     real, old, new = os.pwrite, values(30), values(12, "new")
 
@@ -274,7 +274,7 @@ def test_values_before_the_one_that_found_the_disk_full_count(
 def test_a_disk_that_takes_no_more_files_refuses_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes are free and inodes are not, so a new pack cannot even be opened."""
+    """Bytes are free but inodes are not, so a new pack cannot be created."""
     monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
     real, new = os.open, values(3)
 
@@ -356,7 +356,7 @@ def test_a_folder_whose_index_could_not_be_replaced_is_opened(tmp_path: Path) ->
 
 
 def test_the_number_of_a_pack_that_is_gone_is_not_used_again(tmp_path: Path) -> None:
-    """A reader may still have what its index said, and would find other values there."""
+    """A reader may still have an old index, and would find other values in the pack."""
     store, reader = SharedRoot(tmp_path, MOST), SharedRoot(tmp_path, MOST)
     put_all(store, keys("old"), [b"old value"])
     assert reader.exists(keys("old"), soon()) == [Outcome.HIT]

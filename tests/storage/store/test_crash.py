@@ -138,7 +138,7 @@ def found_in(store: SegmentStore) -> dict[int, bytes]:
 
 
 def check(found: dict[int, bytes], before: Moment, after: Moment) -> None:
-    """The pages found are those acknowledged, and at most those under way."""
+    """The pages found are the acknowledged pages, and at most the pages being written."""
     for name in before.stored.keys() & after.stored.keys():
         assert name in found, f"page {name} was durable and is lost"
     for name, page in found.items():
@@ -205,7 +205,7 @@ def kill_options(root: Path) -> StoreOptions:
 
 
 def write_until_killed(root: Path, first: int) -> None:
-    """Puts groups of pages for ever, and says on stdout what is durable and what may go."""
+    """Puts groups of pages forever, and prints which are durable and which may be lost."""
 
     def say(what: str, keys: Iterable[PageKey]) -> None:
         os.write(1, f"{what} {' '.join(str(name_of(key)) for key in keys)}\n".encode())
@@ -254,7 +254,7 @@ def kill_again_and_again(root: Path, times: int) -> None:
 
 
 def check_after_kill(root: Path, durable: set[int]) -> set[int]:
-    """Everything durable is there, in whole; returns all that is there."""
+    """Check that everything durable exists and is complete. Returns all pages."""
     with closing(open_store(kill_options(root), trained=True)) as store:
         keys = store.keys()
         wanted = [(key, np.zeros(PAGES.page_bytes, np.uint8)) for key in keys]

@@ -27,7 +27,7 @@ FOREVER = float("inf")
 
 @dataclass
 class Bench:
-    """A store on faulty files, and what it said it stored."""
+    """A store on faulty files, and the pages that it acknowledged."""
 
     options: StoreOptions
     files: FaultyFiles = field(default_factory=lambda: FaultyFiles(UnsafeFiles()))
@@ -50,7 +50,7 @@ class Bench:
         return failed
 
     def get(self) -> set[PageKey]:
-        """Read everything; what is bad is gone, and what is served is right."""
+        """Read everything. Damaged pages are missing, and returned pages are right."""
         keys = list(self.stored)
         wanted = [(key, np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for key in keys]
         failed = self.store.get(wanted)
@@ -334,7 +334,7 @@ def test_a_store_that_cannot_be_opened_is_reported_and_holds_nothing(
 
 
 def test_a_segment_that_cannot_be_sealed_on_opening_is_served_unsealed(bench: Bench) -> None:
-    """A killed process left it without a footer, and the disk takes nothing any more."""
+    """A killed process left it without a footer, and the disk accepts no more writes."""
     bench.put(7)
     killed = bench.options.folder.with_name("killed")
     shutil.copytree(bench.options.folder, killed)

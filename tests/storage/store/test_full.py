@@ -47,7 +47,7 @@ def ends() -> Iterator[None]:
 
 @dataclass
 class Life:
-    """A store that is put to, makes room as it proposes, and says what it holds."""
+    """A store that is written, deletes segments as proposed, and reports its pages."""
 
     options: StoreOptions
     files: FileLayer
@@ -92,7 +92,7 @@ class Life:
         return stored, lost
 
     def check(self) -> None:
-        """Everything that was stored is there, and right."""
+        """Every stored page exists and is right."""
         assert set(self.store.keys()) == set(self.stored)
         wanted = [(key, np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for key in self.stored]
         assert self.store.get(wanted) == frozenset()
@@ -122,7 +122,7 @@ def used(root: Path) -> int:
 def test_a_disk_smaller_than_the_capacity_is_a_smaller_capacity(
     tmp_path: Path, segments: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """New pages are stored all the time, survivors survive, and nobody is told of every page."""
+    """New pages are stored all the time, survivors survive, and not every page causes a report."""
     life = small_life(tmp_path, segments)
     stored, lost = life.go_on(80)
     assert (stored, lost) == (80 * 8, 0)
@@ -137,8 +137,8 @@ def test_a_disk_smaller_than_the_capacity_is_a_smaller_capacity(
 def test_a_quota_that_nothing_tells_of_is_a_smaller_capacity(
     tmp_path: Path, segments: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is noticed by what fails: that costs the pages of one put for each segment, and one
-    warning in all."""
+    """It is detected by failed writes, which costs the pages of one put per segment, and one
+    warning in total."""
     life = small_life(tmp_path, segments, tells=False)
     stored, _ = life.go_on(80)
     assert stored > 80 * 8 * 0.5
@@ -174,7 +174,7 @@ def test_a_disk_that_others_fill_takes_pages_as_long_as_it_has_any_room(
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_on_a_full_disk_stores_that_nobody_has_open_go_first(tmp_path: Path, tells: bool) -> None:
-    """A server was given another model: the pages of the one before fill the disk."""
+    """A server switched to another model, and the pages of the old one fill the disk."""
     old = small_life(tmp_path, 6, tells=tells, fingerprint=bytes(16))
     while old.put() == 8:
         pass
@@ -227,7 +227,7 @@ def test_a_disk_with_room_for_one_segment_has_it_filled(tmp_path: Path) -> None:
 def test_groups_are_as_small_as_the_segments_that_they_go_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or there would be no room to be made for a group."""
+    """Otherwise no space could be made for a group."""
     options = store_options(tmp_path, capacity_bytes=64 << 20)
     life = Life(options, SmallDisk(tmp_path, 12 * LEAST, inner=UnsafeFiles()))
     groups: list[int] = []
@@ -244,7 +244,7 @@ def test_groups_are_as_small_as_the_segments_that_they_go_to(
 
 
 class FullUntilDeleted(FaultyFiles):
-    """Once an operation found no room, none finds any until a segment is deleted."""
+    """After an operation found no space, all fail until a segment is deleted."""
 
     def __init__(self) -> None:
         super().__init__(UnsafeFiles())
@@ -284,7 +284,7 @@ WRITES = ["create", "preallocate", "pwrite", "fdatasync", "sync_folder", "trunca
 def test_a_disk_that_is_full_at_any_one_write_takes_pages_again(
     tmp_path: Path, operation: str, error: int
 ) -> None:
-    """Every write in turn: what was stored stays, something makes room, life goes on."""
+    """Each write in turn: stored pages stay, something frees space, and the store continues."""
     well = short_life(tmp_path / "well")
     assert isinstance(well.files, FaultyFiles)
     calls = well.files.calls[operation]
@@ -306,7 +306,7 @@ def test_a_disk_that_is_full_at_any_one_write_takes_pages_again(
 def test_a_store_begins_on_a_full_disk_in_the_place_of_one_that_nobody_has_open(
     tmp_path: Path,
 ) -> None:
-    """There is no room even for its folder."""
+    """There is not even space for its folder."""
     old = small_life(tmp_path, 12, fingerprint=bytes(16))
     old.go_on(8)
     old.store.close()
@@ -350,7 +350,7 @@ def test_a_store_opens_where_its_lock_cannot_say_who_has_it(
 def test_a_disk_that_promises_room_and_has_none_is_full_as_well(
     tmp_path: Path, operation: str
 ) -> None:
-    """A file system that writes elsewhere than where room was reserved."""
+    """A file system that writes elsewhere than it has reserved space."""
     files = FaultyFiles(UnsafeFiles())
     life = Life(store_options(tmp_path, capacity_bytes=CAPACITY), files)
     assert life.go_on(5) == (40, 0)

@@ -64,7 +64,7 @@ def found_in(store: SegmentStore) -> set[int]:
 
 
 def fill(store: SegmentStore, puts: int) -> int:
-    """Puts that make room as they go; how many pages are stored."""
+    """Put pages, freeing space as needed. Returns the number of stored pages."""
     stored = 0
     for first in range(0, 8 * puts, 8):
         stored += put(store, *range(first, first + 8))
@@ -74,7 +74,7 @@ def fill(store: SegmentStore, puts: int) -> int:
 
 
 def dead_store(open_store: Opener, root: Path, fingerprint: bytes = OTHER) -> Path:
-    """The folder of a store that fills most of its capacity, and that nobody has open."""
+    """The folder of a store that fills most of its capacity, and that no process uses."""
     store = open_store(root=root, fingerprint=fingerprint)
     for name in range(0, 64, 8):
         put(store, *range(name, name + 8))
@@ -120,7 +120,7 @@ def test_making_room_deletes_segments_of_stores_and_nothing_else(
 
 @pytest.mark.parametrize("linked", ["fingerprint", "place", "segment"])
 def test_making_room_follows_no_link(open_store: Opener, tmp_path: Path, linked: str) -> None:
-    """Somebody else's store, to which a link under this root leads."""
+    """A link under this root leads to a foreign store."""
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     outside = dead_store(open_store, elsewhere)
     mine = dead_store(open_store, root, fingerprint=bytes(15) + b"\1")

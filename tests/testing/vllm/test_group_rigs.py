@@ -104,7 +104,7 @@ def test_blocks_that_left_the_window_are_not_looked_at(make_rig: MakeRig) -> Non
 
 
 def test_states_of_different_lengths_are_distinct(make_rig: MakeRig) -> None:
-    """As it happens to a connector that reads a state which a later step advanced."""
+    """This can happen to a connector that reads a state after a later step has advanced it."""
     rig = make_rig(extra=None, groups=(FULL, STATE))
     rig.add("one", PROMPT, max_tokens=9)
     rig.step()  # up to the last whole block

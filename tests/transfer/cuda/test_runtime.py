@@ -45,7 +45,7 @@ cudaError_t (*unpin)(void *) = cudaHostUnregister;
 
 
 def test_structures_and_numbers_are_those_of_the_cuda_headers(nvcc: str, tmp_path: Path) -> None:
-    """ctypes believes whatever it is told: here the compiler compares it with CUDA 13."""
+    """ctypes checks nothing, so the compiler compares the definitions with CUDA 13."""
     from tiered_kv.transfer.cuda import runtime as cudart
 
     source = tmp_path / "calls.cu"

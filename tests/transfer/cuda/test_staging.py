@@ -53,7 +53,7 @@ class PinnedArray:
 
 @dataclass(eq=False)
 class Stream:
-    """A stream of a CPU, on which everything is done at once; it knows whom it waited for."""
+    """A CPU stream on which everything runs immediately. It records what it waited for."""
 
     cuda_stream: int
     waited: list[Stream]

@@ -88,7 +88,7 @@ def keys_in(memory: LastingMemory) -> dict[int, PageKey]:
 
 
 def read_file(path: Path) -> dict[int, PageKey]:
-    """Valid slots of a file that nobody has open, each of which holds its page, and no torn one."""
+    """Valid slots of a file that no process uses. Each holds its page, and none is incomplete."""
     content = np.fromfile(path, np.uint8)
     header = parse_file_header(content[:BLOCK].tobytes())
     geometry = header.geometry

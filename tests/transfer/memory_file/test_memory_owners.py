@@ -149,7 +149,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_who_waits_while_the_file_is_made_is_told_whose_it_is(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To take a hundred GiB takes a minute."""
+    """Allocating 100 GiB takes a minute."""
     said, real = list[str](), os.posix_fallocate
     slots = 300  # more than a huge page
     most = replace(GEOMETRY, slots=slots).nbytes

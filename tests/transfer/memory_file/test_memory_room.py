@@ -30,7 +30,7 @@ NAME = "0-0.slots"
 def test_where_there_is_no_room_a_sentence_says_how_much(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in for a container's /dev/shm: nothing may be mounted here."""
+    """A replacement for a container's /dev/shm, because tests cannot mount file systems."""
     monkeypatch.setattr(RealFiles, "free", lambda self, folder: 64 << 20)
     with pytest.raises(ConfigError) as said:
         open_in(folder, slots=1 << 20, slot_bytes=1 << 20)

@@ -343,7 +343,7 @@ def vllm_events(path: str, params: dict[str, Any] | None) -> list[str]:
 
 
 def reported(events: Sequence[str]) -> list[Any]:
-    """The reports in events, without what is null."""
+    """The reports in events, without null values."""
     data = [line for one in events for line in one.splitlines() if line.startswith("data: {")]
     found = [json.loads(line.removeprefix("data: ")).get("kv_transfer_params") for line in data]
     assert not any("error" in line for line in data), data
