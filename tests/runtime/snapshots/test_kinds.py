@@ -203,7 +203,7 @@ def test_a_turn_whose_block_has_left_the_window_is_not_captured(make: MakeOne) -
     block, table[2] = table[2], rig.pool.null_block
     try:
         begun = take(rig, JOB["job_id"], "night", exact=True)
-        assert "lost its blocks" in why(rig, begun)
+        assert "blocks have just been released" in why(rig, begun)
     finally:
         table[2] = block
     clean(rig)
