@@ -178,8 +178,8 @@ def test_a_page_of_many_jobs_is_hardly_larger_than_that_of_few(tmp_path: Path) -
     few = report(write(tmp_path / "few.jsonl", turns(40)), tmp_path / "few.html")
     many = report(write(tmp_path / "many.jsonl", turns(2_000)), tmp_path / "many.html")
     assert len(many) < len(few) + 200_000
-    (said,) = [text for text in Parsed(many).texts if text.startswith("A lane is a job.")]
-    assert "Of 2,000 jobs 40 are drawn: the 20 that took longest" in said
+    (said,) = [text for text in Parsed(many).texts if text.startswith("Each lane is a job.")]
+    assert "Of 2,000 jobs, 40 are drawn: the 20 that took longest" in said
     assert "1,960 are left out" in said
     assert not any("are left out" in text for text in Parsed(few).texts)
 
@@ -188,17 +188,17 @@ def test_what_is_not_in_a_trace_is_not_on_its_page(tmp_path: Path) -> None:
     path = write(tmp_path / "trace.jsonl", turns(times=TurnTimes(end_s=2.0)))
     page = Parsed(report(path, tmp_path / "report.html"))
     assert any(
-        "The trace tells nothing of: wait for admission, time to the first token." in text
+        "The trace has no data for: wait for admission, time to the first token." in text
         for text in page.texts
     )
     assert "Time to the first token" not in page.texts
     alone = Parsed(
         report(write(tmp_path / "alone.jsonl", turns(job=None)), tmp_path / "alone.html")
     )
-    assert "No turn of this trace was of a job." in alone.texts
+    assert "No turn of this trace belongs to a job." in alone.texts
     (tmp_path / "empty.jsonl").touch()
     empty = Parsed(report(tmp_path / "empty.jsonl", tmp_path / "empty.html"))
-    assert "This trace holds no turn whose story is over." in empty.texts
+    assert "This trace has no turn whose gap has ended." in empty.texts
 
 
 def test_mistakes_are_reported_in_a_sentence(
@@ -223,7 +223,7 @@ def test_lines_that_are_no_records_are_counted_on_the_page(tmp_path: Path) -> No
         file.write("{}\n")
     result = run("report", path, "-o", tmp_path / "report.html")
     assert result.exit_code == 1
-    assert "1 lines of the trace are no records, and left out." in (
+    assert "1 lines of the trace are not records, and left out." in (
         Parsed((tmp_path / "report.html").read_text()).texts
     )
 

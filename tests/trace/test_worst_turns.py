@@ -55,10 +55,10 @@ def test_reasons_come_by_what_they_took_and_small_ones_are_left_out() -> None:
     tokens = TurnTokens(prompt=900, cpu=500, ssd=200, recomputed=200, new=190)
     turn = waited(6.0, 1.0, 7.1, 8.1, 10.0, 12.0, tokens=tokens)
     assert reasons(turn) == [
-        "Its first token came after 10 s.",
-        "For 6 s (60%) it was held, as there was no room for a new job.",
+        "Its first token arrived after 10 s.",
+        "For 6 s (60%) its new job was held back.",
         "For 1.9 s (19%) it computed 200 of its 900 prompt tokens, 190 of which were new.",
-        "For 1 s (10%) it waited for pages to come up from the tiers below CPU memory.",
+        "For 1 s (10%) it waited for pages to be promoted from the tiers below CPU memory.",
         "For 1 s (10%) its 700 tokens outside VRAM were restored.",
     ]
 
@@ -71,8 +71,8 @@ def test_lost_kv_is_traced_with_the_gap_before() -> None:
     )
     stranger = record(job="other", turn=1)
     assert reasons(before, stranger, after)[1] == (
-        "For 9 s (100%) it computed 80 of its 90 prompt tokens, 70 of which the job had had "
-        "before: its KV was lost in the gap of 42 s, where its pin ended (pressure)."
+        "For 9 s (100%) it computed 80 of its 90 prompt tokens, 70 of which had KV before: "
+        "its KV was lost in the gap of 42 s, where its pin ended (pressure)."
     )
     assert "the gap of" not in reasons(stranger, after)[1], "another job's gap is none of its own"
 

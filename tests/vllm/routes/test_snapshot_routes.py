@@ -210,7 +210,7 @@ def test_what_takes_longer_than_somebody_waits_goes_on(monkeypatch: pytest.Monke
     _, ask = serve(monkeypatch, core)
     for path in BODIES:
         said = sentence(post(ask, path, timeout_s=0), 504)
-        assert "not over after 0 s, and goes on (writing pages)" in said
+        assert "not finished within 0 s, and continues (writing pages)" in said
     assert {one["ask"] for one in core.asked} == {"job", "snapshot", "fork", "restore", "operation"}
 
 

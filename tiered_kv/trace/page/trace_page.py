@@ -110,7 +110,7 @@ def _first(one: TurnRecord) -> str:
         return f"It was never admitted, and ended after {secs(one.times.end_s)}."
     if one.times.first_token_s is None:
         return f"It ended after {secs(one.times.end_s)} without a first token."
-    return f"Its first token came after {secs(one.times.first_token_s)}."
+    return f"Its first token arrived after {secs(one.times.first_token_s)}."
 
 
 def _parts(worst: WorstTurn) -> Iterator[tuple[float, str]]:
@@ -118,8 +118,8 @@ def _parts(worst: WorstTurn) -> Iterator[tuple[float, str]]:
     times, whole_s = worst.turn.times, worst.waited_s
     admitted_s = whole_s if times.admitted_s is None else times.admitted_s
     scheduled_s = whole_s if times.scheduled_s is None else times.scheduled_s
-    yield times.held_s, "it was held, as there was no room for a new job"
-    yield times.pages_s, "it waited for pages to come up from the tiers below CPU memory"
+    yield times.held_s, "its new job was held back"
+    yield times.pages_s, "it waited for pages to be promoted from the tiers below CPU memory"
     yield admitted_s - times.held_s - times.pages_s, "it waited for blocks of VRAM"
     if times.admitted_s is not None:
         yield scheduled_s - admitted_s, _restored_tokens(worst.turn)
@@ -136,7 +136,7 @@ def _computed(worst: WorstTurn) -> str:
     what = f"it computed {tokens.recomputed:,} of its {tokens.prompt:,} prompt tokens"
     if not tokens.lost:
         return f"{what}, {tokens.new:,} of which were new" if tokens.new else what
-    had = f"{what}, {tokens.lost:,} of which the job had had before"
+    had = f"{what}, {tokens.lost:,} of which had KV before"
     if before is None:
         return had
     pin = before.pin.end
@@ -192,7 +192,7 @@ def page_of(trace: ReadTrace, headline: Mapping[str, str], tables: Sequence[Text
             _distributions(trace, jobs),
             _worst(trace.worst),
         ]
-    text = "The figures of tiered-kv trace analyze. docs/trace.md has their definitions."
+    text = "The figures of tiered-kv trace analyze, which docs/trace.md defines."
     sections.append(Section("Figures", text, tables=tables))
     return Page(f"Trace {trace.reader.path.name}", _about(trace), headline, sections)
 
@@ -200,7 +200,7 @@ def page_of(trace: ReadTrace, headline: Mapping[str, str], tables: Sequence[Text
 def _about(trace: ReadTrace) -> list[str]:
     table, reader = trace.table, trace.reader
     if not len(table):
-        return ["This trace holds no turn whose story is over."]
+        return ["This trace has no turn whose gap has ended."]
     begin = float(table["arrived"].min())
     span = secs(trace.figures.span_s)
     told = [f"{moment(begin)} to {moment(begin + trace.figures.span_s)}, {span}."]
@@ -213,7 +213,7 @@ def _about(trace: ReadTrace) -> list[str]:
             f"{one.block_size:,} tokens, tiered-kv {one.version}.{many}"
         )
     if reader.bad_lines:
-        told.append(f"{reader.bad_lines:,} lines of the trace are no records, and left out.")
+        told.append(f"{reader.bad_lines:,} lines of the trace are not records, and left out.")
     return told
 
 
@@ -223,7 +223,7 @@ def _about(trace: ReadTrace) -> list[str]:
 def _lanes(table: TurnTable, jobs: TracedJobs, stays: Stays) -> Section:
     heading = "Jobs"
     if not len(jobs.begins):
-        return Section(heading, "No turn of this trace was of a job.")
+        return Section(heading, "No turn of this trace belongs to a job.")
     lanes = Lanes.of(table, jobs, stays)
     names = [_label(table.job_name(int(jobs.name[one])).job) for one in lanes.job]
     told = [
@@ -231,21 +231,22 @@ def _lanes(table: TurnTable, jobs: TracedJobs, stays: Stays) -> Section:
         for one, drawn, began in zip(lanes.job, lanes.drawn, lanes.began, strict=True)
     ]
     text = (
-        "A lane is a job. Thick bars are its turns. The thin bars between them say where its KV "
-        "lay: pinned, where the next turn found most of it, or, if none followed, where it was to "
-        "wait. Grey is KV that was lost, and had to be computed again. Drag over a part of any "
-        "chart to see it larger; a double click shows all of it again."
+        "Each lane is a job. Thick bars are its turns. The thin bars between them show where "
+        "its KV was: pinned, where the next turn found most of it, or, without a next turn, "
+        "where it was placed. Grey is KV that was lost and recomputed. Drag to zoom into a "
+        "chart; double-click to reset it."
     )
     if lanes.left_out:
         text += (
-            f" Of {len(jobs.begins):,} jobs {len(names):,} are drawn: the {lanes.slowest:,} that "
-            f"took longest, and an even sample of the others. {lanes.left_out:,} are left out."
+            f" Of {len(jobs.begins):,} jobs, {len(names):,} are drawn: the {lanes.slowest:,} "
+            f"that took longest, and an even sample of the others. {lanes.left_out:,} are "
+            "left out."
         )
     cut = int((lanes.drawn < jobs.turns[lanes.job]).sum())
     if cut:
-        text += f" Of {cut:,} jobs only the first {int(lanes.drawn.max()):,} turns are drawn."
+        text += f" Of {cut:,} jobs, only the first {int(lanes.drawn.max()):,} turns are drawn."
     if lanes.apart:
-        text += " The time of each lane begins with its job."
+        text += " The time of each lane starts with its job."
     return Section(heading, text, {"": lane_chart(lanes, names, told)})
 
 
@@ -269,8 +270,8 @@ def _told(name: JobName, jobs: TracedJobs, job: int, drawn: int, began_s: float)
 
 def _over_time(curves: OverTime) -> Section:
     text = (
-        "The contexts of jobs, by where they lay as the lanes tell it. Tokens that jobs share are "
-        "counted for each of them, and what is nowhere was lost and computed again."
+        "The contexts of jobs by place, as in the lanes. Tokens shared by jobs count once per "
+        "job. Lost KV was recomputed."
     )
     names = ("KV of all jobs by tier", "Prompts by where they were found")
     both = zip(names, stacked_charts(curves), strict=True)
@@ -292,13 +293,13 @@ def _distributions(trace: ReadTrace, jobs: TracedJobs) -> Section:
             name: histogram_chart({"": values}, what, spread=spread)
             for name, (values, what, spread) in times.items()
         },
-        "Gaps that a job came back from, by class": _gaps(table),
+        "Gaps that ended with a turn, by class": _gaps(table),
         "Prompt tokens of a turn, by where they were found": _restored(table),
     }
     charts = {name: chart for name, chart in found.items() if chart is not None}
-    text = "The bars' widths grow with the powers of ten. Times below 1 ms are counted at 1 ms."
+    text = "Bar widths are logarithmic. Times below 1 ms count as 1 ms."
     if missing := [name for name, chart in found.items() if chart is None]:
-        text += f" The trace tells nothing of: {', '.join(missing).lower()}."
+        text += f" The trace has no data for: {', '.join(missing).lower()}."
     return Section("Distributions", text, charts)
 
 
@@ -323,7 +324,7 @@ def _restored(table: TurnTable) -> Chart | None:
 
 
 def _worst(worst: Sequence[WorstTurn]) -> Section:
-    text = "Those that waited longest for their first token, or for their end if they had none."
+    text = "The turns that waited longest for their first token, or for their end if they had none."
     return Section("Worst turns", text, stories=[_story(one) for one in worst])
 
 
