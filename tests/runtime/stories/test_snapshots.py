@@ -780,7 +780,7 @@ def test_a_job_is_found_among_many_of_its_name(engine: Any) -> None:
         there.add(f"of {salt}", PROMPT, max_tokens=40, params=JOB, salt=salt)
     there.step()
 
-    assert "runs" in why(there, restore(there, "night"))
+    assert "is running" in why(there, restore(there, "night"))
 
     there.run()
     clean(there)
