@@ -131,7 +131,7 @@ def test_one_jobs_story_in_sentences(path: Path) -> None:
     first, second = result.stdout.splitlines()
     assert first.startswith("Turn 1 (j1.1) arrived at 2001-09-09 ")
     assert first.endswith("The next turn arrived after 4 s.")
-    assert second.endswith("The client said that no turn follows.")
+    assert second.endswith("The client reported that no turn follows.")
     told = json.loads(run(path, "--job", "j1", "--json").stdout)
     assert [" ".join(one) for one in told["turns"]] == [first, second]
 
