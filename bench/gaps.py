@@ -15,8 +15,6 @@ The content of a file decides its format, not its name:
 
 from __future__ import annotations
 
-import csv
-import io
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
 
-from tiered_kv.bench.agents.recorded_rows import Row, read_rows
+from tiered_kv.bench.agents.recorded_rows import Row, read_rows, read_table
 from tiered_kv.json_fields import lines_of, open_lines
 from tiered_kv.policies.base import NO_TOOL, JobKey, ToolUse, TurnEnd
 from tiered_kv.policies.tools.calls import ToolCall, read_tool_calls
@@ -63,13 +61,11 @@ class Session:
     def without_tools(self) -> Session:
         """Return the session of a client that names no tools. A server still sees in an answer that
         it calls none."""
-        return replace(self, gaps=[_without_tool(gap) for gap in self.gaps])
-
-
-def _without_tool(gap: Gap) -> Gap:
-    if gap.turn.tool in (None, NO_TOOL):
-        return gap
-    return Gap(replace(gap.turn, tool=None), gap.gap_s)
+        gaps = [
+            gap if gap.turn.tool == NO_TOOL else replace(gap, turn=replace(gap.turn, tool=None))
+            for gap in self.gaps
+        ]
+        return replace(self, gaps=gaps)
 
 
 def read_sources(folder: Path) -> dict[str, list[Session]]:
@@ -77,70 +73,64 @@ def read_sources(folder: Path) -> dict[str, list[Session]]:
     sessions are named on standard error.
 
     Raises:
-        OSError: the folder or a file cannot be read.
+        OSError: the folder cannot be read.
     """
-    found = {}
-    for path in sorted(folder.iterdir()):
-        sessions = _read(path) if path.is_file() else None
-        if sessions:
-            found[path.name.partition(".")[0]] = sessions
-        elif sessions is None:
+    found = dict[str, list[Session]]()
+    for path in filter(Path.is_file, sorted(folder.iterdir())):
+        try:
+            sessions = [session for session in _read(path) if session.gaps]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             print(f"{path.name} holds no sessions", file=sys.stderr)
-    return found
-
-
-def _read(path: Path) -> list[Session] | None:
-    try:
-        with open_lines(path) as file:
-            data = b"".join(lines_of(file))
-        if data.startswith(b"{"):
-            rows: list[Row] = read_rows(path, lambda row: row)
         else:
-            rows = list(csv.DictReader(io.StringIO(data.decode())))
-        columns = set(rows[0]) if rows else set()
-        for needed, read in _KINDS:
-            if needed <= columns:
-                return [session for session in read(rows) if session.gaps]
-    except (ValueError, KeyError, TypeError, AttributeError, csv.Error):
-        return None
-    return None
+            found[path.name.partition(".")[0]] = sessions
+    return {name: sessions for name, sessions in found.items() if sessions}
+
+
+def _read(path: Path) -> Iterable[Session]:
+    with open_lines(path) as file:
+        is_json = next(lines_of(file), b"").startswith(b"{")
+    read = read_rows if is_json else read_table
+    rows = read(path, _as_it_is)
+    for needed, sessions_of in _KINDS:
+        if rows and needed <= rows[0].keys():
+            return sessions_of(rows)
+    raise ValueError(f"{path} is of no known format")
+
+
+def _as_it_is(row: Row) -> Row:
+    return row
 
 
 def _agent_sessions(rows: Iterable[Row]) -> Iterable[Session]:
     for row in rows:
         if row.get("dup"):
             continue
+        subs = [request for request in row["reqs"] if request.get("k") == "sub"]
         main = [request for request in row["reqs"] if request.get("k") != "sub"]
-        yield _agent_session(row["id"], row["id"], main)
-        for sub in row["reqs"]:
-            if sub.get("k") == "sub":
-                yield _agent_session(row["id"], f"{row['id']}/{sub['id']}", sub["reqs"])
-
-
-def _agent_session(split_by: str, name: str, requests: Sequence[Row]) -> Session:
-    models = Counter(str(request.get("m") or "") for request in requests)
-    model = models.most_common(1)[0][0] if models else ""
-    return Session(split_by, _agent_gaps(name, requests), model)
+        requests = {row["id"]: main, **{f"{row['id']}/{sub['id']}": sub["reqs"] for sub in subs}}
+        for name, some in requests.items():
+            models = Counter(str(request.get("m") or "") for request in some)
+            model = models.most_common(1)[0][0] if models else ""
+            yield Session(row["id"], _agent_gaps(name, some), model)
 
 
 def _agent_gaps(name: str, requests: Sequence[Row]) -> list[Gap]:
-    gaps = []
-    for number, (request, following) in enumerate(pairwise(requests), 1):
-        if request["api"] is None or following["gap"] is None:
-            continue
-        turn = TurnEnd(
-            job=JobKey("", name),
-            turn=number,
-            is_last_step=False,
-            aborted=False,
-            context_tokens=request["in"] + request["out"],
-            new_tokens=request["in"] - request["lcp"],
-            output_tokens=request["out"],
-            tool=NO_TOOL if request["stop"] == "end_turn" else None,
-            ended_at=request["t"] + request["api"],
+    return [
+        Gap(
+            _turn(
+                name,
+                number,
+                request["t"] + request["api"],
+                NO_TOOL if request["stop"] == "end_turn" else None,
+                context=request["in"] + request["out"],
+                new=request["in"] - request["lcp"],
+                output=request["out"],
+            ),
+            float(following["gap"]),
         )
-        gaps.append(Gap(turn, float(following["gap"])))
-    return gaps
+        for number, (request, following) in enumerate(pairwise(requests), 1)
+        if request["api"] is not None and following["gap"] is not None
+    ]
 
 
 def _request_logs(rows: Iterable[Row]) -> Iterable[Session]:
@@ -188,8 +178,8 @@ def _tool_calls(rows: Iterable[Row]) -> Iterable[Session]:
     for name, calls in _grouped(rows, "file").items():
         gaps = []
         for number, row in enumerate(calls, 1):
-            tool = tool_use([ToolCall("bash", command=row["action"])])
-            output = len(row["action"]) // CHARS_PER_TOKEN
+            tool = tool_use([ToolCall("bash", command=str(row["action"]))])
+            output = len(str(row["action"])) // CHARS_PER_TOKEN
             turn = _turn(name, number, float(number), tool, context=0, new=0, output=output)
             gaps.append(Gap(turn, float(row["execution_time_s"])))
         yield Session(name, gaps)
@@ -199,7 +189,7 @@ def _turn(
     name: str,
     number: int,
     ended_at: float,
-    tool: ToolUse,
+    tool: ToolUse | None,
     *,
     context: int,
     new: int,

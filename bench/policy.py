@@ -25,23 +25,19 @@ Figures are over the tested gaps of all folds.
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
-from numpy.typing import NDArray
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
-from tiered_kv.bench.gaps import Session, read_sources
-from tiered_kv.bench.output import AsJson, progress, run_benchmark, show
+from tiered_kv.bench.gaps import Gap, Session, read_sources
+from tiered_kv.bench.output import AsJson, benchmark, run_benchmark
 from tiered_kv.bench.paths import TRACES
 from tiered_kv.bench.sim.servers.foresight import Clairvoyant
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnPolicy
@@ -51,9 +47,9 @@ OURS = next(iter(POLICIES))
 MAKERS: Mapping[str, Callable[[], TurnPolicy]] = {**POLICIES, "clairvoyant": Clairvoyant}
 BENEFITS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0)
 BOOTSTRAPS = 2000
+QUANTILES = (0.5, 0.9)
 
-Array = NDArray[np.float64]
-Row = dict[str, object]
+Row = dict[str, Any]
 Label = Callable[[Session], object]
 
 
@@ -75,13 +71,31 @@ def fold_of(session: Session, folds: int) -> int:
 
 def in_folds(sessions: Sequence[Session], label: Label) -> Iterator[Fold]:
     """Yield one fold per label: its sessions are tested, all others learned from."""
-    labels = [label(session) for session in sessions]
-    for one in sorted(set(labels), key=str):
-        pairs = list(zip(labels, sessions, strict=True))
+    for one in sorted({label(session) for session in sessions}, key=str):
         yield Fold(
-            [session for its, session in pairs if its != one],
-            [session for its, session in pairs if its == one],
+            [session for session in sessions if label(session) != one],
+            [session for session in sessions if label(session) == one],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A decision, and the gap that followed.
+
+    Attributes:
+        session: id; a sub-agent has its parent's.
+        utility: of the decision, seconds. best: of the clairvoyant's.
+        right: True if it predicted whether X <= B.
+        below: whether X was up to each of the forecast's ``QUANTILES``; None without a forecast.
+        took_ns: time of the decision.
+    """
+
+    session: str
+    utility: float
+    best: float
+    right: bool
+    below: tuple[bool, ...] | None
+    took_ns: int
 
 
 def utility(decision: Decision, gap_s: float, benefit_s: float) -> float:
@@ -92,66 +106,9 @@ def utility(decision: Decision, gap_s: float, benefit_s: float) -> float:
     return saved_s - min(gap_s, decision.ttl_s)
 
 
-def returns_within(decision: Decision, benefit_s: float) -> bool:
-    """True if the decision predicts X <= B."""
-    if decision.forecast is not None:
-        return decision.forecast.within(benefit_s) >= 0.5
-    return decision.tier is Tier.PIN
-
-
-@dataclass(slots=True)
-class Outcome:
-    """One policy at one B, over all tested gaps of a source.
-
-    Attributes:
-        utilities: one per gap, seconds.
-        best: utilities of the clairvoyant, seconds.
-        sessions: id of each gap's session; a sub-agent has its parent's.
-    """
-
-    utilities: list[float] = field(default_factory=list)
-    best: list[float] = field(default_factory=list)
-    sessions: list[str] = field(default_factory=list)
-    _right: int = 0
-    _forecasts: int = 0
-    _below50: int = 0
-    _below90: int = 0
-    _ns: int = 0
-
-    def add(
-        self, session: str, decision: Decision, gap_s: float, benefit_s: float, took_ns: int
-    ) -> None:
-        """Add a decision, and the gap that followed."""
-        self.utilities.append(utility(decision, gap_s, benefit_s))
-        self.best.append(max(0.0, benefit_s - gap_s))
-        self.sessions.append(session)
-        self._ns += took_ns
-        self._right += returns_within(decision, benefit_s) == (gap_s <= benefit_s)
-        if decision.forecast is not None:
-            self._forecasts += 1
-            self._below50 += gap_s <= decision.forecast.quantile(0.5)
-            self._below90 += gap_s <= decision.forecast.quantile(0.9)
-
-    def row(self) -> Row:
-        """Return the figures; ``low`` to ``high`` is the share's 95% interval over sessions."""
-        tested, forecasts = len(self.utilities), self._forecasts
-        share, low, high = _ratio(self.utilities, self.best, self.sessions)
-        return {
-            "utility": float(np.mean(self.utilities)),
-            "share": share,
-            "low": low,
-            "high": high,
-            "accuracy": self._right / tested,
-            "cover50": self._below50 / forecasts if forecasts else None,
-            "cover90": self._below90 / forecasts if forecasts else None,
-            "us": self._ns / tested / 1e3,
-        }
-
-
-def replay(make: Callable[[], TurnPolicy], folds: Iterable[Fold]) -> dict[float, Outcome]:
-    """Return outcomes by B. In each fold a new policy learns the other sessions, then is tested."""
-    found = {benefit_s: Outcome() for benefit_s in BENEFITS_S}
-    costs = {benefit_s: Costs(recompute_s=benefit_s) for benefit_s in BENEFITS_S}
+def replay(make: Callable[[], TurnPolicy], folds: Iterable[Fold]) -> dict[float, list[Trial]]:
+    """Return what was tested by B. In each fold a new policy learns the other sessions first."""
+    found: dict[float, list[Trial]] = {benefit_s: [] for benefit_s in BENEFITS_S}
     for fold in folds:
         policy = make()
         for session in fold.learned:
@@ -161,29 +118,60 @@ def replay(make: Callable[[], TurnPolicy], folds: Iterable[Fold]) -> dict[float,
             for gap in session.gaps:
                 if isinstance(policy, Clairvoyant):
                     policy.gap_s = gap.gap_s
-                for benefit_s, outcome in found.items():
-                    begin = time.thread_time_ns()
-                    decision = policy.decide(gap.turn, costs[benefit_s])
-                    took_ns = time.thread_time_ns() - begin
-                    outcome.add(session.split_by, decision, gap.gap_s, benefit_s, took_ns)
+                for benefit_s, tested in found.items():
+                    tested.append(_test(policy, session, gap, benefit_s))
                 policy.observe(gap.turn, gap.gap_s, ended=True)
     return found
 
 
-def difference(ours: Outcome, other: Outcome) -> Row:
+def _test(policy: TurnPolicy, session: Session, gap: Gap, benefit_s: float) -> Trial:
+    costs, gap_s, begin = Costs(recompute_s=benefit_s), gap.gap_s, time.thread_time_ns()
+    decision = policy.decide(gap.turn, costs)
+    took_ns = time.thread_time_ns() - begin
+    forecast = decision.forecast
+    soon = decision.tier is Tier.PIN if forecast is None else forecast.within(benefit_s) >= 0.5
+    return Trial(
+        session.split_by,
+        utility(decision, gap_s, benefit_s),
+        max(0.0, benefit_s - gap_s),
+        soon == (gap_s <= benefit_s),
+        None if forecast is None else tuple(gap_s <= forecast.quantile(q) for q in QUANTILES),
+        took_ns,
+    )
+
+
+def figures(tested: Sequence[Trial]) -> Row:
+    """Return the figures of a policy at one B; ``low`` to ``high`` is the share's 95% interval."""
+    utilities = [one.utility for one in tested]
+    share, low, high = _ratio(utilities, [one.best for one in tested], tested)
+    below = [one.below for one in tested if one.below is not None]
+    cover50, cover90 = np.mean(below, axis=0).tolist() if below else (None, None)
+    return {
+        "utility": float(np.mean(utilities)),
+        "share": share,
+        "low": low,
+        "high": high,
+        "accuracy": float(np.mean([one.right for one in tested])),
+        "cover50": cover50,
+        "cover90": cover90,
+        "us": float(np.mean([one.took_ns for one in tested])) / 1e3,
+    }
+
+
+def difference(ours: Sequence[Trial], other: Sequence[Trial]) -> Row:
     """Return our mean utility per gap minus theirs, with a 95% interval over sessions."""
-    differences = np.subtract(ours.utilities, other.utilities)
-    mean, low, high = _ratio(differences, np.ones(len(differences)), ours.sessions)
+    differences = [one.utility - their.utility for one, their in zip(ours, other, strict=True)]
+    mean, low, high = _ratio(differences, [1.0] * len(differences), ours)
     return {"difference": mean, "low": low, "high": high}
 
 
 def _ratio(
-    above: Sequence[float] | Array, below: Sequence[float] | Array, sessions: Sequence[str]
+    above: Sequence[float], below: Sequence[float], tested: Sequence[Trial]
 ) -> tuple[float | None, float | None, float | None]:
     """Return sum over sum with a 95% interval from ``BOOTSTRAPS`` samples of the sessions; None if
     the second sum is 0."""
-    number = {name: n for n, name in enumerate(dict.fromkeys(sessions))}
-    numbers = [number[name] for name in sessions]
+    number = {name: n for n, name in enumerate(dict.fromkeys(one.session for one in tested))}
+    numbers = [number[one.session] for one in tested]
     tops, bottoms = np.bincount(numbers, above), np.bincount(numbers, below)
     if not bottoms.sum():
         return None, None, None
@@ -216,64 +204,43 @@ def measure(
     against: list[Row] = []
     for source, tools, sessions in cases(sources):
         found = {}
+        of: Row = {"source": source, "tools": tools}
         for name, make in MAKERS.items():
             found[name] = replay(make, in_folds(sessions, label))
             tick(f"{name} on {source}")
-            for b, outcome in found[name].items():
-                of: Row = {"policy": name, "source": source, "tools": tools, "b": b}
-                rows.append(of | outcome.row())
-        for name in POLICIES:
-            if name != OURS:
-                for b in BENEFITS_S:
-                    row = difference(found[OURS][b], found[name][b])
-                    against.append({"source": source, "tools": tools, "b": b, "policy": name} | row)
+            rows += ({"policy": name, **of, "b": b, **figures(found[name][b])} for b in BENEFITS_S)
+        against += (
+            {**of, "b": b, "policy": name, **difference(found[OURS][b], found[name][b])}
+            for name in POLICIES
+            if name != OURS
+            for b in BENEFITS_S
+        )
     return {"rows": rows, "against": against}
 
 
-def _number(value: object) -> str:
-    if not isinstance(value, float):
-        return "-"
-    return f"{value:.2f}" if abs(value) < 10 else f"{value:.0f}"
+SHOWN = (
+    ("share of the clairvoyant's utility", "rows", "share"),
+    (f"{OURS} over theirs, seconds", "against", "difference"),
+)
+"""Title, rows and figure of the printed tables."""
 
 
-def _tables(result: Mapping[str, Sequence[Row]]) -> Iterator[Table]:
-    """Yield two tables per case: shares, and differences to ours."""
-    for case in dict.fromkeys((row["source"], row["tools"]) for row in result["rows"]):
-        title = f"{case[0]}, {'with' if case[1] else 'without'} tools"
-        shares = _table(f"{title}: share of the clairvoyant's utility, by B in seconds")
-        better = _table(f"{title}: {OURS} over theirs, seconds (* 0 is outside the interval)")
-        of_policy: dict[object, list[Row]] = defaultdict(list)
-        for row in (*result["rows"], *result["against"]):
-            if (row["source"], row["tools"]) == case:
-                of_policy[row["policy"]].append(row)
-        for table in (shares, better):
-            table.add_column("policy", no_wrap=True)
-            for b in BENEFITS_S:
-                table.add_column(f"{b:g}", justify="right")
-        for name in ("q50", "q90", "us"):
-            shares.add_column(name, justify="right")
-        for policy, rows in of_policy.items():
-            own, against = rows[: len(BENEFITS_S)], rows[len(BENEFITS_S) :]
-            last = own[-1]
-            tail = [_number(last[key]) for key in ("cover50", "cover90", "us")]
-            shares.add_row(str(policy), *(_number(row["share"]) for row in own), *tail)
-            if against:
-                better.add_row(str(policy), *map(_difference, against))
-        yield shares
-        yield better
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-
-
-def _difference(row: Row) -> str:
-    low, high = float(str(row["low"])), float(str(row["high"]))
-    return _number(row["difference"]) + ("*" if low > 0 or high < 0 else " ")
+def _tables(found: Mapping[str, Sequence[Row]]) -> dict[str, list[Row]]:
+    """Return two tables for each source, with a row for each policy and a column for each B."""
+    tables: dict[str, dict[str, Row]] = {}
+    for title, rows, figure in SHOWN:
+        for row in found[rows]:
+            tools = "with tools" if row["tools"] else "without tools"
+            table = tables.setdefault(f"{title}, {row['source']} {tools}", {})
+            line = table.setdefault(row["policy"], {"policy": row["policy"]})
+            line[f"{row['b']:g} s"] = row[figure]
+    return {name: list(table.values()) for name, table in tables.items()}
 
 
 def main(
-    traces: Annotated[Path, typer.Option(help="Folder of recordings.")] = TRACES,
+    traces: Annotated[
+        Path, typer.Option(exists=True, file_okay=False, help="Folder of recordings.")
+    ] = TRACES,
     folds: Annotated[int, typer.Option(min=2, help="Folds of the cross-validation.")] = 5,
     by_model: Annotated[
         bool, typer.Option("--by-model", help="Leave one model out instead.")
@@ -281,27 +248,15 @@ def main(
     as_json: AsJson = False,
 ) -> None:
     """Replay recorded gaps."""
-    try:
-        sources = read_sources(traces)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot read {traces}: {error.strerror}") from error
+    sources = read_sources(traces)
+    label: Label = attrgetter("model") if by_model else partial(fold_of, folds=folds)
     if by_model:
-        sources = {name: of for name, of in sources.items() if len({one.model for one in of}) > 1}
+        sources = {name: of for name, of in sources.items() if len(set(map(label, of))) > 1}
     if not sources:
         raise typer.BadParameter(f"{traces} holds no sessions to test on")
-    with progress() as bar:
-        bar.disable = as_json or not sys.stderr.isatty()
-        task = bar.add_task("policies", total=len(list(cases(sources))) * len(MAKERS))
-        result = measure(
-            sources,
-            (lambda session: session.model) if by_model else (lambda one: fold_of(one, folds)),
-            lambda done: bar.update(task, advance=1, description=done),
-        )
-    if as_json:
-        show("Policies", result, as_json=True)
-        return
-    for table in _tables(result):
-        Console().print(table)
+    with benchmark("Policies", len(list(cases(sources))) * len(MAKERS), as_json=as_json) as run:
+        found = measure(sources, label, run.tick)
+        run.result = found if as_json else _tables(found)
 
 
 if __name__ == "__main__":
