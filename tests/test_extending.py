@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.bench.sim.engine.driver import Tiers, simulate
+from tiered_kv.bench.sim.engine.driver import simulate
+from tiered_kv.bench.sim.engine.machines import Tiers
 from tiered_kv.bench.sim.servers.servers import server
 from tiered_kv.bench.sim.study.catalogue import TIGHT
 from tiered_kv.bench.sim.workloads.generate import generate

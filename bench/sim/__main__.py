@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +32,7 @@ from tiered_kv.bench.sim.engine.models import MODELS
 from tiered_kv.bench.sim.servers.servers import BASES, server
 from tiered_kv.bench.sim.study import catalogue
 from tiered_kv.bench.sim.study.catalogue import FOLD_SEEDS, PRESETS, STUDIES, TABLES
-from tiered_kv.bench.sim.study.cells import CODING_AGENTS, Bench, Cell, Place, Source
+from tiered_kv.bench.sim.study.cells import CODING_AGENTS, Cell, Place, Source, running
 from tiered_kv.bench.sim.study.report import plot, report
 from tiered_kv.bench.sim.study.study import Study, run_study
 from tiered_kv.bench.sim.workloads.generate import GENERATED
@@ -60,18 +61,27 @@ Out = Annotated[Path, typer.Option(help="Folder of the runs. Existing runs are n
 CORES = os.cpu_count() or 1
 
 
-def finish(command: Callable[[], int]) -> None:
-    """Run a command.
+def command(name: str | None = None) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
+    """Make a decorator that adds a command. Its failures end it with a message on standard error
+    and exit code 1."""
 
-    Raises:
-        typer.Exit: always, with 1 on a failure that the message on standard error explains.
-    """
-    # A study in the background outlives a Ctrl-C.
-    stopped = "stopped; finished runs are kept"
-    raise typer.Exit(run_command(command, FAILURES, stopped, signals=(signal.SIGTERM,)))
+    def added(function: Callable[..., int | None]) -> Callable[..., None]:
+        @wraps(function)
+        def run(**given: Any) -> None:
+            # A study in the background outlives a Ctrl-C.
+            stopped = "stopped; finished runs are kept"
+            raise typer.Exit(
+                run_command(
+                    lambda: function(**given) or 0, FAILURES, stopped, signals=(signal.SIGTERM,)
+                )
+            )
+
+        return app.command(name)(run)
+
+    return added
 
 
-@app.command()
+@command()
 def sweep(
     preset: Annotated[
         str | None,
@@ -105,19 +115,18 @@ def sweep(
     as_json: AsJson = False,
 ) -> None:
     """Run policies under loads on a machine."""
-
-    def study() -> Study:
-        if preset is not None:
-            return PRESETS[preset](str(traces / SESSIONS))
-        place = _checked(Place(gpu, model, ranks, pool_tokens, cpu_gib, ssd_gib))
+    if preset is not None:
+        study = PRESETS[preset](str(traces / SESSIONS))
+    else:
+        place = Place(gpu, model, ranks, pool_tokens, cpu_gib, ssd_gib)
+        place.machine()  # reports what is wrong with it before anything runs
         servers = [server(name).name for name in policies.split(",")]
         scenes = [((place, _source(name, jobs, traces)), servers) for name in workloads.split(",")]
-        return catalogue.sweep("sweep", scenes, map(float, loads.split(",")), seeds)
+        study = catalogue.sweep("sweep", scenes, map(float, loads.split(",")), seeds)
+    carry_out(study, processes, out, as_json=as_json)
 
-    finish(lambda: carry_out(study(), processes, out, as_json=as_json))
 
-
-@app.command()
+@command()
 def table(
     name: Annotated[
         str, typer.Argument(callback=one_of(TABLES), help=f"One of {', '.join(TABLES)}.")
@@ -127,10 +136,10 @@ def table(
     as_json: AsJson = False,
 ) -> None:
     """Run one of the published tables."""
-    finish(lambda: carry_out(TABLES[name](), processes, out, as_json=as_json))
+    carry_out(TABLES[name](""), processes, out, as_json=as_json)
 
 
-@app.command()
+@command()
 def folds(
     seeds: Annotated[
         int,
@@ -145,10 +154,10 @@ def folds(
 ) -> None:
     """Compare ours with every other policy, on machines, jobs and seeds it was not tuned on."""
     study = catalogue.folds(str(traces / SESSIONS), FOLD_SEEDS[:seeds])
-    finish(lambda: carry_out(study, processes, out, as_json=as_json))
+    carry_out(study, processes, out, as_json=as_json)
 
 
-@app.command()
+@command()
 def study(
     name: Annotated[
         str, typer.Argument(callback=one_of(STUDIES), help=f"One of {', '.join(STUDIES)}.")
@@ -163,10 +172,10 @@ def study(
 ) -> None:
     """Answer one question: the value of a part, a tier, a limit or a machine."""
     asked = STUDIES[name](str(traces / SESSIONS))
-    finish(lambda: carry_out(asked, processes, out, as_json=as_json, draw_to=to or out))
+    carry_out(asked, processes, out, as_json=as_json, draw_to=to or out)
 
 
-@app.command()
+@command()
 def run(
     workload: Annotated[str, typer.Option(help=f"Of {WORKLOAD_NAMES}.")] = "original",
     policy: Annotated[str, typer.Option(help=f"Of {POLICY_NAMES}.")] = "occupancy",
@@ -182,20 +191,14 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Run one server once, in this process."""
-
-    def simulate() -> int:
-        with only_result_on_stdout():
-            os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-            source = _source(workload, jobs, traces)
-            place = _checked(Place(gpu, model, ranks, None, cpu_gib, ssd_gib))
-            summary = Cell.of(place, source, policy, jobs_per_s, seed).run()
-        _print(summary, as_json=as_json)
-        return 0
-
-    finish(simulate)
+    with only_result_on_stdout():
+        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+        place = Place(gpu, model, ranks, None, cpu_gib, ssd_gib)
+        summary = Cell.of(place, _source(workload, jobs, traces), policy, jobs_per_s, seed).run()
+    _print(summary, as_json=as_json)
 
 
-@app.command()
+@command()
 def validate(
     traces: Traces = TRACES,
     out: Out = OUT,
@@ -203,23 +206,18 @@ def validate(
         bool, typer.Option("--resume", help="Resume from the real runs in --out.")
     ] = False,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Compare with closed forms and a real server. Exits with 1 if they disagree."""
+    with only_result_on_stdout():
+        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+        from tiered_kv.bench.sim.validate import validate
 
-    def judge() -> int:
-        with only_result_on_stdout():
-            os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-            from tiered_kv.bench.sim.validate import validate
-
-            result = validate(traces, out, _tell, resume=resume)
-        _print(result, as_json=as_json)
-        good = result["mean_error"] <= 0.15 and result["order_equal"] and result["conserved"]
-        return 0 if good else 1
-
-    finish(judge)
+        result = validate(traces, out, _tell, resume=resume)
+    _print(result, as_json=as_json)
+    return int(result["mean_error"] > 0.15 or not (result["order_equal"] and result["conserved"]))
 
 
-@app.command("plot")
+@command("plot")
 def draw(
     to: Annotated[
         Path | None,
@@ -229,31 +227,21 @@ def draw(
     as_json: AsJson = False,
 ) -> None:
     """Draw a result as PNG and SVG."""
-
-    def drawn() -> int:
-        paths = [str(path) for path in plot(_last_result(out), to or out)]
-        print(json.dumps({"files": paths}) if as_json else "\n".join(paths))
-        return 0
-
-    finish(drawn)
+    paths = [str(path) for path in plot(_last_result(out), to or out)]
+    print(json.dumps({"files": paths}) if as_json else "\n".join(paths))
 
 
-@app.command("report")
+@command("report")
 def write_report(out: Out = OUT, as_json: AsJson = False) -> None:
     """Print a result as Markdown."""
-
-    def written() -> int:
-        text = report(_last_result(out))
-        print(json.dumps({"markdown": text}) if as_json else text, end="")
-        return 0
-
-    finish(written)
+    text = report(_last_result(out))
+    print(json.dumps({"markdown": text}) if as_json else text, end="")
 
 
 def carry_out(
     study: Study, processes: int, out: Path, *, as_json: bool, draw_to: Path | None = None
-) -> int:
-    """Run a study, and keep and print its result. Returns 0.
+) -> None:
+    """Run a study, and keep and print its result.
 
     Args:
         draw_to: folder of the drawing; None draws nothing.
@@ -267,28 +255,20 @@ def carry_out(
             if bar.disable:
                 _tell(what)
 
-        with Bench(processes, out / "cells", lambda _: bar.advance(task)) as bench:
+        with running(processes, out / "cells", lambda _: bar.advance(task)) as bench:
             result = run_study(study, bench, tell)
     (out / RESULT).write_text(json.dumps(result))
     paths = [] if draw_to is None else plot(result, draw_to)
     if as_json:
         print_json(result)
-    else:
-        print(report(result), end="")
-        for path in paths:
-            print(path)
-        if "scenes" in result:
-            print(f"\nruns in {out}; draw them with: python -m bench.sim plot --out {out}")
-    return 0
+        return
+    print(report(result), *paths, sep="\n" if paths else "")
+    if "scenes" in result:
+        print(f"runs in {out}; draw them with: python -m bench.sim plot --out {out}")
 
 
 def _tell(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
-
-
-def _checked(place: Place) -> Place:
-    place.machine()  # reports what is wrong with it before anything runs
-    return place
 
 
 def _source(name: str, jobs: int, traces: Path) -> Source:

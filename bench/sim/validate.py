@@ -28,8 +28,8 @@ from tiered_kv.bench.replay.measure import Workload as ReplayWorkload
 from tiered_kv.bench.replay.names import BOUND, PRESSURE, STOCK, TIERED
 from tiered_kv.bench.servers.model import small_model
 from tiered_kv.bench.servers.server_costs import ServerCosts
-from tiered_kv.bench.sim.engine.driver import Tiers, simulate
-from tiered_kv.bench.sim.engine.machines import Machine
+from tiered_kv.bench.sim.engine.driver import simulate
+from tiered_kv.bench.sim.engine.machines import Machine, Tiers
 from tiered_kv.bench.sim.engine.metrics import Outcome
 from tiered_kv.bench.sim.servers.servers import Server, server
 from tiered_kv.bench.sim.study.catalogue import AMPLE, TIGHT

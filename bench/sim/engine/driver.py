@@ -6,20 +6,21 @@ import heapq
 import math
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
+from itertools import count
 from pathlib import Path
 
 from tiered_kv.bench.sim.servers.arrivals import GATE_EVERY_S, Gate, Ordering
 from tiered_kv.bench.sim.servers.foresight import KnownGaps, KnownJobs
 from tiered_kv.bench.sim.servers.servers import CLAIRVOYANT, Server
-from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, Workload
+from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
 from tiered_kv.pages.cpu_index import PromotedPages
-from tiered_kv.policies.base import TurnPolicy
 
-from .machines import Machine
+from .machines import Machine, Tiers
 from .metrics import JobRecord, Outcome, TurnRecord
-from .virtual_clock_engine import BEGIN_S, Answer, Ask, Engine
+from .virtual_clock_engine import BEGIN_S, Engine
 
 POLL_S = 0.01
 """Seconds between steps while the engine waits for nothing that has a known time."""
@@ -35,29 +36,32 @@ class Stalled(AssertionError):
     """Requests wait, and no event is left that could admit them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tiers:
-    """Bytes of the tiers below VRAM, for servers that have them."""
-
-    cpu: float = 64 * 2**30
-    ssd: float = 512 * 2**30
-
-
 @dataclass(slots=True)
 class _Running:
-    """A job under way."""
+    """A job under way.
+
+    Attributes:
+        program: its own name, or the name of the job that started it.
+        children: number of sub-agents that its next turn waits for.
+        chain, tokens: block hashes and token ids of its context.
+    """
 
     job: SimJob
-    program: str  # its own name, or the name of the job that started it
-    began_s: float
+    program: str
     parent: _Running | None
     record: JobRecord
-    turn: int = 0
-    asked_s: float = 0.0
     children: int = 0
-    ended_s: float = 0.0  # of its last turn so far
     chain: list[bytes] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+
+    @property
+    def turn(self) -> SimTurn:
+        """Its latest turn."""
+        return self.job.turns[len(self.record.turns) - 1]
+
+    @property
+    def is_last_turn(self) -> bool:
+        return len(self.record.turns) == len(self.job.turns)
 
 
 def simulate(
@@ -78,7 +82,11 @@ def simulate(
         AssertionError: blocks, orders or turns were not released at the end.
     """
     with tempfile.TemporaryDirectory(prefix="sim-") as folder:
-        return _Run(machine, server, workload, tiers, Path(folder), trace).run()
+        run = _Run(machine, server, workload, tiers, Path(folder), trace)
+        try:
+            return run.until_all_finish()
+        finally:
+            run.engine.close()
 
 
 class _Run:
@@ -91,9 +99,8 @@ class _Run:
         folder: Path,
         trace: Path | None,
     ) -> None:
-        self._machine = machine
-        block = machine.block or workload.block
-        self._workload = workload = replace(workload, block=block)
+        self._machine, self._server, self._workload = machine, server, workload
+        self._block = block = machine.block or workload.block
         self._beside = machine.beside(block)
         everyone = [one for job in workload.jobs for one in job.everyone()]
         pool = held = machine.pool_tokens // block
@@ -101,28 +108,14 @@ class _Run:
             pool = sum(-(-one.longest // block) + 2 for one in everyone) + machine.max_seqs
             turns = sum(len(one.turns) for one in everyone) + machine.max_seqs
             pool += turns * self._beside // block
-        held = min(held, pool) if server.within_reach else pool
-        policy: TurnPolicy | None = None
-        if server.policy == CLAIRVOYANT:
-            policy = KnownGaps(
-                {
-                    (one.name, number): turn.gap_s
-                    for one in everyone
-                    for number, turn in enumerate(one.turns, 1)
-                }
-            )
+            held = min(held, pool) if server.within_reach else pool
         longest = max((one.longest for one in everyone), default=1)
         if longest >= min(held * block - self._beside, machine.max_len):
             raise ValueError(
                 f"a job of {workload.name} grows to {longest} tokens, which {machine.name} cannot "
                 "hold: leave such jobs out with Workload.that_fit"
             )
-        self._job_forecast: KnownJobs | None = None
-        if server.knowing:
-            contexts = {
-                one.name: [turn.prompt + turn.output for turn in one.turns] for one in everyone
-            }
-            self._job_forecast = KnownJobs(contexts, block)
+        self._job_forecast = KnownJobs(everyone, block) if server.knowing else None
         self.engine = Engine(
             machine,
             server,
@@ -131,66 +124,61 @@ class _Run:
             held_blocks=held,
             block=block,
             max_len=min(machine.max_len, -(-(longest + 1) // block) * block),
-            cpu_bytes=tiers.cpu,
-            ssd_bytes=tiers.ssd,
-            policy=policy,
+            tiers=tiers,
+            policy=KnownGaps(everyone) if server.policy == CLAIRVOYANT else None,
             job_forecast=self._job_forecast,
             trace=trace,
         )
-        self._gate = Gate(machine.pool_tokens) if server.gated else None
+        self._gate = Gate(machine.pool_tokens if server.gated else math.inf)
         # With long blocks, contexts that differ may have no full one. Their tokens tell them apart.
         distinct = everyone if machine.groups else []
         self._first_token = {one.name: n * TOKENS_APART for n, one in enumerate(distinct)}
         self._ordering = Ordering(server.order)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._tie = 0
+        self._tie = count()
         self._asked: dict[str, _Running] = {}
         self._records: list[JobRecord] = []
         self._left = len(everyone)
-        self._name = server.name
 
     def _at(self, when: float, act: Callable[[], None]) -> None:
-        self._tie += 1
-        heapq.heappush(self._events, (when, self._tie, act))
+        heapq.heappush(self._events, (when, next(self._tie), act))
 
-    def run(self) -> Outcome:
+    def until_all_finish(self) -> Outcome:
+        """Run until all jobs have finished, and check what is left in the engine."""
         engine = self.engine
         for job in self._workload.jobs:
-            self._at(BEGIN_S + job.arrives_s, lambda job=job: self._begin(job, None))  # type: ignore[misc]
-        if self._gate is not None:
-            self._tick(self._gate)
+            self._at(BEGIN_S + job.arrives_s, partial(self._begin, job, None))
+        if self._server.gated:
+            self._tick()
         progress = engine.now
-        try:
-            while self._left:
-                while self._events and self._events[0][0] <= engine.now:
-                    heapq.heappop(self._events)[2]()
-                self._ordering.put_starved_first(engine.scheduler, engine.now)
-                before = engine.now
-                if engine.busy:
-                    for answer in engine.step(self._next_arrival()):
-                        self._ended(answer)
-                if engine.now > before:
-                    progress = engine.now
-                    continue
+        while self._left:
+            while self._next_arrival <= engine.now:
+                heapq.heappop(self._events)[2]()
+            self._ordering.put_starved_first(engine.scheduler, engine.now)
+            before = engine.now
+            if engine.busy:
+                for request_id in engine.step(self._next_arrival):
+                    self._ended(request_id)
+            computed = engine.now > before
+            if not computed:
                 self._wait()
-                if engine.now - progress > STALLED_S and engine.scheduler.has_requests():
-                    raise Stalled(self._state())
-                if not engine.scheduler.has_requests():
-                    progress = engine.now
-            outcome = self._outcome()
-            self._drain()
-            engine.check_clean()
-        finally:
-            engine.close()
+            if computed or not engine.scheduler.has_requests():
+                progress = engine.now
+            elif engine.now - progress > STALLED_S:
+                raise Stalled(self._state())
+        outcome = self._outcome()
+        self._drain()
+        engine.check_clean()
         return outcome
 
+    @property
     def _next_arrival(self) -> float:
         return self._events[0][0] if self._events else math.inf
 
     def _wait(self) -> None:
         """Advance to the next event, as nothing could be computed."""
         engine = self.engine
-        when = min(self._next_arrival(), engine.next_event)
+        when = min(self._next_arrival, engine.next_event)
         if engine.scheduler.has_requests():
             when = min(when, engine.now + POLL_S)
         if when == math.inf:
@@ -207,48 +195,45 @@ class _Run:
     def _state(self) -> str:
         running, waiting = self.engine.scheduler.get_request_counts()
         return (
-            f"{self._name}, {self._workload.name}: nothing happens at {self.engine.now:.1f} s: "
-            f"{running} running, {waiting} waiting, {self._left} jobs left, "
-            f"{self.engine.pool.get_num_free_blocks()} blocks free"
+            f"{self._server.name}, {self._workload.name}: nothing happens at "
+            f"{self.engine.now:.1f} s: {running} running, {waiting} waiting, {self._left} jobs "
+            f"left, {self.engine.pool.get_num_free_blocks()} blocks free"
         )
 
-    def _tick(self, gate: Gate) -> None:
-        gate.tick()
+    def _tick(self) -> None:
+        self._gate.tick()
         if self._left:
-            self._at(self.engine.now + GATE_EVERY_S, lambda: self._tick(gate))
+            self._at(self.engine.now + GATE_EVERY_S, self._tick)
 
     # -- jobs -----------------------------------------------------------------------
 
     def _begin(self, job: SimJob, parent: _Running | None) -> None:
         record = JobRecord(job.name, self.engine.now, parent is not None)
-        program = parent.program if parent is not None else job.name
-        running = _Running(job, program, self.engine.now, parent, record)
+        running = _Running(job, parent.program if parent else job.name, parent, record)
         self._ordering.began(job.name, parent.job.name if parent is not None else None)
         if job.prefix:
-            head = blake2b(job.prefix.encode(), digest_size=16).digest()
-            blocks = job.prefix_tokens // self._workload.block
-            running.chain = [head + bytes(8) + i.to_bytes(8, "big") for i in range(blocks)]
+            blocks = range(job.prefix_tokens // self._block)
+            running.chain = _hashes(job.prefix, 0, blocks)
         self._turn(running)
 
     def _turn(self, running: _Running) -> None:
-        """Start the job's next turn, through the gate if there is one."""
-        running.asked_s = self.engine.now
-        if self._gate is None or running.parent is not None:
-            self._ask(running)
-            return
-        turn = running.job.turns[running.turn]
-        tokens = turn.prompt + turn.output + self._beside
-        self._gate.ask(running.program, tokens, lambda: self._ask(running))
+        """Start the job's next turn, through the gate if the job is no sub-agent."""
+        number = len(running.record.turns)
+        turn = running.job.turns[number]
+        running.record.turns.append(TurnRecord(self.engine.now, turn.prompt, turn.output))
+        if running.parent is not None:
+            self._ask(running, number)
+        else:
+            tokens = turn.prompt + turn.output + self._beside
+            self._gate.ask(running.program, tokens, partial(self._ask, running, number))
 
-    def _ask(self, running: _Running) -> None:
-        job, number = running.job, running.turn
-        turn = job.turns[number]
+    def _ask(self, running: _Running, number: int) -> None:
+        job, turn = running.job, running.turn
         request_id = f"{job.name}#{number}"
         if number:
-            running.chain = running.chain[: turn.shared // self._workload.block]
-        head = blake2b(job.name.encode(), digest_size=16).digest() + number.to_bytes(8, "big")
-        blocks = (turn.prompt + turn.output) // self._workload.block
-        running.chain += [head + i.to_bytes(8, "big") for i in range(len(running.chain), blocks)]
+            running.chain = running.chain[: turn.shared // self._block]
+        blocks = range(len(running.chain), (turn.prompt + turn.output) // self._block)
+        running.chain += _hashes(job.name, number, blocks)
         del running.tokens[turn.shared :]  # the request that used the list has finished
         running.tokens += [self._first_token.get(job.name, 0) + number + 1] * turn.added
         priority = self._ordering.asked(job.name, request_id, self.engine.now)
@@ -256,101 +241,72 @@ class _Run:
         if self._job_forecast is not None:
             self._job_forecast.asked(job.name, number + 1)
         self.engine.add(
-            Ask(
-                request_id,
-                running.chain,
-                running.tokens,
-                turn.output,
-                self._params(running),
-                priority,
-            )
+            request_id,
+            running.record.turns[-1],
+            running.chain,
+            running.tokens,
+            self._params(running),
+            priority,
         )
 
     def _params(self, running: _Running) -> dict[str, object] | None:
-        hints = self._workload.hints
+        hints, job, turn = self._workload.hints, running.job, running.turn
         if hints is Hints.NONE:
             return None
-        job, turn = running.job, running.job.turns[running.turn]
-        last = running.turn + 1 == len(job.turns) and job.says_last
-        said: dict[str, object] = {
+        last = running.is_last_turn and job.says_last
+        said = {
             "job_id": job.name,
             "is_last_step": last or hints is Hints.WRONG,
+            "tool_command": turn.tool,
+            "tool_name": turn.tool_name,
         }
-        if turn.tool:
-            said["tool_command"] = turn.tool
-        if turn.tool_name:
-            said["tool_name"] = turn.tool_name
-        return said
+        return {name: value for name, value in said.items() if value != ""}
 
-    def _ended(self, answer: Answer) -> None:
+    def _ended(self, request_id: str) -> None:
         engine = self.engine
-        running = self._asked.pop(answer.request_id)
-        job, turn = running.job, running.job.turns[running.turn]
-        over = engine.now + self._machine.overhead_s
-        running.ended_s = over
+        running = self._asked.pop(request_id)
+        job, turn, record = running.job, running.turn, running.record.turns[-1]
+        over = record.ended_s = engine.now + self._machine.overhead_s
         running.tokens += [0] * turn.output
-        running.record.turns.append(
-            TurnRecord(
-                asked_s=running.asked_s,
-                first_s=answer.first_s,
-                ended_s=over,
-                prompt=turn.prompt,
-                output=turn.output,
-                vram=answer.vram,
-                cpu=answer.cpu,
-                ssd=answer.ssd,
-                preempted=answer.preempted,
-            )
-        )
-        self._ordering.answered(
-            job.name,
-            answer.request_id,
-            answer.admitted_s - running.asked_s,
-            engine.now - answer.admitted_s,
-        )
-        if self._gate is not None and running.parent is None:
+        waited_s, served_s = record.admitted_s - record.asked_s, engine.now - record.admitted_s
+        self._ordering.answered(job.name, request_id, waited_s, served_s)
+        if running.parent is None:
             self._gate.grew(running.program, turn.prompt + turn.output + self._beside)
-        running.turn += 1
-        if running.turn == len(job.turns):
+        if running.is_last_turn:
             self._job_over(running)
             return
         running.children = len(turn.agents)
         for agent in turn.agents:
-            self._at(
-                over + agent.arrives_s,
-                lambda agent=agent: self._begin(agent, running),  # type: ignore[misc]
-            )
+            self._at(over + agent.arrives_s, partial(self._begin, agent, running))
         if not turn.agents:
-            self._at(over + turn.gap_s, lambda: self._turn(running))
+            self._at(over + turn.gap_s, partial(self._turn, running))
 
     def _job_over(self, running: _Running) -> None:
-        running.record.ended_s = running.ended_s
         self._records.append(running.record)
         self._left -= 1
         parent = running.parent
         if parent is None:
-            if self._gate is not None:
-                self._gate.over(running.program)
+            self._gate.over(running.program)
             return
         parent.children -= 1
         if not parent.children:
-            gap_s = parent.job.turns[parent.turn - 1].gap_s
-            self._at(running.ended_s + gap_s, lambda: self._turn(parent))
+            self._at(running.record.ended_s + parent.turn.gap_s, partial(self._turn, parent))
 
     def _outcome(self) -> Outcome:
         engine, worker = self.engine, self.engine.worker
         promoted = engine.half.pages.index.promoted if worker else PromotedPages()
         return Outcome(
-            server=self._name,
+            server=self._server.name,
             jobs=tuple(sorted(self._records, key=lambda job: job.name)),
             steps=engine.steps,
             seconds=engine.now - BEGIN_S,
-            moved={
-                "up": worker.up.carried if worker else 0,
-                "down": worker.down.carried if worker else 0,
-                "ssd_read": worker.ssd_read.carried if worker else 0,
-                "ssd_write": worker.ssd_write.carried if worker else 0,
-            },
+            moved={name: line.carried for name, line in worker.lines.items()} if worker else {},
             promoted_used=promoted.used,
             promoted_wasted=promoted.wasted,
         )
+
+
+def _hashes(name: str, turn: int, blocks: range) -> list[bytes]:
+    """Hashes of the blocks that a job's turn, or a shared prefix, has written."""
+    head = blake2b(name.encode(), digest_size=16).digest() + turn.to_bytes(8, "big")
+    return [head + block.to_bytes(8, "big") for block in blocks]

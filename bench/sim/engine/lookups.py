@@ -7,7 +7,7 @@ missing one is cached. It is remembered until then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,13 @@ class _Known:
     Attributes:
         hashes: of the request's blocks; the list itself, so that its id stays unique.
         asked: number of hashes, and of tokens that might be found.
+        found: blocks of each group, and the coordinator's two counts.
         decides: keys of the found blocks, and of the first missing one.
     """
 
     hashes: Sequence[bytes]
     asked: tuple[int, int]
-    blocks: tuple[list[Any], ...]
-    found: tuple[int, int]
+    found: tuple[Any, ...]
     decides: frozenset[bytes]
 
 
@@ -45,41 +45,39 @@ class RememberedLookups:
         self._look_up = manager.coordinator.find_longest_cache_hit
         manager.coordinator.find_longest_cache_hit = self.find
         cached = manager.block_pool.cached_block_hash_to_block
-        self._insert, self._pop = cached.insert, cached.pop
-        cached.insert, cached.pop = self._cached, self._evicted
+        cached.insert, cached.pop = self._forgetting(cached.insert), self._forgetting(cached.pop)
 
-    def find(self, hashes: Sequence[bytes], most: int) -> tuple[tuple[list[Any], ...], int, int]:
+    def find(self, hashes: Sequence[bytes], most: int) -> tuple[Any, ...]:
         """Find a hit, as the coordinator's ``find_longest_cache_hit``."""
         asked = len(hashes), most
         known = self._known.get(id(hashes))
         if known is None or known.asked != asked:
             known = self._remember(hashes, asked)
-        return tuple(list(blocks) for blocks in known.blocks), *known.found
+        blocks, *counts = known.found
+        return tuple(list(some) for some in blocks), *counts
 
     def _remember(self, hashes: Sequence[bytes], asked: tuple[int, int]) -> _Known:
-        blocks, *found = self._look_up(hashes, asked[1])
-        decides = {block.block_hash for block in blocks[0]}
-        if len(blocks[0]) < len(hashes):
-            decides.add(self._key(hashes[len(blocks[0])], 0))
-        known = _Known(hashes, asked, blocks, (found[0], found[1]), frozenset(decides))
-        self._known.pop(id(hashes), None)
-        self._known[id(hashes)] = known
+        found = self._look_up(hashes, asked[1])
+        blocks = found[0][0]
+        decides = {block.block_hash for block in blocks}
+        if len(blocks) < len(hashes):
+            decides.add(self._key(hashes[len(blocks)], 0))
         self._deciding |= decides
+        self._known.pop(id(hashes), None)
+        known = self._known[id(hashes)] = _Known(hashes, asked, found, frozenset(decides))
         if len(self._known) > MOST:
             del self._known[next(iter(self._known))]
         return known
 
-    def _cached(self, key: bytes, block: Any) -> None:
-        if key in self._deciding:
-            self._forget(key)
-        self._insert(key, block)
+    def _forgetting(self, change: Callable[[bytes, Any], Any]) -> Callable[[bytes, Any], Any]:
+        """Return a change of the pool's index that forgets the lookups which its key decides."""
 
-    def _evicted(self, key: bytes, block_id: int) -> Any:
-        if key in self._deciding:
-            self._forget(key)
-        return self._pop(key, block_id)
+        def changed(key: bytes, what: Any) -> Any:
+            if key in self._deciding:
+                self._deciding.discard(key)
+                self._known = {
+                    one: known for one, known in self._known.items() if key not in known.decides
+                }
+            return change(key, what)
 
-    def _forget(self, key: bytes) -> None:
-        self._deciding.discard(key)
-        for one in [one for one, known in self._known.items() if key in known.decides]:
-            del self._known[one]
+        return changed

@@ -24,6 +24,16 @@ from tiered_kv.testing.vllm.groups import GroupSpec
 
 from .models import MODELS
 
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Bytes of the tiers below VRAM, for servers that have them."""
+
+    cpu: float = 64 * GIB
+    ssd: float = 512 * GIB
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:

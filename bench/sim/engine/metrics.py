@@ -10,23 +10,27 @@ import numpy as np
 TIERS = ("vram", "cpu", "ssd", "recomputed")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TurnRecord:
-    """A finished turn. Times are on the run's clock.
+    """A turn. Times are on the run's clock.
 
     Attributes:
+        admitted_s: time at which it was allocated blocks.
+        first_s: time of its first token.
         vram, cpu, ssd: prompt tokens found there; the rest was computed.
+        preempted: number of preemptions.
     """
 
     asked_s: float
-    first_s: float
-    ended_s: float
     prompt: int
     output: int
-    vram: int
-    cpu: int
-    ssd: int
-    preempted: int
+    admitted_s: float = -1.0
+    first_s: float = -1.0
+    ended_s: float = -1.0
+    vram: int = 0
+    cpu: int = 0
+    ssd: int = 0
+    preempted: int = 0
 
     @property
     def recomputed(self) -> int:
@@ -35,17 +39,21 @@ class TurnRecord:
 
 @dataclass(slots=True)
 class JobRecord:
-    """A finished job.
+    """A job.
 
     Attributes:
         is_agent: another job started it.
+        ended_s: end of its latest turn.
     """
 
     name: str
     began_s: float
     is_agent: bool
     turns: list[TurnRecord] = field(default_factory=list)
-    ended_s: float = 0.0
+
+    @property
+    def ended_s(self) -> float:
+        return self.turns[-1].ended_s
 
     @property
     def took_s(self) -> float:
@@ -59,7 +67,7 @@ class Outcome:
 
     Attributes:
         steps: of the scheduler, each leap counted once.
-        seconds: of virtual time. moved: bytes over each link.
+        seconds: of virtual time. moved: bytes over each link of the connector's worker.
         promoted_used, promoted_wasted: pages promoted from SSD that reached VRAM, and those that
             were evicted before.
     """
@@ -81,16 +89,15 @@ class Outcome:
         prompt = sum(turn.prompt for turn in turns)
         first = [turn.first_s - turn.asked_s for turn in turns]
         promoted = self.promoted_used + self.promoted_wasted
-        shares = {tier: sum(getattr(turn, tier) for turn in turns) / prompt for tier in TIERS}
+        ended_s, began_s = (job.ended_s for job in self.jobs), (job.began_s for job in self.jobs)
         return {
             "mean_s": float(np.mean(took)),
             **{f"p{q}_s": float(np.percentile(took, q)) for q in (50, 90, 95, 99)},
             "ttft_s": float(np.mean(first)),
             "ttft_p99_s": float(np.percentile(first, 99)),
-            "makespan_s": max(job.ended_s for job in self.jobs)
-            - min(job.began_s for job in self.jobs),
+            "makespan_s": max(ended_s) - min(began_s),
             "jobs_per_s": len(took) / self.seconds,
             "preempted": float(sum(turn.preempted for turn in turns)),
             "promoted_wasted": self.promoted_wasted / max(1, promoted),
-            **shares,
+            **{tier: sum(getattr(turn, tier) for turn in turns) / prompt for tier in TIERS},
         }

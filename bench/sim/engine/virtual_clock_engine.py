@@ -14,14 +14,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
 from tiered_kv.bench.sim.servers.arrivals import Order
-from tiered_kv.bench.sim.servers.foresight import Ablated
 from tiered_kv.bench.sim.servers.schedulers import (
     REACH_BLOCKS,
     ReachScheduler,
     StaticBatchScheduler,
 )
-from tiered_kv.bench.sim.servers.servers import Server
+from tiered_kv.bench.sim.servers.servers import CLAIRVOYANT, Server
 from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.runtime.policy_state import PolicyState
 from tiered_kv.connectors.runtime.step_timer import StepTimer
@@ -39,7 +42,8 @@ from tiered_kv.testing.vllm.engine import EngineSize, engine_config, kv_config, 
 from tiered_kv.tiers import SSD, StoreId
 
 from .lookups import RememberedLookups
-from .machines import Machine
+from .machines import GIB, Machine, Tiers
+from .metrics import TurnRecord
 from .worker import SimWorker
 
 BEGIN_S = 1000.0
@@ -52,47 +56,6 @@ EPOCH_S = 1.8e9 - BEGIN_S
 """Seconds since the epoch at 0 of the clock: a trace has the same times in every run."""
 LONGEST_WAIT_S = 86_400.0
 """Largest limit that can be set on holding a job back. No run lasts as long."""
-GIB = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A request.
-
-    Attributes:
-        chain: block hashes of its context, prompt and answer.
-        tokens: of the prompt.
-        output: number of tokens of the answer.
-        params: its kv_transfer_params; None without hints.
-        priority: the lower goes first.
-    """
-
-    request_id: str
-    chain: Sequence[bytes]
-    tokens: list[int]
-    output: int
-    params: Mapping[str, object] | None
-    priority: int
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A finished request.
-
-    Attributes:
-        first_s: time of its first token. admitted_s: time at which it was allocated blocks.
-        vram, cpu, ssd: prompt tokens found in those tiers; the rest was computed.
-        preempted: number of preemptions.
-    """
-
-    request_id: str
-    first_s: float
-    admitted_s: float
-    ended_s: float
-    vram: int
-    cpu: int
-    ssd: int
-    preempted: int
 
 
 class LeapTimer(StepTimer):
@@ -123,7 +86,7 @@ class ChunkedRestore(AlwaysRestore):
 
 
 def connector_settings(
-    server: Server, folder: Path, cpu_bytes: float, ssd_bytes: float, trace: Path | None
+    server: Server, folder: Path, tiers: Tiers, trace: Path | None = None
 ) -> dict[str, object] | None:
     """Return a server's ``kv_connector_extra_config``; None without the connector.
 
@@ -133,29 +96,25 @@ def connector_settings(
     """
     if server.policy is None:
         return None
-    said: dict[str, object] = {
-        "policy": server.policy,
-        "cpu_gib": cpu_bytes / GIB if server.cpu else 0,
-    }
-    if server.eviction is not None:
-        said["eviction"] = server.eviction
-    if server.open:
-        said["admission"] = "off"
-    if server.patient:
-        said["admission_max_wait_s"] = LONGEST_WAIT_S
     if server.ssd:
-        (folder / "ssd").mkdir(parents=True)
-        said |= {"ssd_path": str(folder / "ssd"), "ssd_gib": ssd_bytes / GIB}
-    if trace is not None:
-        said["trace"] = str(trace)
-    return said
+        (folder / "ssd").mkdir()
+    said = {
+        "policy": "lru" if server.policy == CLAIRVOYANT else server.policy,  # it is replaced
+        "cpu_gib": tiers.cpu / GIB if server.cpu else 0,
+        "eviction": server.eviction,
+        "admission": "off" if server.open else None,
+        "admission_max_wait_s": LONGEST_WAIT_S if server.patient else None,
+        "ssd_path": str(folder / "ssd") if server.ssd else None,
+        "ssd_gib": tiers.ssd / GIB if server.ssd else None,
+        "trace": None if trace is None else str(trace),
+    }
+    return {name: value for name, value in said.items() if value is not None}
 
 
 @dataclass(slots=True)
 class _Live:
     request: Any
-    admitted_s: float = -1.0
-    first_s: float = -1.0
+    turn: TurnRecord
     cached: int = 0
     ahead: int = 0  # tokens produced in a leap, whose time has passed
 
@@ -167,7 +126,6 @@ class Engine:
         folder: an empty folder, for vLLM's model and the SSD tier.
         pool_blocks: size of the pool in VRAM, without the null block. held_blocks: blocks that
             running requests may hold together.
-        cpu_bytes, ssd_bytes: sizes of those tiers, if the server has them.
         policy: replaces the server's policy.
         job_forecast: replaces the forecast of how jobs continue.
         trace: file of the connector's trace; None writes none.
@@ -186,8 +144,7 @@ class Engine:
         held_blocks: int,
         block: int,
         max_len: int,
-        cpu_bytes: float,
-        ssd_bytes: float,
+        tiers: Tiers,
         policy: TurnPolicy | None = None,
         job_forecast: JobForecast | None = None,
         trace: Path | None = None,
@@ -211,37 +168,41 @@ class Engine:
             policy="fcfs" if server.order is Order.ARRIVAL else "priority",
             groups=tuple(replace(group, block_size=block) for group in machine.groups),
         )
-        extra = connector_settings(server, folder, cpu_bytes, ssd_bytes, trace)
-        if extra is not None and policy is not None:
-            extra["policy"] = "lru"  # replaced below
+        extra = connector_settings(server, folder, tiers, trace)
         config = engine_config(folder / "model", size, extra)
-        self._server, self._policy, self._job_forecast = server, policy, job_forecast
-        if server.in_job_order:
-            config.scheduler_config.scheduler_cls = ContinuumScheduler
-        if server.in_batches:
-            config.scheduler_config.scheduler_cls = StaticBatchScheduler
+        for wanted, scheduler in (
+            (server.in_job_order, ContinuumScheduler),
+            (server.in_batches, StaticBatchScheduler),
+            (server.within_reach, ReachScheduler),
+        ):
+            if wanted:
+                config.scheduler_config.scheduler_cls = scheduler
         if server.within_reach:
-            config.scheduler_config.scheduler_cls = ReachScheduler
             config.additional_config = {REACH_BLOCKS: held_blocks + 1}
+        self._server, self._policy, self._job_forecast = server, policy, job_forecast
         with given(lambda: self.now, self._change):
             self.scheduler = make_scheduler(config, kv_config(size), log_stats=False)
         if not machine.groups:
             RememberedLookups(self.scheduler.kv_cache_manager)
-        self.worker: SimWorker | None = None
         self._live: dict[str, _Live] = {}
         self._free_at_start = self.pool.get_num_free_blocks()
+        self.worker: SimWorker | None = None
         if extra is not None:
             page_bytes = tuple(group.page_bytes for group in self.half.facts.groups)
-            self.worker = SimWorker(machine, page_bytes, int(ssd_bytes) if server.ssd else 0)
-            self._introduce()
+            self.worker = SimWorker(machine, page_bytes, int(tiers.ssd) if server.ssd else 0)
+            self._introduce(page_bytes)
 
     def _change(self, found: Dependencies) -> Dependencies:
         """Replace the parts of the connector that depend on time, files or the server's variant."""
         found.policy_state.close()
         found.notebook.close()
         policy = self._policy or found.policy
-        lacks, chunk = self._server.lacks, self._server.chunk
-        policy = policy if lacks is None else Ablated(policy, lacks)
+        if self._server.variant is not None:
+            policy = self._server.variant()
+        if self._server.chunk:
+            found = replace(
+                found, restore_policy=ChunkedRestore(RestoreMode.SYNC, self._server.chunk)
+            )
         return replace(
             found,
             wall=lambda: EPOCH_S + self.now,
@@ -250,23 +211,19 @@ class Engine:
             notebook=NoNotebook(),
             job_forecast=self._job_forecast or found.job_forecast,
             step_timer=LeapTimer(lambda: self.decoded_steps),
-            restore_policy=ChunkedRestore(RestoreMode.SYNC, chunk)
-            if chunk
-            else found.restore_policy,
         )
 
-    def _introduce(self) -> None:
+    def _introduce(self, page_bytes: tuple[int, ...]) -> None:
         """Report what workers would have measured to the connector."""
-        server, machine = self._server, self.machine
-        speeds = Speeds(copy=machine.link if server.cpu else 0.0, flops=0.0)
-        facts, pages = self.half.facts, self.half.pages
-        page_bytes = tuple(group.page_bytes for group in facts.groups)
-        stores = [StoreId(SSD, at) for at in range(len(page_bytes))] if server.ssd else []
-        stored = {store: StoredPages((), machine.ssd_read) for store in stores}
-        shrinks = tuple(range(len(page_bytes))) if machine.shrinks and server.cpu else ()
-        hello = Handshake(speeds, pages.index.num_slots, page_bytes, shrinks, stored)
-        said = TieredHandshake(hello)
-        self.scheduler.connector.set_xfer_handshake_metadata({0: said})
+        server, machine, groups = self._server, self.machine, range(len(page_bytes))
+        hello = Handshake(
+            Speeds(copy=machine.link if server.cpu else 0.0, flops=0.0),
+            self.half.pages.index.num_slots,
+            page_bytes,
+            tuple(groups) if machine.shrinks and server.cpu else (),
+            {StoreId(SSD, at): StoredPages((), machine.ssd_read) for at in groups if server.ssd},
+        )
+        self.scheduler.connector.set_xfer_handshake_metadata({0: TieredHandshake(hello)})
         fit = self.half.gaps.prefills.fit
         fit.suppose(1e3 * machine.cost.token, 0.5e6 * machine.cost.pair)
 
@@ -293,87 +250,86 @@ class Engine:
 
     # -- driving --------------------------------------------------------------------
 
-    def add(self, ask: Ask) -> None:
-        """Add an arriving request."""
-        from vllm.sampling_params import SamplingParams
-        from vllm.v1.request import Request
+    def add(
+        self,
+        request_id: str,
+        turn: TurnRecord,
+        chain: Sequence[bytes],
+        tokens: list[int],
+        params: Mapping[str, object] | None,
+        priority: int,
+    ) -> None:
+        """Add an arriving request.
 
-        block, chain = self.block, ask.chain
+        Args:
+            turn: its record, which the engine completes but for the end.
+            chain: block hashes of its context, prompt and answer.
+            tokens: of the prompt.
+            params: its kv_transfer_params; None without hints.
+            priority: the lower goes first.
+        """
 
         def hashes(request: Any) -> list[bytes]:
-            return list(chain[len(request.block_hashes) : request.num_tokens // block])
+            return list(chain[len(request.block_hashes) : request.num_tokens // self.block])
 
-        extra = None if ask.params is None else {"kv_transfer_params": dict(ask.params)}
         request = Request(
-            request_id=ask.request_id,
-            prompt_token_ids=ask.tokens,
+            request_id=request_id,
+            prompt_token_ids=tokens,
             sampling_params=SamplingParams(
-                max_tokens=ask.output, ignore_eos=True, temperature=0.0, extra_args=extra
+                max_tokens=turn.output,
+                ignore_eos=True,
+                temperature=0.0,
+                extra_args=None if params is None else {"kv_transfer_params": dict(params)},
             ),
             pooling_params=None,
             arrival_time=self.now,
-            priority=ask.priority,
+            priority=priority,
             block_hasher=hashes,
         )
-        self._live[ask.request_id] = _Live(request)
+        self._live[request_id] = _Live(request, turn)
         self.scheduler.add_request(request)
 
-    def step(self, next_arrival: float) -> list[Answer]:
-        """Run a step, or a leap that ends before ``next_arrival``. Returns finished requests."""
-        return self.execute(self.scheduler.schedule(), next_arrival)
-
-    def execute(self, output: Any, next_arrival: float) -> list[Answer]:
-        """Execute what a step has scheduled, and update the scheduler."""
-        from vllm.v1.outputs import ModelRunnerOutput
-
+    def step(self, next_arrival: float) -> list[str]:
+        """Run a step, or a leap that ends before ``next_arrival``. Returns the ids of finished
+        requests."""
+        output = self.scheduler.schedule()
         began = self.now
         self.steps += 1
         counts = output.num_scheduled_tokens
         for request_id in output.preempted_req_ids or ():
             self._live[request_id].ahead = 0
-        admitted = bool(output.scheduled_new_reqs)
         for fresh in output.scheduled_new_reqs:
             live = self._live[fresh.req_id]
-            if live.admitted_s < 0:
-                live.admitted_s, live.cached = began, fresh.num_computed_tokens
+            if live.turn.admitted_s < 0:
+                live.turn.admitted_s, live.cached = began, fresh.num_computed_tokens
         meta = output.kv_connector_metadata
         if self.worker is not None:
             ready = self.worker.restore(meta.orders, began)
             self.now = ready if output.has_sync_kv_loads else began
-        said = {}
+        said: dict[str, list[int]] = {}
         if counts:
             step_s, decoding = self._cost(counts)
             leap = 1
-            if decoding and not admitted:
+            if decoding and not output.scheduled_new_reqs:
                 leap = self._leap(len(counts), step_s, next_arrival)
             self.decoded_steps += leap
             # Every step of a leap reads one token more of each context than the one before.
             grows = self.machine.cost.kv * len(counts) * leap * (leap - 1) / 2
             self.now += step_s * leap + grows
-            for request_id in counts:
-                live = self._live[request_id]
-                request = live.request
-                done = request.num_computed_tokens >= request.num_tokens
-                said[request_id] = [0] if done else []
-                if done and leap > 1:  # none of these is the last one
-                    request.append_output_token_ids([0] * (leap - 1))
-                live.ahead = leap - 1
-                if done and live.first_s < 0:
-                    live.first_s = self.now
+            said = {request_id: self._computed(request_id, leap) for request_id in counts}
         connector_output = None
         if self.worker is not None:
             self.worker.save(meta.orders, self.now)
             connector_output = self.worker.report(self.now)
-        ids = list(counts)
         result = ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
-            sampled_token_ids=[said[request_id] for request_id in ids],
+            req_ids=list(said),
+            req_id_to_index={request_id: i for i, request_id in enumerate(said)},
+            sampled_token_ids=list(said.values()),
             kv_connector_output=connector_output,
         )
         heard_of = self.scheduler.update_from_output(output, result).values()
         outputs = (one for some in heard_of for one in some.outputs)
-        return [self._answer(one) for one in outputs if one.finish_reason is not None]
+        return [self._finish(one) for one in outputs if one.finish_reason is not None]
 
     def _cost(self, counts: Mapping[str, int]) -> tuple[float, bool]:
         """Return the seconds of one step of this batch, and whether all of it is decoding."""
@@ -389,8 +345,20 @@ class Engine:
             else:
                 read += end
             near += cost.near(new, end)
-            decoding = decoding and new == 1 and live.first_s >= 0
+            decoding = decoding and new == 1 and live.turn.first_s >= 0
         return cost.seconds(tokens, pairs, read, len(counts)) + near, decoding
+
+    def _computed(self, request_id: str, leap: int) -> list[int]:
+        """Record what a step computed of a request. Returns the tokens that it sampled."""
+        live = self._live[request_id]
+        live.ahead = leap - 1
+        if live.request.num_computed_tokens < live.request.num_tokens:
+            return []
+        if leap > 1:  # none of these is the last one
+            live.request.append_output_token_ids([0] * live.ahead)
+        if live.turn.first_s < 0:
+            live.turn.first_s = self.now
+        return [0]
 
     def _leap(self, running: int, step_s: float, next_arrival: float) -> int:
         """Return the number of decode steps until something else can happen: an arrival, an end,
@@ -416,23 +384,16 @@ class Engine:
         free = self.pool.get_num_free_blocks() // (running * max(1, len(groups))) - 1
         return int(free * self.block)
 
-    def _answer(self, one: Any) -> Answer:
+    def _finish(self, one: Any) -> str:
+        """Complete the record of a finished request. Returns its id."""
         live = self._live.pop(one.request_id)
-        cpu = ssd = 0
-        said = (one.kv_transfer_params or {}).get("tiered_kv")
-        if said is not None:
-            cpu, ssd = said["cpu_tokens"], said["ssd_tokens"]
-        cached = min(live.cached, live.request.num_prompt_tokens)
-        return Answer(
-            one.request_id,
-            live.first_s,
-            live.admitted_s,
-            self.now,
-            max(0, cached - cpu),
-            cpu - ssd,
-            ssd,
-            live.request.num_preemptions,
-        )
+        turn = live.turn
+        said = (one.kv_transfer_params or {}).get("tiered_kv", {})
+        below, turn.ssd = said.get("cpu_tokens", 0), said.get("ssd_tokens", 0)
+        turn.cpu = below - turn.ssd
+        turn.vram = max(0, min(live.cached, turn.prompt) - below)
+        turn.preempted = live.request.num_preemptions
+        return str(one.request_id)
 
     def check_clean(self) -> None:
         """Check that all blocks, orders and turns were released.

@@ -89,10 +89,10 @@ class Gate:
     """Admission of one server's programs.
 
     Args:
-        pool_tokens: limit of the contexts of all admitted programs.
+        pool_tokens: limit of the contexts of all admitted programs; infinite to admit all.
     """
 
-    def __init__(self, pool_tokens: int) -> None:
+    def __init__(self, pool_tokens: float) -> None:
         self._pool = pool_tokens
         self._active: dict[str, int] = {}  # program -> tokens, in order of arrival
         self._paused: dict[str, int] = {}

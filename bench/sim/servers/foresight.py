@@ -1,16 +1,18 @@
-"""Foresight and its lack: parts of servers that know a workload in advance, and policies without
-one of their parts. They show what a better forecast could gain, and what each part is worth."""
+"""Foresight and its lack: parts of servers that know a workload in advance, and the default policy
+without one of its parts. They show what a better forecast could gain, and what each part is worth.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from enum import Enum
+from typing import ClassVar
 
+from tiered_kv.bench.sim.workloads.workload import SimJob
 from tiered_kv.policies.admission.working_set import JobForecast
-from tiered_kv.policies.base import Costs, Decision, JobKey, Tier, TurnEnd, TurnPolicy
+from tiered_kv.policies.base import Costs, Decision, JobKey, Tier, TurnEnd
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
-from tiered_kv.policies.tier_choice import unpriced, without_pin
+from tiered_kv.policies.tier_choice import Occupancy, unpriced, without_pin
 
 
 class Clairvoyant(StatelessPolicy):
@@ -34,11 +36,19 @@ class Clairvoyant(StatelessPolicy):
 
 
 class KnownGaps(Clairvoyant):
-    """Knows every gap of a workload, by the job's name and the number of the turn."""
+    """Knows every gap of a workload, by the job's name and the number of the turn.
 
-    def __init__(self, gaps_s: Mapping[tuple[str, int], float]) -> None:
+    Args:
+        jobs: of the workload, sub-agents included.
+    """
+
+    def __init__(self, jobs: Sequence[SimJob]) -> None:
         super().__init__()
-        self._gaps_s = gaps_s
+        self._gaps_s = {
+            (one.name, number): turn.gap_s
+            for one in jobs
+            for number, turn in enumerate(one.turns, 1)
+        }
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         job = turn.job.name if turn.job is not None else ""
@@ -51,13 +61,13 @@ class KnownJobs(JobForecast):
     context is assumed to grow evenly.
 
     Args:
-        contexts: tokens at the end of each of its turns, by the job's name.
+        jobs: of the workload, sub-agents included.
         block: tokens of a block.
     """
 
-    def __init__(self, contexts: Mapping[str, Sequence[int]], block: int) -> None:
+    def __init__(self, jobs: Sequence[SimJob], block: int) -> None:
         super().__init__()
-        self._contexts = contexts
+        self._contexts = {job.name: [one.prompt + one.output for one in job.turns] for job in jobs}
         self._block = block
         self._asked: dict[str, int] = {}
 
@@ -77,48 +87,31 @@ class KnownJobs(JobForecast):
         return max(0, more) / self._block / left, float(left)
 
 
-class Part(Enum):
-    """Part of a policy that can be switched off."""
-
-    PINS = "pins"
-    PROMOTION = "promotion"
-    """Pages promoted to CPU memory before their job returns."""
-    FORECAST = "forecast"
-    """All that is known of a gap: its tool, and how long others were."""
-
-
-class Ablated:
-    """A policy without one of its parts.
-
-    Args:
-        policy: the whole policy.
-    """
-
-    def __init__(self, policy: TurnPolicy, lacks: Part) -> None:
-        self._policy = policy
-        self._lacks = lacks
-
-    @property
-    def reads_tools(self) -> bool:
-        return self._policy.reads_tools and self._lacks is not Part.FORECAST
+class Unpinned(Occupancy):
+    """Pins nothing: a context that would be pinned waits in another tier."""
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
-        if self._lacks is Part.FORECAST:
-            turn = replace(turn, tool=None)
-        found = self._policy.decide(turn, costs)
-        if self._lacks is Part.PROMOTION:
-            return replace(found, back_s=None)
-        if self._lacks is Part.PINS and found.tier is Tier.PIN:
-            median_s = found.ttl_s if found.forecast is None else found.forecast.quantile(0.5)
-            return replace(found, tier=without_pin(costs, median_s), ttl_s=0.0)
-        return found
+        found = super().decide(turn, costs)
+        if found.tier is not Tier.PIN or found.forecast is None:
+            return found
+        tier = without_pin(costs, found.forecast.quantile(0.5))
+        return replace(found, tier=tier, ttl_s=0.0)
+
+
+class Late(Occupancy):
+    """Promotes nothing to CPU memory before its job returns."""
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        return replace(super().decide(turn, costs), back_s=None)
+
+
+class Blind(Occupancy):
+    """Knows nothing of a gap: neither its tool, nor how long others were."""
+
+    reads_tools: ClassVar[bool] = False
+
+    def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
+        return super().decide(replace(turn, tool=None), costs)
 
     def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
-        if self._lacks is not Part.FORECAST:
-            self._policy.observe(turn, gap_s, ended=ended)
-
-    def dump(self) -> dict[str, object]:
-        return self._policy.dump()
-
-    def load(self, learned: Mapping[str, object]) -> None:
-        self._policy.load(learned)
+        pass

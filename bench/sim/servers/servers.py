@@ -26,13 +26,15 @@ promotes nothing before a job returns, and ``occupancy-blind`` forecasts every g
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tiered_kv.policies import registry
+from tiered_kv.policies.base import TurnPolicy
 from tiered_kv.policies.registry import POLICIES
 
 from .arrivals import Order
-from .foresight import Part
+from .foresight import Blind, Late, Unpinned
 
 CHUNK = 256
 """Tokens of a chunk of LMCache."""
@@ -52,7 +54,7 @@ class Server:
         in_job_order: it runs ``ContinuumScheduler``.
         patient: it may hold a job back for any time.
         open: it holds no job back.
-        lacks: part of its policy that is switched off.
+        variant: creates what runs in place of its policy; None for the policy itself.
         in_batches: it has static batches.
         knowing: admission knows how many turns every job takes, and how long its context gets.
         eviction: rule by which pages leave CPU memory; None for the default.
@@ -70,7 +72,7 @@ class Server:
     in_job_order: bool = False
     patient: bool = False
     open: bool = False
-    lacks: Part | None = None
+    variant: Callable[[], TurnPolicy] | None = None
     in_batches: bool = False
     knowing: bool = False
     eviction: str | None = None
@@ -84,30 +86,36 @@ class Server:
 
 CLAIRVOYANT = "clairvoyant"
 _STOCK = {
-    "fcfs": Server("fcfs"),
-    "job-fcfs": Server("job-fcfs", order=Order.JOB),
-    "autellix": Server("autellix", order=Order.ATTAINED),
-    "thunderagent": Server("thunderagent", gated=True),
-    "in-batches": Server("in-batches", in_batches=True),
-    "infinite": Server("infinite", infinite=True),
-    "reach": Server("reach", infinite=True, within_reach=True),
-    "job-reach": Server("job-reach", order=Order.JOB, infinite=True, within_reach=True),
+    one.name: one
+    for one in (
+        Server("fcfs"),
+        Server("job-fcfs", order=Order.JOB),
+        Server("autellix", order=Order.ATTAINED),
+        Server("thunderagent", gated=True),
+        Server("in-batches", in_batches=True),
+        Server("infinite", infinite=True),
+        Server("reach", infinite=True, within_reach=True),
+        Server("job-reach", order=Order.JOB, infinite=True, within_reach=True),
+    )
 }
 _OURS = Server("occupancy", "occupancy", in_job_order=True)
 _CONNECTOR = {
-    "lmcache": Server("lmcache", "lru", cpu=True, chunk=CHUNK),
-    CLAIRVOYANT: Server(CLAIRVOYANT, CLAIRVOYANT),
-    "occupancy-alone": Server("occupancy-alone", "occupancy"),
-    "occupancy-patient": replace(_OURS, patient=True),
-    "occupancy-knowing": replace(_OURS, knowing=True),
-    "occupancy-open": replace(_OURS, open=True),
-    "occupancy-unpinned": replace(_OURS, lacks=Part.PINS),
-    "occupancy-late": replace(_OURS, lacks=Part.PROMOTION),
-    "occupancy-blind": replace(_OURS, lacks=Part.FORECAST),
-    **{name: Server(name, name) for name in POLICIES},
-    "occupancy": _OURS,
-    "continuum": Server("continuum", "continuum", order=Order.JOB),
-    "continuum-fixed": Server("continuum-fixed", "continuum-fixed", order=Order.JOB),
+    one.name: one
+    for one in (
+        Server("lmcache", "lru", cpu=True, chunk=CHUNK),
+        Server(CLAIRVOYANT, CLAIRVOYANT),
+        Server("occupancy-alone", "occupancy"),
+        replace(_OURS, name="occupancy-patient", patient=True),
+        replace(_OURS, name="occupancy-knowing", knowing=True),
+        replace(_OURS, name="occupancy-open", open=True),
+        replace(_OURS, name="occupancy-unpinned", variant=Unpinned),
+        replace(_OURS, name="occupancy-late", variant=Late),
+        replace(_OURS, name="occupancy-blind", variant=Blind),
+        *(Server(name, name) for name in POLICIES if name != _OURS.name),
+        _OURS,
+        Server("continuum", "continuum", order=Order.JOB),
+        Server("continuum-fixed", "continuum-fixed", order=Order.JOB),
+    )
 }
 BASES = (*_STOCK, *_CONNECTOR)
 

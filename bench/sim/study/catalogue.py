@@ -81,7 +81,7 @@ def sweep(
     return Study(name, groups, range(seeds), search, over_loads, stable_for)
 
 
-def scheduling() -> Study:
+def scheduling(traces: str) -> Study:
     """Continuum's benchmark on two small GPUs: without offloading, with room for everything in CPU
     memory, and with little CPU memory."""
     every = WITHOUT_OFFLOAD + WITH_OFFLOAD

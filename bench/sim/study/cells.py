@@ -12,8 +12,9 @@ import importlib
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import TypeVar
 import tiered_kv.bench.sim
 import tiered_kv.connectors
 import tiered_kv.policies
-from tiered_kv.bench.sim.engine.machines import Machine, machine
+from tiered_kv.bench.sim.engine.machines import GIB, Machine, Tiers, machine
 from tiered_kv.bench.sim.servers.servers import server
 from tiered_kv.bench.sim.workloads.generate import generate
 from tiered_kv.bench.sim.workloads.recorded import coding_agents
@@ -31,7 +32,6 @@ from tiered_kv.bench.sim.workloads.workload import SimJob, Workload
 CODING_AGENTS = "coding-agents"
 LEFT_OUT = "left_out_"
 """Prefix of the figures that count what was left out of a workload."""
-GIB = 1 << 30
 GC_THRESHOLDS = 50_000, 20, 100
 """Python looks for cycles less often than by default: a run has few cycles and many objects."""
 
@@ -113,10 +113,13 @@ class Source:
 
     def jobs_for(self, place: Machine, seed: int) -> Workload:
         """Return the jobs of a seed that fit into a machine."""
-        if self.workload != CODING_AGENTS:
-            return _fitting(generate(self.workload, self.jobs, seed), place)
-        fit = _fitting(coding_agents(Path(self.traces)), place)
-        if not fit.jobs:
+        made = self.workload != CODING_AGENTS
+        every = (
+            generate(self.workload, self.jobs, seed) if made else coding_agents(Path(self.traces))
+        )
+        apart = place.beside(place.block or every.block)
+        fit = every.that_fit(place.pool_tokens - 2 * apart, place.max_len)
+        if made or not fit.jobs:
             return fit
         # Each seed starts at another session of the recording.
         first, count = seed * self.jobs, len(fit.jobs)
@@ -125,20 +128,15 @@ class Source:
         return replace(fit, jobs=tuple(jobs))
 
 
-def _fitting(workload: Workload, place: Machine) -> Workload:
-    apart = place.beside(place.block or workload.block)
-    return workload.that_fit(place.pool_tokens - 2 * apart, place.max_len)
-
-
 def _copied(job: SimJob, copy: int) -> SimJob:
     """Rename a copy of a job and its sub-agents; copy 0 is the job itself."""
     if not copy:
         return job
-    turns = tuple(
+    turns = (
         replace(turn, agents=tuple(_copied(agent, copy) for agent in turn.agents))
         for turn in job.turns
     )
-    return replace(job, name=f"{job.name}~{copy}", turns=turns)
+    return replace(job, name=f"{job.name}~{copy}", turns=tuple(turns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +175,7 @@ class Cell:
 
     def run(self) -> dict[str, float]:
         """Simulate. Returns the outcome's summary, and counts of sessions and turns left out."""
-        from tiered_kv.bench.sim.engine.driver import Tiers, simulate
+        from tiered_kv.bench.sim.engine.driver import simulate
 
         place = self.place.machine()
         workload = self.source.jobs_for(place, self.seed)
@@ -194,27 +192,18 @@ class Cell:
         return {**outcome.summary(), "dropped": float(workload.dropped), **left_out}
 
 
+@dataclass(frozen=True, slots=True)
 class Bench:
     """Runs cells in processes, and keeps their results.
 
-    Args:
-        processes: number of concurrent runs.
+    Attributes:
         folder: keeps the results; None keeps none.
         on_done: called with every cell whose result exists.
     """
 
-    def __init__(
-        self,
-        processes: int,
-        folder: Path | None,
-        on_done: Callable[[Cell], None] = lambda _: None,
-    ) -> None:
-        self._folder = folder
-        self._on_done = on_done
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(processes, context, initializer=_prepare_process)
+    processes: Executor
+    folder: Path | None
+    on_done: Callable[[Cell], None] = lambda _: None
 
     def run(self, wanted: Mapping[Key, Sequence[Cell]]) -> dict[Key, list[Summary]]:
         """Run the cells of each key, or read their results. An interrupt loses no finished run."""
@@ -223,16 +212,16 @@ class Bench:
         for cell in dict.fromkeys(cell for cells in wanted.values() for cell in cells):
             kept = self._kept(cell)
             if kept is None:
-                futures[self._pool.submit(Cell.run, cell)] = cell
+                futures[self.processes.submit(Cell.run, cell)] = cell
             else:
                 found[cell] = kept
-                self._on_done(cell)
+                self.on_done(cell)
         try:
             for future in as_completed(futures):
                 cell = futures[future]
                 found[cell] = future.result()
                 self._keep(cell, found[cell])
-                self._on_done(cell)
+                self.on_done(cell)
         except BaseException:
             for future in futures:
                 future.cancel()
@@ -240,31 +229,31 @@ class Bench:
         return {key: [found[cell] for cell in cells] for key, cells in wanted.items()}
 
     def _kept(self, cell: Cell) -> Summary | None:
-        if self._folder is None:
+        if self.folder is None:
             return None
         try:
-            found: Summary = json.loads((self._folder / f"{cell.key}.json").read_text())["summary"]
+            found: Summary = json.loads((self.folder / f"{cell.key}.json").read_text())["summary"]
         except (OSError, ValueError, KeyError, TypeError):  # missing, or to be replaced
             return None
         return found
 
     def _keep(self, cell: Cell, summary: Summary) -> None:
-        if self._folder is None:
-            return
-        path = self._folder / f"{cell.key}.json"
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps({"cell": asdict(cell), "summary": summary}))
-        part.replace(path)
+        if self.folder is not None:
+            part = self.folder / f"{cell.key}.part"
+            part.write_text(json.dumps({"cell": asdict(cell), "summary": summary}))
+            part.replace(part.with_suffix(".json"))
 
-    def close(self) -> None:
-        """Stop the processes. Idempotent."""
-        self._pool.shutdown(cancel_futures=True)
 
-    def __enter__(self) -> Bench:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+@contextmanager
+def running(
+    processes: int, folder: Path | None, on_done: Callable[[Cell], None] = lambda _: None
+) -> Iterator[Bench]:
+    """Start processes that carry out up to that many runs concurrently; see ``Bench``."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, initializer=_prepare_process) as pool:
+        yield Bench(pool, folder, on_done)
 
 
 def means(results: Sequence[Summary]) -> dict[str, float]:

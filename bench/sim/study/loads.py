@@ -16,7 +16,7 @@ ALONE_JOBS_PER_S = 1e-5
 """Arrival rate at which no two jobs meet."""
 STEP = 1.04
 """Factor within which the rate of collapse is found."""
-MOST_STRIDES = 12
+STRIDE, MOST_STRIDES = 16, 12
 
 Scene = tuple[Place, Source]
 """A machine with the jobs that arrive there."""
@@ -86,20 +86,16 @@ def first_guess(scene: Scene, alone_s: float) -> float:
 def search(guess: float) -> Generator[float, bool, float]:
     """Yield rates, and receive whether each is stable. Returns the highest stable one, within a
     factor of ``STEP``. Rates are powers of STEP, so that kept runs are found again."""
-    at = round(math.log(guess) / math.log(STEP))
-    stride = 16
-    low: int | None = None
-    high: int | None = None
+    at: float = round(math.log(guess) / math.log(STEP))
+    low, high = -math.inf, math.inf
     for _ in range(MOST_STRIDES):
         if (yield STEP**at):
-            low = at
-            at += stride
+            low, at = at, at + STRIDE
         else:
-            high = at
-            at -= stride
-        if low is not None and high is not None:
+            high, at = at, at - STRIDE
+        if high - low < math.inf:
             break
-    if low is None or high is None:
+    else:
         raise ValueError("no rate was found at which the server is just stable")
     while high - low > 1:
         middle = (low + high) // 2
@@ -107,4 +103,4 @@ def search(guess: float) -> Generator[float, bool, float]:
             low = middle
         else:
             high = middle
-    return STEP**low
+    return float(STEP**low)

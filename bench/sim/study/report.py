@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tiered_kv.bench.agents.plotting import COLOURS, MARKERS, PlotError, matplotlib_modules
-from tiered_kv.bench.sim.engine.metrics import TIERS
+import numpy as np
+
+from tiered_kv.bench.agents.plotting import COLOURS, PlotError, looks, matplotlib_modules
 
 from .loads import FCFS
 from .study import INFINITE
 
 TIER_COLOURS = {"vram": COLOURS[1], "cpu": COLOURS[6], "ssd": COLOURS[5], "recomputed": COLOURS[3]}
 BAR_INCHES = 0.24
+ENDS, ERROR_BARS = ("low", "high"), {"elinewidth": 0.8, "capsize": 1.5}
 
 Row = Mapping[str, Any]
 
@@ -53,23 +55,14 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _loads_table(scene: Sequence[str], rows: Sequence[Row]) -> str:
     """Mean completion time and P95 in seconds, and the closed part, of each policy at each load."""
     workload, gpu, model, cpu = scene
-    found = {(row["policy"], row["load"]): row for row in rows}
     loads = sorted({row["load"] for row in rows})
-    head = [f"{workload}, {gpu}, {model}, {cpu} of CPU memory"]
-
-    def cell(row: Row | None) -> str:
-        if row is None:
-            return ""
-        said = f"{row['mean_s']:.1f} ({row['p95_s']:.0f})"
-        return said if row["closed"] is None else f"{said} {row['closed']:.2f}"
-
-    return _table(
-        head + [f"load {load:g}" for load in loads],
-        (
-            [policy, *(cell(found.get((policy, load))) for load in loads)]
-            for policy in dict.fromkeys(row["policy"] for row in rows)
-        ),
-    )
+    cells: dict[str, dict[float, str]] = {row["policy"]: dict.fromkeys(loads, "") for row in rows}
+    for row in rows:
+        closed = "" if row["closed"] is None else f" {row['closed']:.2f}"
+        cells[row["policy"]][row["load"]] = f"{_seconds(row['mean_s'], row['p95_s'], 1)}{closed}"
+    head = f"{workload}, {gpu}, {model}, {cpu} of CPU memory"
+    table = ([policy, *found.values()] for policy, found in cells.items())
+    return _table([head, *(f"load {load:g}" for load in loads)], table)
 
 
 def _cases_table(result: Mapping[str, Any]) -> str:
@@ -92,29 +85,30 @@ def _cases_table(result: Mapping[str, Any]) -> str:
 
 
 def _folds_table(result: Mapping[str, Any]) -> str:
-    def seconds(fold: Row, policy: str) -> str:
-        return f"{fold['mean_s'][policy]:.0f} ({fold['p95_s'][policy]:.0f})"
-
-    ratios = "ours over it", "holding jobs over not", "ours over job-reach"
-    table = _table(
-        ["jobs, machine, tiers", "ours: mean s (P95)", "best other", *ratios],
-        (
+    rows = []
+    for fold in result["folds"]:
+        mean_s, p95_s, best = fold["mean_s"], fold["p95_s"], fold["best_other"]
+        ours = next(iter(mean_s))
+        rows.append(
             [
                 f"{fold['workload']}, {fold['gpu']}{fold['tiers'].replace('+', ' + ')}",
-                seconds(fold, next(iter(fold["mean_s"]))),
-                f"{fold['best_other']}, {seconds(fold, fold['best_other'])}",
+                _seconds(mean_s[ours], p95_s[ours]),
+                f"{best}, {_seconds(mean_s[best], p95_s[best])}",
                 *(_ratio(fold[name]) for name in ("over_best", "on_over_off", "over_reach")),
             ]
-            for fold in result["folds"]
-        ),
-    )
+        )
+    ratios = "ours over it", "holding jobs over not", "ours over job-reach"
+    table = _table(["jobs, machine, tiers", "ours: mean s (P95)", "best other", *ratios], rows)
     return f"{table}\nGeometric mean over the best other: {result['geomean_over_best']:.2f}.\n"
 
 
+def _seconds(mean_s: float, p95_s: float, digits: int = 0) -> str:
+    return f"{mean_s:.{digits}f} ({p95_s:.0f})"
+
+
 def _ratio(over: Mapping[str, float | None]) -> str:
-    if over["low"] is None:
-        return f"{over['value']:.2f}"
-    return f"{over['value']:.2f} ({over['low']:.2f} to {over['high']:.2f})"
+    interval = "" if over["low"] is None else f" ({over['low']:.2f} to {over['high']:.2f})"
+    return f"{over['value']:.2f}{interval}"
 
 
 # -- drawings ---------------------------------------------------------------------------
@@ -158,50 +152,39 @@ def _figure(base: Path, paths: list[Path], **size: Any) -> Iterator[Any]:
 def _draw_loads(scene: Sequence[str], rows: Sequence[Row], folder: Path) -> list[Path]:
     paths = list[Path]()
     base = folder / "-".join(scene).replace(" ", "").replace(".", "_")
+    policies = looks(row["policy"] for row in rows)
+    panels: Sequence[tuple[str, str, str, Callable[[Row], float]]] = (
+        ("mean completion time", "seconds", "log", lambda row: row["mean_s"]),
+        ("P95 completion time", "seconds", "log", lambda row: row["p95_s"]),
+        ("speed-up over FCFS, mean", "", "linear", lambda row: 1 / row["over_fcfs"]),
+    )
     with _figure(base, paths, figsize=(15, 4.6)) as figure:
-        means, tails, gains, tiers = figure.subplots(1, 4)
+        *lines, tiers = figure.subplots(1, 4)
         figure.suptitle(f"{scene[0]} on {scene[1]}, {scene[2]}, {scene[3]} of CPU memory")
-        policies = list(dict.fromkeys(row["policy"] for row in rows))
-        for at, policy in enumerate(policies):
-            own = [row for row in rows if row["policy"] == policy]
-            own.sort(key=lambda row: row["load"])
-            loads = [row["load"] for row in own]
-            look = {
-                "color": COLOURS[at % len(COLOURS)],
-                "marker": MARKERS[at % len(MARKERS)],
-                "linestyle": ":" if policy in (FCFS, INFINITE) else "-",
-                "markersize": 4,
-            }
-            means.plot(loads, [row["mean_s"] for row in own], label=policy, **look)
-            tails.plot(loads, [row["p95_s"] for row in own], **look)
-            if policy != FCFS:
-                gains.plot(loads, [1 / row["over_fcfs"] for row in own], **look)
-        for axes, title in ((means, "mean completion time"), (tails, "P95 completion time")):
-            axes.set_title(title)
-            axes.set_ylabel("seconds")
-            axes.set_yscale("log")
-        gains.set_title("speed-up over FCFS, mean")
-        gains.axhline(1.0, color=COLOURS[0], linewidth=0.8)
-        for axes in (means, tails, gains):
-            axes.set_xlabel("load, of FCFS's collapse")
+        for axes, (title, unit, scale, value) in zip(lines, panels, strict=True):
+            for policy, look in policies.items():
+                own = [row for row in rows if row["policy"] == policy]
+                points = sorted((row["load"], value(row)) for row in own)
+                dotted = ":" if policy in (FCFS, INFINITE) else "-"
+                axes.plot(*zip(*points, strict=True), dotted, label=policy, markersize=4, **look)
+            axes.set(title=title, xlabel="load, of FCFS's collapse", ylabel=unit, yscale=scale)
             axes.grid(alpha=0.3, which="both")
-        _draw_tiers(tiers, rows, policies)
-        handles, labels = means.get_legend_handles_labels()
+        _draw_tiers(tiers, rows)
+        handles, labels = lines[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=7, frameon=False)
     return paths
 
 
-def _draw_tiers(axes: Any, rows: Sequence[Row], policies: Sequence[str]) -> None:
+def _draw_tiers(axes: Any, rows: Sequence[Row]) -> None:
     load = max(row["load"] for row in rows)
-    at_load = {row["policy"]: row for row in rows if row["load"] == load}
-    left = [0.0] * len(policies)
-    for tier in TIERS:
-        shares = [at_load[policy][tier] for policy in policies]
-        axes.barh(policies, shares, left=left, color=TIER_COLOURS[tier], label=tier)
-        left = [a + b for a, b in zip(left, shares, strict=True)]
+    at_load = [row for row in rows if row["load"] == load]
+    policies, left = [row["policy"] for row in at_load], np.zeros(len(at_load))
+    for tier, colour in TIER_COLOURS.items():
+        shares = np.array([row[tier] for row in at_load])
+        axes.barh(policies, shares, left=left, color=colour, label=tier)
+        left = left + shares
     axes.invert_yaxis()
-    axes.set_xlim(0, 1)
-    axes.set_title(f"where prompts came from at {load:g}")
+    axes.set(title=f"where prompts came from at {load:g}", xlim=(0, 1))
     axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.07), ncols=4, frameon=False)
 
 
@@ -219,13 +202,12 @@ def _draw_bars(result: Mapping[str, Any], base: Path) -> list[Path]:
         )[:, 0]
         for axes, (group, rows) in zip(panels, groups.items(), strict=True):
             over = [row["over_first"] for row in rows]
-            axes.barh(
-                [row["case"] for row in rows],
-                [one["value"] for one in over],
-                color=[COLOURS[at % len(COLOURS)] for at in range(len(rows))],
-                xerr=[[_distance(one, end) for one in over] for end in ("low", "high")],
-                error_kw={"elinewidth": 0.8, "capsize": 1.5},
-            )
+            cases, values = [row["case"] for row in rows], [one["value"] for one in over]
+            # Without an interval the bounds are None, and there is no error bar.
+            bars = [
+                [abs((one[end] or one["value"]) - one["value"]) for one in over] for end in ENDS
+            ]
+            axes.barh(cases, values, color=COLOURS, xerr=bars, error_kw=ERROR_BARS)
             axes.invert_yaxis()  # the first on top, as in the table
             axes.axvline(1.0, color=COLOURS[0], linewidth=0.8)
             axes.grid(alpha=0.3, axis="x")
@@ -233,9 +215,3 @@ def _draw_bars(result: Mapping[str, Any], base: Path) -> list[Path]:
         panels[-1].set_xlabel(f"{result['figure']} over that of the first")
         figure.suptitle(result["title"])
     return paths
-
-
-def _distance(over: Mapping[str, float | None], end: str) -> float:
-    """Length of one half of an error bar; 0 without an interval."""
-    value, bound = over["value"] or 0.0, over[end]
-    return 0.0 if bound is None else abs(bound - value)

@@ -177,11 +177,6 @@ def _load_row(one: Measured, label: str) -> dict[str, Any]:
         and infinite <= STABLE_TIMES * one.limits.alone_s
         and infinite < fcfs
     )
-    left_out = {
-        name.removeprefix(LEFT_OUT): value
-        for name, value in mean.items()
-        if name.startswith(LEFT_OUT)
-    }
     return {
         "workload": group.source.workload,
         "gpu": group.place.name,
@@ -191,15 +186,14 @@ def _load_row(one: Measured, label: str) -> dict[str, Any]:
         "load": group.load,
         "jobs_per_s": one.jobs_per_s,
         **{name: mean[name] for name in ROW_FIGURES},
-        "closed": closed(mean["mean_s"], fcfs, infinite) if collapsed else None,
+        "closed": (fcfs - mean["mean_s"]) / (fcfs - infinite) if collapsed else None,
         "over_fcfs": mean["mean_s"] / fcfs,
-        "left_out": left_out,
+        "left_out": {
+            name.removeprefix(LEFT_OUT): value
+            for name, value in mean.items()
+            if name.startswith(LEFT_OUT)
+        },
     }
-
-
-def closed(mean_s: float, fcfs_s: float, infinite_s: float) -> float:
-    """Return the closed part of the gap between stock vLLM and infinite VRAM."""
-    return (fcfs_s - mean_s) / (fcfs_s - infinite_s)
 
 
 def over_first(
@@ -216,12 +210,11 @@ def over_first(
 
 
 def _case_row(one: Measured, label: str, figure: str) -> dict[str, Any]:
-    first = one.group.cases[0].label
     return {
         "group": one.group.label,
         "case": label,
         "jobs_per_s": one.jobs_per_s,
-        "over_first": asdict(one.over(label, first, figure)),
+        "over_first": asdict(one.over(label, one.group.cases[0].label, figure)),
         "figures": {name: one.mean(label, name) for name in FIGURES},
     }
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tiered_kv.bench.sim.engine.driver import Tiers
-from tiered_kv.bench.sim.engine.machines import Machine
+from tiered_kv.bench.sim.engine.machines import Machine, Tiers
 from tiered_kv.sizing.step_cost import StepCost
 from tiered_kv.trace.trace_header import TraceHeader
 from tiered_kv.trace.turn_record import TurnRecord

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from tiered_kv.bench.sim import validate
-from tiered_kv.bench.sim.engine.driver import Tiers, simulate
-from tiered_kv.bench.sim.engine.machines import Machine, machine
+from tiered_kv.bench.sim.engine.driver import simulate
+from tiered_kv.bench.sim.engine.machines import Machine, Tiers, machine
 from tiered_kv.bench.sim.engine.metrics import Outcome
 from tiered_kv.bench.sim.engine.models import MODELS
 from tiered_kv.bench.sim.engine.worker import SimWorker

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.runtime.conftest import MakeRig, make_rig
-from tiered_kv.bench.sim.engine.driver import Tiers, simulate
+from tiered_kv.bench.sim.engine.driver import simulate
+from tiered_kv.bench.sim.engine.machines import Tiers
 from tiered_kv.bench.sim.servers.schedulers import REACH_BLOCKS, ReachScheduler
 from tiered_kv.bench.sim.servers.servers import server
 from tiered_kv.bench.sim.study.catalogue import TIGHT

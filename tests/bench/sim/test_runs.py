@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.bench.sim import validate
-from tiered_kv.bench.sim.engine.driver import Tiers, simulate
+from tiered_kv.bench.sim.engine.driver import simulate
+from tiered_kv.bench.sim.engine.machines import Tiers
 from tiered_kv.bench.sim.engine.metrics import Outcome
-from tiered_kv.bench.sim.engine.virtual_clock_engine import LONGEST_WAIT_S, Engine
+from tiered_kv.bench.sim.engine.virtual_clock_engine import LONGEST_WAIT_S, connector_settings
 from tiered_kv.bench.sim.servers.servers import server
 from tiered_kv.bench.sim.study.catalogue import TIGHT
 from tiered_kv.bench.sim.workloads.generate import generate
@@ -86,24 +87,8 @@ def test_more_room_and_tiers_beside_vram_make_jobs_faster() -> None:
 def test_servers_of_ours_differ_in_how_long_they_hold_a_job(
     tmp_path: Path, name: str, settings: dict[str, object]
 ) -> None:
-    pool = SMALL.pool_tokens // 16
-    engine = Engine(
-        SMALL,
-        server(name),
-        tmp_path,
-        pool_blocks=pool,
-        held_blocks=pool,
-        block=16,
-        max_len=4096,
-        cpu_bytes=0,
-        ssd_bytes=0,
-    )
-    try:
-        given = engine.scheduler.vllm_config.kv_transfer_config.kv_connector_extra_config
-        held = {key: value for key, value in given.items() if key.startswith("admission")}
-        assert held == settings
-    finally:
-        engine.close()
+    given = connector_settings(server(name), tmp_path, Tiers()) or {}
+    assert {key: given[key] for key in given if key.startswith("admission")} == settings
 
 
 def test_a_server_that_knows_how_long_contexts_get_loses_less() -> None:

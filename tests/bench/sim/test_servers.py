@@ -10,9 +10,10 @@ from tests.policies.turn_ends import turn_end
 from tiered_kv.bench.sim.engine.machines import machine
 from tiered_kv.bench.sim.engine.models import MODELS
 from tiered_kv.bench.sim.servers.arrivals import Gate, Order, Ordering
-from tiered_kv.bench.sim.servers.foresight import Ablated, Clairvoyant, KnownJobs, Part
+from tiered_kv.bench.sim.servers.foresight import Blind, Clairvoyant, KnownJobs, Late, Unpinned
 from tiered_kv.bench.sim.servers.servers import BASES, server
 from tiered_kv.bench.sim.study.catalogue import PLACES
+from tiered_kv.bench.sim.workloads.workload import SimJob, SimTurn
 from tiered_kv.policies.base import Costs, Decision, JobKey, Rule, Tier, ToolUse, TurnEnd
 from tiered_kv.policies.tier_choice import Occupancy
 from tiered_kv.tiers import SSD
@@ -108,58 +109,34 @@ def test_jobs_are_ranked_by_their_begin_and_sub_agents_as_their_parents() -> Non
 # -- foresight, and its lack -----------------------------------------------------------
 
 
-def turn(tool: ToolUse | None, number: int = 2) -> TurnEnd:
-    return TurnEnd(JobKey("", "job"), number, False, False, 4_000, tool=tool)
+def turn(tool: ToolUse | None) -> TurnEnd:
+    return TurnEnd(JobKey("", "job"), 2, False, False, 4_000, tool=tool)
 
 
-@pytest.mark.parametrize("tool", [SHORT, LONG, None])
-def test_without_pins_a_context_waits_in_a_tier(tool: ToolUse | None) -> None:
-    whole, ablated = Occupancy(), Ablated(Occupancy(), Part.PINS)
-    found, expected = ablated.decide(turn(tool), DEAR), whole.decide(turn(tool), DEAR)
-    assert found.ttl_s == 0.0
-    if expected.tier is Tier.PIN:
-        assert found.tier in (Tier.CPU, Tier.STORE)
-    else:
-        assert found == expected
-    assert found.forecast == expected.forecast
-
-
-def test_a_short_gap_is_one_that_would_have_been_pinned() -> None:
-    assert Occupancy().decide(turn(SHORT), DEAR).tier is Tier.PIN
+def test_without_pins_a_context_waits_in_a_tier() -> None:
+    whole, unpinned = Occupancy(), Unpinned()
+    pinned = whole.decide(turn(SHORT), DEAR)
+    assert pinned.tier is Tier.PIN
+    waits = unpinned.decide(turn(SHORT), DEAR)
+    assert (waits.tier, waits.ttl_s) == (Tier.CPU, 0.0)
+    assert waits.forecast == pinned.forecast
+    assert unpinned.decide(turn(LONG), DEAR) == whole.decide(turn(LONG), DEAR)
 
 
 def test_without_promotion_nothing_comes_up_ahead() -> None:
-    whole, ablated = Occupancy(), Ablated(Occupancy(), Part.PROMOTION)
-    expected = whole.decide(turn(LONG), DEAR)
+    expected = Occupancy().decide(turn(LONG), DEAR)
     assert expected.back_s is not None
-    assert ablated.decide(turn(LONG), DEAR) == replace(expected, back_s=None)
+    assert Late().decide(turn(LONG), DEAR) == replace(expected, back_s=None)
 
 
 def test_without_a_forecast_no_tool_and_no_gap_makes_a_difference() -> None:
-    ablated = Ablated(Occupancy(), Part.FORECAST)
-    assert not ablated.reads_tools
-    first = ablated.decide(turn(SHORT), DEAR)
+    blind = Blind()
+    assert not blind.reads_tools
+    first = blind.decide(turn(SHORT), DEAR)
     for _ in range(50):
-        ablated.observe(turn(LONG), 500.0, ended=True)
-    assert ablated.decide(turn(SHORT), DEAR) == first
-    assert ablated.decide(turn(LONG), DEAR) == first
+        blind.observe(turn(LONG), 500.0, ended=True)
+    assert blind.decide(turn(SHORT), DEAR) == blind.decide(turn(LONG), DEAR) == first
     assert Occupancy().decide(turn(LONG), DEAR) != first
-
-
-def test_what_is_left_still_learns() -> None:
-    whole, ablated = Occupancy(), Ablated(Occupancy(), Part.PINS)
-    for policy in (whole, ablated):
-        for _ in range(20):
-            policy.observe(turn(None), 90.0, ended=True)
-    assert ablated.dump() == whole.dump()
-    again = Ablated(Occupancy(), Part.PINS)
-    again.load(ablated.dump())
-    assert again.dump() == whole.dump()
-
-
-def test_every_part_has_a_server() -> None:
-    lacking = {server(name).lacks for name in BASES} - {None}
-    assert lacking == set(Part)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +154,8 @@ def test_the_clairvoyant_pins_for_just_the_gap(gap_s: float, price: float, made:
 
 
 def test_known_jobs_grow_to_their_longest_context_by_their_last_turn() -> None:
-    known = KnownJobs({"job": [160, 320, 960, 480]}, block=16)
+    turns = tuple(SimTurn(0, context - 10, 10, 1.0) for context in (160, 320, 960, 480))
+    known = KnownJobs([SimJob("job", 0.0, turns)], block=16)
     job = JobKey("", "job")
     assert known.ahead(job, 1, 0.0) == ((960 - 160) / 16 / 3, 3.0)
     known.asked("job", 2)

@@ -12,7 +12,8 @@ from typing import Any, cast
 import pytest
 
 from tiered_kv.bench.agents.plotting import PlotError
-from tiered_kv.bench.sim.engine.driver import Tiers, simulate
+from tiered_kv.bench.sim.engine.driver import simulate
+from tiered_kv.bench.sim.engine.machines import Tiers
 from tiered_kv.bench.sim.engine.metrics import Outcome, TurnRecord
 from tiered_kv.bench.sim.servers.servers import server
 from tiered_kv.bench.sim.study.catalogue import (
@@ -32,6 +33,7 @@ from tiered_kv.bench.sim.study.cells import (
     Place,
     Source,
     Summary,
+    running,
 )
 from tiered_kv.bench.sim.study.loads import STEP, find_loads, first_guess, search
 from tiered_kv.bench.sim.study.report import plot, report
@@ -48,8 +50,7 @@ from tiered_kv.bench.sim.workloads.generate import ROLLOUTS
 PLACE = Place("rtx4090-24", "llama-3.1-8b", pool_tokens=16_000)
 JOBS = Source("original", 24)
 PUBLISHED = [
-    *(make() for make in TABLES.values()),
-    *(make("recording") for make in (*PRESETS.values(), *STUDIES.values(), folds)),
+    make("recording") for make in (*TABLES.values(), *PRESETS.values(), *STUDIES.values(), folds)
 ]
 
 
@@ -128,7 +129,7 @@ def test_a_sweep_is_measured_once_drawn_and_reported(tmp_path: Path) -> None:
     place = Place("rtx4090-24", "llama-3.1-8b", pool_tokens=20_000, cpu_gib=8.0)
     study = sweep("sweep", [((place, Source("original", 16)), ("lru+cpu",))], (0.5, 1.5), 1)
     seen: list[Cell] = []
-    with Bench(1, tmp_path / "cells", seen.append) as bench:
+    with running(1, tmp_path / "cells", seen.append) as bench:
         result = run_study(study, bench, lambda _: None)
     rows = {(row["policy"], row["load"]): row for row in result["rows"]}
     assert {policy for policy, _ in rows} == {"fcfs", "lru+cpu", "infinite"}
@@ -136,7 +137,7 @@ def test_a_sweep_is_measured_once_drawn_and_reported(tmp_path: Path) -> None:
     assert rows["fcfs", 0.5]["left_out"] == {"too_long_sessions": 0.0, "too_long_turns": 0.0}
     assert rows["lru+cpu", 1.5]["over_fcfs"] < 0.9
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
-    with Bench(1, tmp_path / "cells") as again:
+    with running(1, tmp_path / "cells") as again:
         assert run_study(study, again, lambda _: None) == result
     assert kept == {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
     assert len(plot(result, tmp_path)) == 2

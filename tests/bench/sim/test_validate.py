@@ -17,8 +17,8 @@ from tiered_kv.bench.replay.measure import MeasureError
 from tiered_kv.bench.servers.model import ModelError
 from tiered_kv.bench.servers.service import ServerError
 from tiered_kv.bench.sim.__main__ import app
-from tiered_kv.bench.sim.engine.driver import Tiers, simulate
-from tiered_kv.bench.sim.engine.machines import Machine
+from tiered_kv.bench.sim.engine.driver import simulate
+from tiered_kv.bench.sim.engine.machines import Machine, Tiers
 from tiered_kv.bench.sim.servers.servers import server
 from tiered_kv.bench.sim.validate import UNKNOWN, calibration_jobs, equal_orders, fit
 from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload

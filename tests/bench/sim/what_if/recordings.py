@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiered_kv.bench.sim.engine.driver import Tiers, simulate
-from tiered_kv.bench.sim.engine.machines import Machine
+from tiered_kv.bench.sim.engine.driver import simulate
+from tiered_kv.bench.sim.engine.machines import Machine, Tiers
 from tiered_kv.bench.sim.engine.metrics import Outcome
 from tiered_kv.bench.sim.servers.servers import Server
 from tiered_kv.bench.sim.workloads.generate import generate
