@@ -1,10 +1,11 @@
-"""Costs of a stock server's steps, from two runs of it.
+"""Costs of a server's steps, from the times of its turns.
 
-Jobs that run alone tell what a prefill costs: their first tokens came after a request's overhead,
-a step, so much a token and so much a (query, key) pair. Jobs beside each other tell what decoding
-costs: the time of a token by the requests that decoded meanwhile, by the tokens of their contexts,
-and by those of the prefills that came between. Both are least squares of relative errors, with no
-coefficient below zero.
+A turn's prefill lasts until its first token, its answer from there to its end. Other turns were
+computed meanwhile, each evenly over its own prefill and its own answer, as is assumed. A request
+that decodes produces one token in each step. So each prefill and each answer is a row: steps,
+tokens of prefills, (query, key) pairs, requests, and tokens of contexts that were read; and the
+seconds that it took. Costs are those with the least relative errors, none of them below zero. Turns
+that lie far off, such as the first ones after a start, count little.
 """
 
 from __future__ import annotations
@@ -17,32 +18,61 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.bench.agents.results import Run, TurnDone
+from tiered_kv.bench.agents.results import Run
+from tiered_kv.sizing.step_cost import StepCost
 
 Array = NDArray[np.float64]
 
-FEWEST_TOKENS = 20
-"""Least length of an answer that tells how long a token takes."""
+FEWEST_ROWS = 12
+FEWEST_STEPS, FEWEST_TOKENS = 8, 16
+"""Shortest answer, and shortest prefill, that shows what a step costs."""
+LEAST_S = 1e-6
+"""Shortest prefill or answer: no engine is as fast."""
+MOST_ROWS = 750
+"""Prefills of a run, and answers; of more, evenly spread ones are used."""
+STEP_SHARE = 0.1
+"""Part of a step of decoding alone that is not reading weights: the two cannot be told apart."""
+FAR_OFF = 0.15
+"""Relative error from which on a row counts less."""
+STEP_TOKENS = 2_048
+"""Most tokens that a step computes, where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
-    """A turn on the run's clock: sent, first token, last."""
+class Span:
+    """A turn on its run's clock, seconds.
 
-    sent: float
+    Attributes:
+        begin: of its prefill. first, end: of its first and last token.
+        prompt, computed, output: tokens; ``computed`` of the prompt.
+        copied: seconds in which the engine copied pages for it and did nothing else.
+        requested: ``begin`` is the time at which its client sent it.
+        waited: it may have waited in a queue since ``begin``.
+    """
+
+    begin: float
     first: float
-    last: float
-    turn: TurnDone
+    end: float
+    prompt: int
+    computed: int
+    output: int
+    copied: float = 0.0
+    requested: bool = False
+    waited: bool = False
 
-    @property
-    def computed(self) -> int:
-        """Tokens of the prompt that were."""
-        return self.turn.prompt_tokens - self.turn.cached_tokens
 
-    @property
-    def context(self) -> float:
-        """Tokens, in the middle of the answer."""
-        return self.turn.prompt_tokens + self.turn.output_tokens / 2
+@dataclass(frozen=True, slots=True)
+class FittedCost:
+    """Cost of a step, and how well it explains the times that it was fitted to.
+
+    Attributes:
+        overhead_s: seconds of a request before its prefill; 0 unless turns were ``requested``.
+        error: median relative error of prefills and answers, without signs.
+    """
+
+    cost: StepCost
+    overhead_s: float
+    error: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,62 +94,159 @@ class ServerCosts:
 
     @classmethod
     def of(cls, alone: Run, beside: Run) -> ServerCosts:
-        """The costs that two runs of a stock server tell.
-
-        Args:
-            alone: jobs one after the other. beside: several at a time.
-
-        Raises:
-            ValueError: there are too few turns.
-        """
-        prefills = [_prefill(span) for span in _spans(alone)]
-        decodes = [row for run in (alone, beside) for row in _decodes(_spans(run))]
-        if len(prefills) < 4 or len(decodes) < 8:
-            raise ValueError("too few turns to tell what a step costs")
-        first, token, pair = _line(prefills)
-        step, seq, kv, _ = _line(decodes)
-        return cls(first, token, pair, step, seq, kv)
+        """Return the costs found in two runs of a stock server; see ``fit_runs``."""
+        found = fit_runs(alone, beside)
+        cost = found.cost
+        first, step = found.overhead_s + cost.step + cost.seq, cost.step + cost.weights
+        return cls(first, cost.token, cost.pair, step, cost.seq, cost.kv)
 
 
-def _spans(run: Run) -> list[_Span]:
+def fit_runs(alone: Run, beside: Run) -> FittedCost:
+    """Fit the cost of a step to two runs of a stock server.
+
+    Args:
+        alone: jobs one after the other. beside: several at a time.
+
+    Raises:
+        ValueError: there are too few turns.
+    """
+    runs = []
+    for run, waited in ((alone, False), (beside, True)):
+        turns = [turn for job in run.jobs for turn in job.turns]
+        spans = [
+            Span(
+                turn.sent_s,
+                turn.sent_s + turn.ttft_s,
+                turn.sent_s + turn.latency_s,
+                turn.prompt_tokens,
+                max(1, turn.prompt_tokens - turn.cached_tokens),
+                turn.output_tokens,
+                requested=True,
+                waited=waited,
+            )
+            for turn in turns
+        ]
+        runs.append(spans)
+    return fit_steps(runs, STEP_TOKENS)
+
+
+def fit_steps(runs: Sequence[Sequence[Span]], step_tokens: int) -> FittedCost:
+    """Fit the cost of a step to the turns of one engine's runs.
+
+    Args:
+        step_tokens: most tokens that a step computes.
+
+    Raises:
+        ValueError: there are too few turns.
+    """
+    rows = [row for spans in runs for row in _rows(spans, step_tokens)]
+    if len(rows) < FEWEST_ROWS or not any(row[2] for row in rows):
+        raise ValueError(
+            f"there are too few turns: {len(rows)} prefills and answers are long enough to show "
+            f"what a step costs, and {FEWEST_ROWS} are needed"
+        )
+    return _fit(np.array(rows, dtype=np.float64).T)
+
+
+def _rows(turns: Sequence[Span], step_tokens: int) -> list[tuple[float, ...]]:
+    """Return the work of each prefill and answer that is long enough, that of others beside them
+    included: steps, those of them with a prefill, tokens and pairs of prefills, requests summed
+    over steps, tokens of contexts read, seconds of copies, requests sent; and the seconds of all.
+    """
+    spans = [one for one in turns if one.first - one.begin >= LEAST_S and one.end >= one.first]
+    spans.sort(key=lambda one: (one.begin, one.first, one.end))
+    table: Array = np.array(
+        [
+            (
+                # A queue hides when a prefill began: it is taken to be right before its token.
+                one.first - 2 * LEAST_S if one.waited else one.begin,
+                one.first,
+                one.end,
+                one.computed,
+                one.computed * max(one.computed / 2, one.prompt - one.computed / 2),
+                np.ceil(one.computed / step_tokens),
+                one.prompt + one.output / 2,
+                one.copied,
+            )
+            for one in spans
+        ],
+        dtype=np.float64,
+    ).reshape(-1, 8)
+
+    def row(one: Span, since: float, until: float, said: int) -> tuple[float, ...]:
+        meets = table[(table[:, 0] < until) & (table[:, 2] > since)]
+        begin, first, end, computed, pairs, chunks, context, copied = meets.T
+        prefill = _overlap(since, until, begin, first) / (first - begin)
+        tokens, chunked = float((prefill * computed).sum()), float((prefill * chunks).sum())
+        steps = said or max(float(np.ceil(one.computed / step_tokens)), tokens / step_tokens)
+        decoded = _overlap(since, until, first, end) / (until - since) * steps
+        return (
+            steps,
+            min(chunked, steps),
+            tokens,
+            float((prefill * pairs).sum()),
+            float(decoded.sum()) + chunked,
+            float((decoded * context).sum()),
+            float(copied[(begin >= since) & (begin < until)].sum()),
+            float(one.requested and not said),
+            until - since,
+        )
+
+    prefills = [one for one in spans if one.computed >= FEWEST_TOKENS and not one.waited]
+    answers = [one for one in spans if one.output > FEWEST_STEPS and one.end - one.first >= LEAST_S]
     return [
-        _Span(turn.sent_s, turn.sent_s + turn.ttft_s, turn.sent_s + turn.latency_s, turn)
-        for job in run.jobs
-        for turn in job.turns
+        *(row(one, one.begin, one.first, 0) for one in _some(prefills)),
+        *(row(one, one.first, one.end, one.output - 1) for one in _some(answers)),
     ]
 
 
-def _prefill(span: _Span) -> tuple[float, ...]:
-    """1, tokens, pairs; seconds."""
-    end = span.turn.prompt_tokens
-    pairs = span.computed * (end - span.computed / 2)
-    return 1.0, span.computed, pairs, span.turn.ttft_s
+def _some(found: list[Span]) -> list[Span]:
+    return found[:: -(-len(found) // MOST_ROWS) or 1]
 
 
-def _decodes(spans: Sequence[_Span]) -> list[tuple[float, ...]]:
-    """For each answer 1, requests decoding, tokens of their contexts, and tokens prefilled, a
-    step; seconds of a step."""
-    rows: list[tuple[float, ...]] = []
-    for mine in spans:
-        steps = mine.turn.output_tokens - 1
-        if steps + 1 < FEWEST_TOKENS:
-            continue
-        took = mine.last - mine.first
-        requests = contexts = 0.0
-        for other in spans:
-            both = max(0.0, min(mine.last, other.last) - max(mine.first, other.first)) / took
-            requests += both
-            contexts += both * other.context
-        between = [one.computed for one in spans if mine.first < one.first < mine.last]
-        rows.append((1.0, requests, contexts, sum(between) / steps, took / steps))
-    return rows
+def _overlap(since: float, until: float, begin: Array, end: Array) -> Array:
+    shared: Array = np.maximum(0.0, np.minimum(until, end) - np.maximum(since, begin))
+    return shared
 
 
-def _line(rows: Sequence[tuple[float, ...]]) -> list[float]:
-    """Coefficients of the columns for the last one."""
+def _fit(rows: Array) -> FittedCost:
     optimize: Any = importlib.import_module("scipy.optimize")
-    table: Array = np.array(rows, dtype=np.float64)
-    weighted = table[:, :-1] / table[:, -1:]
-    scale = np.maximum(weighted.max(axis=0), 1e-300)
-    found, _ = optimize.nnls(weighted / scale, np.ones(len(table)))
-    return [float(one) for one in found / scale]
+    steps, chunks, tokens, pairs, requests, read, copied, sent, took = rows
+    base, token = np.median(took / steps), np.median((took / np.maximum(tokens, 1e-9))[tokens > 0])
+    scale = np.array(
+        [
+            base,
+            token,
+            token / max(1.0, pairs.max() / max(1.0, tokens.max())),
+            base / max(1.0, (requests / steps).max()),
+            base / max(1.0, (read / steps).max()),
+            base,
+        ]
+    )
+
+    def errors(shares: Array) -> Array:
+        base, token, pair, seq, kv, overhead = np.append(shares, 0.0)[:6] * scale
+        weights = (1 - STEP_SHARE) * base  # read while a step with a prefill computes
+        seconds = (
+            STEP_SHARE * base * steps
+            + weights * (steps - chunks)
+            + np.maximum(weights * chunks, token * tokens)
+            + pair * pairs
+            + seq * requests
+            + kv * read
+            + copied
+            + overhead * sent
+        )
+        relative: Array = seconds / took - 1
+        return relative
+
+    # The overhead is a sixth cost, where requests have one.
+    start = np.array([0.5, 0.5, 0.1, 0.1, 0.1, 0.1] if sent.any() else [0.5, 0.5, 0.1, 0.1, 0.1])
+    found = optimize.least_squares(
+        errors, start, bounds=(0.0, np.inf), loss="soft_l1", f_scale=FAR_OFF
+    )
+    costs = np.append(found.x, 0.0)[:6] * scale
+    base, token, pair, seq, kv, overhead = map(float, costs)
+    step = STEP_SHARE * base
+    cost = StepCost(step, base - step, token, pair, kv, seq)
+    return FittedCost(cost, overhead, float(np.median(np.abs(errors(found.x)))))

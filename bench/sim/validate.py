@@ -27,7 +27,7 @@ from tiered_kv.bench.replay.measure import Replay, versions
 from tiered_kv.bench.replay.measure import Workload as ReplayWorkload
 from tiered_kv.bench.replay.names import BOUND, PRESSURE, STOCK, TIERED
 from tiered_kv.bench.servers.model import small_model
-from tiered_kv.bench.servers.server_costs import ServerCosts
+from tiered_kv.bench.servers.server_costs import fit_runs
 from tiered_kv.bench.sim.engine.driver import simulate
 from tiered_kv.bench.sim.engine.machines import Machine, Tiers
 from tiered_kv.bench.sim.engine.metrics import Outcome
@@ -79,8 +79,6 @@ SIMULATED = {
 POLICIES = ("lru", "continuum-fixed")
 
 
-STEP_SHARE = 0.1
-"""Part of a step of decoding alone that is not reading weights: the two cannot be told apart."""
 LEAST_OVERHEAD_S = 1e-3
 
 
@@ -239,11 +237,8 @@ def fit(alone: Run, beside: Run, begin: Machine) -> Machine:
     for job in (*alone.jobs, *beside.jobs):
         if job.error is not None:
             raise ValueError(f"{job.name} did not finish: {job.error}")
-    found = ServerCosts.of(alone, beside)
-    step = STEP_SHARE * found.step
-    cost = StepCost(step, found.step - step, found.token, found.pair, found.kv, found.seq)
-    overhead_s = max(LEAST_OVERHEAD_S, found.first - step - found.seq)
-    return replace(begin, cost=cost, overhead_s=overhead_s)
+    found = fit_runs(alone, beside)
+    return replace(begin, cost=found.cost, overhead_s=max(LEAST_OVERHEAD_S, found.overhead_s))
 
 
 def compare(

@@ -20,8 +20,8 @@ from tiered_kv.policies import registry
 from tiered_kv.trace.trace_header import TraceHeader
 from tiered_kv.trace.turn_record import TurnTokens
 
-from .jobs import Left, RecordedJobs, recorded_jobs
-from .machine import CPU, SSD, RecordedMachine, costs_of, longest_context, recorded_machine
+from .jobs import LEFT, RecordedJobs, recorded_jobs
+from .machine import CPU, SSD, longest_context, recorded_machine
 from .recording import MOST_TURNS, Recording, WhatIfError, read_recording
 
 STOCK = "stock"
@@ -141,19 +141,21 @@ def what_if(
         raise WhatIfError(f"jobs of {path} lie more than ten years apart: cut the trace")
     try:
         with _quiet():
-            outcomes = [
-                simulate(place.machine, one, found.workload, place.tiers) for one in servers
+            # Names of simulated jobs are in the order of the workload, and so are outcomes.
+            runs = [
+                simulate(place.machine, one, found.workload, place.tiers).jobs for one in servers
             ]
     except Stalled as error:
         raise WhatIfError(f"the simulation of {path} comes to a halt: {error}") from error
-    # Names of simulated jobs are in the order of the workload, and so are outcomes.
-    times = [[job.took_s for job in one.jobs] for one in outcomes]
-    figures = [
-        _figures(took, [job.turns for job in one.jobs], found)
-        for took, one in zip(times, outcomes, strict=True)
-    ]
-    tokens = [[turn.tokens for turn in job.turns] for job in found.jobs]
-    was = _figures([job.took_s for job in found.jobs], tokens, found)
+    was = _figures(
+        [job.took_s for job in found.jobs],
+        [[turn.tokens for turn in job.turns] for job in found.jobs],
+        found,
+    )
+    simulated, other = (
+        _figures([job.took_s for job in jobs], [job.turns for job in jobs], found) for jobs in runs
+    )
+    cost = place.fitted.cost
     return WhatIf(
         path=str(path),
         recorded_policy=own,
@@ -162,19 +164,23 @@ def what_if(
         jobs=len(found.jobs),
         turns=sum(len(job.turns) for job in found.jobs),
         recorded=was,
-        simulated=figures[0],
-        what_if=figures[1],
-        simulated_over_recorded=_ratios(figures[0], was),
-        what_if_over_simulated=_ratios(figures[1], figures[0]),
+        simulated=simulated,
+        what_if=other,
+        simulated_over_recorded=_ratios(simulated, was),
+        what_if_over_simulated=_ratios(other, simulated),
         costs={
-            **costs_of(place.fitted.cost),
+            "step_s": cost.step + cost.weights,
+            "token_s": cost.token,
+            "pair_s": cost.pair,
+            "request_s": cost.seq,
+            "read_s": cost.kv,
             "copy_bytes_per_s": place.machine.link,
             "error": place.fitted.error,
         },
-        limits=limits(recording, place, found, policy),
+        limits=[*ALWAYS, *place.assumed, *_limits(recording, found, policy)],
         by_job=[
-            JobTimes(job.name, job.took_s, *both)
-            for job, *both in zip(found.jobs, *times, strict=True)
+            JobTimes(was.name, was.took_s, one.took_s, other.took_s)
+            for was, one, other in zip(found.jobs, *runs, strict=True)
         ],
         bad_lines=recording.bad_lines,
         bad=[str(one) for one in recording.bad],
@@ -237,76 +243,44 @@ def _figures(
         took: completion time of each job, seconds.
         jobs: origin of the prompt tokens of each job's turns.
     """
-    turns = [turn for job in jobs for turn in job]
-    total = {tier: sum(getattr(turn, tier) for turn in turns) for tier in TIERS}
-    tokens = max(1, sum(total.values()))
-    again = 0
-    for job, sent in zip(jobs, found.workload.jobs, strict=True):
-        for turn, asked in zip(job[1:], sent.turns[1:], strict=True):
-            again += max(0, turn.recomputed - asked.added)
+    total = {tier: sum(getattr(turn, tier) for job in jobs for turn in job) for tier in TIERS}
+    again = sum(
+        max(0, turn.recomputed - asked.added)
+        for job, sent in zip(jobs, found.workload.jobs, strict=True)
+        for turn, asked in zip(job[1:], sent.turns[1:], strict=True)
+    )
     p50, p95 = np.percentile(took, [50, 95]).tolist()
-    shares = {tier: count / tokens for tier, count in total.items()}
+    shares = {tier: count / max(1, sum(total.values())) for tier, count in total.items()}
     return Figures(float(np.mean(took)), p50, p95, **shares, again=again)
 
 
 def _ratios(figures: Figures, base: Figures) -> dict[str, float]:
     """Ratios of times; those over nothing are left out."""
-    pairs = {
-        "mean": (figures.mean_s, base.mean_s),
-        "p50": (figures.p50_s, base.p50_s),
-        "p95": (figures.p95_s, base.p95_s),
+    times = {name: f"{name}_s" for name in ("mean", "p50", "p95")}
+    return {
+        name: getattr(figures, time_s) / getattr(base, time_s)
+        for name, time_s in times.items()
+        if getattr(base, time_s) > 0
     }
-    return {name: one / other for name, (one, other) in pairs.items() if other > 0}
 
 
-def limits(
-    recording: Recording, place: RecordedMachine, found: RecordedJobs, policy: str
-) -> list[str]:
-    """Return what the answer cannot know, and what it leaves out, a sentence each."""
-    said = [*ALWAYS, *place.assumed]
-    if recording.header.tiers_bytes.get("cpu"):
-        said.append(COMPRESSED)
-    eviction = recording.header.eviction
-    if eviction and eviction not in registry.EVICTION:
-        said.append(f"Pages leave CPU memory by the default rule, not by {eviction!r:.60}.")
+def _limits(recording: Recording, found: RecordedJobs, policy: str) -> Iterator[str]:
+    """Yield what the answer cannot know of this trace, and what it leaves out, a sentence each."""
+    header = recording.header
+    if header.tiers_bytes.get(CPU):
+        yield COMPRESSED
+    if header.eviction and header.eviction not in registry.EVICTION:
+        yield f"Pages leave CPU memory by the default rule, not by {header.eviction!r:.60}."
     if ":" in policy:
-        said.append(f"{policy} runs as it is: what it reads from elsewhere is not simulated.")
-    return [*said, *_cut(recording, len(found.jobs)), *_left(found.left)]
-
-
-def _cut(recording: Recording, jobs: int) -> Iterator[str]:
-    turns = len(recording.turns)
+        yield f"{policy} runs as it is: what it reads from elsewhere is not simulated."
     if recording.cut:
         yield (
-            f"Only the first {turns:,} turns are simulated, of {jobs:,} jobs: the trace goes on, "
-            "and what ran beside the last of them is missing."
+            f"Only the first {len(recording.turns):,} turns are simulated, of {len(found.jobs):,} "
+            "jobs: the trace goes on, and what ran beside the last of them is missing."
         )
     if recording.left_out:
         yield (
             f"{recording.left_out:,} turns of other engines are left out: the one that began at "
-            f"{recording.header.started:.0f} as replica {recording.header.replica} has the most."
+            f"{header.started:.0f} as replica {header.replica} has the most."
         )
-
-
-def _left(left: Left) -> Iterator[str]:
-    if left.empty:
-        yield f"{left.empty:,} turns without an answer are left out."
-    if left.too_long:
-        yield f"{left.too_long:,} jobs are left out, since their contexts fill the whole pool."
-    if left.beside:
-        yield (
-            f"{left.beside:,} turns ran beside others of their job: they are taken for jobs of "
-            "their own, and share nothing with it."
-        )
-    if left.begun:
-        yield (
-            f"{left.begun:,} jobs had begun before the trace: their first turns in it are computed "
-            "whole."
-        )
-    if left.open:
-        yield f"{left.open:,} jobs were still waited for at its end: they end with their last turn."
-    if left.shared:
-        yield (
-            f"{left.shared:,} jobs found some of their first prompts: they are taken to share that "
-            "much with the others of their client."
-        )
+    yield from (said.format(found.left[name]) for name, said in LEFT.items() if found.left[name])

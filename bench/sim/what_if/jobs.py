@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
@@ -47,33 +47,34 @@ class RecordedJob:
         return max(one.tokens.prompt + one.tokens.output for one in self.turns)
 
 
-@dataclass(slots=True)
-class Left:
-    """Counts of what cannot be simulated as it was.
-
-    Attributes:
-        empty: turns without an answer, left out. too_long: jobs left out, as no pool of that size
-            holds them beside vLLM's own block.
-        beside: turns that ran beside others of their job, taken for jobs of their own.
-        begun: jobs whose first turn is not in the trace. open: jobs that are waited for at its end.
-        shared: jobs whose first turn found something.
-    """
-
-    empty: int = 0
-    too_long: int = 0
-    beside: int = 0
-    begun: int = 0
-    open: int = 0
-    shared: int = 0
+LEFT = {
+    "empty": "{:,} turns without an answer are left out.",
+    "too_long": "{:,} jobs are left out, since their contexts fill the whole pool.",
+    "beside": (
+        "{:,} turns ran beside others of their job: they are taken for jobs of their own, and "
+        "share nothing with it."
+    ),
+    "begun": ("{:,} jobs had begun before the trace: their first turns in it are computed whole."),
+    "open": "{:,} jobs were still waited for at its end: they end with their last turn.",
+    "shared": (
+        "{:,} jobs found some of their first prompts: they are taken to share that much with the "
+        "others of their client."
+    ),
+}
+"""Sentences about what cannot be simulated as it was, by the names of their counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedJobs:
-    """Jobs of a recording, and the same for the simulator, in one order."""
+    """Jobs of a recording, and the same for the simulator, in one order.
+
+    Attributes:
+        left: counts of what cannot be simulated as it was, by the names in ``LEFT``.
+    """
 
     jobs: tuple[RecordedJob, ...]
     workload: Workload
-    left: Left = field(default_factory=Left)
+    left: Counter[str]
 
 
 def recorded_jobs(turns: Iterable[TurnRecord], block: int, longest: int) -> RecordedJobs:
@@ -83,37 +84,37 @@ def recorded_jobs(turns: Iterable[TurnRecord], block: int, longest: int) -> Reco
         block: tokens of a block.
         longest: tokens of the longest context that the machine can hold.
     """
-    left = Left()
-    jobs = [job for job in _jobs(turns, left) if _fits(job, longest, left)]
+    left = Counter[str]()
+    every = list(_jobs(turns, left))
+    jobs = [job for job in every if job.longest <= longest]
     jobs.sort(key=lambda job: (job.turns[0].arrived, job.name, job.turns[0].request))
-    shared = _shared_tokens(jobs, block)
     began = jobs[0].turns[0].arrived if jobs else 0.0
     made = [
         _sim_job(f"{number:06}", job, job.turns[0].arrived - began, tokens)
-        for number, (job, tokens) in enumerate(zip(jobs, shared, strict=True))
+        for number, (job, tokens) in enumerate(zip(jobs, _shared_tokens(jobs, block), strict=True))
     ]
-    for job in jobs:
-        left.open += job.turns[-1].gap.end is StoryEnd.CLOSED
-        left.shared += _found(job.turns[0]) > 0
+    left["too_long"] = len(every) - len(jobs)
+    left["open"] = sum(job.turns[-1].gap.end is StoryEnd.CLOSED for job in jobs)
+    left["shared"] = sum(_found(job.turns[0]) > 0 for job in jobs)
     return RecordedJobs(tuple(jobs), Workload("recorded", tuple(made), Hints.RIGHT, block), left)
 
 
-def _jobs(turns: Iterable[TurnRecord], left: Left) -> Iterable[RecordedJob]:
+def _jobs(turns: Iterable[TurnRecord], left: Counter[str]) -> Iterable[RecordedJob]:
     by_name: dict[tuple[str, str], list[TurnRecord]] = defaultdict(list)
     for one in turns:
         if one.tokens.output < 1 or one.tokens.prompt < 1 or one.times.end_s < 0:
-            left.empty += 1
+            left["empty"] += 1
         elif one.job is None:
             yield RecordedJob("", (one,))
         else:
             by_name[one.job, one.client].append(one)
     for (name, _), found in by_name.items():
         found.sort(key=lambda one: (one.arrived, one.turn))
-        left.begun += found[0].turn > 1
+        left["begun"] += found[0].turn > 1
         job: list[TurnRecord] = []
         for one in found:
             if job and one.arrived < job[-1].ended:
-                left.beside += 1
+                left["beside"] += 1
                 yield RecordedJob(name, (one,))
                 continue
             if job and one.turn <= job[-1].turn:  # a name that begins anew is another job
@@ -123,52 +124,38 @@ def _jobs(turns: Iterable[TurnRecord], left: Left) -> Iterable[RecordedJob]:
         yield RecordedJob(name, tuple(job))
 
 
-def _fits(job: RecordedJob, longest: int, left: Left) -> bool:
-    fits = job.longest <= longest
-    left.too_long += not fits
-    return fits
-
-
 def _found(turn: TurnRecord) -> int:
     """Tokens of its prompt that were found somewhere."""
     return max(0, turn.tokens.vram + turn.tokens.cpu + turn.tokens.ssd)
 
 
-def _shared_tokens(jobs: Sequence[RecordedJob], block: int) -> list[int]:
+def _shared_tokens(jobs: Sequence[RecordedJob], block: int) -> Iterator[int]:
     """Tokens of each job's first prompt that other jobs of its client have, as far as it shows.
 
     A job has what its first turn found. One that found nothing came first, or what it shares was
     gone, or it shares nothing: where most jobs of a client found something, it is taken to have
     the least that one of them found. What a job found that had begun before may be its own.
     """
+    by_client: dict[str, list[int]] = defaultdict(list)
     found = [_found(job.turns[0]) if job.turns[0].turn == 1 else 0 for job in jobs]
-    clients = [job.turns[0].client for job in jobs]
-    least: dict[str, int] = {}
-    for client, tokens in zip(clients, found, strict=True):
-        if tokens:
-            least[client] = min(tokens, least.get(client, tokens))
-    hits = Counter(client for client, tokens in zip(clients, found, strict=True) if tokens)
-    every = Counter(clients)
-    shared = []
-    for job, client, tokens in zip(jobs, clients, found, strict=True):
-        known = tokens
-        if not tokens and 2 * hits[client] >= every[client]:
-            known = least.get(client, 0)
-        most = job.turns[0].tokens.prompt - 1
-        shared.append(min(known, most) // block * block)
-    return shared
+    for job, tokens in zip(jobs, found, strict=True):
+        by_client[job.turns[0].client].append(tokens)
+    for job, tokens in zip(jobs, found, strict=True):
+        every = by_client[job.turns[0].client]
+        hits = [one for one in every if one]
+        if not tokens and hits and 2 * len(hits) >= len(every):
+            tokens = min(hits)
+        yield min(tokens, job.turns[0].tokens.prompt - 1) // block * block
 
 
 def _sim_job(name: str, job: RecordedJob, arrives_s: float, shared: int) -> SimJob:
     gaps = [max(0.0, later.arrived - one.ended) for one, later in pairwise(job.turns)]
-    before, turns = None, []
-    for one, gap_s in zip(job.turns, [*gaps, 0.0], strict=True):
-        turns.append(_sim_turn(before, one, gap_s))
-        before = one
+    before = (None, *job.turns)
+    turns = tuple(map(_sim_turn, before, job.turns, (*gaps, 0.0)))
     return SimJob(
         name,
         arrives_s,
-        tuple(turns),
+        turns,
         prefix=f"client {job.turns[0].client}" if shared else "",
         prefix_tokens=shared,
         says_last=job.turns[-1].gap.end in SAYS_LAST,
@@ -181,21 +168,14 @@ def _sim_turn(before: TurnRecord | None, one: TurnRecord, gap_s: float) -> SimTu
         # What was not found and is not lost is not the same text.
         known = min(before.tokens.prompt + before.tokens.output, _found(one) + tokens.lost)
         kept = max(0, min(known, tokens.prompt - 1))
-    command, name = _tool(one.tool)
+    command, name = "", one.tool[0] if one.tool and one.tool[0] != NO_TOOL else ""
+    if name == SHELL and len(one.tool) > 1:
+        command = unmasked(one.tool[-1])
     return SimTurn(kept, tokens.prompt - kept, tokens.output, gap_s, tool=command, tool_name=name)
 
 
-def _tool(path: Sequence[str]) -> tuple[str, str]:
-    """Command of a shell, or the name of another tool."""
-    if not path or path[0] == NO_TOOL:
-        return "", ""
-    if path[0] != SHELL:
-        return "", path[0]
-    return unmasked(path[-1], EXAMPLES) if len(path) > 1 else "", SHELL
-
-
-def unmasked(command: str, examples: Mapping[str, str]) -> str:
+def unmasked(command: str) -> str:
     """A command with a word for each mask."""
-    for mask, word in examples.items():
+    for mask, word in EXAMPLES.items():
         command = command.replace(mask, word)
     return command

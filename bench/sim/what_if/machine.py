@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
+from tiered_kv.bench.servers.server_costs import STEP_TOKENS, FittedCost, Span, fit_steps
 from tiered_kv.bench.sim.engine.machines import Machine, Tiers
-from tiered_kv.sizing.step_cost import StepCost
 from tiered_kv.trace.trace_header import TraceHeader
 from tiered_kv.trace.turn_record import TurnRecord
 
-from .costs import FittedCost, fit_costs
 from .recording import Recording, WhatIfError
 
 FULL = "full"
 """Kind of KV of full attention."""
 CPU, SSD = "cpu", "ssd"
 ASSUMED_KV_BYTES = 64 << 10
-"""Bytes of a token where the trace does not tell. Only its ratio to other sizes counts."""
-ASSUMED_STEP_TOKENS, ASSUMED_RUNNING = 2048, 256
+"""Bytes of a token, if the trace lacks them. Only its ratio to other sizes counts."""
+ASSUMED_RUNNING = 256
 ASSUMED_COPY_S = 10e-6
 """Seconds to copy a token's KV up from CPU memory."""
 SSD_TIMES = 4.0
-"""Seconds to read a token's KV from SSD over those to copy it, where the trace does not tell."""
+"""Seconds to read a token's KV from SSD over those to copy it, if the trace lacks it."""
 WRITE_SHARE = 0.8
 """Speed of writing to SSD over that of reading."""
 LEAST_KV = 8
@@ -39,13 +38,13 @@ class RecordedMachine:
     """A machine that stands for the recorded one.
 
     Attributes:
-        assumed: what the trace does not tell, a sentence each.
+        assumed: what is not in the trace, a sentence each.
     """
 
     machine: Machine
     tiers: Tiers
     fitted: FittedCost
-    assumed: list[str] = field(default_factory=list)
+    assumed: list[str]
 
 
 def longest_context(header: TraceHeader) -> int:
@@ -61,38 +60,39 @@ def recorded_machine(recording: Recording) -> RecordedMachine:
         WhatIfError: the simulator has no such machine, or there are too few turns.
     """
     header, assumed = recording.header, list[str]()
-    size = header.block_size, header.vram_blocks
-    if not (1 <= size[0] <= MOST_BLOCK_TOKENS and 1 <= size[1] <= MOST_BLOCKS):
+    block, blocks, pool = (
+        header.block_size,
+        header.vram_blocks,
+        header.block_size * header.vram_blocks,
+    )
+    if not (1 <= block <= MOST_BLOCK_TOKENS and 1 <= blocks <= MOST_BLOCKS):
         raise WhatIfError(
-            f"the header of the trace tells of {size[1]:,} blocks of VRAM with {size[0]:,} tokens "
-            "each: no such engine is simulated"
+            f"the header of the trace names {blocks:,} blocks of VRAM with {block:,} tokens each: "
+            "no such engine is simulated"
         )
     if header.groups and header.groups != (FULL,):
         raise WhatIfError(
             f"the engine keeps KV of several kinds ({', '.join(header.groups)}), and a trace does "
-            "not tell enough of them: only models of full attention can be simulated"
+            "not describe them fully: only models of full attention can be simulated"
         )
-    kv_bytes = max(LEAST_KV, header.page_bytes // header.block_size // LEAST_KV * LEAST_KV)
+    kv_bytes = max(LEAST_KV, header.page_bytes // block // LEAST_KV * LEAST_KV)
     cpu = float(header.tiers_bytes.get(CPU, 0))
     ssd = float(header.tiers_bytes.get(SSD, 0) or NO_END_BYTES)
     if not header.page_bytes:
         kv_bytes = ASSUMED_KV_BYTES
         every = sum(max(0, one.tokens.new + one.tokens.output) for one in recording.turns)
-        cpu = ssd = 2.0 * kv_bytes * (every + header.vram_blocks * header.block_size)
+        cpu = ssd = 2.0 * kv_bytes * (every + pool)
         assumed.append("Bytes of a token are not in the trace: tiers are taken to hold everything.")
-    cpu = min(cpu, float(MOST_BLOCKS * kv_bytes * header.block_size))
-    others = sorted(header.tiers_bytes.keys() - {CPU, SSD})
-    if others:
+    if others := sorted(header.tiers_bytes.keys() - {CPU, SSD}):
         assumed.append(f"Tiers that the simulator lacks are left out: {', '.join(others)}.")
     step_tokens, running = header.step_tokens, header.running
     if not (1 <= running <= step_tokens <= MOST_CONTEXT):  # so vLLM has it
-        step_tokens, running = ASSUMED_STEP_TOKENS, ASSUMED_RUNNING
+        step_tokens, running = STEP_TOKENS, ASSUMED_RUNNING
         assumed.append(
             f"A step is taken to compute up to {step_tokens:,} tokens of up to {running} requests."
         )
     copy_s, read_s = _copies(recording.turns, header, assumed)
-    fitted = fit_costs(recording.turns, step_tokens, copy_s)
-    pool = header.vram_blocks * header.block_size
+    fitted = fit_turns(recording.turns, step_tokens, copy_s)
     machine = Machine(
         "recorded",
         pool,
@@ -104,9 +104,44 @@ def recorded_machine(recording: Recording) -> RecordedMachine:
         ssd_write=WRITE_SHARE * kv_bytes / read_s,
         batched_tokens=step_tokens,
         max_seqs=running,
-        block=header.block_size,
+        block=block,
     )
-    return RecordedMachine(machine, Tiers(cpu, ssd), fitted, assumed)
+    tiers = Tiers(min(cpu, float(MOST_BLOCKS * kv_bytes * block)), ssd)
+    return RecordedMachine(machine, tiers, fitted, assumed)
+
+
+def fit_turns(turns: Sequence[TurnRecord], step_tokens: int, copy_s_per_token: float) -> FittedCost:
+    """Fit the cost of a step to the turns of one engine.
+
+    Args:
+        step_tokens: most tokens that a step computes.
+        copy_s_per_token: seconds to copy a token's KV up from CPU memory.
+
+    Raises:
+        WhatIfError: there are too few turns with times and answers.
+    """
+    spans = []
+    for one in turns:
+        times, tokens = one.times, one.tokens
+        if times.scheduled_s is None or times.first_token_s is None or tokens.output < 1:
+            continue
+        restored_s = max(0, tokens.cpu + tokens.ssd) * copy_s_per_token
+        aside = times.scheduled_s - (times.admitted_s or 0.0) >= restored_s / 2
+        spans.append(
+            Span(
+                one.arrived + times.scheduled_s,
+                one.arrived + times.first_token_s,
+                one.ended,
+                tokens.prompt,
+                max(1, tokens.recomputed),
+                tokens.output,
+                copied=0.0 if aside else restored_s,
+            )
+        )
+    try:
+        return fit_steps([spans], step_tokens)
+    except ValueError as error:
+        raise WhatIfError(f"{error}: record more turns") from error
 
 
 def _copies(
@@ -120,25 +155,13 @@ def _copies(
             continue
         tokens = -(-context // header.block_size) * header.block_size
         copies.append(costs.cpu_s / tokens)
-        read_s = costs.tiers_s.get(SSD, 0.0) - costs.cpu_s
-        if read_s > 0:
-            reads.append(read_s / tokens)
+        reads.append((costs.tiers_s.get(SSD, 0.0) - costs.cpu_s) / tokens)
+    reads = [read_s for read_s in reads if read_s > 0]
     copy_s = float(np.median(copies)) if copies else ASSUMED_COPY_S
     if not copies:
         assumed.append("Speed of copies from CPU memory is not in the trace, and is assumed.")
-    # Others in the queue make a read longer: the shorter ones tell the disk.
+    # Others in the queue make a read longer: the shorter ones show the disk's speed.
     read_s = float(np.quantile(reads, 0.25)) if reads else SSD_TIMES * copy_s
     if not reads and SSD in header.tiers_bytes:
         assumed.append("Speed of the SSD is not in the trace, and is assumed.")
     return copy_s, read_s
-
-
-def costs_of(cost: StepCost) -> dict[str, float]:
-    """Costs of a step by name, seconds."""
-    return {
-        "step_s": cost.step + cost.weights,
-        "token_s": cost.token,
-        "pair_s": cost.pair,
-        "request_s": cost.seq,
-        "read_s": cost.kv,
-    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ Engine = tuple[int, float]
 
 
 class WhatIfError(TieredKVError):
-    """A trace that cannot be simulated; the message tells why."""
+    """A trace that cannot be simulated; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,32 +52,24 @@ def read_recording(path: Path, most: int = MOST_TURNS) -> Recording:
         WhatIfError: it has no turn, or does not say of which engine.
     """
     reader = TraceReader(path)
-    turns, engines, cut = list[TurnRecord](), list[Engine](), False
-    headers, seen, latest = dict[Engine, TraceHeader](), 0, dict[int, Engine]()
+    turns, headers = defaultdict[Engine, list[TurnRecord]](list), dict[Engine, TraceHeader]()
+    latest, seen, count, cut = dict[int, Engine](), 0, 0, False
     for turn in reader:
-        if len(turns) == most:
+        if count == most:
             cut = True
             break
         for header in reader.headers[seen:]:
-            engine = header.replica, header.started
-            headers[engine] = header
-            latest[header.replica] = engine
+            latest[header.replica] = header.replica, header.started
+            headers[latest[header.replica]] = header
         seen = len(reader.headers)
         if turn.replica in latest:
-            turns.append(turn)
-            engines.append(latest[turn.replica])
+            turns[latest[turn.replica]].append(turn)
+            count += 1
     if not turns:
         raise WhatIfError(
-            f"{path} holds no turn behind a header, which tells the size of the engine: "
+            f"{path} holds no turn behind a header, which has the size of the engine: "
             "nothing can be simulated"
         )
-    ((chosen, count),) = Counter(engines).most_common(1)
-    return Recording(
-        path=path,
-        header=headers[chosen],
-        turns=tuple(one for one, engine in zip(turns, engines, strict=True) if engine == chosen),
-        left_out=len(turns) - count,
-        cut=cut,
-        bad_lines=reader.bad_lines,
-        bad=tuple(reader.bad),
-    )
+    chosen, found = max(turns.items(), key=lambda one: len(one[1]))
+    left_out, bad = count - len(found), tuple(reader.bad)
+    return Recording(path, headers[chosen], tuple(found), left_out, cut, reader.bad_lines, bad)

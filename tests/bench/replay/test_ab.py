@@ -132,7 +132,7 @@ def test_a_router_is_told_what_stocks_steps_cost_and_is_not_run_before_that_is_k
                 TurnDone(at, 10.0 * at, 0.1 * at, 0.1 * at + 2.0, 100 * at, 0, 50)
                 for at in range(1, 9)
             )
-            jobs = tuple(replace(job, turns=turns) for job in kept.run.jobs)
+            jobs = (replace(kept.run.jobs[0], turns=turns),)
             return replace(kept, run=replace(kept.run, jobs=jobs))
 
     kinds = make_kinds("model", size_for([3000], 6400), peers=True)
@@ -143,7 +143,7 @@ def test_a_router_is_told_what_stocks_steps_cost_and_is_not_run_before_that_is_k
     for name in ("vllm-router", "tiered-behind-router"):
         (first, *_) = costs = told[f"{name} pressure"] + told[f"{name} beyond"]
         assert first is not None
-        assert first.token == pytest.approx(1e-3, rel=0.01)
+        assert first.token == pytest.approx(1e-3, rel=0.05)
         assert costs == [first] * (2 * PRESET.rounds)
 
 

@@ -156,7 +156,7 @@ def test_what_cannot_be_simulated_is_refused_with_the_reason(trace: Path, tmp_pa
     with pytest.raises(WhatIfError, match="no turn behind a header"):
         what_if(rewritten(trace, tmp_path, vram_blocks=-1), "stock")
     for blocks in (0, 2**50):
-        with pytest.raises(WhatIfError, match=f"tells of {blocks:,} blocks of VRAM"):
+        with pytest.raises(WhatIfError, match=f"names {blocks:,} blocks of VRAM"):
             what_if(rewritten(trace, tmp_path, vram_blocks=blocks), "stock")
     with pytest.raises(WhatIfError, match="no job of"):
         what_if(rewritten(trace, tmp_path, vram_blocks=2), "stock")
