@@ -34,6 +34,8 @@ from tiered_kv.bench.agents.jobs import (
 from .workload import Hints, SimJob, SimTurn, Workload
 
 Rng = np.random.Generator
+Step = tuple[int, int, float, str]
+"""A turn: tokens that it adds, tokens of the answer, the gap after it in seconds, and its tool."""
 
 SHORT_TOOL, LONG_TOOL = "cat notes.txt", "pytest -q"
 SWE_SHARED, SWE_TURNS, SWE_MOST_TURNS = 4_000, 25, 60
@@ -60,12 +62,19 @@ def _of_turns(rng: Rng, name: str, count: int) -> SimJob:
 
 
 def _of_gaps(name: str, gaps: Sequence[tuple[float, str]]) -> SimJob:
-    turns, context = [], 0
-    for at, (gap_s, tool) in enumerate([*gaps, (0.0, "")]):
-        added = ADDED_TOKENS if at else FIRST_TOKENS
-        turns.append(SimTurn(context, added, ANSWER_TOKENS, gap_s, tool))
-        context += added + ANSWER_TOKENS
-    return SimJob(name, 0.0, tuple(turns))
+    added = (FIRST_TOKENS, *[ADDED_TOKENS] * len(gaps))
+    steps = zip(added, [*gaps, (0.0, "")], strict=True)
+    return _job(name, [(tokens, ANSWER_TOKENS, *gap) for tokens, gap in steps])
+
+
+def _job(name: str, steps: Sequence[Step], prefix: str = "", prefix_tokens: int = 0) -> SimJob:
+    """Create a job whose prompts keep the whole context. No gap follows its last turn."""
+    turns, context = list[SimTurn](), 0
+    for added, output, gap_s, tool in steps:
+        turns.append(SimTurn(context, added, output, gap_s, tool))
+        context += added + output
+    turns[-1] = replace(turns[-1], gap_s=0.0, tool="")
+    return SimJob(name, 0.0, tuple(turns), prefix, prefix_tokens)
 
 
 def _rollout(rng: Rng, name: str) -> SimJob:
@@ -80,28 +89,23 @@ def _rollout(rng: Rng, name: str) -> SimJob:
 
 
 def _swe_agent(rng: Rng, name: str) -> SimJob:
-    count = int(min(max(3, rng.poisson(SWE_TURNS)), SWE_MOST_TURNS))
-    turns, context = [], 0
-    for at in range(count):
-        added = SWE_SHARED + int(rng.uniform(500, 2_500)) if at == 0 else _tokens(rng, 500, 1.0)
+    steps = list[Step]()
+    for at in range(int(min(max(3, rng.poisson(SWE_TURNS)), SWE_MOST_TURNS))):
+        added = _tokens(rng, 500, 1.0) if at else SWE_SHARED + int(rng.uniform(500, 2_500))
         output = _tokens(rng, 120, 0.7)
         slow = rng.random() < SWE_SLOW
         gap_s = float(rng.uniform(8, 60) if slow else min(rng.lognormal(np.log(0.24), 0.7), 5.0))
-        last = at + 1 == count
-        tool = "" if last else (LONG_TOOL if slow else SHORT_TOOL)
-        turns.append(SimTurn(context, added, output, 0.0 if last else gap_s, tool))
-        context += added + output
-    return SimJob(name, 0.0, tuple(turns), "swe-agent", SWE_SHARED)
+        steps.append((added, output, gap_s, LONG_TOOL if slow else SHORT_TOOL))
+    return _job(name, steps, "swe-agent", SWE_SHARED)
 
 
 def _chat(rng: Rng, name: str) -> SimJob:
-    count, turns, context = int(rng.integers(2, 9)), [], 0
+    count, steps = int(rng.integers(2, 9)), list[Step]()
     for at in range(count):
-        added, output = _tokens(rng, 150, 0.8) + (300 if at == 0 else 0), _tokens(rng, 250, 0.6)
+        added, output = _tokens(rng, 150, 0.8) + (0 if at else 300), _tokens(rng, 250, 0.6)
         gap_s = 0.0 if at + 1 == count else float(min(rng.lognormal(np.log(30), 0.8), 300))
-        turns.append(SimTurn(context, added, output, gap_s))
-        context += added + output
-    return SimJob(name, 0.0, tuple(turns), "chat", 300)
+        steps.append((added, output, gap_s, ""))
+    return _job(name, steps, "chat", 300)
 
 
 def _mixed(rng: Rng, name: str) -> SimJob:

@@ -13,11 +13,10 @@ duration is left out: its time is part of its parent's gap. What is left out is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from tiered_kv.bench.agents.left_out import LeftOut
 from tiered_kv.bench.agents.recorded_rows import (
@@ -41,25 +40,28 @@ BLOCK = 128
 """Tokens of a block: contexts have up to 100,000 tokens, and every block costs the simulator time.
 docs/simulation.md says how far results differ from those with blocks of 64."""
 NO_TOOL_STOP = "end_turn"
-
-Request = Mapping[str, Any]
+NUMBERS: Mapping[str, Callable[[Row, str], float]] = {
+    **dict.fromkeys(("in", "out", "lcp"), whole),
+    **dict.fromkeys(("gap", "dur_ms"), real),
+}
+"""Readers of a request's numbers, by their names."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
     """A request of a session, and the sub-agents that began behind it."""
 
-    request: Request
-    agents: list[Request] = field(default_factory=list)
+    request: Row
+    agents: list[_Agent] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """Jobs of a session, and how many of its turns are left out."""
+class _Agent:
+    """A sub-agent, and those of its requests that can be played."""
 
-    jobs: tuple[SimJob, ...]
-    nulls: int
-    too_short: int
+    name: object
+    took_s: float
+    turns: list[_Turn]
 
 
 @cache
@@ -83,15 +85,18 @@ def workload_of(sessions: Sequence[Row], name: str) -> Workload:
     Raises:
         bench.agents.recorded_rows.RecordingError: a value is none, or there is no job.
     """
-    found = []
-    for at, one in enumerate(sessions):
+    jobs, nulls, too_short = list[SimJob](), LeftOut(), LeftOut()
+    for at, session in enumerate(sessions):
         try:
-            found.append(_jobs(one, at))
+            parts, lost = _parts(session)
         except ValueError as error:
             raise RecordingError(f"{name}, session {at + 1}: {error}") from error
-    jobs = tuple(job for one in found for job in one.jobs)
-    nulls = _left_out(one.nulls for one in found)
-    too_short = _left_out(one.too_short for one in found)
+        identity = f"line {at}" if session.get("id") is None else str(session["id"])
+        long = [part for part in parts if len(part) >= FEWEST_TURNS]
+        jobs += (_job(f"{identity}/{number}", part) for number, part in enumerate(long))
+        short = sum(map(len, parts)) - sum(map(len, long))
+        nulls += LeftOut(int(lost > 0), lost)
+        too_short += LeftOut(int(short > 0), short)
     if not jobs:
         raise RecordingError(
             f"{name} has no job of {FEWEST_TURNS} turns or more: {too_short.turns} turns of "
@@ -99,7 +104,7 @@ def workload_of(sessions: Sequence[Row], name: str) -> Workload:
             f"{nulls.sessions} sessions have nulls. Record longer sessions"
         )
     left_out = {"nulls": nulls, "too_short": too_short}
-    return Workload("coding-agents", jobs, Hints.RIGHT, BLOCK, left_out=left_out)
+    return Workload("coding-agents", tuple(jobs), Hints.RIGHT, BLOCK, left_out=left_out)
 
 
 def _session(row: Row) -> Row:
@@ -108,22 +113,18 @@ def _session(row: Row) -> Row:
     return row
 
 
-def _left_out(turns: Iterable[int]) -> LeftOut:
-    """The sum over sessions, of each of which so many turns are left out."""
-    some = [count for count in turns if count]
-    return LeftOut(len(some), sum(some))
-
-
-def _jobs(session: Row, line: int) -> _Found:
-    name = f"line {line}" if session.get("id") is None else str(session["id"])
+def _parts(session: Row) -> tuple[list[list[_Turn]], int]:
+    """Return the turns of each job of a session, and the number of requests with nulls."""
     parts: list[list[_Turn]] = []
-    nulls = 0
-    cut = True
+    nulls, cut = 0, True
     for row in _rows(session):
         if row.get("k") == "sub":
-            nulls += len(_asked(row)) - len(_known(row))
-            if parts:
-                parts[-1][-1].agents.append(row)
+            asked = [one for one in _rows(row) if one.get("in") != 0]  # 0 tokens are no request
+            known = [] if row.get("dur_ms") is None else list(_known_ones(asked))
+            nulls += len(asked) - len(known)
+            if parts and known:
+                turns = [_Turn(one) for one in known]
+                parts[-1][-1].agents.append(_Agent(row.get("id"), row["dur_ms"] / 1e3, turns))
         elif _lacks_tokens(row):
             nulls += 1
             cut = True
@@ -132,63 +133,48 @@ def _jobs(session: Row, line: int) -> _Found:
                 parts.append([])
             parts[-1].append(_Turn(row))
             cut = False
-    long = [part for part in parts if len(part) >= FEWEST_TURNS]
-    jobs = tuple(_job(f"{name}/{at}", part[:MOST_TURNS]) for at, part in enumerate(long))
-    return _Found(jobs, nulls, sum(map(len, parts)) - sum(map(len, long)))
+    return parts, nulls
 
 
-def _rows(record: Row) -> list[Request]:
+def _rows(record: Row) -> list[Row]:
     """Requests of a session or sub-agent, with their numbers checked; of one that is null nothing
     is known."""
-    return [{**row, **_numbers(row)} for row in rows_in(record, "reqs")]
+    return [
+        {**row, **{name: known(row, name, read) for name, read in NUMBERS.items() if name in row}}
+        for row in rows_in(record, "reqs")
+    ]
 
 
-def _numbers(row: Row) -> dict[str, float | None]:
-    counts = {name: known(row, name, whole) for name in ("in", "out", "lcp") if name in row}
-    times = {name: known(row, name, real) for name in ("gap", "dur_ms") if name in row}
-    return counts | times
+def _known_ones(asked: Sequence[Row]) -> Iterator[Row]:
+    """Yield a sub-agent's requests up to the first of which too little is known."""
+    for at, row in enumerate(asked):
+        if _lacks_tokens(row) or (at and _is_apart(row)):
+            return
+        yield row
 
 
-def _lacks_tokens(row: Request) -> bool:
+def _lacks_tokens(row: Row) -> bool:
     return not row.get("in") or row.get("out") is None
 
 
-def _is_apart(row: Request) -> bool:
+def _is_apart(row: Row) -> bool:
     """True if it is not known how a request follows the one before."""
     return row.get("gap") is None or row.get("lcp") is None
 
 
 def _job(name: str, turns: Sequence[_Turn]) -> SimJob:
-    made = []
-    context = 0
-    for at, turn in enumerate(turns):
+    made, context = list[SimTurn](), 0
+    turns = turns[:MOST_TURNS]
+    for turn, following in zip(turns, (*turns[1:], None), strict=True):
         request = turn.request
-        shared = min(request["lcp"], context, request["in"] - 1) if at else 0
-        last = at + 1 == len(turns)
-        gap_s = 0.0 if last else float(turns[at + 1].request["gap"])
-        agents = [] if last else [one for one in turn.agents if _known(one)]
+        shared = min(request["lcp"], context, request["in"] - 1) if made else 0
+        agents = turn.agents if following is not None else []
+        gap_s = float(following.request["gap"]) if following is not None else 0.0
         if agents:
-            gap_s = max(0.0, gap_s - max(one["dur_ms"] for one in agents) / 1e3)
-        began = tuple(
-            _job(f"{name}/{one.get('id')}", [_Turn(row) for row in _known(one)[:MOST_TURNS]])
-            for one in agents
-        )
+            gap_s = max(0.0, gap_s - max(one.took_s for one in agents))
+        began = tuple(_job(f"{name}/{one.name}", one.turns) for one in agents)
         tool = "" if request.get("stop") == NO_TOOL_STOP else "tool"
         output = max(1, request["out"])
         made.append(SimTurn(shared, request["in"] - shared, output, gap_s, tool, began))
         context = request["in"] + output
     return SimJob(name, 0.0, tuple(made))
-
-
-def _asked(agent: Request) -> list[Request]:
-    """The requests of a sub-agent; those of no tokens at all are none."""
-    return [row for row in _rows(agent) if row.get("in") != 0]
-
-
-def _known(agent: Request) -> list[Request]:
-    """Requests of a sub-agent that can be played; none if its duration is unknown."""
-    rows = _asked(agent)
-    if agent.get("dur_ms") is None:
-        return []
-    unknown = (i for i, row in enumerate(rows) if _lacks_tokens(row) or (i and _is_apart(row)))
-    return rows[: next(unknown, len(rows))]
