@@ -11,17 +11,14 @@ zero). fp8 pages are the bf16 ones cast with scale 1, which vLLM uses when none 
 the best of many rounds in which all contestants take turns; ``*_vs_zstd1`` is that over zstd level
 1 on the same pages in the same rounds. ``entropy_bound`` is the ratio at the order-0 entropy of the
 symbols of the measured pages, centred by these pages' own centres, with one static code for all and
-the rest stored uncompressed: no static code and no training text can exceed it. ``zipnn_ratio`` is
-null where zipnn is not installed or has no such dtype.
+the rest stored uncompressed: no static code and no training text can exceed it.
 """
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import zstandard
@@ -37,10 +34,9 @@ from tiered_kv.codecs.zstd import ZstdCodec
 PAGE_TOKENS = 32
 TRAINING_PAGES, HELD_OUT_PAGES = 24, 8
 ROUNDS = 100
-ZIPNN_DTYPES = {ElementType.BF16: "bfloat16", ElementType.FP16: "float16"}
 
-Tick = Callable[[str], None]
-Result = dict[str, float | None]
+Result = dict[str, float]
+Pages = list[Bytes]
 
 
 def prose(model: Path, tokens: int) -> list[int]:
@@ -54,7 +50,7 @@ def prose(model: Path, tokens: int) -> list[int]:
     return [int(token) for token in ids[:tokens]]
 
 
-def saved_pages(running: Engine, prompt: list[int]) -> list[Bytes]:
+def saved_pages(running: Engine, prompt: list[int]) -> Pages:
     """Run a prompt; the pages that it adds to the CPU pool.
 
     Raises:
@@ -70,7 +66,7 @@ def saved_pages(running: Engine, prompt: list[int]) -> list[Bytes]:
     return pages
 
 
-def real_pages(model: Path, dtype: str) -> tuple[list[Bytes], list[Bytes]]:
+def real_pages(model: Path, dtype: str) -> tuple[Pages, Pages]:
     """Pages to train on and pages held out, of an engine of that dtype."""
     code = real_texts(model, [TRAINING_PAGES * PAGE_TOKENS])[0]
     options = {"dtype": dtype, "block_size": PAGE_TOKENS}
@@ -79,16 +75,12 @@ def real_pages(model: Path, dtype: str) -> tuple[list[Bytes], list[Bytes]]:
         return training, saved_pages(running, prose(model, HELD_OUT_PAGES * PAGE_TOKENS))
 
 
-def cast(pages: Sequence[Bytes], dtype: str) -> list[Bytes]:
+def cast(pages: Pages, dtype: str) -> Pages:
     """bf16 pages as pages of another torch dtype, with scale 1."""
     import torch
 
-    to = getattr(torch, dtype)
-    cast_pages = []
-    for page in pages:
-        values = torch.from_numpy(page).view(torch.bfloat16).to(torch.float32)
-        cast_pages.append(values.to(to).view(torch.uint8).numpy())
-    return cast_pages
+    values = (torch.from_numpy(page).view(torch.bfloat16).to(torch.float32) for page in pages)
+    return [one.to(getattr(torch, dtype)).view(torch.uint8).numpy() for one in values]
 
 
 def entropy_bits(symbols: NDArray[np.uint8]) -> float:
@@ -98,26 +90,13 @@ def entropy_bits(symbols: NDArray[np.uint8]) -> float:
     return float(-(shares * np.log2(shares)).sum())
 
 
-def entropy_bound(pages: Sequence[Bytes], page_format: PageFormat) -> float:
+def entropy_bound(pages: Pages, page_format: PageFormat) -> float:
     """The best ratio of a static code, with the best centres: see the module."""
-    codec = CentredCodec(page_format).trained(list(pages))
+    codec = CentredCodec(page_format).trained(pages)
     encoded = [codec.encode(page) for page in pages]
     unpack = zstandard.ZstdDecompressor().decompress
     symbols = np.stack([np.frombuffer(unpack(one.frame.data), np.uint8) for one in encoded])
     stored = sum(one.plane.nbytes for one in encoded) + symbols.size * entropy_bits(symbols) / 8
-    return sum(page.nbytes for page in pages) / stored
-
-
-def zipnn_ratio(pages: Sequence[Bytes], element: ElementType) -> float | None:
-    """zipnn's ratio on pages one by one; None if it is missing or does not support the dtype."""
-    try:
-        zipnn: Any = importlib.import_module("zipnn")
-    except ImportError:
-        return None
-    if element not in ZIPNN_DTYPES:
-        return None
-    coder = zipnn.ZipNN(bytearray_dtype=ZIPNN_DTYPES[element], input_format="byte", threads=1)
-    stored = sum(len(coder.compress(page.tobytes())) for page in pages)
     return sum(page.nbytes for page in pages) / stored
 
 
@@ -129,8 +108,8 @@ def race(codecs: Mapping[str, Codec], pages: Sequence[Bytes], rounds: int) -> di
     """
     raw = sum(page.nbytes for page in pages)
     outs = [np.empty_like(page) for page in pages]
-    best = {name: [float("inf")] * 2 for name in codecs}
-    results: dict[str, Result] = {}
+    stored: dict[str, int] = {}
+    seconds = {name: np.full((rounds, 2), np.inf) for name in codecs}
     for turn in range(-1, rounds):
         for name, codec in codecs.items():
             start = time.thread_time()
@@ -139,63 +118,63 @@ def race(codecs: Mapping[str, Codec], pages: Sequence[Bytes], rounds: int) -> di
             for one, out in zip(encoded, outs, strict=True):
                 codec.decode(one, out)
             end = time.thread_time()
-            if turn < 0:  # warms up, and is checked
-                if not all(map(np.array_equal, outs, pages)):
-                    raise RuntimeError(f"{name} did not return the pages that it was given")
-                results[name] = {"ratio": raw / sum(one.nbytes for one in encoded)}
-                for out in outs:
-                    out.fill(0)  # so that the next codec cannot pass with this one's output
+            if turn >= 0:
+                seconds[name][turn] = between - start, end - between
                 continue
-            encode_s, decode_s = best[name]
-            best[name] = [min(encode_s, between - start), min(decode_s, end - between)]
-    for name, (encode_s, decode_s) in best.items():
-        results[name].update(encode_mbs=raw / encode_s / 1e6, decode_mbs=raw / decode_s / 1e6)
-    return results
+            if not all(map(np.array_equal, outs, pages)):
+                raise RuntimeError(f"{name} did not return the pages that it was given")
+            stored[name] = sum(one.nbytes for one in encoded)
+            for out in outs:
+                out.fill(0)  # so that the next codec cannot pass with this one's output
+    speeds = {name: raw / times.min(axis=0) / 1e6 for name, times in seconds.items()}
+    return {
+        name: {
+            "ratio": raw / stored[name],
+            "encode_mbs": float(encode),
+            "decode_mbs": float(decode),
+        }
+        for name, (encode, decode) in speeds.items()
+    }
 
 
-def compare(training: Sequence[Bytes], pages: Sequence[Bytes], element: ElementType) -> Result:
+def compare(training: Pages, pages: Pages, element: ElementType) -> Result:
     """All figures of one dtype."""
     page_format = PageFormat(element, pages[0].nbytes, PAGE_TOKENS)
     untrained = CentredCodec(page_format)
     contestants: dict[str, Codec] = {
-        "centred": untrained.trained(list(training)),
+        "centred": untrained.trained(training),
         "untrained": untrained,
         "zstd1": ZstdCodec(page_format),
     }
     found = race(contestants, pages, ROUNDS)
     found |= race({"zstd19": ZstdCodec(page_format, 19)}, pages, 1)  # a second per round
+    ours, zstd1 = found["centred"], found["zstd1"]
     return {
-        **found["centred"],
+        **ours,
         **{
-            f"{what}_vs_zstd1": float(found["centred"][f"{what}_mbs"] or 0)
-            / float(found["zstd1"][f"{what}_mbs"] or 0)
+            f"{what}_vs_zstd1": ours[f"{what}_mbs"] / zstd1[f"{what}_mbs"]
             for what in ("encode", "decode")
         },
         "untrained_ratio": found["untrained"]["ratio"],
-        **{
-            f"{name}_{key}": found[name][key] for name in ("zstd1", "zstd19") for key in found[name]
-        },
-        "zipnn_ratio": zipnn_ratio(pages, element),
+        **{f"{name}_{key}": found[name][key] for name in ("zstd1", "zstd19") for key in ours},
         "entropy_bound": entropy_bound(pages, page_format),
     }
 
 
-def measure(model: Path, tick: Tick) -> dict[str, Result]:
+def measure(model: Path, tick: Callable[[str], None]) -> dict[str, Result]:
     """All dtypes."""
-    training, pages = real_pages(model, "bfloat16")
+    bf16 = real_pages(model, "bfloat16")
     tick("bf16 pages")
-    half_training, half_pages = real_pages(model, "float16")
+    fp16 = real_pages(model, "float16")
     tick("fp16 pages")
-    results = {
-        "bf16": compare(training, pages, ElementType.BF16),
-        "fp16": compare(half_training, half_pages, ElementType.FP16),
-    }
+    results = {"bf16": compare(*bf16, ElementType.BF16), "fp16": compare(*fp16, ElementType.FP16)}
     tick("16 bits")
     for name, dtype, element in (
         ("fp8", "float8_e4m3fn", ElementType.FP8_E4M3),
         ("fp8_e5m2", "float8_e5m2", ElementType.FP8_E5M2),
     ):
-        results[name] = compare(cast(training, dtype), cast(pages, dtype), element)
+        training, pages = (cast(some, dtype) for some in bf16)
+        results[name] = compare(training, pages, element)
     tick("8 bits")
     return results
 

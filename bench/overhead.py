@@ -37,6 +37,8 @@ CYCLES = 6
 DECODE_TOKENS = 96
 
 Tick = Callable[[str], None]
+Times = dict[str, list[float]]
+"""Seconds by contestant."""
 CONTESTANTS: Mapping[str, dict[str, Any] | None] = {
     "stock": None,
     "control": None,
@@ -45,24 +47,27 @@ CONTESTANTS: Mapping[str, dict[str, Any] | None] = {
 """Settings of each engine's connector; None is stock vLLM."""
 
 
-def ratios(rounds: list[dict[str, list[float]]], period: int) -> tuple[float, float]:
+def ratios(rounds: list[Times], period: int) -> tuple[float, float]:
     """Connector over stock, and stock over stock (the larger over the smaller).
 
     What recurs every ``period`` samples is cost and must count; what occurs once is the machine's.
     So each phase of the period contributes its median. Phases and rounds are summed.
     """
-    totals = dict.fromkeys(rounds[0], 0.0)
-    for times in rounds:
-        for name, samples in times.items():
-            for phase in range(period):
-                totals[name] += statistics.median(samples[phase::period])
+    totals = {
+        name: sum(
+            statistics.median(times[name][phase::period])
+            for times in rounds
+            for phase in range(period)
+        )
+        for name in rounds[0]
+    }
     both = totals["stock"], totals["control"]
     return totals["connector"] / statistics.fmean(both), max(both) / min(both)
 
 
 def scheduler_step(
     first: int, tick: Tick, extras: Mapping[str, dict[str, Any] | None] = CONTESTANTS
-) -> dict[str, list[float]]:
+) -> Times:
     """Seconds of scheduler steps of each contestant, taken in turn.
 
     Prompts differ in length, so that their blocks fill at different steps, as they do in a server.
@@ -73,14 +78,15 @@ def scheduler_step(
             of its steps 1% faster or slower.
         extras: the three contestants.
     """
-    steps = CYCLE * CYCLES
     from tiered_kv.testing.checked_kv import text
     from tiered_kv.testing.vllm.rig import Rig, RigOptions
 
+    steps = CYCLE * CYCLES
     context = steps + 400
+    names = [*extras, *extras][first % 3 :][:3]
+    times: Times = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         rigs: dict[str, Rig] = {}
-        names = [*extras, *extras][first % 3 :][:3]
         for name in names:
             options = RigOptions(
                 blocks=RUNNING * (context // 16 + 2),
@@ -95,47 +101,39 @@ def scheduler_step(
                 rigs[name].add(f"r{i}", text(100 + i, seed=i), max_tokens=steps + 200)
             for _ in range(20):
                 rigs[name].step()
-        times: dict[str, list[float]] = {name: [] for name in rigs}
         gc.collect()
         gc.disable()
-        try:
-            for i in range(steps):
-                for name in names[i % 3 :] + names[: i % 3]:
-                    rig = rigs[name]
-                    rig.step()
-                    times[name].append(rig.scheduler_s)
-            tick("scheduler steps")
-            if any(rig.finished for rig in rigs.values()):
-                raise RuntimeError("requests finished early: too few were decoding")
-        finally:
-            gc.enable()
+        stack.callback(gc.enable)
+        for i in range(steps):
+            for name in names[i % 3 :] + names[: i % 3]:
+                rigs[name].step()
+                times[name].append(rigs[name].scheduler_s)
+        tick("scheduler steps")
+        if any(rig.finished for rig in rigs.values()):
+            raise RuntimeError("requests finished early: too few were decoding")
     return times
 
 
-def decode_step(model: Path, rounds: int, tick: Tick) -> dict[str, list[float]]:
+def decode_step(model: Path, rounds: int, tick: Tick) -> Times:
     """Seconds per decode step, in one engine whose connector is removed and put back. Two processes
     of the same stock server can differ by 17%, so all contestants share one.
     """
-    times: dict[str, list[float]] = {"stock": [], "control": [], "connector": []}
-    options = {"num_gpu_blocks_override": 400}
-    with engine(model, connector=True, extra={"cpu_gib": 1}, **options) as running:
-
-        def decode(seed: int) -> float:
-            prompts = [[(seed * 31 + i * 17 + j) % 40_000 + 9 for j in range(8)] for i in range(8)]
-            began = time.perf_counter()
-            running.generate(prompts, max_tokens=DECODE_TOKENS)
-            seconds = (time.perf_counter() - began) / DECODE_TOKENS
-            running.settle()
-            return seconds
-
-        names = list(times)
+    times: Times = {name: [] for name in CONTESTANTS}
+    names = list(times)
+    options = {"num_gpu_blocks_override": 400, "extra": {"cpu_gib": 1}}
+    with engine(model, connector=True, **options) as running:
         for i in range(-1, rounds):
             for turn, name in enumerate(names[i % 3 :] + names[: i % 3]):
+                seed = 31 * (3 * i + turn + 3)
+                prompts = [[(seed + r * 17 + j) % 40_000 + 9 for j in range(8)] for r in range(8)]
                 off = nullcontext() if name == "connector" else running.without_connector()
                 with off:
-                    seconds = decode(3 * i + turn + 3)
+                    began = time.perf_counter()
+                    running.generate(prompts, max_tokens=DECODE_TOKENS)
+                    seconds = time.perf_counter() - began
+                    running.settle()
                 if i >= 0:  # the first round warms up
-                    times[name].append(seconds)
+                    times[name].append(seconds / DECODE_TOKENS)
             tick("decode rounds")
         saved = running.half.counters.totals["pages_saved"]
         if saved < rounds * 8 * (DECODE_TOKENS // 32):

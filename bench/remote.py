@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, cycle
 from pathlib import Path
@@ -40,11 +38,10 @@ from tiered_kv.storage.remote_tier import make_store
 from tiered_kv.testing.valkey import ValkeyServer
 
 PAGE_BYTES = 256 << 10
-PAGES = 512
-CONTEXT_PAGES = 64
+PAGES, CONTEXT_PAGES = 512, 64
 ROUNDS = 25
 LOOKUPS = 100_000
-REQUESTS = 40
+REQUESTS, WARM_UP = 40, 10
 STEP_TOKENS, STEP_S, ANSWER_S = 256, 0.02, 0.003
 """Tokens and seconds of a step on the engine's clock, and the real seconds that the store's thread
 has for each step."""
@@ -65,11 +62,10 @@ def _echo(connection: socket.socket) -> None:
         while head := connection.recv(8, socket.MSG_WAITALL):
             count = int.from_bytes(head)
             kept += [memoryview(bytearray(PAGE_BYTES)) for _ in range(count - len(kept))]
-            pages = kept[:count]
-            for page in pages:
+            for page in kept[:count]:
                 _receive(connection, page)
             connection.sendall(b"k")
-            for page in pages:
+            for page in kept[:count]:
                 connection.sendall(page)
 
 
@@ -127,20 +123,18 @@ def time_store(
     Raises:
         RuntimeError: a page was not stored, or came back otherwise.
     """
-    seconds = []
-    for is_get in (False, True):
-        seconds.append(0.0)
-        for start in range(0, len(keys), CONTEXT_PAGES):
-            some = pages[start : start + CONTEXT_PAGES]
-            asked = list(zip(keys[start:], slots if is_get else some, strict=False))[: len(some)]
+    contexts = [slice(at, at + CONTEXT_PAGES) for at in range(0, len(keys), CONTEXT_PAGES)]
+    seconds = [0.0, 0.0]
+    for way, move in enumerate((store.put, store.get)):
+        for context in contexts:
+            some = pages[context]
+            named = list(zip(keys[context], slots if way else some, strict=False))
             began = time.perf_counter()
-            failed = store.get(asked) if is_get else store.put(asked)
-            seconds[-1] += time.perf_counter() - began
+            failed = move(named)
+            seconds[way] += time.perf_counter() - began
             if failed:
-                raise RuntimeError(
-                    f"{len(failed)} pages were not {'found' if is_get else 'stored'}"
-                )
-            if is_get:
+                raise RuntimeError(f"{len(failed)} pages were not {('stored', 'found')[way]}")
+            if way:
                 _check(slots, some)
     return seconds[0], seconds[1]
 
@@ -166,19 +160,6 @@ def look_up(store: RemotePages, existing: Sequence[PageKey]) -> float:
     return len(keys) / seconds
 
 
-@dataclass(frozen=True, slots=True)
-class OnThread:
-    """Time of the scheduler's thread that a request takes, milliseconds.
-
-    Attributes:
-        asked_ms: until the store has answered the query for its pages, if there is one.
-        whole_ms: all of it, including what its pages take afterwards.
-    """
-
-    asked_ms: float
-    whole_ms: float
-
-
 class TimedRig:
     """An engine whose hooks are timed.
 
@@ -193,20 +174,17 @@ class TimedRig:
         from tiered_kv.testing.checked_kv import CELL
         from tiered_kv.testing.vllm.rig import Rig, RigOptions
 
-        block = 16
-        slots = 2 * CONTEXT_TOKENS // block
-        extra = {"cpu_gib": slots * block * CELL / (1 << 30), "codec": "raw", "admission": "off"}
-        self._rig = Rig(
-            folder / "model",
-            RigOptions(
-                extra={**extra, **({"remote": url} if url else {})},
-                blocks=4 * CONTEXT_TOKENS // block,
-                max_model_len=2 * CONTEXT_TOKENS,
-                max_batched_tokens=STEP_TOKENS,
-            ),
+        cpu_gib = 2 * CONTEXT_TOKENS * CELL / (1 << 30)
+        remote = {"remote": url} if url else {}
+        options = RigOptions(
+            extra={"cpu_gib": cpu_gib, "codec": "raw", "admission": "off", **remote},
+            blocks=4 * CONTEXT_TOKENS // 16,
+            max_model_len=2 * CONTEXT_TOKENS,
+            max_batched_tokens=STEP_TOKENS,
         )
+        self._rig = Rig(folder / "model", options)
         self.lookups = 0
-        self._spent = self._at_allocation = 0.0
+        self._spent_s = self._asked_s = 0.0
         for name in HOOKS:
             self._time(name)
 
@@ -216,22 +194,27 @@ class TimedRig:
         def run(*args: Any, **named: Any) -> Any:
             began = time.thread_time()
             try:
-                given = call(*args, **named)
+                returned = call(*args, **named)
             finally:
-                self._spent += time.thread_time() - began
+                self._spent_s += time.thread_time() - began
             if name == "build_orders":
-                self.lookups += sum(len(one.lookups) for one in given.stores.values())
+                self.lookups += sum(len(one.lookups) for one in returned.stores.values())
             if name == "on_allocated":
-                self._at_allocation = self._spent
-            return given
+                self._asked_s = self._spent_s
+            return returned
 
         setattr(self._rig.half, name, run)
 
-    def ask(self, number: int) -> OnThread:
-        """Time a request."""
+    def ask(self, number: int) -> tuple[float, float]:
+        """Time a request.
+
+        Returns:
+            Milliseconds of the scheduler's thread: until the store has answered the query for its
+            pages, if there is one; and all of it, including what its pages take afterwards.
+        """
         from tiered_kv.testing.checked_kv import text
 
-        rig, self._spent = self._rig, 0.0
+        rig, self._spent_s = self._rig, 0.0
         name = f"turn {number}"
         rig.add(name, text(CONTEXT_TOKENS, seed=number), params={"job_id": name})
         while rig.scheduler.has_requests() or rig.orders_under_way:
@@ -239,15 +222,15 @@ class TimedRig:
             rig.wait_for_worker()
             time.sleep(ANSWER_S)  # for the thread that queries the store
             rig.now += STEP_S
-        return OnThread(1e3 * self._at_allocation, 1e3 * self._spent)
+        return 1e3 * self._asked_s, 1e3 * self._spent_s
 
     def close(self) -> None:
         """Stop the engine."""
         self._rig.close()
 
 
-def on_thread(url: str, folder: Path) -> OnThread:
-    """Time of the scheduler's thread per request, with a store minus without: medians of pairs.
+def on_thread(url: str, folder: Path) -> tuple[float, float]:
+    """Time of a request as ``TimedRig.ask`` has it, with a store minus without: medians of pairs.
 
     Raises:
         RuntimeError: the store was not queried for each request.
@@ -256,11 +239,9 @@ def on_thread(url: str, folder: Path) -> OnThread:
         pairs = [(with_store.ask(number), without.ask(number)) for number in range(REQUESTS)]
     if with_store.lookups != REQUESTS:
         raise RuntimeError(f"the store was queried {with_store.lookups} times, not {REQUESTS}")
-    pairs = pairs[REQUESTS // 4 :]  # the first ones warm up
-    return OnThread(
-        statistics.median(one.asked_ms - other.asked_ms for one, other in pairs),
-        statistics.median(one.whole_ms - other.whole_ms for one, other in pairs),
-    )
+    times = np.array(pairs[WARM_UP:])
+    asked_ms, whole_ms = np.median(times[:, 0] - times[:, 1], axis=0)
+    return float(asked_ms), float(whole_ms)
 
 
 def measure(pages: int, rounds: int, tick: Callable[[str], None]) -> dict[str, float]:
@@ -268,9 +249,7 @@ def measure(pages: int, rounds: int, tick: Callable[[str], None]) -> dict[str, f
     rng = np.random.default_rng(0)
     content = list(rng.integers(0, 256, (pages, PAGE_BYTES), dtype=np.uint8))
     slots = list(np.zeros((min(pages, CONTEXT_PAGES), PAGE_BYTES), dtype=np.uint8))
-    nbytes = pages * PAGE_BYTES
-    speeds: list[list[float]] = []
-    keys: list[PageKey] = []
+    nbytes, times, keys = pages * PAGE_BYTES, list[tuple[float, ...]](), list[PageKey]()
     with (
         tempfile.TemporaryDirectory() as name,
         ValkeyServer(Path(name), most=f"{4 * nbytes >> 20}mb") as server,
@@ -283,24 +262,23 @@ def measure(pages: int, rounds: int, tick: Callable[[str], None]) -> dict[str, f
                 store.drop(keys)
                 keys = [_key(number * pages + at) for at in range(pages)]
                 link = time_stream(connection, content, slots)
-                ours = time_store(store, keys, content, slots)
-                speeds.append([nbytes / 1e6 / seconds for seconds in (*link, *ours)])
+                times.append((*link, *time_store(store, keys, content, slots)))
                 tick("rounds")
             lookups = look_up(store, keys)
         tick("the scheduler's thread")
-        thread = on_thread(server.url, Path(name))
-    measured = np.array(speeds[1:])  # the first one warms up
-    stream_put, stream_get, put, get = (float(x) for x in np.median(measured, axis=0))
+        asked_ms, scheduler_ms = on_thread(server.url, Path(name))
+    speeds = nbytes / 1e6 / np.array(times[1:])  # the first round warms up
+    stream_put, stream_get, put, get = map(float, np.median(speeds, axis=0))
     return {
-        "put": float(np.median(measured[:, 2] / measured[:, 0])),
-        "get": float(np.median(measured[:, 3] / measured[:, 1])),
+        "put": float(np.median(speeds[:, 2] / speeds[:, 0])),
+        "get": float(np.median(speeds[:, 3] / speeds[:, 1])),
         "put_mbs": put,
         "get_mbs": get,
         "stream_put_mbs": stream_put,
         "stream_get_mbs": stream_get,
         "lookups_per_s": lookups,
-        "scheduler_ms": thread.whole_ms,
-        "asked_ms": thread.asked_ms,
+        "scheduler_ms": scheduler_ms,
+        "asked_ms": asked_ms,
     }
 
 

@@ -13,7 +13,6 @@ turn, and of those whose last tokens, which fill no block, were found too.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -21,48 +20,44 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx
 import typer
 
+from tiered_kv.bench.agents.client import Answer
 from tiered_kv.bench.output import AsJson, ModelFolder, benchmark, run_benchmark
 from tiered_kv.bench.restore import (
-    TIMEOUT_S,
-    WARM_UP,
-    Answered,
-    answer,
+    CONTEXTS,
+    CPU,
+    ask,
+    client_of,
     context_gib,
-    first_token_ms,
+    is_from,
     job_of,
     median_ms,
+    settled,
     small_pool,
     texts,
 )
-from tiered_kv.bench.servers.load import group_members
 from tiered_kv.bench.servers.model import small_model
-from tiered_kv.bench.servers.vllm_server import MODEL_NAME, VllmServer, machine_dtype
-from tiered_kv.doctor.running_server import events
+from tiered_kv.bench.servers.vllm_server import VllmServer, machine_dtype
 from tiered_kv.trace.trace_reader import TraceReader
 
-CONTEXTS = 8
 DECODING = 2
-SHARED_MEMORY = Path("/dev/shm")
-SETTLE_S = 60.0
 ADOPTED = re.compile(r"CPU memory has (\d+) pages from before")
 
 
-@contextlib.contextmanager
-def decoding(url: str) -> Iterator[None]:
+@contextmanager
+def decoding(server: VllmServer) -> Iterator[None]:
     """Clients that have a server decode until it is killed."""
-    body = {"model": MODEL_NAME, "max_tokens": 800, "ignore_eos": True}
 
     def decode(at: int) -> None:
-        with contextlib.suppress(httpx.HTTPError), httpx.Client(timeout=TIMEOUT_S) as client:
+        with suppress(httpx.HTTPError), client_of(server) as client:
             while True:
-                prompt = [1_000 + at] * 100
-                client.post(f"{url}/v1/completions", json={**body, "prompt": prompt})
+                ask(client, [1_000 + at] * 100, f"decodes-{at}", 800)
 
     clients = [threading.Thread(target=decode, args=(at,)) for at in range(DECODING)]
     for client in clients:
@@ -72,48 +67,19 @@ def decoding(url: str) -> Iterator[None]:
         client.join()
 
 
-def kill(server: VllmServer) -> None:
-    """Kill a server and everything it started, and wait until all of it has ended."""
-    group = server.pid
-    assert group is not None
-    os.killpg(group, signal.SIGKILL)
-    server.stop()
-    while group_members(group):
-        time.sleep(0.01)
-
-
-def cpu_pages(client: httpx.Client) -> int:
-    """Number of pages in CPU memory, once no more are added.
-
-    Raises:
-        TimeoutError: more and more are added.
-    """
-    until, before = time.monotonic() + SETTLE_S, -1
-    while time.monotonic() < until:
-        first_token_ms(client, WARM_UP[:100])  # an idle engine reports nothing
-        now = int(events(client.get("/metrics").text).get("cpu_pages", 0))
-        if now == before:
-            return now
-        before = now
-        time.sleep(1.0)
-    raise TimeoutError("pages are added to CPU memory for ever")
-
-
-def from_cpu(client: httpx.Client, prompt: list[int]) -> Answered:
+def from_cpu(client: httpx.Client, prompt: list[int]) -> Answer:
     """Send a context.
 
     Raises:
         RuntimeError: it did not come from CPU memory.
     """
-    answered = answer(client, prompt)
-    if not answered.is_from("cpu_tokens"):
-        raise RuntimeError(f"a context did not come from CPU memory: {answered.tokens}")
-    return answered
+    answer = ask(client, prompt)
+    if not is_from(answer, CPU):
+        raise RuntimeError(f"a context did not come from CPU memory: {answer.sources}")
+    return answer
 
 
-def measure(
-    model: Path, tokens: int, folder: Path, tick: Callable[[str], None]
-) -> dict[str, float | str]:
+def measure(model: Path, tokens: int, folder: Path, tick: Callable[[str], None]) -> dict[str, Any]:
     """Kill a server, and measure what the next one finds."""
     with tempfile.TemporaryDirectory() as name:
         trace = Path(name) / "trace.jsonl"
@@ -122,23 +88,23 @@ def measure(
             "TIERED_KV_CPU_PATH": str(folder),
             "TIERED_KV_TRACE": str(trace),
         }
-        server = VllmServer(small_pool(model, tokens, env), Path(name) / "server.log")
-        with server:
-            with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as client:
+        with VllmServer(small_pool(model, tokens, env), Path(name) / "server.log") as server:
+            with client_of(server) as client:
                 tick("saving contexts")
                 prompts = texts(client, CONTEXTS, tokens)
                 for prompt in prompts:
-                    first_token_ms(client, prompt)
-                held = cpu_pages(client)
+                    ask(client, prompt)
+                (held,) = settled(client, "cpu_pages")
             tick("killing the server")
-            with decoding(server.url):
+            with decoding(server):
                 time.sleep(2.0)
-                kill(server)
+                assert server.pid is not None
+                os.killpg(server.pid, signal.SIGKILL)
+                server.stop()
             tick("restarting it")
             server.start()
             found = ADOPTED.search(server.log_text())
-            with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as client:
-                first_token_ms(client, WARM_UP)
+            with client_of(server) as client:
                 tick("sending the contexts again")
                 first = [from_cpu(client, prompt) for prompt in prompts]
                 later = [from_cpu(client, prompt) for prompt in prompts]
@@ -152,7 +118,7 @@ def measure(
         "first_ms": median_ms(first),
         "cpu_ms": median_ms(later),
         "jobs_found": second / CONTEXTS,
-        "tails_found": sum(one.tokens["cpu_tokens"] == tokens - 1 for one in first) / CONTEXTS,
+        "tails_found": sum(one.sources[CPU] == tokens - 1 for one in first) / CONTEXTS,
         "start_s": server.start_s,
         "tokens": tokens,
         "dtype": str(machine_dtype()),
@@ -163,7 +129,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Length of the contexts, tokens.")] = 3000,
     shared: Annotated[
         Path, typer.Option(help="Folder on tmpfs, in which the memory gets one of its own.")
-    ] = SHARED_MEMORY,
+    ] = Path("/dev/shm"),
     model: ModelFolder = None,
     as_json: AsJson = False,
 ) -> None:

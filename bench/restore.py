@@ -10,7 +10,8 @@ where the tokens came from, and a sample from anywhere else is an error, not a n
 computing is faster than the SSD, the connector computes: such contexts are counted in ``computed``,
 and a tier that gave none has ``null`` for a time.
 
-The client and the texts are those of ``bench.restart`` and ``bench.cold`` too.
+The client, the texts and the servers are also those of ``bench.restart``, ``bench.cold``,
+``bench.cluster`` and ``bench.snapshot``.
 """
 
 from __future__ import annotations
@@ -19,16 +20,15 @@ import statistics
 import sysconfig
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx
 import typer
 
+from tiered_kv.bench.agents.client import Answer, Ask, Reading, ask_over
 from tiered_kv.bench.output import AsJson, ModelFolder, benchmark, run_benchmark
 from tiered_kv.bench.servers.model import small_model
 from tiered_kv.bench.servers.vllm_server import (
@@ -49,12 +49,12 @@ BLOCK = 32
 """Tokens of a block: the smallest that vLLM's CPU build takes."""
 CHARACTERS = 6
 """Characters of source text that are more than a token."""
-TIMEOUT_S = 600.0
+TIMEOUT_S, SETTLE_S, POLL_S = 600.0, 60.0, 0.2
 WARM_UP = tuple(range(100, 400))
-SSD, COMPUTED = "ssd_tokens", "recomputed_tokens"
+CPU, SSD, COMPUTED = "cpu_tokens", "ssd_tokens", "recomputed_tokens"
 SOURCES = {
     "cold": COMPUTED,
-    "cpu": "cpu_tokens",
+    "cpu": CPU,
     "vram": "vram_tokens",
     "ssd": SSD,
     "ssd_after_restart": SSD,
@@ -71,10 +71,8 @@ def texts(
     """Prompts of exactly ``tokens`` token ids. Each starts with another file of the standard
     library, and continues with the next ones."""
     found: list[list[int]] = []
-    files = [
-        path.read_text(errors="replace")
-        for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    ]
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    files = [path.read_text(errors="replace") for path in paths]
     for first in range(len(files)):
         body = {"model": model, "prompt": "".join(files[first:])[: tokens * CHARACTERS]}
         ids = client.post("/tokenize", json=body).raise_for_status().json()["tokens"]
@@ -85,51 +83,80 @@ def texts(
     raise RuntimeError(f"the standard library has too little text for {count} of {tokens} tokens")
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """An answer of one token.
-
-    Attributes:
-        ms: time until it was received, milliseconds.
-        tokens: tokens of its prompt by where they came from, as the connector names them.
-    """
-
-    ms: float
-    tokens: Mapping[str, int]
-
-    def is_from(self, source: str) -> bool:
-        """True if the prompt came from there, except for its end."""
-        return self.tokens[source] >= 0.9 * self.tokens["prompt_tokens"]
-
-
 def job_of(prompt: Sequence[int]) -> str:
     """Name of the job that sends a prompt."""
     return f"prompt-{hash(tuple(prompt)):x}"
 
 
-def answer(client: httpx.Client, prompt: Sequence[int]) -> Answered:
-    """Request one token. Equal prompts are turns of one job."""
-    body = {
-        "model": MODEL_NAME,
-        "prompt": list(prompt),
-        "max_tokens": 1,
-        "temperature": 0,
-        "kv_transfer_params": {"job_id": job_of(prompt)},
-    }
-    began = time.perf_counter()
-    response = client.post("/v1/completions", json=body).raise_for_status()
-    ms = (time.perf_counter() - began) * 1e3
-    return Answered(ms, response.json()["kv_transfer_params"]["tiered_kv"])
+def ask(
+    client: httpx.Client,
+    prompt: Sequence[int],
+    job: str | None = None,
+    tokens: int = 1,
+    *,
+    salt: str | None = None,
+    logprobs: int | None = None,
+    on_token: Callable[[Reading], None] | None = None,
+) -> Answer:
+    """Send a turn of a job, for an answer of ``tokens`` tokens, and wait for all of it.
+
+    Args:
+        job: its name; equal prompts without one are turns of one job.
+        salt: of the caches: nothing is found under another one.
+        logprobs, on_token: see ``Ask`` and ``ask_over``.
+
+    Raises:
+        httpx.HTTPError: it was not answered.
+    """
+    hints = {"kv_transfer_params": {"job_id": job or job_of(prompt)}}
+    turn = Ask(prompt=prompt, max_tokens=tokens, salt=salt, logprobs=logprobs, extra=hints)
+    return ask_over(client, MODEL_NAME, turn, on_token=on_token)
 
 
-def first_token_ms(client: httpx.Client, prompt: Sequence[int]) -> float:
-    """Milliseconds until the answer to a prompt, one token long, is received."""
-    return answer(client, prompt).ms
+def is_from(answer: Answer, source: str) -> bool:
+    """True if the prompt came from there, except for its end."""
+    return answer.sources[source] >= 0.9 * answer.prompt_tokens
 
 
-def median_ms(answers: Sequence[Answered]) -> float:
+def median_ms(answers: Sequence[Answer]) -> float:
     """Median time of answers, milliseconds."""
     return statistics.median(one.ms for one in answers)
+
+
+def logprob_distance(one: Answer, other: Answer) -> float:
+    """Largest difference of a token's logprob between two answers to one prompt, up to the first
+    token that differs: from there on they follow different texts."""
+    largest = 0.0
+    pairs = zip(one.tokens, other.tokens, one.logprobs, other.logprobs, strict=False)
+    for mine, theirs, a, b in pairs:
+        largest = max(largest, abs(a - b))
+        if mine != theirs:
+            break
+    return largest
+
+
+def counters(client: httpx.Client) -> Mapping[str, float]:
+    """Counters and gauges of a server's connector."""
+    return events(client.get("/metrics").text)
+
+
+def settled(client: httpx.Client, *names: str, polls: int = 5) -> list[int]:
+    """Counters of a server, once all are above zero and ``polls`` polls in a row find no change.
+
+    Raises:
+        TimeoutError: they are not for a minute.
+    """
+    until, before, quiet = time.monotonic() + SETTLE_S, list[int](), 0
+    while time.monotonic() < until:
+        ask(client, WARM_UP, "warm-up")  # an idle engine receives no reports
+        found = counters(client)
+        now = [int(found.get(name, 0)) for name in names]
+        quiet = quiet + 1 if now == before and all(now) else 0
+        if quiet == polls:
+            return now
+        before = now
+        time.sleep(POLL_S)
+    raise TimeoutError(f"{' and '.join(names)} did not settle within {SETTLE_S:g} s")
 
 
 # -- the servers ---------------------------------------------------------------------------
@@ -145,7 +172,7 @@ def context_gib(model: Path, tokens: int) -> float:
     return 1.1 * tokens * sum(one.layers * one.token_bytes for one in layers) / GIB
 
 
-def small_pool(model: Path, tokens: int, env: Mapping[str, str]) -> ServerOptions:
+def small_pool(model: Path, tokens: int, env: Mapping[str, str], *words: str) -> ServerOptions:
     """Options of a server whose KV pool holds fewer contexts than are sent. It pins nothing, so
     that what is evicted from VRAM must come from elsewhere."""
     return ServerOptions(
@@ -155,128 +182,94 @@ def small_pool(model: Path, tokens: int, env: Mapping[str, str]) -> ServerOption
         max_model_len=tokens + 64,
         kv_transfer_config=CONNECTOR,
         env={"TIERED_KV_POLICY": "lru", **env},
+        extra_args=words,
     )
 
 
 @contextmanager
+def client_of(server: VllmServer, headers: Mapping[str, str] = {}) -> Iterator[httpx.Client]:
+    """A client of a running server, which has answered a request before."""
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT_S, headers=headers) as client:
+        ask(client, WARM_UP, "warm-up")
+        yield client
+
+
+@contextmanager
 def served(options: ServerOptions, folder: Path) -> Iterator[tuple[VllmServer, httpx.Client]]:
-    """A server with its log in ``folder``, and a client; it has answered a request before."""
-    server = VllmServer(options, folder / "server.log")
-    with server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as client:
-        first_token_ms(client, WARM_UP)
+    """A server with its log in ``folder``, and a client."""
+    with VllmServer(options, folder / "server.log") as server, client_of(server) as client:
         yield server, client
 
 
 # -- the measurement -----------------------------------------------------------------------
 
 
-class Samples:
-    """Answers by where their KV was to come from, checked against where it did.
-
-    Args:
-        tick: called after every request, with its kind.
-
-    Attributes:
-        computed: contexts on SSD that were computed instead.
-    """
-
-    def __init__(self, tick: Callable[[str], None]) -> None:
-        self.answers = defaultdict[str, list[Answered]](list)
-        self.computed = 0
-        self._tick = tick
-
-    def add(self, client: httpx.Client, prompt: Sequence[int], *kinds: str) -> None:
-        """Send a prompt once for each kind.
-
-        Raises:
-            RuntimeError: its KV did not come from where it was meant to.
-        """
-        for kind in kinds:
-            answered = answer(client, prompt)
-            self._tick(kind)
-            if answered.is_from(SOURCES[kind]):
-                self.answers[kind].append(answered)
-            elif SOURCES[kind] == SSD and answered.is_from(COMPUTED):
-                self.computed += 1
-            else:
-                raise RuntimeError(f"a {kind} request was served from elsewhere: {answered.tokens}")
-
-    def medians(self) -> dict[str, float | None]:
-        """Median time of each kind, milliseconds; None without any."""
-        found = {kind: self.answers[kind] for kind in SOURCES}
-        return {kind: median_ms(those) if those else None for kind, those in found.items()}
-
-
-def warm_up_ssd(client: httpx.Client, prompts: Sequence[Sequence[int]]) -> None:
-    """Send contexts and wait until pages of them are on SSD. The first ones take long: the codec is
-    trained on them, on cores that the model needs, and what is evicted meanwhile is lost.
-
-    Raises:
-        TimeoutError: none is on SSD after a minute.
-    """
-    for prompt in prompts:
-        first_token_ms(client, prompt)
-    until = time.monotonic() + 60
-    while not events(client.get("/metrics").text).get("ssd_pages"):
-        if time.monotonic() > until:
-            raise TimeoutError("no page was demoted to SSD")
-        first_token_ms(client, WARM_UP[:100])  # an idle engine receives no reports
-        time.sleep(0.1)
-
-
 def measure(
     model: Path, tokens: int, load_format: str, tick: Callable[[str], None]
-) -> dict[str, float | str | None]:
+) -> dict[str, Any]:
     """Three servers: CPU memory for everything; CPU memory for a few contexts, and an SSD; the same
-    after a restart."""
-    samples = Samples(tick)
-    each = context_gib(model, tokens)
+    after a restart.
+
+    Raises:
+        RuntimeError: the KV of a request did not come from where it was meant to.
+    """
+    answers: dict[str, list[Answer]] = {kind: [] for kind in SOURCES}
+    computed = 0
+
+    def send(client: httpx.Client, *kinds: str) -> None:
+        nonlocal computed
+        for prompt in prompts:
+            for kind in kinds:
+                answer = ask(client, prompt)
+                tick(kind)
+                if is_from(answer, SOURCES[kind]):
+                    answers[kind].append(answer)
+                elif SOURCES[kind] == SSD and is_from(answer, COMPUTED):
+                    computed += 1
+                else:
+                    raise RuntimeError(f"a {kind} request came from elsewhere: {answer.sources}")
+
+    each, load = context_gib(model, tokens), ("--load-format", load_format)
     everything = f"{1.25 * (CONTEXTS + FIRST) * each:.4f}"
-    load = ("--load-format", load_format)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        roomy = replace(
-            small_pool(model, tokens, {"TIERED_KV_CPU_GIB": everything}), extra_args=load
-        )
         on_ssd = {
             "TIERED_KV_CPU_GIB": f"{3 * each:.4f}",
             "TIERED_KV_SSD_PATH": str(folder / "ssd"),
             "TIERED_KV_SSD_GIB": everything,
         }
-        tight = replace(
-            small_pool(model, tokens, on_ssd), extra_args=(*load, "--shutdown-timeout", "10")
-        )
+        roomy = small_pool(model, tokens, {"TIERED_KV_CPU_GIB": everything}, *load)
+        tight = small_pool(model, tokens, on_ssd, *load, "--shutdown-timeout", "10")
         with served(roomy, folder) as (_, client):
             *prompts, one, other = texts(client, CONTEXTS + FIRST, tokens)
-            for prompt in prompts:
-                samples.add(client, prompt, "cold")
-            for prompt in prompts:
-                samples.add(client, prompt, "cpu", "vram")
+            send(client, "cold")
+            send(client, "cpu", "vram")
         with served(tight, folder) as (_, client):
-            warm_up_ssd(client, [other, one])
-            for prompt in prompts:
-                samples.add(client, prompt, "cold")
-            for prompt in prompts:
-                samples.add(client, prompt, "ssd")
+            # The codec is trained on the first pages, on cores that the model needs, and what is
+            # evicted meanwhile is lost.
+            ask(client, other)
+            ask(client, one)
+            settled(client, "ssd_pages")
+            send(client, "cold")
+            send(client, "ssd")
         with served(tight, folder) as (_, client):
-            for prompt in prompts:
-                samples.add(client, prompt, "ssd_after_restart")
-    median = samples.medians()
+            send(client, "ssd_after_restart")
+    ms = {kind: median_ms(found) if found else None for kind, found in answers.items()}
     return {
-        **{f"{kind}_ms": ms for kind, ms in median.items()},
-        "cold_over_cpu": _ratio(median["cold"], median["cpu"]),
-        "cpu_over_vram": _ratio(median["cpu"], median["vram"]),
-        "cold_over_ssd": _ratio(median["cold"], median["ssd"]),
-        "cold_over_ssd_after_restart": _ratio(median["cold"], median["ssd_after_restart"]),
+        **{f"{kind}_ms": median for kind, median in ms.items()},
+        "cold_over_cpu": _ratio(ms["cold"], ms["cpu"]),
+        "cpu_over_vram": _ratio(ms["cpu"], ms["vram"]),
+        "cold_over_ssd": _ratio(ms["cold"], ms["ssd"]),
+        "cold_over_ssd_after_restart": _ratio(ms["cold"], ms["ssd_after_restart"]),
         "tokens": tokens,
         "samples": CONTEXTS,
-        "computed": samples.computed,
+        "computed": computed,
         "dtype": str(machine_dtype()),
     }
 
 
 def _ratio(above: float | None, below: float | None) -> float | None:
-    return above / below if above is not None and below is not None else None
+    return above / below if above and below else None
 
 
 def main(

@@ -36,7 +36,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -70,7 +70,22 @@ Tick = Callable[[str], None]
 Setting = tuple[int, int]
 """Threads, and bytes of a block."""
 Pass = Callable[[], float]
-"""Moves a fixed number of bytes and gives MB/s."""
+"""Moves a fixed number of bytes and returns the seconds."""
+
+
+def _key(name: int) -> PageKey:
+    return PageKey(name.to_bytes(KEY_BYTES, "big"))
+
+
+def options_of(root: Path, page_bytes: int, threads: int = 4) -> StoreOptions:
+    """Options of a store of raw pages."""
+    form = PageFormat(ElementType.OPAQUE, page_bytes, 16)
+    return StoreOptions(root, bytes(16), 0, 0, 1, form, CAPACITY_BYTES, io_threads=threads)
+
+
+def open_store(options: StoreOptions) -> SegmentStore:
+    """Open a store of raw pages."""
+    return SegmentStore(options, RawCodec(options.page_format), from_table)
 
 
 class Slots:
@@ -94,23 +109,23 @@ class Slots:
         for at, slot in enumerate(self.pages):
             slot[:] = self.page(first + at)
 
+    def named(self, first: int) -> list[tuple[PageKey, Bytes]]:
+        """The slots, with keys of the pages from that name on."""
+        return [(_key(first + at), slot) for at, slot in enumerate(self.pages)]
+
 
 class Store:
     """The store, which is empty at first."""
 
     def __init__(self, root: Path, slots: Slots, threads: int) -> None:
-        page_format = PageFormat(ElementType.OPAQUE, slots.pages.shape[1], 16)
-        options = StoreOptions(
-            root, bytes(16), 0, 0, 1, page_format, CAPACITY_BYTES, io_threads=threads
-        )
-        self._store = SegmentStore(options, RawCodec(page_format), from_table)
+        self._store = open_store(options_of(root, slots.pages.shape[1], threads))
         self._slots = slots
         self._random = np.random.default_rng(2)
         self._groups = 0
         self.direct = self._store.direct
 
     def write(self, groups: int) -> float:
-        """Put that many groups of new pages; MB/s.
+        """Put that many groups of new pages; the seconds.
 
         Raises:
             RuntimeError: pages were not stored.
@@ -120,16 +135,16 @@ class Store:
             first = self._groups * self._slots.count
             self._groups += 1
             self._slots.fill(first)
-            pages = self._pages(first)
+            pages = self._slots.named(first)
             began = time.perf_counter()
             failed = self._store.put(pages)
             seconds += time.perf_counter() - began
             if failed:
                 raise RuntimeError(f"{len(failed)} pages were not stored")
-        return groups * self._slots.bytes.nbytes / seconds / 1e6
+        return seconds
 
     def read(self, groups: int) -> float:
-        """Get that many groups, at random; MB/s.
+        """Get that many groups, at random; the seconds.
 
         Raises:
             RuntimeError: a page was lost, or another came back.
@@ -137,17 +152,14 @@ class Store:
         seconds = 0.0
         for _ in range(groups):
             first = int(self._random.integers(self._groups)) * self._slots.count
-            pages = self._pages(first)
+            pages = self._slots.named(first)
             began = time.perf_counter()
             failed = self._store.get(pages)
             seconds += time.perf_counter() - began
             at = int(self._random.integers(self._slots.count))
             if failed or not np.array_equal(self._slots.pages[at], self._slots.page(first + at)):
                 raise RuntimeError("a page did not come back as it was put")
-        return groups * self._slots.bytes.nbytes / seconds / 1e6
-
-    def _pages(self, first: int) -> list[tuple[PageKey, Bytes]]:
-        return [(_key(first + at), slot) for at, slot in enumerate(self._slots.pages)]
+        return seconds
 
     def close(self) -> None:
         """Close the store."""
@@ -199,7 +211,7 @@ class Device:
         return time.perf_counter() - began
 
     def write(self, setting: Setting, groups: int, *, again: bool = False) -> float:
-        """Fill that many new files, or with ``again`` files that were just filled; MB/s."""
+        """Fill that many new files, or with ``again`` files that were just filled; the seconds."""
         seconds = 0.0
         for _ in range(groups):
             self._slots.fill(self._written)
@@ -212,13 +224,12 @@ class Device:
             seconds += took
             self._written += 1
             (self._folder / f"{self._written % KEEP_FILES}").unlink(missing_ok=True)
-        return groups * self._slots.bytes.nbytes / seconds / 1e6
+        return seconds
 
     def read(self, setting: Setting, groups: int) -> float:
-        """Read that many files, at random; MB/s."""
+        """Read that many files, at random; the seconds."""
         fds = self._random.choice(self._files, groups)
-        seconds = sum(self._move(_read, int(fd), *setting) for fd in fds)
-        return groups * self._slots.bytes.nbytes / seconds / 1e6
+        return sum(self._move(_read, int(fd), *setting) for fd in fds)
 
     def close(self) -> None:
         """Close the files and end the threads."""
@@ -231,53 +242,43 @@ def _read(fd: int, piece: memoryview, offset: int) -> int:
     return os.preadv(fd, [piece], offset)
 
 
-def _key(name: int) -> PageKey:
-    return PageKey(name.to_bytes(KEY_BYTES, "big"))
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A contest: MB/s, medians over the rounds, and the device's best setting."""
+    """A contest: the store's speed over the device's, seconds of a round, medians over the rounds,
+    and the device's best setting."""
 
     fraction: float
-    store_mbs: float
-    device_mbs: float
+    store_s: float
+    device_s: float
     best: Setting
 
 
 def contest(store: Pass, device: Mapping[Setting, Pass], tick: Tick) -> Outcome:
     """Store and device in turn; which one starts changes from slice to slice. The device is its
     best setting over all rounds."""
-    everyone: dict[Setting | None, Pass] = {None: store}
-    everyone.update(device.items())
-    rounds: dict[Setting | None, list[float]] = {one: [] for one in everyone}
-    for _ in range(ROUNDS):
-        speeds: dict[Setting | None, list[float]] = {one: [] for one in everyone}
+    everyone = [store, *device.values()]
+    seconds = np.zeros((ROUNDS, len(everyone)))
+    for number in range(ROUNDS):
         for turn in range(SLICES):
-            first = turn % len(everyone)
-            for one in [*everyone][first:] + [*everyone][:first]:
-                speeds[one].append(everyone[one]())
-        for one, found in speeds.items():
-            rounds[one].append(statistics.harmonic_mean(found))
+            for at in range(turn, turn + len(everyone)):
+                seconds[number, at % len(everyone)] += everyone[at % len(everyone)]()
         tick("store and device in turn")
-    best = max(device, key=lambda setting: statistics.median(rounds[setting]))
+    best = 1 + int(np.argmin(np.median(seconds[:, 1:], axis=0)))
     return Outcome(
-        fraction=statistics.median(
-            ours / theirs for ours, theirs in zip(rounds[None], rounds[best], strict=True)
-        ),
-        store_mbs=statistics.median(rounds[None]),
-        device_mbs=statistics.median(rounds[best]),
-        best=best,
+        fraction=float(np.median(seconds[:, best] / seconds[:, 0])),
+        store_s=float(np.median(seconds[:, 0])),
+        device_s=float(np.median(seconds[:, best])),
+        best=[*device][best - 1],
     )
 
 
 def build_sparse(options: StoreOptions, pages: int) -> None:
     """Write the sealed segments of a store of that many pages, with holes for the pages."""
-    record = FooterEntry(_key(0), 0, options.page_format.page_bytes, 0, 0).nbytes
+    page_bytes, now = options.page_format.page_bytes, int(time.time())
+    record = FooterEntry(_key(0), 0, page_bytes, 0, 0).nbytes
     space = options.segment_bytes - footer_bytes(1, KEY_BYTES)
     per_segment = space // (record + footer_bytes(1, 0) // 32)
     options.folder.mkdir(parents=True)
-    now = int(time.time())
     for number, first in enumerate(range(0, pages, per_segment), 1):
         header = SegmentHeader(
             fingerprint=options.fingerprint,
@@ -291,17 +292,13 @@ def build_sparse(options: StoreOptions, pages: int) -> None:
             replica=options.replica,
             table=b"",
         )
+        names = range(first, min(first + per_segment, pages))
+        ends = range(header.header_bytes, options.segment_bytes, record)
         entries = [
-            FooterEntry(
-                _key(name),
-                header.header_bytes + i * record,
-                options.page_format.page_bytes,
-                0,
-                now,
-            )
-            for i, name in enumerate(range(first, min(first + per_segment, pages)))
+            FooterEntry(_key(name), start, page_bytes, 0, now)
+            for name, start in zip(names, ends, strict=False)
         ]
-        end = header.header_bytes + len(entries) * record
+        end = ends[len(names)]
         with (options.folder / f"{number:08}.seg").open("wb") as file:
             file.write(pack_segment_header(header))
             file.seek(end)
@@ -311,31 +308,25 @@ def build_sparse(options: StoreOptions, pages: int) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def time_opening(root: Path, tick: Tick) -> list[float]:
-    """Seconds that each opening of a large store took.
+def time_opening(root: Path, tick: Tick) -> float:
+    """Seconds that opening a large store takes, the median of some openings.
 
     Raises:
         RuntimeError: pages are missing.
     """
-    page_format = PageFormat(ElementType.OPAQUE, OPEN_PAGE_BYTES, 16)
-    options = StoreOptions(root, bytes(16), 0, 0, 1, page_format, CAPACITY_BYTES)
+    options, seconds = options_of(root, OPEN_PAGE_BYTES), list[float]()
     build_sparse(options, OPEN_PAGES)
-    seconds = []
     for _ in range(OPENINGS):
         began = time.perf_counter()
-        store = SegmentStore(options, RawCodec(page_format), from_table)
-        seconds.append(time.perf_counter() - began)
-        found = len(store)
-        store.close()
-        if found != OPEN_PAGES:
-            raise RuntimeError(f"{found} of {OPEN_PAGES} pages were found")
+        with closing(open_store(options)) as store:
+            seconds.append(time.perf_counter() - began)
+            if len(store) != OPEN_PAGES:
+                raise RuntimeError(f"{len(store)} of {OPEN_PAGES} pages were found")
         tick("opening")
-    return seconds
+    return statistics.median(seconds)
 
 
-def measure(
-    folder: Path, mib: int, page_kib: int, threads: int, tick: Tick
-) -> dict[str, float | int | str]:
+def measure(folder: Path, mib: int, page_kib: int, threads: int, tick: Tick) -> dict[str, Any]:
     """All figures; see the module.
 
     Raises:
@@ -343,12 +334,8 @@ def measure(
     """
     slots = Slots(page_kib << 10)
     groups = max(1, (mib << 20) // (ROUNDS * SLICES) // slots.bytes.nbytes)
-    settings = [
-        (depth, block)
-        for depth in sorted({1, 2, 4, threads})
-        if depth <= threads
-        for block in BLOCKS
-    ]
+    depths = [depth for depth in sorted({1, 2, 4, threads}) if depth <= threads]
+    settings = [(depth, block) for depth in depths for block in BLOCKS]
     with closing(Store(folder / "store", slots, threads)) as store:
         if not store.direct:
             raise RuntimeError(f"{folder} has no O_DIRECT: choose another --folder")
@@ -362,20 +349,20 @@ def measure(
                 for ours, theirs in ((store.write, device.write), (store.read, device.read))
             )
             again = [device.write(write.best, groups, again=True) for _ in range(REWRITES)]
-    openings = time_opening(folder / "large", tick)
+    mb = groups * slots.bytes.nbytes / 1e6
     return {
         "read_fraction": read.fraction,
         "write_fraction": write.fraction,
-        "read_mbs": read.store_mbs,
-        "write_mbs": write.store_mbs,
-        "device_read_mbs": read.device_mbs,
-        "device_write_mbs": write.device_mbs,
-        "device_rewrite_mbs": statistics.median(again),
+        "read_mbs": SLICES * mb / read.store_s,
+        "write_mbs": SLICES * mb / write.store_s,
+        "device_read_mbs": SLICES * mb / read.device_s,
+        "device_write_mbs": SLICES * mb / write.device_s,
+        "device_rewrite_mbs": mb / statistics.median(again),
         "device_read_threads": read.best[0],
         "device_read_block_kib": read.best[1] >> 10,
         "device_write_threads": write.best[0],
         "device_write_block_kib": write.best[1] >> 10,
-        "open_s": statistics.median(openings),
+        "open_s": time_opening(folder / "large", tick),
         "open_pages": OPEN_PAGES,
         "open_page_kib": OPEN_PAGE_BYTES >> 10,
         "page_kib": page_kib,

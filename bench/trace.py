@@ -19,8 +19,6 @@ The run is that of ``tests/e2e/test_traced_run.py``, so this needs a checkout.
 from __future__ import annotations
 
 import json
-import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -34,14 +32,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from tiered_kv.bench.output import (
-    AsJson,
-    ModelFolder,
-    only_result_on_stdout,
-    progress,
-    run_benchmark,
-    show,
-)
+from tiered_kv.bench.output import AsJson, ModelFolder, benchmark, run_benchmark
 from tiered_kv.bench.overhead import CYCLE, ratios, scheduler_step
 from tiered_kv.bench.paths import needs_checkout
 from tiered_kv.bench.servers.model import small_model
@@ -67,25 +58,26 @@ FILE_BYTES = 1 << 30
 """Size of a trace file here: larger than a server's, so that no turn is deleted."""
 TOOLS = ("pytest", "ls", "cat", "git", "sed", "grep", "python", "make")
 ANALYZE = """
-import sys
+import json, re, sys, time
 from pathlib import Path
 from tiered_kv.cli.app import app
 try:
     app(["trace", "analyze", sys.argv[1], "--json"])
 finally:
-    Path(sys.argv[2]).write_text(Path("/proc/self/status").read_text())
+    peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())
+    print(json.dumps([time.process_time(), int(peak[1]) / 1024]), file=sys.stderr)
 """
-"""Program that analyses a trace, and leaves the kernel's report on it. Its resource usage would
-count the memory of the process that started it."""
+"""Program that analyses a trace and then prints its seconds of CPU and its most MiB. The kernel's
+resource usage would count the memory of the process that started it."""
 
-Tell = Callable[[str], None]
+Tick = Callable[[str], None]
 
 
-def compare(model: Path, folder: Path, seed: int, tell: Tell) -> dict[str, Any]:
+def compare(model: Path, folder: Path, seed: int, tick: Tick) -> dict[str, Any]:
     """Play the agents, and compare all reports."""
     with needs_checkout():
         from tests.e2e.traced_run import accounts, run_script
-    seen = run_script(model, folder, seed, tell)
+    seen = run_script(model, folder, seed, tick)
     every = accounts(seen)
     differing = [one.to_json() for one in every if not one.agrees]
     return {
@@ -103,34 +95,19 @@ def compare(model: Path, folder: Path, seed: int, tell: Tell) -> dict[str, Any]:
     }
 
 
-def cost(engines: int, tell: Tell) -> dict[str, Any]:
-    """Measure steps with and without the trace."""
-    on_ratio, on_control = step_cost(engines, tell, steps=False)
-    steps_ratio, steps_control = step_cost(engines, tell, steps=True)
-    return {
-        "on_ratio": on_ratio,
-        "on_control": on_control,
-        "steps_ratio": steps_ratio,
-        "steps_control": steps_control,
-        "off_us": off_us(),
-        "engines": engines,
-    }
-
-
-def step_cost(engines: int, tell: Tell, *, steps: bool) -> tuple[float, float]:
+def step_cost(engines: int, tick: Tick, *, steps: bool) -> tuple[float, float]:
     """Measure a scheduler's step with the trace over one without, and the control.
 
     Args:
         engines: engines of each kind.
         steps: True to trace every step too.
     """
-    rounds = []
+    rounds, off = [], dict[str, Any](cpu_gib=0.05)
     for first in range(engines):
         with tempfile.TemporaryDirectory() as folder:
-            off: dict[str, Any] = {"cpu_gib": 0.05}
-            traced = {"trace": str(Path(folder) / "trace.jsonl"), "trace_steps": steps}
-            extras = {"stock": off, "control": off, "connector": off | traced}
-            rounds.append(scheduler_step(first, tell, extras))
+            on = {**off, "trace": f"{folder}/trace.jsonl", "trace_steps": steps}
+            extras = {"stock": off, "control": off, "connector": on}
+            rounds.append(scheduler_step(first, tick, extras))
     return ratios(rounds, CYCLE)
 
 
@@ -140,8 +117,7 @@ def off_us() -> float:
     from tiered_kv.connectors.vllm.connector import TieredContinuumConnector
     from tiered_kv.policies.base import JobKey
 
-    trace = TurnTrace(None, 0, time.monotonic, time.time, lambda _: None)
-    job = JobKey("", "job")
+    trace, job = TurnTrace(None, 0, time.monotonic, time.time, lambda _: None), JobKey("", "job")
     connector = TieredContinuumConnector.__new__(TieredContinuumConnector)
     connector._step_trace = None  # noqa: SLF001 - the only thing that a step's hook asks of it
     hooks: tuple[Callable[[], object], ...] = (
@@ -166,7 +142,7 @@ def analyze_many(turns: int, folder: Path, seed: int) -> dict[str, Any]:
     Raises:
         RuntimeError: the analysis failed.
     """
-    path, out, status_file = folder / "large.jsonl", folder / "analysis.json", folder / "status"
+    path = folder / "large.jsonl"
     header = TraceHeader(
         version="bench",
         started=1.79e9,
@@ -176,27 +152,22 @@ def analyze_many(turns: int, folder: Path, seed: int) -> dict[str, Any]:
         block_size=16,
         vram_blocks=4096,
     )
-    file = TraceFile(path, header.to_line(), FILE_BYTES)
-    records = _records(turns, seed)
+    file, records = TraceFile(path, header.to_line(), FILE_BYTES), _records(turns, seed)
     while lines := [one.to_line() for one in islice(records, DRAWN)]:
         file.append(lines)
     file.close()
     began = time.perf_counter()
-    with out.open("wb") as stdout:
-        command = [sys.executable, "-c", ANALYZE, str(path), str(status_file)]
-        child = subprocess.Popen(command, stdout=stdout)
-        _, status, used = os.wait4(child.pid, 0)
+    command = [sys.executable, "-c", ANALYZE, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - began
-    child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode:
-        raise RuntimeError(f"the analysis ended with status {child.returncode}")
-    peak = re.search(r"^VmHWM:\s+(\d+) kB$", status_file.read_text(), re.MULTILINE)
-    assert peak is not None, "Linux reports it"
+    if done.returncode:
+        raise RuntimeError(f"the analysis failed:\n{done.stderr[-2000:]}")
+    cpu_s, mib = json.loads(done.stderr.splitlines()[-1])
     return {
         "analyze_s": seconds,
-        "analyze_cpu_s": used.ru_utime + used.ru_stime,
-        "analyze_mib": int(peak[1]) / 1024,
-        "analyze_turns": json.loads(out.read_text())["turns"],
+        "analyze_cpu_s": cpu_s,
+        "analyze_mib": mib,
+        "analyze_turns": json.loads(done.stdout)["turns"],
         "analyze_bytes": sum(one.stat().st_size for one in folder.glob("large.jsonl*")),
     }
 
@@ -210,17 +181,19 @@ def _records(turns: int, seed: int) -> Iterator[TurnRecord]:
             drawn = rng.random((DRAWN, 12))
         one = drawn[at % DRAWN].tolist()
         job, number = divmod(at, TURNS_OF_A_JOB)
-        last = number == TURNS_OF_A_JOB - 1
+        last, tool = number == TURNS_OF_A_JOB - 1, TOOLS[at % len(TOOLS)]
         prompt = 2_000 + int(30_000 * one[0])
         vram, cpu, ssd = (int(prompt * share / 3) for share in one[1:4])
         pinned = one[4] < 0.5 and not last
+        gap_s, cost_s = 6 * one[7], 0.01 * one[11]
+        back = GapStory(StoryEnd.RETURNED, gap_s, pinned, one[8] * pinned, cost_s)
         yield TurnRecord(
             job=f"0199c7a4-5b7e-7d31-a7c2-{job:012x}",
             turn=number + 1,
             request=f"chatcmpl-{at:032x}-0-0123abcd",
             arrived=1.79e9 + at / 20,
             finish="FINISHED_STOPPED",
-            tool=("bash", TOOLS[at % len(TOOLS)], f"{TOOLS[at % len(TOOLS)]} <path>"),
+            tool=("bash", tool, f"{tool} <path>"),
             times=TurnTimes(0.0, one[5], 1 + one[5], 1.1 + one[5], 2 + one[6], 4 + 9 * one[6]),
             tokens=TurnTokens(prompt, vram, cpu, ssd, prompt - vram - cpu - ssd, 0, 700, 200),
             decision=PricedDecision(
@@ -237,13 +210,11 @@ def _records(turns: int, seed: int) -> Iterator[TurnRecord]:
                 cpu_stay_s=100 * one[9],
                 survival=one[9],
                 queue_s=one[10],
-                vram_price=0.01 * one[11],
+                vram_price=cost_s,
             ),
-            pin=PinStory(prompt // 16, 6 * one[7], PinEnd.RETURNED) if pinned else PinStory(),
+            pin=PinStory(prompt // 16, gap_s, PinEnd.RETURNED) if pinned else PinStory(),
             pages=PageMoves(ssd // 16, 131_072 * (ssd // 16), ssd // 16, 0, cpu // 16),
-            gap=GapStory(StoryEnd.OVER)
-            if last
-            else GapStory(StoryEnd.RETURNED, 6 * one[7], pinned, one[8] * pinned, 0.01 * one[11]),
+            gap=GapStory(StoryEnd.OVER) if last else back,
         )
 
 
@@ -255,22 +226,26 @@ def main(
     as_json: AsJson = False,
 ) -> None:
     """Compare figures, and measure. Exits with 1 if figures disagree."""
+    title = "The trace against all other figures"
     with (
-        only_result_on_stdout(),
-        progress() as bar,
-        tempfile.TemporaryDirectory(prefix="trace-") as folder,
+        tempfile.TemporaryDirectory(prefix="trace-") as name,
+        benchmark(title, 6 + 2 * engines, as_json=as_json) as run,
     ):
-        bar.disable = as_json or not sys.stderr.isatty()
-        task = bar.add_task("", total=6 + 2 * engines)
-
-        def tell(what: str) -> None:
-            bar.update(task, advance=1, description=what)
-
-        found = compare(model or small_model(), Path(folder), seed, tell)
-        found |= cost(engines, tell)
-        tell("a large trace")
-        found |= analyze_many(turns, Path(folder), seed)
-    show("The trace against all other figures", {**found, "dtype": str(machine_dtype())}, as_json)
+        found = compare(model or small_model(), Path(name), seed, run.tick)
+        on_ratio, on_control = step_cost(engines, run.tick, steps=False)
+        steps_ratio, steps_control = step_cost(engines, run.tick, steps=True)
+        run.tick("a large trace")
+        run.result = {
+            **found,
+            "on_ratio": on_ratio,
+            "on_control": on_control,
+            "steps_ratio": steps_ratio,
+            "steps_control": steps_control,
+            "off_us": off_us(),
+            "engines": engines,
+            **analyze_many(turns, Path(name), seed),
+            "dtype": str(machine_dtype()),
+        }
     if found["disagreements"]:
         raise typer.Exit(1)
 

@@ -21,11 +21,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from enum import Enum
-from typing import Annotated, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import typer
@@ -43,49 +41,78 @@ COUNTS_FROM = 256
 """Pages of a batch, from which on fractions count."""
 SAMPLE_BYTES = 64 << 20
 """Smaller batches are repeated until a sample has so many."""
-
-Tick = Callable[[str], None]
-
-
-class Way(Enum):
-    """Direction of a copy."""
-
-    D2H = "d2h"
-    H2D = "h2d"
-    BOTH = "both"
-
-    @property
-    def directions(self) -> tuple[Direction, ...]:
-        return {
-            Way.D2H: (Direction.SAVE,),
-            Way.H2D: (Direction.LOAD,),
-            Way.BOTH: (Direction.SAVE, Direction.LOAD),
-        }[self]
+WAYS = {
+    "d2h": (Direction.SAVE,),
+    "h2d": (Direction.LOAD,),
+    "both": (Direction.SAVE, Direction.LOAD),
+}
+SHAPES = {
+    "Llama-3.1-8B": (32, 2 * 8 * 128 * 2),
+    "Llama-3.1-70B TP4": (80, 2 * 2 * 128 * 2),
+    "Llama-3.1-70B TP8": (80, 2 * 1 * 128 * 2),
+    "DeepSeek-V3 MLA": (61, 576 * 2),
+}
+"""KV of a token that one rank keeps: layers, and bytes in each."""
+ORDERS = ("layers", "blocks")
+"""Orders of the engine's allocation: what lies outermost."""
 
 
-class Side(ABC):
-    """A storage and a pool of ``nbytes`` each, and a backend between them: VRAM and pinned memory
-    on a GPU, two pieces of CPU memory without one. Call ``use`` before anything else."""
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Amount that is copied.
 
-    name: str
+    Attributes:
+        batches: pages of a job.
+        memory_bytes: of the storage, and of the pool. Batches that do not fit name their
+            pages several times.
+    """
+
+    batches: tuple[int, ...]
+    memory_bytes: int
+    rounds: int
+
+
+GPU = Scale((1, 4, 16, 64, 256, 1024, 4096), 4 << 30, 5)
+CPU = Scale((1, 4, 16, 64, 256), 512 << 20, 9)
+
+
+def layout_of(shape: str, order: str, memory_bytes: int) -> PageLayout:
+    """Pages of a model in as many blocks as fit into the memory."""
+    layers, layer_bytes = SHAPES[shape]
+    run = layer_bytes * TOKENS
+    blocks = memory_bytes // (layers * run)
+    strides = (blocks * run, run) if order == "layers" else (run, layers * run)
+    return page_layout([Placement(layers, *strides, 0)], blocks)
+
+
+class CpuSide:
+    """The CPU backend beside memcpy: a storage of ``nbytes``, a pool of as many, and a backend
+    between them. Call ``use`` before anything else."""
+
+    name = "cpu"
     backend: TransferBackend | None = None
     pool: CpuPool | None = None
 
-    def use(self, layout: PageLayout, slots: int) -> None:
+    def __init__(self, nbytes: int) -> None:
+        self.storage: Any = AnonymousMemory(nbytes).view
+        self.storage[:] = 1
+
+    def use(self, layout: PageLayout) -> None:
         """Create the backend for a layout."""
-        if self.pool is not None and self.pool.slots.shape == (slots, layout.page_bytes):
-            self._close_backend()  # pinning takes seconds: the pool is kept where it fits
-        else:
-            self.close()
-            self.pool = self.make_pool(slots, layout.page_bytes)
+        shape = (layout.num_blocks, layout.page_bytes)
+        self.close(pool=self.pool is not None and self.pool.slots.shape != shape)
+        if self.pool is None:
+            self.pool = self.make_pool(*shape)
             self.pool.slots[:] = 1
         self.backend = self.make_backend(layout, self.pool)
 
-    @abstractmethod
-    def make_pool(self, slots: int, page_bytes: int) -> CpuPool: ...
+    def make_pool(self, slots: int, page_bytes: int) -> CpuPool:
+        """Create the pool."""
+        return CpuPool(AnonymousMemory(slots * page_bytes), page_bytes)
 
-    @abstractmethod
-    def make_backend(self, layout: PageLayout, pool: CpuPool) -> TransferBackend: ...
+    def make_backend(self, layout: PageLayout, pool: CpuPool) -> TransferBackend:
+        """Create the backend."""
+        return CpuTransfer([layout], self.storage, pool)
 
     def seconds(self, jobs: Sequence[CopyJob]) -> float:
         """Seconds from the first call until the last byte is copied.
@@ -103,60 +130,48 @@ class Side(ABC):
             raise RuntimeError("pages were not copied")
         return seconds
 
-    @abstractmethod
-    def one_copy_s(self, way: Way, nbytes: int, times: int) -> float:
+    def one_copy_s(self, way: str, nbytes: int, times: int) -> float:
         """Seconds of a contiguous copy of ``nbytes``, made that many times; for both ways, of half
         as much each."""
+        pool = self.flat_pool()
+        half = nbytes // len(WAYS[way])
+        began = time.perf_counter()
+        for _ in range(times):
+            for i, direction in enumerate(WAYS[way]):
+                vram, host = (memory[i * half : (i + 1) * half] for memory in (self.storage, pool))
+                self.copy(*((host, vram) if direction is Direction.SAVE else (vram, host)), i)
+        self.synchronize()
+        return time.perf_counter() - began
 
-    @abstractmethod
+    def flat_pool(self) -> Any:
+        """The pool in one piece, with no copy under way."""
+        assert self.pool is not None
+        return self.pool.slots.reshape(-1)
+
+    def copy(self, to: Any, source: Any, stream: int) -> None:
+        """Start one contiguous copy."""
+        np.copyto(to, source)
+
+    def synchronize(self) -> None:
+        """Wait for all copies."""
+
     def slowdown(self, jobs: Sequence[CopyJob]) -> float | None:
         """Seconds of matrix products while these copies are made again and again, over their
         seconds alone; None without a GPU."""
+        return None
 
-    def _close_backend(self) -> None:
+    def close(self, *, pool: bool = True) -> None:
+        """Close the backend, and the pool unless it is kept: pinning takes seconds."""
         if self.backend is not None:
             self.backend.close()
             self.backend = None
-
-    def close(self) -> None:
-        self._close_backend()
-        if self.pool is not None:
+        if pool and self.pool is not None:
             self.pool.close()
             self.pool = None
 
 
-class CpuSide(Side):
-    """The CPU backend beside memcpy."""
-
-    name = "cpu"
-
-    def __init__(self, nbytes: int) -> None:
-        self._bytes = AnonymousMemory(nbytes).view
-        self._bytes[:] = 1
-
-    def make_pool(self, slots: int, page_bytes: int) -> CpuPool:
-        return CpuPool(AnonymousMemory(slots * page_bytes), page_bytes)
-
-    def make_backend(self, layout: PageLayout, pool: CpuPool) -> TransferBackend:
-        return CpuTransfer([layout], self._bytes, pool)
-
-    def one_copy_s(self, way: Way, nbytes: int, times: int) -> float:
-        assert self.pool is not None
-        slab = self.pool.slots.reshape(-1)
-        half = nbytes // len(way.directions)
-        began = time.perf_counter()
-        for _ in range(times):
-            for i, direction in enumerate(way.directions):
-                vram, host = (memory[i * half : (i + 1) * half] for memory in (self._bytes, slab))
-                np.copyto(*((host, vram) if direction is Direction.SAVE else (vram, host)))
-        return time.perf_counter() - began
-
-    def slowdown(self, jobs: Sequence[CopyJob]) -> float | None:
-        return None
-
-
-class CudaSide(Side):
-    """The CUDA backend beside one pinned copy.
+class CudaSide(CpuSide):
+    """The CUDA backend beside one pinned copy: the storage is in VRAM, the pool pinned.
 
     Args:
         by: a :class:`~tiered_kv.transfer.cuda.backend.CopyBy`'s value.
@@ -169,7 +184,7 @@ class CudaSide(Side):
 
         self._torch = torch
         self._by = CopyBy(by)
-        self._bytes = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+        self.storage = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
         self._streams = [torch.cuda.Stream() for _ in Direction]
         self._matrices = [
             torch.randn(MATRIX, MATRIX, device="cuda").to(torch.bfloat16) for _ in range(2)
@@ -177,33 +192,36 @@ class CudaSide(Side):
         self.name = torch.cuda.get_device_name()
 
     def make_pool(self, slots: int, page_bytes: int) -> CpuPool:
+        """Create the pool.
+
+        Raises:
+            RuntimeError: memory cannot be pinned.
+        """
         pool = CpuPool(pinned(AnonymousMemory(slots * page_bytes)), page_bytes)
         if not pool.pinned:
             raise RuntimeError("memory cannot be pinned here: raise the memlock limit")
         return pool
 
     def make_backend(self, layout: PageLayout, pool: CpuPool) -> TransferBackend:
+        """Create the backend."""
         from tiered_kv.transfer.cuda.backend import CudaTransfer
 
-        return CudaTransfer([layout], self._bytes, pool, self._by)
+        return CudaTransfer([layout], self.storage, pool, self._by)
 
-    def one_copy_s(self, way: Way, nbytes: int, times: int) -> float:
-        assert self.pool is not None
-        torch = self._torch
-        slab = torch.from_numpy(self.pool.slots.reshape(-1))
-        torch.cuda.synchronize()
-        half = nbytes // len(way.directions)
-        began = time.perf_counter()
-        for _ in range(times):
-            for i, direction in enumerate(way.directions):
-                vram, host = (memory[i * half : (i + 1) * half] for memory in (self._bytes, slab))
-                with torch.cuda.stream(self._streams[i]):
-                    if direction is Direction.SAVE:
-                        host.copy_(vram, non_blocking=True)
-                    else:
-                        vram.copy_(host, non_blocking=True)
-        torch.cuda.synchronize()
-        return time.perf_counter() - began
+    def flat_pool(self) -> Any:
+        """The pool in one piece, with no copy under way."""
+        pool = self._torch.from_numpy(super().flat_pool())
+        self.synchronize()
+        return pool
+
+    def copy(self, to: Any, source: Any, stream: int) -> None:
+        """Start one contiguous copy."""
+        with self._torch.cuda.stream(self._streams[stream]):
+            to.copy_(source, non_blocking=True)
+
+    def synchronize(self) -> None:
+        """Wait for all copies."""
+        self._torch.cuda.synchronize()
 
     def slowdown(self, jobs: Sequence[CopyJob]) -> float | None:
         """See the base class.
@@ -235,8 +253,7 @@ class CudaSide(Side):
         return together / alone
 
     def _matmuls_s(self, meanwhile: Callable[[], None]) -> float:
-        torch = self._torch
-        began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began, done = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()
         for _ in range(MATMULS):
             self._matrices[0] @ self._matrices[1]
@@ -246,104 +263,26 @@ class CudaSide(Side):
         return float(began.elapsed_time(done)) / 1e3
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """KV of a token that one rank keeps.
-
-    Attributes:
-        layer_bytes: of one token in one layer.
-    """
-
-    name: str
-    layers: int
-    layer_bytes: int
-
-    def layout(self, order: str, num_blocks: int) -> PageLayout:
-        run = self.layer_bytes * TOKENS
-        if order == "layers":
-            place = Placement(self.layers, num_blocks * run, run, 0)
-        else:
-            place = Placement(self.layers, run, self.layers * run, 0)
-        return page_layout([place], num_blocks)
-
-
-SHAPES = [
-    Shape("Llama-3.1-8B", 32, 2 * 8 * 128 * 2),
-    Shape("Llama-3.1-70B TP4", 80, 2 * 2 * 128 * 2),
-    Shape("Llama-3.1-70B TP8", 80, 2 * 1 * 128 * 2),
-    Shape("DeepSeek-V3 MLA", 61, 576 * 2),
-]
-ORDERS = ["layers", "blocks"]
-"""Orders of the engine's allocation: what lies outermost."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Amount that is copied.
-
-    Attributes:
-        batches: pages of a job.
-        memory_bytes: of the storage, and of the pool. Batches that do not fit name their
-            pages several times.
-    """
-
-    batches: tuple[int, ...]
-    memory_bytes: int
-    rounds: int
-
-
-GPU = Scale((1, 4, 16, 64, 256, 1024, 4096), 4 << 30, 5)
-CPU = Scale((1, 4, 16, 64, 256), 512 << 20, 9)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One shape, layout, batch and way; medians of the rounds."""
-
-    shape: str
-    outermost: str
-    page_kib: float
-    pages: int
-    way: str
-    gbs: float
-    one_copy_gbs: float
-    fraction: float
-
-
-@dataclass(frozen=True, slots=True)
-class Slowdown:
-    """Slowdown of matrix products by copies; median of the rounds."""
-
-    shape: str
-    outermost: str
-    way: str
-    slowdown: float
-
-
-def jobs_of(way: Way, pages: int, there: int, rng: np.random.Generator) -> list[CopyJob]:
+def jobs_of(way: str, pages: int, there: int) -> list[CopyJob]:
     """A job for each direction, of random blocks and slots out of ``there``. For both ways, saves
     and loads get half of the blocks and slots each: no job may read what another writes."""
+    rng, share = np.random.default_rng(0), there // len(WAYS[way])
     jobs = []
-    share = there // len(way.directions)
-    for i, direction in enumerate(way.directions):
+    for i, direction in enumerate(WAYS[way]):
         blocks, slots = (rng.permutation(share) + i * share for _ in range(2))
-        jobs.append(
-            CopyJob(
-                i, direction, np.resize(blocks, pages).tolist(), np.resize(slots, pages).tolist()
-            )
-        )
+        named = np.resize(blocks, pages).tolist(), np.resize(slots, pages).tolist()
+        jobs.append(CopyJob(i, direction, *named))
     return jobs
 
 
 def measure_row(
-    side: Side, layout: PageLayout, way: Way, pages: int, rounds: int
-) -> tuple[float, float, float]:
-    """Our GB/s, those of contiguous copies, and ours over theirs."""
-    there = layout.num_blocks
-    jobs = jobs_of(way, pages, there, np.random.default_rng(0))
+    side: CpuSide, layout: PageLayout, way: str, pages: int, rounds: int
+) -> dict[str, float]:
+    """GB/s, those of contiguous copies, and the fraction; medians of the rounds."""
+    jobs = jobs_of(way, pages, layout.num_blocks)
     nbytes = layout.page_bytes * pages * len(jobs)
     repeats = -(-SAMPLE_BYTES // nbytes)
-    span = min(nbytes, layout.page_bytes * there)
+    span = min(nbytes, layout.page_bytes * layout.num_blocks)
     copies = nbytes * repeats // span
     side.seconds(jobs)
     side.one_copy_s(way, span, 1)
@@ -351,48 +290,50 @@ def measure_row(
     for _ in range(rounds):
         ours.append(nbytes * repeats / side.seconds(jobs * repeats) / 1e9)
         theirs.append(span * copies / side.one_copy_s(way, span, copies) / 1e9)
-    fraction = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-    return statistics.median(ours), statistics.median(theirs), fraction
-
-
-def layouts(scale: Scale) -> Iterator[tuple[Shape, str, PageLayout]]:
-    for shape in SHAPES:
-        there = scale.memory_bytes // (shape.layers * shape.layer_bytes * TOKENS)
-        for order in ORDERS:
-            yield shape, order, shape.layout(order, there)
-
-
-def measure(side: Side, scale: Scale, tick: Tick) -> tuple[list[Row], list[Slowdown]]:
-    """All rows, and the slowdown by each shape and layout; none without a GPU."""
-    rows, slowdowns = [], []
-    for shape, order, layout in layouts(scale):
-        side.use(layout, layout.num_blocks)
-        for pages in scale.batches:
-            for way in Way:
-                figures = measure_row(side, layout, way, pages, scale.rounds)
-                kib = layout.page_bytes / 1024
-                rows.append(Row(shape.name, order, kib, pages, way.value, *figures))
-            tick(f"{shape.name}, {order}")
-        for way in Way:
-            jobs = jobs_of(way, COUNTS_FROM, layout.num_blocks, np.random.default_rng(0))
-            seen = [side.slowdown(jobs) for _ in range(scale.rounds)]
-            known = [one for one in seen if one is not None]
-            if known:
-                slowdown = statistics.median(known)
-                slowdowns.append(Slowdown(shape.name, order, way.value, slowdown))
-    side.close()
-    return rows, slowdowns
-
-
-def summary(rows: Sequence[Row]) -> dict[str, float]:
-    """The least fraction of each way."""
-    least = {
-        f"{way.value}_fraction": min(
-            row.fraction for row in rows if row.way == way.value and row.pages >= COUNTS_FROM
-        )
-        for way in Way
+    return {
+        "gbs": statistics.median(ours),
+        "one_copy_gbs": statistics.median(theirs),
+        "fraction": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
     }
-    return {**least, "fraction": min(least.values())}
+
+
+def measure(side: CpuSide, scale: Scale, tick: Callable[[str], None]) -> dict[str, Any]:
+    """All rows, and the slowdown by each shape and layout; none without a GPU."""
+    rows, slowdowns = list[dict[str, Any]](), list[dict[str, Any]]()
+    for shape in SHAPES:
+        for order in ORDERS:
+            layout, where = layout_of(shape, order, scale.memory_bytes), (shape, order)
+            side.use(layout)
+            for pages in scale.batches:
+                for way in WAYS:
+                    figures = measure_row(side, layout, way, pages, scale.rounds)
+                    about = {"page_kib": layout.page_bytes / 1024, "pages": pages, "way": way}
+                    rows.append({"shape": shape, "outermost": order, **about, **figures})
+                tick(", ".join(where))
+            for way in WAYS:
+                jobs = jobs_of(way, COUNTS_FROM, layout.num_blocks)
+                seen = [side.slowdown(jobs) for _ in range(scale.rounds)]
+                if known := [one for one in seen if one is not None]:
+                    slowdown = statistics.median(known)
+                    about = {"shape": shape, "outermost": order, "way": way}
+                    slowdowns.append({**about, "slowdown": slowdown})
+    side.close()
+    return {
+        **worst(rows),
+        "compute_slowdown": max((one["slowdown"] for one in slowdowns), default=None),
+        "on": side.name,
+        "rounds": scale.rounds,
+        "rows": rows,
+        "slowdowns": slowdowns,
+    }
+
+
+def worst(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The least fraction of each way, and of all."""
+    counted = [row for row in rows if row["pages"] >= COUNTS_FROM]
+    least = {way: min(row["fraction"] for row in counted if row["way"] == way) for way in WAYS}
+    fractions = {f"{way}_fraction": fraction for way, fraction in least.items()}
+    return {**fractions, "fraction": min(least.values())}
 
 
 def main(
@@ -410,15 +351,7 @@ def main(
     with benchmark("Pages between VRAM and CPU memory", steps, as_json=as_json) as run:
         size = scale.memory_bytes
         side = CudaSide(size, by) if scale is GPU else CpuSide(size)
-        rows, slowdowns = measure(side, scale, run.tick)
-        run.result = {
-            **summary(rows),
-            "compute_slowdown": max((one.slowdown for one in slowdowns), default=None),
-            "on": side.name,
-            "rounds": scale.rounds,
-            "rows": list(map(asdict, rows)),
-            "slowdowns": list(map(asdict, slowdowns)),
-        }
+        run.result = measure(side, scale, run.tick)
 
 
 def _has_cuda() -> bool:

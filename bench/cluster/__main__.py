@@ -6,7 +6,7 @@
     python -m bench.cluster --folder --json
 
 Two real servers on a core each, with CPU memory of their own, and a Valkey server on loopback. A
-job's first turn goes to one and its second to the other (see ``moved``). Then come jobs of four
+job's first turn goes to one and its second to the other (see ``move``). Then come jobs of four
 turns, each turn on a server drawn at random, compared with all turns of a job on one (``place``).
 ``--faults`` sends second turns while the store has a fault, and compares with a server that has no
 store (``faults``). ``--ranks`` has one server with two data-parallel ranks in place of two servers,
@@ -23,32 +23,27 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tiered_kv.bench.cluster import faults, moved
+from tiered_kv.bench.agents.client import Answer
+from tiered_kv.bench.cluster import faults
 from tiered_kv.bench.cluster.replicas import Replica, Shape, ranks_of_one_server, replicas
-from tiered_kv.bench.cluster.turns import ask
 from tiered_kv.bench.output import AsJson, ModelFolder, benchmark, run_benchmark
-from tiered_kv.bench.restore import BLOCK, texts
+from tiered_kv.bench.restore import BLOCK, logprob_distance, median_ms, texts
 from tiered_kv.bench.servers.model import small_model
 from tiered_kv.bench.servers.vllm_server import machine_dtype
 from tiered_kv.testing.valkey import ValkeyServer
 
-JOBS = 6
-COLD = 3
-FAULT_JOBS = 8
-FAULT_TOKENS = 1_500
-MENDING = 12
-PLACED_JOBS = 6
-PLACED_TOKENS = 1_500
-TURNS = 4
-ADDED = 150
-"""Tokens that a turn adds to its job's context."""
-ANSWER = 12
+JOBS, COLD = 6, 3
+MOVED_ANSWER, MOVED_ADDED = 16, 40
+"""Tokens of the answers that are compared, and those that the second turn of a job adds."""
+FAULT_JOBS, FAULT_TOKENS, MENDING = 8, 1_500, 12
+PLACED_JOBS, PLACED_TOKENS, TURNS, ADDED, ANSWER = 6, 1_500, 4, 150, 12
+"""Jobs that are placed: tokens of the last prompt, and those that a turn adds to its context and
+answers."""
 GAP_S = 2.0
 """Seconds that a tool takes. Pages are in the store two steps and a write after a turn's end, which
 here, with steps of half a second, is a second or more."""
@@ -73,23 +68,80 @@ def measure(
 ) -> dict[str, Any]:
     """Move jobs, and place them at random."""
     whole = tokens // BLOCK * BLOCK
-    shape = Shape(model=model, tokens=whole + 64 + moved.ANSWER, contexts=2 * JOBS + COLD + 2)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        with a_store(folder, shared=shared) as url:
-            tell("servers start")
-            started = (
-                ranks_of_one_server(shape, url, folder)
-                if ranks
-                else replicas(shape, [url, url], folder)
-            )
-            with started as (first, second):
-                prompts = texts(first.client, JOBS + COLD, whole + moved.ADDED)
-                asked = [prompt[:whole] for prompt in prompts[:JOBS]]
-                result = moved.move(first, second, asked, prompts[JOBS:], tell).as_json()
-                if rounds:
-                    result |= place([first, second], rounds, seed, tell)
+    shape = Shape(model=model, tokens=whole + 64 + MOVED_ANSWER, contexts=2 * JOBS + COLD + 2)
+    with tempfile.TemporaryDirectory() as name, a_store(Path(name), shared=shared) as url:
+        tell("servers start")
+        started = (
+            ranks_of_one_server(shape, url, Path(name))
+            if ranks
+            else replicas(shape, [url, url], Path(name))
+        )
+        with started as (first, second):
+            prompts = texts(first.client, JOBS + COLD, whole + MOVED_ADDED)
+            asked = [prompt[:whole] for prompt in prompts[:JOBS]]
+            result = move(first, second, asked, prompts[JOBS:], tell)
+            if rounds:
+                result |= place([first, second], rounds, seed, tell)
     return {**result, "dtype": str(machine_dtype())}
+
+
+def move(
+    first: Replica,
+    second: Replica,
+    prompts: Sequence[Sequence[int]],
+    cold: Sequence[Sequence[int]],
+    tell: Tell,
+) -> dict[str, Any]:
+    """Ask first turns of jobs on one replica, and second turns on another.
+
+    Args:
+        prompts: of the first turns, whole blocks.
+        cold: prompts of the same length as the second turns.
+
+    Returns:
+        ``remote_share``: fraction of the first turns' tokens that the second replica had from the
+        store; ``equal``: the second turns of jobs that it had whole from there have the answers
+        that the first replica gives to the same turns where it finds its own KV alone, since both
+        then compute the same tokens in the same shapes (other shapes are enough to turn a near
+        tie); ``compared``: tokens of these answers; ``logprob_difference``: largest one between
+        them; ``cold_ms``, ``moved_ms``: median first token of prompts of that length that no
+        replica has, and of the moved ones; ``speedup``: the first over the second; ``pages``: left
+        in the store by the first replica.
+    """
+    longer = [[*prompt, *prompt[100 : 100 + MOVED_ADDED]] for prompt in prompts]
+    for at, prompt in enumerate(prompts):
+        tell("first turns")
+        first.ask(f"job {at}", prompt)
+    pages = first.shared_pages()
+    moved, computed = list[Answer](), list[Answer]()
+    for at, prompt in enumerate(longer):
+        tell("second turns elsewhere")
+        moved.append(second.ask(f"job {at}", prompt))
+        if at < len(cold):
+            computed.append(second.ask(f"cold {at}", cold[at]))
+    found = [one.sources.get("remote_tokens", 0) for one in moved]
+    whole = [at for at, prompt in enumerate(prompts) if found[at] == len(prompt)]
+    for at in whole:
+        for prompt in (prompts[at], longer[at]):
+            tell("the same turns without the store")
+            first.ask(f"stays {at}", prompt, salt=f"stays {at}")
+    # Behind all of them: a context's end, which was saved meanwhile, is found on both sides.
+    pairs = list[tuple[Answer, Answer]]()
+    for at in whole:
+        tell("answers compared")
+        there = second.ask(f"job {at}", longer[at], MOVED_ANSWER)
+        here = first.ask(f"stays {at}", longer[at], MOVED_ANSWER, salt=f"stays {at}")
+        pairs.append((here, there))
+    return {
+        "remote_share": sum(found) / sum(map(len, prompts)),
+        "equal": bool(pairs) and all(here.tokens == there.tokens for here, there in pairs),
+        "compared": sum(len(here.tokens) for here, _ in pairs),
+        "logprob_difference": max((logprob_distance(*pair) for pair in pairs), default=0.0),
+        "cold_ms": median_ms(computed),
+        "moved_ms": median_ms(moved),
+        "speedup": median_ms(computed) / median_ms(moved),
+        "pages": pages,
+    }
 
 
 def place(servers: list[Replica], rounds: int, seed: int, tell: Tell) -> dict[str, Any]:
@@ -107,18 +159,16 @@ def place(servers: list[Replica], rounds: int, seed: int, tell: Tell) -> dict[st
         for how in [*means][:: 1 if number % 2 == 0 else -1]:
             tell(f"{how} placement, round {number + 1}")
             first = (2 * number + [*means].index(how)) * PLACED_JOBS
-            jobs = [
-                (
-                    f"{how} {number} {at}",
-                    found[first + at],
-                    [chance.choice(servers) for _ in range(TURNS)]
-                    if how == "random"
-                    else [servers[at % len(servers)]] * TURNS,
-                )
+            names = [f"{how} {number} {at}" for at in range(PLACED_JOBS)]
+            places = [
+                [chance.choice(servers) for _ in range(TURNS)]
+                if how == "random"
+                else [servers[at % len(servers)]] * TURNS
                 for at in range(PLACED_JOBS)
             ]
             with ThreadPoolExecutor(CONCURRENT) as pool:
-                means[how].append(statistics.fmean(pool.map(lambda job: _run(*job), jobs)))
+                seconds = pool.map(_run, names, found[first : first + PLACED_JOBS], places)
+                means[how].append(statistics.fmean(seconds))
     ratios = [r / s for r, s in zip(means["random"], means["sticky"], strict=True)]
     return {
         "random_s": statistics.fmean(means["random"]),
@@ -134,8 +184,7 @@ def _run(job: str, text: Sequence[int], places: Sequence[Replica]) -> float:
     for turn, replica in enumerate(places):
         if turn:
             time.sleep(GAP_S)
-        prompt = text[: len(text) - (len(places) - 1 - turn) * ADDED]
-        ask(replica.client, job, prompt, answer=ANSWER)
+        replica.ask(job, text[: len(text) - (len(places) - 1 - turn) * ADDED], ANSWER)
     return time.perf_counter() - began
 
 
@@ -143,23 +192,22 @@ def measure_faults(model: Path, only: list[str], tell: Tell) -> dict[str, Any]:
     """Measure each fault, one after the other."""
     whole = FAULT_TOKENS // BLOCK * BLOCK + 1
     names = only or list(faults.FAULTS)
-    count = len(names) * FAULT_JOBS
+    count, found = len(names) * FAULT_JOBS, dict[str, Any]()
     shape = Shape(model=model, tokens=whole + 64 + faults.ANSWER, contexts=count + 20)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        with ValkeyServer(folder) as server, faults.Proxy(server.port) as proxy:
-            url = f"valkey://127.0.0.1:{proxy.port}"
-            store = faults.Store(server=server, proxy=proxy)
-            tell("servers start")
-            with replicas(shape, [url, url, None], folder, (0, 1, 1)) as (first, second, alone):
-                prompts = texts(first.client, count + MENDING * len(names), whole)
-                found: dict[str, Any] = {}
-                for at, fault in enumerate(names):
-                    own = prompts[at * FAULT_JOBS : (at + 1) * FAULT_JOBS]
-                    trouble = faults.suffer(fault, store, (first, second, alone), own, tell)
-                    spare = prompts[count + at * MENDING : count + (at + 1) * MENDING]
-                    mended_s = faults.mend(store, first, second, spare, tell)
-                    found[fault] = {**asdict(trouble), "mended_s": mended_s}
+    with (
+        tempfile.TemporaryDirectory() as name,
+        ValkeyServer(Path(name)) as server,
+        faults.proxied(server.port) as proxy,
+    ):
+        url, store = f"valkey://127.0.0.1:{proxy.port}", faults.Store(server, proxy)
+        tell("servers start")
+        with replicas(shape, [url, url, None], Path(name), (0, 1, 1)) as (first, second, alone):
+            prompts = iter(texts(first.client, count + MENDING * len(names), whole))
+            for fault in names:
+                own = [next(prompts) for _ in range(FAULT_JOBS)]
+                found[fault] = faults.suffer(fault, store, (first, second, alone), own, tell)
+                spare = [next(prompts) for _ in range(MENDING)]
+                found[fault]["mended_s"] = faults.mend(store, first, second, spare, tell)
     return {
         "right": all(one["right"] for one in found.values()),
         "in_time": all(one["in_time"] for one in found.values()),
@@ -196,12 +244,11 @@ def main(
         raise typer.BadParameter(f"{unknown} are none of {', '.join(faults.FAULTS)}")
     where = model or small_model()
     with benchmark("Jobs that move between replicas", None, as_json=as_json) as run:
-        if trouble:
-            run.result = measure_faults(where, fault, run.tick)
-        else:
-            run.result = measure(
-                where, tokens, rounds, seed, ranks=ranks, shared=folder, tell=run.tick
-            )
+        run.result = (
+            measure_faults(where, fault, run.tick)
+            if trouble
+            else measure(where, tokens, rounds, seed, ranks=ranks, shared=folder, tell=run.tick)
+        )
 
 
 if __name__ == "__main__":

@@ -3,16 +3,16 @@ store."""
 
 from __future__ import annotations
 
+import asyncio
 import math
-import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from asyncio import StreamReader, StreamWriter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
-from types import TracebackType
-from typing import Self
+from typing import Any
 
 import numpy as np
 
@@ -22,20 +22,15 @@ from tiered_kv.testing.valkey import ValkeyServer
 from tiered_kv.trace.trace_reader import TraceReader
 
 from .replicas import Replica
-from .turns import ask, shared_pages
 
-DELAY_S = 0.2
-BYTES_PER_S = 1_000_000
-PIECE = 64 << 10
-SLOW_PIECE = 16 << 10
+DELAY_S, BYTES_PER_S = 0.2, 1_000_000
+PIECE, SLOW_PIECE = 64 << 10, 16 << 10
 LONG = 1_000
 """Length of a piece in which a byte is flipped: in values, not in their framing."""
-ANSWER = 8
-ADDED = 40
+ANSWER, ADDED = 8, 40
 RECOVERY_S = 150.0
-LOOKUPS_S = 0.1
+LOOKUPS_S, SLACK_S = 0.1, 0.02
 """Longest wait for answers of the store: twice 50 ms."""
-SLACK_S = 0.02
 TRACED_S = 10.0
 POLL_S, BUSY_SHARE, MOST_BUSY_S = 0.3, 0.1, 60.0
 """A replica is at rest if it used less than this fraction of a core for ``POLL_S`` seconds. vLLM's
@@ -52,82 +47,65 @@ class Link(Enum):
     """One byte of every long piece from the store is changed."""
 
 
+@dataclass(slots=True)
 class Proxy:
-    """A port that leads to another one until the block ends.
+    """A port of loopback that leads to another one; see ``proxied``.
 
     Attributes:
         port: port on which it listens.
         link: quality of the link from now on.
     """
 
-    def __init__(self, target: int) -> None:
-        self.link = Link.GOOD
-        self._target = target
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
-        self._ends: set[socket.socket] = set()
-        self._threads: list[threading.Thread] = []
-        self._closed = False
+    target: int
+    port: int = 0
+    link: Link = Link.GOOD
 
-    def __enter__(self) -> Self:
-        self._start(self._accept)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._closed = True
-        for end in [self._listener, *self._ends]:
-            _shut(end)
-        for thread in self._threads:
-            thread.join()
-        self._listener.close()
-
-    def _start(self, run: Callable[..., None], *args: object) -> None:
-        thread = threading.Thread(target=run, args=args)
-        self._threads.append(thread)
-        thread.start()
-
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            try:
-                back = socket.create_connection(("127.0.0.1", self._target), 1.0)
-                back.settimeout(None)
-            except OSError:
-                client.close()
-                continue
-            for end in (client, back):  # or small pieces wait 40 ms for an acknowledgement
-                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._ends |= {client, back}
-            self._start(self._carry, client, back, False)
-            self._start(self._carry, back, client, True)
-
-    def _carry(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
+    async def connect(self, reader: StreamReader, writer: StreamWriter) -> None:
+        """Carry both ways until one of them ends."""
         with suppress(OSError):
-            while data := source.recv(SLOW_PIECE if self.link is Link.SLOW else PIECE):
+            there = asyncio.open_connection("127.0.0.1", self.target)
+            back, to = await asyncio.wait_for(there, 1.0)
+            ways = [self._carry(reader, to), self._carry(back, writer, answers=True)]
+            await asyncio.gather(*ways, return_exceptions=True)
+        writer.close()
+
+    async def _carry(self, source: StreamReader, to: StreamWriter, answers: bool = False) -> None:
+        with suppress(OSError):
+            while data := await source.read(SLOW_PIECE if self.link is Link.SLOW else PIECE):
                 if self.link is Link.SLOW:
-                    time.sleep((0.0 if answers else DELAY_S) + len(data) / BYTES_PER_S)
+                    await asyncio.sleep((0.0 if answers else DELAY_S) + len(data) / BYTES_PER_S)
                 elif self.link is Link.FLIPS and answers and len(data) >= LONG:
                     at = len(data) // 2
                     data = data[:at] + bytes([data[at] ^ 0x20]) + data[at + 1 :]
-                target.sendall(data)
-        for end in (source, target):
-            _shut(end)
+                to.write(data)
+                await to.drain()
+        to.close()
 
 
-def _shut(end: socket.socket) -> None:
-    with suppress(OSError):
-        end.shutdown(socket.SHUT_RDWR)
+@contextmanager
+def proxied(target: int) -> Iterator[Proxy]:
+    """A proxy of a port, which runs on a thread of its own until the block ends."""
+    proxy = Proxy(target)
+    with asyncio.Runner() as runner:  # cancels what still runs
+        loop = runner.get_loop()
+        listening = runner.run(_listen(proxy))
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        try:
+            yield proxy
+        finally:
+            loop.call_soon_threadsafe(listening.close)
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+async def _listen(proxy: Proxy) -> asyncio.Server:
+    server = await asyncio.start_server(proxy.connect, "127.0.0.1", 0)
+    proxy.port = int(server.sockets[0].getsockname()[1])
+    return server
+
+
+@dataclass(frozen=True, slots=True)
 class Store:
     """The store and the path to it."""
 
@@ -170,32 +148,9 @@ FAULTS: dict[str, Callable[[Store], None]] = {
 """Faults of the store, which start after the first turns and before the second ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class Trouble:
-    """Figures of one fault.
-
-    Attributes:
-        right: all answers are those of the replica without a store.
-        remote_tokens: tokens of prompts that came from the store nonetheless.
-        longest_wait_ms: longest time that a turn waited for the store.
-        in_time: none waited longer than it may: for answers 100 ms, for pages as long as computing
-            takes, and 20 ms.
-        p95_ratio: P95 of first tokens over that without a store.
-        p50_ratio: the same of medians.
-        noise: P95 of first tokens without a store over their median. All of them compute as much,
-            so this is the machine's part, and 1 on a quiet one.
-        first_ms, alone_ms: the first tokens themselves, with a store and without.
-    """
-
-    right: bool
-    remote_tokens: int
-    longest_wait_ms: float
-    in_time: bool
-    p95_ratio: float
-    p50_ratio: float
-    noise: float
-    first_ms: list[int]
-    alone_ms: list[int]
+def longer(prompt: Sequence[int]) -> list[int]:
+    """The second turn's prompt."""
+    return [*prompt, *prompt[50 : 50 + ADDED]]
 
 
 def suffer(
@@ -204,53 +159,59 @@ def suffer(
     replicas: Sequence[Replica],
     prompts: Sequence[Sequence[int]],
     tell: Callable[[str], None],
-) -> Trouble:
+) -> dict[str, Any]:
     """Send first turns while the store works, then second ones while it has the fault.
 
     Args:
         replicas: the one for the first turns, the one for the second ones, and one without a
             store, on the same core as the second.
+
+    Returns:
+        ``right``: all answers are those of the replica without a store; ``remote_tokens``: tokens
+        of prompts that came from the store nonetheless; ``longest_wait_ms``: longest time that a
+        turn waited for the store; ``in_time``: none waited longer than it may: for answers 100 ms,
+        for pages as long as computing takes, and 20 ms; ``p95_ratio``, ``p50_ratio``: quantiles of
+        first tokens over those without a store; ``noise``: P95 of first tokens without a store over
+        their median, which is 1 on a quiet machine, since all compute as much; ``first_ms``,
+        ``alone_ms``: the first tokens themselves, with a store and without.
     """
     first, second, alone = replicas
-    longer = [[*prompt, *prompt[50 : 50 + ADDED]] for prompt in prompts]
-    for at, prompt in enumerate(prompts):
+    turns = {f"{fault} {at}": prompt for at, prompt in enumerate(prompts)}
+    for job, prompt in turns.items():
         tell(f"{fault}: first turns")
-        ask(first.client, f"{fault} {at}", prompt)
-    shared_pages(first.client)
+        first.ask(job, prompt)
+    first.shared_pages()
     for replica in replicas:
         _rest(replica)
     FAULTS[fault](store)
-    ours: list[Answer] = []
-    theirs: list[Answer] = []
-    right = True
-    for at, prompt in enumerate(longer):
+    ours, theirs = list[Answer](), list[Answer]()
+    for at, (job, prompt) in enumerate(turns.items()):
         tell(f"{fault}: second turns")
         pair = [(second, ours), (alone, theirs)]
         for replica, answers in pair if at % 2 == 0 else pair[::-1]:
-            answers.append(ask(replica.client, f"{fault} {at}", prompt))
+            answers.append(replica.ask(job, longer(prompt)))
             _rest(replica)
-    for at, prompt in enumerate(longer):
+    right = True
+    for job, prompt in turns.items():
         tell(f"{fault}: answers compared")
-        both = [
-            ask(replica.client, f"{fault} {at}", prompt, answer=ANSWER).tokens
-            for replica in (second, alone)
-        ]
-        right = right and both[0] == both[1]
-    ms = [[one.ms for one in answers] for answers in (ours, theirs)]
-    ratios = [float(np.quantile(ms[0], q) / np.quantile(ms[1], q)) for q in (0.95, 0.5)]
+        here, there = (one.ask(job, longer(prompt), ANSWER) for one in (second, alone))
+        right = right and here.tokens == there.tokens
+    ms, alone_ms = ([one.ms for one in answers] for answers in (ours, theirs))
+    p50, p95 = np.quantile(ms, (0.5, 0.95))
+    alone_p50, alone_p95 = np.quantile(alone_ms, (0.5, 0.95))
     waits = _waits(second, fault, len(prompts))
-    most_s = LOOKUPS_S + max(ms[1]) / 1e3 + SLACK_S
-    return Trouble(
-        right=right,
-        remote_tokens=sum(one.sources.get("remote_tokens", 0) for one in ours),
-        longest_wait_ms=1e3 * max(waits, default=math.nan),
-        in_time=len(waits) >= len(prompts) and max(waits) <= most_s,
-        p95_ratio=ratios[0],
-        p50_ratio=ratios[1],
-        noise=float(np.quantile(ms[1], 0.95) / np.median(ms[1])),
-        first_ms=[round(one) for one in ms[0]],
-        alone_ms=[round(one) for one in ms[1]],
-    )
+    most_s = LOOKUPS_S + max(alone_ms) / 1e3 + SLACK_S
+    return {
+        "right": right,
+        "remote_tokens": sum(one.sources.get("remote_tokens", 0) for one in ours),
+        "longest_wait_ms": 1e3 * max(waits, default=math.nan),
+        "in_time": len(waits) >= len(prompts) and max(waits) <= most_s,
+        "p95_ratio": float(p95 / alone_p95),
+        "p50_ratio": float(p50 / alone_p50),
+        "noise": float(alone_p95 / alone_p50),
+        "first_ms": list(map(round, ms)),
+        "alone_ms": list(map(round, alone_ms)),
+    }
 
 
 def _rest(replica: Replica) -> None:
@@ -259,9 +220,9 @@ def _rest(replica: Replica) -> None:
     Raises:
         TimeoutError: the replica stays busy.
     """
-    pid = replica.server.pid
+    pid = replica.server.pid or 0
     until = time.monotonic() + MOST_BUSY_S
-    while pid is not None and time.monotonic() < until:
+    while time.monotonic() < until:
         before = read_clock(pid)
         time.sleep(POLL_S)
         now = read_clock(pid)
@@ -276,11 +237,8 @@ def _waits(replica: Replica, fault: str, jobs: int) -> list[float]:
     """Seconds that each turn waited for pages, by the trace, once all jobs are in it."""
     until = time.monotonic() + TRACED_S
     while True:
-        found = [
-            turn.times.pages_s
-            for turn in TraceReader(replica.trace)
-            if turn.job is not None and turn.job.startswith(f"{fault} ")
-        ]
+        turns = [(turn.job or "", turn.times.pages_s) for turn in TraceReader(replica.trace)]
+        found = [pages_s for job, pages_s in turns if job.startswith(f"{fault} ")]
         if len(found) >= jobs or time.monotonic() > until:
             return found
         time.sleep(0.1)
@@ -306,9 +264,9 @@ def mend(
     for at, prompt in enumerate(prompts):
         tell("the store works again")
         job = f"mended {began} {at}"
-        ask(first.client, job, prompt)
-        shared_pages(first.client)
-        found = ask(second.client, job, [*prompt, *prompt[50 : 50 + ADDED]])
+        first.ask(job, prompt)
+        first.shared_pages()
+        found = second.ask(job, longer(prompt))
         if found.sources.get("remote_tokens", 0):
             return time.monotonic() - began
         if time.monotonic() - began > RECOVERY_S:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -11,15 +11,17 @@ from pathlib import Path
 
 import httpx
 
-from tiered_kv.bench.restore import BLOCK, TIMEOUT_S, context_gib
+from tiered_kv.bench.agents.client import Answer
+from tiered_kv.bench.restore import BLOCK, ask, client_of, context_gib, settled
 from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, VllmServer
-
-from .turns import WARM_UP, ask
 
 RANKS = 2
 RANK_HEADER = "X-data-parallel-rank"
 STEPS = ("--max-num-batched-tokens", "256")
 """Orders and reports are sent with the engine's steps. One core computes 256 tokens in half a
+second."""
+QUIET_POLLS = 10
+"""Polls in a row that find nothing new. A write that was not answered is tried again after a
 second."""
 
 
@@ -30,6 +32,22 @@ class Replica:
     server: VllmServer
     client: httpx.Client
     trace: Path
+
+    def ask(
+        self, job: str, prompt: Sequence[int], tokens: int = 1, salt: str | None = None
+    ) -> Answer:
+        """Send a turn of a job; see ``bench.restore.ask``."""
+        return ask(self.client, prompt, job, tokens, salt=salt, logprobs=1)
+
+    def shared_pages(self) -> int:
+        """Pages that it has left for others, once it leaves no more.
+
+        Raises:
+            TimeoutError: it leaves more and more.
+        """
+        # Many pages count together, when the last of them is written; their bytes, as they go.
+        names = ("pages_shared", "remote_bytes_written")
+        return settled(self.client, *names, polls=QUIET_POLLS)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,34 +96,27 @@ def replicas(
         places: for each, the index of its core.
     """
     cores = sorted(os.sched_getaffinity(0))
-    servers = [
-        VllmServer(
-            shape.options(str(cores[core % len(cores)]), folder / f"trace-{at}.jsonl", store),
-            folder / f"server-{at}.log",
-        )
-        for at, (store, core) in enumerate(zip(stores, places, strict=True))
-    ]
     with ExitStack() as stack:
-        for server in servers:
-            stack.callback(server.stop)
+        servers, traces = list[VllmServer](), list[Path]()
+        for at, (store, core) in enumerate(zip(stores, places, strict=True)):
+            traces.append(folder / f"trace-{at}.jsonl")
+            options = shape.options(str(cores[core % len(cores)]), traces[-1], store)
+            servers.append(VllmServer(options, folder / f"server-{at}.log"))
+            stack.callback(servers[-1].stop)
         with ThreadPoolExecutor(len(servers)) as pool:
             list(pool.map(VllmServer.start, servers))
-        yield [_replica(stack, server, {}) for server in servers]
+        clients = [stack.enter_context(client_of(server)) for server in servers]
+        yield list(map(Replica, servers, clients, traces))
 
 
 @contextmanager
 def ranks_of_one_server(shape: Shape, store: str, folder: Path) -> Iterator[list[Replica]]:
     """Data-parallel ranks of one server, each as a replica that is addressed by vLLM's header. All
     write to one trace."""
-    cores = sorted(os.sched_getaffinity(0))[:RANKS]
-    options = shape.options("|".join(map(str, cores)), folder / "trace.jsonl", store)
+    cores, trace = sorted(os.sched_getaffinity(0))[:RANKS], folder / "trace.jsonl"
+    options = shape.options("|".join(map(str, cores)), trace, store)
     ranked = replace(options, extra_args=("--data-parallel-size", str(RANKS), *STEPS))
-    with ExitStack() as stack:
-        server = stack.enter_context(VllmServer(ranked, folder / "server.log"))
-        yield [_replica(stack, server, {RANK_HEADER: str(rank)}) for rank in range(RANKS)]
-
-
-def _replica(stack: ExitStack, server: VllmServer, headers: Mapping[str, str]) -> Replica:
-    client = httpx.Client(base_url=server.url, timeout=TIMEOUT_S, headers=headers)
-    ask(stack.enter_context(client), "warm-up", WARM_UP)
-    return Replica(server, client, Path(server.options.env["TIERED_KV_TRACE"]))
+    with VllmServer(ranked, folder / "server.log") as server, ExitStack() as stack:
+        headers = [{RANK_HEADER: str(rank)} for rank in range(RANKS)]
+        clients = [stack.enter_context(client_of(server, one)) for one in headers]
+        yield [Replica(server, client, trace) for client in clients]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,73 +23,52 @@ from tiered_kv.bench.models.catalogue import EVERY, MODELS, VARIANTS, TinyModel
 from tiered_kv.bench.output import AsJson, run_benchmark, show
 from tiered_kv.bench.paths import needs_checkout
 
-TIMEOUT_S = 600.0
+CHECKS = ("equal", "equal_bytes", "control_differs")
 
 
-def measure(
-    models: Sequence[TinyModel], logs: Path, timeout_s: float, tell: Callable[[str], None]
-) -> dict[str, Any]:
-    """Rows of all models, one after the other."""
+def measure(models: Sequence[TinyModel], logs: Path, timeout_s: float) -> dict[str, Any]:
+    """Rows of all models, one after the other; progress goes to standard error."""
     with needs_checkout():
         from tests.e2e.models.rows import run_model
-    began, rows = time.monotonic(), dict[str, dict[str, Any]]()
+    began, rows, stopped = time.monotonic(), dict[str, dict[str, Any]](), list[dict[str, Any]]()
     for number, model in enumerate(models, 1):
         at = f"[{number}/{len(models)}] {model.name}"
-        tell(at)
+        print(at, file=sys.stderr, flush=True)
         row = run_model(model, logs / f"{model.name}.log", timeout_s)
-        rows[model.name] = row.as_json()
-        tell(f"{at}: {row.summary()} ({row.seconds:.0f} s)")
-    run = {name: row for name, row in rows.items() if "cannot_start" not in row}
-    stopped = {name: row["cannot_start"] for name, row in rows.items() if name not in run}
-    of_kind = {
-        kind: [run[model.name] for model in variants if model.name in run]
-        for kind, variants in VARIANTS.items()
-    }
-    plain = [run[model.name] for model in MODELS if model.name in run]
+        if row.cannot_start is None:
+            rows[model.name] = row.as_json()
+        else:
+            stopped.append({"model": model.name, "why": row.cannot_start})
+        print(f"{at}: {row.summary()} ({row.seconds:.0f} s)", file=sys.stderr, flush=True)
+    plain, *variants = (
+        [rows[model.name] for model in some if model.name in rows]
+        for some in (MODELS, *VARIANTS.values())
+    )
     return {
-        **verdict(plain),
-        "cannot_start": [{"model": name, "why": why} for name, why in stopped.items()],
+        "models": len(plain),
+        **{check: sum(bool(row[check]) for row in plain) for check in CHECKS},
+        "cannot_start": stopped,
         "rows": plain,
-        **of_kind,
+        **dict(zip(VARIANTS, variants, strict=True)),
         "seconds": round(time.monotonic() - began, 1),
     }
 
 
-def verdict(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Number of models, and of those that pass each check."""
-    counted = {
-        name: sum(bool(row[name]) for row in rows)
-        for name in ("equal", "equal_bytes", "control_differs")
-    }
-    return {"models": len(rows), **counted}
-
-
-def chosen(only: Sequence[str]) -> list[TinyModel]:
-    """The models of these names; all if there are none.
-
-    Raises:
-        typer.BadParameter: no model has such a name.
-    """
-    names = [model.name for model in EVERY]
-    if unknown := [name for name in only if name not in names]:
-        raise typer.BadParameter(f"{', '.join(unknown)} is none of {', '.join(names)}")
-    return [model for model in EVERY if not only or model.name in only]
-
-
 def main(
     only: Annotated[list[str] | None, typer.Option(help="A model; all if none is named.")] = None,
-    timeout: Annotated[float, typer.Option(help="Longest time for a model, seconds.")] = TIMEOUT_S,
+    timeout: Annotated[float, typer.Option(help="Longest time for a model, seconds.")] = 600.0,
     logs: Annotated[Path | None, typer.Option(help="Folder in which logs are kept.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Restore every architecture."""
-    models = chosen(only or ())
+    names = [model.name for model in EVERY]
+    if unknown := set(only or ()).difference(names):
+        raise typer.BadParameter(f"{', '.join(unknown)} is none of {', '.join(names)}")
+    models = [model for model in EVERY if not only or model.name in only]
     with tempfile.TemporaryDirectory(prefix="models-") as name:
         folder = logs or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
-        result = measure(
-            models, folder, timeout, lambda said: print(said, file=sys.stderr, flush=True)
-        )
+        result = measure(models, folder, timeout)
     show("Models restored", result, as_json)
 
 

@@ -23,6 +23,30 @@ IMAGE = "<image>"
 ADAPTER_RANK = 8
 SPREAD = 0.15
 """Standard deviation of an adapter's and a drafter's weights."""
+WEIGHTS = "model.safetensors"
+TOKENIZER = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "pad_token": "w0",
+    "bos_token": "w1",
+    "eos_token": "w2",
+    "unk_token": "w0",
+    "clean_up_tokenization_spaces": False,
+}
+IMAGES = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": IMAGE_PIXELS},
+    "crop_size": {"height": IMAGE_PIXELS, "width": IMAGE_PIXELS},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+"""Settings by which images become patches, those of CLIP."""
+PROCESSOR = {
+    "processor_class": "LlavaProcessor",
+    "patch_size": PATCH_PIXELS,
+    "vision_feature_select_strategy": "default",
+    "image_token": IMAGE,
+    "num_additional_image_tokens": 1,  # CLIP's class token, which is left out
+}
 _STUB = '''"""Stand-in for torchvision: all modules and names are there, none does anything."""
 
 import importlib.abc
@@ -44,7 +68,7 @@ class _Names(type):
 
 class _Module(types.ModuleType):
     def __getattr__(self, name):
-        return _anything(name)
+        return __getattr__(name)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -60,14 +84,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def _anything(name):
+def __getattr__(name):
     if name.startswith("__"):
         raise AttributeError(name)
     return _Names(name, (), {})
-
-
-def __getattr__(name):
-    return _anything(name)
 
 
 sys.meta_path.append(_Finder())
@@ -75,9 +95,11 @@ sys.meta_path.append(_Finder())
 
 
 def write_model(model: TinyModel, folder: Path, dtype: str) -> Path:
-    """Write a model into a folder inside ``folder``, and return that; the same model every time."""
+    """Write a model into a folder inside ``folder``, and return that; the same model every time.
+    To its tokenizer each token is a word: ``w17`` is token 17."""
     import torch
     import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     target = folder / model.name
     target.mkdir(parents=True, exist_ok=True)
@@ -86,68 +108,25 @@ def write_model(model: TinyModel, folder: Path, dtype: str) -> Path:
     config = getattr(transformers, model.config)(**{**common, **model.settings})
     made = getattr(transformers, model.architecture)(config)
     made.to(getattr(torch, dtype)).save_pretrained(target)
-    write_tokenizer(target)
-    if model.image_tokens:
-        _name_tower_as_published(target / "model.safetensors")
-        write_image_processor(target)
-    return target
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer to which each token is a word: ``w17`` is token 17."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     words = {f"w{i}": i for i in range(VOCABULARY) if i != IMAGE_TOKEN} | {IMAGE: IMAGE_TOKEN}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([IMAGE])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    about = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": "w0",
-        "bos_token": "w1",
-        "eos_token": "w2",
-        "unk_token": "w0",
-        "clean_up_tokenization_spaces": False,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(about))
-
-
-def write_image_processor(folder: Path) -> None:
-    """Write the settings by which images become patches, those of CLIP and LLaVA."""
-    edge = {"height": IMAGE_PIXELS, "width": IMAGE_PIXELS}
-    images = {
-        "image_processor_type": "CLIPImageProcessor",
-        "size": {"shortest_edge": IMAGE_PIXELS},
-        "crop_size": edge,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-    }
-    (folder / "preprocessor_config.json").write_text(json.dumps(images))
-    about = {
-        "processor_class": "LlavaProcessor",
-        "patch_size": PATCH_PIXELS,
-        "vision_feature_select_strategy": "default",
-        "image_token": IMAGE,
-        "num_additional_image_tokens": 1,  # CLIP's class token, which is left out
-    }
-    (folder / "processor_config.json").write_text(json.dumps(about))
-
-
-def _name_tower_as_published(weights: Path) -> None:
-    """Give CLIP's weights the names of published models; transformers 5 saves shorter ones."""
-    from safetensors.torch import load_file, save_file
-
-    short, long = "vision_tower.", "vision_tower.vision_model."
-    tensors = load_file(str(weights)).items()
-    renamed = {name.replace(short, long, 1): tensor for name, tensor in tensors}
-    save_file(renamed, str(weights), {"format": "pt"})
+    tokenizer.save(str(target / "tokenizer.json"))
+    _write_json(target / "tokenizer_config.json", TOKENIZER)
+    if model.image_tokens:
+        # transformers 5 saves shorter names than those of published models.
+        short, long = "vision_tower.", "vision_tower.vision_model."
+        tensors = _load(target).items()
+        _save(target, {name.replace(short, long, 1): tensor for name, tensor in tensors})
+        _write_json(target / "preprocessor_config.json", IMAGES)
+        _write_json(target / "processor_config.json", PROCESSOR)
+    return target
 
 
 def write_adapter(model_folder: Path, folder: Path, dtype: str) -> Path:
     """Write a LoRA adapter for the attention of a model of Llama's shape."""
     import torch
-    from safetensors.torch import save_file
 
     config = json.loads((model_folder / "config.json").read_text())
     width, head = config["hidden_size"], config["head_dim"]
@@ -156,16 +135,15 @@ def write_adapter(model_folder: Path, folder: Path, dtype: str) -> Path:
         "v_proj": config["num_key_value_heads"] * head,
     }
     torch.manual_seed(1)
-    tensors: dict[str, Any] = {}
+    tensors, to = dict[str, Any](), getattr(torch, dtype)
     for layer in range(config["num_hidden_layers"]):
         for name, out in outputs.items():
             stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{stem}.lora_A.weight"] = torch.randn(ADAPTER_RANK, width) * SPREAD
-            tensors[f"{stem}.lora_B.weight"] = torch.randn(out, ADAPTER_RANK) * SPREAD
+            tensors[f"{stem}.lora_A.weight"] = _random((ADAPTER_RANK, width), to)
+            tensors[f"{stem}.lora_B.weight"] = _random((out, ADAPTER_RANK), to)
     target = folder / "adapter"
     target.mkdir(exist_ok=True)
-    kept = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
-    save_file(kept, str(target / "adapter_model.safetensors"))
+    _save(target, tensors, "adapter_model.safetensors")
     about = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -175,56 +153,45 @@ def write_adapter(model_folder: Path, folder: Path, dtype: str) -> Path:
         "bias": "none",
         "base_model_name_or_path": str(model_folder),
     }
-    (target / "adapter_config.json").write_text(json.dumps(about))
+    _write_json(target / "adapter_config.json", about)
     return target
 
 
 def write_drafter(drafter: Drafter, model_folder: Path, folder: Path) -> dict[str, object]:
     """Write a drafter for a model; returns vLLM's ``speculative_config`` of it."""
+    method = {"method": drafter.value, "num_speculative_tokens": 3}
     match drafter:
         case Drafter.NGRAM:
-            return {
-                "method": "ngram",
-                "num_speculative_tokens": 3,
-                "prompt_lookup_min": 1,
-                "prompt_lookup_max": 2,
-            }
+            return {**method, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
         case Drafter.ITSELF:
-            return {
-                "method": "draft_model",
-                "model": str(model_folder),
-                "num_speculative_tokens": 3,
-            }
+            return {**method, "model": str(model_folder)}
         case Drafter.EAGLE:
-            target = _write_eagle(model_folder, folder)
-            return {"method": "eagle", "model": str(target), "num_speculative_tokens": 2}
+            target = str(_write_eagle(model_folder, folder))
+            return {**method, "model": target, "num_speculative_tokens": 2}
         case Drafter.MTP:
             _turn_last_layer_into_mtp(model_folder)
-            return {"method": "mtp", "num_speculative_tokens": 1}
+            return {**method, "num_speculative_tokens": 1}
 
 
 def _write_eagle(model_folder: Path, folder: Path) -> Path:
     """Write one layer of Llama's shape, whose input is a token and a hidden state."""
     import torch
-    from safetensors.torch import load_file, save_file
 
     config = json.loads((model_folder / "config.json").read_text())
-    config["num_hidden_layers"] = 1
-    width = config["hidden_size"]
-    taken = load_file(str(model_folder / "model.safetensors"))
+    width, taken = config["hidden_size"], _load(model_folder)
     torch.manual_seed(2)
     tensors = {
-        name.removeprefix("model."): (torch.randn(tensor.shape) * SPREAD).to(tensor.dtype)
+        name.removeprefix("model."): _random(tensor.shape, tensor.dtype)
         for name, tensor in taken.items()
         if ".layers.0." in name and "input_layernorm" not in name
     }
     embedding = taken["model.embed_tokens.weight"]
     tensors["embed_tokens.weight"] = embedding.clone()
-    tensors["fc.weight"] = (torch.randn(width, 2 * width) * SPREAD).to(embedding.dtype)
+    tensors["fc.weight"] = _random((width, 2 * width), embedding.dtype)
     target = folder / "eagle"
     target.mkdir(exist_ok=True)
-    save_file(tensors, str(target / "model.safetensors"), {"format": "pt"})
-    (target / "config.json").write_text(json.dumps(config))
+    _save(target, tensors)
+    _write_json(target / "config.json", {**config, "num_hidden_layers": 1})
     return target
 
 
@@ -232,29 +199,24 @@ def _turn_last_layer_into_mtp(model_folder: Path) -> None:
     """Turn the model's last layer into one that guesses the token after next: multi-token
     prediction, as in DeepSeek and GLM."""
     import torch
-    from safetensors.torch import load_file, save_file
 
     path = model_folder / "config.json"
     config = json.loads(path.read_text())
     last = config["num_hidden_layers"] - 1
-    config["num_hidden_layers"] = last
-    config["num_nextn_predict_layers"] = 1
-    path.write_text(json.dumps(config))
-    weights = model_folder / "model.safetensors"
-    tensors = load_file(str(weights))
-    width, stem = config["hidden_size"], f"model.layers.{last}."
+    _write_json(path, {**config, "num_hidden_layers": last, "num_nextn_predict_layers": 1})
+    tensors, width, stem = _load(model_folder), config["hidden_size"], f"model.layers.{last}."
     embedding = tensors["model.embed_tokens.weight"]
     torch.manual_seed(2)
-    ones = torch.ones(width, dtype=embedding.dtype)
+    tensors |= {
+        f"{stem}{norm}.weight": torch.ones(width, dtype=embedding.dtype)
+        for norm in ("enorm", "hnorm", "shared_head.norm")
+    }
     tensors |= {
         f"{stem}embed_tokens.weight": embedding.clone(),
-        f"{stem}enorm.weight": ones.clone(),
-        f"{stem}hnorm.weight": ones.clone(),
-        f"{stem}eh_proj.weight": (torch.randn(width, 2 * width) * SPREAD).to(embedding.dtype),
-        f"{stem}shared_head.norm.weight": ones.clone(),
+        f"{stem}eh_proj.weight": _random((width, 2 * width), embedding.dtype),
         f"{stem}shared_head.head.weight": tensors["lm_head.weight"].clone(),
     }
-    save_file(tensors, str(weights), {"format": "pt"})
+    _save(model_folder, tensors)
 
 
 def write_torchvision(folder: Path) -> None:
@@ -263,3 +225,26 @@ def write_torchvision(folder: Path) -> None:
     package = folder / "torchvision"
     package.mkdir(exist_ok=True)
     (package / "__init__.py").write_text(_STUB)
+
+
+def _random(shape: Any, dtype: Any) -> Any:
+    import torch
+
+    return (torch.randn(shape) * SPREAD).to(dtype)
+
+
+def _load(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    found: dict[str, Any] = load_file(str(folder / WEIGHTS))
+    return found
+
+
+def _save(folder: Path, tensors: dict[str, Any], name: str = WEIGHTS) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, str(folder / name), {"format": "pt"})
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value))

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -105,33 +105,34 @@ def alone(options: ServerOptions, setting: Setting) -> Iterator[Deployed]:
         yield Deployed(server, server.url)
 
 
-class CacheServer(Service):
-    """Process that keeps KV in CPU memory.
+class Peer(Service):
+    """Process of a peer.
 
     Args:
-        cpu_gib: size of that memory.
+        command: its command, whose ``{port}`` is the port that answers on ``health_path``.
     """
 
-    health_path = "/healthcheck"
-
-    def __init__(self, cpu_gib: float, log_path: Path) -> None:
+    def __init__(
+        self,
+        log_path: Path,
+        command: list[str],
+        env: Mapping[str, str] = {},
+        health_path: str = "/health",
+    ) -> None:
         super().__init__(log_path, start_timeout_s=START_S)
-        self._cpu_gib = cpu_gib
-        self.queue_port = free_port()
+        self.health_path = health_path
+        self._command = command
+        self._env = env
 
     def launch(self, port: int) -> Launch:
-        """The cache server's command."""
-        command = [program(LMCACHE, "lmcache"), "server", "--host", "127.0.0.1"]
-        command += ["--port", str(self.queue_port)]
-        command += ["--http-host", "127.0.0.1", "--http-port", str(port)]
-        command += ["--l1-size-gb", f"{self._cpu_gib:g}", "--eviction-policy", "LRU"]
-        command += ["--supported-transfer-mode", "auto", "--disable-observability"]
-        return Launch(command, {**os.environ, **HASH_SEED, "LMCACHE_DISABLE_BANNER": "1"})
+        """The peer's command and environment."""
+        command = [str(port) if word == "{port}" else word for word in self._command]
+        return Launch(command, {**os.environ, **self._env})
 
 
 @dataclass(frozen=True, slots=True)
 class WithCacheServer:
-    """A deployment with the cache server.
+    """A deployment with LMCache's cache server, which keeps KV in CPU memory.
 
     Attributes:
         cpu_gib: size of its memory.
@@ -142,23 +143,29 @@ class WithCacheServer:
     @contextmanager
     def __call__(self, options: ServerOptions, setting: Setting) -> Iterator[Deployed]:
         """Start the cache server, and then the server that uses it."""
-        with CacheServer(self.cpu_gib, setting.log.with_suffix(".lmcache.log")) as cache:
-            told = replace(
-                options,
-                python=program(LMCACHE, "python"),
-                env={**options.env, **HASH_SEED},
-                kv_transfer_config={
-                    "kv_connector": "LMCacheMPConnector",
-                    "kv_connector_module_path": MODULE,
-                    "kv_role": "kv_both",
-                    "kv_connector_extra_config": {
-                        "lmcache.mp.host": "tcp://127.0.0.1",
-                        "lmcache.mp.port": cache.queue_port,
-                    },
-                },
-            )
-            with setting.start(told) as server:
-                yield Deployed(server, server.url, (cache,))
+        queue_port = free_port()
+        command = [program(LMCACHE, "lmcache"), "server", "--host", "127.0.0.1"]
+        command += ["--port", str(queue_port), "--http-host", "127.0.0.1", "--http-port", "{port}"]
+        command += ["--l1-size-gb", f"{self.cpu_gib:g}", "--eviction-policy", "LRU"]
+        command += ["--supported-transfer-mode", "auto", "--disable-observability"]
+        env, log = {**HASH_SEED, "LMCACHE_DISABLE_BANNER": "1"}, setting.log
+        address = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": queue_port}
+        told = replace(
+            options,
+            python=program(LMCACHE, "python"),
+            env={**options.env, **HASH_SEED},
+            kv_transfer_config={
+                "kv_connector": "LMCacheMPConnector",
+                "kv_connector_module_path": MODULE,
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": address,
+            },
+        )
+        with (
+            Peer(log.with_suffix(".lmcache.log"), command, env, "/healthcheck") as cache,
+            setting.start(told) as server,
+        ):
+            yield Deployed(server, server.url, (cache,))
 
 
 def program_scheduling(
@@ -172,8 +179,7 @@ def program_scheduling(
         capacity_tokens: contexts that the server holds.
         most_waiting: number of requests waiting in the server from which on none is admitted.
     """
-    step = costs.step + costs.seq
-    prefill = PREFILL * costs.token
+    step, prefill = costs.step + costs.seq, PREFILL * costs.token
     return {
         "program_scheduling_enable_key": "auto",
         "token_capacity_per_target": capacity_tokens,
@@ -194,33 +200,9 @@ def program_scheduling(
     }
 
 
-class ProgramRouter(Service):
-    """Process of the router.
-
-    Args:
-        worker_url: the server that it sends to.
-        scheduling: see ``program_scheduling``.
-    """
-
-    def __init__(self, worker_url: str, scheduling: dict[str, Any], log_path: Path) -> None:
-        super().__init__(log_path, start_timeout_s=START_S)
-        self._worker_url = worker_url
-        self._scheduling = scheduling
-
-    def launch(self, port: int) -> Launch:
-        """The router's command; it retries nothing, as no client here does."""
-        command = [program(ROUTER, ROUTER), "--host", "127.0.0.1"]
-        command += ["--port", str(port), "--prometheus-port", str(free_port())]
-        command += ["--worker-urls", self._worker_url, "--worker-startup-check-interval", "1"]
-        command += ["--policy", "consistent_hash", "--disable-retries"]
-        command += ["--enable-program-scheduling"]
-        command += ["--program-scheduling-config-json", json.dumps(self._scheduling)]
-        return Launch(command, os.environ)
-
-
 @dataclass(frozen=True, slots=True)
 class BehindRouter:
-    """A deployment behind the router.
+    """A deployment behind the router, which retries nothing, as no client here does.
 
     Attributes:
         capacity_tokens, most_waiting: see ``program_scheduling``.
@@ -238,6 +220,11 @@ class BehindRouter:
             setting.costs, self.capacity_tokens, most_waiting=self.most_waiting
         )
         with setting.start(options) as server:
-            log = setting.log.with_suffix(".router.log")
-            with ProgramRouter(server.url, told, log) as router:
+            command = [program(ROUTER, ROUTER), "--host", "127.0.0.1", "--port", "{port}"]
+            command += ["--prometheus-port", str(free_port()), "--worker-urls", server.url]
+            command += ["--worker-startup-check-interval", "1"]
+            command += ["--policy", "consistent_hash", "--disable-retries"]
+            command += ["--enable-program-scheduling"]
+            command += ["--program-scheduling-config-json", json.dumps(told)]
+            with Peer(setting.log.with_suffix(".router.log"), command) as router:
                 yield Deployed(server, router.url, (router,))

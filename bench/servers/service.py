@@ -12,28 +12,25 @@ import subprocess
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, ClassVar, Self
+from typing import Self
+
+import httpx
 
 from .load import add_unseen, children_seconds, group_members, group_seconds
 
 POLL_S = 0.2
 STOP_GRACE_S = 20.0
 """Seconds that ``stop`` waits for the process, and then for its children, before it kills them."""
-
 START_GRACE_S = 2.0
 """Grace of a process that is still starting. It has no work to finish and may ignore SIGTERM."""
+LOG_LINES = 30
 
 # At the start of a message: warnings name possible errors.
 _ERROR = re.compile(r"(?:^|\] )(?P<said>[A-Za-z_.]*(?:Error|Exception): .*\S)")
-
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback has no proxy
 
 
 class ServerError(RuntimeError):
@@ -52,6 +49,13 @@ def error_in(log: str) -> str | None:
     """The first error that a server's log names; later ones mostly say that it died."""
     found = (_ERROR.search(line) for line in log.splitlines())
     return next((match["said"] for match in found if match), None)
+
+
+def free_port() -> int:
+    """A free port of loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +79,18 @@ class Service(ABC):
 
     Attributes:
         start_s: time that the last start took.
+        pid: the process's id, which is also its group's; None when not running.
         health_path: what answers 200 once the process serves.
     """
 
-    health_path: ClassVar[str] = "/health"
+    health_path = "/health"
 
     def __init__(
         self,
         log_path: Path,
         *,
         start_timeout_s: float = 600.0,
-        on_wait: Callable[[float], None] | None = None,
+        on_wait: Callable[[float], None] = lambda _: None,
     ) -> None:
         self.log_path = log_path
         self.port = 0
@@ -110,7 +115,6 @@ class Service(ABC):
 
     @property
     def pid(self) -> int | None:
-        """The process's id, which is also its group's; None when not running."""
         return self._process.pid if self._process else None
 
     def start(self) -> None:
@@ -127,10 +131,19 @@ class Service(ABC):
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         # vLLM leaves its sockets and a file of its process group in the temporary folder.
         self._scratch = tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True)
-        env = {**launch.env, "TMPDIR": self._scratch.name}
         try:
             with self.log_path.open("wb") as log:
-                self._process = _spawn([*_parent_guard(), *launch.command], env, log)
+                self._process = subprocess.Popen(
+                    [*_parent_guard(), *launch.command],
+                    env={**launch.env, "TMPDIR": self._scratch.name},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    # In this session: Linux gives each session a scheduling group (autogroup), and
+                    # beside the busy session of an engine, a client or a store may wait for seconds
+                    # for a core.
+                    process_group=0,
+                )
             self._wait_healthy()
         except BaseException:
             self._end(START_GRACE_S)
@@ -154,76 +167,51 @@ class Service(ABC):
             return self.log_path.read_text(encoding="utf-8", errors="replace")
         return ""
 
-    def log_tail(self, lines: int = 30) -> str:
+    def log_tail(self) -> str:
         """The end of the log, below a line that names the file."""
-        return "\n".join([f"--- {self.log_path}", *self.log_text().splitlines()[-lines:]])
+        return "\n".join([f"--- {self.log_path}", *self.log_text().splitlines()[-LOG_LINES:]])
 
-    def failed(self, message: str) -> ServerError:
-        """An error with the log."""
-        return ServerError(f"{message}\n{self.log_tail()}", self.log_text())
+    def get(self, path: str, timeout_s: float = 30.0) -> str:
+        """Body of the answer to a GET.
 
-    def get(self, path: str) -> str:
-        """Body of the answer to a GET."""
-        with _DIRECT.open(f"{self.url}{path}", timeout=30) as response:
-            body: bytes = response.read()
-        return body.decode()
+        Raises:
+            httpx.HTTPError: there is none, or it is an error.
+        """
+        # Loopback has no proxy.
+        answer = httpx.get(f"{self.url}{path}", timeout=timeout_s, trust_env=False)
+        return answer.raise_for_status().text
 
     def __enter__(self) -> Self:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _end(self, grace_s: float) -> None:
-        process, self._process = self._process, None
-        scratch, self._scratch = self._scratch, None
-        try:
-            if process is not None:
-                _end_group(process, grace_s)
-        finally:
-            if scratch is not None:
-                scratch.cleanup()
+    def failed(self, message: str) -> ServerError:
+        """An error with the log."""
+        return ServerError(f"{message}\n{self.log_tail()}", self.log_text())
 
     def _wait_healthy(self) -> None:
         began = time.monotonic()
         while True:
             self.check()
             self.start_s = time.monotonic() - began
-            if self._healthy():
+            with contextlib.suppress(httpx.HTTPError):
+                self.get(self.health_path, 2.0)
                 return
             if self.start_s > self._start_timeout_s:
-                raise self.failed(
-                    f"the server did not answer within {self._start_timeout_s:.0f} s."
-                )
-            if self._on_wait is not None:
-                self._on_wait(self.start_s)
+                limit = f"{self._start_timeout_s:.0f} s"
+                raise self.failed(f"the server did not answer within {limit}.")
+            self._on_wait(self.start_s)
             time.sleep(POLL_S)
 
-    def _healthy(self) -> bool:
-        try:
-            with _DIRECT.open(f"{self.url}{self.health_path}", timeout=2) as response:
-                return bool(response.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
-
-
-def _spawn(command: list[str], env: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        # In this session: Linux gives each session a scheduling group (autogroup), and beside the
-        # busy session of an engine, a client or a store may wait for seconds for a core.
-        process_group=0,
-    )
+    def _end(self, grace_s: float) -> None:
+        process, self._process = self._process, None
+        scratch, self._scratch = self._scratch, None
+        with scratch or contextlib.nullcontext():
+            if process is not None:
+                _end_group(process, grace_s)
 
 
 def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
@@ -245,20 +233,11 @@ def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
 def _parent_guard() -> list[str]:
     """Command prefix that stops the server when this process is killed; empty without setpriv. The
     kernel watches the thread that forked, so only the main thread may use it."""
-    if threading.current_thread() is not threading.main_thread():
-        return []
     setpriv = shutil.which("setpriv")
-    return [setpriv, "--pdeathsig", "TERM"] if setpriv else []
+    is_main = threading.current_thread() is threading.main_thread()
+    return [setpriv, "--pdeathsig", "TERM"] if setpriv and is_main else []
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
-
-
-def free_port() -> int:
-    """A free port of loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

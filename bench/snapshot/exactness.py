@@ -3,21 +3,56 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import httpx
 
 from tiered_kv.bench.agents.client import Answer, Reading
+from tiered_kv.bench.restore import ask, logprob_distance
 from tiered_kv.snapshot.reader import open_snapshot
-
-from .told_answers import Client
 
 TOKENS = 24
 """Tokens of a continuation that are compared."""
 BEYOND = 64
 """Tokens that the original turn answers beyond the one at which its snapshot is asked for."""
+T = TypeVar("T")
+
+
+def post(client: httpx.Client, what: str, **asked: object) -> dict[str, Any]:
+    """Call a route of snapshots.
+
+    Raises:
+        RuntimeError: it is refused.
+    """
+    response = client.post(f"/tiered_kv/{what}", json=asked)
+    if response.is_error:
+        raise RuntimeError(f"the server refuses: {response.text}")
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def answer_during(
+    client: httpx.Client,
+    prompt: Sequence[int],
+    job: str,
+    tokens: int,
+    at: int,
+    call: Callable[[], T],
+) -> tuple[Answer, T]:
+    """Answer a turn, and call something on another thread from its token number ``at`` on."""
+    calls = list[Future[T]]()
+
+    def on_token(answer: Reading) -> None:
+        if len(answer.tokens) >= at and not calls:
+            calls.append(pool.submit(call))
+
+    with ThreadPoolExecutor(1) as pool:
+        answer = ask(client, prompt, job, tokens, logprobs=1, on_token=on_token)
+    return answer, calls[0].result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,32 +71,35 @@ class Compared:
 
 
 def cut_and_go_on(
-    source: Client, target: Client, root: Path, prompt: Sequence[int], number: int, seed: int
+    source: httpx.Client, target: httpx.Client, root: Path, prompt: Sequence[int], number: int
 ) -> Compared:
-    """Cut a turn at a random token, and have it go on from its snapshot."""
-    at = random.Random(seed).randrange(1, 40)
-    name, job = f"cut-{number}", f"exact-{number}"
-    whole = answered_with(
+    """Cut a turn at a token that ``number`` draws, and have it go on from its snapshot.
+
+    Args:
+        root: folder of the snapshots of both servers.
+    """
+    at, name, job = random.Random(number).randrange(1, 40), f"cut-{number}", f"exact-{number}"
+    whole, _ = answer_during(
         source,
         prompt,
-        at + BEYOND,
         job,
+        at + BEYOND,
         at,
-        lambda: source.post("snapshots", job=job, name=name, exact=True),
+        lambda: post(source, "snapshots", job=job, name=name, exact=True),
     )
     with open_snapshot(root / name) as snapshot:
-        manifest = snapshot.manifest
-    so_far = list(manifest.token_ids)
-    there = len(so_far) - len(prompt)
-    if so_far != [*prompt, *whole.tokens[:there]]:
+        so_far = list(snapshot.manifest.token_ids)
+    start = len(so_far) - len(prompt)
+    if so_far != [*prompt, *whole.tokens[:start]]:
         raise RuntimeError("a snapshot has other tokens than its turn")
-    if there + TOKENS > len(whole.tokens):
+    if start + TOKENS > len(whole.tokens):
         raise RuntimeError("a snapshot was taken too late to be compared")
-    rest = slice(there, there + TOKENS)
+    rest = slice(start, start + TOKENS)
     expected = replace(whole, tokens=whole.tokens[rest], logprobs=whole.logprobs[rest])
-    brought = target.post("restores", name=name, exact=True)
-    found = target.ask(so_far, TOKENS, manifest.job, brought["cache_salt"])
-    control = target.ask(so_far, TOKENS, f"control-{number}", f"control-{number}")
+    salt = post(target, "restores", name=name, exact=True)["cache_salt"]
+    found = ask(target, so_far, job, TOKENS, salt=salt, logprobs=1)
+    other = f"control-{number}"
+    control = ask(target, so_far, other, TOKENS, salt=other, logprobs=1)
     return Compared(
         equal=_equal(found, expected),
         control_equal=_equal(control, expected),
@@ -69,46 +107,5 @@ def cut_and_go_on(
     )
 
 
-def answered_with(
-    client: Client,
-    prompt: Sequence[int],
-    tokens: int,
-    job: str,
-    at: int,
-    beside: Callable[[], Any],
-) -> Answer:
-    """Ask, and do something beside it from the token with that number on."""
-    failed = list[BaseException]()
-
-    def run() -> None:
-        try:
-            beside()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run)
-
-    def on_token(answer: Reading) -> None:
-        if len(answer.tokens) >= at and thread.ident is None:
-            thread.start()
-
-    answer = client.ask(prompt, tokens, job, on_token=on_token)
-    thread.join()
-    if failed:
-        raise failed[0]
-    return answer
-
-
 def _equal(one: Answer, other: Answer) -> bool:
-    return one.tokens == other.tokens and one.logprobs == other.logprobs
-
-
-def logprob_distance(one: Answer, other: Answer) -> float:
-    """Largest difference of two answers' logprobs, up to the first token that differs."""
-    largest = 0.0
-    pairs = zip(one.tokens, other.tokens, one.logprobs, other.logprobs, strict=False)
-    for mine, theirs, a, b in pairs:
-        largest = max(largest, abs(a - b))
-        if mine != theirs:
-            break
-    return largest
+    return (one.tokens, one.logprobs) == (other.tokens, other.logprobs)

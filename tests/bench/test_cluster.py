@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import socket
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tiered_kv.bench.agents.client import Answer
 from tiered_kv.bench.cluster import __main__ as cluster
-from tiered_kv.bench.cluster.faults import FAULTS, Proxy, Store
+from tiered_kv.bench.cluster.faults import FAULTS, Store, proxied
+from tiered_kv.bench.restore import logprob_distance
 from tiered_kv.testing.valkey import ValkeyServer
 
 VALUE = b"x" * 2_000
@@ -28,8 +30,8 @@ def answered(port: int, *requests: bytes) -> bytes:
 
 
 def test_each_fault_shows_and_is_mended(tmp_path: Path) -> None:
-    with ValkeyServer(tmp_path) as server, Proxy(server.port) as proxy:
-        store = Store(server=server, proxy=proxy)
+    with ValkeyServer(tmp_path) as server, proxied(server.port) as proxy:
+        store = Store(server, proxy)
         expected = b"+OK\r\n$2000\r\n" + VALUE + b"\r\n"
         seen = {}
         for name in ("flipping", "slow", "full", "restarted empty"):
@@ -49,17 +51,23 @@ def test_each_fault_shows_and_is_mended(tmp_path: Path) -> None:
     assert seen["restarted empty"] == b"$-1\r\n"
 
 
+@dataclass
+class Recorded:
+    """A replica that records turns."""
+
+    client: str
+    turns: dict[str, list[tuple[str, int]]]
+
+    def ask(self, job: str, prompt: list[int], _tokens: int) -> None:
+        self.turns[job].append((self.client, len(prompt)))
+
+
 def test_jobs_stay_on_a_replica_or_move_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = defaultdict[str, list[tuple[str, int]]](list)
-
-    def ask(client: str, job: str, prompt: list[int], answer: int) -> None:
-        turns[job].append((client, len(prompt)))
-
     texts = [[at] * cluster.PLACED_TOKENS for at in range(100)]
     monkeypatch.setattr(cluster, "texts", lambda client, count, tokens: texts[:count])
-    monkeypatch.setattr(cluster, "ask", ask)
     monkeypatch.setattr(cluster, "GAP_S", 0.0)
-    servers: list[Any] = [SimpleNamespace(client=name) for name in ("first", "second")]
+    servers: list[Any] = [Recorded(name, turns) for name in ("first", "second")]
 
     found = cluster.place(servers, 2, 0, lambda what: None)
 
@@ -70,3 +78,16 @@ def test_jobs_stay_on_a_replica_or_move_at_random(monkeypatch: pytest.MonkeyPatc
         assert job.startswith("random") or len({client for client, _ in asked}) == 1
     moved = [job for job, asked in turns.items() if len({client for client, _ in asked}) > 1]
     assert len(moved) > cluster.PLACED_JOBS
+
+
+def answer(*said: tuple[str, float]) -> Answer:
+    words, logprobs = zip(*said, strict=True)
+    return Answer(0.0, 1.0, 1.0, 8, len(words), tokens=tuple(map(hash, words)), logprobs=logprobs)
+
+
+def test_two_answers_are_compared_up_to_the_first_token_that_differs() -> None:
+    here = answer(("the", -0.1), ("cat", -0.69), ("purrs", -0.2))
+    there = answer(("the", -0.15), ("dog", -0.7), ("has", -4.0))
+    assert logprob_distance(here, there) == pytest.approx(0.05)
+    assert logprob_distance(here, answer(("fish", -2.1), ("swims", -9.0))) == 2.0
+    assert logprob_distance(here, here) == 0.0

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 
-from tiered_kv.bench.codec import (
-    ROUNDS,
-    cast,
-    entropy_bits,
-    entropy_bound,
-    race,
-    zipnn_ratio,
-)
+from tiered_kv.bench.codec import cast, entropy_bits, entropy_bound, race
 from tiered_kv.codecs.autotune import synthetic_page
 from tiered_kv.codecs.base import Bytes, Codec, ElementType, EncodedPage, PageFormat
 from tiered_kv.codecs.centred import CentredCodec
@@ -35,7 +26,6 @@ def test_the_bound_is_above_the_codec_and_not_far() -> None:
     codec = CentredCodec(PAGE).trained(PAGES)
     ratio = race({"centred": codec}, PAGES, rounds=1)["centred"]["ratio"]
     bound = entropy_bound(PAGES, PAGE)
-    assert ratio is not None
     assert ratio < bound < 1.03 * ratio
 
 
@@ -48,7 +38,6 @@ def test_a_race_gives_ratio_and_speeds_of_each() -> None:
     )
     for figures in found.values():
         assert all(figures[key] for key in ("ratio", "encode_mbs", "decode_mbs"))
-    assert ROUNDS >= 10
 
 
 class Idle:
@@ -71,11 +60,6 @@ class Idle:
 def test_a_codec_that_lives_off_another_s_work_is_found_out() -> None:
     with pytest.raises(RuntimeError, match="idle did not return"):
         race({"raw": RawCodec(PAGE), "idle": Idle()}, PAGES, rounds=1)
-
-
-def test_zipnn_is_measured_only_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "zipnn", None)
-    assert zipnn_ratio(PAGES, ElementType.BF16) is None
 
 
 def test_casting_keeps_the_numbers() -> None:

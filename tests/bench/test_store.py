@@ -4,35 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tiered_kv.bench.store import BLOCKS, Device, Slots, Store, build_sparse, contest
-from tiered_kv.codecs.base import ElementType, PageFormat
-from tiered_kv.codecs.raw import RawCodec
-from tiered_kv.codecs.registry import from_table
+from tiered_kv.bench.store import (
+    BLOCKS,
+    Device,
+    Slots,
+    Store,
+    build_sparse,
+    contest,
+    open_store,
+    options_of,
+)
 from tiered_kv.storage import io_thread
-from tiered_kv.storage.store.options import StoreOptions
-from tiered_kv.storage.store.store import SegmentStore
 
 
 def test_the_device_is_its_best_setting_and_one_bad_turn_decides_nothing() -> None:
     turns = list[str]()
 
-    def passes(name: str, usual: float, first: float) -> Callable[[], float]:
+    def passes(name: str, usual_s: float, first_s: float) -> Callable[[], float]:
         def run() -> float:
             turns.append(name)
-            return usual if turns.count(name) > 1 else first
+            return usual_s if turns.count(name) > 1 else first_s
 
         return run
 
-    settings = {(1, 4096): passes("slow", 100, 9_000), (4, 4096): passes("fast", 200, 20)}
-    found = contest(passes("store", 180, 10), settings, lambda _: None)
+    settings = {(1, 4096): passes("slow", 1.0, 0.001), (4, 4096): passes("fast", 0.45, 9.0)}
+    found = contest(passes("store", 0.5, 20.0), settings, lambda _: None)
 
     assert found.best == (4, 4096)
     assert found.fraction == pytest.approx(0.9)
-    assert (found.store_mbs, found.device_mbs) == (180, 200)
+    assert (found.store_s, found.device_s) == pytest.approx((4 * 0.5, 4 * 0.45))
     assert turns.count("store") == turns.count("slow") == turns.count("fast")
     assert turns[:6] == ["store", "slow", "fast", "slow", "fast", "store"]
 
@@ -58,16 +63,12 @@ def test_store_and_device_move_the_same_bytes_through_the_same_memory(
 
 
 def test_a_sparse_store_opens_with_all_its_pages(tmp_path: Path) -> None:
-    page_format = PageFormat(ElementType.OPAQUE, 64 << 10, 16)
-    options = StoreOptions(tmp_path, bytes(16), 0, 0, 1, page_format, 1 << 30)
+    options = replace(options_of(tmp_path, 64 << 10), capacity_bytes=1 << 30)
     build_sparse(options, 3000)
     paths = list(options.folder.glob("*.seg"))
     assert len(paths) > 3
     assert all(path.stat().st_size <= options.segment_bytes for path in paths)
     assert sum(path.stat().st_blocks * 512 for path in paths) < 2 << 20
-    store = SegmentStore(options, RawCodec(page_format), from_table)
-    try:
+    with closing(open_store(options)) as store:
         assert len(store) == 3000
         assert store.stats.segments_bad == 0
-    finally:
-        store.close()

@@ -15,7 +15,6 @@ from tests.e2e.asking import PATIENCE_S, ask, job
 from tiered_kv.bench.restore import texts
 from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, VllmServer
 from tiered_kv.bench.snapshot.exactness import cut_and_go_on
-from tiered_kv.bench.snapshot.told_answers import Client
 from tiered_kv.cli.app import app
 
 pytestmark = pytest.mark.e2e
@@ -61,11 +60,5 @@ def test_a_job_outlives_its_server(small_model: Path, tmp_path: Path) -> None:
         assert source["cpu_tokens"] == TOKENS + 15
         assert said["choices"][0]["token_ids"] == right
 
-        one, two = Client(server.url), Client(server.url)
-        try:
-            for number in range(3):
-                cut = cut_and_go_on(one, two, root, other[: 300 + number], number, seed=number)
-                assert cut.equal
-        finally:
-            one.close()
-            two.close()
+        for number in range(3):
+            assert cut_and_go_on(client, client, root, other[: 300 + number], number).equal

@@ -89,9 +89,10 @@ def test_the_command_line_says_what_the_options_say() -> None:
     assert json.loads(given) == {"kv_connector": "X", "kv_role": "kv_both"}
     assert command[-2:] == ["--seed", "1"]
 
-    stock = ServerOptions(model="m", enforce_eager=False, prompt_tokens_details=False)
+    stock = ServerOptions(model="m", enforce_eager=False)
     flags = " ".join(stock.command(1, on_cpu=False)[3:])
-    assert flags == "--host 127.0.0.1 --port 1 --model m --served-model-name model"
+    address = "--host 127.0.0.1 --port 1"
+    assert flags == f"{address} --model m --served-model-name model --enable-prompt-tokens-details"
 
 
 def test_every_cpu_server_is_bound_to_all_cores(tmp_path: Path) -> None:
