@@ -17,14 +17,14 @@ the rest stored uncompressed: no static code and no training text can exceed it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from tiered_kv.bench.output import AsJson, ModelFolder, benchmark, run_benchmark
+from tiered_kv.bench.output import AsJson, ModelFolder, Tick, benchmark, run_benchmark
 from tiered_kv.bench.servers.engines import Engine, engine, real_texts
 from tiered_kv.bench.servers.model import small_model
 from tiered_kv.codecs.base import Bytes, Codec, ElementType, PageFormat
@@ -161,7 +161,7 @@ def compare(training: Pages, pages: Pages, element: ElementType) -> Result:
     }
 
 
-def measure(model: Path, tick: Callable[[str], None]) -> dict[str, Result]:
+def measure(model: Path, tick: Tick) -> dict[str, Result]:
     """All dtypes."""
     bf16 = real_pages(model, "bfloat16")
     tick("bf16 pages")

@@ -24,6 +24,8 @@ from .provenance import measured
 WIDTH = 110
 """Columns of a table that goes into a file or a pipe."""
 
+Tick = Callable[[str], None]
+"""Shows what was just done."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 ModelFolder = Annotated[
     Path | None, typer.Option("--model", help="Folder of a model; the small model by default.")
@@ -79,10 +81,28 @@ class Run:
     Attributes:
         tick: shows what was just done, one step further.
         result: figures, by name; set them before the block ends.
+        model: folder of the model that is served.
     """
 
-    tick: Callable[[str], None]
+    tick: Tick
     result: Mapping[str, Any] = field(default_factory=dict)
+    model: Path = Path()
+
+
+@contextmanager
+def served_benchmark(
+    title: str, steps: float | None, model: Path | None, *, as_json: bool
+) -> Iterator[Run]:
+    """``benchmark`` of a served model, which is the small one by default. Its result also has the
+    ``dtype`` that engines have by default."""
+    # Not above: bench.transfer runs where there are no servers, and no packages for their clients.
+    from tiered_kv.bench.servers.model import small_model
+    from tiered_kv.bench.servers.vllm_server import machine_dtype
+
+    with benchmark(title, steps, as_json=as_json) as run:
+        run.model = model or small_model()
+        yield run
+        run.result = {**run.result, "dtype": str(machine_dtype())}
 
 
 @contextmanager

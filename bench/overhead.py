@@ -17,17 +17,15 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tiered_kv.bench.output import AsJson, ModelFolder, benchmark, run_benchmark
+from tiered_kv.bench.output import AsJson, ModelFolder, Tick, run_benchmark, served_benchmark
 from tiered_kv.bench.servers.engines import engine
-from tiered_kv.bench.servers.model import small_model
-from tiered_kv.bench.servers.vllm_server import machine_dtype
 
 RUNNING = 64
 CYCLE = 256
@@ -36,7 +34,6 @@ CYCLES = 6
 """Cycles that each engine runs."""
 DECODE_TOKENS = 96
 
-Tick = Callable[[str], None]
 Times = dict[str, list[float]]
 """Seconds by contestant."""
 CONTESTANTS: Mapping[str, dict[str, Any] | None] = {
@@ -161,7 +158,6 @@ def measure(model: Path, engines: int, rounds: int, tick: Tick) -> dict[str, flo
         "engines": engines,
         "steps": CYCLE * CYCLES,
         "rounds": rounds,
-        "dtype": str(machine_dtype()),
     }
 
 
@@ -173,8 +169,8 @@ def main(
 ) -> None:
     """Measure steps with and without the connector."""
     title = "Time per step with the connector over stock"
-    with benchmark(title, engines + rounds + 1, as_json=as_json) as run:
-        run.result = measure(model or small_model(), engines, rounds, run.tick)
+    with served_benchmark(title, engines + rounds + 1, model, as_json=as_json) as run:
+        run.result = measure(run.model, engines, rounds, run.tick)
 
 
 if __name__ == "__main__":

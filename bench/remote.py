@@ -17,7 +17,7 @@ import multiprocessing
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain, cycle
@@ -27,7 +27,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from tiered_kv.bench.output import AsJson, benchmark, run_benchmark
+from tiered_kv.bench.output import AsJson, Tick, benchmark, run_benchmark
 from tiered_kv.codecs.base import Bytes, ElementType, PageFormat
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.codecs.registry import from_table
@@ -244,7 +244,7 @@ def on_thread(url: str, folder: Path) -> tuple[float, float]:
     return float(asked_ms), float(whole_ms)
 
 
-def measure(pages: int, rounds: int, tick: Callable[[str], None]) -> dict[str, float]:
+def measure(pages: int, rounds: int, tick: Tick) -> dict[str, float]:
     """Compare store and stream round by round, and time the scheduler's thread."""
     rng = np.random.default_rng(0)
     content = list(rng.integers(0, 256, (pages, PAGE_BYTES), dtype=np.uint8))

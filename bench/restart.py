@@ -19,7 +19,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +28,7 @@ import httpx
 import typer
 
 from tiered_kv.bench.agents.client import Answer
-from tiered_kv.bench.output import AsJson, ModelFolder, benchmark, run_benchmark
+from tiered_kv.bench.output import AsJson, ModelFolder, Tick, run_benchmark, served_benchmark
 from tiered_kv.bench.restore import (
     CONTEXTS,
     CPU,
@@ -42,8 +42,7 @@ from tiered_kv.bench.restore import (
     small_pool,
     texts,
 )
-from tiered_kv.bench.servers.model import small_model
-from tiered_kv.bench.servers.vllm_server import VllmServer, machine_dtype
+from tiered_kv.bench.servers.vllm_server import VllmServer
 from tiered_kv.trace.trace_reader import TraceReader
 
 DECODING = 2
@@ -79,7 +78,7 @@ def from_cpu(client: httpx.Client, prompt: list[int]) -> Answer:
     return answer
 
 
-def measure(model: Path, tokens: int, folder: Path, tick: Callable[[str], None]) -> dict[str, Any]:
+def measure(model: Path, tokens: int, folder: Path, tick: Tick) -> dict[str, Any]:
     """Kill a server, and measure what the next one finds."""
     with tempfile.TemporaryDirectory() as name:
         trace = Path(name) / "trace.jsonl"
@@ -121,7 +120,6 @@ def measure(model: Path, tokens: int, folder: Path, tick: Callable[[str], None])
         "tails_found": sum(one.sources[CPU] == tokens - 1 for one in first) / CONTEXTS,
         "start_s": server.start_s,
         "tokens": tokens,
-        "dtype": str(machine_dtype()),
     }
 
 
@@ -136,9 +134,9 @@ def main(
     """Measure what is found again after a server was killed."""
     with (
         tempfile.TemporaryDirectory(prefix="tiered-kv-", dir=shared) as folder,
-        benchmark("Contexts of a server that was killed", 4, as_json=as_json) as run,
+        served_benchmark("Contexts of a server that was killed", 4, model, as_json=as_json) as run,
     ):
-        run.result = measure(model or small_model(), tokens, Path(folder), run.tick)
+        run.result = measure(run.model, tokens, Path(folder), run.tick)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,7 @@ import httpx
 import typer
 
 from tiered_kv.bench.agents.client import Answer, Ask, Reading, ask_over
-from tiered_kv.bench.output import AsJson, ModelFolder, benchmark, run_benchmark
-from tiered_kv.bench.servers.model import small_model
+from tiered_kv.bench.output import AsJson, ModelFolder, Tick, run_benchmark, served_benchmark
 from tiered_kv.bench.servers.vllm_server import (
     CONNECTOR,
     MODEL_NAME,
@@ -204,9 +203,7 @@ def served(options: ServerOptions, folder: Path) -> Iterator[tuple[VllmServer, h
 # -- the measurement -----------------------------------------------------------------------
 
 
-def measure(
-    model: Path, tokens: int, load_format: str, tick: Callable[[str], None]
-) -> dict[str, Any]:
+def measure(model: Path, tokens: int, load_format: str, tick: Tick) -> dict[str, Any]:
     """Three servers: CPU memory for everything; CPU memory for a few contexts, and an SSD; the same
     after a restart.
 
@@ -264,7 +261,6 @@ def measure(
         "tokens": tokens,
         "samples": CONTEXTS,
         "computed": computed,
-        "dtype": str(machine_dtype()),
     }
 
 
@@ -283,8 +279,8 @@ def main(
 ) -> None:
     """Measure the first token by where the context is."""
     title = f"Time to first token of {tokens:,} tokens, medians"
-    with benchmark(title, 6 * CONTEXTS, as_json=as_json) as run:
-        run.result = measure(model or small_model(), tokens, load_format, run.tick)
+    with served_benchmark(title, 6 * CONTEXTS, model, as_json=as_json) as run:
+        run.result = measure(run.model, tokens, load_format, run.tick)
 
 
 if __name__ == "__main__":

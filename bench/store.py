@@ -41,15 +41,14 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from tiered_kv.bench.output import AsJson, benchmark, run_benchmark
+from tiered_kv.bench.output import AsJson, Tick, benchmark, run_benchmark
 from tiered_kv.codecs.base import Bytes, ElementType, PageFormat
 from tiered_kv.codecs.raw import RawCodec
 from tiered_kv.codecs.registry import from_table
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.aligned import aligned_bytes
+from tiered_kv.storage.disk.files import Buffers, FileLayer, RealFiles
 from tiered_kv.storage.io_thread import group_pages
-from tiered_kv.storage.segment.format import FooterEntry, SegmentHeader, footer_bytes
-from tiered_kv.storage.segment.headers import pack_footer, pack_segment_header
 from tiered_kv.storage.store.options import StoreOptions, io_threads
 from tiered_kv.storage.store.store import SegmentStore
 
@@ -63,10 +62,11 @@ one before it."""
 CONTENT_BYTES = 64 << 20
 OPEN_PAGES, OPEN_PAGE_BYTES, OPENINGS = 100_000, 64 << 10, 3
 KEY_BYTES = 48
+HOLE_BYTES = 1 << 20
+"""Length of a written piece of pages; headers and footers are shorter."""
 CAPACITY_BYTES = 64 << 30
 """Capacity at which nothing is evicted, and segments have their full size."""
 
-Tick = Callable[[str], None]
 Setting = tuple[int, int]
 """Threads, and bytes of a block."""
 Pass = Callable[[], float]
@@ -83,9 +83,9 @@ def options_of(root: Path, page_bytes: int, threads: int = 4) -> StoreOptions:
     return StoreOptions(root, bytes(16), 0, 0, 1, form, CAPACITY_BYTES, io_threads=threads)
 
 
-def open_store(options: StoreOptions) -> SegmentStore:
+def open_store(options: StoreOptions, files: FileLayer | None = None) -> SegmentStore:
     """Open a store of raw pages."""
-    return SegmentStore(options, RawCodec(options.page_format), from_table)
+    return SegmentStore(options, RawCodec(options.page_format), from_table, files)
 
 
 class Slots:
@@ -272,38 +272,30 @@ def contest(store: Pass, device: Mapping[Setting, Pass], tick: Tick) -> Outcome:
     )
 
 
+class Holes(RealFiles):
+    """Files with holes for pages: long pieces are left out, and no space is allocated."""
+
+    def preallocate(self, fd: int, nbytes: int) -> None:
+        os.ftruncate(fd, nbytes)
+
+    def pwrite(self, fd: int, buffers: Buffers, offset: int) -> int:
+        nbytes = sum(map(len, buffers))
+        return nbytes if nbytes >= HOLE_BYTES else super().pwrite(fd, buffers, offset)
+
+
 def build_sparse(options: StoreOptions, pages: int) -> None:
-    """Write the sealed segments of a store of that many pages, with holes for the pages."""
-    page_bytes, now = options.page_format.page_bytes, int(time.time())
-    record = FooterEntry(_key(0), 0, page_bytes, 0, 0).nbytes
-    space = options.segment_bytes - footer_bytes(1, KEY_BYTES)
-    per_segment = space // (record + footer_bytes(1, 0) // 32)
-    options.folder.mkdir(parents=True)
-    for number, first in enumerate(range(0, pages, per_segment), 1):
-        header = SegmentHeader(
-            fingerprint=options.fingerprint,
-            nonce=number,
-            number=number,
-            created=now,
-            page_format=options.page_format,
-            codec_id=RawCodec.codec_id,
-            rank=options.rank,
-            ranks=options.ranks,
-            replica=options.replica,
-            table=b"",
-        )
-        names = range(first, min(first + per_segment, pages))
-        ends = range(header.header_bytes, options.segment_bytes, record)
-        entries = [
-            FooterEntry(_key(name), start, page_bytes, 0, now)
-            for name, start in zip(names, ends, strict=False)
-        ]
-        end = ends[len(names)]
-        with (options.folder / f"{number:08}.seg").open("wb") as file:
-            file.write(pack_segment_header(header))
-            file.seek(end)
-            file.write(pack_footer(header, end, entries))
-            file.flush()
+    """Leave a store of that many pages, with holes for them, and not in the page cache.
+
+    Raises:
+        RuntimeError: pages were not stored.
+    """
+    slots = Slots(options.page_format.page_bytes)
+    with closing(open_store(options, Holes())) as store:
+        for first in range(0, pages, slots.count):
+            if failed := store.put(slots.named(first)[: pages - first]):
+                raise RuntimeError(f"{len(failed)} pages were not stored")
+    for path in options.folder.glob("*.seg"):
+        with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

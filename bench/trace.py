@@ -32,11 +32,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from tiered_kv.bench.output import AsJson, ModelFolder, benchmark, run_benchmark
+from tiered_kv.bench.output import AsJson, ModelFolder, Tick, run_benchmark, served_benchmark
 from tiered_kv.bench.overhead import CYCLE, ratios, scheduler_step
 from tiered_kv.bench.paths import needs_checkout
-from tiered_kv.bench.servers.model import small_model
-from tiered_kv.bench.servers.vllm_server import machine_dtype
 from tiered_kv.trace.trace_file import TraceFile
 from tiered_kv.trace.trace_header import TraceHeader
 from tiered_kv.trace.turn_record import (
@@ -69,8 +67,6 @@ finally:
 """
 """Program that analyses a trace and then prints its seconds of CPU and its most MiB. The kernel's
 resource usage would count the memory of the process that started it."""
-
-Tick = Callable[[str], None]
 
 
 def compare(model: Path, folder: Path, seed: int, tick: Tick) -> dict[str, Any]:
@@ -229,9 +225,9 @@ def main(
     title = "The trace against all other figures"
     with (
         tempfile.TemporaryDirectory(prefix="trace-") as name,
-        benchmark(title, 6 + 2 * engines, as_json=as_json) as run,
+        served_benchmark(title, 6 + 2 * engines, model, as_json=as_json) as run,
     ):
-        found = compare(model or small_model(), Path(name), seed, run.tick)
+        found = compare(run.model, Path(name), seed, run.tick)
         on_ratio, on_control = step_cost(engines, run.tick, steps=False)
         steps_ratio, steps_control = step_cost(engines, run.tick, steps=True)
         run.tick("a large trace")
@@ -244,7 +240,6 @@ def main(
             "off_us": off_us(),
             "engines": engines,
             **analyze_many(turns, Path(name), seed),
-            "dtype": str(machine_dtype()),
         }
     if found["disagreements"]:
         raise typer.Exit(1)

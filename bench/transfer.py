@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 
-from tiered_kv.bench.output import AsJson, benchmark, run_benchmark
+from tiered_kv.bench.output import AsJson, Tick, benchmark, run_benchmark
 from tiered_kv.page_group import PageLayout, Placement, page_layout
 from tiered_kv.transfer.base import CopyJob, Direction, TransferBackend
 from tiered_kv.transfer.cpu import CpuTransfer
@@ -297,7 +297,7 @@ def measure_row(
     }
 
 
-def measure(side: CpuSide, scale: Scale, tick: Callable[[str], None]) -> dict[str, Any]:
+def measure(side: CpuSide, scale: Scale, tick: Tick) -> dict[str, Any]:
     """All rows, and the slowdown by each shape and layout; none without a GPU."""
     rows, slowdowns = list[dict[str, Any]](), list[dict[str, Any]]()
     for shape in SHAPES:

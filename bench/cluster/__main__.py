@@ -20,7 +20,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,10 +31,8 @@ import typer
 from tiered_kv.bench.agents.client import Answer
 from tiered_kv.bench.cluster import faults
 from tiered_kv.bench.cluster.replicas import Replica, Shape, ranks_of_one_server, replicas
-from tiered_kv.bench.output import AsJson, ModelFolder, benchmark, run_benchmark
+from tiered_kv.bench.output import AsJson, ModelFolder, Tick, run_benchmark, served_benchmark
 from tiered_kv.bench.restore import BLOCK, logprob_distance, median_ms, texts
-from tiered_kv.bench.servers.model import small_model
-from tiered_kv.bench.servers.vllm_server import machine_dtype
 from tiered_kv.testing.valkey import ValkeyServer
 
 JOBS, COLD = 6, 3
@@ -49,8 +47,6 @@ GAP_S = 2.0
 here, with steps of half a second, is a second or more."""
 CONCURRENT = 4
 
-Tell = Callable[[str], None]
-
 
 @contextmanager
 def a_store(folder: Path, *, shared: bool) -> Iterator[str]:
@@ -64,13 +60,13 @@ def a_store(folder: Path, *, shared: bool) -> Iterator[str]:
 
 
 def measure(
-    model: Path, tokens: int, rounds: int, seed: int, *, ranks: bool, shared: bool, tell: Tell
+    model: Path, tokens: int, rounds: int, seed: int, *, ranks: bool, shared: bool, tick: Tick
 ) -> dict[str, Any]:
     """Move jobs, and place them at random."""
     whole = tokens // BLOCK * BLOCK
     shape = Shape(model=model, tokens=whole + 64 + MOVED_ANSWER, contexts=2 * JOBS + COLD + 2)
     with tempfile.TemporaryDirectory() as name, a_store(Path(name), shared=shared) as url:
-        tell("servers start")
+        tick("servers start")
         started = (
             ranks_of_one_server(shape, url, Path(name))
             if ranks
@@ -79,10 +75,8 @@ def measure(
         with started as (first, second):
             prompts = texts(first.client, JOBS + COLD, whole + MOVED_ADDED)
             asked = [prompt[:whole] for prompt in prompts[:JOBS]]
-            result = move(first, second, asked, prompts[JOBS:], tell)
-            if rounds:
-                result |= place([first, second], rounds, seed, tell)
-    return {**result, "dtype": str(machine_dtype())}
+            moved = move(first, second, asked, prompts[JOBS:], tick)
+            return moved | (place([first, second], rounds, seed, tick) if rounds else {})
 
 
 def move(
@@ -90,7 +84,7 @@ def move(
     second: Replica,
     prompts: Sequence[Sequence[int]],
     cold: Sequence[Sequence[int]],
-    tell: Tell,
+    tick: Tick,
 ) -> dict[str, Any]:
     """Ask first turns of jobs on one replica, and second turns on another.
 
@@ -110,12 +104,12 @@ def move(
     """
     longer = [[*prompt, *prompt[100 : 100 + MOVED_ADDED]] for prompt in prompts]
     for at, prompt in enumerate(prompts):
-        tell("first turns")
+        tick("first turns")
         first.ask(f"job {at}", prompt)
     pages = first.shared_pages()
     moved, computed = list[Answer](), list[Answer]()
     for at, prompt in enumerate(longer):
-        tell("second turns elsewhere")
+        tick("second turns elsewhere")
         moved.append(second.ask(f"job {at}", prompt))
         if at < len(cold):
             computed.append(second.ask(f"cold {at}", cold[at]))
@@ -123,12 +117,12 @@ def move(
     whole = [at for at, prompt in enumerate(prompts) if found[at] == len(prompt)]
     for at in whole:
         for prompt in (prompts[at], longer[at]):
-            tell("the same turns without the store")
+            tick("the same turns without the store")
             first.ask(f"stays {at}", prompt, salt=f"stays {at}")
     # Behind all of them: a context's end, which was saved meanwhile, is found on both sides.
     pairs = list[tuple[Answer, Answer]]()
     for at in whole:
-        tell("answers compared")
+        tick("answers compared")
         there = second.ask(f"job {at}", longer[at], MOVED_ANSWER)
         here = first.ask(f"stays {at}", longer[at], MOVED_ANSWER, salt=f"stays {at}")
         pairs.append((here, there))
@@ -144,7 +138,7 @@ def move(
     }
 
 
-def place(servers: list[Replica], rounds: int, seed: int, tell: Tell) -> dict[str, Any]:
+def place(servers: list[Replica], rounds: int, seed: int, tick: Tick) -> dict[str, Any]:
     """Run jobs of several turns twice in each round, with texts of their own, in alternating order:
     turns on servers drawn at random, and all turns of a job on one.
 
@@ -157,7 +151,7 @@ def place(servers: list[Replica], rounds: int, seed: int, tell: Tell) -> dict[st
     means: dict[str, list[float]] = {"random": [], "sticky": []}
     for number in range(rounds):
         for how in [*means][:: 1 if number % 2 == 0 else -1]:
-            tell(f"{how} placement, round {number + 1}")
+            tick(f"{how} placement, round {number + 1}")
             first = (2 * number + [*means].index(how)) * PLACED_JOBS
             names = [f"{how} {number} {at}" for at in range(PLACED_JOBS)]
             places = [
@@ -188,7 +182,7 @@ def _run(job: str, text: Sequence[int], places: Sequence[Replica]) -> float:
     return time.perf_counter() - began
 
 
-def measure_faults(model: Path, only: list[str], tell: Tell) -> dict[str, Any]:
+def measure_faults(model: Path, only: list[str], tick: Tick) -> dict[str, Any]:
     """Measure each fault, one after the other."""
     whole = FAULT_TOKENS // BLOCK * BLOCK + 1
     names = only or list(faults.FAULTS)
@@ -200,21 +194,20 @@ def measure_faults(model: Path, only: list[str], tell: Tell) -> dict[str, Any]:
         faults.proxied(server.port) as proxy,
     ):
         url, store = f"valkey://127.0.0.1:{proxy.port}", faults.Store(server, proxy)
-        tell("servers start")
+        tick("servers start")
         with replicas(shape, [url, url, None], Path(name), (0, 1, 1)) as (first, second, alone):
             prompts = iter(texts(first.client, count + MENDING * len(names), whole))
             for fault in names:
                 own = [next(prompts) for _ in range(FAULT_JOBS)]
-                found[fault] = faults.suffer(fault, store, (first, second, alone), own, tell)
+                found[fault] = faults.suffer(fault, store, (first, second, alone), own, tick)
                 spare = [next(prompts) for _ in range(MENDING)]
-                found[fault]["mended_s"] = faults.mend(store, first, second, spare, tell)
+                found[fault]["mended_s"] = faults.mend(store, first, second, spare, tick)
     return {
         "right": all(one["right"] for one in found.values()),
         "in_time": all(one["in_time"] for one in found.values()),
         "p95_ratio": max(one["p95_ratio"] for one in found.values()),
         "noise": max(one["noise"] for one in found.values()),
         "faults": found,
-        "dtype": str(machine_dtype()),
     }
 
 
@@ -242,12 +235,11 @@ def main(
         raise typer.BadParameter("--faults needs the Valkey server: leave out --folder")
     if unknown := set(fault) - faults.FAULTS.keys():
         raise typer.BadParameter(f"{unknown} are none of {', '.join(faults.FAULTS)}")
-    where = model or small_model()
-    with benchmark("Jobs that move between replicas", None, as_json=as_json) as run:
+    with served_benchmark("Jobs that move between replicas", None, model, as_json=as_json) as run:
         run.result = (
-            measure_faults(where, fault, run.tick)
+            measure_faults(run.model, fault, run.tick)
             if trouble
-            else measure(where, tokens, rounds, seed, ranks=ranks, shared=folder, tell=run.tick)
+            else measure(run.model, tokens, rounds, seed, ranks=ranks, shared=folder, tick=run.tick)
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from tiered_kv.bench.agents.client import Answer
+from tiered_kv.bench.output import Tick
 from tiered_kv.bench.servers.load import read_clock
 from tiered_kv.testing.valkey import ValkeyServer
 from tiered_kv.trace.trace_reader import TraceReader
@@ -158,7 +159,7 @@ def suffer(
     store: Store,
     replicas: Sequence[Replica],
     prompts: Sequence[Sequence[int]],
-    tell: Callable[[str], None],
+    tick: Tick,
 ) -> dict[str, Any]:
     """Send first turns while the store works, then second ones while it has the fault.
 
@@ -178,7 +179,7 @@ def suffer(
     first, second, alone = replicas
     turns = {f"{fault} {at}": prompt for at, prompt in enumerate(prompts)}
     for job, prompt in turns.items():
-        tell(f"{fault}: first turns")
+        tick(f"{fault}: first turns")
         first.ask(job, prompt)
     first.shared_pages()
     for replica in replicas:
@@ -186,14 +187,14 @@ def suffer(
     FAULTS[fault](store)
     ours, theirs = list[Answer](), list[Answer]()
     for at, (job, prompt) in enumerate(turns.items()):
-        tell(f"{fault}: second turns")
+        tick(f"{fault}: second turns")
         pair = [(second, ours), (alone, theirs)]
         for replica, answers in pair if at % 2 == 0 else pair[::-1]:
             answers.append(replica.ask(job, longer(prompt)))
             _rest(replica)
     right = True
     for job, prompt in turns.items():
-        tell(f"{fault}: answers compared")
+        tick(f"{fault}: answers compared")
         here, there = (one.ask(job, longer(prompt), ANSWER) for one in (second, alone))
         right = right and here.tokens == there.tokens
     ms, alone_ms = ([one.ms for one in answers] for answers in (ours, theirs))
@@ -249,7 +250,7 @@ def mend(
     first: Replica,
     second: Replica,
     prompts: Sequence[Sequence[int]],
-    tell: Callable[[str], None],
+    tick: Tick,
 ) -> float:
     """Repair the store, and wait until the second replica uses it; returns the seconds.
 
@@ -262,7 +263,7 @@ def mend(
     store.mend()
     began = time.monotonic()
     for at, prompt in enumerate(prompts):
-        tell("the store works again")
+        tick("the store works again")
         job = f"mended {began} {at}"
         first.ask(job, prompt)
         first.shared_pages()

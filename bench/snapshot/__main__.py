@@ -15,7 +15,6 @@ configuration starts on a copy of that folder, as on another machine.
   ``restored_token_ms``: the first token of its next turn after that. Both are of the same server
   after a restart, ``second_...`` of another one. ``recompute_ms``: the first token of such a turn
   when it is computed. ``restore_ratio``: ``recompute_ms`` over the sum of call and first token.
-- ``forks_extra_bytes``: CPU memory that ten forks take with a turn each; ``tail_bytes``: a page.
 - ``exact_equal``: how many of ``exact`` continuations of 24 tokens, cut at random tokens of a turn,
   equal the uncut turn bit for bit; ``control_equal``: how many that were computed from the tokens.
 - ``near_max_logprob``: largest difference of a logprob after a restore that is not exact, and
@@ -28,7 +27,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -38,18 +37,15 @@ import httpx
 import typer
 
 from tiered_kv.bench import restore
-from tiered_kv.bench.output import AsJson, ModelFolder, benchmark, run_benchmark
+from tiered_kv.bench.output import AsJson, ModelFolder, Tick, run_benchmark, served_benchmark
 from tiered_kv.bench.restore import ask, logprob_distance, median_ms, settled, texts
-from tiered_kv.bench.servers.model import small_model
-from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, machine_dtype
+from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions
 from tiered_kv.bench.snapshot.exactness import answer_during, cut_and_go_on, post
 
 JOBS = 5
 """Contexts of full length."""
-FORKS = 10
 SHORT = 400
 """Length of the prompts of exact continuations, tokens, at most."""
-Tick = Callable[[str], None]
 
 
 @contextmanager
@@ -98,28 +94,12 @@ def pause(client: httpx.Client, prompt: Sequence[int], job: str) -> dict[str, fl
     }
 
 
-def forks(client: httpx.Client, prompt: Sequence[int]) -> dict[str, float]:
-    """Fork a job ten times, and ask each fork a turn."""
-    ask(client, prompt, "parent", 8)
-    pages, nbytes = settled(client, "cpu_pages", "cpu_bytes")
-    children = [f"child-{i}" for i in range(FORKS)]
-    post(client, "forks", job="parent", **{"as": children})
-    for i, child in enumerate(children):
-        ask(client, [*prompt, *range(500 + i, 503 + i)], child)
-    pages_after, nbytes_after = settled(client, "cpu_pages", "cpu_bytes")
-    return {
-        "forks_extra_bytes": nbytes_after - nbytes,
-        "forks_extra_pages": pages_after - pages,
-        "tail_bytes": nbytes_after / pages_after,
-    }
-
-
 def measure(model: Path, tokens: int, exact: int, folder: Path, tick: Tick) -> dict[str, Any]:
     """Measure on two servers, one after the other."""
     with served(model, folder, tokens) as client:
         tick("computing")
-        every = texts(client, JOBS + 3, tokens)
-        prompts, (live, other, parent) = every[:JOBS], every[JOBS:]
+        every = texts(client, JOBS + 2, tokens)
+        prompts, (live, other) = every[:JOBS], every[JOBS:]
         computed = [ask(client, prompt, f"job-{i}") for i, prompt in enumerate(prompts)]
         settled(client, "cpu_pages")
         tick("taking")
@@ -136,8 +116,6 @@ def measure(model: Path, tokens: int, exact: int, folder: Path, tick: Tick) -> d
             **{name: max(one[name] for one in pauses) for name in pauses[0]},
         }
         found["pause_steps"] = found["pause_ms"] / found["decode_ms"]
-        tick("forking")
-        found |= forks(client, parent)
         next_turn = [*prompts[0], *range(500, 540)]
         whole = ask(client, next_turn, "job-0", 24, logprobs=1)
     for kind, place in (("", folder), ("second_", folder / "second")):
@@ -200,10 +178,9 @@ def main(
     title = f"Snapshots of {tokens:,} tokens"
     with (
         tempfile.TemporaryDirectory(prefix="snapshot-") as folder,
-        benchmark(title, 6 + exact, as_json=as_json) as run,
+        served_benchmark(title, 5 + exact, model, as_json=as_json) as run,
     ):
-        found = measure(model or small_model(), tokens, exact, Path(folder), run.tick)
-        run.result = {**found, "dtype": str(machine_dtype())}
+        found = run.result = measure(run.model, tokens, exact, Path(folder), run.tick)
     if found["exact_equal"] < found["exact"]:
         raise typer.Exit(1)
 
