@@ -70,7 +70,7 @@ CAPACITY_BYTES = 64 << 30
 Setting = tuple[int, int]
 """Threads, and bytes of a block."""
 Pass = Callable[[], float]
-"""Moves a fixed number of bytes and returns the seconds."""
+"""Moves a group and returns the seconds."""
 
 
 def _key(name: int) -> PageKey:
@@ -123,47 +123,40 @@ class Store:
         self._random = np.random.default_rng(2)
         self._groups = 0
         self.direct = self._store.direct
+        self.close = self._store.close
 
-    def write(self, groups: int) -> float:
-        """Put that many groups of new pages; the seconds.
+    def write(self) -> float:
+        """Put a group of new pages; the seconds.
 
         Raises:
             RuntimeError: pages were not stored.
         """
-        seconds = 0.0
-        for _ in range(groups):
-            first = self._groups * self._slots.count
-            self._groups += 1
-            self._slots.fill(first)
-            pages = self._slots.named(first)
-            began = time.perf_counter()
-            failed = self._store.put(pages)
-            seconds += time.perf_counter() - began
-            if failed:
-                raise RuntimeError(f"{len(failed)} pages were not stored")
+        first = self._groups * self._slots.count
+        self._groups += 1
+        self._slots.fill(first)
+        pages = self._slots.named(first)
+        began = time.perf_counter()
+        failed = self._store.put(pages)
+        seconds = time.perf_counter() - began
+        if failed:
+            raise RuntimeError(f"{len(failed)} pages were not stored")
         return seconds
 
-    def read(self, groups: int) -> float:
-        """Get that many groups, at random; the seconds.
+    def read(self) -> float:
+        """Get a group, at random; the seconds.
 
         Raises:
             RuntimeError: a page was lost, or another came back.
         """
-        seconds = 0.0
-        for _ in range(groups):
-            first = int(self._random.integers(self._groups)) * self._slots.count
-            pages = self._slots.named(first)
-            began = time.perf_counter()
-            failed = self._store.get(pages)
-            seconds += time.perf_counter() - began
-            at = int(self._random.integers(self._slots.count))
-            if failed or not np.array_equal(self._slots.pages[at], self._slots.page(first + at)):
-                raise RuntimeError("a page did not come back as it was put")
+        first = int(self._random.integers(self._groups)) * self._slots.count
+        pages = self._slots.named(first)
+        began = time.perf_counter()
+        failed = self._store.get(pages)
+        seconds = time.perf_counter() - began
+        at = int(self._random.integers(self._slots.count))
+        if failed or not np.array_equal(self._slots.pages[at], self._slots.page(first + at)):
+            raise RuntimeError("a page did not come back as it was put")
         return seconds
-
-    def close(self) -> None:
-        """Close the store."""
-        self._store.close()
 
 
 class Device:
@@ -171,10 +164,10 @@ class Device:
 
     Args:
         folder: for the files, which are left there.
-        groups: number of files that are read.
+        files: number of files that are read.
     """
 
-    def __init__(self, folder: Path, groups: int, slots: Slots, threads: int) -> None:
+    def __init__(self, folder: Path, files: int, slots: Slots, threads: int) -> None:
         folder.mkdir()
         self._folder = folder
         self._slots = slots
@@ -182,9 +175,9 @@ class Device:
         self._written = 0
         self._threads = ThreadPoolExecutor(threads, "bench-device")
         slots.fill(0)
-        self._files = [self._create(f"read-{number}") for number in range(groups)]
+        self._files = [self._create(f"read-{number}") for number in range(files)]
         for fd in self._files:
-            self._move(os.pwrite, fd, threads, max(BLOCKS))
+            self._move(os.pwrite, fd, (threads, max(BLOCKS)))
 
     def _create(self, name: str) -> int:
         fd = os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
@@ -193,10 +186,10 @@ class Device:
         return fd
 
     def _move(
-        self, call: Callable[[int, memoryview, int], int], fd: int, threads: int, block: int
+        self, call: Callable[[int, memoryview, int], int], fd: int, setting: Setting
     ) -> float:
         """Move a group between slots and file, block by block; the seconds."""
-        memory = self._slots.bytes.data
+        memory, (threads, block) = self._slots.bytes.data, setting
 
         def work(thread: int) -> None:
             for offset in range(thread * block, len(memory), threads * block):
@@ -210,26 +203,22 @@ class Device:
             os.fdatasync(fd)
         return time.perf_counter() - began
 
-    def write(self, setting: Setting, groups: int, *, again: bool = False) -> float:
-        """Fill that many new files, or with ``again`` files that were just filled; the seconds."""
-        seconds = 0.0
-        for _ in range(groups):
-            self._slots.fill(self._written)
-            fd = self._create(f"{self._written % KEEP_FILES}")
-            try:
-                for _ in range(1 + again):
-                    took = self._move(os.pwrite, fd, *setting)
-            finally:
-                os.close(fd)
-            seconds += took
-            self._written += 1
-            (self._folder / f"{self._written % KEEP_FILES}").unlink(missing_ok=True)
+    def write(self, setting: Setting, *, again: bool = False) -> float:
+        """Fill a new file, or with ``again`` a file that was just filled; the seconds."""
+        self._slots.fill(self._written)
+        fd = self._create(f"{self._written % KEEP_FILES}")
+        try:
+            for _ in range(1 + again):
+                seconds = self._move(os.pwrite, fd, setting)
+        finally:
+            os.close(fd)
+        self._written += 1
+        (self._folder / f"{self._written % KEEP_FILES}").unlink(missing_ok=True)
         return seconds
 
-    def read(self, setting: Setting, groups: int) -> float:
-        """Read that many files, at random; the seconds."""
-        fds = self._random.choice(self._files, groups)
-        return sum(self._move(_read, int(fd), *setting) for fd in fds)
+    def read(self, setting: Setting) -> float:
+        """Read a file, at random; the seconds."""
+        return self._move(_read, int(self._random.choice(self._files)), setting)
 
     def close(self) -> None:
         """Close the files and end the threads."""
@@ -253,15 +242,16 @@ class Outcome:
     best: Setting
 
 
-def contest(store: Pass, device: Mapping[Setting, Pass], tick: Tick) -> Outcome:
-    """Store and device in turn; which one starts changes from slice to slice. The device is its
-    best setting over all rounds."""
+def contest(store: Pass, device: Mapping[Setting, Pass], groups: int, tick: Tick) -> Outcome:
+    """Store and device in turn, with that many groups in a slice; which one starts changes from
+    slice to slice. The device is its best setting over all rounds."""
     everyone = [store, *device.values()]
     seconds = np.zeros((ROUNDS, len(everyone)))
     for number in range(ROUNDS):
         for turn in range(SLICES):
             for at in range(turn, turn + len(everyone)):
-                seconds[number, at % len(everyone)] += everyone[at % len(everyone)]()
+                move = everyone[at % len(everyone)]
+                seconds[number, at % len(everyone)] += sum(move() for _ in range(groups))
         tick("store and device in turn")
     best = 1 + int(np.argmin(np.median(seconds[:, 1:], axis=0)))
     return Outcome(
@@ -333,14 +323,13 @@ def measure(folder: Path, mib: int, page_kib: int, threads: int, tick: Tick) -> 
             raise RuntimeError(f"{folder} has no O_DIRECT: choose another --folder")
         with closing(Device(folder / "device", ROUNDS * SLICES * groups, slots, threads)) as device:
             write, read = (
-                contest(
-                    partial(ours, groups),
-                    {one: partial(theirs, one, groups) for one in settings},
-                    tick,
-                )
+                contest(ours, {one: partial(theirs, one) for one in settings}, groups, tick)
                 for ours, theirs in ((store.write, device.write), (store.read, device.read))
             )
-            again = [device.write(write.best, groups, again=True) for _ in range(REWRITES)]
+            again = [
+                sum(device.write(write.best, again=True) for _ in range(groups))
+                for _ in range(REWRITES)
+            ]
     mb = groups * slots.bytes.nbytes / 1e6
     return {
         "read_fraction": read.fraction,

@@ -7,7 +7,7 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,26 +93,18 @@ class Engine:
 
     def settle(self) -> None:
         """Step until running copies are reported; an in-process engine does not by itself."""
-        deadline = time.monotonic() + SETTLE_S
-        while self._steps or self._orders_under_way:
-            if self._steps:
+        deadline, scheduler = time.monotonic() + SETTLE_S, self.core.scheduler
+        half = getattr(scheduler.connector, "scheduler_half", None)
+        while True:
+            if scheduler.has_requests() or self.core.batch_queue:
                 self.core.step_fn()  # a pipeline has several batches under way
-            else:  # an idle engine makes no step, and receives no reports
-                self.generate([[100]], max_tokens=1)
+            elif half is not None and half.orders_under_way:
+                self.generate([[100]], max_tokens=1)  # an idle engine receives no reports
+            else:
+                return
             time.sleep(0.0005)  # the workers' threads need the interpreter too
             if time.monotonic() > deadline:
                 raise AssertionError(f"copies did not end within {SETTLE_S:g} s")
-
-    @property
-    def _steps(self) -> bool:
-        """True if a step does anything."""
-        return bool(self.core.scheduler.has_requests() or self.core.batch_queue)
-
-    @property
-    def _orders_under_way(self) -> bool:
-        """True if orders are running, including those that an idle engine makes no steps for."""
-        half = getattr(self.core.scheduler.connector, "scheduler_half", None)
-        return half is not None and half.orders_under_way
 
     def evict_vram(self, tokens: int) -> None:
         """Run other texts of that many tokens, so that nothing else stays in the pool."""
@@ -124,26 +116,27 @@ class Engine:
 @contextmanager
 def engine(model: Path, connector: bool, **options: Any) -> Iterator[Engine]:
     """An in-process engine until the block ends; its dtype is the machine's unless given."""
-    before = {name: os.environ.get(name) for name in ENVIRONMENT}
-    os.environ.update(ENVIRONMENT)
-    try:
+    extra = options.pop("extra", {})
+    if connector:
+        module = {"kv_connector_module_path": MODULE, "kv_connector_extra_config": extra}
+        options["kv_transfer_config"] = {**CONNECTOR, **module}
+    settings: dict[str, Any] = {
+        "enforce_eager": True,
+        "block_size": 32,
+        "max_model_len": 2048,
+        "num_gpu_blocks_override": 130,
+        "disable_log_stats": False,
+        "dtype": machine_dtype().name,
+        **options,
+    }
+    with _changed(os.environ, ENVIRONMENT):
         from vllm import LLM
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        extra = options.pop("extra", {})
-        if connector:
-            module = {"kv_connector_module_path": MODULE, "kv_connector_extra_config": extra}
-            options["kv_transfer_config"] = {**CONNECTOR, **module}
-        settings: dict[str, Any] = {
-            "enforce_eager": True,
-            "block_size": 32,
-            "max_model_len": 2048,
-            "num_gpu_blocks_override": 130,
-            "disable_log_stats": False,
-            "dtype": machine_dtype().name,
-            **options,
-        }
-        with _out_of_sight("llvmlite.binding.ffi"):
+        # When an engine starts, vLLM's CPU build (0.32) reads attributes of every module, and fails
+        # at llvmlite's library, which claims to have any attribute. So once numba was used in a
+        # process, no other engine would start in it.
+        with _changed(sys.modules, {"llvmlite.binding.ffi": None}):
             llm = LLM(str(model), **settings)
         try:
             yield Engine(llm)
@@ -152,28 +145,25 @@ def engine(model: Path, connector: bool, **options: Any) -> Iterator[Engine]:
             del llm
             gc.collect()
             cleanup_dist_env_and_memory()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextmanager
-def _out_of_sight(name: str) -> Iterator[None]:
-    """Hide a module from ``sys.modules``.
+def _changed(known: MutableMapping[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
+    """Set values until the block ends; None removes one."""
+    before = {name: known.get(name) for name in values}
 
-    When an engine starts, vLLM's CPU build (0.32) reads attributes of every module, and fails at
-    llvmlite's library, which claims to have any attribute. So once numba was used in a process, no
-    other engine would start in it.
-    """
-    module = sys.modules.pop(name, None)
+    def change(to: Mapping[str, Any]) -> None:
+        for name, value in to.items():
+            if value is None:
+                known.pop(name, None)
+            else:
+                known[name] = value
+
+    change(values)
     try:
         yield
     finally:
-        if module is not None:
-            sys.modules[name] = module
+        change(before)
 
 
 def real_texts(model: Path, lengths: Sequence[int]) -> list[list[int]]:

