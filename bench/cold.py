@@ -19,12 +19,18 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import httpx
-import typer
 
-from tiered_kv.bench.output import AsJson, ModelFolder, Tick, run_benchmark, served_benchmark
+from tiered_kv.bench.output import (
+    AsJson,
+    ModelFolder,
+    Tick,
+    Tokens,
+    run_benchmark,
+    served_benchmark,
+)
 from tiered_kv.bench.restore import ask, counters, served, texts
 from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, machine_dtype
 from tiered_kv.config import GIB
@@ -147,7 +153,7 @@ def measure(model: Path, tokens: int, tick: Tick) -> dict[str, Any]:
 
 
 def main(
-    tokens: Annotated[int, typer.Option(help="Length of the contexts, tokens.")] = 3000,
+    tokens: Tokens = 3000,
     model: ModelFolder = None,
     as_json: AsJson = False,
 ) -> None:

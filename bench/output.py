@@ -39,6 +39,7 @@ WIDTH = 110
 Tick = Callable[[str], None]
 """Shows what was just done."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Tokens = Annotated[int, typer.Option(help="Length of the contexts, tokens.")]
 ModelFolder = Annotated[
     Path | None, typer.Option("--model", help="Folder of a model; the small model by default.")
 ]

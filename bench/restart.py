@@ -28,7 +28,14 @@ import httpx
 import typer
 
 from tiered_kv.bench.agents.client import Answer
-from tiered_kv.bench.output import AsJson, ModelFolder, Tick, run_benchmark, served_benchmark
+from tiered_kv.bench.output import (
+    AsJson,
+    ModelFolder,
+    Tick,
+    Tokens,
+    run_benchmark,
+    served_benchmark,
+)
 from tiered_kv.bench.restore import (
     CONTEXTS,
     CPU,
@@ -124,7 +131,7 @@ def measure(model: Path, tokens: int, folder: Path, tick: Tick) -> dict[str, Any
 
 
 def main(
-    tokens: Annotated[int, typer.Option(help="Length of the contexts, tokens.")] = 3000,
+    tokens: Tokens = 3000,
     shared: Annotated[
         Path, typer.Option(help="Folder on tmpfs, in which the memory gets one of its own.")
     ] = Path("/dev/shm"),

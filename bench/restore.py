@@ -29,7 +29,14 @@ import httpx
 import typer
 
 from tiered_kv.bench.agents.client import Answer, Ask, Reading, ask_over
-from tiered_kv.bench.output import AsJson, ModelFolder, Tick, run_benchmark, served_benchmark
+from tiered_kv.bench.output import (
+    AsJson,
+    ModelFolder,
+    Tick,
+    Tokens,
+    run_benchmark,
+    served_benchmark,
+)
 from tiered_kv.bench.servers.vllm_server import (
     CONNECTOR,
     MODEL_NAME,
@@ -269,7 +276,7 @@ def _ratio(above: float | None, below: float | None) -> float | None:
 
 
 def main(
-    tokens: Annotated[int, typer.Option(help="Length of the contexts, tokens.")] = 3000,
+    tokens: Tokens = 3000,
     model: ModelFolder = None,
     load_format: Annotated[
         str,

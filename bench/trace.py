@@ -11,7 +11,7 @@ The run is that of ``tests/e2e/test_traced_run.py``, so this needs a checkout.
   ``details``: each report of those that differ.
 - ``on_ratio``: a scheduler's step with the trace over one without (64 decoding requests, as in
   ``bench.overhead``), ``on_control`` two engines without, ``steps_ratio`` and ``steps_control`` the
-  same with every step in the trace. ``off_us``: the most expensive hook without a trace.
+  same with every step in the trace.
 - ``idle_call_ms``: 95th percentile of a route's calls while the server is idle.
 - ``analyze_s``, ``analyze_cpu_s``, ``analyze_mib``: ``trace analyze`` of ``analyze_turns`` turns.
 """
@@ -23,8 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,7 +48,6 @@ from tiered_kv.trace.turn_record import (
     TurnTokens,
 )
 
-CALLS, REPEATS = 10_000, 50
 TURNS_OF_A_JOB = 10
 DRAWN = 1000
 FILE_BYTES = 1 << 30
@@ -105,31 +103,6 @@ def step_cost(engines: int, tick: Tick, *, steps: bool) -> tuple[float, float]:
             extras = {"stock": off, "control": off, "connector": on}
             rounds.append(scheduler_step(first, tick, extras))
     return ratios(rounds, CYCLE)
-
-
-def off_us() -> float:
-    """Processor time of the most expensive hook without a trace, beyond an empty call's; µs."""
-    from tiered_kv.connectors.runtime.between_turns.turn_log import TurnTrace
-    from tiered_kv.connectors.vllm.connector import TieredContinuumConnector
-    from tiered_kv.policies.base import JobKey
-
-    trace, job = TurnTrace(None, 0, time.monotonic, time.time, lambda _: None), JobKey("", "job")
-    connector = TieredContinuumConnector.__new__(TieredContinuumConnector)
-    connector._step_trace = None  # noqa: SLF001 - the only thing that a step's hook asks of it
-    hooks: tuple[Callable[[], object], ...] = (
-        lambda: None if connector._step_trace is None else 1,  # noqa: SLF001
-        lambda: trace.pin_ended(job, PinEnd.EXPIRED),
-        lambda: trace.brought_up(job, 3),
-        lambda: trace.over(job, 1.0, StoryEnd.RETURNED),
-    )
-
-    def call_us(call: Callable[[], object]) -> float:
-        """The least of some measurements: the rest is the machine's noise."""
-        times = timeit.repeat(call, timer=time.thread_time, number=CALLS, repeat=REPEATS)
-        return 1e6 * min(times) / CALLS
-
-    nothing = call_us(lambda: None)
-    return max(0.0, max(map(call_us, hooks)) - nothing)
 
 
 def analyze_many(turns: int, folder: Path, seed: int) -> dict[str, Any]:
@@ -237,7 +210,6 @@ def main(
             "on_control": on_control,
             "steps_ratio": steps_ratio,
             "steps_control": steps_control,
-            "off_us": off_us(),
             "engines": engines,
             **analyze_many(turns, Path(name), seed),
         }

@@ -22,6 +22,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -90,21 +91,27 @@ class CpuSide:
     between them. Call ``use`` before anything else."""
 
     name = "cpu"
-    backend: TransferBackend | None = None
-    pool: CpuPool | None = None
+    backend: TransferBackend
+    pool: CpuPool
 
     def __init__(self, nbytes: int) -> None:
+        self._used = ExitStack()
+        self.close = self._used.close
+        self.make_storage(nbytes)
+
+    def make_storage(self, nbytes: int) -> None:
+        """Allocate the storage."""
         self.storage: Any = AnonymousMemory(nbytes).view
         self.storage[:] = 1
 
     def use(self, layout: PageLayout) -> None:
         """Create the backend for a layout."""
-        shape = (layout.num_blocks, layout.page_bytes)
-        self.close(pool=self.pool is not None and self.pool.slots.shape != shape)
-        if self.pool is None:
-            self.pool = self.make_pool(*shape)
-            self.pool.slots[:] = 1
+        self.close()
+        self.pool = self.make_pool(layout.num_blocks, layout.page_bytes)
+        self._used.callback(self.pool.close)
+        self.pool.slots[:] = 1
         self.backend = self.make_backend(layout, self.pool)
+        self._used.callback(self.backend.close)
 
     def make_pool(self, slots: int, page_bytes: int) -> CpuPool:
         """Create the pool."""
@@ -120,7 +127,6 @@ class CpuSide:
         Raises:
             RuntimeError: a page was not copied.
         """
-        assert self.backend is not None
         began = time.perf_counter()
         for job in jobs:
             self.backend.submit(job)
@@ -145,7 +151,6 @@ class CpuSide:
 
     def flat_pool(self) -> Any:
         """The pool in one piece, with no copy under way."""
-        assert self.pool is not None
         return self.pool.slots.reshape(-1)
 
     def copy(self, to: Any, source: Any, stream: int) -> None:
@@ -159,15 +164,6 @@ class CpuSide:
         """Seconds of matrix products while these copies are made again and again, over their
         seconds alone; None without a GPU."""
         return None
-
-    def close(self, *, pool: bool = True) -> None:
-        """Close the backend, and the pool unless it is kept: pinning takes seconds."""
-        if self.backend is not None:
-            self.backend.close()
-            self.backend = None
-        if pool and self.pool is not None:
-            self.pool.close()
-            self.pool = None
 
 
 class CudaSide(CpuSide):
@@ -184,12 +180,16 @@ class CudaSide(CpuSide):
 
         self._torch = torch
         self._by = CopyBy(by)
-        self.storage = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
         self._streams = [torch.cuda.Stream() for _ in Direction]
         self._matrices = [
             torch.randn(MATRIX, MATRIX, device="cuda").to(torch.bfloat16) for _ in range(2)
         ]
         self.name = torch.cuda.get_device_name()
+        super().__init__(nbytes)
+
+    def make_storage(self, nbytes: int) -> None:
+        """Allocate the storage."""
+        self.storage = self._torch.zeros(nbytes, dtype=self._torch.uint8, device="cuda")
 
     def make_pool(self, slots: int, page_bytes: int) -> CpuPool:
         """Create the pool.
@@ -235,7 +235,6 @@ class CudaSide(CpuSide):
         def keep_copying() -> None:
             """Submit copies as for another request: they do not wait for these products."""
             nonlocal running, finished
-            assert self.backend is not None
             done = len(self.backend.poll())
             finished += done
             running -= done

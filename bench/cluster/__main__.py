@@ -31,7 +31,14 @@ import typer
 from tiered_kv.bench.agents.client import Answer
 from tiered_kv.bench.cluster import faults
 from tiered_kv.bench.cluster.replicas import Replica, Shape, ranks_of_one_server, replicas
-from tiered_kv.bench.output import AsJson, ModelFolder, Tick, run_benchmark, served_benchmark
+from tiered_kv.bench.output import (
+    AsJson,
+    ModelFolder,
+    Tick,
+    Tokens,
+    run_benchmark,
+    served_benchmark,
+)
 from tiered_kv.bench.restore import BLOCK, logprob_distance, median_ms, texts
 from tiered_kv.testing.valkey import ValkeyServer
 
@@ -212,7 +219,7 @@ def measure_faults(model: Path, only: list[str], tick: Tick) -> dict[str, Any]:
 
 
 def main(
-    tokens: Annotated[int, typer.Option(help="Length of the contexts, tokens.")] = 3000,
+    tokens: Tokens = 3000,
     rounds: Annotated[int, typer.Option(min=0, help="Rounds of both placements.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of the random placement.")] = 0,
     trouble: Annotated[

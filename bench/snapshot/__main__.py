@@ -37,7 +37,14 @@ import httpx
 import typer
 
 from tiered_kv.bench import restore
-from tiered_kv.bench.output import AsJson, ModelFolder, Tick, run_benchmark, served_benchmark
+from tiered_kv.bench.output import (
+    AsJson,
+    ModelFolder,
+    Tick,
+    Tokens,
+    run_benchmark,
+    served_benchmark,
+)
 from tiered_kv.bench.restore import ask, logprob_distance, median_ms, settled, texts
 from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions
 from tiered_kv.bench.snapshot.exactness import answer_during, cut_and_go_on, post
@@ -169,7 +176,7 @@ def continued(
 
 
 def main(
-    tokens: Annotated[int, typer.Option(help="Length of the contexts, tokens.")] = 3000,
+    tokens: Tokens = 3000,
     exact: Annotated[int, typer.Option(help="Number of exact continuations.")] = 100,
     model: ModelFolder = None,
     as_json: AsJson = False,
