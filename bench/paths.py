@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_ABOVE = Path(__file__).resolve().parents[2]
-
+_ABOVE = Path(__file__).resolve().parents[1]
 ROOT = _ABOVE if (_ABOVE / "pyproject.toml").is_file() else Path.cwd()
 """The checkout, or the folder where a command of the installed package runs. Results are kept in
 folders of it, and the text of a checkout is what agents read."""
@@ -26,6 +25,4 @@ def needs_checkout() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "tests":
             raise
-        sys.exit(
-            "This runs end-to-end tests of tiered-kv: start it in a checkout of the repository."
-        )
+        sys.exit("This runs end-to-end tests of tiered-kv: start it in a checkout.")
