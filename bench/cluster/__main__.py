@@ -71,7 +71,8 @@ def measure(
 ) -> dict[str, Any]:
     """Move jobs, and place them at random."""
     whole = tokens // BLOCK * BLOCK
-    shape = Shape(model=model, tokens=whole + 64 + MOVED_ANSWER, contexts=2 * JOBS + COLD + 2)
+    longest = max(whole, PLACED_TOKENS) + 64 + MOVED_ANSWER
+    shape = Shape(model=model, tokens=longest, contexts=2 * JOBS + COLD + 2)
     with tempfile.TemporaryDirectory() as name, a_store(Path(name), shared=shared) as url:
         tick("servers start")
         started = (
