@@ -12,13 +12,12 @@ import subprocess
 import tempfile
 import threading
 import time
+import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
-
-import httpx
 
 from .load import add_unseen, children_seconds, group_members, group_seconds
 
@@ -31,6 +30,7 @@ LOG_LINES = 30
 
 # At the start of a message: warnings name possible errors.
 _ERROR = re.compile(r"(?:^|\] )(?P<said>[A-Za-z_.]*(?:Error|Exception): .*\S)")
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback has no proxy
 
 
 class ServerError(RuntimeError):
@@ -175,11 +175,11 @@ class Service(ABC):
         """Body of the answer to a GET.
 
         Raises:
-            httpx.HTTPError: there is none, or it is an error.
+            OSError: there is none, or it is an error.
         """
-        # Loopback has no proxy.
-        answer = httpx.get(f"{self.url}{path}", timeout=timeout_s, trust_env=False)
-        return answer.raise_for_status().text
+        with _DIRECT.open(f"{self.url}{path}", timeout=timeout_s) as response:
+            body: bytes = response.read()
+        return body.decode()
 
     def __enter__(self) -> Self:
         self.start()
@@ -197,7 +197,7 @@ class Service(ABC):
         while True:
             self.check()
             self.start_s = time.monotonic() - began
-            with contextlib.suppress(httpx.HTTPError):
+            with contextlib.suppress(OSError):
                 self.get(self.health_path, 2.0)
                 return
             if self.start_s > self._start_timeout_s:
