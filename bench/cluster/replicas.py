@@ -96,15 +96,14 @@ def replicas(
         places: for each, the index of its core.
     """
     cores = sorted(os.sched_getaffinity(0))
-    with ExitStack() as stack:
+    with ThreadPoolExecutor(len(stores)) as pool, ExitStack() as stack:
         servers, traces = list[VllmServer](), list[Path]()
         for at, (store, core) in enumerate(zip(stores, places, strict=True)):
             traces.append(folder / f"trace-{at}.jsonl")
             options = shape.options(str(cores[core % len(cores)]), traces[-1], store)
             servers.append(VllmServer(options, folder / f"server-{at}.log"))
             stack.callback(servers[-1].stop)
-        with ThreadPoolExecutor(len(servers)) as pool:
-            list(pool.map(VllmServer.start, servers))
+        list(pool.map(VllmServer.start, servers))
         clients = [stack.enter_context(client_of(server)) for server in servers]
         yield list(map(Replica, servers, clients, traces))
 
