@@ -365,7 +365,6 @@ class Rig(EngineRig):
 
 
 def _ours(connector: Any) -> Any:
-        around: builds the engine's transfer configuration from the connector's, if there are other
-            connectors, or another one takes its place.
+    """Our connector, alone or among others; None if there is none."""
     parts = getattr(connector, "sub_connectors", (connector,))
     return next((one for one in parts if hasattr(one, "scheduler_half")), None)
