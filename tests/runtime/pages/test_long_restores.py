@@ -133,7 +133,7 @@ def test_a_turn_that_was_preempted_is_found_as_far_as_it_has_arrived_this_time(r
 
     again = next(one for one in rig.scheduler.running if one.request_id == "again")
     rig.scheduler.running.remove(again)
-    rig.scheduler._preempt_request(again, rig.now)
+    rig.scheduler._preempt_request(again, rig.now)  # noqa: SLF001
     rig.pool.evict_blocks(set(range(rig.options.blocks)))
     while not len(rig.pages.pieces):
         rig.step()

@@ -365,6 +365,6 @@ class Rig(EngineRig):
 
 
 def _ours(connector: Any) -> Any:
-    """Our connector, alone or among others; None if there is none."""
+    """The connector, which may be one of several; None if there is none."""
     parts = getattr(connector, "sub_connectors", (connector,))
     return next((one for one in parts if hasattr(one, "scheduler_half")), None)
