@@ -212,7 +212,7 @@ class SchedulerHalf:
         later = self.pages.dispatch.begins_anew(turn)
         later = later or (patient and promotions.waits_for_answer(turn))
         later = later or admission.pressure.defers_new(self.step)
-        if later or admission.queue.holds_in_queue(turn):
+        if later or admission.queue.holds_in_queue(turn, self.step):
             return None, False
         admission.pressure.for_waiting(turn, num_computed, self.step)
         restores.withdraw(turn)
@@ -282,6 +282,7 @@ class SchedulerHalf:
             beside = self.turns.by_id.get(request_id)
             if beside is not None and beside.hold.new:
                 self.admission.gate.on_joined(beside)
+                self.admission.queue.ranks_changed = True
 
     def tokens_from_ssd(self, request_id: str) -> int:
         """Tokens of a request's restore that were promoted from SSD."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
     from tiered_kv.connectors.runtime.admission.queue import JobQueue
     from tiered_kv.connectors.runtime.parts import AdmissionGroup
     from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
+
+
+MOST_UNPARKED = 256
+"""Maximum number of requests that leave their place among the parked ones in one step, and again of
+those overdue: admitting a job takes tens of microseconds."""
 
 
 class _InJobOrder:
@@ -78,7 +84,8 @@ class _InJobOrder:
                 self.waiting.remove_request(request)
                 self.parked[request.request_id] = request
                 self._came.append(request.request_id)
-                queue.ranks_changed = True
+                queue.on_parked(request.request_id)
+                queue.ranks_changed |= self.policy is not SchedulingPolicy.FCFS
         except Exception:
             self._half.on_scheduler_failed()
 
@@ -132,16 +139,17 @@ class _InJobOrder:
             queue.ranks_changed = False
             if len(self.parked) > 1:
                 self._sort_parked(queue)
-        while self.parked:
-            request_id = next(iter(self.parked))
+        for request_id in [*islice(self.parked, MOST_UNPARKED)]:
             if queue.holds(request_id):
                 break
             self._unpark(request_id)
         # The order of others must not extend a wait beyond the limit.
-        while came and (came[0] not in self.parked or queue.lets_overdue_in(came[0])):
-            request_id = came.popleft()
-            if request_id in self.parked:
-                self._unpark(request_id)
+        for _ in range(MOST_UNPARKED):
+            while came and came[0] not in self.parked:
+                came.popleft()
+            if not came or not queue.lets_overdue_in(came[0]):
+                break
+            self._unpark(came.popleft())
 
     def _unpark(self, request_id: str) -> None:
         self.waiting.add_request(self.parked.pop(request_id))

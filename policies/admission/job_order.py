@@ -6,16 +6,15 @@ Ranks sort in ascending order.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 SENIORITY = 0.1
 """Maximum time by which a later request may precede an earlier one where seats are short, as a
 fraction of the admission limit. Giving a seat to an older job saves no computation."""
 
 
-@dataclass(frozen=True, slots=True)
-class QueuePosition:
-    """A request as seen by the orders.
+class QueuePosition(NamedTuple):
+    """A request as seen by the orders. A tuple, because thousands are sorted.
 
     Attributes:
         job_started_at: start of its job, seconds; the request's own arrival without a job.

@@ -213,6 +213,7 @@ class ActiveJobs:
         pool = facts.usable_blocks
         self._room = Blocks(pool, max(pool, slots))
         self._fair = FairShare()
+        self._loose = 0.0
         self._clock = clock
         self._members: dict[JobKey, ActiveJob] = {}
         self._scopes = Scopes()
@@ -364,8 +365,11 @@ class ActiveJobs:
     def demand_of_new(self, turn: Turn) -> JobDemand:
         """Demand of a new job: its unshared blocks in the first turn, and later."""
         job = turn.job.key if turn.job is not None else JobKey("", f"(request) {turn.request_id}")
-        need = max(1.0, self._blocks_of(turn) - self._shared.mean)
-        return JobDemand(need, *self.job_forecast.ahead(job, 1, 0.0))
+        return JobDemand(self.need_of_new(turn), *self.job_forecast.ahead(job, 1, 0.0))
+
+    def need_of_new(self, turn: Turn) -> float:
+        """Unshared blocks of a new job in the first turn."""
+        return max(1.0, self._blocks_of(turn) - self._shared.mean)
 
     def enters(self, request_id: str, demand: JobDemand) -> None:
         """Admit a new job. It counts with that demand from now on."""
@@ -420,7 +424,9 @@ class ActiveJobs:
 
     def loose(self) -> float:
         """Expected number of blocks that unpinned jobs between turns will need again. These blocks
-        are free now."""
+        are free now. With many jobs, as last counted, and with the growth of the next turn."""
+        if len(self._members) > TOGETHER:
+            return self._loose
         now = self._clock()
         return sum(
             member.blocks
@@ -476,6 +482,7 @@ class ActiveJobs:
                 anywhere += demand.chance * demand.blocks
             waiting[key.salt] = Blocks(vram, anywhere)
         self._fair = FairShare.of(waiting, self._room)
+        self._loose = sum(one.vram for one in waiting.values())
 
     def _count_one(self, key: JobKey | str, now: float) -> None:
         """Update the demand of a job that changed, started or ended."""

@@ -246,10 +246,15 @@ class Admission:
             return False
         self._refused_at = now
         self.refuse(turn)
-        free = self._pool.num_free()
-        if gives_too_little(free=free, need=need.blocks, loose=self.jobs.loose()):
+        if self._gives_too_little(need.blocks):
             self.overcommit.spare(now)
         return True
+
+    def _gives_too_little(self, need: float) -> bool:
+        free = self._pool.num_free()
+        return gives_too_little(free=free, need=need, loose=0.0) and gives_too_little(
+            free=free, need=need, loose=self.jobs.loose()
+        )
 
     def lets_overdue_in(self, turn: Turn) -> bool:
         """Admit a turn that has been held back for the maximum time. Returns False if it has

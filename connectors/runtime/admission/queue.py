@@ -27,6 +27,9 @@ from .gate import Admission
 MOST_HELD_IN_QUEUE = 8
 """Maximum number of new jobs held back in the engine's own queue, because the engine looks up the
 prefix of each one in every step."""
+MOST_LET_IN = 64
+"""Maximum number of them that are admitted in one step to hold back others instead. Beyond it, new
+jobs pass: the engine stops at the first one that finds no blocks."""
 TIGHT_TOKENS = 4096
 """Free space, in tokens, in addition to one block per running request, below which the order of
 preemption matters: the prefills of one step may need that much."""
@@ -42,7 +45,7 @@ class JobQueue:
         parks: True if the engine's scheduler parks requests that are held back, so that ``match``
             need not hold them back. Written by ``scheduler``.
         ranks_changed: True if the order of parked requests may have changed since they were sorted.
-            The engine's scheduler also sets it when it parks a request, and clears it.
+            Cleared by the engine's scheduler.
     """
 
     def __init__(
@@ -62,6 +65,8 @@ class JobQueue:
         self._prefill_blocks = TIGHT_TOKENS // engine.facts.block_size
         self._clock = engine.clock
         self._held: dict[str, None] = {}  # in the engine's queue, longest held first
+        self._let_in, self._let_in_at = 0, -1  # jobs admitted from it in a step, and that step
+        self._salts: set[str] = set()  # of parked requests; may include more
         self._order_until = math.inf  # when the next waiting request becomes overdue
 
     @property
@@ -83,18 +88,25 @@ class JobQueue:
         turn = self._turns.get(request_id)
         return turn is None or self._lets_all_in or self._admission.lets_overdue_in(turn)
 
-    def holds_in_queue(self, turn: Turn) -> bool:
+    def holds_in_queue(self, turn: Turn, step: int) -> bool:
         """True if the engine must ask again later for a new job. A few such jobs may stay in its
-        queue."""
+        queue.
+
+        Args:
+            step: number of the engine's step.
+        """
         if self.parks or self._lets_all_in or not turn.hold.new:
             return False
-        if not self._admission.holds(turn):
+        if step != self._let_in_at:
+            self._let_in, self._let_in_at = 0, step
+        if self._let_in >= MOST_LET_IN or not self._admission.holds(turn):
             self.on_left(turn.request_id)
             return False
         self._held.setdefault(turn.request_id)
         if len(self._held) > MOST_HELD_IN_QUEUE:
             longest = next(iter(self._held))
             self._admission.let_in(self._turns[longest])
+            self._let_in += 1
             self.on_left(longest)
         return True
 
@@ -107,32 +119,38 @@ class JobQueue:
     def on_left(self, request_id: str) -> None:
         """Forget a request that was admitted, or has finished."""
         self._held.pop(request_id, None)
-        self.ranks_changed = True  # the blocks of its client have changed
+        self.ranks_changed |= len(self._salts) > 1  # the blocks of its client have changed
+
+    def on_parked(self, request_id: str) -> None:
+        """Record that the engine's scheduler has parked a new job. Among the jobs of one client it
+        is the last."""
+        self._salts.add(self._salt(request_id))
+        self.ranks_changed |= len(self._salts) > 1
 
     def in_parked_order(self, parked: Iterable[str]) -> list[str]:
         """Sort held-back requests in the order in which they are admitted. Turns of started jobs
         come first, by the start of their jobs. New jobs follow by arrival, the salt with the fewest
         blocks first."""
-        by_arrival = sorted(parked, key=self._fairness.arrived_at)
-        taken = self._blocks_by_salt(by_arrival)
+        arrivals = {request_id: self._fairness.arrived_at(request_id) for request_id in parked}
+        by_arrival = sorted(arrivals, key=arrivals.__getitem__)
+        salts = {request_id: self._salt(request_id) for request_id in by_arrival}
+        taken = self._blocks_by_salt(set(salts.values()))
         ranks = dict[str, tuple[bool, float, float]]()
-        for request_id in by_arrival:
-            salt = self._salt(request_id)
-            blocks = taken.get(salt, 0.0)
-            turn, at = self._turns.get(request_id), self._fairness.arrived_at(request_id)
+        for request_id, salt in salts.items():
+            turn, at = self._turns.get(request_id), arrivals[request_id]
             started_at = job_started_at(turn) if turn is not None else at
-            new = turn is None or turn.hold.new
+            new, blocks = turn is None or turn.hold.new, taken.get(salt, 0.0)
             ranks[request_id] = parked_rank(
                 QueuePosition(started_at, at, new=new, client_blocks=blocks)
             )
             if turn is not None and salt in taken:
-                taken[salt] += self._admission.jobs.demand_of_new(turn).blocks
+                taken[salt] += self._admission.jobs.need_of_new(turn)
         return sorted(ranks, key=ranks.__getitem__)
 
-    def _blocks_by_salt(self, parked: Iterable[str]) -> dict[str, float]:
-        """Blocks of the jobs of each salt among the parked requests; empty with fewer than two
-        salts, so that only arrival counts."""
-        salts = {self._salt(request_id) for request_id in parked}
+    def _blocks_by_salt(self, salts: set[str]) -> dict[str, float]:
+        """Blocks of the jobs of each salt among those of the parked requests; empty with fewer than
+        two salts, so that only arrival counts."""
+        self._salts = salts
         if len(salts) < 2:
             return {}
         taken = self._admission.jobs.blocks_by_salt()
