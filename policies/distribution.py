@@ -40,6 +40,8 @@ the grid."""
 _EDGES = np.concatenate([[0.0], GRID])
 _WIDTHS = np.diff(_EDGES)
 _HALF_WIDTHS = _WIDTHS / 2
+_STARTS: list[float] = _EDGES.tolist()
+_LENGTHS: list[float] = _WIDTHS.tolist()
 
 CELL_LOG_S: Array = np.log(np.concatenate([[0.03], np.sqrt(GRID[:-1] * GRID[1:]), [GRID[-1] * 2]]))
 """Log of a typical gap in each cell, in seconds. Shape (cells,)."""
@@ -114,7 +116,7 @@ class Forecast:
         if i == len(GRID):
             return float(self.cdf[-1])
         before = float(self.cdf[i - 1]) if i else 0.0
-        share = (t - _EDGES[i]) / _WIDTHS[i]
+        share = (t - _STARTS[i]) / _LENGTHS[i]
         return float(before + share * (float(self.cdf[i]) - before))
 
     def held(self, t: float) -> float:
@@ -124,7 +126,7 @@ class Forecast:
         i = cell_of(t)
         before_s = float(self.held_s[i - 1]) if i else 0.0
         later = 1.0 - (float(self.cdf[i - 1]) if i else 0.0)
-        return before_s + float(t - _EDGES[i]) * (later + 1.0 - self.within(t)) / 2
+        return before_s + float(t - _STARTS[i]) * (later + 1.0 - self.within(t)) / 2
 
     def quantile(self, q: float) -> float:
         """Return the grid point (or 0) that X does not exceed with a probability closest to ``q``;
