@@ -49,6 +49,7 @@ from .engine_config import (
     check_version,
     read_engine,
     refuse_unsupported,
+    report_block_size,
     report_speculation,
     with_hash_units,
 )
@@ -94,6 +95,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             install()  # needed if the module is named without the plugin
             report_speculation(vllm_config)
+            report_block_size(facts)
             if reason := why_not_offloadable(vllm_config, kv_cache_config):
                 logger.warning("the KV of this model is kept in VRAM only: %s", reason)
             if config.ssd_path is not None and not getattr(vllm_config, "shutdown_timeout", 0):

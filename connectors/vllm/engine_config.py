@@ -9,6 +9,7 @@ from typing import Any
 from tiered_kv.connectors.runtime.base import EngineFacts, EngineLimits
 from tiered_kv.errors import UnsupportedError
 from tiered_kv.page_group import KvKind, PageGroup
+from tiered_kv.sizing.block_layout import advise_block_size
 from tiered_kv.vllm_versions import NEWEST_TESTED, OLDEST, SPECULATED_STATES, parse_version
 
 from .kv_groups import read_groups, why_not_offloadable
@@ -99,6 +100,15 @@ def report_speculation(vllm_config: Any) -> None:
             "with EAGLE or MTP, vLLM drops the last block of a prefix in VRAM if any KV "
             "connector is configured; the block is restored from CPU memory, or recomputed"
         )
+
+
+def report_block_size(facts: EngineFacts) -> None:
+    """Log that longer blocks would suit the engine's contexts better, if they would."""
+    for group in facts.groups[:1]:
+        if group.reach.kind is KvKind.FULL:
+            advice = advise_block_size(group.block_size, facts.limits.context_tokens)
+            if advice is not None:
+                logger.info(advice)
 
 
 def is_diffusion(vllm_config: Any) -> bool:

@@ -21,6 +21,7 @@ from tiered_kv.doctor.running_server import (
     totals,
 )
 from tiered_kv.metrics import COUNTERS
+from tiered_kv.sizing.block_layout import advise_block_size
 from tiered_kv.vllm_versions import SPECULATED_STATES
 
 BUSY = {
@@ -127,6 +128,50 @@ def test_speculation_with_prefix_caching_of_states_is_a_defect_of_vllm_itself(
 )
 def test_other_servers_have_no_such_defect(other: dict[str, Any]) -> None:
     assert "speculation" not in asked(server(**other))
+
+
+def blocks_found(
+    models: str | None, *, window: str = "None", with_us: bool = True
+) -> list[Finding]:
+    """Findings about the blocks of two engines, of 16 tokens each, by the server's models."""
+    page = metrics(**BUSY)
+    if not with_us:
+        page = re.sub(r"(?m)^.*tiered_kv.*\n", "", page)
+    for engine in range(2):
+        page += (
+            f'vllm:cache_config_info{{block_size="16",engine="{engine}",'
+            f'sliding_window="{window}"}} 1.0\n'
+        )
+    pages = {"/health": text(""), "/metrics": text(page)}
+    if models is not None:
+        pages["/v1/models"] = text(models)
+    with serve(pages) as url:
+        return [one for one in check_server(url) if one.check == "block size"]
+
+
+LONG = '{"data":[{"id":"m","max_model_len":1048576},{"id":"adapter","max_model_len":null}]}'
+
+
+def test_longer_blocks_are_advised_to_a_server_of_long_contexts() -> None:
+    (found,) = blocks_found(LONG)
+    assert (found.verdict.value, found.seen) == (
+        "warn",
+        "16 tokens, in contexts of up to 1,048,576",
+    )
+    assert found.advice == advise_block_size(16, 1_048_576)
+
+
+@pytest.mark.parametrize(
+    "models", [None, "", "[]", "{}", '{"data":[]}', '{"data":[{}]}', '{"data":[1]}', "[" * 100_000]
+)
+def test_a_server_that_does_not_tell_its_longest_context_gets_no_advice(models: str | None) -> None:
+    assert blocks_found(models) == []
+
+
+def test_other_servers_need_no_longer_blocks() -> None:
+    assert blocks_found(LONG, window="4096") == [], "a context has the blocks of its window"
+    assert blocks_found(LONG, with_us=False) == []
+    assert blocks_found('{"data":[{"max_model_len":8192}]}') == []
 
 
 def test_counters_of_several_engines_add_up() -> None:

@@ -12,7 +12,7 @@ from tests.sizing.published import DEEPSEEK_V32, GEMMA3_12B, LLAMA_8B, NEMOTRON_
 from tests.sizing.recorded import answer_recorded
 from tiered_kv.bench.sim.engine.models import MODELS
 from tiered_kv.page_group import KvKind
-from tiered_kv.sizing.block_layout import BlockLayout
+from tiered_kv.sizing.block_layout import BlockLayout, advise_block_size
 from tiered_kv.sizing.model_shape import read_shape
 
 
@@ -68,3 +68,29 @@ def test_blocks_beside_states_are_as_long_as_a_state_makes_them(tmp_path: Path) 
 def test_ranks_share_a_block(tmp_path: Path, ranks: int) -> None:
     whole = layout(tmp_path, LLAMA_8B)
     assert layout(tmp_path, LLAMA_8B, ranks).block_bytes * ranks == whole.block_bytes
+
+
+@pytest.mark.parametrize(
+    ("block", "max_len", "better"),
+    [
+        (16, 131_072, 64),
+        (32, 131_072, 64),
+        (16, 524_287, 64),
+        (16, 524_288, 128),
+        (16, 1_048_576, 128),
+        (16, 131_071, None),
+        (64, 1_048_576, None),
+        (1312, 1_048_576, None),
+    ],
+)
+def test_longer_blocks_are_advised_for_long_contexts_in_short_blocks(
+    block: int, max_len: int, better: int | None
+) -> None:
+    advice = advise_block_size(block, max_len)
+    if better is None:
+        assert advice is None
+        return
+    assert advice is not None
+    assert f"{max_len:,} tokens has {max_len // block:,} blocks of {block}: " in advice
+    assert f"--block-size {better} shortens" in advice
+    assert f"multiples of {better} tokens, and a context leaves {better // 2} tokens" in advice

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.sizing.published import GEMMA3_12B, LLAMA_8B, QWEN3_NEXT_80B, write
+from tests.sizing.published import GEMMA3_12B, LLAMA_8B, NEMOTRON_9B, QWEN3_NEXT_80B, write
 from tests.sizing.recorded import answer_recorded
 from tiered_kv.bench.sim.engine.machines import machine
 from tiered_kv.errors import ConfigError
@@ -131,3 +131,20 @@ def test_a_context_that_is_too_long_is_reported(tmp_path: Path) -> None:
     plan = planned(tmp_path, context=200_000, gpu="rtx4090-24")
     assert "The model's contexts end at 131,072 tokens." in plan.notes
     assert any("does not fit into VRAM" in note for note in plan.notes)
+
+
+def test_longer_blocks_are_advised_where_a_context_may_have_thousands(tmp_path: Path) -> None:
+    """Not where states make blocks long, nor where contexts end early."""
+    llama, nemotron = (
+        read_shape(write(tmp_path, config), gpu=SETUP.gpu) for config in (LLAMA_8B, NEMOTRON_9B)
+    )
+    advice = [
+        [note for note in make_plan(shape, SETUP, 4.0).notes if "--block-size" in note]
+        for shape in (
+            llama,
+            replace(nemotron, max_len=llama.max_len),
+            replace(llama, max_len=65_536),
+        )
+    ]
+    assert [len(one) for one in advice] == [1, 0, 0]
+    assert "has 8,192 blocks of 16: --block-size 64 " in advice[0][0]

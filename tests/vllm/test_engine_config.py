@@ -17,6 +17,7 @@ from tiered_kv.connectors.vllm.engine_config import (
     check_version,
     read_engine,
     refuse_unsupported,
+    report_block_size,
 )
 from tiered_kv.connectors.vllm.kv_groups import why_not_offloadable
 from tiered_kv.errors import TieredKVError, UnsupportedError
@@ -284,6 +285,27 @@ def test_requests_go_in_the_order_of_jobs_under_our_scheduler(
     said = config(scheduler_config__scheduler_cls=scheduler, scheduler_config__policy=policy)
     limits = read_engine(said, kv_config(FullAttentionSpec)).limits
     assert limits.job_order is in_order
+
+
+@pytest.mark.usefixtures("without_vllm")
+@pytest.mark.parametrize(
+    ("max_len", "specs", "advised"),
+    [
+        (4096, [FullAttentionSpec], False),
+        (1 << 20, [FullAttentionSpec], True),
+        (1 << 20, [SlidingWindowSpec], False),
+        (1 << 20, [SlidingWindowSpec, FullAttentionSpec], True),
+    ],
+)
+def test_longer_blocks_are_advised_at_the_start_of_an_engine_of_long_contexts(
+    max_len: int, specs: list[Any], advised: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = config(model_config__max_model_len=max_len)
+    with caplog.at_level(logging.INFO, "tiered_kv"):
+        report_block_size(read_engine(said, kv_config(*specs)))
+    assert ["--block-size 128" in record.getMessage() for record in caplog.records] == [
+        True
+    ] * advised
 
 
 @pytest.mark.usefixtures("without_vllm")

@@ -3,6 +3,7 @@ and size."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import urllib.error
@@ -18,6 +19,7 @@ from prometheus_client.samples import Sample
 
 from tiered_kv.metric_families import PART_OF, PREFIX, event_of
 from tiered_kv.metrics import COUNTERS
+from tiered_kv.sizing.block_layout import advise_block_size
 from tiered_kv.vllm_versions import SPECULATED_STATES
 
 from .cold_memory import check_cold_pages
@@ -243,8 +245,11 @@ def check_server(url: str) -> Iterator[Finding]:
     if bad := unreadable_lines(page):
         seen = f"{len(bad):,} lines are unreadable and left out, the first: {bad[0]!a:.60}"
         yield warn("metrics", seen, "Check proxies in front of the server, or report the line.")
+    caches = labels(page, CACHE_CONFIG)
     if DRAFTS in found:
-        yield from check_speculation(labels(page, CACHE_CONFIG))
+        yield from check_speculation(caches)
+    if any(name.startswith(PREFIX) for name in found):
+        yield from check_block_size(caches, _max_len(base))
     yield from check_metrics(found)
 
 
@@ -264,6 +269,35 @@ def check_speculation(caches: Iterable[Mapping[str, str]]) -> Iterator[Finding]:
     if modes:
         seen = f"with prefix caching of states (mamba_cache_mode={', '.join(sorted(modes))})"
         yield warn("speculation", seen, SPECULATED_STATES)
+
+
+def check_block_size(caches: Iterable[Mapping[str, str]], max_len: int) -> Iterator[Finding]:
+    """Check whether longer blocks would suit the contexts of a server better.
+
+    Args:
+        caches: vLLM's cache settings, for each engine.
+        max_len: longest context, tokens; 0 if unknown.
+    """
+    blocks = {
+        int(said)
+        for cache in caches
+        if (said := cache.get("block_size", "")).isdecimal()
+        and cache.get("sliding_window", "None") == "None"
+    }
+    for block in sorted(blocks)[:1]:
+        advice = advise_block_size(block, max_len)
+        if advice is not None:
+            seen = f"{block} tokens, in contexts of up to {max_len:,}"
+            yield warn("block size", seen, advice)
+
+
+def _max_len(base: str) -> int:
+    """Longest context that a server takes, tokens; 0 if it does not report one."""
+    try:
+        models = json.loads(fetch(f"{base}/v1/models"))["data"]
+        return max(int(one["max_model_len"] or 0) for one in models)  # adapters report None
+    except (UnreachableError, RecursionError, ValueError, LookupError, TypeError):
+        return 0  # for example, the server asks for an API key
 
 
 def check_metrics(found: Mapping[str, float]) -> Iterator[Finding]:

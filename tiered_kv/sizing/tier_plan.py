@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tiered_kv.errors import ConfigError
 from tiered_kv.page_group import KvKind
 
+from .block_layout import advise_block_size
 from .model_shape import KvLayers, ModelShape
 from .step_cost import (
     GB,
@@ -208,4 +209,6 @@ def _notes(
         fit = [one.name for one in tiers if one.contexts >= setup.jobs]
         whole = f"{fit[0]} holds" if fit else "No tier holds"
         notes.append(f"{whole} the contexts of all {setup.jobs:,} jobs.")
-    return notes
+    full = next((one for one in shape.layout.groups if one.reach.kind is KvKind.FULL), None)
+    advice = full and advise_block_size(full.block, shape.max_len)
+    return [*notes, advice] if advice else notes
