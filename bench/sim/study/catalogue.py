@@ -9,8 +9,7 @@ from functools import partial
 from tiered_kv.bench.sim.workloads.generate import ROLLOUTS, TURNS
 
 from .cells import CODING_AGENTS, Place, Source
-from .loads import FCFS, Scene
-from .study import INFINITE, Case, Group, Study, over_best, over_first, over_loads
+from .study import FCFS, INFINITE, Case, Group, Scene, Study, over_best, over_first, over_loads
 
 SMALL, LARGE, HYBRID = "llama-3.1-8b", "llama-3.1-70b", "nemotron-nano-9b-v2"
 PLACES = (

@@ -191,66 +191,52 @@ class Cell:
         }
         return {**outcome.summary(), "dropped": float(workload.dropped), **left_out}
 
+    def result(self, folder: Path) -> Summary:
+        """Return the result that the folder keeps of this cell. Without one, simulates and keeps
+        it."""
+        path = folder / f"{self.key}.json"
+        if not path.exists():
+            part = path.with_suffix(".part")
+            part.write_text(json.dumps({"cell": asdict(self), "summary": self.run()}))
+            part.replace(path)
+        found: Summary = json.loads(path.read_text())["summary"]
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Runs cells in processes, and keeps their results.
+    """Runs cells in processes.
 
     Attributes:
-        folder: keeps the results; None keeps none.
+        folder: keeps the results.
         on_done: called with every cell whose result exists.
     """
 
     processes: Executor
-    folder: Path | None
-    on_done: Callable[[Cell], None] = lambda _: None
+    folder: Path
+    on_done: Callable[[Cell], None]
 
     def run(self, wanted: Mapping[Key, Sequence[Cell]]) -> dict[Key, list[Summary]]:
         """Run the cells of each key, or read their results. An interrupt loses no finished run."""
+        cells = dict.fromkeys(cell for some in wanted.values() for cell in some)
+        futures = {self.processes.submit(cell.result, self.folder): cell for cell in cells}
         found = dict[Cell, Summary]()
-        futures = {}
-        for cell in dict.fromkeys(cell for cells in wanted.values() for cell in cells):
-            kept = self._kept(cell)
-            if kept is None:
-                futures[self.processes.submit(Cell.run, cell)] = cell
-            else:
-                found[cell] = kept
-                self.on_done(cell)
         try:
             for future in as_completed(futures):
-                cell = futures[future]
-                found[cell] = future.result()
-                self._keep(cell, found[cell])
-                self.on_done(cell)
-        except BaseException:
+                found[futures[future]] = future.result()
+                self.on_done(futures[future])
+        finally:
             for future in futures:
                 future.cancel()
-            raise
-        return {key: [found[cell] for cell in cells] for key, cells in wanted.items()}
-
-    def _kept(self, cell: Cell) -> Summary | None:
-        if self.folder is None:
-            return None
-        try:
-            found: Summary = json.loads((self.folder / f"{cell.key}.json").read_text())["summary"]
-        except (OSError, ValueError, KeyError, TypeError):  # missing, or to be replaced
-            return None
-        return found
-
-    def _keep(self, cell: Cell, summary: Summary) -> None:
-        if self.folder is not None:
-            part = self.folder / f"{cell.key}.part"
-            part.write_text(json.dumps({"cell": asdict(cell), "summary": summary}))
-            part.replace(part.with_suffix(".json"))
+        return {key: [found[cell] for cell in some] for key, some in wanted.items()}
 
 
 @contextmanager
 def running(
-    processes: int, folder: Path | None, on_done: Callable[[Cell], None] = lambda _: None
+    processes: int, folder: Path, on_done: Callable[[Cell], None] = lambda _: None
 ) -> Iterator[Bench]:
     """Start processes that carry out up to that many runs concurrently; see ``Bench``."""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, initializer=_prepare_process) as pool:
         yield Bench(pool, folder, on_done)

@@ -11,8 +11,7 @@ import numpy as np
 
 from tiered_kv.bench.agents.plotting import COLOURS, PlotError, looks, matplotlib_modules
 
-from .loads import FCFS
-from .study import INFINITE
+from .study import FCFS, INFINITE
 
 TIER_COLOURS = {"vram": COLOURS[1], "cpu": COLOURS[6], "ssd": COLOURS[5], "recomputed": COLOURS[3]}
 BAR_INCHES = 0.24

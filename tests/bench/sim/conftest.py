@@ -9,9 +9,9 @@ from tiered_kv.bench.sim.study.cells import Bench, running
 
 
 @pytest.fixture(scope="session")
-def bench() -> Iterator[Bench]:
-    """One process for the cells of all tests, which keeps no results. It imports vLLM, which takes
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """One process for the cells of all tests. It imports vLLM, which takes
     seconds, and is started here so that no test has threads that outlive it."""
-    with running(1, None) as made:
+    with running(1, tmp_path_factory.mktemp("cells")) as made:
         made.processes.submit(os.getpid).result()  # it starts with its first call
         yield made

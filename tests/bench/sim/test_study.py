@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -29,21 +28,20 @@ from tiered_kv.bench.sim.study.cells import (
     CODING_AGENTS,
     Bench,
     Cell,
-    Key,
     Place,
     Source,
-    Summary,
     running,
 )
-from tiered_kv.bench.sim.study.loads import STEP, find_loads, first_guess, search
 from tiered_kv.bench.sim.study.report import plot, report
 from tiered_kv.bench.sim.study.study import (
+    STEP,
     Case,
     Group,
     Study,
     over_best,
     over_first,
     run_study,
+    search,
 )
 from tiered_kv.bench.sim.workloads.generate import ROLLOUTS
 
@@ -65,18 +63,6 @@ def test_every_case_is_a_server_on_a_machine_with_jobs(study: Study) -> None:
             places = {case.place or group.place for case in group.cases}
             for place in places:
                 assert len(group.source.jobs_for(place.machine(), 100).jobs) > group.source.jobs / 5
-
-
-def test_folds_are_of_both_kinds_of_jobs_with_and_without_tiers_and_equal_for_all() -> None:
-    groups = folds("recording").groups
-    assert {(group.source.workload, bool(group.label)) for group in groups} == {
-        (workload, tiers) for workload in ("coding-agents", "swe-agent") for tiers in (False, True)
-    }
-    for group in groups:
-        *compared, bound = (server(case.server) for case in group.cases)
-        tiers = "cpu" in group.label, "ssd" in group.label
-        assert {(one.cpu, one.ssd) for one in compared} == {tiers}
-        assert bound.infinite
 
 
 def test_a_small_fold_names_the_best_of_the_others(bench: Bench) -> None:
@@ -167,40 +153,6 @@ def test_the_highest_stable_rate_is_found(edge: float) -> None:
             found = end.value
     assert found <= edge <= found * STEP * 1.0001
     assert len(asked) == len(set(asked)), "no rate is asked for twice"
-
-
-def test_the_first_rate_tried_is_where_contexts_fill_the_pool() -> None:
-    def at(pool_tokens: int) -> float:
-        place = Place("h200-141", "llama-3.1-8b", pool_tokens=pool_tokens)
-        return first_guess((place, Source("swe-agent", 4)), alone_s=100.0)
-
-    assert at(2_000_000) == pytest.approx(2 * at(1_000_000))
-    assert at(1_000_000) > 2 * at(60_000) > 2 / 100.0, "there is always room for one"
-
-
-def test_loads_of_all_servers_are_searched_concurrently() -> None:
-    """So that no process is idle while one search has a single run left."""
-    scene = Place("l40s-48", "llama-3.1-8b"), Source("swe-agent", 4)
-    near = first_guess(scene, 1.0)
-    edges = {"fcfs": 0.9 * near, "occupancy": 47.0 * near}
-    asked: list[int] = []
-
-    class Runs:
-        def run(self, wanted: Mapping[Key, Sequence[Cell]]) -> dict[Key, list[Summary]]:
-            asked.append(sum(map(len, wanted.values())))
-            return {
-                key: [
-                    {"mean_s": 1.0 if cell.jobs_per_s <= edges[cell.server] else 3.1}
-                    for cell in cells
-                ]
-                for key, cells in wanted.items()
-            }
-
-    found = find_loads(cast("Bench", Runs()), [scene], range(2), tuple(edges))[scene]
-    for name, edge in edges.items():
-        assert found.stable[name] <= edge <= found.stable[name] * STEP * 1.0001
-    assert asked[:2] == [2, 4]
-    assert asked[-1] == 2, "one was found before the other"
 
 
 # -- limits of a machine ----------------------------------------------------------------
