@@ -21,8 +21,16 @@ from tiered_kv.trace.trace_header import TraceHeader
 from tiered_kv.trace.turn_record import TurnTokens
 
 from .jobs import LEFT, RecordedJobs, recorded_jobs
-from .machine import CPU, SSD, longest_context, recorded_machine
-from .recording import MOST_TURNS, Recording, WhatIfError, read_recording
+from .recording import (
+    CPU,
+    MOST_TURNS,
+    SSD,
+    Recording,
+    WhatIfError,
+    longest_context,
+    read_recording,
+    recorded_machine,
+)
 
 STOCK = "stock"
 """vLLM without a connector."""

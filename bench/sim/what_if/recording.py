@@ -1,11 +1,16 @@
-"""Recording of one engine: the records of a trace that a simulation can take."""
+"""Recording of one engine, and its machine: sizes from the header, speeds from the turns."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from tiered_kv.bench.servers.server_costs import STEP_TOKENS, FittedCost, Span, fit_steps
+from tiered_kv.bench.sim.engine.machines import Machine, Tiers
 from tiered_kv.errors import TieredKVError
 from tiered_kv.trace.trace_header import TraceHeader
 from tiered_kv.trace.trace_reader import BadLine, TraceReader
@@ -16,6 +21,23 @@ MOST_TURNS = 10_000
 
 Engine = tuple[int, float]
 """An engine: its index among data-parallel ones, and when it began with the trace."""
+FULL = "full"
+"""Kind of KV of full attention."""
+CPU, SSD = "cpu", "ssd"
+ASSUMED_KV_BYTES = 64 << 10
+"""Bytes of a token, if the trace lacks them. Only its ratio to other sizes counts."""
+ASSUMED_RUNNING = 256
+ASSUMED_COPY_S = 10e-6
+"""Seconds to copy a token's KV up from CPU memory."""
+SSD_TIMES = 4.0
+"""Seconds to read a token's KV from SSD over those to copy it, if the trace lacks it."""
+WRITE_SHARE = 0.8
+"""Speed of writing to SSD over that of reading."""
+LEAST_KV = 8
+"""Bytes of a token are a multiple of these in the simulator."""
+NO_END_BYTES = 1 << 44
+MOST_BLOCKS, MOST_BLOCK_TOKENS, MOST_CONTEXT = 4_000_000, 65_536, 4_000_000
+"""Largest sizes that are simulated, far beyond those of any engine."""
 
 
 class WhatIfError(TieredKVError):
@@ -73,3 +95,137 @@ def read_recording(path: Path, most: int = MOST_TURNS) -> Recording:
     chosen, found = max(turns.items(), key=lambda one: len(one[1]))
     left_out, bad = count - len(found), tuple(reader.bad)
     return Recording(path, headers[chosen], tuple(found), left_out, cut, reader.bad_lines, bad)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedMachine:
+    """A machine that stands for the recorded one.
+
+    Attributes:
+        assumed: what is not in the trace, a sentence each.
+    """
+
+    machine: Machine
+    tiers: Tiers
+    fitted: FittedCost
+    assumed: list[str]
+
+
+def longest_context(header: TraceHeader) -> int:
+    """Tokens of the longest context that the simulator can hold on such a machine."""
+    pool = header.vram_blocks * header.block_size
+    return min(pool, header.context_tokens or pool, MOST_CONTEXT) - 1
+
+
+def recorded_machine(recording: Recording) -> RecordedMachine:
+    """Describe the machine of a recording.
+
+    Raises:
+        WhatIfError: the simulator has no such machine, or there are too few turns.
+    """
+    header, assumed = recording.header, list[str]()
+    block, blocks, pool = (
+        header.block_size,
+        header.vram_blocks,
+        header.block_size * header.vram_blocks,
+    )
+    if not (1 <= block <= MOST_BLOCK_TOKENS and 1 <= blocks <= MOST_BLOCKS):
+        raise WhatIfError(
+            f"the header of the trace names {blocks:,} blocks of VRAM with {block:,} tokens each: "
+            "no such engine is simulated"
+        )
+    if header.groups and header.groups != (FULL,):
+        raise WhatIfError(
+            f"the engine keeps KV of several kinds ({', '.join(header.groups)}), and a trace does "
+            "not describe them fully: only models of full attention can be simulated"
+        )
+    kv_bytes = max(LEAST_KV, header.page_bytes // block // LEAST_KV * LEAST_KV)
+    cpu = float(header.tiers_bytes.get(CPU, 0))
+    ssd = float(header.tiers_bytes.get(SSD, 0) or NO_END_BYTES)
+    if not header.page_bytes:
+        kv_bytes = ASSUMED_KV_BYTES
+        every = sum(max(0, one.tokens.new + one.tokens.output) for one in recording.turns)
+        cpu = ssd = 2.0 * kv_bytes * (every + pool)
+        assumed.append("Bytes of a token are not in the trace: tiers are taken to hold everything.")
+    if others := sorted(header.tiers_bytes.keys() - {CPU, SSD}):
+        assumed.append(f"Tiers that the simulator lacks are left out: {', '.join(others)}.")
+    step_tokens, running = header.step_tokens, header.running
+    if not (1 <= running <= step_tokens <= MOST_CONTEXT):  # so vLLM has it
+        step_tokens, running = STEP_TOKENS, ASSUMED_RUNNING
+        assumed.append(
+            f"A step is taken to compute up to {step_tokens:,} tokens of up to {running} requests."
+        )
+    copy_s, read_s = _copies(recording.turns, header, assumed)
+    fitted = fit_turns(recording.turns, step_tokens, copy_s)
+    machine = Machine(
+        "recorded",
+        pool,
+        kv_bytes,
+        longest_context(header) + 2,
+        fitted.cost,
+        link=kv_bytes / copy_s,
+        ssd_read=kv_bytes / read_s,
+        ssd_write=WRITE_SHARE * kv_bytes / read_s,
+        batched_tokens=step_tokens,
+        max_seqs=running,
+        block=block,
+    )
+    tiers = Tiers(min(cpu, float(MOST_BLOCKS * kv_bytes * block)), ssd)
+    return RecordedMachine(machine, tiers, fitted, assumed)
+
+
+def fit_turns(turns: Sequence[TurnRecord], step_tokens: int, copy_s_per_token: float) -> FittedCost:
+    """Fit the cost of a step to the turns of one engine.
+
+    Args:
+        step_tokens: most tokens that a step computes.
+        copy_s_per_token: seconds to copy a token's KV up from CPU memory.
+
+    Raises:
+        WhatIfError: there are too few turns with times and answers.
+    """
+    spans = []
+    for one in turns:
+        times, tokens = one.times, one.tokens
+        if times.scheduled_s is None or times.first_token_s is None or tokens.output < 1:
+            continue
+        restored_s = max(0, tokens.cpu + tokens.ssd) * copy_s_per_token
+        aside = times.scheduled_s - (times.admitted_s or 0.0) >= restored_s / 2
+        spans.append(
+            Span(
+                one.arrived + times.scheduled_s,
+                one.arrived + times.first_token_s,
+                one.ended,
+                tokens.prompt,
+                max(1, tokens.recomputed),
+                tokens.output,
+                copied=0.0 if aside else restored_s,
+            )
+        )
+    try:
+        return fit_steps([spans], step_tokens)
+    except ValueError as error:
+        raise WhatIfError(f"{error}: record more turns") from error
+
+
+def _copies(
+    turns: Sequence[TurnRecord], header: TraceHeader, assumed: list[str]
+) -> tuple[float, float]:
+    """Seconds to copy a token's KV up from CPU memory, and to read it from SSD."""
+    copies, reads = list[float](), list[float]()
+    for one in turns:
+        context, costs = one.tokens.prompt + one.tokens.output, one.decision
+        if not costs.cpu_s or costs.cpu_s <= 0 or context <= 0:
+            continue
+        tokens = -(-context // header.block_size) * header.block_size
+        copies.append(costs.cpu_s / tokens)
+        reads.append((costs.tiers_s.get(SSD, 0.0) - costs.cpu_s) / tokens)
+    reads = [read_s for read_s in reads if read_s > 0]
+    copy_s = float(np.median(copies)) if copies else ASSUMED_COPY_S
+    if not copies:
+        assumed.append("Speed of copies from CPU memory is not in the trace, and is assumed.")
+    # Others in the queue make a read longer: the shorter ones show the disk's speed.
+    read_s = float(np.quantile(reads, 0.25)) if reads else SSD_TIMES * copy_s
+    if not reads and SSD in header.tiers_bytes:
+        assumed.append("Speed of the SSD is not in the trace, and is assumed.")
+    return copy_s, read_s

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tests.trace.records import record, records
 from tiered_kv.bench.sim.what_if.jobs import recorded_jobs, unmasked
-from tiered_kv.bench.sim.what_if.machine import fit_turns
-from tiered_kv.bench.sim.what_if.recording import WhatIfError
+from tiered_kv.bench.sim.what_if.recording import WhatIfError, fit_turns
 from tiered_kv.bench.sim.workloads.workload import SimJob
 from tiered_kv.policies.tools.calls import tool_call
 from tiered_kv.policies.tools.tool_use import tool_use
