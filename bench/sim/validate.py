@@ -8,16 +8,17 @@ of server, really and simulated.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tiered_kv.bench.agents.client import Hints as ReplayHints
-from tiered_kv.bench.agents.figures import unequal
+from tiered_kv.bench.agents.figures import completions, unequal
 from tiered_kv.bench.agents.jobs import Job, Turn, arrivals, digest, mini_swe_jobs
 from tiered_kv.bench.agents.results import Kept, Run
 from tiered_kv.bench.agents.run_files import Ledger
@@ -130,17 +131,17 @@ def job_alone_error() -> float:
 def expected_alone_s(job: SimJob, place: Machine, block: int) -> float:
     """Return the time of one job alone: prefills of what no full block of the previous turn holds,
     a step for every further token, and the gaps."""
-    total, known = 0.0, 0
+    total, known, cost = 0.0, 0, place.cost
     for turn in job.turns:
         cached = min(known, turn.shared, turn.prompt - 1) // block * block
-        at = cached
-        while at < turn.prompt:
-            chunk = min(place.batched_tokens, turn.prompt - at)
-            pairs = chunk * (at + chunk / 2) if chunk > 1 else 0.0
-            total += place.cost.seconds(chunk, pairs, 0 if chunk > 1 else at + 1)
-            at += chunk
-        for said in range(1, turn.output):
-            total += place.cost.seconds(1, 0.0, turn.prompt + said)
+        for at in range(cached, turn.prompt, place.batched_tokens):
+            new = min(place.batched_tokens, turn.prompt - at)
+            total += (
+                cost.seconds(new, new * (at + new / 2), 0)
+                if new > 1
+                else cost.seconds(1, 0, at + 1)
+            )
+        total += sum(cost.seconds(1, 0.0, turn.prompt + said) for said in range(1, turn.output))
         total += turn.gap_s
         known = turn.prompt + turn.output - 1
     return total
@@ -168,32 +169,32 @@ def not_conserved() -> list[str]:
     orders at its end."""
     place = replace(TIGHT.machine(), pool_tokens=SHORT_POOL)
     workload = Source("original", 24).jobs_for(place, 1).at(4.0, 1)
-    lost = []
-    for name in CONSERVING:
-        outcome = simulate(place, server(name), workload, Tiers(2**30, 2**32))
-        lost += [f"{name}: {what}" for what in check(outcome, workload, place)]
-    return lost
+    tiers = Tiers(2**30, 2**32)
+    return [
+        f"{name}: {lost}"
+        for name in CONSERVING
+        for lost in check(simulate(place, server(name), workload, tiers), workload, place)
+    ]
 
 
-def check(outcome: Outcome, workload: Workload, place: Machine) -> list[str]:
-    """Return what an outcome's records lack of a workload, a sentence each."""
-    found = []
+def check(outcome: Outcome, workload: Workload, place: Machine) -> Iterator[str]:
+    """Yield what an outcome's records lack of a workload, a sentence each."""
     sent = {job.name: job for one in workload.jobs for job in one.everyone()}
     if {job.name for job in outcome.jobs} != set(sent):
-        found.append("jobs are missing")
+        yield "jobs are missing"
     for record in outcome.jobs:
         job = sent[record.name]
         if [(t.prompt, t.output) for t in record.turns] != [
             (t.prompt, t.output) for t in job.turns
         ]:
-            found.append(f"{job.name} said something else")
+            yield f"{job.name} had other turns"
         if any(min(t.vram, t.cpu, t.ssd, t.recomputed) < 0 for t in record.turns):
-            found.append(f"{job.name} found more than its prompt")
-        decode_s = sum((t.output - 1) * place.cost.seconds(1, 0, t.prompt) for t in job.turns)
-        least = decode_s + math.fsum(t.gap_s for t in job.turns)
+            yield f"{job.name} found more than its prompt"
+        least = sum(
+            (t.output - 1) * place.cost.seconds(1, 0, t.prompt) + t.gap_s for t in job.turns
+        )
         if record.took_s < least * (1 - EXACT):
-            found.append(f"{job.name} took {record.took_s:.3f} s, less than {least:.3f} s")
-    return found
+            yield f"{job.name} took {record.took_s:.3f} s, less than {least:.3f} s"
 
 
 def equal_orders(pairs: Sequence[tuple[float, float]], apart: float = 0.05) -> bool:
@@ -202,11 +203,12 @@ def equal_orders(pairs: Sequence[tuple[float, float]], apart: float = 0.05) -> b
     Args:
         pairs: real and simulated figures.
     """
-    for real_a, sim_a in pairs:
-        for real_b, sim_b in pairs:
-            if real_a > real_b * (1 + apart) and sim_a <= sim_b:
-                return False
-    return True
+    return all(
+        simulated > other
+        for real, simulated in pairs
+        for other_real, other in pairs
+        if real > other_real * (1 + apart)
+    )
 
 
 # -- a real server ----------------------------------------------------------------------
@@ -234,11 +236,16 @@ def fit(alone: Run, beside: Run, begin: Machine) -> Machine:
     Raises:
         ValueError: a job did not finish, or there are too few turns.
     """
-    for job in (*alone.jobs, *beside.jobs):
-        if job.error is not None:
-            raise ValueError(f"{job.name} did not finish: {job.error}")
+    _check_finished(alone)
+    _check_finished(beside)
     found = fit_runs(alone, beside)
     return replace(begin, cost=found.cost, overhead_s=max(LEAST_OVERHEAD_S, found.overhead_s))
+
+
+def _check_finished(run: Run) -> None:
+    for job in run.jobs:
+        if job.error is not None:
+            raise ValueError(f"{job.name} did not finish on {run.server}: {job.error}")
 
 
 def compare(
@@ -253,36 +260,54 @@ def compare(
 
     model = small_model()
     known = calibration_jobs(seed=0)
-    tokenizer = AutoTokenizer.from_pretrained(str(model))
-    recorded = mini_swe_jobs(
-        traces, tokenizer, count=JOBS, turns=TURNS, seed=0, longest=longest_context(POOL_TOKENS)
-    )
-    jobs = recorded.jobs
-
+    jobs = mini_swe_jobs(
+        traces,
+        AutoTokenizer.from_pretrained(str(model)),
+        count=JOBS,
+        turns=TURNS,
+        seed=0,
+        longest=longest_context(POOL_TOKENS),
+    ).jobs
     plan = {"jobs": digest(jobs), "known": digest(known), "versions": versions()}
     ledger = Ledger(folder / "real", plan, resume=resume)
-    kept = []
-    for load, rate, some in (("alone", None, known[:ALONE]), ("beside", CALIBRATION_RATE, known)):
-        tell(f"calibration, {load}")
-        (stock,) = _kinds(some, [STOCK], model)
-        kept.append(_real(stock, some, rate, load, folder, ledger))
-    fitted = fit(kept[0].run, kept[1].run, _machine(known))
+    kept = list[Kept]()
 
-    kinds = _kinds(jobs, list(SIMULATED), model)
+    def real(kind: Kind, some: Sequence[Job], rate: float | None, load: str) -> Run:
+        tell(f"{kind.name}, {load}")
+        workload = ReplayWorkload(tuple(some), len(some), 0, ReplayHints.KV_PARAMS, forced=True)
+        measure = partial(Replay(workload, folder), kind, load, 0, rate)
+        found = ledger.get_or_measure(load, 0, kind.name, measure)
+        if isinstance(found, str):
+            raise ValueError(f"{kind.name} did not start: {found}")
+        kept.append(found)
+        return found.run
+
+    few = known[:ALONE]
+    alone = real(_kinds(few, model)[STOCK], few, None, "alone")
+    beside = real(_kinds(known, model)[STOCK], known, CALIBRATION_RATE, "beside")
+    longest = max(job.context for job in known)
+    unknown = Machine(
+        "this machine",
+        POOL_TOKENS,
+        KV_BYTES,
+        longest + 2 * BLOCK,
+        UNKNOWN,
+        LINK,
+        batched_tokens=BATCHED_TOKENS,
+        max_seqs=MAX_SEQS,
+    )
+    fitted = fit(alone, beside, unknown)
+
     compared = []
-    for kind in kinds:
-        tell(kind.name)
-        kept.append(_real(kind, jobs, RATE, PRESSURE, folder, ledger))
-        run = kept[-1].run
+    work = _simulated(jobs, arrivals(len(jobs), RATE, 0))
+    for name, kind in _kinds(jobs, model).items():
+        run = real(kind, jobs, RATE, PRESSURE)
+        _check_finished(run)
         pool = (kind.options.kv_blocks or 0) * BLOCK
         place = replace(fitted, pool_tokens=pool, max_len=kind.options.max_model_len or 0)
-        work = _simulated(jobs, arrivals(len(jobs), RATE, 0))
-        outcome = simulate(place, SIMULATED[kind.name], work, Tiers(cpu=CPU_BYTES))
-        real_s = [job.completion_s for job in run.jobs if job.error is None]
-        if len(real_s) < len(jobs):
-            raise ValueError(f"{kind.name} finished {len(real_s)} of {len(jobs)} jobs")
-        mean_s = sum(real_s) / len(real_s)
-        compared.append(Compared(kind.name, mean_s, outcome.summary()["mean_s"]))
+        outcome = simulate(place, SIMULATED[name], work, Tiers(cpu=CPU_BYTES))
+        real_s = sum(completions(run)) / len(jobs)
+        compared.append(Compared(name, real_s, outcome.summary()["mean_s"]))
     return fitted, compared, unequal(kept)
 
 
@@ -298,67 +323,42 @@ def calibration_jobs(seed: int) -> list[Job]:
 
     firsts = np.linspace(*FIRST, ALONE).astype(int).tolist()
     firsts += np.linspace(*FIRST, CALIBRATION_JOBS - ALONE).astype(int).tolist()
-    jobs = []
-    for number in range(CALIBRATION_JOBS):
-        turns = []
-        for at in range(CALIBRATION_TURNS):
-            added = tokens(ADDED) if at else noise(firsts[number])
-            gap_s = 0.1 if at + 1 < CALIBRATION_TURNS else 0.0
-            turns.append(Turn(added, tokens(ANSWER), gap_s))
-        jobs.append(Job(f"calibration-{number:02}", "", tuple(turns)))
-    return jobs
-
-
-def _kinds(jobs: Sequence[Job], names: Sequence[str], model: Path) -> list[Kind]:
-    contexts = [job.context for job in jobs]
-    made = make_kinds(model, size_for(contexts, POOL_TOKENS), policies=POLICIES, own_scheduler=True)
-    limits = (
-        f"--max-num-batched-tokens={BATCHED_TOKENS}",
-        f"--max-num-seqs={MAX_SEQS}",
-    )
+    gaps_s = [0.1] * (CALIBRATION_TURNS - 1) + [0.0]
     return [
-        replace(
-            kind,
-            options=replace(kind.options, extra_args=(*kind.options.extra_args, *limits)),
+        Job(
+            f"calibration-{number:02}",
+            "",
+            tuple(
+                Turn(tokens(ADDED) if at else noise(first), tokens(ANSWER), gap_s)
+                for at, gap_s in enumerate(gaps_s)
+            ),
         )
-        for kind in made
-        if kind.name in names
+        for number, first in enumerate(firsts)
     ]
 
 
-def _real(
-    kind: Kind, jobs: Sequence[Job], rate: float | None, load: str, folder: Path, ledger: Ledger
-) -> Kept:
-    found = ledger.get(load, 0, kind.name)
-    if not isinstance(found, Kept):
-        workload = ReplayWorkload(tuple(jobs), len(jobs), 0, ReplayHints.KV_PARAMS, forced=True)
-        found = Replay(workload, folder)(kind, load, 0, rate)
-        ledger.put(load, 0, kind.name, found)
-    return found
+def _kinds(jobs: Sequence[Job], model: Path) -> dict[str, Kind]:
+    """The types of servers in ``SIMULATED`` for these jobs, by name."""
+    sizing = size_for([job.context for job in jobs], POOL_TOKENS)
+    limits = (f"--max-num-batched-tokens={BATCHED_TOKENS}", f"--max-num-seqs={MAX_SEQS}")
+    return {
+        kind.name: replace(
+            kind,
+            options=replace(kind.options, extra_args=(*kind.options.extra_args, *limits)),
+        )
+        for kind in make_kinds(model, sizing, policies=POLICIES, own_scheduler=True)
+        if kind.name in SIMULATED
+    }
 
 
 def _simulated(jobs: Sequence[Job], starts_s: Sequence[float]) -> Workload:
     """Convert replayed jobs into jobs for the simulator."""
     made = []
     for job, start_s in zip(jobs, starts_s, strict=True):
-        turns, context = [], 0
-        for turn in job.turns:
-            turns.append(SimTurn(context, len(turn.added), len(turn.answer), turn.gap_s))
-            context += len(turn.added) + len(turn.answer)
-        made.append(SimJob(job.name, start_s, tuple(turns)))
+        ends = accumulate(len(turn.added) + len(turn.answer) for turn in job.turns)
+        turns = tuple(
+            SimTurn(context, len(turn.added), len(turn.answer), turn.gap_s)
+            for context, turn in zip((0, *ends), job.turns, strict=False)
+        )
+        made.append(SimJob(job.name, start_s, turns))
     return Workload("replayed", tuple(made), Hints.RIGHT, BLOCK)
-
-
-def _machine(jobs: Sequence[Job]) -> Machine:
-    longest = max(job.context for job in jobs)
-    return Machine(
-        "this machine",
-        POOL_TOKENS,
-        KV_BYTES,
-        longest + 2 * BLOCK,
-        UNKNOWN,
-        LINK,
-        batched_tokens=BATCHED_TOKENS,
-        max_seqs=MAX_SEQS,
-        overhead_s=0.01,
-    )

@@ -93,18 +93,12 @@ def test_windows_read_and_compare_no_more_than_their_span() -> None:
     assert NEMOTRON.cost.near(1, 1_000) == 0.0
 
 
-def test_each_request_reads_and_writes_its_states_once_a_step() -> None:
-    model = MODELS["nemotron-nano-9b-v2"]
-    read_s = NEMOTRON.cost.kv * model.state_bytes / model.kv_bytes
-    assert NEMOTRON.cost.seq == pytest.approx(10e-6 + 2 * read_s)
-
-
 @places
 @pytest.mark.parametrize("name", ["fcfs", "thunderagent", "occupancy+cpu+ssd"])
 def test_every_job_ends_and_nothing_is_lost(place: Machine, name: str) -> None:
     workload = jobs(8)
     outcome = run(place, name, workload)
-    assert validate.check(outcome, workload, place) == []
+    assert list(validate.check(outcome, workload, place)) == []
     assert run(place, name, workload) == outcome, "bit for bit"
 
 
@@ -118,18 +112,13 @@ def test_a_returning_turn_finds_its_answer_which_stock_vllm_computes_again(place
     assert sum(turn.cpu for turn in ours.jobs[0].turns) > 0
 
 
-@places
-def test_tiers_beside_vram_spare_prefills_where_vram_is_short(place: Machine) -> None:
-    busy = jobs(16, apart_s=0.2)
-    stock, ours = (run(place, name, busy) for name in ("fcfs", "occupancy+cpu"))
-    assert recomputed(ours) < 0.8 * recomputed(stock)
-
-
 def test_states_come_back_from_ssd_when_cpu_memory_is_short() -> None:
     busy, small = jobs(16, apart_s=0.2), replace(TIERS, cpu=2**30)
-    with_ssd, without = (run(NEMOTRON, name, busy, small) for name in ("lru+cpu+ssd", "lru+cpu"))
+    with_ssd, without, stock = (
+        run(NEMOTRON, name, busy, small) for name in ("lru+cpu+ssd", "lru+cpu", "fcfs")
+    )
     assert sum(turn.ssd for job in with_ssd.jobs for turn in job.turns) > 0
-    assert recomputed(with_ssd) < recomputed(without)
+    assert recomputed(with_ssd) < min(recomputed(without), recomputed(stock))
 
 
 def test_a_state_costs_the_same_to_restore_whatever_the_context() -> None:

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tiered_kv.bench.agents.recorded_rows import RecordingError
 from tiered_kv.bench.agents.results import JobDone, Run, TurnDone
-from tiered_kv.bench.agents.run_files import RunFileError
-from tiered_kv.bench.replay.measure import MeasureError
-from tiered_kv.bench.servers.model import ModelError
 from tiered_kv.bench.servers.service import ServerError
 from tiered_kv.bench.sim.__main__ import app
 from tiered_kv.bench.sim.engine.driver import simulate
@@ -72,13 +67,12 @@ def test_a_server_s_costs_are_found_in_its_times() -> None:
     assert cost.token == pytest.approx(TRUE.token, rel=0.15)
     assert cost.pair == pytest.approx(TRUE.pair, rel=0.25)
     assert cost.kv == pytest.approx(TRUE.kv, rel=0.3)
-    again = simulate(found, server("fcfs"), some(some_jobs(14, 0.7)), Tiers()).summary()["mean_s"]
-    truth = simulate(PLACE, server("fcfs"), some(some_jobs(14, 0.7)), Tiers()).summary()["mean_s"]
+    busy = Workload("known", some_jobs(14, 0.7), Hints.RIGHT)
+    again, truth = (
+        simulate(place, server("fcfs"), busy, Tiers()).summary()["mean_s"]
+        for place in (found, PLACE)
+    )
     assert again == pytest.approx(truth, rel=0.05)
-
-
-def some(jobs: tuple[SimJob, ...]) -> Workload:
-    return Workload("known", jobs, Hints.RIGHT)
 
 
 def test_too_few_turns_say_nothing() -> None:
@@ -104,43 +98,38 @@ def test_orders_are_equal_where_what_differs_stands_in_its_order() -> None:
     assert not equal_orders([(1.0, 10.0), (2.0, 9.0)])
 
 
-@pytest.mark.parametrize(
-    "failure", [RecordingError, ModelError, ServerError, MeasureError, RunFileError]
-)
-def test_what_ends_a_replay_with_a_message_ends_validate_so(
-    failure: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*_: Path, resume: bool) -> dict[str, Any]:
-        raise failure("it cannot be had")
-
-    monkeypatch.setattr("tiered_kv.bench.sim.validate.validate", fail)
+def run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as ended:
-        app(["validate"])
-    assert ended.value.code == 1
-    assert capsys.readouterr().err == "error: it cannot be had\n"
+        app(arguments)
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
 
 
-@pytest.mark.parametrize(("worst", "code"), [(0.15, 0), (0.16, 1)])
+@pytest.mark.parametrize(
+    ("found", "code"), [(0.15, 0), (0.16, 1), (ServerError("it cannot be had"), 1)]
+)
 def test_the_worst_error_of_a_mean_decides_whether_the_simulator_is_believed(
-    worst: float,
+    found: float | ServerError,
     code: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = {"mean_error": worst, "order_equal": True, "conserved": True}
-    monkeypatch.setattr("tiered_kv.bench.sim.validate.validate", lambda *_, resume: found)
-    with pytest.raises(SystemExit) as ended:
-        app(["validate", "--json"])
-    assert ended.value.code == code
-    assert json.loads(capsys.readouterr().out).items() >= found.items()
+    def validate(*_: object, resume: bool) -> dict[str, Any]:
+        if isinstance(found, ServerError):
+            raise found
+        return {"mean_error": found, "order_equal": True, "conserved": True}
+
+    monkeypatch.setattr("tiered_kv.bench.sim.validate.validate", validate)
+    assert run("validate", "--json") == code
+    said = capsys.readouterr()
+    if isinstance(found, ServerError):
+        assert said.err == "error: it cannot be had\n"
+    else:
+        assert json.loads(said.out)["mean_error"] == found
 
 
 def test_an_unknown_machine_is_refused_with_those_that_there_are(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        app(["run", "--gpu", "abacus"])
-    assert ended.value.code == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "abacus is none of l4-24, " in said
-    assert " rtx4090-24, " in said
+    assert run("run", "--gpu", "abacus") == 2
+    assert "abacus is none of l4-24, " in " ".join(capsys.readouterr().err.split())
