@@ -38,50 +38,29 @@ def held(rig: Rig) -> int:
     return len({one.block_id for table in rig.tables.values() for one in table} - {0})
 
 
-class Arrivals:
-    """Requests that come by chance. Some go on from the context of one that has ended, and all
-    jobs begin with the same 32 tokens."""
-
-    def __init__(self, rig: Rig, rng: random.Random, count: int) -> None:
-        self._rig, self._rng = rig, rng
-        self.left = count
-        self.turns: dict[str, str] = {}
-        """Requests that go on from another, by their id."""
-
-    def maybe(self) -> None:
-        if self.left and self._rng.random() < 0.4:
-            self.left -= 1
-            self._arrive(f"r{self.left}")
-
-    def _arrive(self, name: str) -> None:
-        rig, rng = self._rig, self._rng
-        before = [one for one in rig.finished if len(context(rig, one)) < 180]
-        prompt = [7] * 32 + [rng.randrange(1000) for _ in range(rng.randrange(1, 120))]
-        if before and rng.random() < 0.5:
-            self.turns[name] = rng.choice(before)
-            news = [rng.randrange(1000) for _ in range(rng.randrange(1, 20))]
-            prompt = [*context(rig, self.turns[name]), *news]
-        rig.add(name, prompt, rng.randrange(1, 50))
-
-
 def context(rig: Rig, request_id: str) -> list[int]:
     return [*rig.prompts[request_id], *rig.outputs[request_id]]
 
 
 def play(rig: Rig, seed: int, count: int = 60) -> tuple[list[Any], int]:
-    """Let random requests come and run; returns what each step scheduled, and the most blocks
-    that were held at once."""
-    arrivals = Arrivals(rig, random.Random(seed), count)
-    steps: list[Any] = []
-    most = 0
-    for _ in range(5_000):
-        arrivals.maybe()
-        if not arrivals.left and not rig.scheduler.has_requests():
-            return steps, most
+    """Let random requests come and run. Some go on from the context of one that has ended, and all
+    jobs begin with the same 32 tokens. Returns what each step scheduled, and the most blocks that
+    were held at once."""
+    rng, steps, most, left = random.Random(seed), list[Any](), 0, count
+    while left or rig.scheduler.has_requests():
+        if left and rng.random() < 0.4:
+            left -= 1
+            before = [one for one in rig.finished if len(context(rig, one)) < 180]
+            prompt = [7] * 32 + [rng.randrange(1000) for _ in range(rng.randrange(1, 120))]
+            if before and rng.random() < 0.5:
+                news = [rng.randrange(1000) for _ in range(rng.randrange(1, 20))]
+                prompt = [*context(rig, rng.choice(before)), *news]
+            rig.add(f"r{left}", prompt, rng.randrange(1, 50))
         output = rig.step()
         most = max(most, held(rig))
         steps.append((output.num_scheduled_tokens, output.preempted_req_ids, rig.running()))
-    raise AssertionError("requests never end")
+        assert len(steps) < 5_000, "requests never end"
+    return steps, most
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -79,13 +79,6 @@ def test_a_program_is_paused_when_contexts_grow_too_much_and_goes_on_before_new_
     assert sent == ["a1", "b1", "a2", "b2", "c1"]
 
 
-def test_a_program_alone_is_never_held() -> None:
-    gate, sent = Gate(pool_tokens=10), list[str]()
-    gate.ask("a", 1_000, lambda: sent.append("a"))
-    gate.tick()
-    assert sent == ["a"]
-
-
 def test_the_job_that_was_served_least_goes_first() -> None:
     order = Ordering(Order.ATTAINED)
     for job in ("long", "short"):

@@ -182,10 +182,3 @@ def test_a_recording_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None
         match="2 turns of 1 sessions are in shorter ones, and 4 turns of 2 sessions have nulls",
     ):
         recorded(tmp_path, [None, *grown(2)], [None, None, None])
-
-
-def test_another_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"a": 1}\n'))
-    with pytest.raises(ValueError, match="no session of a coding agent"):
-        coding_agents(path)
