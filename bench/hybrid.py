@@ -16,18 +16,17 @@ forced, so that all servers get the same prompts, and logprobs show whether they
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 import re
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from tiered_kv.bench.agents.client import Hints
@@ -36,17 +35,23 @@ from tiered_kv.bench.agents.forcing import SERVER_ARGS, server_env
 from tiered_kv.bench.agents.jobs import FIRST_WORD, Job, Load, make_jobs
 from tiered_kv.bench.agents.paired import drawn_order
 from tiered_kv.bench.agents.player import drive
-from tiered_kv.bench.agents.results import Kept, Run
+from tiered_kv.bench.agents.results import Kept
 from tiered_kv.bench.models.catalogue import MODELS, STATE_CHUNK, VOCABULARY, TinyModel
 from tiered_kv.bench.models.weights import write_model
 from tiered_kv.bench.output import AsJson, run_benchmark, run_command, show, without_nan
-from tiered_kv.bench.replay.agreement import Difference, difference, widest, within
+from tiered_kv.bench.replay.agreement import difference, widest, within
 from tiered_kv.bench.replay.failures import FAILURES
-from tiered_kv.bench.replay.kinds import CPU_GIB, RAW_LOGPROBS, REACH_SCHEDULER, SCHEDULER, Kind
+from tiered_kv.bench.replay.kinds import (
+    RAW_LOGPROBS,
+    SCHEDULER,
+    Kind,
+    with_args,
+    with_connector,
+    within_reach,
+)
 from tiered_kv.bench.replay.measure import MeasureError, Replay, Workload
 from tiered_kv.bench.replay.names import PRESSURE
 from tiered_kv.bench.servers.vllm_server import (
-    CONNECTOR,
     MODEL_NAME,
     ServerOptions,
     VllmServer,
@@ -54,12 +59,16 @@ from tiered_kv.bench.servers.vllm_server import (
 )
 from tiered_kv.doctor.running_server import events, totals
 
-OURS, STOCK, DENSE = "ours", "stock", "stock_dense"
-REACH, UNLIMITED = "reach", "unlimited"
+STOCK, OURS = "stock", "ours"
+BOUNDS = {"stock": STOCK, "dense": "stock_dense", "reach": "reach", "unlimited": "unlimited"}
+"""Servers that ours is compared with, by their names in the ratios."""
 RESERVED_GIB = "4"
 """GiB that the CPU build sets aside before the pool's size is known."""
-BF16 = "bfloat16"
-"""The dtype of machines that run models with ``needs_bf16``."""
+DOUBTS = {
+    "preempted": "requests were preempted",
+    "stuck": "times it stood still for half a minute",
+}
+"""Counters that are 0 in a row without doubts."""
 
 MIDDLE = Load(
     jobs=6,
@@ -88,142 +97,110 @@ QUICK = Load(
 )
 """Enough to see that everything works."""
 
-_TINY = {model.name: model for model in MODELS}
-_FULL, _SLIDING, _STATE = "full_attention", "sliding_attention", "linear_attention"
-
-_WIDE: dict[str, object] = {
-    "hidden_size": 768,
-    "intermediate_size": 2304,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-    "initializer_range": 768**-0.5,
-}
-"""Fields of the middle-sized models: some 90 M parameters."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A model and its KV groups, as vLLM makes them of its layers.
+    """A model and its KV groups: one of full attention, and some of windows or states.
 
     Attributes:
         block: tokens of a block, in every group.
         chunk: most tokens of a prefill's step.
-        full, windows, states: numbers of groups with full attention, with a sliding window and
-            with states.
-        window: length of the windows, tokens.
+        windows, states: numbers of groups. window: length of the windows, tokens.
         needs_bf16: True if vLLM's CPU build runs the model in bf16 alone.
     """
 
     model: TinyModel
     block: int
     chunk: int
-    full: int = 1
     windows: int = 0
     window: int = 0
     states: int = 0
     needs_bf16: bool = False
 
     @property
-    def name(self) -> str:
-        return self.model.name
-
-    @property
     def groups(self) -> str:
         """The groups in words."""
-        said = [f"{self.full} full"]
-        if self.windows:
-            said.append(f"{self.windows} with a window of {self.window}")
-        if self.states:
-            said.append(f"{self.states} with states")
-        return ", ".join(said)
+        windows = f", {self.windows} with a window of {self.window}" if self.windows else ""
+        return f"1 full{windows}" + (f", {self.states} with states" if self.states else "")
 
     def context_blocks(self, tokens: int) -> int:
         """Blocks that a context waits in until its next turn: all of full attention, a window,
         and the state at its end with the one that goes on from it."""
-        window = math.ceil((self.window - 1) / self.block) + 1 if self.windows else 0
-        return self._full(tokens) + self.windows * window + self.states * 2
+        return self._blocks(tokens, self.window - 1, 2)
 
     def request_blocks(self, tokens: int) -> int:
         """Most blocks that a request of ``tokens`` takes while it runs."""
-        reach = self.window - 1 + self.chunk
-        window = math.ceil(reach / self.block) + 1 if self.windows else 0
-        return self._full(tokens) + self.windows * window + self.states * 3
+        return self._blocks(tokens, self.window - 1 + self.chunk, 3)
 
     def whole_blocks(self, tokens: int, turns: int) -> int:
         """Blocks that a job fills in all of its turns, if nothing is ever evicted: a window and
         states at every turn's ends, and those of every block where all are kept."""
-        ends = 2 * turns * (self.context_blocks(tokens) - self._full(tokens))
-        dense = math.ceil(tokens / self.block) * (self.windows + self.states)
-        return self._full(tokens) + ends + dense
+        full = -(-tokens // self.block)
+        ends = 2 * turns * (self.context_blocks(tokens) - full)
+        return full * (1 + self.windows + self.states) + ends
 
-    def _full(self, tokens: int) -> int:
-        return self.full * math.ceil(tokens / self.block)
-
-
-def _named(name: str, **settings: object) -> TinyModel:
-    tiny = _TINY[name]
-    return replace(tiny, settings={**tiny.settings, **_WIDE, **settings})
+    def _blocks(self, tokens: int, reach: int, states: int) -> int:
+        """Blocks of full attention, of windows that ``reach`` back, and of states."""
+        window = -(-reach // self.block) + 1
+        return -(-tokens // self.block) + self.windows * window + self.states * states
 
 
+_TINY = {model.name: model for model in MODELS}
+_FULL, _SLIDING, _STATE = "full_attention", "sliding_attention", "linear_attention"
+
+
+def _wide(name: str, **settings: object) -> TinyModel:
+    """A model of a middle size, some 90 M parameters."""
+    wide = {
+        "hidden_size": 768,
+        "intermediate_size": 2304,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "initializer_range": 768**-0.5,
+    }
+    return replace(_TINY[name], settings={**_TINY[name].settings, **wide, **settings})
+
+
+_GEMMA = _wide(
+    "gemma3",
+    sliding_window=256,
+    layer_types=[*[_SLIDING] * 5, _FULL] * 2,
+    query_pre_attn_scalar=64,
+)
+_QWEN = _wide(
+    "qwen3_next",
+    layer_types=[_STATE, _STATE, _STATE, _FULL] * 3,
+    linear_num_key_heads=6,
+    linear_num_value_heads=12,
+    decoder_sparse_step=12,  # vLLM wants one layer with experts
+    moe_intermediate_size=768,
+    shared_expert_intermediate_size=768,
+)
+_GRANITE = _wide(
+    "granite4",
+    layer_types=["mamba", "mamba", "mamba", "attention"] * 3,
+    num_local_experts=0,
+    shared_intermediate_size=2304,
+    mamba_n_heads=24,
+    mamba_d_head=64,
+    mamba_chunk_size=128,
+    attention_multiplier=0.125,
+)
 MIDDLE_SHAPES = (
-    Shape(
-        model=_named(
-            "gemma3",
-            sliding_window=256,
-            layer_types=[*[_SLIDING] * 5, _FULL] * 2,
-            query_pre_attn_scalar=64,
-        ),
-        block=128,
-        chunk=512,
-        windows=5,
-        window=256,
-    ),
-    Shape(
-        model=_named(
-            "qwen3_next",
-            layer_types=[_STATE, _STATE, _STATE, _FULL] * 3,
-            linear_num_key_heads=6,
-            linear_num_value_heads=12,
-            decoder_sparse_step=12,  # vLLM wants one layer with experts
-            moe_intermediate_size=768,
-            shared_expert_intermediate_size=768,
-        ),
-        block=128,
-        chunk=512,
-        states=3,
-        needs_bf16=True,
-    ),
-    Shape(
-        model=_named(
-            "granite4",
-            layer_types=["mamba", "mamba", "mamba", "attention"] * 3,
-            num_local_experts=0,
-            shared_intermediate_size=2304,
-            mamba_n_heads=24,
-            mamba_d_head=64,
-            mamba_chunk_size=128,
-            attention_multiplier=0.125,
-        ),
-        block=256,
-        chunk=256,
-        states=3,
-    ),
+    Shape(model=_GEMMA, block=128, chunk=512, windows=5, window=256),
+    Shape(model=_QWEN, block=128, chunk=512, states=3, needs_bf16=True),
+    Shape(model=_GRANITE, block=256, chunk=256, states=3),
 )
 """Gemma's five windows to one full layer; gated delta rule and full attention; Mamba 2 and full
 attention, where the machine has no bf16."""
-
+_STATE_CHUNK = int(str(STATE_CHUNK["max_num_batched_tokens"]))
 QUICK_SHAPES = (
     Shape(model=_TINY["gemma3"], block=128, chunk=512, windows=1, window=200),
     Shape(model=_TINY["qwen3_next"], block=384, chunk=512, states=3, needs_bf16=True),
-    Shape(
-        model=_TINY["granite4"],
-        block=256,
-        chunk=int(str(STATE_CHUNK["max_num_batched_tokens"])),
-        states=3,
-    ),
+    Shape(model=_TINY["granite4"], block=256, chunk=_STATE_CHUNK, states=3),
 )
 """One tiny shape of each kind, for ``--quick``."""
 
@@ -237,13 +214,13 @@ class Pools:
     unlimited: int
 
 
-def pools_for(shape: Shape, contexts: list[int], load: Load) -> Pools:
+def pools_for(shape: Shape, contexts: Sequence[int], turns: int) -> Pools:
     """A pool for a third of the jobs' contexts, which still holds the longest request, and one
     for everything."""
     longest = -(-(max(contexts) + 1) // 256) * 256
     one = shape.request_blocks(longest) + 2  # vLLM keeps a block for itself
-    waiting = sum(shape.context_blocks(tokens) for tokens in contexts)
-    everything = sum(shape.whole_blocks(tokens, load.turns) for tokens in contexts)
+    waiting = sum(map(shape.context_blocks, contexts))
+    everything = sum(shape.whole_blocks(tokens, turns) for tokens in contexts)
     return Pools(longest, max(one, waiting // 3), everything + len(contexts) * one)
 
 
@@ -262,34 +239,30 @@ def make_servers(model: Path, dtype: str, shape: Shape, pools: Pools, *, alone: 
         env={**server_env(), "VLLM_CPU_KVCACHE_SPACE": RESERVED_GIB},
         extra_args=(
             "--enable-prefix-caching",
-            *("--max-num-batched-tokens", str(shape.chunk)),
-            *("--max-num-seqs", "8"),
+            *("--max-num-batched-tokens", str(shape.chunk), "--max-num-seqs", "8"),
             *RAW_LOGPROBS,
             *SERVER_ARGS,
         ),
     )
-    dense = (*stock.extra_args, "--prefix-cache-retention-interval", "None")
-    ours = replace(
-        stock,
-        extra_args=(*stock.extra_args, *(() if alone else ("--scheduler-cls", SCHEDULER))),
-        kv_transfer_config=CONNECTOR,
-        env={**stock.env, "TIERED_KV_CPU_GIB": f"{CPU_GIB:g}"},
-    )
+    ours = stock if alone else with_args(stock, "--scheduler-cls", SCHEDULER)
     unlimited = replace(stock, kv_blocks=pools.unlimited)
-    few = ("--additional-config", json.dumps({"reach_blocks": pools.pressed}))
-    reach = (*dense, "--scheduler-cls", REACH_SCHEDULER, *few)
+    densely = ("--prefix-cache-retention-interval", "None")
     return [
         Kind(STOCK, stock),
-        Kind(OURS, ours),
-        Kind(DENSE, replace(stock, extra_args=dense)),
-        Kind(REACH, replace(unlimited, extra_args=reach)),
-        Kind(UNLIMITED, unlimited),
+        Kind(OURS, with_connector(ours)),
+        Kind(BOUNDS["dense"], with_args(stock, *densely)),
+        Kind(BOUNDS["reach"], within_reach(with_args(unlimited, *densely), pools.pressed)),
+        Kind(BOUNDS["unlimited"], unlimited),
     ]
 
 
+_BY_SOURCE = re.compile(r'^vllm:prompt_tokens_by_source_total{.*source="(\w+)".*} (\S+)$', re.M)
+_GROUPS = re.compile(r"kv cache group sizes \(([0-9, ]+)\)")
+
+
 def read_counts(metrics: str) -> Counter[str]:
-    """Counters of a server, from its start: tokens of all prompts, of those the tokens that it
-    computed and that a connector restored, requests preempted, and times that it stood still.
+    """Counters of a server since its start: tokens of all prompts, tokens of them that it computed
+    and that a connector restored, requests preempted, and times that it stood still.
 
     Raises:
         ValueError: vLLM does not report where prompts' tokens come from.
@@ -308,117 +281,76 @@ def read_counts(metrics: str) -> Counter[str]:
     )
 
 
-_BY_SOURCE = re.compile(r'^vllm:prompt_tokens_by_source_total{.*source="(\w+)".*} (\S+)$', re.M)
-_GROUPS = re.compile(r"kv cache group sizes \(([0-9, ]+)\)")
-
-
-def group_blocks(log: str) -> list[int]:
-    """Tokens of a block of each KV group, as vLLM logs them; empty if it does not."""
-    found = _GROUPS.search(log)
-    return [int(size) for size in found[1].split(",") if size.strip()] if found else []
-
-
-@dataclass(frozen=True, slots=True)
-class Played:
-    """One run, and what the server counted in it (see ``read_counts``)."""
-
-    kept: Kept
-    counts: Counter[str]
-
-    @property
-    def run(self) -> Run:
-        return self.kept.run
-
-
 def make_row(
-    model: str, groups: str, played: Sequence[Played], mistake: float | None = None
+    model: str, groups: str, played: Sequence[Kept], mistake: float | None = None
 ) -> dict[str, Any]:
     """Row as ``--json`` prints it; times in seconds, None where nothing was measured.
 
+    Answers are equal if ours differ from stock's no more than stock's runs from each other, each
+    the widest over all runs: stock, keeping densely or with space for everything, cuts prompts in
+    as many ways.
+
     Args:
+        played: runs, whose ``counts`` are of ``read_counts``.
         mistake: what a wrong page changes in stock's answer, mean nats a token.
     """
-    by_server: dict[str, list[Played]] = {}
-    for one in played:
-        by_server.setdefault(one.run.server, []).append(one)
-    runs = [one.run for one in played]
-    found, usual = differences(runs)
-    over: dict[str, object] = {}
-    for name, server in (
-        ("stock", STOCK),
-        ("dense", DENSE),
-        ("reach", REACH),
-        ("unlimited", UNLIMITED),
-    ):
-        compared = compare(runs, OURS, server)
-        span = [min(compared.rounds), max(compared.rounds)] if compared else None
-        over |= {
-            f"ours_over_{name}": compared.mean.value if compared else None,
-            f"ours_over_{name}_range": span,
-        }
+    runs = [kept.run for kept in played]
+    reference = next((run for run in runs if run.server == STOCK), None)
+    others = [run for run in runs if reference is not None and run is not reference]
+    apart = [(run.server == OURS, difference(run, reference)) for run in others if reference]
+    ours, usual = (
+        widest([one for is_ours, one in apart if is_ours is wanted and one is not None])
+        for wanted in (True, False)
+    )
+    ratios: dict[str, object] = {}
+    for name, server in BOUNDS.items():
+        over = compare(runs, OURS, server)
+        ratios[f"ours_over_{name}"] = over.mean.value if over else None
+        ratios[f"ours_over_{name}_range"] = [min(over.rounds), max(over.rounds)] if over else None
+    names = list(dict.fromkeys(run.server for run in runs))
+    notes = unequal(played) + [
+        f"{run.server}, round {run.round + 1}: {job.name} ended with {job.error}"
+        for run in runs
+        for job in run.jobs
+        if job.error is not None
+    ]
+    for what, text in DOUBTS.items():
+        for name in names:
+            count = sum(run.counts[what] for run in runs if run.server == name)
+            notes += [f"{name}: {count} {text}"] if count else []
     return {
         "model": model,
         "groups": groups,
-        "servers": {name: _server(found) for name, found in by_server.items()},
-        **over,
-        "answers_equal": within(found, usual) if found and usual else None,
+        "servers": {
+            name: _server([run for run in played if run.run.server == name]) for name in names
+        },
+        **ratios,
+        "answers_equal": within(ours, usual) if ours and usual else None,
         "answers": {
-            "tokens": found.tokens if found else 0,
-            "ours_worst_turn_nats": found.worst_turn if found else None,
+            "tokens": ours.tokens if ours else 0,
+            "ours_worst_turn_nats": ours.worst_turn if ours else None,
             "stock_worst_turn_nats": usual.worst_turn if usual else None,
             "wrong_page_nats": mistake,
         },
-        "notes": notes(played),
+        "notes": notes,
     }
 
 
-def differences(runs: Sequence[Run]) -> tuple[Difference | None, Difference | None]:
-    """Differences of ours from stock, and of stock from itself, each the widest over all runs:
-    stock, keeping densely or with room for everything, cuts prompts in as many ways."""
-    reference = next((run for run in runs if run.server == STOCK), None)
-    if reference is None:
-        return None, None
-    found: dict[bool, list[Difference]] = {True: [], False: []}
-    for run in runs:
-        one = difference(run, reference) if run is not reference else None
-        if one is not None:
-            found[run.server == OURS].append(one)
-    ours, usual = (widest(found[key]) if found[key] else None for key in (True, False))
-    return ours, usual
+def _server(played: Sequence[Kept]) -> dict[str, Any]:
+    runs = [kept.run for kept in played]
+    times = [mean(completions(run)) for run in runs]
 
+    def count(name: str) -> int:
+        return round(mean(run.counts[name] for run in runs))
 
-def notes(played: Sequence[Played]) -> list[str]:
-    """Reasons to doubt the row, a sentence each."""
-    failed = [
-        f"{one.run.server}, round {one.run.round + 1}: {job.name} ended with {job.error}"
-        for one in played
-        for job in one.run.jobs
-        if job.error is not None
-    ]
-    counted = []
-    for what, text in (
-        ("preempted", "requests were preempted"),
-        ("stuck", "times it stood still for half a minute"),
-    ):
-        totals_of = Counter[str]()
-        for one in played:
-            totals_of[one.run.server] += one.counts[what]
-        counted += [f"{server}: {count} {text}" for server, count in totals_of.items() if count]
-    return [*unequal([one.kept for one in played]), *failed, *counted]
-
-
-def _server(played: Sequence[Played]) -> Mapping[str, Any]:
-    times = [mean(completions(one.run)) for one in played]
-    counts = {
-        name: round(mean(one.counts[name] for one in played)) for name in ("computed", "restored")
-    }
     return {
         "mean_job_s": mean(times),
         "mean_job_s_range": [min(times), max(times)],
-        "mean_ttft_s": mean(mean(turn.ttft_s for turn in one.run.turns) for one in played),
-        **{f"prompt_tokens_{name}": count for name, count in counts.items()},
-        "prompt_tokens": round(mean(one.counts["prompt"] for one in played)),
-        "rounds": len(played),
+        "mean_ttft_s": mean(mean(turn.ttft_s for turn in run.turns) for run in runs),
+        "prompt_tokens_computed": count("computed"),
+        "prompt_tokens_restored": count("restored"),
+        "prompt_tokens": count("prompt"),
+        "rounds": len(runs),
     }
 
 
@@ -433,33 +365,27 @@ def compare_servers(
     Raises:
         ServerError, OSError: see ``Replay``.
     """
-    jobs, counts, blocks = make_jobs(load, seed, VOCABULARY), list[Counter[str]](), list[int]()
-    mistake: float | None = None
-    kind: Kind
+    name, dtype = shape.model.name, machine_dtype().name
+    jobs = make_jobs(load, seed, VOCABULARY)
+    pools = pools_for(shape, [job.context for job in jobs], load.turns)
+    model = write_model(shape.model, folder, dtype)
+    kinds = make_servers(model, dtype, shape, pools, alone=alone)
+    counts, logs, mistakes = list[Counter[str]](), [""], list[float]()
 
     def look(server: VllmServer) -> None:
         """Read the server's counters, before what is measured and after it."""
-        nonlocal mistake, blocks
         counts.append(read_counts(server.metrics_text()))
-        blocks = group_blocks(server.log_text())
-        if len(counts) == 2 and kind.name == STOCK and mistake is None:
-            half = len(jobs[0].turns[0].added) // 2
-            right = replace(jobs[0], salt="right", turns=jobs[0].turns[:1])
-            wrong = mistaken(jobs[0], half, min(shape.block, half))
-            mistake = mean_difference(*(_logprobs(server, one) for one in (right, wrong)))
+        logs[0] = server.log_text()
+        if len(counts) == 2 and server.options == kinds[0].options and not mistakes:
+            mistakes.append(mistake_nats(server, jobs[0], shape.block))
 
-    dtype = machine_dtype().name
-    workload = Workload(jobs, 1, seed, Hints.KV_PARAMS, forced=True)
-    replay = Replay(workload, folder / shape.name, look=look)
-    model = write_model(shape.model, folder, dtype)
-    pools = pools_for(shape, [job.context for job in jobs], load)
-    kinds = make_servers(model, dtype, shape, pools, alone=alone)
-    played, failed = list[Played](), dict[str, str]()
+    replay = Replay(Workload(jobs, 1, seed, Hints.KV_PARAMS, forced=True), folder / name, look=look)
+    played, failed = list[Kept](), dict[str, str]()
     for number in range(rounds):
         for kind in drawn_order(kinds, seed, number):
             if kind.name in failed:
                 continue
-            report(f"{shape.name}, round {number + 1}, {kind.name}")
+            report(f"{name}, round {number + 1}, {kind.name}")
             counts.clear()
             try:
                 kept = replay(kind, PRESSURE, number, 1 / load.apart_s)
@@ -468,11 +394,26 @@ def compare_servers(
                 report(str(error))
             else:
                 before, after = counts
-                played.append(Played(kept, after - before))
-    row = make_row(shape.name, shape.groups, played, mistake)
-    row |= {"block_tokens": blocks, "pool_blocks": pools.pressed}
-    row["notes"] += [f"{name} failed: {why}" for name, why in failed.items()]
-    return row
+                played.append(replace(kept, run=replace(kept.run, counts=after - before)))
+    row = make_row(name, shape.groups, played, mistakes[0] if mistakes else None)
+    row["notes"] += [f"{server} failed: {why}" for server, why in failed.items()]
+    blocks = _GROUPS.search(logs[0])
+    sizes = [int(size) for size in blocks[1].split(",") if size.strip()] if blocks else []
+    return {**row, "block_tokens": sizes, "pool_blocks": pools.pressed}
+
+
+def mistake_nats(server: VllmServer, job: Job, block: int) -> float:
+    """Mean change of the logprobs of a job's first answer, nats a token, by a wrong page in the
+    middle of its prompt."""
+    half = len(job.turns[0].added) // 2
+    right = replace(job, salt="right", turns=job.turns[:1])
+    answers = []
+    for one in (right, mistaken(job, half, min(block, half))):
+        work = drive(
+            server.url, MODEL_NAME, [one], [0.0], hints=Hints.NONE, force=True, logprobs=True
+        )
+        answers.append(asyncio.run(work)[0].turns[0].logprobs)
+    return float(np.mean(np.abs(np.subtract(*answers))))
 
 
 def mistaken(job: Job, at: int, count: int) -> Job:
@@ -484,18 +425,6 @@ def mistaken(job: Job, at: int, count: int) -> Job:
     return Job(f"{job.name}-mistaken", "mistaken", (replace(first, added=added, gap_s=0.0),))
 
 
-def mean_difference(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Mean difference of two answers' logprobs, nats; None of nothing."""
-    pairs = list(zip(one, other, strict=True))
-    return mean(abs(a - b) for a, b in pairs) if pairs else None
-
-
-def _logprobs(server: VllmServer, job: Job) -> tuple[float, ...]:
-    work = drive(server.url, MODEL_NAME, [job], [0.0], hints=Hints.NONE, force=True, logprobs=True)
-    (done,) = asyncio.run(work)
-    return done.turns[0].logprobs
-
-
 def chosen(every: Sequence[Shape], only: Sequence[str], *, bf16: bool) -> list[Shape]:
     """Shapes of these names; if there are none, one with windows, and the one with states that
     runs fast on the machine.
@@ -503,11 +432,11 @@ def chosen(every: Sequence[Shape], only: Sequence[str], *, bf16: bool) -> list[S
     Raises:
         typer.BadParameter: no shape has such a name.
     """
-    names = [shape.name for shape in every]
+    names = [shape.model.name for shape in every]
     if unknown := [name for name in only if name not in names]:
         raise typer.BadParameter(f"{', '.join(unknown)} is none of {', '.join(names)}")
     if only:
-        return [shape for shape in every if shape.name in only]
+        return [shape for shape in every if shape.model.name in only]
     return [shape for shape in every if not shape.states or shape.needs_bf16 == bf16]
 
 
@@ -536,12 +465,12 @@ def main(
 
     def compared() -> int:
         began, dtype = time.monotonic(), machine_dtype()
-        rows = []
+        shapes = chosen(every, only or (), bf16=dtype.name == "bfloat16")
         with tempfile.TemporaryDirectory(prefix="hybrid-") as name:
-            for shape in chosen(every, only or (), bf16=dtype.name == BF16):
-                folder, count = logs or Path(name), 1 if quick else rounds
-                rows.append(compare_servers(shape, load, seed, folder, count, alone=alone))
-                report(json.dumps(without_nan(rows[-1])))
+            folder, count = logs or Path(name), 1 if quick else rounds
+            rows = [
+                compare_servers(shape, load, seed, folder, count, alone=alone) for shape in shapes
+            ]
         result = {
             "rows": rows,
             "dtype": str(dtype),

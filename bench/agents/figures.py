@@ -36,55 +36,39 @@ class Compared:
     p90: PairedRatio
     p95: PairedRatio
     ttft: PairedRatio
-    tpot: PairedRatio | None
     tokens_per_s: PairedRatio
+    tpot: PairedRatio | None = None
 
 
 def compare(runs: Iterable[Run], server: str, over: str) -> Compared | None:
     """Compare two servers by runs of one load; None if no job finished on both in a round."""
     by_name = {(run.server, run.round): run for run in runs}
-    numbers = sorted(number for name, number in by_name if name == server)
-    pairs = [
-        (by_name[server, number], by_name[over, number], among)
-        for number in numbers
-        if (over, number) in by_name
-        and (among := common([by_name[server, number], by_name[over, number]]))
-    ]
+    pairs: list[tuple[dict[str, float], dict[str, float]]] = []
+    jobs = 0
+    for number in sorted(number for name, number in by_name if name == server):
+        one, other = by_name[server, number], by_name.get((over, number))
+        if other is not None and (among := common([one, other])):
+            pairs.append((_figures(one, among), _figures(other, among)))
+            jobs += len(among)
     if not pairs:
         return None
-    figures = [[_figures(run, among) for run in both] for *both, among in pairs]
-
-    def ratio(name: str) -> PairedRatio | None:
-        found = [(one[name], other[name]) for one, other in figures]
-        known = [pair for pair in found if all(one > 0 for one in pair)]
-        return PairedRatio.of(*zip(*known, strict=True)) if known else None
-
-    def certain(name: str) -> PairedRatio:
-        found = ratio(name)
-        if found is None:
-            raise ValueError(f"no round has a {name} of both servers")
-        return found
-
-    return Compared(
-        rounds=tuple(one["mean"] / other["mean"] for one, other in figures),
-        jobs=sum(len(among) for *_, among in pairs),
-        mean=certain("mean"),
-        p90=certain("p90"),
-        p95=certain("p95"),
-        ttft=certain("ttft"),
-        tpot=ratio("tpot"),
-        tokens_per_s=certain("tokens_per_s"),
-    )
+    ratios = {}
+    for name in pairs[0][0]:
+        # Answers in one piece have no time between tokens.
+        both = [(one[name], other[name]) for one, other in pairs]
+        if known := [pair for pair in both if all(one > 0 for one in pair)]:
+            ratios[name] = PairedRatio.of(*zip(*known, strict=True))
+    rounds = tuple(one["mean"] / other["mean"] for one, other in pairs)
+    return Compared(rounds, jobs, **ratios)
 
 
 def _figures(run: Run, among: frozenset[str]) -> dict[str, float]:
     times = completions(run, among)
     turns = [turn for job in run.jobs if job.name in among for turn in job.turns]
-    p90, p95 = np.quantile(times, (0.9, 0.95))
     return {
         "mean": mean(times),
-        "p90": float(p90),
-        "p95": float(p95),
+        "p90": float(np.quantile(times, 0.9)),
+        "p95": float(np.quantile(times, 0.95)),
         "ttft": mean(turn.ttft_s for turn in turns),
         "tpot": mean(tpots(turns)),
         "tokens_per_s": tokens(run.turns) / run.span_s,

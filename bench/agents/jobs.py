@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Protocol
 
@@ -139,13 +139,8 @@ def mini_swe_jobs(
         ValueError: no session is left; the message says why.
     """
     record = read_recording(path)
-    long_enough, short = [], []
-    for session in record.sessions:
-        first = session[:turns]
-        if len(first) == turns and _goes_on(first):
-            long_enough.append(first)
-        else:
-            short.append(len(session))
+    long_enough = [session[:turns] for session in record.sessions if _goes_on(session, turns)]
+    short = [len(session) for session in record.sessions if not _goes_on(session, turns)]
     order = np.random.default_rng(seed).permutation(len(long_enough))
     made = [_recorded_job(long_enough[at], tokenizer) for at in order]
     recorded = [job for job in made if longest is None or job.context <= longest]
@@ -161,12 +156,11 @@ def mini_swe_jobs(
             f"on from one another, {too_long} grow to more than {longest} tokens, and "
             f"{record.nulls.sessions} have nulls"
         )
-    jobs = []
-    for number in range(count):
+    jobs = recorded[:count]
+    for number in range(len(recorded), count):
         copy, which = divmod(number, len(recorded))
-        job = recorded[which]
-        name = f"{job.name}-copy{copy}"
-        jobs.append(replace(job, name=name, salt=name) if copy else job)
+        name = f"{recorded[which].name}-copy{copy}"
+        jobs.append(replace(recorded[which], name=name, salt=name))
     return RecordedJobs(jobs, left_out)
 
 
@@ -238,12 +232,9 @@ def make_jobs(load: Load, seed: int, vocabulary: int) -> tuple[Job, ...]:
     for number in range(1, load.jobs + 1):
         drawn = rng.lognormal(np.log(load.gap_s), load.gap_spread, size=load.turns - 1)
         gaps = [*np.minimum(drawn, load.gap_limit_s).tolist(), 0.0]
-        added = [system + words(about(load.task))]
-        added += [words(about(load.result)) for _ in gaps[1:]]
-        turns = zip(added, gaps, strict=True)
-        jobs.append(
-            Job(f"agent-{number}", "", tuple(Turn(a, words(load.answer), gap) for a, gap in turns))
-        )
+        added = [system + words(about(load.task)), *(words(about(load.result)) for _ in gaps[1:])]
+        turns = (Turn(a, words(load.answer), gap) for a, gap in zip(added, gaps, strict=True))
+        jobs.append(Job(f"agent-{number}", "", tuple(turns)))
     return tuple(jobs)
 
 
@@ -259,21 +250,21 @@ def digest(jobs: Sequence[object]) -> str:
     return hashlib.sha256(repr(list(jobs)).encode()).hexdigest()[:16]
 
 
-def _goes_on(session: Sequence[Recorded]) -> bool:
-    follows = all(later.prompt.startswith(turn.prompt) for turn, later in pairwise(session))
-    return follows and all(turn.answer for turn in session)
+def _goes_on(session: Sequence[Recorded], turns: int) -> bool:
+    """True if a session has so many turns with answers, each of which continues the one before."""
+    first = session[:turns]
+    follows = all(later.prompt.startswith(turn.prompt) for turn, later in pairwise(first))
+    return len(first) == turns and follows and all(turn.answer for turn in first)
 
 
 def _recorded_job(session: Sequence[Recorded], tokenizer: Tokenizer) -> Job:
     turns = []
-    known, last_answer = "", ""
-    for at, turn in enumerate(session):
+    known = last_answer = ""
+    for turn, later in zip_longest(session, session[1:]):
         added = turn.prompt.removeprefix(known).removeprefix(last_answer)
+        ids = tokenizer.encode(added, add_special_tokens=not turns)
         answer = tokenizer.encode(turn.answer, add_special_tokens=False)
-        gap_s = 0.0
-        if at + 1 < len(session):
-            gap_s = gap_between((session[at + 1].at - turn.at) / 1e6, len(answer))
-        ids = tokenizer.encode(added, add_special_tokens=at == 0)
+        gap_s = gap_between((later.at - turn.at) / 1e6 if later else None, len(answer))
         turns.append(Turn(tuple(ids), tuple(answer), gap_s))
         known, last_answer = turn.prompt, turn.answer
     return Job(session[0].session, "", tuple(turns))

@@ -13,14 +13,71 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
 
-from .client import Answer, Api, Ask, Client, Hints, open_client, trouble
-from .conversation import Conversation, TokenContext
+from .client import Answer, Api, Ask, Client, Hints, Prompt, open_client, trouble
 from .jobs import Job, Turn
 from .results import JobDone, TurnDone
 
 T = TypeVar("T")
 OnTurn = Callable[[str, TurnDone], None]
 """Called with a job's name and each of its turns as it is answered."""
+
+
+class TokenContext:
+    """A job's context as token ids."""
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+
+    def add(self, turn: Turn) -> None:
+        """Append what a turn adds."""
+        self._ids += turn.added
+
+    def answered(self, answer: Answer) -> None:
+        """Append an answer."""
+        self._ids += answer.tokens
+
+    def prompt(self, _api: Api) -> Prompt:
+        """All ids."""
+        return list(self._ids)
+
+
+class Conversation:
+    """A job's context as messages, which is cut when an agent compacts it.
+
+    Args:
+        system: the system's message; none if empty.
+    """
+
+    def __init__(self, system: str = "") -> None:
+        self._messages = [{"role": "system", "content": system}] if system else []
+
+    def add(self, turn: Turn) -> None:
+        """Append a turn to the leading part of the context that it keeps. Roles alternate, as many
+        chat templates demand: after a message of the agent that was cut off, it ends that
+        message."""
+        if turn.kept < 1:
+            kept = round(turn.kept * sum(len(one["content"]) for one in self._messages))
+            messages, self._messages = self._messages, []
+            for message in messages:
+                if content := message["content"][:kept]:
+                    self._messages.append({**message, "content": content})
+                kept -= len(content)
+        self._append("user", turn.text)
+
+    def answered(self, answer: Answer) -> None:
+        """Append an answer. An empty one becomes a blank: some servers refuse empty messages."""
+        self._append("assistant", answer.text or " ")
+
+    def prompt(self, api: Api) -> Prompt:
+        """Messages, or their texts joined, as the route takes them."""
+        if api is Api.CHAT:
+            return [dict(message) for message in self._messages]
+        return "".join(message["content"] for message in self._messages)
+
+    def _append(self, role: str, text: str) -> None:
+        if self._messages and self._messages[-1]["role"] == role:
+            text = f"{self._messages.pop()['content']} {text}"
+        self._messages.append({"role": role, "content": text})
 
 
 @dataclass(slots=True)
@@ -32,7 +89,7 @@ class Player:
         prefix: put before a job's name at the server.
         sessions: name each job by ``X-Session-ID`` as well.
         plain: send only what OpenAI's own API has, which names no job.
-        force: have the recorded answers said. Otherwise the model answers as many tokens.
+        force: force the recorded answers. Otherwise the model answers as many tokens.
         logprobs: ask for the answers' logprobs.
         agents: sub-agents that were played, in the order of their ends.
         reports_cached: the server reported which part of a prompt was cached.
@@ -63,10 +120,6 @@ class Player:
 
         return tuple(await together(later(at_s, job) for at_s, job in jobs))
 
-    async def one_by_one(self, jobs: Iterable[Job]) -> tuple[JobDone, ...]:
-        """Play jobs one after the other."""
-        return tuple([await self.job(job) for job in jobs])
-
     async def live(self, jobs: Iterator[Job], count: int, seconds: float) -> tuple[JobDone, ...]:
         """Keep ``count`` jobs live: when one ends, the next one starts, until ``seconds`` have
         passed. Return them in the order of their starts."""
@@ -86,7 +139,7 @@ class Player:
         context = Conversation(job.system) if job.is_text else TokenContext()
         for number, turn in enumerate(job.turns, start=1):
             context.add(turn)
-            ask = self._ask(job, number, turn, context)
+            ask = self._ask(job, number, turn, context.prompt(self.api))
             try:
                 answer = await self.client.ask(ask)
             except Exception as failure:
@@ -99,24 +152,23 @@ class Player:
             await asyncio.sleep(turn.gap_s)
         return JobDone(job.name, began_s, self._now_s(), tuple(turns), error)
 
-    def _ask(self, job: Job, number: int, turn: Turn, context: Conversation | TokenContext) -> Ask:
+    def _ask(self, job: Job, number: int, turn: Turn, prompt: Prompt) -> Ask:
+        if self.plain:
+            return Ask(prompt=prompt, max_tokens=turn.output, salt=job.salt or None, plain=True)
         name = f"{self.prefix}{job.name}"
         tool = {"tool_name": turn.tool_name, "tool_command": turn.tool}
-        extra: dict[str, Any] = {}
-        if not self.plain:
-            known = {key: value for key, value in tool.items() if value}
-            extra = self.hints.body(name, number == len(job.turns), known)
-            if not job.is_text:
-                extra["request_id"] = request_id(name, number)
+        known = {key: value for key, value in tool.items() if value}
+        extra = self.hints.body(name, number == len(job.turns), known)
+        if not job.is_text:
+            extra["request_id"] = request_id(name, number)
         return Ask(
-            prompt=context.prompt(self.api),
+            prompt=prompt,
             max_tokens=turn.output,
-            session=name if self.sessions and not self.plain else None,
+            session=name if self.sessions else None,
             salt=job.salt or None,
             forced=turn.answer if self.force else None,
             logprobs=0 if self.logprobs else None,
             extra=extra,
-            plain=self.plain,
         )
 
     def _done(self, number: int, answer: Answer) -> TurnDone:
@@ -129,7 +181,6 @@ class Player:
             prompt_tokens=answer.prompt_tokens,
             cached_tokens=answer.cached_tokens or 0,
             output_tokens=answer.output_tokens,
-            sources={},
             tokens=answer.tokens,
             logprobs=answer.logprobs,
             text=answer.text,
@@ -159,13 +210,8 @@ async def drive(
     """Play jobs of token ids on the server at ``base_url``; see ``Player``.
 
     Args:
-        arrivals_s: None: one job after the other.
-
-    Raises:
-        ValueError: not as many arrivals as jobs.
+        arrivals_s: of each job; None: one job after the other.
     """
-    if arrivals_s is not None and len(jobs) != len(arrivals_s):
-        raise ValueError(f"{len(jobs)} jobs, but {len(arrivals_s)} arrivals")
     async with open_client(base_url, model) as client:
         player = Player(
             client,
@@ -176,7 +222,7 @@ async def drive(
             on_turn=lambda _name, _turn: on_turn(),
         )
         if arrivals_s is None:
-            return await player.one_by_one(jobs)
+            return tuple([await player.job(job) for job in jobs])
         return await player.arriving(zip(arrivals_s, jobs, strict=True))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,24 @@ def drawn(folder: Path, name: str, panels: int = 3) -> Iterator[tuple[list[Any],
         folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(paths[0], dpi=150)
         figure.savefig(paths[1], metadata={"Date": None})
+
+
+def draw_times(
+    axes: Any,
+    at: Sequence[float],
+    rows: Sequence[Mapping[str, Any]],
+    mean: str,
+    tail: str,
+    name: str,
+    look: Mapping[str, str],
+) -> None:
+    """Draw a line of means, with ``name`` in the legend, and a dotted line of a tail.
+
+    Args:
+        at: place of each row. mean, tail: their keys in the rows.
+    """
+    axes.plot(at, [row[mean] for row in rows], label=name, **look)
+    axes.plot(at, [row[tail] for row in rows], linestyle=":", alpha=0.6, **look)
 
 
 def label(axes: Any, titles: Mapping[str, str]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from tiered_kv import json_fields
 from tiered_kv.json_fields import lines_of, open_lines, read_json
 
 Row = Mapping[str, Any]
@@ -32,7 +34,7 @@ class RecordingError(ValueError):
 
 def read_rows(path: Path, read: Callable[[Row], Read]) -> list[Read]:
     """Read the rows of a file: a JSON object on each line, or one alone over many lines. Blank
-    lines are passed over.
+    lines are skipped.
 
     Args:
         read: makes something of a row, or raises ``ValueError``.
@@ -97,8 +99,15 @@ def _sentences(path: Path) -> Iterator[_At]:
         yield at
     except OSError as error:
         raise RecordingError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise RecordingError(
+            f"{path}, line {at.line}: it is neither text in UTF-8 nor gzipped"
+        ) from error
+    except json.JSONDecodeError as error:
+        why = f"{error.msg[:1].lower()}{error.msg[1:]}"
+        raise RecordingError(f"{path}, line {at.line}: it is no JSON ({why})") from error
     except (ValueError, csv.Error) as error:
-        raise RecordingError(f"{path}, line {at.line}: {_reason(error)}") from error
+        raise RecordingError(f"{path}, line {at.line}: {error}") from error
 
 
 def _rows(file: IO[bytes], at: _At) -> Iterator[Row]:
@@ -126,59 +135,68 @@ def as_row(found: object) -> Row:
 
 def rows_in(row: Row, name: str) -> list[Row]:
     """A list of objects, of which null stands for an empty one; without the list, none."""
-    found = row.get(name)
-    if found is None:
-        return []
-    if not isinstance(found, list):
-        raise ValueError(f"{name} is no list")
+    found = _checked(row, name, json_fields.items) if row.get(name) is not None else []
     return [{} if one is None else as_row(one) for one in found]
+
+
+def real(row: Row, name: str) -> float:
+    """A number, 0 or more."""
+    return _checked(row, name, lambda found: json_fields.real(found, most=MOST))
 
 
 def whole(row: Row, name: str) -> int:
     """A whole number, 0 or more."""
     found = real(row, name)
     if found != int(found):
-        raise ValueError(f"{name} is {found:g}, and no whole number")
+        raise ValueError(f"{name}: {found:g} is no whole number")
     return int(found)
-
-
-def real(row: Row, name: str) -> float:
-    """A number, 0 or more."""
-    found = _needed(row, name)
-    if isinstance(found, bool) or not isinstance(found, (int, float)):
-        raise ValueError(f"{name} is {found!r:.40}, and no number")
-    if not 0 <= found <= MOST:
-        raise ValueError(f"{name} is {found!r:.40}, and not from 0 to 2^53")
-    return found
 
 
 def text(row: Row, name: str) -> str:
     """A text."""
-    found = _needed(row, name)
-    if not isinstance(found, str):
-        raise ValueError(f"{name} is {found!r:.40}, and no text")
-    return found
+    return _checked(row, name, lambda found: json_fields.string(found, most=MOST))
 
 
 def identity(row: Row, name: str) -> int | str:
     """A name: a whole number or a text."""
-    found = _needed(row, name)
-    if isinstance(found, bool) or not isinstance(found, (int, str)):
-        raise ValueError(f"{name} is {found!r:.40}, and neither a whole number nor a text")
-    return found
-
-
-def known(row: Row, name: str, read: Callable[[Row, str], Read]) -> Read | None:
-    """A value as ``read`` reads it; None if it is null or lacks."""
-    return None if row.get(name) is None else read(row, name)
+    return _checked(row, name, _identity)
 
 
 def hashes(row: Row) -> tuple[int | str, ...]:
     """Hashes of a prompt's blocks."""
-    found = _needed(row, "hash_ids")
-    if not isinstance(found, list) or not all(isinstance(one, (int, str)) for one in found):
-        raise ValueError("hash_ids is no list of numbers or texts")
-    return tuple(found)
+    return _checked(row, "hash_ids", lambda found: tuple(map(_identity, json_fields.items(found))))
+
+
+def _identity(found: object) -> int | str:
+    if isinstance(found, bool) or not isinstance(found, (int, str)):
+        raise ValueError(f"{found!r:.40} is neither a whole number nor a text")
+    return found
+
+
+def known(row: Row, name: str, read: Callable[[Row, str], Read]) -> Read | None:
+    """A value as ``read`` reads it; None if it is null or missing."""
+    return None if row.get(name) is None else read(row, name)
+
+
+def _checked(row: Row, name: str, check: Callable[[object], Read]) -> Read:
+    if row.get(name) is None:
+        raise ValueError(f"it has no {name}, but {names(row)}")
+    try:
+        return check(row[name])
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def names(row: Row) -> str:
+    """Names of a row's fields, in printable characters."""
+    found = ", ".join(row).encode("ascii", "backslashreplace").decode()
+    return (found if len(found) <= MOST_SAID else f"{found[:MOST_SAID]}...") or "no field"
+
+
+def common_blocks(one: Sequence[object], other: Sequence[object]) -> int:
+    """Number of leading hashes that two prompts have in common."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def gap_between(apart_s: float | None, output_tokens: float) -> float:
@@ -212,31 +230,3 @@ def check_times(path: Path, unit: str, pairs: Iterable[tuple[float, float]]) -> 
             f"{path} has no gaps between turns: each of {len(found)} requests is followed within "
             f"{some_s:.3g} s, before its answer can have ended. Its times must be in {unit}."
         )
-
-
-def _reason(error: Exception) -> str:
-    """Describe the error in a line."""
-    if isinstance(error, UnicodeDecodeError):
-        return "it is neither text in UTF-8 nor gzipped"
-    if isinstance(error, json.JSONDecodeError):
-        return f"it is no JSON ({error.msg[:1].lower()}{error.msg[1:]})"
-    return str(error)
-
-
-def _needed(row: Row, name: str) -> Any:
-    if row.get(name) is None:
-        raise ValueError(f"it has no {name}, but {names(row)}")
-    return row[name]
-
-
-def names(row: Row) -> str:
-    """Names of a row's fields, as they can be printed anywhere."""
-    said = ", ".join(row).encode("ascii", "backslashreplace").decode()
-    return (said if len(said) <= MOST_SAID else f"{said[:MOST_SAID]}...") or "no field"
-
-
-def json_files(folder: Path) -> Iterator[Path]:
-    """Files of a folder with one JSON object each, by name."""
-    yield from sorted(
-        path for path in folder.iterdir() if path.name.endswith((".json", ".json.gz"))
-    )

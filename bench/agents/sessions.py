@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
+from typing import Any
 
 from .left_out import LeftOut
-from .recorded_rows import RecordingError, Row, check_times, known, read_rows, real, text
+from .recorded_rows import RecordingError, Row, check_times, known, names, read_rows, real, text
 
-FIELDS = {"session_id", "input", "output", "timestamp"}
+READERS = {"session_id": text, "timestamp": real, "input": text, "output": text}
+FIELDS = READERS.keys()
 CHARACTERS_PER_TOKEN = 4
 """Assumed of recorded answers, whose time is part of what lies between two requests."""
 
@@ -63,58 +65,45 @@ def read_recording(path: Path) -> Recording:
     Raises:
         RecordingError: no such file, its lines are not turns with their texts, or all have nulls.
     """
-    rows = read_rows(path, _turn)
-    if not rows:
+    by_session: dict[str | None, list[Row]] = defaultdict(list)
+    for row in read_rows(path, _turn):
+        by_session[row["session_id"]].append(row)
+    if not by_session:
         raise RecordingError(f"{path} is empty")
-    by_session: dict[str | None, list[_Turn]] = defaultdict(list)
-    for row in rows:
-        by_session[row.session].append(row)
-    found = [_known(session) for session in by_session.values()]
+    found = [_known(name, turns) for name, turns in by_session.items()]
     lost = [
-        len(session) - len(turns)
-        for session, turns in zip(by_session.values(), found, strict=True)
-        if len(turns) < len(session)
+        len(turns) - len(session)
+        for turns, session in zip(by_session.values(), found, strict=True)
+        if len(session) < len(turns)
     ]
-    sessions = sorted((turns for turns in found if turns), key=lambda turns: turns[0].at)
+    sessions = sorted(filter(None, found), key=lambda turns: turns[0].at)
     if not sessions:
         raise RecordingError(f"{path} has no session without nulls")
-    check_times(
-        path,
-        "microseconds",
-        (
-            ((later.at - turn.at) / 1e6, len(turn.answer) / CHARACTERS_PER_TOKEN)
-            for session in sessions
-            for turn, later in pairwise(session)
-        ),
+    apart = (
+        ((later.at - turn.at) / 1e6, len(turn.answer) / CHARACTERS_PER_TOKEN)
+        for session in sessions
+        for turn, later in pairwise(session)
     )
+    check_times(path, "microseconds", apart)
     return Recording(sessions, LeftOut(len(lost), sum(lost)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A turn as the file has it; None for null."""
-
-    session: str | None
-    at: float | None
-    prompt: str | None
-    answer: str | None
-
-
-def _turn(row: Row) -> _Turn:
+def _turn(row: Row) -> dict[str, Any]:
+    """A turn's checked fields; None for null."""
     if not row.keys() >= FIELDS:
-        lacks = ", ".join(sorted(FIELDS - row.keys()))
-        raise ValueError(f"it has no {lacks}: it is no turn of LMCache's agent traces")
-    session, at = known(row, "session_id", text), known(row, "timestamp", real)
-    return _Turn(session, at, known(row, "input", text), known(row, "output", text))
+        raise ValueError(
+            f"it has no {', '.join(sorted(FIELDS - row.keys()))}, but {names(row)}: it is no turn "
+            "of LMCache's agent traces"
+        )
+    return {name: known(row, name, read) for name, read in READERS.items()}
 
 
-def _known(session: Sequence[_Turn]) -> list[Recorded]:
+def _known(name: str | None, turns: Sequence[Row]) -> list[Recorded]:
     """The turns of a session up to its first null."""
-    found = list[Recorded]()
-    if any(turn.session is None or turn.at is None for turn in session):
-        return found
-    for turn in sorted(session, key=lambda turn: turn.at or 0.0):
-        if turn.prompt is None or turn.answer is None:
-            break
-        found.append(Recorded(turn.session or "", int(turn.at or 0), turn.prompt, turn.answer))
-    return found
+    if name is None or any(turn["timestamp"] is None for turn in turns):
+        return []
+    ordered = sorted(turns, key=lambda turn: float(turn["timestamp"]))
+    return [
+        Recorded(name, int(turn["timestamp"]), turn["input"], turn["output"])
+        for turn in takewhile(lambda turn: None not in (turn["input"], turn["output"]), ordered)
+    ]

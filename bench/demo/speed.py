@@ -1,6 +1,6 @@
 """A machine's speed with a model, from twenty seconds of vLLM's own engine.
 
-The demo sizes its jobs by it. Measured in a process of its own, which is gone before a server
+The demo sizes its jobs by it. It is measured in a process of its own, which ends before a server
 starts.
 """
 
@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 
 from tiered_kv.bench.output import only_result_on_stdout
@@ -21,16 +21,16 @@ from tiered_kv.bench.output import only_result_on_stdout
 PROMPT_TOKENS = 384
 DECODING, DECODE_STEPS = 8, 16
 MEASURE_S = 20.0
-"""Time over which the fastest is looked for: long enough to outlast a neighbour's burst."""
+"""Time of the measurement, whose fastest rounds count: it outlasts a neighbour's burst."""
 
 
 class SpeedError(RuntimeError):
-    """The engine did not start or run; the message ends with the end of its output."""
+    """The engine did not start or run. The message ends with the end of its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Rates of one engine on this machine, and what a context may be and takes.
+    """Rates of one engine on this machine, and limits of a context.
 
     Attributes:
         prefill_tokens_s: prompt tokens a second, of a prompt of ``PROMPT_TOKENS`` alone.
@@ -49,7 +49,7 @@ def measure_speed(model: str | Path, dtype: str) -> Speed:
     """Measure in a process of its own: 35 seconds on two cores, 15 of them for starting the engine.
 
     Raises:
-        SpeedError: see there.
+        SpeedError: the engine did not run.
     """
     command = [sys.executable, "-m", "tiered_kv.bench.demo.speed", str(model), dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -76,36 +76,32 @@ def run_engine(model: str, dtype: str) -> Speed:
             MEASURE_S,
         )
         config = running.llm.llm_engine.model_config.hf_text_config
-        cache = running.core.scheduler.kv_cache_config
+        scheduler = running.core.scheduler
+        cache = scheduler.kv_cache_config
         kv_bytes = sum(tensor.size for tensor in cache.kv_cache_tensors)
-        block_size = running.core.scheduler.block_size
         return Speed(
             prefill_tokens_s=PROMPT_TOKENS / prefill_s,
             decode_tokens_s=DECODING * DECODE_STEPS / max(all_s - first_s, 1e-6),
             max_context_tokens=int(getattr(config, "max_position_embeddings", 4096)),
-            kv_token_bytes=kv_bytes // (cache.num_blocks * block_size),
+            kv_token_bytes=kv_bytes // (cache.num_blocks * scheduler.block_size),
         )
 
 
 def fastest(calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
-    """Seconds of each call at its fastest, for whatever else the machine does only slows it down.
-    They take turns, so that a slow moment hits all alike; the first round warms up.
+    """Time calls in rounds for ``seconds``, at least two after one that warms up.
 
-    Args:
-        seconds: how long they do, rounds of at least two.
+    Returns:
+        The shortest time of each call, seconds: other programs only slow it down.
     """
     rounds = list[list[float]]()
     began = time.perf_counter()
     while len(rounds) < 3 or time.perf_counter() - began < seconds:
-        rounds.append([timed(call) for call in calls])
+        marks = [time.perf_counter()]
+        for call in calls:
+            call()
+            marks.append(time.perf_counter())
+        rounds.append([end - start for start, end in pairwise(marks)])
     return [min(times) for times in zip(*rounds[1:], strict=True)]
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Seconds of a call."""
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 def main() -> None:

@@ -5,13 +5,14 @@ python -m bench.live --url http://127.0.0.1:8000 --url http://127.0.0.1:8001 --j
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
@@ -19,6 +20,7 @@ from rich.console import Console
 
 from tiered_kv.bench.agents.client import Api, Hints
 from tiered_kv.bench.agents.jobs import digest
+from tiered_kv.bench.agents.left_out import LeftOut
 from tiered_kv.bench.agents.results import Run
 from tiered_kv.bench.agents.run_files import (
     Ledger,
@@ -149,24 +151,21 @@ def bench(
             Target(called, base, *served(base, model, key), api, hints, plain, key)
             for called, base in zip(_names(bases, name), bases, strict=True)
         ]
-        ledger = Ledger(out, plan, resume=resume)
         with progress() as bar:
             bar.disable = as_json or not sys.stderr.isatty()
             task = bar.add_task("the servers' sizes", total=1)
-            what, answered = "", 0
+            answered = itertools.count(1)
 
             def report(run: str) -> None:
-                nonlocal what, answered
-                what, answered = run, 0
+                nonlocal answered
+                answered = itertools.count(1)
                 done, total = len(measuring.runs), measuring.total
                 bar.update(task, completed=done, total=total, description=run)
                 if bar.disable:
                     print(run, file=sys.stderr, flush=True)
 
             def on_turn(_name: str, _turn: object) -> None:
-                nonlocal answered
-                answered += 1
-                bar.update(task, description=f"{what}: {answered} turns")
+                bar.update(task, description=f"{next(answered)} turns answered")
 
             measuring = Rounds(
                 targets=targets,
@@ -177,7 +176,7 @@ def bench(
                 scale=scale,
                 turns=turns,
                 longest=longest,
-                ledger=ledger,
+                ledger=Ledger(out, plan, resume=resume),
                 report=report,
                 on_turn=on_turn,
             )
@@ -260,12 +259,7 @@ def check_pin(
 ) -> None:
     """Verify that a job's blocks stay in VRAM between turns; exits with 1 if not."""
 
-    def checked() -> int:
-        verdict = verify_running(base_of(url))
-        print(json.dumps(verdict.as_json()) if as_json else "\n".join(verdict.lines()))
-        return 1 if verdict.faults else 0
-
-    finish(checked)
+    finish(lambda: verify_running(base_of(url)).show(as_json))
 
 
 def measure(measuring: Rounds, as_json: bool) -> int:
@@ -277,16 +271,19 @@ def measure(measuring: Rounds, as_json: bool) -> int:
         measuring.run_all()
     except KeyboardInterrupt:
         stopped = True
-    left_out = {reason: asdict(found) for reason, found in measuring.jobs.left_out.items()}
-    show(measuring.runs, left_out, as_json)
+    show(measuring.runs, measuring.jobs.left_out, as_json)
     if stopped:
         print(STOPPED, file=sys.stderr)
     return 130 if stopped else 0
 
 
-def show(runs: Sequence[Run], left_out: dict[str, Any], as_json: bool) -> None:
+def show(runs: Sequence[Run], left_out: Mapping[str, LeftOut], as_json: bool) -> None:
     """Print the figures of runs on standard output."""
-    result = {"servers": live_rows(runs), "pairs": live_pairs(runs), "left_out": left_out}
+    result = {
+        "servers": live_rows(runs),
+        "pairs": live_pairs(runs),
+        "left_out": {reason: asdict(found) for reason, found in left_out.items()},
+    }
     if as_json:
         print_json(without_nan(result))
         return

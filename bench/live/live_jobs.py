@@ -72,7 +72,7 @@ def load_jobs(source: str, *, count: int, seed: int) -> LiveJobs:
             "recording"
         )
     if path.is_dir():
-        return _recorded(tester_traces(path))
+        return _of(tester_traces(path), whole=True)
     if is_tracelab(path):
         return _of(tracelab_rounds(path))
     first = first_row(path)
@@ -81,7 +81,7 @@ def load_jobs(source: str, *, count: int, seed: int) -> LiveJobs:
         return LiveJobs(path.name, read.jobs, Unit.CHARACTERS, read.texts, read.left_out)
     for key, reader in _READERS.items():
         if key in first:
-            return _recorded(reader(path))
+            return _of(reader(path), whole=True)
     raise RecordingError(
         f"{path} is no recording that is known: neither of LMCache's agent traces "
         f"({', '.join(sorted(FIELDS))}), nor of Mooncake's or Bailian's (hash_ids, timestamp, "
@@ -104,12 +104,10 @@ def fitting(
     Raises:
         ValueError: no job has a turn left.
     """
-    cut = LeftOut()
-    made = []
+    made, cut = list[SimJob](), LeftOut()
     for job in jobs.jobs:
-        scaled = _scaled(job, tokens_per_unit)
-        short = _cut(scaled, most_tokens, turns)
-        before, after = _turns(scaled), _turns(short) if short else 0
+        short = _cut(_scaled(job, tokens_per_unit), most_tokens, turns)
+        before, after = _turns(job), _turns(short) if short else 0
         if after < before:
             cut += LeftOut(1, before - after)
         if short:
@@ -130,12 +128,14 @@ _READERS: Mapping[str, Callable[[Path], Workload]] = {
 }
 
 
-def _of(workload: Workload) -> LiveJobs:
-    return LiveJobs(workload.name, workload.jobs, left_out=workload.left_out)
+def _of(workload: Workload, *, whole: bool = False) -> LiveJobs:
+    """The jobs of a workload.
 
-
-def _recorded(workload: Workload) -> LiveJobs:
-    return _of(replace(workload, jobs=tuple(map(_whole, workload.jobs))))
+    Args:
+        whole: prompts keep the answers before them; see ``_whole``.
+    """
+    jobs = tuple(map(_whole, workload.jobs)) if whole else workload.jobs
+    return LiveJobs(workload.name, jobs, left_out=workload.left_out)
 
 
 def _scaled(job: SimJob, factor: float) -> SimJob:
@@ -149,15 +149,13 @@ def _scaled(job: SimJob, factor: float) -> SimJob:
     context = 0
     for turn in job.turns:
         shared = min(tokens(turn.shared), context)
-        one = replace(
-            turn,
-            shared=shared,
-            added=max(1, tokens(turn.prompt) - shared),
-            output=tokens(turn.output),
-            agents=tuple(_scaled(agent, factor) for agent in turn.agents),
+        prompt = max(shared + 1, tokens(turn.prompt))
+        agents = tuple(_scaled(agent, factor) for agent in turn.agents)
+        output = tokens(turn.output)
+        turns.append(
+            replace(turn, shared=shared, added=prompt - shared, output=output, agents=agents)
         )
-        turns.append(one)
-        context = one.prompt + one.output
+        context = prompt + output
     prefix = min(tokens(job.prefix_tokens), turns[0].added)
     return replace(job, turns=tuple(turns), prefix_tokens=prefix)
 
@@ -165,12 +163,9 @@ def _scaled(job: SimJob, factor: float) -> SimJob:
 def _cut(job: SimJob, most_tokens: int | None, most_turns: int | None) -> SimJob | None:
     """The job up to its first turn that is too many or too long; None if that is the first."""
 
-    def fits(turn: SimTurn) -> bool:
-        return most_tokens is None or turn.prompt + turn.output <= most_tokens
-
     kept: list[SimTurn] = []
     for turn in job.turns[:most_turns]:
-        if not fits(turn):
+        if most_tokens is not None and turn.prompt + turn.output > most_tokens:
             break
         short = (_cut(agent, most_tokens, most_turns) for agent in turn.agents)
         kept.append(replace(turn, agents=tuple(agent for agent in short if agent)))

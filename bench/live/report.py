@@ -7,14 +7,15 @@ Times carry the names that Continuum's own analysis gives them (``average_durati
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from tiered_kv.bench.agents.figures import by_number, compare, mean, tokens, tpots
-from tiered_kv.bench.agents.plotting import PlotError, drawn, label, looks
+from tiered_kv.bench.agents.plotting import PlotError, draw_times, drawn, label, looks
 from tiered_kv.bench.agents.results import Run
 
 from .rounds import Arriving, level_of
@@ -41,8 +42,8 @@ def live_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """
     return [
         _row(load, server, own)
-        for load in _names(run.load for run in runs)
-        for server in _names(run.server for run in runs)
+        for load in dict.fromkeys(run.load for run in runs)
+        for server in dict.fromkeys(run.server for run in runs)
         if (own := [run for run in runs if (run.load, run.server) == (load, server)])
     ]
 
@@ -50,22 +51,21 @@ def live_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def live_pairs(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Every server against the first, by load; see ``Compared``. ``paired_difference`` is the
     ratio of completion times less one, in per cent."""
-    first, *others = _names(run.server for run in runs) or [""]
+    first, *others = dict.fromkeys(run.server for run in runs) or [""]
     pairs = []
-    for load in _names(run.load for run in runs):
+    for load in dict.fromkeys(run.load for run in runs):
         for server in others:
             found = compare([run for run in runs if run.load == load], server, first)
             if found is None:
                 continue
-            names = ("mean", "p90", "ttft", "tpot", "tokens_per_s")
-            ratios = {name: getattr(found, name) for name in names}
+            ratios = {
+                f"{name}_ratio": asdict(one)
+                for name in ("mean", "p90", "ttft", "tpot", "tokens_per_s")
+                if (one := getattr(found, name)) is not None
+            }
             percent = {
-                key: None if bound is None else 100 * (bound - 1)
-                for key, bound in (
-                    ("percent", found.mean.value),
-                    ("low", found.mean.low),
-                    ("high", found.mean.high),
-                )
+                name: None if bound is None else 100 * (bound - 1)
+                for name, bound in ratios["mean_ratio"].items()
             }
             pairs.append(
                 {
@@ -74,17 +74,17 @@ def live_pairs(runs: Sequence[Run]) -> list[dict[str, Any]]:
                     "over": first,
                     "rounds": len(found.rounds),
                     "jobs": found.jobs,
-                    "paired_difference": percent,
-                    **{f"{name}_ratio": one.as_json() for name, one in ratios.items() if one},
+                    "paired_difference": {"percent": percent.pop("value"), **percent},
+                    **ratios,
                 }
             )
     return pairs
 
 
 def _row(load: str, server: str, runs: Sequence[Run]) -> dict[str, Any]:
-    done = [job for run in runs for job in run.finished]
-    failed = [job for run in runs for job in run.jobs if job.error is not None]
-    times = np.array([job.completion_s for job in done] or [np.nan])
+    jobs = [job for run in runs for job in run.jobs]
+    errors = [job.error for job in jobs if job.error is not None]
+    times = np.array([job.completion_s for job in jobs if job.error is None] or [np.nan])
     turns = [turn for run in runs for turn in run.turns]
     seconds = sum(run.span_s for run in runs)
     prompt = sum(turn.prompt_tokens for turn in turns)
@@ -95,9 +95,9 @@ def _row(load: str, server: str, runs: Sequence[Run]) -> dict[str, Any]:
         "load": load,
         how: level,
         "rounds": len(runs),
-        "num_jobs": len(done),
-        "unfinished": len(failed),
-        "first_error": failed[0].error if failed else None,
+        "num_jobs": len(jobs) - len(errors),
+        "unfinished": len(errors),
+        "first_error": errors[0] if errors else None,
         "average_duration": float(times.mean()),
         "min_duration": float(times.min()),
         "max_duration": float(times.max()),
@@ -113,11 +113,11 @@ def _row(load: str, server: str, runs: Sequence[Run]) -> dict[str, Any]:
                 "latency": mean(turn.latency_s for turn in same),
                 "prompt_tokens": mean(turn.prompt_tokens for turn in same),
             }
-            for number, same in by_number(job for run in runs for job in run.jobs).items()
+            for number, same in by_number(jobs).items()
         ],
         "hit_ratio": cached / prompt if all(run.reports_cached for run in runs) else None,
         "hits_by_counter": _counted(runs),
-        "jobs_per_s": len(done) / seconds,
+        "jobs_per_s": (len(jobs) - len(errors)) / seconds,
         "turns_per_s": len(turns) / seconds,
         "tokens_per_s": tokens(turns) / seconds,
         "prompt_tokens": prompt,
@@ -129,29 +129,21 @@ def _counted(runs: Sequence[Run]) -> dict[str, float] | None:
     """Fractions of the prompt tokens that a server looked up, by where it found them."""
     if not all(run.counts.get("asked") for run in runs):
         return None
-    asked = sum(run.counts["asked"] for run in runs)
-    places = [place for place in runs[0].counts if place != "asked"]
-    return {place: sum(run.counts.get(place, 0) for run in runs) / asked for place in places}
+    total = {place: sum(run.counts.get(place, 0) for run in runs) for place in runs[0].counts}
+    asked = total.pop("asked")
+    return {place: count / asked for place, count in total.items()}
 
 
 def _distribution(values: Sequence[float]) -> dict[str, float]:
-    some = np.array(values or [np.nan])
-    at = {f"p{percent}": float(np.percentile(some, percent)) for percent in PERCENTILES}
-    return {"mean": float(some.mean()), **at}
-
-
-def _names(values: Iterator[str]) -> list[str]:
-    return list(dict.fromkeys(values))
+    at = {f"p{at}": float(np.percentile(values or [np.nan], at)) for at in PERCENTILES}
+    return {"mean": mean(values), **at}
 
 
 def table(result: Mapping[str, Any]) -> Table:
     """One row for every load and server; times in seconds."""
-    made = Table(title="Jobs on running servers", title_justify="left")
-    for column in ("load", "server"):
-        made.add_column(column)
     times = ("mean", "P50", "P90", "P95", "P99", "TTFT", "P90", "TPOT ms")
-    for column in ("jobs", *times, "hits", "tokens/s"):
-        made.add_column(column, justify="right")
+    numbers = (Column(name, justify="right") for name in ("jobs", *times, "hits", "tokens/s"))
+    made = Table("load", "server", *numbers, title="Jobs on running servers", title_justify="left")
     for row in result["servers"]:
         counted = row["hits_by_counter"]
         hits = sum(counted.values()) if counted else row["hit_ratio"]
@@ -174,17 +166,16 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
     """Sentences below the table: on pairs, on jobs that failed, on what was left out."""
     for pair in result["pairs"]:
         found = pair["paired_difference"]
-        text = (
-            f"{pair['load']}: jobs on {pair['server']} take {found['percent']:+.1f}% longer than "
-            f"on {pair['over']}"
-        )
-        if found["low"] is None:
-            yield f"{text}; one round has no interval"
-        else:
-            yield (
-                f"{text}, 95% interval {found['low']:+.1f} to {found['high']:+.1f}%, "
+        interval = "one round has no interval"
+        if found["low"] is not None:
+            interval = (
+                f"95% interval {found['low']:+.1f} to {found['high']:+.1f}%, "
                 f"{pair['rounds']} rounds, {pair['jobs']} pairs of jobs"
             )
+        yield (
+            f"{pair['load']}: jobs on {pair['server']} take {found['percent']:+.1f}% longer than "
+            f"on {pair['over']}; {interval}"
+        )
     for row in result["servers"]:
         if row["unfinished"]:
             yield (
@@ -216,12 +207,10 @@ def plot_sweeps(rows: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
         with drawn(folder, how) as ((times, first, rate), written):
             for server, look in looks(row["server"] for row in rows).items():
                 line = [row for row in own if row["server"] == server]
-                level = [row[how] for row in line]
-                times.plot(level, [row["average_duration"] for row in line], label=server, **look)
-                tail = [row["percentile_95"] for row in line]
-                times.plot(level, tail, linestyle=":", alpha=0.6, **look)
-                first.plot(level, [row["ttft"]["p90"] for row in line], **look)
-                rate.plot(level, [row["tokens_per_s"] for row in line], **look)
+                at = [row[how] for row in line]
+                draw_times(times, at, line, "average_duration", "percentile_95", server, look)
+                first.plot(at, [row["ttft"]["p90"] for row in line], **look)
+                rate.plot(at, [row["tokens_per_s"] for row in line], **look)
             label(times, {"title": "job completion time, s: mean, dotted P95", "xlabel": axis})
             label(first, {"title": "time to first token, s: P90", "xlabel": axis})
             label(rate, {"title": "tokens a second, prompts and answers", "xlabel": axis})

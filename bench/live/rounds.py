@@ -73,7 +73,7 @@ class Rounds:
         scale: factor of all sizes.
         turns: of a job at most; None: all.
         longest: most tokens of a context; None: as the servers report.
-        report: called before every run with what it is.
+        report: called before every run with its name.
     """
 
     targets: Sequence[Target]
@@ -96,7 +96,7 @@ class Rounds:
 
     @property
     def runs(self) -> list[Run]:
-        """Runs so far, by load and round; servers in the order they were named in."""
+        """Runs so far, by load and round; servers in the order of ``targets``."""
         loads = [load.name for load in self.loads]
         names = [target.name for target in self.targets]
         return sorted(
@@ -117,16 +117,16 @@ class Rounds:
         )[:SAMPLE_CHARACTERS]
         for target in self.targets:
             self._sizes[target.name] = asyncio.run(target.measure_sizes(sample))
+        sizes = self._sizes.values()
         limits = [MARGIN * one.longest for one in self.targets if one.longest is not None]
         if self.longest is not None:
             limits.append(float(self.longest))
-        sizes = self._sizes.values()
         per_unit = self.scale
         if self.jobs.unit is Unit.CHARACTERS:
             per_unit *= max(one.tokens_a_character for one in sizes)
         most_turns = max(len(job.turns) for job in self.jobs.jobs)
-        around = 2 * min(self.turns or most_turns, most_turns)
-        spare = around * max(one.tokens_a_message for one in sizes)
+        messages = 2 * min(self.turns or most_turns, most_turns)
+        spare = messages * max(one.tokens_a_message for one in sizes)
         self.jobs = fitting(
             self.jobs,
             tokens_per_unit=per_unit,
@@ -135,10 +135,9 @@ class Rounds:
         )
         job = self.jobs.jobs[0]
         first = replace(job, turns=tuple(replace(one, gap_s=0.0) for one in job.turns[:2]))
+        alone = Load(Arriving.SESSIONS, 1, 0)
         for target in self.targets:
-            (done,) = asyncio.run(
-                self._play(target, Load(Arriving.SESSIONS, 1, 0), 0, (first,))
-            ).jobs
+            (done,) = asyncio.run(self._play(target, alone, 0, (first,))).jobs
             if done.error is not None:
                 raise LiveError(f"{target.name} did not finish a first job: {done.error}")
 

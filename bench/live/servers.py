@@ -33,7 +33,7 @@ class LiveError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of texts at a server, by two requests to it."""
+    """Sizes of texts at a server, measured with requests to it."""
 
     words_per_token: float
     tokens_a_message: float
@@ -90,13 +90,11 @@ class Target:
             LiveError: the server does not answer as it should.
         """
         few, many = PROBE_WORDS
-        texts = [filler("probe", few), filler("probe", many)] + ([sample] if sample else [])
         counts = []
         async with self.player(secrets.token_hex(NONCE_BYTES)) as player:
-            for at, text in enumerate(texts):
-                done = await player.job(
-                    Job(f"probe-{at}", "", (Turn((), (), 0.0, length=1, text=text),))
-                )
+            for text in filter(None, (filler("probe", few), filler("probe", many), sample)):
+                turn = Turn((), (), 0.0, length=1, text=text)
+                done = await player.job(Job(f"probe-{len(counts)}", "", (turn,)))
                 if done.error is not None:
                     advice = "" if self.plain else "; --plain sends only what OpenAI's API has"
                     raise LiveError(f"{self.url}, {self.api.value}: {done.error}{advice}")
@@ -109,8 +107,8 @@ class Target:
         return Sizes(1 / a_word, a_message, a_character)
 
     def counts(self) -> dict[str, float]:
-        """``COUNTERS`` so far, over all engines; without those that are not on the server's page.
-        Empty if there is no such page."""
+        """Values of ``COUNTERS`` so far, over all engines, as far as the server's page has them;
+        empty without a page."""
         try:
             found = totals(fetch(f"{self.url}/metrics", token=self.api_key))
         except UnreachableError:

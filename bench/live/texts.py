@@ -57,23 +57,21 @@ class Texts:
 
     def job(self, sizes: SimJob) -> Job:
         """The job of these sizes; copies of a job get other texts."""
-        turns = []
+        turns, context = list[Turn](), 0
         for at, turn in enumerate(sizes.turns):
-            before = sizes.turns[at - 1] if at else None
-            kept = turn.shared / (before.prompt + before.output) if before else 1.0
-            turns.append(
-                Turn(
-                    (),
-                    (),
-                    turn.gap_s,
-                    kept,
-                    turn.tool,
-                    turn.tool_name,
-                    tuple(map(self.job, turn.agents)),
-                    length=max(1, turn.output),
-                    text=self._added(sizes, at),
-                )
+            made = Turn(
+                (),
+                (),
+                turn.gap_s,
+                kept=turn.shared / context if at else 1.0,
+                tool=turn.tool,
+                tool_name=turn.tool_name,
+                agents=tuple(map(self.job, turn.agents)),
+                length=max(1, turn.output),
+                text=self._added(sizes, at),
             )
+            turns.append(made)
+            context = turn.prompt + turn.output
         return Job(sizes.name, "", tuple(turns))
 
     def _added(self, job: SimJob, at: int) -> str:
@@ -84,11 +82,11 @@ class Texts:
         turn = job.turns[at]
         # What jobs share stands first, and is the same for all of them in one run.
         shared = job.prefix_tokens if at == 0 and job.prefix else 0
-        parts = [
-            self._words(f"{self.nonce}/{job.prefix}", shared),
-            self._words(f"{self.nonce}/{job.name}/{at}", turn.added - shared),
-        ]
-        return " ".join(part for part in parts if part) or self.nonce
-
-    def _words(self, key: str, tokens: int) -> str:
-        return filler(key, round(tokens * self.words_per_token))
+        parts = (
+            filler(key, round(tokens * self.words_per_token))
+            for key, tokens in (
+                (f"{self.nonce}/{job.prefix}", shared),
+                (f"{self.nonce}/{job.name}/{at}", turn.added - shared),
+            )
+        )
+        return " ".join(filter(None, parts)) or self.nonce

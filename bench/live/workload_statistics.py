@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
-from tiered_kv.bench.sim.workloads.workload import SimTurn
+from rich.table import Column, Table
 
 from .live_jobs import LiveJobs
 
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
+COLUMNS = ("mean", *QUANTILES, "most")
 MOST_TOOLS = 8
 NO_TOOL, OTHERS = "(no name)", "(others)"
 
@@ -22,12 +21,16 @@ NO_TOOL, OTHERS = "(no name)", "(others)"
 def workload_statistics(jobs: LiveJobs) -> dict[str, Any]:
     """Quantiles over jobs, sub-agents included, and over their turns. Sizes are in ``unit``.
 
-    No gap follows a job's last turn. ``reused`` is the share of a prompt that the turn before had
-    in its context. ``tools`` are shares of gaps.
+    No gap follows a job's last turn. ``reused`` is the part of a prompt that the turn before had
+    in its context. ``tools`` are fractions of gaps, by a tool's name or a command's first word.
     """
     everyone = [one for job in jobs.jobs for one in job.everyone()]
     turns = [turn for job in everyone for turn in job.turns]
     followed = [turn for job in everyone for turn in job.turns[:-1]]
+    counts = Counter(turn.tool_name or next(iter(turn.tool.split()), NO_TOOL) for turn in followed)
+    tools = {name: count / counts.total() for name, count in counts.most_common(MOST_TOOLS)}
+    if len(counts) > MOST_TOOLS:
+        tools[OTHERS] = 1.0 - sum(tools.values())
     return {
         "name": jobs.name,
         "unit": jobs.unit.value,
@@ -45,7 +48,7 @@ def workload_statistics(jobs: LiveJobs) -> dict[str, Any]:
             "reused": _quantiles(turn.shared / turn.prompt for turn in turns if turn.prompt),
             "gap_s": _quantiles(turn.gap_s for turn in followed),
         },
-        "tools": _tools(followed),
+        "tools": tools,
         "left_out": {reason: one.sessions for reason, one in jobs.left_out.items()},
     }
 
@@ -54,32 +57,23 @@ def _quantiles(values: Iterable[float]) -> dict[str, float]:
     found = np.array(list(values), dtype=np.float64)
     if not len(found):
         return {}
-    said = {name: float(np.quantile(found, at)) for name, at in QUANTILES.items()}
-    return {"mean": float(found.mean()), **said, "most": float(found.max())}
-
-
-def _tools(followed: Iterable[SimTurn]) -> dict[str, float]:
-    """Shares of gaps by what runs in them: a tool's name, or a command's first word."""
-    counts = Counter(turn.tool_name or next(iter(turn.tool.split()), NO_TOOL) for turn in followed)
-    total = sum(counts.values())
-    said = {name: count / total for name, count in counts.most_common(MOST_TOOLS)}
-    rest = 1.0 - sum(said.values())
-    return {**said, OTHERS: rest} if len(counts) > MOST_TOOLS else said
+    at = {name: float(np.quantile(found, at)) for name, at in QUANTILES.items()}
+    return {"mean": float(found.mean()), **at, "most": float(found.max())}
 
 
 def statistics_table(found: Mapping[str, Any]) -> Table:
     """The quantiles, as many columns as a terminal holds."""
-    title = (
-        f"{found['name']}: {found['jobs']} jobs, {found['sub_agents']} sub-agents, "
-        f"{found['turns']} turns"
+    shown = Table(
+        Column(f"in {found['unit']}", no_wrap=True),
+        *(Column(name, justify="right") for name in COLUMNS),
+        title=f"{found['name']}: {found['jobs']} jobs, {found['sub_agents']} sub-agents, "
+        f"{found['turns']} turns",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
-    shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown.add_column(f"in {found['unit']}", no_wrap=True)
-    columns = ("mean", *QUANTILES, "most")
-    for name in columns:
-        shown.add_column(name, justify="right")
     for what, row in found["quantiles"].items():
-        shown.add_row(what, *(f"{row[name]:,.3g}" if name in row else "-" for name in columns))
+        shown.add_row(what, *(f"{row[name]:,.3g}" if name in row else "-" for name in COLUMNS))
     return shown
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -37,8 +37,6 @@ OUT = ROOT / ".replay"
 TRACES = Path("../shared/traces/miniswe.jsonl.gz")
 SYNTHETIC_VOCABULARY = 40_000
 """Ids that every model of interest knows."""
-
-
 KNOWN = f"{', '.join(registry.POLICIES)} or module:Class"
 
 app = command_line("Agent jobs replayed on real servers.")
@@ -49,24 +47,23 @@ Model = Annotated[
 Out = Annotated[Path, typer.Option(help="Folder of the runs.")]
 
 
-def check_policy(said: str | None) -> str | None:
-    """Refuse an unknown policy."""
-    if said is not None:
-        try:
-            registry.policy(said)
-        except ConfigError as error:
-            raise typer.BadParameter(str(error)) from error
-    return said
-
-
-def check_policies(said: list[str]) -> list[str]:
+def check_policies(names: list[str]) -> list[str]:
     """Refuse unknown policies."""
-    for name in said:
-        check_policy(name)
-    return said
+    try:
+        for name in names:
+            registry.policy(name)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+    return names
 
 
-def finish(command: Callable[[], int]) -> None:
+def check_policy(name: str | None) -> str | None:
+    """Refuse an unknown policy."""
+    check_policies([] if name is None else [name])
+    return name
+
+
+def finish(command: Callable[[], int]) -> NoReturn:
     """Carry a command out.
 
     Raises:
@@ -175,15 +172,7 @@ def check_pin(
     as_json: AsJson = False,
 ) -> None:
     """Verify that a job's blocks stay pinned between turns; exits with 1 if not."""
-
-    def checked() -> int:
-        verdict = verify(model or small_model(), policy)
-        print(json.dumps(verdict.as_json()) if as_json else "\n".join(verdict.lines()))
-        if not as_json:
-            print(f"the server computed in {machine_dtype()}")
-        return 1 if verdict.faults else 0
-
-    finish(checked)
+    finish(lambda: verify(model or small_model(), policy).show(as_json))
 
 
 def make_jobs(preset: Preset, model: str | Path, traces: Path | None, seed: int) -> RecordedJobs:
@@ -191,25 +180,19 @@ def make_jobs(preset: Preset, model: str | Path, traces: Path | None, seed: int)
     if traces is None:
         made = synthetic_jobs(count=preset.jobs, seed=seed, vocabulary=SYNTHETIC_VOCABULARY)
         return RecordedJobs(made, {})
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
+    config = AutoConfig.from_pretrained(str(model)).get_text_config()
+    most = getattr(config, "max_position_embeddings", None)
+    longest = sys.maxsize if most is None else int(most) // ROUND * ROUND - 1
     return mini_swe_jobs(
         traces,
         AutoTokenizer.from_pretrained(str(model)),
         count=preset.jobs,
         turns=preset.turns,
         seed=seed,
-        longest=min(longest_context(preset.pool_tokens), model_context(model)),
+        longest=min(longest_context(preset.pool_tokens), longest),
     )
-
-
-def model_context(model: str | Path) -> int:
-    """Tokens of the longest context that a model takes."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(str(model)).get_text_config()
-    most = getattr(config, "max_position_embeddings", None)
-    return sys.maxsize if most is None else int(most) // ROUND * ROUND - 1
 
 
 def measure(
@@ -248,10 +231,9 @@ def measure(
         print_json(result)
     else:
         Console().print(table(result))
-        for line in lines(result):
+        notes = f"every server computed in {machine_dtype()}", f"runs and logs in {out}"
+        for line in (*lines(result), *notes):
             print(f"- {line}")
-        print(f"- every server computed in {machine_dtype()}")
-        print(f"- runs and logs in {out}")
     if stopped:
         print("stopped; --resume goes on from here, no server is left", file=sys.stderr)
     return 130 if stopped else 0

@@ -19,14 +19,14 @@ from .names import BEYOND, BOUND, CALIBRATION, CONTROL, IDLE, PRESSURE, REACH, S
 BEYOND_TIMES = 1.5
 """The highest load's arrival rate over that of pressure."""
 NEAR = 0.25
-"""Distance from the wanted slowdown at which a calibration may end, as a share of it."""
+"""Distance from the wanted slowdown at which a calibration may end, as a fraction of it."""
 TRIES = 2
 """Calibration runs at most; the nearest is taken."""
 FIRST_RATE = 1.9
 """Jobs that the first try lets arrive in the time that one alone takes. 30 jobs of the preset were
 1.3, 1.5 and 1.7 times as slow at 1.1, 1.3 and 1.5 (two cores, SmolLM2-135M)."""
 STEEP = 2.5
-"""Behind that, slowdown rises about with this power of the rate."""
+"""Beyond that, slowdown rises about with this power of the rate."""
 BOUNDS = (REACH, BOUND)
 
 
@@ -53,17 +53,10 @@ class Preset:
     bounds_once: bool = False
 
 
+_CPU = Preset(jobs=30, turns=4, idle_jobs=2, idle_rounds=5, rounds=3, pool_tokens=10_240)
 PRESETS: Mapping[str, Preset] = {
-    "cpu": Preset(jobs=30, turns=4, idle_jobs=2, idle_rounds=5, rounds=3, pool_tokens=10_240),
-    "peers": Preset(
-        jobs=16,
-        turns=4,
-        idle_jobs=2,
-        idle_rounds=1,
-        rounds=3,
-        pool_tokens=10_240,
-        bounds_once=True,
-    ),
+    "cpu": _CPU,
+    "peers": replace(_CPU, jobs=16, idle_rounds=1, bounds_once=True),
     "tiny": Preset(jobs=4, turns=3, idle_jobs=2, idle_rounds=1, rounds=1, pool_tokens=8_192),
 }
 """``cpu``: two cores, three and a half hours. ``peers``: with all peers, two and a half.
@@ -92,7 +85,7 @@ class Measure(Protocol):
         """One run.
 
         Args:
-            jobs_per_s: None: one job after the other, no two at once.
+            jobs_per_s: None: one job after the other, no two concurrently.
             costs: of stock here; None if they are not known.
 
         Raises:
@@ -106,7 +99,7 @@ class Harness:
 
     Attributes:
         seed: of that order.
-        report: called before every run with what it is.
+        report: called before every run with its name.
         kept: the runs so far, resumed ones included, without those that only calibrated.
         not_started: optional servers that do not serve here, with their messages.
     """
@@ -127,22 +120,22 @@ class Harness:
         return [kept.run for kept in self.kept]
 
     def run_all(self) -> None:
-        """Everything that the preset says. What was measured stays when this is interrupted.
+        """Measure everything that the preset has. What was measured stays when this is
+        interrupted.
 
         Raises:
             HarnessError: stock finished no job.
         """
         preset = self.preset
         main = [kind for kind in self.kinds if kind.name in (STOCK, CONTROL, TIERED)]
-        busy = [kind for kind in self.kinds if kind.name != CONTROL]
         idle = [kind for kind in self.kinds if not kind.needs_costs]
         for number in range(preset.idle_rounds):
-            for kind in drawn_order(idle if number == 0 else main, self.seed, number):
+            for kind in drawn_order(main if number else idle, self.seed, number):
                 self._one(kind, IDLE, number, None)
         rate = self._calibrate()
         for number in range(preset.rounds):
-            alone = number > 0 and preset.bounds_once
-            kinds = [kind for kind in busy if not (alone and kind.name in BOUNDS)]
+            skipped = (CONTROL, *(BOUNDS if number and preset.bounds_once else ()))
+            kinds = [kind for kind in self.kinds if kind.name not in skipped]
             for load, jobs_per_s in ((PRESSURE, rate), (BEYOND, rate * BEYOND_TIMES)):
                 for kind in drawn_order(kinds, self.seed, number):
                     self._one(kind, load, number, jobs_per_s)
@@ -151,23 +144,28 @@ class Harness:
         """The arrival rate at which stock is as much slower as wanted, jobs a second. The run
         that shows it is stock's first under pressure."""
         stock = next(kind for kind in self.kinds if kind.name == STOCK)
-        idle = _mean(run for run in self.runs if (run.server, run.load) == (STOCK, IDLE))
+        alone = [run for run in self.runs if (run.server, run.load) == (STOCK, IDLE)]
+        idle_s, wanted = _mean(alone), self.preset.slowdown
         tried: dict[float, Kept] = {}
         slower: list[tuple[float, float]] = []
-        rate = FIRST_RATE / idle
+        rate = FIRST_RATE / idle_s
         for number in range(TRIES):
             found = self._measured(stock, CALIBRATION, number, rate)
             if isinstance(found, str):
                 raise HarnessError(f"stock does not serve: {found}")
             rate = found.run.jobs_per_s  # perhaps of before a resumption
             tried[rate] = found
-            slower.append((rate, _mean([found.run]) / idle))
-            if abs(slower[-1][1] / self.preset.slowdown - 1) <= NEAR:
+            slower.append((rate, _mean([found.run]) / idle_s))
+            if abs(slower[-1][1] / wanted - 1) <= NEAR:
                 break
-            rate = next_rate(slower, self.preset.slowdown)
-        rate = nearest_rate(slower, self.preset.slowdown)
-        self._costs = costs_of(self.runs, tried[rate].run)
-        taken = replace(tried[rate], run=replace(tried[rate].run, load=PRESSURE, round=0))
+            rate = next_rate(slower, wanted)
+        rate = nearest_rate(slower, wanted)
+        run = tried[rate].run
+        try:
+            self._costs = ServerCosts.of(alone[0], run)
+        except ValueError:  # too few turns
+            self._costs = None
+        taken = replace(tried[rate], run=replace(run, load=PRESSURE, round=0))
         self.ledger.put(PRESSURE, 0, STOCK, taken)
         return rate
 
@@ -191,16 +189,6 @@ class Harness:
                 return str(error)
 
         return self.ledger.get_or_measure(load, number, kind.name, measure)
-
-
-def costs_of(runs: Iterable[Run], busy: Run) -> ServerCosts | None:
-    """Costs of stock's steps, from its first run at idle and one under load; None if they have
-    too few turns."""
-    alone = next(run for run in runs if (run.server, run.load) == (STOCK, IDLE))
-    try:
-        return ServerCosts.of(alone, busy)
-    except ValueError:
-        return None
 
 
 def next_rate(tried: Sequence[tuple[float, float]], wanted: float) -> float:

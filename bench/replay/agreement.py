@@ -11,7 +11,7 @@ the pages themselves are for that.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -49,14 +49,13 @@ class Difference:
 
 
 def difference(one: Run, other: Run) -> Difference | None:
-    """Between two runs of the same jobs, over the jobs that both were given; None if no token
+    """Compare two runs of the same jobs, over the jobs that both were given; None if no token
     of theirs can be compared."""
     first, second = _turns(one), _turns(other)
     given = {job.name for job in one.jobs} & {job.name for job in other.jobs}
-    pairs = {key for key in first.keys() | second.keys() if key[0] in given}
     gaps: list[np.ndarray] = []
     strangers = 0
-    for key in sorted(pairs):
+    for key in sorted(key for key in first.keys() | second.keys() if key[0] in given):
         a, b = first.get(key), second.get(key)
         if a is None or b is None or a.tokens != b.tokens or len(a.logprobs) != len(b.logprobs):
             strangers += 1
@@ -66,13 +65,8 @@ def difference(one: Run, other: Run) -> Difference | None:
         return None
     together = np.concatenate(gaps)
     long = [float(np.mean(gap)) for gap in gaps if len(gap) >= LONG_TURN]
-    return Difference(
-        tokens=len(together),
-        other_answers=strangers,
-        median=float(np.median(together)),
-        p99=float(np.quantile(together, 0.99)),
-        worst_turn=max(long, default=0.0),
-    )
+    median, p99 = np.quantile(together, (0.5, 0.99))
+    return Difference(len(together), strangers, float(median), float(p99), max(long, default=0.0))
 
 
 def within(found: Difference, yardstick: Difference) -> bool:
@@ -101,25 +95,20 @@ def agreement(run: Run, runs: Sequence[Run]) -> bool | None:
     same = [other for other in stock if other.load == run.load]
     if not same:
         return None
-    # Of an alternated order, the same round ran beside this one.
+    # Of an alternated order, the same round ran next to this one.
     reference = min(same, key=lambda other: abs(other.round - run.round))
     found = difference(run, reference)
     usual = [difference(other, reference) for other in stock if other is not reference]
-    known = [one for one in usual if one is not None]
-    if found is None or not known:
+    yardstick = widest([one for one in usual if one is not None])
+    return within(found, yardstick) if found and yardstick else None
+
+
+def widest(differences: Sequence[Difference]) -> Difference | None:
+    """The largest of each figure; None of nothing."""
+    if not differences:
         return None
-    return within(found, widest(known))
-
-
-def widest(differences: Sequence[Difference]) -> Difference:
-    """The largest of each figure."""
-    return Difference(
-        tokens=max(one.tokens for one in differences),
-        other_answers=max(one.other_answers for one in differences),
-        median=max(one.median for one in differences),
-        p99=max(one.p99 for one in differences),
-        worst_turn=max(one.worst_turn for one in differences),
-    )
+    every = list(map(asdict, differences))
+    return Difference(**{name: max(one[name] for one in every) for name in every[0]})
 
 
 def _turns(run: Run) -> dict[tuple[str, int], TurnDone]:

@@ -18,11 +18,11 @@ REACH_SCHEDULER = "tiered_kv.bench.sim.servers.schedulers.ReachScheduler"
 
 TRACE = "trace.jsonl"
 
-OFFLOADERS: Mapping[str, Mapping[str, object]] = {
-    "vllm-offloading": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
-    "vllm-simple": {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"},
+OFFLOADERS: Mapping[str, str] = {
+    "vllm-offloading": "OffloadingConnector",
+    "vllm-simple": "SimpleCPUOffloadConnector",
 }
-"""vLLM's own offloaders, with the CPU memory that ours gets (see ``offloaders``)."""
+"""vLLM's own offloaders, which get as much CPU memory as ours."""
 
 CPU_GIB = 4.0
 SSD_CPU_GIB = 0.5
@@ -43,7 +43,7 @@ class Kind:
         optional: it may not start on this machine; the result then says so.
         ssd: it is given a fresh folder as its SSD tier at every start.
         deploy: starts it, with what a peer puts around it.
-        needs_costs: it has to be told what stock's steps cost, and so is not run at idle.
+        needs_costs: it is configured with the costs of stock's steps, and so is not run at idle.
         session_header: clients name jobs to it by ``X-Session-ID`` as well.
     """
 
@@ -71,8 +71,8 @@ class Sizing:
     """KV pools and longest request, in tokens.
 
     Attributes:
-        pool_tokens: of every server but the bound. As much may run at once on ``reach``.
-        bound_tokens: holds all jobs' contexts at once.
+        pool_tokens: of every server but the bound. As much may run concurrently on ``reach``.
+        bound_tokens: holds all jobs' contexts together.
     """
 
     max_model_len: int
@@ -96,7 +96,7 @@ def size_for(contexts: Sequence[int], pool_tokens: int) -> Sizing:
     longest = -(-(max(contexts) + 1) // ROUND) * ROUND
     if pool_tokens < longest + 2 * BLOCK:  # vLLM keeps a block for itself
         raise ValueError(f"a pool of {pool_tokens} tokens does not hold a request of {longest}")
-    # A block more a job for its partial tail, and room for the warm-up.
+    # One more block a job for its partial tail, and space for the warm-up.
     bound = sum(contexts) + (len(contexts) + 2) * BLOCK + longest
     return Sizing(longest, pool_tokens, max(bound, pool_tokens))
 
@@ -114,7 +114,7 @@ def make_kinds(
     """Stock twice, the two bounds, ours by policy and tiers, vLLM's offloaders, and peers.
 
     Args:
-        policies: further ones of ours than the default, by name.
+        policies: further policies of ours than the default, by name.
         ssd: ours with little CPU memory and an SSD tier as well.
         forced: load the processor that makes the model emit recorded answers.
         own_scheduler: ours run under vLLM's own scheduler, as further policies do, not under
@@ -130,56 +130,58 @@ def make_kinds(
         extra_args=("--enable-prefix-caching", *RAW_LOGPROBS, *(SERVER_ARGS if forced else ())),
     )
     bound = replace(stock, kv_blocks=-(-sizing.bound_tokens // BLOCK))
-    ordered = () if own_scheduler else ("--scheduler-cls", SCHEDULER)
-    tiered = replace(stock, extra_args=(*stock.extra_args, *ordered))
+    ordered = stock if own_scheduler else with_args(stock, "--scheduler-cls", SCHEDULER)
+    room = {"kv_connector_extra_config": {"cpu_bytes_to_use": int(CPU_GIB * 2**30)}}
     kinds = [
         Kind(STOCK, stock),
         Kind(CONTROL, stock),
-        Kind(TIERED, _tiered(tiered)),
-        Kind(REACH, _within_reach(bound, stock.kv_blocks)),
+        Kind(TIERED, with_connector(ordered)),
+        Kind(REACH, within_reach(bound, stock.kv_blocks)),
         Kind(BOUND, bound),
     ]
     kinds += [
-        Kind(f"{TIERED}-{name}", _tiered(stock, TIERED_KV_POLICY=name))
+        Kind(f"{TIERED}-{name}", with_connector(stock, TIERED_KV_POLICY=name))
         for name in dict.fromkeys(policies)
     ]
     if ssd:
-        little = _tiered(tiered, TIERED_KV_CPU_GIB=f"{SSD_CPU_GIB:g}")
+        little = with_connector(ordered, TIERED_KV_CPU_GIB=f"{SSD_CPU_GIB:g}")
         kinds.append(Kind(f"{TIERED}-ssd", little, ssd=True))
-    kinds += offloaders(stock)
+    for name, connector in OFFLOADERS.items():
+        config = {"kv_connector": connector, "kv_role": "kv_both", **room}
+        kinds.append(Kind(name, replace(stock, kv_transfer_config=config), optional=True))
     if peers:
         kinds.append(Kind(LMCACHE, stock, optional=True, deploy=WithCacheServer(CPU_GIB)))
-        kinds.append(_behind_router(ROUTER, stock, sizing.pool_tokens, most_waiting=1))
         # What CPU memory holds is no reason to wait, and requests wait in ours while they load.
-        kinds.append(
-            _behind_router(BEHIND_ROUTER, _tiered(tiered), sizing.bound_tokens, most_waiting=1000)
-        )
+        for name, options, tokens, most_waiting in (
+            (ROUTER, stock, sizing.pool_tokens, 1),
+            (BEHIND_ROUTER, with_connector(ordered), sizing.bound_tokens, 1000),
+        ):
+            deploy = BehindRouter(tokens, most_waiting)
+            kinds.append(
+                Kind(
+                    name,
+                    options,
+                    optional=True,
+                    deploy=deploy,
+                    needs_costs=True,
+                    session_header=True,
+                )
+            )
     return kinds
 
 
-def offloaders(stock: ServerOptions) -> list[Kind]:
-    """vLLM's own offloaders over the same pool, with as much CPU memory as ours."""
-    room = {"kv_connector_extra_config": {"cpu_bytes_to_use": int(CPU_GIB * 2**30)}}
-    return [
-        Kind(name, replace(stock, kv_transfer_config={**config, **room}), optional=True)
-        for name, config in OFFLOADERS.items()
-    ]
+def with_args(options: ServerOptions, *arguments: str) -> ServerOptions:
+    """The options with more arguments."""
+    return replace(options, extra_args=(*options.extra_args, *arguments))
 
 
-def _behind_router(
-    name: str, options: ServerOptions, capacity_tokens: int, *, most_waiting: int
-) -> Kind:
-    deploy = BehindRouter(capacity_tokens, most_waiting)
-    return Kind(name, options, optional=True, deploy=deploy, needs_costs=True, session_header=True)
-
-
-def _within_reach(bound: ServerOptions, blocks: int | None) -> ServerOptions:
-    """The bound, but requests that run may hold no more than ``blocks`` together."""
-    config = json.dumps({"reach_blocks": blocks})
-    how = ("--scheduler-cls", REACH_SCHEDULER, "--additional-config", config)
-    return replace(bound, extra_args=(*bound.extra_args, *how))
-
-
-def _tiered(options: ServerOptions, **settings: str) -> ServerOptions:
+def with_connector(options: ServerOptions, **settings: str) -> ServerOptions:
+    """The options with the connector, ``CPU_GIB`` of CPU memory, and further settings."""
     env = {**options.env, "TIERED_KV_CPU_GIB": f"{CPU_GIB:g}", **settings}
     return replace(options, kv_transfer_config=CONNECTOR, env=env)
+
+
+def within_reach(bound: ServerOptions, blocks: int | None) -> ServerOptions:
+    """The bound, but requests that run may hold no more than ``blocks`` together."""
+    config = json.dumps({"reach_blocks": blocks})
+    return with_args(bound, "--scheduler-cls", REACH_SCHEDULER, "--additional-config", config)

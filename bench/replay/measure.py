@@ -46,7 +46,7 @@ class MeasureError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Workload that every server is given alike.
+    """Workload that every server gets alike.
 
     Attributes:
         jobs: of all loads but idle, which takes the first ``idle_jobs``.
@@ -65,7 +65,7 @@ class Workload:
 
     @property
     def warm_up(self) -> Job:
-        """Shares no prefix with any job: its salt is its own."""
+        """A job that shares no prefix with any other: its salt is its own."""
         first = self.jobs[0]
         turns = tuple(replace(turn, gap_s=0.0) for turn in first.turns[:WARM_UP_TURNS])
         return Job("warm-up", "warm-up", turns)
@@ -78,7 +78,7 @@ class Replay:
     Attributes:
         folder: gets a log of every run, and its trace if the server wrote one.
         on_turn: called after every turn that is measured.
-        look: called with the server right before what is measured, and right after it.
+        look: called with the server right before the measured jobs, and right after them.
     """
 
     workload: Workload
@@ -99,10 +99,10 @@ class Replay:
         NotStarted: the kind is optional and does not serve.
         MeasureError: another one does not.
         """
-        log = self.folder / "logs" / f"{load}-{number}-{kind.name}.log"
+        name = f"{load}-{number}-{kind.name}"
+        log = self.folder / "logs" / f"{name}.log"
         with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
-            options = kind.started_in(Path(scratch))
-            trace = Path(scratch) / TRACE
+            options, trace = kind.started_in(Path(scratch)), Path(scratch) / TRACE
             timeout_s = OPTIONAL_START_S if kind.optional else 600.0
             start = partial(VllmServer, log_path=log, start_timeout_s=timeout_s)
             try:
@@ -117,14 +117,14 @@ class Replay:
             if trace.exists():
                 jobs = with_sources(kept.run.jobs, trace)
                 kept = replace(kept, run=replace(kept.run, jobs=jobs))
-                keep_trace(trace, self.folder / "traces" / f"{load}-{number}-{kind.name}")
+                keep_trace(trace, self.folder / "traces" / name)
         return kept
 
     def _warm_up(self, deployed: Deployed, kind: Kind) -> None:
         limit_s = OPTIONAL_WARM_UP_S if kind.optional else None
-        failed, job = deployed.server.failed, self.workload.warm_up
+        failed = deployed.server.failed
         try:
-            (done,) = self._play(deployed, kind, [job], None, limit_s, lambda: None)
+            (done,) = self._play(deployed, kind, [self.workload.warm_up], None, limit_s=limit_s)
         except TimeoutError:
             raise failed(f"it did not answer a request within {limit_s:g} s") from None
         if done.error is not None:
@@ -135,26 +135,27 @@ class Replay:
         self, deployed: Deployed, kind: Kind, load: str, number: int, jobs_per_s: float | None
     ) -> Kept:
         jobs, server, groups = self.workload.of(load), deployed.server, deployed.groups
-        self.look(server)
-        before, own_before_s = read_clock(*groups), time.process_time()
         seed = self.workload.seed
         starts = None if jobs_per_s is None else arrivals(len(jobs), jobs_per_s, seed)
-        done = self._play(deployed, kind, jobs, starts, None, self.on_turn)
+        self.look(server)
+        before, own_before_s = read_clock(*groups), time.process_time()
+        done = self._play(deployed, kind, jobs, starts, self.on_turn)
         after, own_after_s = read_clock(*groups), time.process_time()
         rss_bytes = sum(map(resident_bytes, groups))
         deployed.check()
         self.look(server)
-        cpu_s = after.own - before.own - (own_after_s - own_before_s) if before and after else 0.0
         run = Run(
             server=kind.name,
             load=load,
             round=number,
-            seed=self.workload.seed,
+            seed=seed,
             jobs_per_s=jobs_per_s or len(done) / done[-1].ended_s,
             jobs=done,
             flags=tuple(server.options.command(0, on_cpu=runs_on_cpu())[1:]),
             versions=versions(),
-            cpu_s=cpu_s,
+            cpu_s=after.own - before.own - (own_after_s - own_before_s)
+            if before and after
+            else 0.0,
             rss_bytes=rss_bytes,
         )
         return Kept(run, server.reserved_cpus, cores_of_others(before, after))
@@ -165,24 +166,22 @@ class Replay:
         kind: Kind,
         jobs: Sequence[Job],
         starts_s: Sequence[float] | None,
-        limit_s: float | None,
-        on_turn: Callable[[], None],
+        on_turn: Callable[[], None] = lambda: None,
+        limit_s: float | None = None,
     ) -> tuple[JobDone, ...]:
-        work = drive(
-            deployed.url,
-            MODEL_NAME,
-            jobs,
-            starts_s,
-            hints=self.workload.hints,
-            force=self.workload.forced,
-            logprobs=self.workload.forced,
-            session_header=kind.session_header,
-            on_turn=on_turn,
-        )
-
         async def limited() -> tuple[JobDone, ...]:
             async with asyncio.timeout(limit_s):
-                return await work
+                return await drive(
+                    deployed.url,
+                    MODEL_NAME,
+                    jobs,
+                    starts_s,
+                    hints=self.workload.hints,
+                    force=self.workload.forced,
+                    logprobs=self.workload.forced,
+                    session_header=kind.session_header,
+                    on_turn=on_turn,
+                )
 
         return asyncio.run(limited())
 

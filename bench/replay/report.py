@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Column, Table
 
 from tiered_kv.bench.agents.figures import (
     by_number,
@@ -23,119 +23,74 @@ from tiered_kv.bench.agents.figures import (
 )
 from tiered_kv.bench.agents.left_out import LeftOut
 from tiered_kv.bench.agents.paired import PairedRatio
-from tiered_kv.bench.agents.plotting import COLOURS, PlotError, drawn, label, looks
+from tiered_kv.bench.agents.plotting import COLOURS, PlotError, draw_times, drawn, label, looks
 from tiered_kv.bench.agents.results import Kept, Run
 from tiered_kv.bench.output import without_nan
 
 from .agreement import agreement
 from .names import BOUND, CONTROL, IDLE, LOADS, PRESSURE, SERVERS, STOCK, TIERED
 
+Row: TypeAlias = Mapping[str, Any]
+"""One server under one load; see ``row``."""
 REASONS = {
     "nulls": "values that are null",
     "too_short": "too few turns that continue one another",
     "too_long": "a context that the pool or the model does not hold",
 }
 """Reasons why sessions are left out."""
-
-
-@dataclass(frozen=True, slots=True)
-class ByTurn:
-    """Turns of one number, over jobs and rounds.
-
-    Attributes:
-        ttft_s, latency_s: means, seconds.
-        sources: prompt tokens by tier.
-    """
-
-    turn: int
-    ttft_s: float
-    latency_s: float
-    sources: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One server under one load, over all rounds. Times in seconds, of jobs that finished.
-
-    Attributes:
-        recomputed_fraction: of all prompt tokens, those that were computed although an earlier turn
-            of their job had computed them, 0 to 1. What a turn adds is new, and not counted.
-        agrees: raw logprobs of the answers agree with stock's; None where that means nothing.
-        unfinished: names of the jobs that did not finish, with the round.
-        jobs_per_s: arrival rate. done_per_s: jobs finished a second.
-        sources: prompt tokens by tier; "cached" where the server does not report which,
-            "recomputed" what no tier had, new or not.
-        cpu_s, rss_bytes: of the server, means over the rounds.
-    """
-
-    server: str
-    load: str
-    mean_s: float
-    p95_s: float
-    recomputed_fraction: float
-    agrees: bool | None
-    p50_s: float
-    p90_s: float
-    p99_s: float
-    jobs: int
-    unfinished: tuple[str, ...]
-    jobs_per_s: float
-    done_per_s: float
-    ttft_s: float
-    sources: Mapping[str, int]
-    by_turn: tuple[ByTurn, ...]
-    cpu_s: float
-    rss_bytes: int
+AGAIN = "again: fraction of the prompt tokens computed once more; agrees: outputs with stock's"
 
 
 def row(server: str, load: str, runs: Sequence[Run], *, forced: bool) -> Row:
-    """All rounds of one server under one load, out of all ``runs``.
+    """One server under one load, over all rounds of all ``runs``. Times in seconds, of jobs that
+    finished; ``sources`` are prompt tokens by tier, "recomputed" where no tier had them.
+
+    ``recomputed_fraction`` is the part of all prompt tokens that was computed although an earlier
+    turn of the job had computed it; what a turn adds is new, and not counted. ``agrees`` compares
+    raw logprobs with stock's; None where that means nothing. ``cpu_s`` and ``rss_bytes`` are the
+    server's, means over the rounds.
 
     Args:
         forced: answers were forced, so that outputs can be compared.
     """
     own = [run for run in runs if (run.server, run.load) == (server, load)]
-    times = np.array([s for run in own for s in completions(run)] or [np.nan])
+    times = [s for run in own for s in completions(run)] or [np.nan]
+    jobs = [job for run in own for job in run.jobs]
     turns = [turn for run in own for turn in run.turns]
-    sources = sum_sources(turns)
-    p50, p90, p95, p99 = (float(q) for q in np.quantile(times, [0.5, 0.9, 0.95, 0.99]))
     verdicts = [agreement(run, runs) for run in own] if forced else []
     known = [verdict for verdict in verdicts if verdict is not None]
+    sources = sum_sources(turns)
     done = sum(len(run.finished) for run in own)
-    again = sum(recomputed(job) for run in own for job in run.jobs)
-    return Row(
-        server=server,
-        load=load,
-        mean_s=float(times.mean()),
-        p95_s=p95,
-        recomputed_fraction=again / max(1, sum(sources.values())),
-        agrees=all(known) if known else None,
-        p50_s=p50,
-        p90_s=p90,
-        p99_s=p99,
-        jobs=done,
-        unfinished=tuple(
+    return {
+        "server": server,
+        "load": load,
+        "mean_s": mean(times),
+        **{f"p{at}_s": float(np.percentile(times, at)) for at in (50, 90, 95, 99)},
+        "recomputed_fraction": sum(map(recomputed, jobs)) / max(1, sum(sources.values())),
+        "agrees": all(known) if known else None,
+        "jobs": done,
+        "unfinished": [
             f"{job.name} (round {run.round + 1})"
             for run in own
             for job in run.jobs
             if job.error is not None
-        ),
-        jobs_per_s=mean(run.jobs_per_s for run in own),
-        done_per_s=done / (sum(run.span_s for run in own) or 1.0),
-        ttft_s=mean(turn.ttft_s for turn in turns),
-        sources=sources,
-        by_turn=tuple(
-            ByTurn(
-                number,
-                mean(turn.ttft_s for turn in same),
-                mean(turn.latency_s for turn in same),
-                sum_sources(same),
-            )
-            for number, same in by_number(job for run in own for job in run.jobs).items()
-        ),
-        cpu_s=mean(run.cpu_s for run in own),
-        rss_bytes=int(mean(run.rss_bytes for run in own)),
-    )
+        ],
+        "jobs_per_s": mean(run.jobs_per_s for run in own),
+        "done_per_s": done / (sum(run.span_s for run in own) or 1.0),
+        "ttft_s": mean(turn.ttft_s for turn in turns),
+        "sources": sources,
+        "by_turn": [
+            {
+                "turn": number,
+                "ttft_s": mean(turn.ttft_s for turn in same),
+                "latency_s": mean(turn.latency_s for turn in same),
+                "sources": sum_sources(same),
+            }
+            for number, same in by_number(jobs).items()
+        ],
+        "cpu_s": mean(run.cpu_s for run in own),
+        "rss_bytes": int(mean(run.rss_bytes for run in own)),
+    }
 
 
 def rows(runs: Sequence[Run], *, forced: bool) -> list[Row]:
@@ -157,7 +112,7 @@ def ratios(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Completion times of ours over those of every other server, under every load but idle.
 
     ``mean``, ``p90`` and ``p95`` are geometric means over rounds, the first two with their 95%
-    intervals (see ``PairedRatio``); ``rounds`` are those of the means.
+    intervals (see ``PairedRatio``); ``rounds`` are the ratios of the rounds' means.
     """
     found = []
     for load, server in measured(runs):
@@ -170,16 +125,19 @@ def ratios(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return found
 
 
+def _ratio(found: PairedRatio) -> dict[str, float | None]:
+    return {"ratio": found.value, "low": found.low, "high": found.high}
+
+
 def idle_ratio(runs: Iterable[Run], server: str) -> PairedRatio | None:
-    """Mean completion time of a server over stock's at idle; None if a round has not both."""
+    """Mean completion time of a server over stock's at idle; None if no round has both."""
     found = compare([run for run in runs if run.load == IDLE], server, STOCK)
     return found.mean if found else None
 
 
 def closed(runs: Iterable[Run], percentile: float | None = None) -> float | None:
-    """(stock - tiered) / (stock - bound) of completion times under pressure.
-
-    Only jobs that finished in every run of the three count.
+    """(stock - tiered) / (stock - bound) of completion times under pressure, over the jobs that
+    finished in every run of the three.
 
     Args:
         percentile: in percent; None compares means.
@@ -187,14 +145,14 @@ def closed(runs: Iterable[Run], percentile: float | None = None) -> float | None
     Returns:
         None unless all three were measured and stock is slower than the bound.
     """
-    under = [run for run in runs if run.load == PRESSURE]
-    by_server = {
-        name: [run for run in under if run.server == name] for name in (STOCK, TIERED, BOUND)
-    }
-    among = common(
-        [run for found in by_server.values() for run in found] or [Run("", "", 0, 0, 0, ())]
-    )
-    if not among or not all(by_server.values()):
+    by_server: dict[str, list[Run]] = {name: [] for name in (STOCK, TIERED, BOUND)}
+    for run in runs:
+        if run.load == PRESSURE and run.server in by_server:
+            by_server[run.server].append(run)
+    if not all(by_server.values()):
+        return None
+    among = common(run for found in by_server.values() for run in found)
+    if not among:
         return None
 
     def figure(name: str) -> float:
@@ -214,36 +172,37 @@ def summary(
 ) -> dict[str, Any]:
     """Result as ``ab --json`` prints it. Times in seconds; None if not measured."""
     runs = [one.run for one in kept]
-    idle, control = (idle_ratio(runs, server) for server in (TIERED, CONTROL))
-    said = {
-        "rows": [asdict(one) for one in rows(runs, forced=forced)],
+    result: dict[str, Any] = {
+        "rows": rows(runs, forced=forced),
         "ratios": ratios(runs),
         "closed_mean": closed(runs),
         "closed_p95": closed(runs, 95),
-        "idle_ratio": idle.value if idle else None,
-        "idle_interval": [idle.low, idle.high] if idle else None,
-        "idle_control": control.value if control else None,
-        "idle_control_interval": [control.low, control.high] if control else None,
+    }
+    for name, server in (("idle", TIERED), ("idle_control", CONTROL)):
+        found = idle_ratio(runs, server)
+        result["idle_ratio" if server == TIERED else name] = found.value if found else None
+        result[f"{name}_interval"] = [found.low, found.high] if found else None
+    result |= {
         "left_out": {reason: asdict(one) for reason, one in left_out.items()},
         "not_started": dict(not_started),
         "notes": unequal(kept),
         "versions": dict(runs[-1].versions) if runs else {},
     }
-    return {key: without_nan(value) for key, value in said.items()}
+    found_values: dict[str, Any] = without_nan(result)
+    return found_values
 
 
-def table(result: Mapping[str, Any]) -> Table:
+def table(result: Row) -> Table:
     """The rows of ``summary``, in as many columns as a terminal holds."""
+    numbers = ("jobs", "mean s", "P50", "P95", "P99", "TTFT s", "again", "agrees")
     shown = Table(
+        *(Column(name, no_wrap=True) for name in ("load", "server")),
+        *(Column(name, justify="right") for name in numbers),
         title="Agent jobs on real servers",
         title_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    for name in ("load", "server"):
-        shown.add_column(name, no_wrap=True)
-    for name in ("jobs", "mean s", "P50", "P95", "P99", "TTFT s", "again", "agrees"):
-        shown.add_column(name, justify="right")
     last = None
     for one in result["rows"]:
         if last not in (None, one["load"]):
@@ -261,30 +220,28 @@ def table(result: Mapping[str, Any]) -> Table:
     return shown
 
 
-def lines(result: Mapping[str, Any]) -> list[str]:
+def lines(result: Row) -> list[str]:
     """Sentences below the table."""
-    found = [
-        "again: fraction of the prompt tokens computed once more; agrees: outputs with stock's"
-    ]
+    found = [AGAIN]
     for one in result["ratios"]:
         by_round = ", ".join(f"{ratio:.2f}" for ratio in one["rounds"])
         found.append(
-            f"{one['load']}: time over that of {one['server']} {_said(one['mean'])} in the "
-            f"mean (by rounds {by_round}), {_said(one['p90'])} at P90, {one['p95']:.2f} at P95"
+            f"{one['load']}: time over that of {one['server']} {_with_interval(one['mean'])} in "
+            f"the mean (by rounds {by_round}), {_with_interval(one['p90'])} at P90, "
+            f"{one['p95']:.2f} at P95"
         )
-    for key, name in (("closed_mean", "mean"), ("closed_p95", "P95")):
-        if result[key] is not None:
-            share = result[key]
-            found.append(f"of the gap between stock and the bound, {share:.2f} is closed ({name})")
-    for key, interval, who in (
-        ("idle_ratio", "idle_interval", "ours"),
-        ("idle_control", "idle_control_interval", "stock, once more"),
+    for name in ("mean", "p95"):
+        if result[f"closed_{name}"] is not None:
+            part = f"{result[f'closed_{name}']:.2f}"
+            found.append(f"of the gap between stock and the bound, {part} is closed ({name})")
+    for key, name, server in (
+        ("idle_ratio", "idle", "ours"),
+        ("idle_control", "idle_control", "stock's second run"),
     ):
         if result[key] is not None:
-            low, high = result[interval]
-            text = f"at idle, {who}: time over stock's {result[key]:.3f}"
-            interval = "" if low is None else f", 95% interval {low:.3f} to {high:.3f}"
-            found.append(f"{text}{interval}")
+            low, high = result[f"{name}_interval"]
+            ratio = _with_interval({"ratio": result[key], "low": low, "high": high}, 3)
+            found.append(f"at idle, time of {server} over stock's: {ratio}")
     for one in result["rows"]:
         if one["unfinished"]:
             names = ", ".join(one["unfinished"])
@@ -298,23 +255,21 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     return found + [f"NOT EVENLY MEASURED: {note}" for note in result["notes"]]
 
 
-def _ratio(found: PairedRatio) -> dict[str, float | None]:
-    return {"ratio": found.value, "low": found.low, "high": found.high}
-
-
-def _said(found: Mapping[str, float | None]) -> str:
-    if found["low"] is None:
-        return f"{found['ratio']:.2f}"
-    return f"{found['ratio']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+def _with_interval(found: Mapping[str, float | None], digits: int = 2) -> str:
+    ratio, low, high = (
+        None if found[name] is None else f"{found[name]:.{digits}f}"
+        for name in ("ratio", "low", "high")
+    )
+    return f"{ratio}" if low is None else f"{ratio} ({low} to {high})"
 
 
 def speed_ups(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     """Stock's mean completion time over each other server's, by load and server."""
-    stock = {row.load: row.mean_s for row in rows if row.server == STOCK}
+    stock = {one["load"]: one["mean_s"] for one in rows if one["server"] == STOCK}
     found: dict[str, dict[str, float]] = {load: {} for load in stock}
     for one in rows:
-        if one.server != STOCK and one.load in stock:
-            found[one.load][one.server] = stock[one.load] / one.mean_s
+        if one["server"] != STOCK and one["load"] in stock:
+            found[one["load"]][one["server"]] = stock[one["load"]] / one["mean_s"]
     return found
 
 
@@ -327,24 +282,24 @@ def plot(rows: Sequence[Row], folder: Path) -> list[Path]:
     """
     if not rows:
         raise PlotError("no run to draw")
-    style = looks(row.server for row in rows)
+    loads = list(dict.fromkeys(one["load"] for one in rows))
+    load = PRESSURE if PRESSURE in loads else next((x for x in loads if x != IDLE), loads[0])
+    style = looks(one["server"] for one in rows)
     with drawn(folder, "replay") as ((times, gains, turns), paths):
         for server, look in style.items():
-            own = sorted((one for one in rows if one.server == server), key=lambda x: x.jobs_per_s)
-            rates = [one.jobs_per_s for one in own]
-            times.plot(rates, [one.mean_s for one in own], label=server, **look)
-            tail = [one.p95_s for one in own]
-            times.plot(rates, tail, linestyle=":", alpha=0.6, **look)
+            own = sorted(
+                (one for one in rows if one["server"] == server), key=lambda x: x["jobs_per_s"]
+            )
+            at = [one["jobs_per_s"] for one in own]
+            draw_times(times, at, own, "mean_s", "p95_s", server, look)
+            for one in own:
+                if one["load"] == load:
+                    numbers = [turn["turn"] for turn in one["by_turn"]]
+                    turns.plot(numbers, [turn["ttft_s"] for turn in one["by_turn"]], **look)
+                    turns.set_xticks(numbers)
         title = "job completion time: mean, dotted P95"
         label(times, {"title": title, "xlabel": "jobs arriving a second", "ylabel": "seconds"})
         _draw_gains(gains, speed_ups(rows), style)
-        loads = list(dict.fromkeys(one.load for one in rows))
-        load = PRESSURE if PRESSURE in loads else next((x for x in loads if x != IDLE), loads[0])
-        for one in rows:
-            if one.load == load:
-                numbers = [turn.turn for turn in one.by_turn]
-                turns.plot(numbers, [turn.ttft_s for turn in one.by_turn], **style[one.server])
-                turns.set_xticks(numbers)
         title = f"time to first token by turn, {load}"
         label(turns, {"title": title, "xlabel": "turn of the job", "ylabel": "seconds"})
     return paths

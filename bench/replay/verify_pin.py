@@ -1,4 +1,4 @@
-"""Does the pin hold? A job of five turns, and the VRAM blocks held in each of its gaps.
+"""Verification of pins: a job of five turns, and the VRAM blocks held in each of its gaps.
 
 The job's blocks must rise turn by turn, stay constant through every gap, and be free after the last
 turn: the second test of Continuum, as a command.
@@ -7,9 +7,10 @@ turn: the second test of Continuum, as a command.
 from __future__ import annotations
 
 import itertools
+import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +18,13 @@ import httpx
 
 from tiered_kv.bench.agents.client import Ask, Hints, ask_over
 from tiered_kv.bench.restore import texts
-from tiered_kv.bench.servers.vllm_server import CONNECTOR, MODEL_NAME, ServerOptions, VllmServer
+from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, VllmServer
 from tiered_kv.doctor.running_server import events, labels, totals
 
 from .kinds import BLOCK
 
 TURNS, FIRST_TOKENS, ADDED_TOKENS = 5, 300, 80
-"""Each turn adds a block at least, where blocks are as small as here; see ``Pool``."""
+"""Each turn adds a block at least, where blocks are as small as here."""
 BLOCKS = 160
 TOOL = {"tool_name": "bash", "tool_command": "ls"}
 """Tool that runs in the gaps, as a client names it: Continuum pins no turn without one."""
@@ -34,80 +35,64 @@ HANDED_OVER = "pins_ended_returned"
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
-    """A server's model and KV pool.
-
-    Attributes:
-        block: tokens of a block.
-    """
-
-    model: str
-    blocks: int
-    block: int
-
-    @property
-    def first_tokens(self) -> int:
-        return max(FIRST_TOKENS, 2 * self.block)
-
-    @property
-    def added_tokens(self) -> int:
-        """Tokens that a turn adds: the blocks that are held grow by them."""
-        return max(ADDED_TOKENS, self.block)
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """Blocks held after a turn, read twice."""
-
-    first: int
-    second: int
-
-
-@dataclass(frozen=True, slots=True)
 class Verdict:
     """A server's handling of a job's blocks.
 
     Attributes:
-        gaps: one a turn.
+        held: blocks held after each turn, read twice.
         handed_over: pins that went over to the job's next turn.
     """
 
-    gaps: tuple[Gap, ...]
+    held: tuple[tuple[int, int], ...]
     handed_over: int
 
     @property
-    def faults(self) -> tuple[str, ...]:
+    def faults(self) -> list[str]:
         """Reasons why the pin does not hold, a sentence each; none if it does."""
-        return tuple(_faults(self.gaps, self.handed_over))
+        found = [
+            f"turn {number}: {first} blocks held, then {second} in the same gap"
+            for number, (first, second) in enumerate(self.held, start=1)
+            if first != second
+        ]
+        between = [first for first, _ in self.held[:-1]]
+        if not between or between[0] == 0:
+            found.append("nothing is held after the first turn")
+        for number, (before, after) in enumerate(itertools.pairwise(between), start=2):
+            if after <= before:
+                found.append(f"turn {number}: {after} blocks held, {before} the turn before")
+        if self.held and self.held[-1][1]:
+            found.append(f"{self.held[-1][1]} blocks are still held after the last turn")
+        if self.handed_over < len(self.held) - 1:
+            found.append(f"{self.handed_over} of {len(self.held) - 1} pins were handed over")
+        return found
 
-    def as_json(self) -> dict[str, object]:
-        return {
-            "holds": not self.faults,
-            "held_blocks": self._held,
-            "faults": self.faults,
-            "handed_over": self.handed_over,
-        }
-
-    def lines(self) -> Iterator[str]:
-        """Sentences: one for every turn, and what they come to."""
-        for turn, blocks in enumerate(self._held, start=1):
-            yield f"turn {turn}: {blocks} blocks held through the gap"
-        yield from self.faults or ("the pin holds",)
-
-    @property
-    def _held(self) -> list[int]:
-        return [gap.first for gap in self.gaps]
+    def show(self, as_json: bool) -> int:
+        """Print the verdict, a line for every turn; return 0 if the pin holds, else 1."""
+        blocks, faults = [first for first, _ in self.held], self.faults
+        if as_json:
+            result = {
+                "holds": not faults,
+                "held_blocks": blocks,
+                "faults": faults,
+                "handed_over": self.handed_over,
+            }
+            print(json.dumps(result))
+            return int(bool(faults))
+        for turn, count in enumerate(blocks, start=1):
+            print(f"turn {turn}: {count} blocks held through the gap")
+        print(*faults or ["the pin holds"], sep="\n")
+        return int(bool(faults))
 
 
 def verify(model: str | Path, policy: str | None = None) -> Verdict:
     """Start a server with the connector and play the job.
 
     Args:
-        policy: name of another than the default.
+        policy: name of another policy than the default.
 
     Raises:
         ServerError: it did not start.
-        httpx.HTTPError, AnswerError: it does not answer as it should.
+        httpx.HTTPError, AnswerError, ValueError: see ``verify_running``.
     """
     env = {"TIERED_KV_CPU_GIB": "1"} | ({"TIERED_KV_POLICY": policy} if policy else {})
     options = ServerOptions(
@@ -121,9 +106,8 @@ def verify(model: str | Path, policy: str | None = None) -> Verdict:
     with (
         tempfile.TemporaryDirectory(prefix="verify-pin-") as folder,
         VllmServer(options, Path(folder) / "server.log") as server,
-        httpx.Client(base_url=server.url, timeout=600, trust_env=False) as client,
     ):
-        return play(client, Pool(MODEL_NAME, BLOCKS, BLOCK))
+        return verify_running(server.url)
 
 
 def verify_running(url: str) -> Verdict:
@@ -137,35 +121,25 @@ def verify_running(url: str) -> Verdict:
         ValueError: it does not report its KV pool.
     """
     with httpx.Client(base_url=url, timeout=600, trust_env=False) as client:
-        return play(client, pool_of(client))
+        models = client.get("/v1/models").raise_for_status().json()
+        page = client.get("/metrics").raise_for_status().text
+        try:
+            (config, *_) = labels(page, CACHE_CONFIG)
+            blocks, block = int(config["num_gpu_blocks"]), int(config["block_size"])
+            model = models["data"][0]["id"]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"the server does not report its KV pool: no {error} in {CACHE_CONFIG}"
+            ) from error
+        return _play(client, model, blocks, block)
 
 
-def pool_of(client: httpx.Client) -> Pool:
-    """The pool of a running server, as it reports it.
-
-    Raises:
-        httpx.HTTPError: it does not answer.
-        ValueError: it does not report its pool.
-    """
-    models = client.get("/v1/models").raise_for_status().json()
-    page = client.get("/metrics").raise_for_status().text
-    try:
-        (config, *_) = labels(page, CACHE_CONFIG)
-        blocks, block = int(config["num_gpu_blocks"]), int(config["block_size"])
-        return Pool(models["data"][0]["id"], blocks, block)
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"the server does not report its KV pool: no {error} in {CACHE_CONFIG}"
-        ) from error
-
-
-def play(client: httpx.Client, pool: Pool) -> Verdict:
-    """Play the job on a server that serves no other client."""
+def _play(client: httpx.Client, model: str, blocks: int, block: int) -> Verdict:
+    """Play the job on a server with ``blocks`` of ``block`` tokens."""
     ticks = itertools.count()
 
     def ask(prompt: Sequence[int], tokens: int, hints: Mapping[str, object] = {}) -> Sequence[int]:
-        turn = Ask(prompt=prompt, max_tokens=tokens, extra=hints)
-        return ask_over(client, pool.model, turn).tokens
+        return ask_over(client, model, Ask(prompt=prompt, max_tokens=tokens, extra=hints)).tokens
 
     def metrics() -> str:
         return client.get("/metrics").raise_for_status().text
@@ -182,33 +156,14 @@ def play(client: httpx.Client, pool: Pool) -> Verdict:
             ask([500 + next(ticks)], 1)
             time.sleep(0.02)  # /metrics follows the answer
             readings.append(totals(metrics()).get(USAGE, 0.0))
-        return round(min(readings) * (pool.blocks - 1))  # one block is vLLM's own
+        return round(min(readings) * (blocks - 1))  # one block is vLLM's own
 
-    before, gaps = handed_over(), []
-    context = texts(client, 1, pool.first_tokens, pool.model)[0]
+    before, found = handed_over(), []
+    context = texts(client, 1, max(FIRST_TOKENS, 2 * block), model)[0]
     for turn in range(1, TURNS + 1):
         last = turn == TURNS
         answer = ask(context, 4, Hints.KV_PARAMS.body("five-turns", last, {} if last else TOOL))
-        added = [700 + turn * 100 + i for i in range(pool.added_tokens)]
+        added = [700 + turn * 100 + i for i in range(max(ADDED_TOKENS, block))]
         context = [*context, *answer, *added]
-        gaps.append(Gap(held(), held()))
-    return Verdict(tuple(gaps), int(handed_over() - before))
-
-
-def _faults(gaps: Sequence[Gap], handed_over: int) -> list[str]:
-    found = [
-        f"turn {number}: {gap.first} blocks held, then {gap.second} in the same gap"
-        for number, gap in enumerate(gaps, start=1)
-        if gap.first != gap.second
-    ]
-    held = [gap.first for gap in gaps[:-1]]
-    if not held or held[0] == 0:
-        found.append("nothing is held after the first turn")
-    for number, (before, after) in enumerate(itertools.pairwise(held), start=2):
-        if after <= before:
-            found.append(f"turn {number}: {after} blocks held, {before} the turn before")
-    if gaps and gaps[-1].second:
-        found.append(f"{gaps[-1].second} blocks are still held after the last turn")
-    if handed_over < len(gaps) - 1:
-        found.append(f"{handed_over} of {len(gaps) - 1} pins were handed over")
-    return found
+        found.append((held(), held()))
+    return Verdict(tuple(found), int(handed_over() - before))

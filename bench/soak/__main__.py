@@ -10,9 +10,8 @@ are forked. Every minute the weights are loaded into the engine again, every oth
 ones (``bench.soak.clients``). Both servers run at the same time, each with its own copy of these
 clients, which send the same prompts. At the end the cache is reset, and then:
 
-- ``requests``, ``errors``: turns sent, and failures of any call: turns, snapshots, updates. Neither
-  a client that hangs up nor a refusal of the snapshot routes is one (``refused`` has their
-  reasons).
+- ``requests``, ``errors``: turns sent, and failures of any call. Neither a client that hangs up nor
+  a refusal of the snapshot routes is one (``refused`` has their reasons).
 - ``crowded``: fraction of samples at which more turns were open than the server has seats.
 - ``snapshots``, ``updates``: snapshots, restores and forks done; weight updates.
 - ``overtaken``: turns that waited longer than ``admission_max_wait_s`` and ``service_s`` (the
@@ -20,18 +19,17 @@ clients, which send the same prompts. At the end the cache is reset, and then:
 - ``compared``, ``different``: answers to prompts that both servers computed with the same weights,
   and those that differ from stock's where stock was sure of the token.
 - ``leaked``, ``left``: whether the server holds more than after the warm-up, and of what: pages in
-  CPU memory, pinned blocks and orders by the connector's gauges, threads and file descriptors by
-  /proc. Jobs and pages on SSD are not checked.
+  CPU memory, pinned blocks and orders, threads and file descriptors. Jobs and pages on SSD are not
+  checked.
 - ``newcomers``, ``newcomer_s``: jobs that arrived during the run, and the median time to their
   first token; ``newcomer_ratio``: over stock's. ``newcomer_s_tenths``: medians of each tenth of
   them. ``newcomer_ratio_end``: the ratio for the last three tenths of the newcomers.
 - ``admission``: jobs and turns that were held back so far, and the percentage of the pool that new
   jobs could take at the end.
-- ``compression``: pages of CPU memory that were compressed, and decompressed again; and those that
-  left it altogether.
-- ``failures``: pages of ours that could not be copied, compressed or decoded, or were bad on SSD.
+- ``compression``, ``failures``: counters of pages in CPU memory, and of pages of ours that could
+  not be copied, compressed or decoded, or were bad on SSD.
 - ``rss_slope``: MiB that the server's memory grows in a minute, over the second half of the run.
-- ``rss_mib``: its memory at the start, after each tenth of the run, and at the end.
+  ``rss_mib``: its memory at the start and after each tenth of the run.
 - ``stock``: the same figures of stock vLLM, where it has them.
 
 On CPU PyTorch and oneDNN keep something for each number of tokens that they met: in a process of
@@ -92,6 +90,7 @@ ADMISSION_MAX_WAIT_S = 20.0
 WARM_UP_S = 20.0
 SAMPLE_EVERY_S = 2.0
 SETTLE_S = 120.0
+ADMISSION = ("jobs_held", "room_ratio")
 GAUGES = ("cpu_pages", "pinned_blocks", "orders_in_flight")
 COMPRESSION = ("pages_compressed", "pages_decompressed", "pages_evicted")
 FAILURES = ("save_failures", "restore_failures", "compression_failures", "ssd_pages_bad")
@@ -208,12 +207,6 @@ def with_every_tier(stock: ServerOptions, folder: Path) -> ServerOptions:
     )
 
 
-def admission(metrics: str) -> dict[str, float]:
-    """Jobs held so far, and the room that is given out."""
-    found = events(metrics)
-    return {name: found[name] for name in ("jobs_held", "room_ratio")}
-
-
 def counted(metrics: str, names: Sequence[str]) -> dict[str, int]:
     """Counters and gauges of the connector, by name."""
     found = events(metrics)
@@ -252,11 +245,10 @@ def measure(minutes: float, seed: int, logs: Path) -> dict[str, Any]:
         metrics = ours.metrics_text()
         deadline = time.monotonic() + SETTLE_S
         settle(ours)
-        after = holdings(ours)
-        while leaks(before, after) and time.monotonic() < deadline:
+        while leaks(before, holdings(ours)) and time.monotonic() < deadline:
             time.sleep(1.0)  # an idle server ends the surplus threads of its pools
             settle(ours)
-            after = holdings(ours)
+        after = holdings(ours)
         for server in servers.values():
             server.check()
     left = leaks(before, after)
@@ -277,7 +269,7 @@ def measure(minutes: float, seed: int, logs: Path) -> dict[str, Any]:
         "left": left,
         "newcomer_ratio": ratio_of_medians(waits, control_waits),
         "newcomer_ratio_end": ratio_of_medians(waits, control_waits, LAST),
-        "admission": admission(metrics),
+        "admission": {name: events(metrics)[name] for name in ADMISSION},
         "compression": counted(metrics, COMPRESSION),
         "failures": counted(metrics, FAILURES),
         "dtype": str(machine_dtype()),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 import numpy as np
 
@@ -20,7 +19,7 @@ class Turn:
 
     Attributes:
         sent_at: monotonic seconds. wait_s: time to the first token.
-        prompt: what tells it from other prompts.
+        prompt: differs between prompts.
         weights: the weights that computed it; None if they changed meanwhile.
         tokens: ids of the answer. margins: logprob of each over the second best.
         newcomer: True for the first turn of a newcomer.
@@ -74,15 +73,14 @@ def overtaken(turns: Iterable[Turn], limit_s: float) -> int:
     """Count the turns that waited for longer than ``limit_s`` for their first token, while a turn
     that was sent later got its own."""
     by_first = sorted(turns, key=lambda turn: turn.first_token_at)
-    count = 0
-    for place, turn in enumerate(by_first):
-        if turn.wait_s > limit_s:
-            beyond = turn.sent_at + limit_s
-            earlier = by_first[:place]
-            count += any(
-                other.sent_at > turn.sent_at and other.first_token_at > beyond for other in earlier
-            )
-    return count
+    return sum(
+        any(
+            other.sent_at > turn.sent_at and other.first_token_at > turn.sent_at + limit_s
+            for other in by_first[:place]
+        )
+        for place, turn in enumerate(by_first)
+        if turn.wait_s > limit_s
+    )
 
 
 def compare(ours: Iterable[Turn], stock: Iterable[Turn]) -> tuple[int, int]:
@@ -91,13 +89,11 @@ def compare(ours: Iterable[Turn], stock: Iterable[Turn]) -> tuple[int, int]:
     Returns:
         The number of answers compared, and how many of them first differ where stock was sure.
     """
-    theirs: dict[tuple[int, str | None], Turn] = {
-        (turn.prompt, turn.weights): turn for turn in stock if turn.weights is not None
-    }
+    theirs = {(turn.prompt, turn.weights): turn for turn in stock if turn.weights is not None}
     pairs = [
-        (turn, theirs[turn.prompt, turn.weights])
+        (turn, theirs[key])
         for turn in ours
-        if (turn.prompt, turn.weights) in theirs
+        if turn.weights is not None and (key := (turn.prompt, turn.weights)) in theirs
     ]
     return len(pairs), sum(_differs(turn, control) for turn, control in pairs)
 
@@ -113,17 +109,12 @@ def _differs(turn: Turn, control: Turn) -> bool:
 def slope(samples: Sequence[tuple[float, int]]) -> float:
     """MiB a minute, over the second half of the samples."""
     late = np.array(samples[len(samples) // 2 :], dtype=float)
-    if len(late) < 2:
-        return 0.0
-    per_second = np.polyfit(late[:, 0], late[:, 1], 1)[0]
-    return float(per_second * 60 / 2**20)
+    return float(np.polyfit(*late.T, 1)[0] * 60 / 2**20) if len(late) > 1 else 0.0
 
 
 def tenths(samples: Sequence[tuple[float, int]]) -> list[int]:
     """MiB after each tenth of the samples, from the first to the last."""
-    if not samples:
-        return []
-    at = np.linspace(0, len(samples) - 1, 11).astype(int)
+    at = np.linspace(0, len(samples) - 1, 11).astype(int) if samples else ()
     return [round(samples[n][1] / 2**20) for n in at]
 
 
@@ -142,6 +133,4 @@ def ratio_of_medians(
         last: that part, from 0 to 1.
     """
     late, control_late = (part[len(part) - round(last * len(part)) :] for part in (values, control))
-    if not late or not control_late:
-        return None
-    return median(late) / median(control_late)
+    return float(np.median(late) / np.median(control_late)) if late and control_late else None

@@ -14,10 +14,10 @@ from typing import Any
 from tiered_kv.bench.agents.recorded_rows import (
     RecordingError,
     Row,
+    common_blocks,
     gap_between,
     hashes,
     identity,
-    json_files,
     known,
     read_rows,
     real,
@@ -42,7 +42,9 @@ def tester_traces(path: Path) -> Workload:
         RecordingError: it cannot be read, is no such trace, or has no
             job.
     """
-    paths = list(json_files(path)) if path.is_dir() else [path]
+    paths = [path]
+    if path.is_dir():
+        paths = sorted(one for one in path.iterdir() if one.name.endswith((".json", ".json.gz")))
     if not paths:
         raise RecordingError(f"{path} is a folder without *.json: name the file of a recording")
     sessions = [session for one in paths for session in read_rows(one, _session)]
@@ -81,7 +83,7 @@ def _rows(requests: Sequence[Row], block: int) -> list[dict[str, Any]]:
             {
                 "in": request.get("in"),
                 "out": request.get("out"),
-                "lcp": _shared(before, request) * block,
+                "lcp": block * common_blocks(hashes(before), hashes(request)) if before else 0,
                 "gap": _gap_s(before, request),
                 "stop": request.get("stop"),
             }
@@ -107,18 +109,6 @@ def _agent(request: Row, block: int) -> dict[str, Any]:
         took_ms = 1e3 * max(0.0, ended_s - real(asked[0], "t"))
     name = request.get("agent_id") or f"agent at {request.get('t')}"
     return {"k": "sub", "id": name, "dur_ms": took_ms, "reqs": _rows(asked, block)}
-
-
-def _shared(before: Row | None, request: Row) -> int:
-    """Leading blocks that a prompt has in common with the one before."""
-    if before is None:
-        return 0
-    common = 0
-    for one, other in zip(hashes(before), hashes(request), strict=False):
-        if one != other:
-            break
-        common += 1
-    return common
 
 
 def _gap_s(before: Row | None, request: Row) -> float:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, takewhile
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 from tiered_kv.bench.agents.left_out import LeftOut
@@ -27,6 +27,7 @@ from tiered_kv.bench.agents.recorded_rows import (
     RecordingError,
     Row,
     check_times,
+    common_blocks,
     first_row,
     gap_between,
     hashes,
@@ -83,6 +84,10 @@ class _Request:
         return len(self.hashes) not in (self.prompt // self.block, -(-self.prompt // self.block))
 
 
+_Ends = dict[int | str | None, list[_Request]]
+"""Jobs by the chat or block that their last request ends with."""
+
+
 def hashed_requests(path: Path) -> Workload:
     """Jobs of a trace, in the order of their first requests. Jobs whose first prompts begin alike
     share that beginning.
@@ -101,7 +106,7 @@ def hashed_requests(path: Path) -> Workload:
             f"{_BAILIAN.block}, and times in {_BAILIAN.unit}. Convert it to one of them."
         )
     requests = sorted((one for one in found if not one.is_odd), key=lambda one: one.at_s)
-    chains = _conversations(requests) if form is _BAILIAN else _chains(requests)
+    chains = _chains(requests, form)
     check_times(
         path,
         form.unit,
@@ -130,47 +135,39 @@ def _request(form: _Form, row: Row) -> _Request:
     )
 
 
-def _chains(requests: Iterable[_Request]) -> list[list[_Request]]:
-    """Requests by job, found by their blocks."""
+def _by_blocks(request: _Request, ends: _Ends) -> int | str | None:
+    """The last whole block of the request before, if the prompt may hold its answer as well."""
+    for block in reversed(request.whole):
+        before = ends.get(block)
+        if before and request.prompt >= before[-1].prompt + before[-1].output:
+            return block
+    return None
+
+
+def _chains(requests: Iterable[_Request], form: _Form) -> list[list[_Request]]:
+    """Requests by job. Of several that follow the same one, the first goes on with its job, and
+    each other is a new job."""
     chains: list[list[_Request]] = []
-    open_at: dict[int | str, list[_Request]] = {}
+    ends: _Ends = {}
     for request in requests:
-        chain = None
-        for block in reversed(request.whole):
-            found = open_at.get(block)
-            if found and request.prompt >= found[-1].prompt + found[-1].output:
-                chain = open_at.pop(block)
-                break
+        if form is _BAILIAN:
+            before, end = request.parent, None if request.chat == _NO_PARENT else request.chat
+        else:
+            before, end = _by_blocks(request, ends), (request.whole or (None,))[-1]
+        chain = None if before is None else ends.pop(before, None)
         if chain is None:
             chain = []
             chains.append(chain)
         chain.append(request)
-        if request.whole:
-            open_at[request.whole[-1]] = chain
-    return chains
-
-
-def _conversations(requests: Iterable[_Request]) -> list[list[_Request]]:
-    """Requests by job, as they name the one before them. Of several that name the same one, the
-    first goes on with its job, and each other is a new job."""
-    chains: list[list[_Request]] = []
-    ends: dict[int | str, list[_Request]] = {}
-    for request in requests:
-        chain = ends.pop(request.parent, None) if request.parent is not None else None
-        if chain is None:
-            chain = []
-            chains.append(chain)
-        chain.append(request)
-        if request.chat not in (None, _NO_PARENT):
-            ends[request.chat] = chain
+        if end is not None:
+            ends[end] = chain
     return chains
 
 
 def _job(name: str, chain: Sequence[_Request], begins: Mapping[int | str, int]) -> SimJob:
     turns = []
     shared = 0
-    for at, request in enumerate(chain):
-        following = chain[at + 1] if at + 1 < len(chain) else None
+    for request, following in zip_longest(chain, chain[1:]):
         gap = gap_between(following.at_s - request.at_s if following else None, request.output)
         turns.append(SimTurn(shared, request.prompt - shared, request.output, gap))
         shared = _shared(request, following) if following else 0
@@ -183,8 +180,7 @@ def _job(name: str, chain: Sequence[_Request], begins: Mapping[int | str, int]) 
 def _shared(request: _Request, following: _Request) -> int:
     """Tokens of a request's context that the next prompt keeps: with its answer, if that prompt
     holds all of its whole blocks and is long enough."""
-    pairs = zip(request.whole, following.whole, strict=False)
-    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    common = common_blocks(request.whole, following.whole)
     context = request.prompt + request.output
     goes_on = common == len(request.whole) and following.prompt >= context
     return min(context if goes_on else common * request.block, following.prompt - 1)

@@ -9,7 +9,8 @@ of the session has sent before is sent as new tokens.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from tiered_kv.bench.agents.recorded_rows import (
@@ -33,16 +34,6 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Round:
-    session: str
-    number: int
-    prefix: int
-    added: int
-    output: int
-    gap_s: float
-
-
 def is_tracelab(path: Path) -> bool:
     """True if a file's first line has the columns of TraceLab's CSV."""
     try:
@@ -59,40 +50,40 @@ def tracelab_rounds(path: Path) -> Workload:
     Raises:
         RecordingError: it cannot be read, or a session has a round twice.
     """
-    sessions: dict[str, list[_Round]] = defaultdict(list)
-    for one in read_table(path, _round):
-        sessions[one.session].append(one)
+    sessions: dict[str, dict[int, SimTurn]] = defaultdict(dict)
+    for row in read_table(path, _checked):
+        identity, number = row["session_id"], whole(row, "round_idx")
+        name = f"{identity:g}" if isinstance(identity, float) else identity
+        if number in sessions[name]:
+            raise RecordingError(f"{path}: session {name} has a round_idx twice")
+        sessions[name][number] = _round(row)
     if not sessions:
         raise RecordingError(f"{path} has no rounds")
-    jobs = []
-    for name, rounds in sessions.items():
-        if len({one.number for one in rounds}) < len(rounds):
-            raise RecordingError(f"{path}: session {name} has a round_idx twice")
-        jobs.append(_job(name, sorted(rounds, key=lambda one: one.number)))
-    return Workload(path.name, tuple(jobs), Hints.RIGHT)
+    jobs = tuple(_job(name, rounds) for name, rounds in sessions.items())
+    return Workload(path.name, jobs, Hints.RIGHT)
 
 
-def _round(row: Row) -> _Round:
+def _checked(row: Row) -> Row:
     if lacking := [name for name in COLUMNS if row.get(name) in (None, "")]:
         raise ValueError(f"it has no {', '.join(lacking)}, but {names(row)}")
-    identity = row["session_id"]
-    return _Round(
-        session=f"{identity:g}" if isinstance(identity, float) else identity,
-        number=whole(row, "round_idx"),
-        prefix=whole(row, "prefix_len"),
-        added=whole(row, "input_len"),
-        output=max(1, whole(row, "output_len")),
-        gap_s=real(row, "tool_wait_after_ms") / 1e3,
-    )
+    whole(row, "round_idx")
+    _round(row)
+    return row
 
 
-def _job(name: str, rounds: list[_Round]) -> SimJob:
-    turns = []
+def _round(row: Row) -> SimTurn:
+    """A round as it was recorded, whose prefix may be longer than the context before it."""
+    added, output = whole(row, "input_len"), max(1, whole(row, "output_len"))
+    return SimTurn(whole(row, "prefix_len"), added, output, real(row, "tool_wait_after_ms") / 1e3)
+
+
+def _job(name: str, rounds: Mapping[int, SimTurn]) -> SimJob:
+    turns = list[SimTurn]()
     context = 0
-    for at, one in enumerate(rounds):
-        prompt = max(1, one.prefix + one.added)
-        shared = min(one.prefix, context, prompt - 1)
-        last = at + 1 == len(rounds)
-        turns.append(SimTurn(shared, prompt - shared, one.output, 0.0 if last else one.gap_s))
-        context = prompt + one.output
+    for number in sorted(rounds):
+        prompt = max(1, rounds[number].prompt)
+        shared = min(rounds[number].shared, context, prompt - 1)
+        turns.append(replace(rounds[number], shared=shared, added=prompt - shared))
+        context = prompt + turns[-1].output
+    turns[-1] = replace(turns[-1], gap_s=0.0)
     return SimJob(name, 0.0, tuple(turns))

@@ -114,13 +114,6 @@ def test_a_request_that_was_preempted_goes_on_where_it_was() -> None:
     assert batch.step() == [OWN, 1]
 
 
-def test_no_logit_but_the_forced_one_is_left_to_a_sampler() -> None:
-    batch = Batch()
-    batch.change(set(), [Request([3])])
-    row = batch.processor.apply(torch.full((1, VOCABULARY), 1e30))[0]
-    assert torch.softmax(row / 1e-3, dim=-1)[3] == 1
-
-
 REQUESTS = st.builds(Request, st.none() | st.lists(st.integers(0, VOCABULARY - 1), max_size=6))
 CHANGES = st.tuples(
     st.sets(st.integers(0, 7)),
@@ -156,11 +149,6 @@ def test_what_cannot_be_forced_disturbs_nobody(bad: Any) -> None:
     batch.processor.update_state(BatchUpdate(3, [], [(2, params(bad), None, [])], []))
     batch.rows.append(Request(None))
     assert batch.step() == [OWN, 3, OWN]
-
-
-@pytest.mark.parametrize("good", [None, [], [0, 5]])
-def test_lists_of_ids_are_let_in(good: Any) -> None:
-    ForcedTokens.validate_params(params(good))
 
 
 def test_a_server_finds_the_processor_from_any_folder(tmp_path: Path) -> None:

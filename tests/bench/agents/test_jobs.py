@@ -146,16 +146,6 @@ def test_turns_of_no_known_place_take_their_session_along(tmp_path: Path, field:
         mini_swe_jobs(path, Letters(), count=1, turns=3, seed=0)
 
 
-def test_the_file_that_is_named_is_read_and_not_one_beside_it(trace: Path) -> None:
-    plain = trace.with_suffix("")
-    plain.write_text("\n".join(map(json.dumps, FIX)))
-    assert set(made(plain, count=1)) == {"fix"}
-    assert set(made(trace)) == {"fix", "add"}
-    trace.unlink()
-    with pytest.raises(RecordingError, match=trace.name):
-        made(trace)
-
-
 @given(count=st.integers(1, 5), seed=st.integers(0, 99), vocabulary=st.integers(2, 50_000))
 def test_synthetic_jobs_have_the_gaps_and_contexts_they_promise(
     count: int, seed: int, vocabulary: int

@@ -1,3 +1,5 @@
+"""The demo's servers, and what it prints about them."""
+
 from __future__ import annotations
 
 import json
@@ -7,95 +9,105 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.bench.demo.results import turn_result
 from tests.bench.servers.test_server import scripted
-from tiered_kv.bench.demo.__main__ import main, prepare_model
-from tiered_kv.bench.demo.agents import JobPlan, make_jobs
-from tiered_kv.bench.demo.report import Comparison, Run
-from tiered_kv.bench.demo.stage import DemoError, Place, SoFar, Stage
-from tiered_kv.bench.demo.turns import Sources, sources_from_usage
+from tests.trace.records import record
+from tiered_kv.bench.agents.results import JobDone, Kept, Run, TurnDone
+from tiered_kv.bench.demo.__main__ import main, prepare_model, with_all_sources
+from tiered_kv.bench.demo.jobs import JobPlan, make_jobs
+from tiered_kv.bench.demo.report import Comparison
+from tiered_kv.bench.demo.stage import DemoError, Stage, so_far
 from tiered_kv.bench.output import run_benchmark
+from tiered_kv.trace.turn_record import TurnTokens
+
+
+def job(name: str, end_s: float, *turns: TurnDone) -> JobDone:
+    return JobDone(name, 0.0, end_s, turns)
+
+
+def turn(
+    number: int, ttft_s: float, cached: int = 0, text: str = "yes", **sources: int
+) -> TurnDone:
+    prompt = 100 if number == 1 else 300
+    return TurnDone(number, 0.0, ttft_s, ttft_s + 0.5, prompt, cached, 10, sources, text=text)
+
+
+def kept(server: str, *jobs: JobDone) -> Kept:
+    return Kept(Run(server, "demo", 0, 0, 0.0, jobs), "[]", 0.0)
 
 
 @pytest.fixture
 def comparison() -> Comparison:
-    """Two jobs of two turns; the connector brings the second turns back from CPU and VRAM."""
-    stock = [
-        turn_result("a", 1, ttft_s=1.0, ended_s=2.0),
-        turn_result("b", 1, ttft_s=1.0, ended_s=3.0),
-        turn_result("a", 2, ttft_s=4.0, ended_s=8.0, prompt=300, cached=32),
-        turn_result("b", 2, ttft_s=2.0, ended_s=10.0, prompt=300),
-    ]
-    tiered = [replace(result, ttft_s=result.ttft_s / 4, ended_s=4.0) for result in stock]
-    sources = {
-        ("a", 1): Sources(0, 0, 100),
-        ("b", 1): Sources(0, 0, 100),
-        ("a", 2): Sources(288, 10, 2),
-        ("b", 2): Sources(0, 298, 2),
-    }
+    """Two jobs of two turns; the connector restores the second turns from CPU memory and VRAM."""
+    stock = kept(
+        "stock",
+        job("a", 8.0, turn(1, 1.0), turn(2, 4.0, cached=32)),
+        job("b", 10.0, turn(1, 1.0), turn(2, 2.0)),
+    )
+    new = {"vram": 0, "cpu": 0, "ssd": 0}
+    tiered = kept(
+        "tiered",
+        job("a", 4.0, turn(1, 0.25, **new), turn(2, 1.0, vram=288, cpu=4, ssd=6)),
+        job("b", 4.0, turn(1, 0.25, **new), turn(2, 0.5, vram=0, cpu=298, ssd=0)),
+    )
     return Comparison(
-        model="Small",
-        jobs=2,
-        turns=2,
-        pool_tokens=1024,
-        dtype="bfloat16",
-        stock=Run(
-            results=stock, sources=sources_from_usage(stock), wall_s=10.0, reserved_cpus="[]"
-        ),
-        tiered=Run(results=tiered, sources=sources, wall_s=4.0, reserved_cpus="[]"),
+        model="Small", dtype="bfloat16", turns=2, pool_tokens=1024, stock=stock, tiered=tiered
     )
 
 
-def test_a_line_says_while_it_runs_what_later_turns_gain(comparison: Comparison) -> None:
-    line = SoFar(comparison.stock.results)
-    said = []
-    for result in comparison.tiered.results:
-        line.add(replace(result, cached_tokens=result.prompt_tokens // 2))
-        said.append(str(line))
-    assert said[:2] == ["  the agents' first prompts are computed"] * 2
-    assert "first token after 1.0 s (stock: 4.0 s), 50% of prompts computed" in said[2]
-    assert "first token after 0.8 s (stock: 3.0 s)" in said[3]
-    assert max(map(len, said)) < 80
+def with_other_answers(one: Kept, *names: str) -> Kept:
+    """The run, with another answer to the second turn of these jobs."""
+    jobs = [
+        replace(done, turns=(done.turns[0], replace(done.turns[1], text="no")))
+        if done.name in names
+        else done
+        for done in one.run.jobs
+    ]
+    return replace(one, run=replace(one.run, jobs=tuple(jobs)))
 
 
-def test_the_table_has_a_line_a_turn_and_one_for_all(comparison: Comparison) -> None:
+def test_a_table_a_line_to_quote_and_notes_are_printed(comparison: Comparison) -> None:
     lines = comparison.table().splitlines()
     assert len({len(line) for line in lines[1:]}) == 1
     assert len(lines[1]) <= 80
-    second = "2 600 288 308 4 0.75 0.97 32 568 3.00 3.90"
-    assert lines[3].split() == second.split()
+    assert lines[3].split() == [
+        "2",
+        "600",
+        "288",
+        "308",
+        "4",
+        "0.75",
+        "0.97",
+        "32",
+        "568",
+        "3.00",
+        "3.90",
+    ]
     assert lines[-1].split()[:5] == ["all", "800", "288", "308", "204"]
 
-
-def test_the_summary_says_what_a_later_turn_gains(comparison: Comparison) -> None:
     summary = comparison.summary()
     assert "\n" not in summary
+    assert "2 agents, 2 turns each, Small, KV pool of 1,024 tokens" in summary
     assert "after 0.75 s instead of 3.00 s" in summary
     assert "took 4 s instead of 10 s" in summary
     assert "26% of the prompt tokens were computed instead of 96%" in summary
 
-
-def test_the_notes_say_whether_the_runs_can_be_compared(comparison: Comparison) -> None:
     notes = "\n".join(comparison.notes())
     assert "mean job time 4.0 s, stock 9.0 s" in notes
-    assert "the same cores (reserved_cpus=[] in both logs)" in notes
+    assert "both servers had the same cores" in notes
     assert "all 4 answers are the same" in notes
-
-    other = [replace(r, text="other") if r.turn == 2 else r for r in comparison.tiered.results]
     assert "BUSY" not in notes
-    unfair = replace(comparison.tiered, results=other, reserved_cpus="[1]", other_cores=0.8)
+
+
+def test_runs_that_cannot_be_compared_are_noted(comparison: Comparison) -> None:
+    other = with_other_answers(comparison.tiered, "a", "b")
+    unfair = replace(other, reserved_cpus="[1]", other_cores=0.8)
     notes = "\n".join(replace(comparison, tiered=unfair).notes())
     assert "NOT COMPARABLE" in notes
     assert "used 0.8 cores meanwhile, 0.0 in stock's run" in notes
     assert "2 of 4 answers differ, in 2 of 2 jobs" in notes
-
-
-def test_answers_that_differ_are_held_against_stock_s_own(comparison: Comparison) -> None:
-    other = [replace(r, text="other") if r.turn == 2 else r for r in comparison.tiered.results]
-    again = replace(comparison.stock, results=[*comparison.stock.results[:3], other[3]])
-    shown = replace(comparison, tiered=replace(comparison.tiered, results=other), control=again)
-    notes = "\n".join(shown.notes())
-    assert "2 of 4 answers differ, in 2 of 2 jobs; stock vLLM differs from itself in 1" in notes
+    control = with_other_answers(comparison.stock, "b")
+    shown = replace(comparison, tiered=other, control=control)
+    assert "stock vLLM differs from itself in 1 answers, in 1 jobs" in "\n".join(shown.notes())
     assert shown.as_json()["differing_answers_of_stock"] == 1
 
 
@@ -105,8 +117,42 @@ def test_the_json_object_holds_the_table(comparison: Comparison) -> None:
     assert data["differing_answers_of_stock"] is None
     assert data["tiered"]["wall_s"] == 4.0
     assert data["stock"]["later_ttft_s"] == 3.0
-    second = data["tiered"]["by_turn"][1]
-    assert second["sources"] == {"vram": 288, "cpu": 308, "recomputed": 4}
+    assert data["tiered"]["by_turn"][1] == {
+        "turn": 2,
+        "requests": 2,
+        "sources": {"vram": 288, "cpu": 308, "recomputed": 4},
+        "ttft_mean_s": 0.75,
+        "ttft_p95_s": pytest.approx(0.975),
+    }
+
+
+def test_a_line_shows_during_a_run_what_later_turns_gain(comparison: Comparison) -> None:
+    first, second = ([one.turns[at] for one in comparison.tiered.run.jobs] for at in (0, 1))
+    half = [replace(one, cached_tokens=150) for one in second]
+    before = [one.turns[at] for at in (0, 1) for one in comparison.stock.run.jobs]
+    assert so_far(first, before) == "  the agents' first prompts are computed"
+    line = so_far([*first, half[0]], before)
+    assert "first token after 1.0 s (stock: 4.0 s), 50% of prompts computed" in line
+    assert "first token after 0.8 s (stock: 3.0 s)" in so_far([*first, *half], before)
+    assert "stock" not in so_far([*first, *half], [])
+    assert len(line) < 80
+
+
+def test_a_trace_must_account_for_every_prompt(comparison: Comparison, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    with pytest.raises(DemoError, match="wrote no trace"):
+        with_all_sources(comparison.stock, trace)
+    lines = [
+        record(job=name, turn=at, tokens=tokens).to_line()
+        for name in "ab"
+        for at, tokens in ((1, TurnTokens(100, 64, 30, 0, 6)), (2, TurnTokens(300, 1, 2, 3, 294)))
+    ]
+    trace.write_text("\n".join(lines) + "\n")
+    found = with_all_sources(comparison.stock, trace).run.turns
+    assert found[0].sources == {"vram": 64, "cpu": 30, "ssd": 0, "recomputed": 6}
+    trace.write_text("\n".join(lines[:3]) + "\n")
+    with pytest.raises(DemoError, match=r"turn 2 of b had 300 prompt tokens, but \{\}"):
+        with_all_sources(comparison.stock, trace)
 
 
 def test_a_model_given_as_a_folder_becomes_absolute(
@@ -142,34 +188,26 @@ SILENT = REFUSES.replace("self.answer(500)", "import time; time.sleep(600)")
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "message"),
     [
         (DIES_OF, "stock vLLM, while its server started: ValueError: the model does not fit."),
         (REFUSES, "stock vLLM, after 0 of 2 turns: agent-1, turn 1 was refused"),
         (SILENT, "agent-1, turn 1 got no answer for longer than a client waits. Run the demo"),
     ],
 )
-def test_a_run_that_fails_says_in_a_sentence_what_happened_and_where_the_log_is(
-    tmp_path: Path, script: str, said: str
+def test_a_run_that_fails_is_a_sentence_with_the_reason_and_the_log(
+    tmp_path: Path, script: str, message: str
 ) -> None:
     source = tmp_path / "source.py"
     source.write_text("value = compute(1, 2)\n" * 500)
-    jobs = make_jobs(JobPlan(jobs=1, turns=2, start_s=0.0), [source])
-    place = Place()
+    arrivals = make_jobs(JobPlan(jobs=1, turns=2, start_s=0.0), [source])
+    stage, log = Stage(Console(quiet=True)), tmp_path / "stock.log"
+    assert stage.stopped().startswith("stopped: before a server was started; no server is left")
     patience_s = 1.0 if script == SILENT else 60.0
-    log = tmp_path / "stock.log"
-    options = scripted(script)
-    stage = Stage("stock vLLM", options, log, Console(quiet=True), place, patience_s)
     with pytest.raises(DemoError) as failed:
-        stage.run(jobs, 24)
-    message = str(failed.value)
-    assert said in message
-    assert message.endswith(f"The server's log: {log}")
-    assert "\n" not in message
-
-
-def test_an_interrupt_says_how_far_the_demo_was(tmp_path: Path) -> None:
-    place = Place()
-    assert place.stopped().startswith("stopped: before a server was started; no server is left")
-    place.reached("tiered-kv, after 3 of 64 turns", tmp_path / "tiered.log")
-    assert f"3 of 64 turns; no server is left running. Its log: {tmp_path}" in place.stopped()
+        stage.run("stock vLLM", scripted(script), log, arrivals, patience_s=patience_s)
+    found = str(failed.value)
+    assert message in found
+    assert found.endswith(f"The server's log: {log}")
+    assert "\n" not in found
+    assert stage.stopped().endswith(f"no server is left running. Its log: {log}.")

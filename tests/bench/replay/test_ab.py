@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from tiered_kv.bench.agents.client import Hints
 from tiered_kv.bench.agents.figures import unequal
-from tiered_kv.bench.agents.jobs import Job, Turn, digest
+from tiered_kv.bench.agents.jobs import Job, Turn
 from tiered_kv.bench.agents.left_out import LeftOut
 from tiered_kv.bench.agents.paired import drawn_order
 from tiered_kv.bench.agents.results import JobDone, Kept, Run, TurnDone
@@ -31,7 +33,7 @@ from tiered_kv.bench.replay.ab import (
 from tiered_kv.bench.replay.kinds import Kind, make_kinds, size_for
 from tiered_kv.bench.replay.measure import Workload, keep_trace
 from tiered_kv.bench.replay.report import Row, lines, summary, table
-from tiered_kv.bench.replay.verify_pin import Gap, Verdict
+from tiered_kv.bench.replay.verify_pin import Verdict
 from tiered_kv.bench.servers.server_costs import ServerCosts
 
 KINDS = make_kinds("model", size_for([3000], 6400))
@@ -48,9 +50,11 @@ def slowdown(server: str, jobs_per_s: float) -> float:
 class Machine:
     """Servers that take longer the more jobs arrive; others' offloaders do not start."""
 
-    def __init__(self, stop_after: int | None = None) -> None:
+    def __init__(self, stop_after: int | None = None, **job: Any) -> None:
         self.measured: list[tuple[str, str, int]] = []
+        self.costs = defaultdict[str, list[ServerCosts | None]](list)
         self._stop_after = stop_after
+        self._job = job
 
     def __call__(
         self,
@@ -65,12 +69,14 @@ class Machine:
         if kind.optional:
             raise NotStarted(f"{kind.name} wants a GPU")
         self.measured.append((load, kind.name, number))
+        self.costs[f"{kind.name} {load}"].append(costs)
         crowd = 0.0 if jobs_per_s is None else jobs_per_s
         took_s = 10.0 * slowdown(kind.name, crowd)
         turn = TurnDone(
             1, 0.0, took_s / 2, took_s, 100, 50, 1, tokens=(1, 2), logprobs=(-1.0, -2.0)
         )
-        jobs = tuple(JobDone(f"job-{at}", 0.0, took_s, (turn,)) for at in range(2))
+        job = replace(JobDone("job", 0.0, took_s, (turn,)), **self._job)
+        jobs = tuple(replace(job, name=f"job-{at}") for at in range(2))
         run = Run(kind.name, load, number, 0, crowd, jobs, ("--flag",), {"vllm": "0"}, 1.0, 1)
         return Kept(run, reserved_cpus="[]", other_cores=0.0)
 
@@ -113,37 +119,21 @@ def test_bounds_may_run_in_the_first_round_alone(tmp_path: Path) -> None:
 def test_a_router_is_told_what_stocks_steps_cost_and_is_not_run_before_that_is_known(
     tmp_path: Path,
 ) -> None:
-    told = dict[str, list[ServerCosts | None]]()
-
-    class Costly(Machine):
-        """Answers of many tokens, in turns of many lengths: what they cost can be fitted."""
-
-        def __call__(
-            self,
-            kind: Kind,
-            load: str,
-            number: int,
-            jobs_per_s: float | None,
-            costs: ServerCosts | None = None,
-        ) -> Kept:
-            told.setdefault(f"{kind.name} {load}", []).append(costs)
-            kept = super().__call__(replace(kind, optional=False), load, number, jobs_per_s)
-            turns = tuple(
-                TurnDone(at, 10.0 * at, 0.1 * at, 0.1 * at + 2.0, 100 * at, 0, 50)
-                for at in range(1, 9)
-            )
-            jobs = (replace(kept.run.jobs[0], turns=turns),)
-            return replace(kept, run=replace(kept.run, jobs=jobs))
-
+    turns = tuple(
+        TurnDone(at, 10.0 * at, 0.1 * at, 0.1 * at + 2.0, 100 * at, 0, 50) for at in range(1, 9)
+    )
+    machine = Machine(turns=turns)  # of many lengths, so that costs can be fitted
     kinds = make_kinds("model", size_for([3000], 6400), peers=True)
+    kinds = [replace(kind, optional=False) for kind in kinds]
     ledger = Ledger(tmp_path, {}, resume=False)
-    Harness(kinds, PRESET, Costly(), ledger, seed=0).run_all()
+    Harness(kinds, PRESET, machine, ledger, seed=0).run_all()
+    told = machine.costs
     assert told["lmcache idle"] == [None]
     assert "vllm-router idle" not in told
     for name in ("vllm-router", "tiered-behind-router"):
         (first, *_) = costs = told[f"{name} pressure"] + told[f"{name} beyond"]
         assert first is not None
-        assert first.token == pytest.approx(1e-3, rel=0.05)
+        assert first.token == pytest.approx(1e-3, rel=0.01)
         assert costs == [first] * (2 * PRESET.rounds)
 
 
@@ -213,21 +203,8 @@ def test_a_half_written_file_is_named(tmp_path: Path) -> None:
 
 
 def test_stock_that_finishes_nothing_ends_the_measurement(tmp_path: Path) -> None:
-    class Broken(Machine):
-        def __call__(
-            self,
-            kind: Kind,
-            load: str,
-            number: int,
-            jobs_per_s: float | None,
-            costs: ServerCosts | None = None,
-        ) -> Kept:
-            kept = super().__call__(kind, load, number, jobs_per_s)
-            jobs = tuple(replace(job, error="refused") for job in kept.run.jobs)
-            return replace(kept, run=replace(kept.run, jobs=jobs))
-
     with pytest.raises(HarnessError, match="stock finished no job"):
-        harness(tmp_path, Broken()).run_all()
+        harness(tmp_path, Machine(error="refused")).run_all()
 
 
 @given(st.floats(0.01, 10.0), st.floats(0.5, 3.0))
@@ -240,12 +217,6 @@ def test_calibration_comes_near_on_any_smooth_curve(scale: float, power: float) 
         rate = next_rate(tried, 3.0)
         tried.append((rate, slowdown(rate)))
     assert slowdown(nearest_rate(tried, 3.0)) == pytest.approx(3.0, rel=0.35)
-
-
-def test_a_workload_is_known_by_its_digest() -> None:
-    job = Job("a", "", (Turn((1, 2), (3,), 0.5),))
-    assert digest([job]) == digest([replace(job)])
-    assert digest([job]) != digest([replace(job, salt="other")])
 
 
 def test_the_warm_up_shares_nothing_with_the_jobs() -> None:
@@ -302,19 +273,6 @@ def test_a_summary_of_little_or_nothing_is_still_json() -> None:
     assert "NaN" not in json.dumps(said)
     assert table(said).row_count == 1
     assert any("did not finish a (round 1)" in line for line in lines(said))
-
-
-def test_answers_that_were_not_forced_are_not_compared(tmp_path: Path) -> None:
-    done = harness(tmp_path, Machine())
-    done.run_all()
-    said = summary(done.kept, {}, forced=False)
-    assert {row["agrees"] for row in said["rows"]} == {None}
-
-
-def test_the_presets_are_what_is_published() -> None:
-    cpu, peers = PRESETS["cpu"], PRESETS["peers"]
-    assert (cpu.jobs, cpu.idle_rounds, cpu.rounds, cpu.slowdown) == (30, 5, 3, 3.0)
-    assert (peers.rounds, peers.slowdown, peers.pool_tokens) == (3, 3.0, cpu.pool_tokens)
 
 
 def test_a_run_s_trace_is_kept_with_its_older_files_and_replaces_that_of_an_earlier_try(
@@ -389,17 +347,17 @@ def test_kept_runs_are_drawn_from_idle_on_and_from_stock_on(
     assert json.loads(capsys.readouterr().out) == {"files": [str(tmp_path / "replay.png")]}
     servers = ["stock", "tiered", "reach", "bound"]
     loads = ["idle", "pressure", "beyond"]
-    drawn_of = [(row.load, row.server) for row in drawn]
+    drawn_of = [(row["load"], row["server"]) for row in drawn]
     assert drawn_of.pop(1) == ("idle", "control")
     assert drawn_of == [(x, y) for x in loads for y in servers]
 
 
 def held(*blocks: int, handed_over: int = 4) -> Verdict:
-    return Verdict(tuple(Gap(count, count) for count in blocks), handed_over)
+    return Verdict(tuple((count, count) for count in blocks), handed_over)
 
 
 def test_a_pin_holds_if_blocks_rise_stay_and_go() -> None:
-    assert held(10, 13, 16, 19, 0).faults == ()
+    assert held(10, 13, 16, 19, 0).faults == []
 
 
 @pytest.mark.parametrize(
@@ -409,7 +367,7 @@ def test_a_pin_holds_if_blocks_rise_stay_and_go() -> None:
         (held(10, 13, 13, 19, 0), "turn 3: 13 blocks held, 13 the turn before"),
         (held(10, 13, 16, 19, 4), "4 blocks are still held after the last turn"),
         (held(10, 13, 16, 19, 0, handed_over=1), "1 of 4 pins were handed over"),
-        (Verdict((Gap(10, 7), Gap(0, 0)), 1), "turn 1: 10 blocks held, then 7 in the same gap"),
+        (Verdict(((10, 7), (0, 0)), 1), "turn 1: 10 blocks held, then 7 in the same gap"),
         (Verdict((), 0), "nothing is held after the first turn"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.bench.agents.figures import compare, recomputed
+from tiered_kv.bench.agents.figures import compare
 from tiered_kv.bench.agents.results import JobDone, Run, TurnDone
 from tiered_kv.bench.replay.agreement import agreement, difference
 from tiered_kv.bench.replay.report import closed, idle_ratio, ratios, row
@@ -77,11 +77,11 @@ def with_a_page_that_matters_little(right: Run, at: int) -> Run:
 
 def test_a_row_has_the_times_of_jobs_that_finished_and_names_the_others() -> None:
     found = row("stock", "pressure", [run("stock", [2, 4, 6, 100], failed=[3])], forced=True)
-    assert (found.mean_s, found.p50_s) == (4.0, 4.0)
-    assert found.p95_s == pytest.approx(5.8)
-    assert found.jobs == 3
-    assert found.unfinished == ("job-3 (round 1)",)
-    assert found.done_per_s == pytest.approx(3 / 103)
+    assert (found["mean_s"], found["p50_s"]) == (4.0, 4.0)
+    assert found["p95_s"] == pytest.approx(5.8)
+    assert found["jobs"] == 3
+    assert found["unfinished"] == ["job-3 (round 1)"]
+    assert found["done_per_s"] == pytest.approx(3 / 103)
 
 
 def test_what_was_recomputed_is_what_no_tier_had_and_the_turn_before_did() -> None:
@@ -89,18 +89,7 @@ def test_what_was_recomputed_is_what_no_tier_had_and_the_turn_before_did() -> No
     first, second = turn(1, prompt_tokens=60, output_tokens=15), turn(2, sources=told)
     runs = [run("tiered", [1.0], turns=(first, second))]
     found = row("tiered", "pressure", runs, forced=True)
-    assert found.recomputed_fraction == (40 - (100 - 60 - 15)) / 160
-
-
-def test_a_turn_that_has_all_it_could_have_recomputes_nothing() -> None:
-    told = {"vram": 75, "recomputed": 25}
-    turns = (turn(1, prompt_tokens=60, output_tokens=15), turn(2, sources=told))
-    assert row("bound", "pressure", [run("bound", [1.0], turns=turns)], forced=True).sources == {
-        "cached": 0,
-        "vram": 75,
-        "recomputed": 85,
-    }
-    assert recomputed(run("bound", [1.0], turns=turns).jobs[0]) == 0
+    assert found["recomputed_fraction"] == (40 - (100 - 60 - 15)) / 160
 
 
 def test_closed_is_the_share_of_the_gap_between_stock_and_the_bound() -> None:
@@ -215,18 +204,10 @@ def test_another_answer_is_no_agreement() -> None:
     assert agreement(other, [one, replace(one, load="idle"), other]) is False
 
 
-def test_logprobs_that_are_no_numbers_do_not_agree() -> None:
-    one, two = spoken("stock", 0.01, seed=1), spoken("stock", 0.01, seed=2, load="idle")
-    (job,) = one.jobs
-    broken = replace(job.turns[0], logprobs=(float("nan"),) * TOKENS)
-    ours = replace(one, server="tiered", jobs=(replace(job, turns=(broken, *job.turns[1:])),))
-    assert agreement(ours, [one, two, ours]) is False
-
-
 def test_without_a_second_run_of_stock_nothing_is_said() -> None:
     one, ours = spoken("stock", 0.0, seed=1), spoken("tiered", 0.0, seed=2)
     assert agreement(ours, [one, ours]) is None
-    assert row("tiered", "pressure", [one, ours], forced=True).agrees is None
+    assert row("tiered", "pressure", [one, ours], forced=True)["agrees"] is None
 
 
 def test_idle_plays_fewer_jobs_and_is_still_compared() -> None:

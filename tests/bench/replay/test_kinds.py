@@ -65,15 +65,6 @@ def test_servers_differ_in_nothing_but_what_is_compared() -> None:
     assert all(flag(kind, "--logprobs-mode") == "raw_logprobs" for kind in kinds.values())
 
 
-def test_stock_and_the_bound_have_no_connector_and_ours_has() -> None:
-    kinds = made()
-    assert kinds["stock"].options.kv_transfer_config is None
-    assert kinds["bound"].options.kv_transfer_config is None
-    config = kinds["tiered"].options.kv_transfer_config
-    assert config is not None
-    assert config["kv_load_failure_policy"] == "recompute"
-
-
 def test_as_much_runs_at_once_within_reach_as_stocks_pool_holds() -> None:
     kinds = made()
     reach = kinds["reach"]
@@ -131,7 +122,3 @@ def test_peers_stand_around_stock_and_one_of_them_in_front_of_ours_as_well() -> 
     assert kinds["vllm-router"].deploy == BehindRouter(SIZING.pool_tokens, 1)
     for name, kind in kinds.items():
         assert kind.session_header == kind.needs_costs == name.endswith("router")
-
-
-def test_a_model_that_speaks_for_itself_needs_no_processor() -> None:
-    assert flag(made(forced=False)["stock"], "--logits-processors") is None
