@@ -30,7 +30,7 @@ from tiered_kv.bench.agents.run_files import (
     read_runs,
 )
 from tiered_kv.bench.live.live_jobs import load_jobs
-from tiered_kv.bench.live.report import lines, live_pairs, live_rows, plot_sweeps, table
+from tiered_kv.bench.live.report import live_pairs, live_rows, plot_sweeps, readable
 from tiered_kv.bench.live.rounds import Arriving, Load, Rounds, level_of
 from tiered_kv.bench.live.servers import LiveError, Target, served
 from tiered_kv.bench.live.workload_statistics import (
@@ -41,9 +41,9 @@ from tiered_kv.bench.live.workload_statistics import (
 from tiered_kv.bench.output import (
     AsJson,
     command_line,
-    print_json,
     progress,
     run_command,
+    show,
     without_nan,
 )
 from tiered_kv.bench.paths import ROOT
@@ -202,7 +202,9 @@ def compare(
             raise RunFileError(
                 f"{one} and {other} cannot be compared: their {', '.join(unlike)} differ"
             )
-        show([run for folder in (one, other) for run in _named_by_folder(folder)], {}, as_json)
+        print_figures(
+            [run for folder in (one, other) for run in _named_by_folder(folder)], {}, as_json
+        )
         return 0
 
     finish(compared)
@@ -271,25 +273,21 @@ def measure(measuring: Rounds, as_json: bool) -> int:
         measuring.run_all()
     except KeyboardInterrupt:
         stopped = True
-    show(measuring.runs, measuring.jobs.left_out, as_json)
+    print_figures(measuring.runs, measuring.jobs.left_out, as_json)
     if stopped:
         print(STOPPED, file=sys.stderr)
     return 130 if stopped else 0
 
 
-def show(runs: Sequence[Run], left_out: Mapping[str, LeftOut], as_json: bool) -> None:
+def print_figures(runs: Sequence[Run], left_out: Mapping[str, LeftOut], as_json: bool) -> None:
     """Print the figures of runs on standard output."""
     result = {
         "servers": live_rows(runs),
         "pairs": live_pairs(runs),
         "left_out": {reason: asdict(found) for reason, found in left_out.items()},
     }
-    if as_json:
-        print_json(without_nan(result))
-        return
-    Console().print(table(result))
-    for line in lines(result):
-        print(f"- {line}")
+    shown = without_nan(result) if as_json else readable(result)
+    show("Jobs on running servers", shown, as_json)
 
 
 def _names(bases: Sequence[str], given: Sequence[str]) -> list[str]:

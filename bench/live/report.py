@@ -1,4 +1,4 @@
-"""Results of a measurement: rows and pairs as JSON has them, a table, sentences, and a figure.
+"""Results of a measurement: rows and pairs as JSON has them, tables, and a figure.
 
 Times carry the names that Continuum's own analysis gives them (``average_duration``,
 ``percentile_95`` and so on), so that its readers find them.
@@ -6,13 +6,12 @@ Times carry the names that Continuum's own analysis gives them (``average_durati
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Column, Table
 
 from tiered_kv.bench.agents.figures import by_number, compare, mean, tokens, tpots
 from tiered_kv.bench.agents.plotting import PlotError, draw_times, drawn, label, looks
@@ -139,53 +138,54 @@ def _distribution(values: Sequence[float]) -> dict[str, float]:
     return {"mean": mean(values), **at}
 
 
-def table(result: Mapping[str, Any]) -> Table:
-    """One row for every load and server; times in seconds."""
-    times = ("mean", "P50", "P90", "P95", "P99", "TTFT", "P90", "TPOT ms")
-    numbers = (Column(name, justify="right") for name in ("jobs", *times, "hits", "tokens/s"))
-    made = Table("load", "server", *numbers, title="Jobs on running servers", title_justify="left")
+def readable(result: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Tables for a terminal, by their titles; times in seconds."""
+    tables: dict[str, list[dict[str, Any]]] = {
+        "servers": [],
+        "pairs": [],
+        "unfinished jobs": [],
+        "left out": [],
+    }
     for row in result["servers"]:
-        counted = row["hits_by_counter"]
-        hits = sum(counted.values()) if counted else row["hit_ratio"]
-        made.add_row(
-            row["load"],
-            row["server"],
-            str(row["num_jobs"]),
-            f"{row['average_duration']:.1f}",
-            *(f"{row[f'percentile_{at}']:.1f}" for at in PERCENTILES),
-            f"{row['ttft']['mean']:.2f}",
-            f"{row['ttft']['p90']:.2f}",
-            f"{1e3 * row['tpot']['mean']:.0f}",
-            "-" if hits is None else f"{hits:.1%}",
-            f"{row['tokens_per_s']:,.0f}",
+        where = {"load": row["load"], "server": row["server"]}
+        hits = sum((row["hits_by_counter"] or {}).values()) or row["hit_ratio"]
+        tables["servers"].append(
+            {
+                **where,
+                "jobs": row["num_jobs"],
+                "mean": row["average_duration"],
+                **{f"P{at}": row[f"percentile_{at}"] for at in PERCENTILES},
+                "TTFT": row["ttft"]["mean"],
+                "TTFT P90": row["ttft"]["p90"],
+                "TPOT": row["tpot"]["mean"],
+                "hits": "-" if hits is None else f"{hits:.1%}",
+                "tokens/s": f"{row['tokens_per_s']:,.0f}",
+            }
         )
-    return made
-
-
-def lines(result: Mapping[str, Any]) -> Iterator[str]:
-    """Sentences below the table: on pairs, on jobs that failed, on what was left out."""
+        if row["unfinished"]:
+            tables["unfinished jobs"].append(
+                {**where, "jobs": row["unfinished"], "first error": row["first_error"]}
+            )
     for pair in result["pairs"]:
         found = pair["paired_difference"]
-        interval = "one round has no interval"
+        interval = "one round has none"
         if found["low"] is not None:
-            interval = (
-                f"95% interval {found['low']:+.1f} to {found['high']:+.1f}%, "
-                f"{pair['rounds']} rounds, {pair['jobs']} pairs of jobs"
-            )
-        yield (
-            f"{pair['load']}: jobs on {pair['server']} take {found['percent']:+.1f}% longer than "
-            f"on {pair['over']}; {interval}"
+            interval = f"{found['low']:+.1f} to {found['high']:+.1f}%"
+        tables["pairs"].append(
+            {
+                **{name: pair[name] for name in ("load", "server", "over")},
+                "job time": f"{found['percent']:+.1f}%",
+                "95% interval": interval,
+                **{name: pair[name] for name in ("rounds", "jobs")},
+            }
         )
-    for row in result["servers"]:
-        if row["unfinished"]:
-            yield (
-                f"{row['load']}: {row['unfinished']} jobs of {row['server']} did not finish; "
-                f"the first: {row['first_error']}"
-            )
     for reason, found in result["left_out"].items():
         if found["sessions"]:
             why = REASONS.get(reason, reason)
-            yield f"{found['turns']} turns of {found['sessions']} sessions left out: they {why}"
+            tables["left out"].append(
+                {"sessions": found["sessions"], "since they": why, "turns": found["turns"]}
+            )
+    return {title: rows for title, rows in tables.items() if rows}
 
 
 def plot_sweeps(rows: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:

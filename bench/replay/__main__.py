@@ -13,20 +13,19 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
 
 from tiered_kv.bench.agents.client import Hints
 from tiered_kv.bench.agents.jobs import RecordedJobs, digest, mini_swe_jobs, synthetic_jobs
 from tiered_kv.bench.agents.left_out import LeftOut
 from tiered_kv.bench.agents.run_files import Ledger, read_runs
-from tiered_kv.bench.output import AsJson, command_line, one_of, print_json, progress, run_command
+from tiered_kv.bench.output import AsJson, command_line, one_of, progress, run_command, show
 from tiered_kv.bench.paths import ROOT
 from tiered_kv.bench.replay.ab import PRESETS, Harness, Preset, total_runs
 from tiered_kv.bench.replay.failures import FAILURES
 from tiered_kv.bench.replay.kinds import ROUND, Kind, longest_context, make_kinds, size_for
 from tiered_kv.bench.replay.measure import Replay, Workload, versions
 from tiered_kv.bench.replay.names import CALIBRATION
-from tiered_kv.bench.replay.report import lines, plot, rows, summary, table
+from tiered_kv.bench.replay.report import plot, readable, rows, summary
 from tiered_kv.bench.replay.verify_pin import verify
 from tiered_kv.bench.servers.model import small_model
 from tiered_kv.bench.servers.vllm_server import machine_dtype
@@ -227,13 +226,9 @@ def measure(
         except KeyboardInterrupt:
             stopped = True
     result = summary(harness.kept, harness.not_started, forced=workload.forced, left_out=left_out)
-    if as_json:
-        print_json(result)
-    else:
-        Console().print(table(result))
-        notes = f"every server computed in {machine_dtype()}", f"runs and logs in {out}"
-        for line in (*lines(result), *notes):
-            print(f"- {line}")
+    if not as_json:
+        result = readable(result) | {"dtype": str(machine_dtype()), "runs and logs": str(out)}
+    show("Agent jobs on real servers", result, as_json)
     if stopped:
         print("stopped; --resume goes on from here, no server is left", file=sys.stderr)
     return 130 if stopped else 0

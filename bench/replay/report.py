@@ -1,4 +1,4 @@
-"""Results of a comparison: rows, ratios, one JSON object, a table, sentences, and a figure."""
+"""Results of a comparison: rows, ratios, one JSON object, tables, and a figure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
-from rich.table import Column, Table
 
 from tiered_kv.bench.agents.figures import (
     by_number,
@@ -38,7 +36,13 @@ REASONS = {
     "too_long": "a context that the pool or the model does not hold",
 }
 """Reasons why sessions are left out."""
-AGAIN = "again: fraction of the prompt tokens computed once more; agrees: outputs with stock's"
+TIMES = {
+    "mean": "mean_s",
+    "P50": "p50_s",
+    "P95": "p95_s",
+    "P99": "p99_s",
+    "TTFT": "ttft_s",
+}
 
 
 def row(server: str, load: str, runs: Sequence[Run], *, forced: bool) -> Row:
@@ -192,67 +196,57 @@ def summary(
     return found_values
 
 
-def table(result: Row) -> Table:
-    """The rows of ``summary``, in as many columns as a terminal holds."""
-    numbers = ("jobs", "mean s", "P50", "P95", "P99", "TTFT s", "again", "agrees")
-    shown = Table(
-        *(Column(name, no_wrap=True) for name in ("load", "server")),
-        *(Column(name, justify="right") for name in numbers),
-        title="Agent jobs on real servers",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    last = None
-    for one in result["rows"]:
-        if last not in (None, one["load"]):
-            shown.add_section()
-        last = one["load"]
-        times = (one[key] for key in ("mean_s", "p50_s", "p95_s", "p99_s", "ttft_s"))
-        shown.add_row(
-            one["load"],
-            one["server"],
-            f"{one['jobs']}/{one['jobs'] + len(one['unfinished'])}",
-            *("-" if value is None else f"{value:.2f}" for value in times),
-            f"{one['recomputed_fraction']:.3f}",
-            {True: "yes", False: "NO", None: "-"}[one["agrees"]],
-        )
-    return shown
-
-
-def lines(result: Row) -> list[str]:
-    """Sentences below the table."""
-    found = [AGAIN]
-    for one in result["ratios"]:
-        by_round = ", ".join(f"{ratio:.2f}" for ratio in one["rounds"])
-        found.append(
-            f"{one['load']}: time over that of {one['server']} {_with_interval(one['mean'])} in "
-            f"the mean (by rounds {by_round}), {_with_interval(one['p90'])} at P90, "
-            f"{one['p95']:.2f} at P95"
-        )
+def readable(result: Row) -> dict[str, Any]:
+    """Tables and figures for a terminal, by their titles; times in seconds."""
+    shown: dict[str, Any] = {
+        "jobs": [
+            {
+                **{name: one[name] for name in ("load", "server")},
+                "jobs": f"{one['jobs']}/{one['jobs'] + len(one['unfinished'])}",
+                **{title: one[name] for title, name in TIMES.items()},
+                "computed again": f"{one['recomputed_fraction']:.3f}",
+                "outputs agree": {True: "yes", False: "NO", None: "-"}[one["agrees"]],
+            }
+            for one in result["rows"]
+        ],
+        "time of ours over": [
+            {
+                **{name: one[name] for name in ("server", "load")},
+                "mean": _with_interval(one["mean"]),
+                "by round": ", ".join(f"{ratio:.2f}" for ratio in one["rounds"]),
+                "P90": _with_interval(one["p90"]),
+                "P95": f"{one['p95']:.2f}",
+            }
+            for one in result["ratios"]
+        ],
+        "does not finish": [
+            {"server": one["server"], "load": one["load"], "jobs": ", ".join(one["unfinished"])}
+            for one in result["rows"]
+            if one["unfinished"]
+        ],
+        "left out": [
+            {"sessions": one["sessions"], "turns": one["turns"], "for": REASONS[reason]}
+            for reason, one in result["left_out"].items()
+            if one["sessions"]
+        ],
+        "does not serve here": [
+            {"server": name, "reason": why} for name, why in result["not_started"].items()
+        ],
+        "NOT EVENLY MEASURED": "; ".join(result["notes"]),
+    }
     for name in ("mean", "p95"):
-        if result[f"closed_{name}"] is not None:
-            part = f"{result[f'closed_{name}']:.2f}"
-            found.append(f"of the gap between stock and the bound, {part} is closed ({name})")
-    for key, name, server in (
-        ("idle_ratio", "idle", "ours"),
-        ("idle_control", "idle_control", "stock's second run"),
+        shown[f"part of the gap between stock and the bound that is closed, {name}"] = result[
+            f"closed_{name}"
+        ]
+    for server, key, name in (
+        ("ours", "idle_ratio", "idle"),
+        ("stock's second run", "idle_control", "idle_control"),
     ):
         if result[key] is not None:
             low, high = result[f"{name}_interval"]
             ratio = _with_interval({"ratio": result[key], "low": low, "high": high}, 3)
-            found.append(f"at idle, time of {server} over stock's: {ratio}")
-    for one in result["rows"]:
-        if one["unfinished"]:
-            names = ", ".join(one["unfinished"])
-            found.append(f"{one['server']} under {one['load']} did not finish {names}")
-    found += [
-        f"left out for {REASONS[reason]}: {one['turns']} turns of {one['sessions']} sessions"
-        for reason, one in result["left_out"].items()
-        if one["sessions"]
-    ]
-    found += [f"{name} does not serve here: {why}" for name, why in result["not_started"].items()]
-    return found + [f"NOT EVENLY MEASURED: {note}" for note in result["notes"]]
+            shown[f"time of {server} over stock's, at idle"] = ratio
+    return {title: found for title, found in shown.items() if found}
 
 
 def _with_interval(found: Mapping[str, float | None], digits: int = 2) -> str:

@@ -101,13 +101,14 @@ def test_two_measurements_are_compared_in_pairs(server: StubServer, tmp_path: Pa
     assert "seed" in odd.output
 
 
-def test_the_table_and_its_sentences(server: StubServer, tmp_path: Path) -> None:
+def test_without_json_the_result_is_tables(server: StubServer, tmp_path: Path) -> None:
     done = call("--url", server.url, "--url", server.url, "--sessions", "1", "--rounds", "1",
                 "--out", tmp_path, *QUICK)  # fmt: skip
     assert done.exit_code == 0, done.output
-    assert "Jobs on running servers" in done.output
-    assert "one round has no interval" in " ".join(done.output.split())
-    assert "end early" in done.output, "turns were cut"
+    text = " ".join(done.output.split())
+    assert "Jobs on running servers: servers" in text
+    assert "one round has none" in text
+    assert "end early" in text, "turns were cut"
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,6 @@ TRACE = {
 }
 
 
-def test_the_generated_workload_of_continuum_has_eight_turns_and_its_tools() -> None:
-    jobs = load("original").jobs
-    assert [len(job.turns) for job in jobs] == [8] * 5
-    assert {turn.tool for job in jobs for turn in job.turns[:-1]} == {"cat notes.txt", "pytest -q"}
-
-
 @pytest.mark.parametrize("form", ["folder", "file", "lines", "indented"])
 def test_traces_of_kv_cache_tester_keep_gaps_shared_tokens_and_sub_agents(
     form: str, tmp_path: Path
@@ -77,11 +71,6 @@ def test_traces_of_kv_cache_tester_keep_gaps_shared_tokens_and_sub_agents(
     (agent,) = job.turns[0].agents
     assert [(turn.prompt, turn.output) for turn in agent.turns] == [(100, 5)]
     assert len(found.jobs) == (2 if form == "lines" else 1)
-
-
-def test_a_request_that_was_recorded_twice_is_played_once(tmp_path: Path) -> None:
-    (tmp_path / "one.json").write_text(json.dumps(TRACE))
-    assert sum(turn.prompt == 200 for turn in load(tmp_path).jobs[0].turns) == 1
 
 
 def test_mooncakes_requests_are_joined_to_jobs_by_their_prompts_blocks(tmp_path: Path) -> None:
@@ -245,14 +234,6 @@ def test_traces_in_a_folder_may_be_gzipped(tmp_path: Path) -> None:
         load(tmp_path.parent)
 
 
-@pytest.mark.parametrize("form", OF_EACH_FORM)
-def test_a_line_ends_with_a_line_feed_alone(form: str, tmp_path: Path) -> None:
-    rows = [{**row, "note": "a\u2028b\u0085c\x0bd"} for row in OF_EACH_FORM[form]]
-    path = tmp_path / "recording.jsonl"
-    path.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\r\n")
-    assert load(path).jobs == load(lines(tmp_path / "plain.jsonl", OF_EACH_FORM[form])).jobs
-
-
 TRACELAB = """session_id,round_idx,prefix_len,input_len,output_len,tool_wait_after_ms
 b,1,520,60,40,0
 b,0,500,20,0,1500.5
@@ -375,17 +356,6 @@ def test_sessions_of_aiperf_are_told_what_they_lack(tmp_path: Path) -> None:
     del rows[1]["timestamp"]
     with pytest.raises(ValueError, match="line 2: it has a delay in place of a timestamp"):
         load(lines(tmp_path / "sessions.jsonl", rows))
-
-
-def test_a_session_that_is_too_short_is_told_of_as_that(tmp_path: Path) -> None:
-    short = {"id": "s", "requests": [request(9.0 * n, 200, 30, [1, 2, 3, n]) for n in range(2)]}
-    with pytest.raises(ValueError, match="no job of 3 turns or more: 2 turns of 1 sessions"):
-        load(lines(tmp_path / "short.json", [short]))
-
-
-def test_an_unknown_workload_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(ValueError, match="swe-agent, chat"):
-        load("nobody")
 
 
 def job(*turns: SimTurn, name: str = "job") -> LiveJobs:

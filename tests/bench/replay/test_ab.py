@@ -32,7 +32,7 @@ from tiered_kv.bench.replay.ab import (
 )
 from tiered_kv.bench.replay.kinds import Kind, make_kinds, size_for
 from tiered_kv.bench.replay.measure import Workload, keep_trace
-from tiered_kv.bench.replay.report import Row, lines, summary, table
+from tiered_kv.bench.replay.report import Row, readable, summary
 from tiered_kv.bench.replay.verify_pin import Verdict
 from tiered_kv.bench.servers.server_costs import ServerCosts
 
@@ -250,16 +250,16 @@ def test_the_summary_is_json_with_the_promised_keys(tmp_path: Path) -> None:
     assert said["closed_mean"] == pytest.approx(0.8)
     assert said["idle_ratio"] == said["idle_control"] == 1.0
     assert [row["agrees"] for row in said["rows"]] == [True] * 13
-    assert table(said).row_count == 13
     against = [(one["load"], one["server"]) for one in said["ratios"]]
     assert against == [(x, y) for x in ("pressure", "beyond") for y in ("stock", "reach", "bound")]
     assert all(len(one["rounds"]) == PRESET.rounds for one in said["ratios"])
     assert said["left_out"]["too_long"] == {"sessions": 3, "turns": 12}
-    text = "\n".join(lines(said))
-    assert "0.80 is closed (mean)" in text
-    assert "vllm-simple does not serve here: vllm-simple wants a GPU" in text
-    assert "left out for values that are null: 2 turns of 1 sessions" in text
-    assert "too few" not in text, "nothing was left out for that"
+    shown = readable(said)
+    assert len(shown["jobs"]) == 13
+    assert shown["time of ours over"][0]["mean"].endswith(")"), "with its interval"
+    not_started = {row["server"]: row["reason"] for row in shown["does not serve here"]}
+    assert not_started["vllm-simple"] == "vllm-simple wants a GPU"
+    assert [row["turns"] for row in shown["left out"]] == [2, 12]
 
 
 def test_a_summary_of_little_or_nothing_is_still_json() -> None:
@@ -271,8 +271,7 @@ def test_a_summary_of_little_or_nothing_is_still_json() -> None:
     said = summary([replace(kept, run=failed)], {}, forced=True)
     assert said["rows"][0]["mean_s"] is None
     assert "NaN" not in json.dumps(said)
-    assert table(said).row_count == 1
-    assert any("did not finish a (round 1)" in line for line in lines(said))
+    assert readable(said)["does not finish"][0]["jobs"] == "a (round 1)"
 
 
 def test_a_run_s_trace_is_kept_with_its_older_files_and_replaces_that_of_an_earlier_try(
