@@ -5,6 +5,7 @@ python -m bench.live --url http://127.0.0.1:8000 --url http://127.0.0.1:8001 --j
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ParamSpec
 from urllib.parse import urlsplit
 
 import typer
@@ -56,22 +57,27 @@ OUT = ROOT / ".bench"
 API_KEY = "OPENAI_API_KEY"
 STOPPED = "stopped; --resume goes on from here"
 
+P = ParamSpec("P")
 app = command_line("Agents' jobs played on running servers, ours or not.")
 
 Out = Annotated[Path, typer.Option(help="Folder of the runs.")]
 
 
-def finish(command: Callable[[], int]) -> None:
-    """Carry a command out.
+def finished(command: Callable[P, int]) -> Callable[P, None]:
+    """Make a command of a function that returns an exit code. The code is 1 on a failure, which a
+    message on standard error explains."""
 
-    Raises:
-        typer.Exit: always, with 1 on a failure that the message on standard error explains.
-    """
-    failures = (*FAILURES, LiveError, UnreachableError)
-    raise typer.Exit(run_command(command, failures, STOPPED))
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        failures = (*FAILURES, LiveError, UnreachableError)
+        if code := run_command(lambda: command(*args, **kwargs), failures, STOPPED):
+            raise typer.Exit(code)
+
+    return run
 
 
 @app.callback(invoke_without_command=True)
+@finished
 def bench(
     context: typer.Context,
     url: Annotated[
@@ -118,10 +124,10 @@ def bench(
     ] = False,
     out: Out = OUT,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Play the same jobs on every server in turn. Reads a key from OPENAI_API_KEY."""
     if context.invoked_subcommand is not None:
-        return
+        return 0
     if not url:
         raise typer.BadParameter("write the address of a running server", param_hint="--url")
     if len(name) > len(url):
@@ -131,106 +137,98 @@ def bench(
     loads = [Load(Arriving.JPS, level, duration) for level in jps]
     loads += [Load(Arriving.SESSIONS, level, duration) for level in sessions]
 
-    def measured() -> int:
-        played = load_jobs(workload, count=jobs, seed=seed)
-        plan = {
-            "workload": played.name,
-            "jobs": digest(played.jobs),
-            "turns": turns,
-            "scale": scale,
-            "longest": longest,
-            "seconds": duration,
-            "seed": seed,
-            "api": api.value,
-            "hints": hints.value,
-            "plain": plain,
-        }
-        key = os.environ.get(API_KEY) or "none"
-        bases = [base_of(one) for one in url]
-        targets = [
-            Target(called, base, *served(base, model, key), api, hints, plain, key)
-            for called, base in zip(_names(bases, name), bases, strict=True)
-        ]
-        with progress() as bar:
-            bar.disable = as_json or not sys.stderr.isatty()
-            task = bar.add_task("the servers' sizes", total=1)
+    played = load_jobs(workload, count=jobs, seed=seed)
+    plan = {
+        "workload": played.name,
+        "jobs": digest(played.jobs),
+        "turns": turns,
+        "scale": scale,
+        "longest": longest,
+        "seconds": duration,
+        "seed": seed,
+        "api": api.value,
+        "hints": hints.value,
+        "plain": plain,
+    }
+    key = os.environ.get(API_KEY) or "none"
+    bases = [base_of(one) for one in url]
+    targets = [
+        Target(called, base, *served(base, model, key), api, hints, plain, key)
+        for called, base in zip(_names(bases, name), bases, strict=True)
+    ]
+    with progress() as bar:
+        bar.disable = as_json or not sys.stderr.isatty()
+        task = bar.add_task("the servers' sizes", total=1)
+        answered = itertools.count(1)
+
+        def report(run: str) -> None:
+            nonlocal answered
             answered = itertools.count(1)
+            done, total = len(measuring.runs), measuring.total
+            bar.update(task, completed=done, total=total, description=run)
+            if bar.disable:
+                print(run, file=sys.stderr, flush=True)
 
-            def report(run: str) -> None:
-                nonlocal answered
-                answered = itertools.count(1)
-                done, total = len(measuring.runs), measuring.total
-                bar.update(task, completed=done, total=total, description=run)
-                if bar.disable:
-                    print(run, file=sys.stderr, flush=True)
+        def on_turn(_name: str, _turn: object) -> None:
+            bar.update(task, description=f"{next(answered)} turns answered")
 
-            def on_turn(_name: str, _turn: object) -> None:
-                bar.update(task, description=f"{next(answered)} turns answered")
-
-            measuring = Rounds(
-                targets=targets,
-                loads=tuple(dict.fromkeys(loads)),
-                jobs=played,
-                rounds=rounds,
-                seed=seed,
-                scale=scale,
-                turns=turns,
-                longest=longest,
-                ledger=Ledger(out, plan, resume=resume),
-                report=report,
-                on_turn=on_turn,
-            )
-            return measure(measuring, as_json)
-
-    finish(measured)
+        measuring = Rounds(
+            targets=targets,
+            loads=tuple(dict.fromkeys(loads)),
+            jobs=played,
+            rounds=rounds,
+            seed=seed,
+            scale=scale,
+            turns=turns,
+            longest=longest,
+            ledger=Ledger(out, plan, resume=resume),
+            report=report,
+            on_turn=on_turn,
+        )
+        return measure(measuring, as_json)
 
 
 @app.command()
+@finished
 def compare(
     one: Annotated[Path, typer.Argument(help="Folder of runs.")],
     other: Annotated[Path, typer.Argument(help="Another, of the same jobs and loads.")],
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Compare two measurements in pairs. The second is reported relative to the first."""
 
-    def compared() -> int:
-        if one.resolve() == other.resolve():
-            raise RunFileError(f"{one} and {other} are one folder: name two measurements")
-        plans = [read_plan(folder) for folder in (one, other)]
-        unlike = differing(*plans)
-        if unlike:
-            raise RunFileError(
-                f"{one} and {other} cannot be compared: their {', '.join(unlike)} differ"
-            )
-        print_figures(
-            [run for folder in (one, other) for run in _named_by_folder(folder)], {}, as_json
+    if one.resolve() == other.resolve():
+        raise RunFileError(f"{one} and {other} are one folder: name two measurements")
+    plans = [read_plan(folder) for folder in (one, other)]
+    unlike = differing(*plans)
+    if unlike:
+        raise RunFileError(
+            f"{one} and {other} cannot be compared: their {', '.join(unlike)} differ"
         )
-        return 0
-
-    finish(compared)
+    print_figures([run for folder in (one, other) for run in _named_by_folder(folder)], {}, as_json)
+    return 0
 
 
 @app.command("plot")
+@finished
 def draw(
     folders: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
     to: Annotated[
         Path | None, typer.Option(help="Folder of the drawings; the first of the runs if none.")
     ] = None,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Draw a sweep as PNG and SVG: over arrival rates, or over live sessions."""
 
-    def drawn() -> int:
-        read = _runs if len(folders) == 1 else _named_by_folder
-        rows = live_rows([run for folder in folders for run in read(folder)])
-        paths = [str(path) for path in plot_sweeps(rows, to or folders[0])]
-        print(json.dumps({"files": paths}) if as_json else "\n".join(paths))
-        return 0
-
-    finish(drawn)
+    read = _runs if len(folders) == 1 else _named_by_folder
+    rows = live_rows([run for folder in folders for run in read(folder)])
+    paths = [str(path) for path in plot_sweeps(rows, to or folders[0])]
+    print(json.dumps({"files": paths}) if as_json else "\n".join(paths))
+    return 0
 
 
 @app.command()
+@finished
 def statistics(
     workload: Annotated[
         str, typer.Argument(help=f"A recording, or one of {', '.join(GENERATED)}.")
@@ -238,30 +236,28 @@ def statistics(
     jobs: Annotated[int, typer.Option(min=1, help="How many, of a generated workload.")] = 200,
     seed: Annotated[int, typer.Option(help="Seed of a generated workload.")] = 0,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Show the turns, tokens, gaps and tools of a workload."""
 
-    def shown() -> int:
-        found = workload_statistics(load_jobs(workload, count=jobs, seed=seed))
-        if as_json:
-            print(json.dumps(found))
-            return 0
-        Console().print(statistics_table(found))
-        for line in statistics_lines(found):
-            print(f"- {line}")
+    found = workload_statistics(load_jobs(workload, count=jobs, seed=seed))
+    if as_json:
+        print(json.dumps(found))
         return 0
-
-    finish(shown)
+    Console().print(statistics_table(found))
+    for line in statistics_lines(found):
+        print(f"- {line}")
+    return 0
 
 
 @app.command("verify-pin")
+@finished
 def check_pin(
     url: Annotated[str, typer.Option(help="Address of a server that serves no other client.")],
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Verify that a job's blocks stay in VRAM between turns; exits with 1 if not."""
 
-    finish(lambda: verify_running(base_of(url)).show(as_json))
+    return verify_running(base_of(url)).show(as_json)
 
 
 def measure(measuring: Rounds, as_json: bool) -> int:

@@ -5,12 +5,13 @@ python -m bench.replay ab --preset cpu
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, ParamSpec
 
 import typer
 
@@ -38,6 +39,9 @@ SYNTHETIC_VOCABULARY = 40_000
 """Ids that every model of interest knows."""
 KNOWN = f"{', '.join(registry.POLICIES)} or module:Class"
 
+P = ParamSpec("P")
+STOPPED = "stopped; no server is left running"
+
 app = command_line("Agent jobs replayed on real servers.")
 
 Model = Annotated[
@@ -62,16 +66,20 @@ def check_policy(name: str | None) -> str | None:
     return name
 
 
-def finish(command: Callable[[], int]) -> NoReturn:
-    """Carry a command out.
+def finished(command: Callable[P, int]) -> Callable[P, None]:
+    """Make a command of a function that returns an exit code. The code is 1 on a failure, which a
+    message on standard error explains."""
 
-    Raises:
-        typer.Exit: always, with 1 on a failure that the message on standard error explains.
-    """
-    raise typer.Exit(run_command(command, FAILURES, "stopped; no server is left running"))
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        if code := run_command(lambda: command(*args, **kwargs), FAILURES, STOPPED):
+            raise typer.Exit(code)
+
+    return run
 
 
 @app.command()
+@finished
 def ab(
     preset: Annotated[
         str | None,
@@ -107,61 +115,57 @@ def ab(
     ] = False,
     out: Out = OUT,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Measure the same jobs on every kind of server."""
     chosen = PRESETS[preset or ("peers" if peers else "cpu")]
     chosen = replace(chosen, rounds=rounds or chosen.rounds)
 
-    def compared() -> int:
-        served = model or small_model()
-        recorded = make_jobs(chosen, served, None if synthetic else traces, seed)
-        jobs = recorded.jobs
-        kinds = make_kinds(
-            served,
-            size_for([job.context for job in jobs], chosen.pool_tokens),
-            policies=policy,
-            ssd=ssd,
-            forced=not free,
-            own_scheduler=alone,
-            peers=peers,
-        )
-        workload = Workload(tuple(jobs), chosen.idle_jobs, seed, hints, forced=not free)
-        plan = {
-            "jobs": digest(jobs),
-            "preset": {key: value for key, value in asdict(chosen).items() if key != "rounds"},
-            "seed": seed,
-            "hints": hints.value,
-            "forced": not free,
-            "alone": alone,
-            "model": str(served),
-            "versions": versions(),
-        }
-        ledger = Ledger(out, plan, resume=resume)
-        return measure(kinds, chosen, workload, ledger, recorded.left_out, out, as_json)
-
-    finish(compared)
+    served = model or small_model()
+    recorded = make_jobs(chosen, served, None if synthetic else traces, seed)
+    jobs = recorded.jobs
+    kinds = make_kinds(
+        served,
+        size_for([job.context for job in jobs], chosen.pool_tokens),
+        policies=policy,
+        ssd=ssd,
+        forced=not free,
+        own_scheduler=alone,
+        peers=peers,
+    )
+    workload = Workload(tuple(jobs), chosen.idle_jobs, seed, hints, forced=not free)
+    plan = {
+        "jobs": digest(jobs),
+        "preset": {key: value for key, value in asdict(chosen).items() if key != "rounds"},
+        "seed": seed,
+        "hints": hints.value,
+        "forced": not free,
+        "alone": alone,
+        "model": str(served),
+        "versions": versions(),
+    }
+    ledger = Ledger(out, plan, resume=resume)
+    return measure(kinds, chosen, workload, ledger, recorded.left_out, out, as_json)
 
 
 @app.command("plot")
+@finished
 def draw(
     to: Annotated[
         Path | None, typer.Option(help="Folder of the drawings; that of the runs if none.")
     ] = None,
     out: Out = OUT,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Draw the runs of a folder as PNG and SVG."""
 
-    def drawn() -> int:
-        runs = [kept.run for kept in read_runs(out) if kept.run.load != CALIBRATION]
-        paths = [str(path) for path in plot(rows(runs, forced=False), to or out)]
-        print(json.dumps({"files": paths}) if as_json else "\n".join(paths))
-        return 0
-
-    finish(drawn)
+    runs = [kept.run for kept in read_runs(out) if kept.run.load != CALIBRATION]
+    paths = [str(path) for path in plot(rows(runs, forced=False), to or out)]
+    print(json.dumps({"files": paths}) if as_json else "\n".join(paths))
+    return 0
 
 
 @app.command("verify-pin")
+@finished
 def check_pin(
     model: Model = None,
     policy: Annotated[
@@ -169,9 +173,9 @@ def check_pin(
         typer.Option(callback=check_policy, help=f"Another policy than the default: {KNOWN}."),
     ] = None,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Verify that a job's blocks stay pinned between turns; exits with 1 if not."""
-    finish(lambda: verify(model or small_model(), policy).show(as_json))
+    return verify(model or small_model(), policy).show(as_json)
 
 
 def make_jobs(preset: Preset, model: str | Path, traces: Path | None, seed: int) -> RecordedJobs:

@@ -169,7 +169,7 @@ def test_stopped_and_resumed_is_as_measured_at_once(tmp_path: Path) -> None:
     assert sorted(map(str, read)) == sorted(map(str, whole.kept))
 
 
-def test_more_rounds_go_on_from_those_there_are(tmp_path: Path) -> None:
+def test_more_rounds_go_on_from_those_there_are_but_another_plan_does_not(tmp_path: Path) -> None:
     few, more = harness(tmp_path, Machine()), Machine()
     few.run_all()
     plan = Ledger(tmp_path, {"seed": 0}, resume=True)
@@ -177,29 +177,20 @@ def test_more_rounds_go_on_from_those_there_are(tmp_path: Path) -> None:
     resumed.run_all()
     assert {number for _, _, number in more.measured} == {2}
     assert len(resumed.kept) == len(few.kept) + len(more.measured)
-
-
-def test_runs_of_another_plan_are_not_gone_on_from(tmp_path: Path) -> None:
-    harness(tmp_path, Machine()).run_all()
     with pytest.raises(RunFileError, match=r"another plan \(seed differ\)"):
         harness(tmp_path, Machine(), resume=True, seed=1)
 
-
-def test_a_new_start_puts_the_runs_of_before_aside(tmp_path: Path) -> None:
-    for seed in (0, 1, 2):
-        harness(tmp_path, Machine(), seed=seed).run_all()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "runs-before"]
-    assert json.loads((tmp_path / "runs-before/plan.json").read_text()) == {"seed": 1}
-
-
-def test_a_half_written_file_is_named(tmp_path: Path) -> None:
-    harness(tmp_path, Machine()).run_all()
     broken = tmp_path / "runs" / "idle-0-stock.json"
     broken.write_text(broken.read_text()[:100])
     with pytest.raises(RunFileError, match="idle-0-stock"):
         harness(tmp_path, Machine(), resume=True).run_all()
     with pytest.raises(RunFileError, match="idle-0-stock"):
         read_runs(tmp_path)
+
+    for seed in (1, 2):
+        harness(tmp_path, Machine(), seed=seed)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "runs-before"]
+    assert json.loads((tmp_path / "runs-before/plan.json").read_text()) == {"seed": 1}
 
 
 def test_stock_that_finishes_nothing_ends_the_measurement(tmp_path: Path) -> None:
@@ -228,7 +219,7 @@ def test_the_warm_up_shares_nothing_with_the_jobs() -> None:
     assert [job.name for job in workload.of("beyond")] == ["a", "b"]
 
 
-def test_runs_that_were_not_alike_are_said_so(tmp_path: Path) -> None:
+def test_the_summary_is_json_with_the_promised_keys(tmp_path: Path) -> None:
     done = harness(tmp_path, Machine())
     done.run_all()
     assert unequal(done.kept) == []
@@ -236,11 +227,6 @@ def test_runs_that_were_not_alike_are_said_so(tmp_path: Path) -> None:
     cores, busy = unequal(uneven)
     assert "different cores" in cores
     assert "0.9 cores" in busy
-
-
-def test_the_summary_is_json_with_the_promised_keys(tmp_path: Path) -> None:
-    done = harness(tmp_path, Machine())
-    done.run_all()
     left_out = {"nulls": LeftOut(1, 2), "too_short": LeftOut(), "too_long": LeftOut(3, 12)}
     result = summary(done.kept, done.not_started, forced=True, left_out=left_out)
     said = json.loads(json.dumps(result))
@@ -324,18 +310,13 @@ def test_the_command_line_knows_presets_hints_and_policies(
     assert "unheard-of" in capsys.readouterr().err
 
 
-def test_a_folder_without_runs_cannot_be_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("plot", "--out", str(tmp_path)) == 1
-    assert "holds no runs" in capsys.readouterr().err
-
-
 def test_kept_runs_are_drawn_from_idle_on_and_from_stock_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     harness(tmp_path, Machine()).run_all()
     drawn: list[Row] = []
+    assert run("plot", "--out", str(tmp_path / "none")) == 1
+    assert "holds no runs" in capsys.readouterr().err
 
     def draw(rows: list[Row], folder: Path) -> list[Path]:
         drawn.extend(rows)

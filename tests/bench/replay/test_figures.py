@@ -92,14 +92,11 @@ def test_what_was_recomputed_is_what_no_tier_had_and_the_turn_before_did() -> No
     assert found["recomputed_fraction"] == (40 - (100 - 60 - 15)) / 160
 
 
-def test_closed_is_the_share_of_the_gap_between_stock_and_the_bound() -> None:
+def test_closed_is_the_part_of_the_gap_between_stock_and_the_bound() -> None:
     runs = [run("stock", [10, 10]), run("tiered", [7, 5]), run("bound", [5, 5])]
     assert closed(runs) == pytest.approx(0.8)
     assert closed(runs, 100) == pytest.approx(0.6)
-
-
-def test_there_is_no_share_of_no_gap() -> None:
-    assert closed([run("stock", [5]), run("tiered", [5])]) is None
+    assert closed(runs[:2]) is None
     assert closed([run("stock", [5]), run("tiered", [5]), run("bound", [6])]) is None
 
 
