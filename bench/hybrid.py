@@ -406,14 +406,13 @@ def mistake_nats(server: VllmServer, job: Job, block: int) -> float:
     """Mean change of the logprobs of a job's first answer, nats a token, by a wrong page in the
     middle of its prompt."""
     half = len(job.turns[0].added) // 2
-    right = replace(job, salt="right", turns=job.turns[:1])
-    answers = []
-    for one in (right, mistaken(job, half, min(block, half))):
-        work = drive(
-            server.url, MODEL_NAME, [one], [0.0], hints=Hints.NONE, force=True, logprobs=True
-        )
-        answers.append(asyncio.run(work)[0].turns[0].logprobs)
-    return float(np.mean(np.abs(np.subtract(*answers))))
+    jobs = [
+        replace(job, salt="right", turns=job.turns[:1]),
+        mistaken(job, half, min(block, half)),
+    ]
+    work = drive(server.url, MODEL_NAME, jobs, None, hints=Hints.NONE, force=True, logprobs=True)
+    right, wrong = (done.turns[0].logprobs for done in asyncio.run(work))
+    return float(np.mean(np.abs(np.subtract(right, wrong))))
 
 
 def mistaken(job: Job, at: int, count: int) -> Job:

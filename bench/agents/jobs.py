@@ -258,7 +258,7 @@ def _goes_on(session: Sequence[Recorded], turns: int) -> bool:
 
 
 def _recorded_job(session: Sequence[Recorded], tokenizer: Tokenizer) -> Job:
-    turns = []
+    turns = list[Turn]()
     known = last_answer = ""
     for turn, later in zip_longest(session, session[1:]):
         added = turn.prompt.removeprefix(known).removeprefix(last_answer)

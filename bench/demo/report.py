@@ -30,8 +30,8 @@ def wall_s(run: Run) -> float:
 
 def rows(run: Run) -> list[dict[str, Any]]:
     """A row for each turn number, in order, and one over all turns, whose ``turn`` is None."""
-    numbered: dict[int | None, list[TurnDone]] = {**by_number(run.jobs), None: run.turns}
-    return [_row(number, turns) for number, turns in numbered.items()]
+    by_turn = [_row(number, turns) for number, turns in by_number(run.jobs).items()]
+    return [*by_turn, _row(None, run.turns)]
 
 
 def _row(number: int | None, turns: Sequence[TurnDone]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ python -m bench.live --url http://127.0.0.1:8000 --url http://127.0.0.1:8001 --j
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import os
 import sys
@@ -159,18 +158,20 @@ def bench(
     with progress() as bar:
         bar.disable = as_json or not sys.stderr.isatty()
         task = bar.add_task("the servers' sizes", total=1)
-        answered = itertools.count(1)
+        what, answered = "", 0
 
         def report(run: str) -> None:
-            nonlocal answered
-            answered = itertools.count(1)
+            nonlocal what, answered
+            what, answered = run, 0
             done, total = len(measuring.runs), measuring.total
             bar.update(task, completed=done, total=total, description=run)
             if bar.disable:
                 print(run, file=sys.stderr, flush=True)
 
         def on_turn(_name: str, _turn: object) -> None:
-            bar.update(task, description=f"{next(answered)} turns answered")
+            nonlocal answered
+            answered += 1
+            bar.update(task, description=f"{what}: {answered} turns")
 
         measuring = Rounds(
             targets=targets,
@@ -196,7 +197,6 @@ def compare(
     as_json: AsJson = False,
 ) -> int:
     """Compare two measurements in pairs. The second is reported relative to the first."""
-
     if one.resolve() == other.resolve():
         raise RunFileError(f"{one} and {other} are one folder: name two measurements")
     plans = [read_plan(folder) for folder in (one, other)]
@@ -219,7 +219,6 @@ def draw(
     as_json: AsJson = False,
 ) -> int:
     """Draw a sweep as PNG and SVG: over arrival rates, or over live sessions."""
-
     read = _runs if len(folders) == 1 else _named_by_folder
     rows = live_rows([run for folder in folders for run in read(folder)])
     paths = [str(path) for path in plot_sweeps(rows, to or folders[0])]
@@ -238,7 +237,6 @@ def statistics(
     as_json: AsJson = False,
 ) -> int:
     """Show the turns, tokens, gaps and tools of a workload."""
-
     found = workload_statistics(load_jobs(workload, count=jobs, seed=seed))
     if as_json:
         print(json.dumps(found))
@@ -256,7 +254,6 @@ def check_pin(
     as_json: AsJson = False,
 ) -> int:
     """Verify that a job's blocks stay in VRAM between turns; exits with 1 if not."""
-
     return verify_running(base_of(url)).show(as_json)
 
 

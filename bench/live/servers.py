@@ -90,7 +90,7 @@ class Target:
             LiveError: the server does not answer as it should.
         """
         few, many = PROBE_WORDS
-        counts = []
+        counts = list[int]()
         async with self.player(secrets.token_hex(NONCE_BYTES)) as player:
             for text in filter(None, (filler("probe", few), filler("probe", many), sample)):
                 turn = Turn((), (), 0.0, length=1, text=text)

@@ -157,7 +157,6 @@ def draw(
     as_json: AsJson = False,
 ) -> int:
     """Draw the runs of a folder as PNG and SVG."""
-
     runs = [kept.run for kept in read_runs(out) if kept.run.load != CALIBRATION]
     paths = [str(path) for path in plot(rows(runs, forced=False), to or out)]
     print(json.dumps({"files": paths}) if as_json else "\n".join(paths))

@@ -109,7 +109,9 @@ def _differs(turn: Turn, control: Turn) -> bool:
 def slope(samples: Sequence[tuple[float, int]]) -> float:
     """MiB a minute, over the second half of the samples."""
     late = np.array(samples[len(samples) // 2 :], dtype=float)
-    return float(np.polyfit(*late.T, 1)[0] * 60 / 2**20) if len(late) > 1 else 0.0
+    if len(late) < 2:
+        return 0.0
+    return float(np.polyfit(late[:, 0], late[:, 1], 1)[0] * 60 / 2**20)
 
 
 def tenths(samples: Sequence[tuple[float, int]]) -> list[int]:

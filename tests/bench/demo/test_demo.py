@@ -43,11 +43,10 @@ def comparison() -> Comparison:
         job("a", 8.0, turn(1, 1.0), turn(2, 4.0, cached=32)),
         job("b", 10.0, turn(1, 1.0), turn(2, 2.0)),
     )
-    new = {"vram": 0, "cpu": 0, "ssd": 0}
     tiered = kept(
         "tiered",
-        job("a", 4.0, turn(1, 0.25, **new), turn(2, 1.0, vram=288, cpu=4, ssd=6)),
-        job("b", 4.0, turn(1, 0.25, **new), turn(2, 0.5, vram=0, cpu=298, ssd=0)),
+        job("a", 4.0, turn(1, 0.25, vram=0), turn(2, 1.0, vram=288, cpu=4, ssd=6)),
+        job("b", 4.0, turn(1, 0.25, vram=0), turn(2, 0.5, vram=0, cpu=298, ssd=0)),
     )
     return Comparison(
         model="Small", dtype="bfloat16", turns=2, pool_tokens=1024, stock=stock, tiered=tiered
