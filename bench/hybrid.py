@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,9 +37,8 @@ from tiered_kv.bench.agents.player import drive
 from tiered_kv.bench.agents.results import Kept
 from tiered_kv.bench.models.catalogue import MODELS, STATE_CHUNK, VOCABULARY, TinyModel
 from tiered_kv.bench.models.weights import write_model
-from tiered_kv.bench.output import AsJson, run_benchmark, run_command, show, without_nan
+from tiered_kv.bench.output import AsJson, benchmark, run_benchmark, without_nan
 from tiered_kv.bench.replay.agreement import difference, widest, within
-from tiered_kv.bench.replay.failures import FAILURES
 from tiered_kv.bench.replay.kinds import (
     RAW_LOGPROBS,
     SCHEDULER,
@@ -265,13 +263,13 @@ def read_counts(metrics: str) -> Counter[str]:
     and that a connector restored, requests preempted, and times that it stood still.
 
     Raises:
-        ValueError: vLLM does not report where prompts' tokens come from.
+        RuntimeError: vLLM does not report where prompts' tokens come from.
     """
     sources = Counter[str]()
     for source, value in _BY_SOURCE.findall(metrics):
         sources[source] += int(float(value))
     if "local_compute" not in sources:
-        raise ValueError("the server's metrics lack vllm:prompt_tokens_by_source_total")
+        raise RuntimeError("the server's metrics lack vllm:prompt_tokens_by_source_total")
     return Counter(
         prompt=sources.total(),
         computed=sources["local_compute"],
@@ -355,12 +353,20 @@ def _server(played: Sequence[Kept]) -> dict[str, Any]:
 
 
 def compare_servers(
-    shape: Shape, load: Load, seed: int, folder: Path, rounds: int, *, alone: bool
+    shape: Shape,
+    load: Load,
+    seed: int,
+    folder: Path,
+    rounds: int,
+    tick: Callable[[str], None],
+    *,
+    alone: bool,
 ) -> dict[str, Any]:
     """Measure one model on every server in every round; return its row.
 
     Args:
         folder: gets the weights, and a log of every run.
+        tick: called after every run.
 
     Raises:
         ServerError, OSError: see ``Replay``.
@@ -385,16 +391,15 @@ def compare_servers(
         for kind in drawn_order(kinds, seed, number):
             if kind.name in failed:
                 continue
-            report(f"{name}, round {number + 1}, {kind.name}")
             counts.clear()
             try:
                 kept = replay(kind, PRESSURE, number, 1 / load.apart_s)
             except MeasureError as error:
                 failed[kind.name] = str(error).partition("\n")[0]
-                report(str(error))
             else:
                 before, after = counts
                 played.append(replace(kept, run=replace(kept.run, counts=after - before)))
+            tick(f"{name}, round {number + 1}, {kind.name}")
     row = make_row(name, shape.groups, played, mistakes[0] if mistakes else None)
     row["notes"] += [f"{server} failed: {why}" for server, why in failed.items()]
     blocks = _GROUPS.search(logs[0])
@@ -439,11 +444,6 @@ def chosen(every: Sequence[Shape], only: Sequence[str], *, bf16: bool) -> list[S
     return [shape for shape in every if not shape.states or shape.needs_bf16 == bf16]
 
 
-def report(text: str) -> None:
-    """Print progress on standard error."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def main(
     only: Annotated[
         list[str] | None, typer.Option(help="A model; two that suit the machine if none is named.")
@@ -461,25 +461,25 @@ def main(
 ) -> None:
     """Compare servers on models of several KV groups."""
     every, load = (QUICK_SHAPES, QUICK) if quick else (MIDDLE_SHAPES, MIDDLE)
-
-    def compared() -> int:
-        began, dtype = time.monotonic(), machine_dtype()
-        shapes = chosen(every, only or (), bf16=dtype.name == "bfloat16")
-        with tempfile.TemporaryDirectory(prefix="hybrid-") as name:
-            folder, count = logs or Path(name), 1 if quick else rounds
-            rows = [
-                compare_servers(shape, load, seed, folder, count, alone=alone) for shape in shapes
-            ]
-        result = {
-            "rows": rows,
+    began, dtype = time.monotonic(), machine_dtype()
+    shapes = chosen(every, only or (), bf16=dtype.name == "bfloat16")
+    count = 1 if quick else rounds
+    steps = len(shapes) * count * (1 + len(BOUNDS))
+    with (
+        benchmark("Models of several KV groups under pressure", steps, as_json=as_json) as run,
+        tempfile.TemporaryDirectory(prefix="hybrid-") as scratch,
+    ):
+        folder = logs or Path(scratch)
+        rows = [
+            compare_servers(shape, load, seed, folder, count, run.tick, alone=alone)
+            for shape in shapes
+        ]
+        run.result = {
+            "rows": without_nan(rows),
             "dtype": str(dtype),
             "quick": quick,
             "seconds": round(time.monotonic() - began, 1),
         }
-        show("Models of several KV groups under pressure", without_nan(result), as_json)
-        return 0
-
-    raise typer.Exit(run_command(compared, FAILURES, "stopped; no server is left running"))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,6 @@ import contextlib
 import json
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +57,7 @@ import numpy as np
 import typer
 
 from tiered_kv.bench.agents.client import SILENCE_S, Ask, ask_over, open_client
-from tiered_kv.bench.output import AsJson, progress, run_benchmark, show
+from tiered_kv.bench.output import AsJson, benchmark, run_benchmark
 from tiered_kv.bench.paths import ROOT
 from tiered_kv.bench.replay.kinds import BLOCK, SCHEDULER
 from tiered_kv.bench.replay.measure import resident_bytes
@@ -112,12 +111,13 @@ async def soak(
     seconds: float,
     seed: int,
     folder: Path,
-    tick: Callable[[float], None] = lambda _: None,
+    tick: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Tally]:
     """Run the clients of all servers concurrently, and sample each server's memory.
 
     Args:
         folder: as ``prepare`` left it.
+        tick: called at every sample.
     """
     began = time.monotonic()
 
@@ -135,7 +135,7 @@ async def soak(
                 now = time.monotonic() - began
                 tally.samples.append((now, resident_bytes(server.pid or 0)))
                 tally.open_turns.append(tally.open)
-                tick(now)
+                tick(f"{len(tally.turns)} turns")
                 await asyncio.wait([clients], timeout=SAMPLE_EVERY_S)
             await clients
 
@@ -213,7 +213,9 @@ def counted(metrics: str, names: Sequence[str]) -> dict[str, int]:
     return {name: int(found[name]) for name in names}
 
 
-def measure(minutes: float, seed: int, logs: Path) -> dict[str, Any]:
+def measure(
+    minutes: float, seed: int, logs: Path, tick: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
     """One soak of a server with every tier, and of stock vLLM beside it. Both log in ``logs``."""
     mine, theirs = halves(sorted(os.sched_getaffinity(0)))
     stock = ServerOptions(
@@ -227,21 +229,16 @@ def measure(minutes: float, seed: int, logs: Path) -> dict[str, Any]:
     same = replace(stock, env={**stock.env, "VLLM_CPU_OMP_THREADS_BIND": mine})
     with (
         tempfile.TemporaryDirectory(prefix="soak-") as scratch,
-        progress() as bar,
         VllmServer(stock, logs / "soak-stock.log") as control,
         VllmServer(with_every_tier(same, Path(scratch)), logs / "soak.log") as ours,
     ):
         folder = Path(scratch)
         prepare(folder, small_model())
-        bar.disable = not sys.stderr.isatty()
-        task = bar.add_task("seconds", total=60 * minutes)
         servers = {"ours": ours, "stock": control}
         asyncio.run(soak(servers, min(WARM_UP_S, 20 * minutes), seed + 1, folder))
         settle(ours)
         before = holdings(ours)
-        tallies = asyncio.run(
-            soak(servers, 60 * minutes, seed, folder, lambda s: bar.update(task, completed=s))
-        )
+        tallies = asyncio.run(soak(servers, 60 * minutes, seed, folder, tick))
         metrics = ours.metrics_text()
         deadline = time.monotonic() + SETTLE_S
         settle(ours)
@@ -314,11 +311,12 @@ def main(
     or something was left behind."""
     logs = ROOT / ".replay"
     logs.mkdir(exist_ok=True)
-    result = measure(minutes, seed, logs)
-    show("A real server under random agents", result, as_json)
-    wrong = ("errors", "different", "overtaken", "leaked")
-    failed = result["stock"]["errors"] or any(result["failures"].values())
-    if failed or any(result[name] for name in wrong):
+    samples = 2 * 60 * minutes / SAMPLE_EVERY_S
+    with benchmark("A real server under random agents", samples, as_json=as_json) as run:
+        run.result = measure(minutes, seed, logs, run.tick)
+    found = run.result
+    failed = found["stock"]["errors"] or any(found["failures"].values())
+    if failed or any(found[name] for name in ("errors", "different", "overtaken", "leaked")):
         raise typer.Exit(1)
 
 

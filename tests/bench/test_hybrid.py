@@ -61,7 +61,7 @@ def test_counters_are_read_by_source() -> None:
     found = read_counts(METRICS)
     assert found == Counter(prompt=123, computed=100, restored=3, preempted=2, stuck=1)
     assert (found - Counter(prompt=3, stuck=1))["stuck"] == 0
-    with pytest.raises(ValueError, match="by_source"):
+    with pytest.raises(RuntimeError, match="by_source"):
         read_counts("up 1\n")
 
 
