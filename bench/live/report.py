@@ -21,10 +21,11 @@ from .rounds import Arriving, level_of
 
 PERCENTILES = (50, 90, 95, 99)
 REASONS: Mapping[str, str] = {
-    "nulls": "have nulls",
-    "too_short": "are too short to be jobs",
-    "cut": "end early: the server's context or --turns allows no more",
+    "nulls": "values that are null",
+    "too_short": "too short to be jobs",
+    "cut": "the server's context or --turns allows no more",
 }
+"""Reasons why sessions, or their last turns, are left out."""
 AXES: Mapping[str, str] = {
     Arriving.JPS.value: "jobs a second",
     Arriving.SESSIONS.value: "live sessions",
@@ -139,52 +140,41 @@ def _distribution(values: Sequence[float]) -> dict[str, float]:
 
 
 def readable(result: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Tables for a terminal, by their titles; times in seconds."""
-    tables: dict[str, list[dict[str, Any]]] = {
-        "servers": [],
-        "pairs": [],
-        "unfinished jobs": [],
-        "left out": [],
+    """The result as tables for a terminal, without what only programs read."""
+    servers = [
+        {
+            **{name: row[name] for name in ("load", "server", "num_jobs", "average_duration")},
+            **{f"P{at}": row[f"percentile_{at}"] for at in PERCENTILES},
+            "ttft": row["ttft"]["mean"],
+            "tpot": row["tpot"]["mean"],
+            "hits": sum((row["hits_by_counter"] or {}).values()) or row["hit_ratio"],
+            "tokens_per_s": row["tokens_per_s"],
+        }
+        for row in result["servers"]
+    ]
+    pairs = [
+        {
+            **{name: pair[name] for name in ("load", "server", "over", "rounds", "jobs")},
+            **pair["paired_difference"],
+        }
+        for pair in result["pairs"]
+    ]
+    unfinished = [
+        {name: row[name] for name in ("load", "server", "unfinished", "first_error")}
+        for row in result["servers"]
+        if row["unfinished"]
+    ]
+    left_out = [
+        {"reason": REASONS.get(reason, reason), **found}
+        for reason, found in result["left_out"].items()
+        if found["sessions"]
+    ]
+    tables = {
+        "servers": servers,
+        "pairs": pairs,
+        "unfinished": unfinished,
+        "left out": left_out,
     }
-    for row in result["servers"]:
-        where = {"load": row["load"], "server": row["server"]}
-        hits = sum((row["hits_by_counter"] or {}).values()) or row["hit_ratio"]
-        tables["servers"].append(
-            {
-                **where,
-                "jobs": row["num_jobs"],
-                "mean": row["average_duration"],
-                **{f"P{at}": row[f"percentile_{at}"] for at in PERCENTILES},
-                "TTFT": row["ttft"]["mean"],
-                "TTFT P90": row["ttft"]["p90"],
-                "TPOT": row["tpot"]["mean"],
-                "hits": "-" if hits is None else f"{hits:.1%}",
-                "tokens/s": f"{row['tokens_per_s']:,.0f}",
-            }
-        )
-        if row["unfinished"]:
-            tables["unfinished jobs"].append(
-                {**where, "jobs": row["unfinished"], "first error": row["first_error"]}
-            )
-    for pair in result["pairs"]:
-        found = pair["paired_difference"]
-        interval = "one round has none"
-        if found["low"] is not None:
-            interval = f"{found['low']:+.1f} to {found['high']:+.1f}%"
-        tables["pairs"].append(
-            {
-                **{name: pair[name] for name in ("load", "server", "over")},
-                "job time": f"{found['percent']:+.1f}%",
-                "95% interval": interval,
-                **{name: pair[name] for name in ("rounds", "jobs")},
-            }
-        )
-    for reason, found in result["left_out"].items():
-        if found["sessions"]:
-            why = REASONS.get(reason, reason)
-            tables["left out"].append(
-                {"sessions": found["sessions"], "since they": why, "turns": found["turns"]}
-            )
     return {title: rows for title, rows in tables.items() if rows}
 
 

@@ -36,13 +36,11 @@ REASONS = {
     "too_long": "a context that the pool or the model does not hold",
 }
 """Reasons why sessions are left out."""
-TIMES = {
-    "mean": "mean_s",
-    "P50": "p50_s",
-    "P95": "p95_s",
-    "P99": "p99_s",
-    "TTFT": "ttft_s",
-}
+SHOWN = (
+    *("load", "server", "jobs", "mean_s", "p50_s", "p95_s", "p99_s", "ttft_s"),
+    *("recomputed_fraction", "agrees"),
+)
+"""Figures of a row that are shown on a terminal."""
 
 
 def row(server: str, load: str, runs: Sequence[Run], *, forced: bool) -> Row:
@@ -197,64 +195,38 @@ def summary(
 
 
 def readable(result: Row) -> dict[str, Any]:
-    """Tables and figures for a terminal, by their titles; times in seconds."""
-    shown: dict[str, Any] = {
-        "jobs": [
-            {
-                **{name: one[name] for name in ("load", "server")},
-                "jobs": f"{one['jobs']}/{one['jobs'] + len(one['unfinished'])}",
-                **{title: one[name] for title, name in TIMES.items()},
-                "computed again": f"{one['recomputed_fraction']:.3f}",
-                "outputs agree": {True: "yes", False: "NO", None: "-"}[one["agrees"]],
-            }
-            for one in result["rows"]
-        ],
-        "time of ours over": [
-            {
-                **{name: one[name] for name in ("server", "load")},
-                "mean": _with_interval(one["mean"]),
-                "by round": ", ".join(f"{ratio:.2f}" for ratio in one["rounds"]),
-                "P90": _with_interval(one["p90"]),
-                "P95": f"{one['p95']:.2f}",
-            }
-            for one in result["ratios"]
-        ],
-        "does not finish": [
-            {"server": one["server"], "load": one["load"], "jobs": ", ".join(one["unfinished"])}
-            for one in result["rows"]
-            if one["unfinished"]
-        ],
-        "left out": [
-            {"sessions": one["sessions"], "turns": one["turns"], "for": REASONS[reason]}
-            for reason, one in result["left_out"].items()
-            if one["sessions"]
-        ],
-        "does not serve here": [
-            {"server": name, "reason": why} for name, why in result["not_started"].items()
-        ],
-        "NOT EVENLY MEASURED": "; ".join(result["notes"]),
-    }
-    for name in ("mean", "p95"):
-        shown[f"part of the gap between stock and the bound that is closed, {name}"] = result[
-            f"closed_{name}"
-        ]
-    for server, key, name in (
-        ("ours", "idle_ratio", "idle"),
-        ("stock's second run", "idle_control", "idle_control"),
-    ):
-        if result[key] is not None:
-            low, high = result[f"{name}_interval"]
-            ratio = _with_interval({"ratio": result[key], "low": low, "high": high}, 3)
-            shown[f"time of {server} over stock's, at idle"] = ratio
+    """The result as tables for a terminal, without what only programs read."""
+    rows = [
+        {name: one[name] for name in SHOWN} | {"unfinished": ", ".join(one["unfinished"])}
+        for one in result["rows"]
+    ]
+    ratios = [
+        {
+            **{name: one[name] for name in ("load", "server")},
+            **{name: _with_interval(*one[name].values()) for name in ("mean", "p90")},
+            "p95": f"{one['p95']:.2f}",
+            "rounds": ", ".join(f"{ratio:.2f}" for ratio in one["rounds"]),
+        }
+        for one in result["ratios"]
+    ]
+    left_out = [
+        {"reason": REASONS[reason], **one}
+        for reason, one in result["left_out"].items()
+        if one["sessions"]
+    ]
+    shown: dict[str, Any] = {"jobs": rows, "ours over others": ratios, "left out": left_out}
+    for name in ("idle", "idle_control"):
+        ratio = result["idle_ratio" if name == "idle" else name]
+        if ratio is not None:
+            shown[f"{name}: mean over stock's"] = _with_interval(ratio, *result[f"{name}_interval"])
+    for name in ("closed_mean", "closed_p95", "not_started"):
+        shown[name] = result[name]
+    shown["NOT EVENLY MEASURED"] = "; ".join(result["notes"])
     return {title: found for title, found in shown.items() if found}
 
 
-def _with_interval(found: Mapping[str, float | None], digits: int = 2) -> str:
-    ratio, low, high = (
-        None if found[name] is None else f"{found[name]:.{digits}f}"
-        for name in ("ratio", "low", "high")
-    )
-    return f"{ratio}" if low is None else f"{ratio} ({low} to {high})"
+def _with_interval(ratio: float, low: float | None, high: float | None) -> str:
+    return f"{ratio:.3f}" if low is None else f"{ratio:.3f} ({low:.3f} to {high:.3f})"
 
 
 def speed_ups(rows: Sequence[Row]) -> dict[str, dict[str, float]]:

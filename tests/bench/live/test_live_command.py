@@ -91,9 +91,9 @@ def test_without_json_the_result_is_tables(server: StubServer, tmp_path: Path) -
     assert done.exit_code == 0, done.output
     text = " ".join(done.output.split())
     assert "Jobs on running servers: servers" in text
-    assert "one round has none" in text
+    assert "Jobs on running servers: pairs" in text
     assert f"{server.url.removeprefix('http://')}-2" in text, "the same server under two names"
-    assert "end early" in text, "turns were cut"
+    assert "--turns allows no more" in text, "turns were cut"
 
 
 @pytest.mark.parametrize(

@@ -242,9 +242,8 @@ def test_the_summary_is_json_with_the_promised_keys(tmp_path: Path) -> None:
     assert said["left_out"]["too_long"] == {"sessions": 3, "turns": 12}
     shown = readable(said)
     assert len(shown["jobs"]) == 13
-    assert shown["time of ours over"][0]["mean"].endswith(")"), "with its interval"
-    not_started = {row["server"]: row["reason"] for row in shown["does not serve here"]}
-    assert not_started["vllm-simple"] == "vllm-simple wants a GPU"
+    assert shown["ours over others"][0]["mean"].endswith(")"), "with its interval"
+    assert shown["not_started"]["vllm-simple"] == "vllm-simple wants a GPU"
     assert [row["turns"] for row in shown["left out"]] == [2, 12]
 
 
@@ -257,7 +256,7 @@ def test_a_summary_of_little_or_nothing_is_still_json() -> None:
     said = summary([replace(kept, run=failed)], {}, forced=True)
     assert said["rows"][0]["mean_s"] is None
     assert "NaN" not in json.dumps(said)
-    assert readable(said)["does not finish"][0]["jobs"] == "a (round 1)"
+    assert readable(said)["jobs"][0]["unfinished"] == "a (round 1)"
 
 
 def test_a_run_s_trace_is_kept_with_its_older_files_and_replaces_that_of_an_earlier_try(
