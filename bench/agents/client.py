@@ -31,6 +31,8 @@ SILENCE_S = 900.0
 KEEPALIVE_S = 2.0
 """Connections idle for longer are not reused: vLLM's server closes them after 5 s, and a request
 sent at that moment would be lost."""
+OPENAI_FIELDS = ("model", "messages", "prompt", "stream")
+"""Fields that the SDK takes as arguments; it adds all others to the body as they are."""
 SESSION_HEADER = "X-Session-ID"
 """Routers keep a job on one server by this header."""
 
@@ -109,17 +111,17 @@ class Ask:
         """True if the prompt is a list of token ids."""
         return not isinstance(self.prompt, str) and not self.is_chat
 
-    def fields(self, model: str) -> dict[str, Any]:
-        """The part of the body that OpenAI's API has."""
-        said: dict[str, Any] = {"model": model, "max_tokens": self.max_tokens, "temperature": 0}
-        said["messages" if self.is_chat else "prompt"] = self.prompt
-        return said if self.logprobs is None else {**said, "logprobs": self.logprobs}
-
-    def more_fields(self) -> dict[str, Any]:
-        """The part of the body that only vLLM has."""
+    def body(self, model: str, *, stream: bool) -> dict[str, Any]:
+        """The request's body."""
+        body: dict[str, Any] = {"model": model, "max_tokens": self.max_tokens, "temperature": 0}
+        body["messages" if self.is_chat else "prompt"] = self.prompt
+        if self.logprobs is not None:
+            body["logprobs"] = self.logprobs
+        if stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
         if self.plain:
-            return {}
-        body: dict[str, Any] = {**self.extra, "ignore_eos": True}
+            return body
+        body |= {**self.extra, "ignore_eos": True}
         if self.is_ids:
             body["return_token_ids"] = True
         if self.logprobs:  # two tokens of one text would be one key among the alternatives
@@ -130,6 +132,7 @@ class Ask:
             body["vllm_xargs"] = {**body.get("vllm_xargs", {}), XARG: tuple(self.forced)}
         return body
 
+    @property
     def headers(self) -> dict[str, str]:
         """Headers of the request."""
         return {} if self.session is None else {SESSION_HEADER: self.session}
@@ -187,14 +190,9 @@ class Client:
                 as they are; see ``trouble``.
         """
         api: Any = self.openai.chat.completions if ask.is_chat else self.openai.completions
-        reading = Reading(ask)
-        stream = await api.create(
-            **ask.fields(self.model),
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body=ask.more_fields(),
-            extra_headers=ask.headers(),
-        )
+        body, reading = ask.body(self.model, stream=True), Reading(ask)
+        known = {name: body.pop(name) for name in OPENAI_FIELDS if name in body}
+        stream = await api.create(**known, extra_body=body, extra_headers=ask.headers)
         async with stream:
             async for chunk in stream:
                 reading.add(chunk)
@@ -237,14 +235,12 @@ def ask_over(
         httpx.HTTPError: it was not answered, or refused.
         AnswerError: see ``Client.ask``.
     """
-    body = {**ask.fields(model), **ask.more_fields()}
-    reading = Reading(ask)
+    body, reading = ask.body(model, stream=on_token is not None), Reading(ask)
     if on_token is None:
-        reply = http.post("/v1/completions", json=body, headers=ask.headers())
+        reply = http.post("/v1/completions", json=body, headers=ask.headers)
         reading.add(Completion.construct(**reply.raise_for_status().json()))
         return reading.answer()
-    body |= {"stream": True, "stream_options": {"include_usage": True}}
-    with http.stream("POST", "/v1/completions", json=body, headers=ask.headers()) as stream:
+    with http.stream("POST", "/v1/completions", json=body, headers=ask.headers) as stream:
         if stream.is_error:
             raise AnswerError(f"{stream.status_code}: {stream.read().decode(errors='replace')}")
         for line in stream.iter_lines():
@@ -342,9 +338,8 @@ def _text_of(choice: Any) -> tuple[str, str]:
     if hasattr(choice, "text"):
         return choice.text or "", ""
     extra: Mapping[str, Any] = choice.delta.model_extra or {}
-    return choice.delta.content or "", extra.get("reasoning_content") or extra.get(
-        "reasoning"
-    ) or ""
+    reasoning = extra.get("reasoning_content") or extra.get("reasoning") or ""
+    return choice.delta.content or "", reasoning
 
 
 def _margin(alternatives: Mapping[str, float]) -> float:
