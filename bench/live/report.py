@@ -141,14 +141,16 @@ def _distribution(values: Sequence[float]) -> dict[str, float]:
 
 def readable(result: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """The result as tables for a terminal, without what only programs read."""
+    # Few and short columns, so that 110 characters show the servers' names.
     servers = [
         {
-            **{name: row[name] for name in ("load", "server", "num_jobs", "average_duration")},
-            **{f"P{at}": row[f"percentile_{at}"] for at in PERCENTILES},
-            "ttft": row["ttft"]["mean"],
-            "tpot": row["tpot"]["mean"],
+            **{name: row[name] for name in ("load", "server")},
+            "jobs": row["num_jobs"],
+            "mean": row["average_duration"],
+            **{f"P{at}": row[f"percentile_{at}"] for at in (90, 95)},
+            **{name: row[name]["mean"] for name in ("ttft", "tpot")},
             "hits": sum((row["hits_by_counter"] or {}).values()) or row["hit_ratio"],
-            "tokens_per_s": row["tokens_per_s"],
+            "tokens/s": row["tokens_per_s"],
         }
         for row in result["servers"]
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Protocol
+from typing import TypeAlias
 
 from tiered_kv.bench.agents.figures import completions
 from tiered_kv.bench.agents.paired import drawn_order
@@ -71,26 +71,10 @@ class HarnessError(Exception):
     """The measurement cannot go on; the message says why."""
 
 
-class Measure(Protocol):
-    """Starts a server of a kind, replays, stops it."""
-
-    def __call__(
-        self,
-        kind: Kind,
-        load: str,
-        number: int,
-        jobs_per_s: float | None,
-        costs: ServerCosts | None = None,
-    ) -> Kept:
-        """One run.
-
-        Args:
-            jobs_per_s: None: one job after the other, no two concurrently.
-            costs: of stock here; None if they are not known.
-
-        Raises:
-            NotStarted: an optional kind that does not serve here.
-        """
+Measure: TypeAlias = Callable[[Kind, str, int, float | None, ServerCosts | None], Kept]
+"""Measures one run of a kind under a load, with its number. The arrival rate is None for one job
+after the other, and the costs of stock's steps are None where they are not known. Raises
+``NotStarted`` for an optional kind that does not serve here."""
 
 
 @dataclass(slots=True)

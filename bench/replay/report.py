@@ -36,10 +36,7 @@ REASONS = {
     "too_long": "a context that the pool or the model does not hold",
 }
 """Reasons why sessions are left out."""
-SHOWN = (
-    *("load", "server", "jobs", "mean_s", "p50_s", "p95_s", "p99_s", "ttft_s"),
-    *("recomputed_fraction", "agrees"),
-)
+SHOWN = ("load", "server", "jobs", "mean_s", "p50_s", "p95_s", "ttft_s")
 """Figures of a row that are shown on a terminal."""
 
 
@@ -196,9 +193,16 @@ def summary(
 
 def readable(result: Row) -> dict[str, Any]:
     """The result as tables for a terminal, without what only programs read."""
+    # Few and short columns, so that 110 characters show the servers' names.
     rows = [
-        {name: one[name] for name in SHOWN} | {"unfinished": ", ".join(one["unfinished"])}
+        {name.removesuffix("_s"): one[name] for name in SHOWN}
+        | {"recomputed": round(one["recomputed_fraction"], 3), "agrees": one["agrees"]}
         for one in result["rows"]
+    ]
+    unfinished = [
+        {"load": one["load"], "server": one["server"], "jobs": ", ".join(one["unfinished"])}
+        for one in result["rows"]
+        if one["unfinished"]
     ]
     ratios = [
         {
@@ -214,7 +218,12 @@ def readable(result: Row) -> dict[str, Any]:
         for reason, one in result["left_out"].items()
         if one["sessions"]
     ]
-    shown: dict[str, Any] = {"jobs": rows, "ours over others": ratios, "left out": left_out}
+    shown: dict[str, Any] = {
+        "jobs": rows,
+        "unfinished": unfinished,
+        "ours over others": ratios,
+        "left out": left_out,
+    }
     for name in ("idle", "idle_control"):
         ratio = result["idle_ratio" if name == "idle" else name]
         if ratio is not None:
@@ -226,7 +235,7 @@ def readable(result: Row) -> dict[str, Any]:
 
 
 def _with_interval(ratio: float, low: float | None, high: float | None) -> str:
-    return f"{ratio:.3f}" if low is None else f"{ratio:.3f} ({low:.3f} to {high:.3f})"
+    return f"{ratio:.2f}" if low is None else f"{ratio:.2f} ({low:.2f} to {high:.2f})"
 
 
 def speed_ups(rows: Sequence[Row]) -> dict[str, dict[str, float]]:

@@ -256,7 +256,7 @@ def test_a_summary_of_little_or_nothing_is_still_json() -> None:
     said = summary([replace(kept, run=failed)], {}, forced=True)
     assert said["rows"][0]["mean_s"] is None
     assert "NaN" not in json.dumps(said)
-    assert readable(said)["jobs"][0]["unfinished"] == "a (round 1)"
+    assert readable(said)["unfinished"][0]["jobs"] == "a (round 1)"
 
 
 def test_a_run_s_trace_is_kept_with_its_older_files_and_replaces_that_of_an_earlier_try(
