@@ -63,19 +63,13 @@ def test_servers_differ_in_nothing_but_what_is_compared() -> None:
     assert pools.pop("bound") == pools.pop("reach") == unlimited
     assert set(pools.values()) == {"200"}
     assert all(flag(kind, "--logprobs-mode") == "raw_logprobs" for kind in kinds.values())
-
-
-def test_as_much_runs_at_once_within_reach_as_stocks_pool_holds() -> None:
-    kinds = made()
-    reach = kinds["reach"]
-    assert json.loads(flag(reach, "--additional-config") or "") == {"reach_blocks": 200}
-    assert flag(kinds["stock"], "--num-gpu-blocks-override") == "200"
-    module, _, name = REACH_SCHEDULER.rpartition(".")
-    assert flag(reach, "--scheduler-cls") == REACH_SCHEDULER
-    assert getattr(import_module(module), name).__name__ == name
+    assert json.loads(flag(kinds["reach"], "--additional-config") or "") == {"reach_blocks": 200}
+    assert flag(made(forced=False)["stock"], "--logits-processors") is None
 
 
 def test_ours_run_our_scheduler_unless_the_connector_is_wanted_alone() -> None:
+    module, _, name = REACH_SCHEDULER.rpartition(".")
+    assert getattr(import_module(module), name).__name__ == name
     for name, kind in made(policies=["lru"], ssd=True).items():
         ours = SCHEDULER if name in ("tiered", "tiered-ssd") else None
         assert flag(kind, "--scheduler-cls") == (REACH_SCHEDULER if name == "reach" else ours)
