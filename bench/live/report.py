@@ -173,7 +173,7 @@ def readable(result: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     ]
     tables = {
         "servers": servers,
-        "pairs": pairs,
+        "difference of job times": pairs,
         "unfinished": unfinished,
         "left out": left_out,
     }

@@ -91,7 +91,7 @@ def test_without_json_the_result_is_tables(server: StubServer, tmp_path: Path) -
     assert done.exit_code == 0, done.output
     text = " ".join(done.output.split())
     assert "Jobs on running servers: servers" in text
-    assert "Jobs on running servers: pairs" in text
+    assert "Jobs on running servers: difference of job times" in text
     assert f"{server.url.removeprefix('http://')}-2" in text, "the same server under two names"
     assert "--turns allows no more" in text, "turns were cut"
 
