@@ -6,20 +6,19 @@
 
 A preset of the replay: models with random weights, jobs of random tokens that share a system
 prompt, and a KV pool that holds a third of the jobs' contexts. Stock vLLM caches no window and no
-state behind a prompt's end; ``stock_dense`` caches those of every block; ``unlimited`` is stock
-with a pool that holds everything. ``reach`` is ``stock_dense`` with such a pool, but runs no more
+state behind a prompt's end; ``stock_dense`` caches those of every block; ``bound`` is stock with a
+pool that holds everything. ``reach`` is ``stock_dense`` with such a pool, but runs no more
 concurrently than the small pool holds: a policy that loses nothing could be as fast. Answers are
 forced, so that all servers get the same prompts, and logprobs show whether they agree.
-``prompt_tokens_computed`` is each server's own count on ``/metrics``.
+``wrong_page_nats`` is what a wrong page changes in stock's first answer: with less than the
+tolerance of ``agrees`` it would not be seen.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +28,6 @@ import numpy as np
 import typer
 
 from tiered_kv.bench.agents.client import Hints
-from tiered_kv.bench.agents.figures import compare, completions, mean, unequal
 from tiered_kv.bench.agents.forcing import SERVER_ARGS, server_env
 from tiered_kv.bench.agents.jobs import FIRST_WORD, Job, Load, make_jobs
 from tiered_kv.bench.agents.paired import drawn_order
@@ -37,8 +35,7 @@ from tiered_kv.bench.agents.player import drive
 from tiered_kv.bench.agents.results import Kept
 from tiered_kv.bench.models.catalogue import MODELS, STATE_CHUNK, VOCABULARY, TinyModel
 from tiered_kv.bench.models.weights import write_model
-from tiered_kv.bench.output import AsJson, benchmark, run_benchmark, without_nan
-from tiered_kv.bench.replay.agreement import difference, widest, within
+from tiered_kv.bench.output import AsJson, benchmark, run_benchmark
 from tiered_kv.bench.replay.kinds import (
     RAW_LOGPROBS,
     SCHEDULER,
@@ -48,25 +45,18 @@ from tiered_kv.bench.replay.kinds import (
     within_reach,
 )
 from tiered_kv.bench.replay.measure import MeasureError, Replay, Workload
-from tiered_kv.bench.replay.names import PRESSURE
+from tiered_kv.bench.replay.names import BOUND, PRESSURE, REACH, STOCK, TIERED
+from tiered_kv.bench.replay.report import readable, summary
 from tiered_kv.bench.servers.vllm_server import (
     MODEL_NAME,
     ServerOptions,
     VllmServer,
     machine_dtype,
 )
-from tiered_kv.doctor.running_server import events, totals
 
-STOCK, OURS = "stock", "ours"
-BOUNDS = {"stock": STOCK, "dense": "stock_dense", "reach": "reach", "unlimited": "unlimited"}
-"""Servers that ours is compared with, by their names in the ratios."""
+DENSE = f"{STOCK}_dense"
 RESERVED_GIB = "4"
 """GiB that the CPU build sets aside before the pool's size is known."""
-DOUBTS = {
-    "preempted": "requests were preempted",
-    "stuck": "times it stood still for half a minute",
-}
-"""Counters that are 0 in a row without doubts."""
 
 MIDDLE = Load(
     jobs=6,
@@ -247,109 +237,11 @@ def make_servers(model: Path, dtype: str, shape: Shape, pools: Pools, *, alone: 
     densely = ("--prefix-cache-retention-interval", "None")
     return [
         Kind(STOCK, stock),
-        Kind(OURS, with_connector(ours)),
-        Kind(BOUNDS["dense"], with_args(stock, *densely)),
-        Kind(BOUNDS["reach"], within_reach(with_args(unlimited, *densely), pools.pressed)),
-        Kind(BOUNDS["unlimited"], unlimited),
+        Kind(TIERED, with_connector(ours)),
+        Kind(DENSE, with_args(stock, *densely)),
+        Kind(REACH, within_reach(with_args(unlimited, *densely), pools.pressed)),
+        Kind(BOUND, unlimited),
     ]
-
-
-_BY_SOURCE = re.compile(r'^vllm:prompt_tokens_by_source_total{.*source="(\w+)".*} (\S+)$', re.M)
-_GROUPS = re.compile(r"kv cache group sizes \(([0-9, ]+)\)")
-
-
-def read_counts(metrics: str) -> Counter[str]:
-    """Counters of a server since its start: tokens of all prompts, tokens of them that it computed
-    and that a connector restored, requests preempted, and times that it stood still.
-
-    Raises:
-        RuntimeError: vLLM does not report where prompts' tokens come from.
-    """
-    sources = Counter[str]()
-    for source, value in _BY_SOURCE.findall(metrics):
-        sources[source] += int(float(value))
-    if "local_compute" not in sources:
-        raise RuntimeError("the server's metrics lack vllm:prompt_tokens_by_source_total")
-    return Counter(
-        prompt=sources.total(),
-        computed=sources["local_compute"],
-        restored=sources["external_kv_transfer"],
-        preempted=int(totals(metrics).get("vllm:num_preemptions_total", 0)),
-        stuck=int(events(metrics).get("watchdog_barks", 0)),
-    )
-
-
-def make_row(
-    model: str, groups: str, played: Sequence[Kept], mistake: float | None = None
-) -> dict[str, Any]:
-    """Row as ``--json`` prints it; times in seconds, None where nothing was measured.
-
-    Answers are equal if ours differ from stock's no more than stock's runs from each other, each
-    the widest over all runs: stock, keeping densely or with space for everything, cuts prompts in
-    as many ways.
-
-    Args:
-        played: runs, whose ``counts`` are of ``read_counts``.
-        mistake: what a wrong page changes in stock's answer, mean nats a token.
-    """
-    runs = [kept.run for kept in played]
-    reference = next((run for run in runs if run.server == STOCK), None)
-    others = [run for run in runs if reference is not None and run is not reference]
-    apart = [(run.server == OURS, difference(run, reference)) for run in others if reference]
-    ours, usual = (
-        widest([one for is_ours, one in apart if is_ours is wanted and one is not None])
-        for wanted in (True, False)
-    )
-    ratios: dict[str, object] = {}
-    for name, server in BOUNDS.items():
-        over = compare(runs, OURS, server)
-        ratios[f"ours_over_{name}"] = over.mean.value if over else None
-        ratios[f"ours_over_{name}_range"] = [min(over.rounds), max(over.rounds)] if over else None
-    names = list(dict.fromkeys(run.server for run in runs))
-    notes = unequal(played) + [
-        f"{run.server}, round {run.round + 1}: {job.name} ended with {job.error}"
-        for run in runs
-        for job in run.jobs
-        if job.error is not None
-    ]
-    for what, text in DOUBTS.items():
-        for name in names:
-            count = sum(run.counts[what] for run in runs if run.server == name)
-            notes += [f"{name}: {count} {text}"] if count else []
-    return {
-        "model": model,
-        "groups": groups,
-        "servers": {
-            name: _server([run for run in played if run.run.server == name]) for name in names
-        },
-        **ratios,
-        "answers_equal": within(ours, usual) if ours and usual else None,
-        "answers": {
-            "tokens": ours.tokens if ours else 0,
-            "ours_worst_turn_nats": ours.worst_turn if ours else None,
-            "stock_worst_turn_nats": usual.worst_turn if usual else None,
-            "wrong_page_nats": mistake,
-        },
-        "notes": notes,
-    }
-
-
-def _server(played: Sequence[Kept]) -> dict[str, Any]:
-    runs = [kept.run for kept in played]
-    times = [mean(completions(run)) for run in runs]
-
-    def count(name: str) -> int:
-        return round(mean(run.counts[name] for run in runs))
-
-    return {
-        "mean_job_s": mean(times),
-        "mean_job_s_range": [min(times), max(times)],
-        "mean_ttft_s": mean(mean(turn.ttft_s for turn in run.turns) for run in runs),
-        "prompt_tokens_computed": count("computed"),
-        "prompt_tokens_restored": count("restored"),
-        "prompt_tokens": count("prompt"),
-        "rounds": len(runs),
-    }
 
 
 def compare_servers(
@@ -362,49 +254,42 @@ def compare_servers(
     *,
     alone: bool,
 ) -> dict[str, Any]:
-    """Measure one model on every server in every round; return its row.
+    """Measure one model on every server in every round; return its row: ``replay.report.summary``
+    and the model.
 
     Args:
         folder: gets the weights, and a log of every run.
         tick: called after every run.
-
-    Raises:
-        ServerError, OSError: see ``Replay``.
     """
     name, dtype = shape.model.name, machine_dtype().name
     jobs = make_jobs(load, seed, VOCABULARY)
     pools = pools_for(shape, [job.context for job in jobs], load.turns)
-    model = write_model(shape.model, folder, dtype)
-    kinds = make_servers(model, dtype, shape, pools, alone=alone)
-    counts, logs, mistakes = list[Counter[str]](), [""], list[float]()
+    kinds = make_servers(write_model(shape.model, folder, dtype), dtype, shape, pools, alone=alone)
+    mistakes = list[float]()
 
-    def look(server: VllmServer) -> None:
-        """Read the server's counters, before what is measured and after it."""
-        counts.append(read_counts(server.metrics_text()))
-        logs[0] = server.log_text()
-        if len(counts) == 2 and server.options == kinds[0].options and not mistakes:
+    def after(server: VllmServer) -> None:
+        if server.options == kinds[0].options and not mistakes:
             mistakes.append(mistake_nats(server, jobs[0], shape.block))
 
-    replay = Replay(Workload(jobs, 1, seed, Hints.KV_PARAMS, forced=True), folder / name, look=look)
-    played, failed = list[Kept](), dict[str, str]()
+    workload = Workload(jobs, 1, seed, Hints.KV_PARAMS, forced=True)
+    replay = Replay(workload, folder / name, after=after)
+    kept, failed = list[Kept](), dict[str, str]()
     for number in range(rounds):
         for kind in drawn_order(kinds, seed, number):
-            if kind.name in failed:
-                continue
-            counts.clear()
-            try:
-                kept = replay(kind, PRESSURE, number, 1 / load.apart_s)
-            except MeasureError as error:
-                failed[kind.name] = str(error).partition("\n")[0]
-            else:
-                before, after = counts
-                played.append(replace(kept, run=replace(kept.run, counts=after - before)))
-            tick(f"{name}, round {number + 1}, {kind.name}")
-    row = make_row(name, shape.groups, played, mistakes[0] if mistakes else None)
-    row["notes"] += [f"{server} failed: {why}" for server, why in failed.items()]
-    blocks = _GROUPS.search(logs[0])
-    sizes = [int(size) for size in blocks[1].split(",") if size.strip()] if blocks else []
-    return {**row, "block_tokens": sizes, "pool_blocks": pools.pressed}
+            if kind.name not in failed:
+                try:
+                    kept.append(replay(kind, PRESSURE, number, 1 / load.apart_s))
+                except MeasureError as error:
+                    failed[kind.name] = str(error).partition("\n")[0]
+                tick(f"{name}, round {number + 1}, {kind.name}")
+    return {
+        "model": name,
+        "groups": shape.groups,
+        "block_tokens": shape.block,
+        "pool_blocks": pools.pressed,
+        "wrong_page_nats": mistakes[0] if mistakes else None,
+        **summary(kept, failed, forced=True),
+    }
 
 
 def mistake_nats(server: VllmServer, job: Job, block: int) -> float:
@@ -464,7 +349,7 @@ def main(
     began, dtype = time.monotonic(), machine_dtype()
     shapes = chosen(every, only or (), bf16=dtype.name == "bfloat16")
     count = 1 if quick else rounds
-    steps = len(shapes) * count * (1 + len(BOUNDS))
+    steps = 5 * len(shapes) * count
     with (
         benchmark("Models of several KV groups under pressure", steps, as_json=as_json) as run,
         tempfile.TemporaryDirectory(prefix="hybrid-") as scratch,
@@ -475,11 +360,13 @@ def main(
             for shape in shapes
         ]
         run.result = {
-            "rows": without_nan(rows),
+            "rows": rows,
             "dtype": str(dtype),
             "quick": quick,
             "seconds": round(time.monotonic() - began, 1),
         }
+        if not as_json:
+            run.result = {row["model"]: readable(row) for row in rows}
 
 
 if __name__ == "__main__":

@@ -83,15 +83,15 @@ def within(found: Difference, yardstick: Difference) -> bool:
 def agreement(run: Run, runs: Sequence[Run]) -> bool | None:
     """True if a run's outputs agree with stock's as closely as stock's runs with each other.
 
-    Compared with a stock run of the same load. The yardstick is what the other stock runs differ
-    by from that one, at most: runs of other loads too, since what moves a logprob is how a prompt
-    was cut into batches, and a restored prefix cuts it otherwise even where stock repeats itself
-    to the bit.
+    Compared with a run of the same load on stock, or on a server whose name starts so. The
+    yardstick is what the other stock runs differ by from that one, at most: runs of other loads
+    too, since what moves a logprob is how a prompt was cut into batches, and a restored prefix cuts
+    it otherwise even where stock repeats itself to the bit.
 
     Returns:
         None if there are no two stock runs or nothing can be compared.
     """
-    stock = [other for other in runs if other.server == STOCK and other is not run]
+    stock = [other for other in runs if other.server.startswith(STOCK) and other is not run]
     same = [other for other in stock if other.load == run.load]
     if not same:
         return None

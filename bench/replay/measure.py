@@ -78,14 +78,14 @@ class Replay:
     Attributes:
         folder: gets a log of every run, and its trace if the server wrote one.
         on_turn: called after every turn that is measured.
-        look: called with the server right before the measured jobs, and right after them.
+        after: called with the server when the jobs are done.
     """
 
     workload: Workload
     folder: Path
     _: KW_ONLY
     on_turn: Callable[[], None] = lambda: None
-    look: Callable[[VllmServer], None] = lambda _: None
+    after: Callable[[VllmServer], None] = lambda _: None
 
     def __call__(
         self,
@@ -137,13 +137,12 @@ class Replay:
         jobs, server, groups = self.workload.of(load), deployed.server, deployed.groups
         seed = self.workload.seed
         starts = None if jobs_per_s is None else arrivals(len(jobs), jobs_per_s, seed)
-        self.look(server)
         before, own_before_s = read_clock(*groups), time.process_time()
         done = self._play(deployed, kind, jobs, starts, self.on_turn)
         after, own_after_s = read_clock(*groups), time.process_time()
         rss_bytes = sum(map(resident_bytes, groups))
         deployed.check()
-        self.look(server)
+        self.after(server)
         run = Run(
             server=kind.name,
             load=load,

@@ -188,6 +188,8 @@ def test_the_yardstick_is_stocks_own_widest_difference() -> None:
     ours = spoken("tiered", 0.1, seed=3, load="idle")
     assert agreement(ours, [*idle, ours]) is False
     assert agreement(ours, [*idle, busy, ours]) is True
+    assert agreement(ours, [*idle, replace(busy, server="stock_dense"), ours]) is True
+    assert agreement(ours, [*idle, replace(busy, server="bound"), ours]) is False
 
 
 def test_another_answer_is_no_agreement() -> None:
