@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tiered_kv.bench.agents.jobs import Job, Turn, arrivals, mini_swe_jobs, synthetic_jobs
 from tiered_kv.bench.agents.left_out import LeftOut
 from tiered_kv.bench.agents.recorded_rows import RecordingError
+from tiered_kv.bench.agents.sessions import read_recording, recording
 
 BEGIN = 1
 
@@ -144,6 +145,26 @@ def test_turns_of_no_known_place_take_their_session_along(tmp_path: Path, field:
     path.write_text(json.dumps({**FIX[0], field: None}))
     with pytest.raises(RecordingError, match="no session without nulls"):
         mini_swe_jobs(path, Letters(), count=1, turns=3, seed=0)
+
+
+def test_sessions_are_read_in_the_order_of_their_turns_from_the_file_that_is_named(
+    tmp_path: Path,
+) -> None:
+    for name, sessions in (("plain.jsonl", "aba"), ("packed.jsonl.gz", "cdc")):
+        rows = [row(key, at, f"{at}", "") for key, at in zip(sessions, (3, 1, 2), strict=True)]
+        data = "\n".join(map(json.dumps, rows)).encode()
+        (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    for name, first, second in (("plain", "b", "a"), ("packed", "d", "c")):
+        found = read_recording(recording(tmp_path, name)).sessions
+        assert [[turn.at for turn in one] for one in found] == [[1_000_000], [2_000_000, 3_000_000]]
+        assert [one[0].session for one in found] == [first, second]
+    odd = tmp_path / "odd.jsonl"
+    for content in (b"", b"{}", b'{"session_id": "a"}', gzip.compress(b"{}", mtime=0)[:-9]):
+        odd.write_bytes(content)
+        with pytest.raises(RecordingError):
+            read_recording(odd)
+    with pytest.raises(RecordingError):
+        read_recording(recording(tmp_path, "missing"))
 
 
 @given(count=st.integers(1, 5), seed=st.integers(0, 99), vocabulary=st.integers(2, 50_000))
