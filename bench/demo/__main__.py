@@ -32,9 +32,10 @@ from tiered_kv.bench.demo.speed import SpeedError, measure_speed
 from tiered_kv.bench.demo.stage import DemoError, Stage, shown
 from tiered_kv.bench.output import AsJson, print_json, run_benchmark, run_command
 from tiered_kv.bench.paths import ROOT
+from tiered_kv.bench.replay.kinds import with_connector
 from tiered_kv.bench.servers.dtypes import FLOAT32, DtypeError
 from tiered_kv.bench.servers.model import NAME, ModelError, prepared_path, small_model
-from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, runs_on_cpu
+from tiered_kv.bench.servers.vllm_server import ServerOptions, runs_on_cpu
 from tiered_kv.machine import system_memory
 
 SECONDS = 210.0
@@ -144,8 +145,7 @@ def main(
             # GiB that the CPU build sets aside; the pool may be larger in float32.
             env={"VLLM_CPU_KVCACHE_SPACE": str(max(2, math.ceil(gib)))},
         )
-        tiers = {"TIERED_KV_CPU_GIB": f"{gib:g}", "TIERED_KV_TRACE": str(trace)}
-        tiered = replace(stock, kv_transfer_config=CONNECTOR, env={**stock.env, **tiers})
+        tiered = with_connector(stock, TIERED_KV_CPU_GIB=f"{gib:g}", TIERED_KV_TRACE=str(trace))
         patience_s = max(300.0, PATIENCE * planned_s)
 
         first = stage.run(

@@ -18,10 +18,10 @@ import httpx
 
 from tiered_kv.bench.agents.client import Ask, Hints, ask_over
 from tiered_kv.bench.restore import texts
-from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, VllmServer
+from tiered_kv.bench.servers.vllm_server import ServerOptions, VllmServer
 from tiered_kv.doctor.running_server import events, labels, totals
 
-from .kinds import BLOCK
+from .kinds import BLOCK, with_connector
 
 TURNS, FIRST_TOKENS, ADDED_TOKENS = 5, 300, 80
 """Each turn adds a block at least, where blocks are as small as here."""
@@ -94,15 +94,9 @@ def verify(model: str | Path, policy: str | None = None) -> Verdict:
         ServerError: it did not start.
         httpx.HTTPError, AnswerError, ValueError: see ``verify_running``.
     """
-    env = {"TIERED_KV_CPU_GIB": "1"} | ({"TIERED_KV_POLICY": policy} if policy else {})
-    options = ServerOptions(
-        model=model,
-        kv_blocks=BLOCKS,
-        block_size=BLOCK,
-        max_model_len=2048,
-        kv_transfer_config=CONNECTOR,
-        env=env,
-    )
+    pool = ServerOptions(model=model, kv_blocks=BLOCKS, block_size=BLOCK, max_model_len=2048)
+    settings = {"TIERED_KV_POLICY": policy} if policy else {}
+    options = with_connector(pool, TIERED_KV_CPU_GIB="1", **settings)
     with (
         tempfile.TemporaryDirectory(prefix="verify-pin-") as folder,
         VllmServer(options, Path(folder) / "server.log") as server,

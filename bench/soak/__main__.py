@@ -59,12 +59,11 @@ import typer
 from tiered_kv.bench.agents.client import SILENCE_S, Ask, ask_over, open_client
 from tiered_kv.bench.output import AsJson, benchmark, run_benchmark
 from tiered_kv.bench.paths import ROOT
-from tiered_kv.bench.replay.kinds import BLOCK, SCHEDULER
+from tiered_kv.bench.replay.kinds import BLOCK, SCHEDULER, with_args, with_connector
 from tiered_kv.bench.replay.measure import resident_bytes
 from tiered_kv.bench.servers.load import group_members
 from tiered_kv.bench.servers.model import small_model
 from tiered_kv.bench.servers.vllm_server import (
-    CONNECTOR,
     MODEL_NAME,
     ServerOptions,
     VllmServer,
@@ -191,19 +190,14 @@ def leaks(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 def with_every_tier(stock: ServerOptions, folder: Path) -> ServerOptions:
     """Options of the same server with the connector and its scheduler. The SSD tier and the
     snapshots are in ``folder``."""
-    tiers = {
-        "TIERED_KV_CPU_GIB": f"{CPU_GIB:g}",
-        "TIERED_KV_SSD_PATH": str(folder / "ssd"),
-        "TIERED_KV_SSD_GIB": f"{SSD_GIB:g}",
-        "TIERED_KV_SNAPSHOT_PATH": str(folder / SNAPSHOTS),
-        "TIERED_KV_ADMISSION_MAX_WAIT_S": f"{ADMISSION_MAX_WAIT_S:g}",
-        "VLLM_PLUGINS": "tiered_kv",
-    }
-    return replace(
-        stock,
-        kv_transfer_config=CONNECTOR,
-        env={**stock.env, **tiers},
-        extra_args=(*stock.extra_args, "--scheduler-cls", SCHEDULER),
+    return with_connector(
+        with_args(stock, "--scheduler-cls", SCHEDULER),
+        TIERED_KV_CPU_GIB=f"{CPU_GIB:g}",
+        TIERED_KV_SSD_PATH=str(folder / "ssd"),
+        TIERED_KV_SSD_GIB=f"{SSD_GIB:g}",
+        TIERED_KV_SNAPSHOT_PATH=str(folder / SNAPSHOTS),
+        TIERED_KV_ADMISSION_MAX_WAIT_S=f"{ADMISSION_MAX_WAIT_S:g}",
+        VLLM_PLUGINS="tiered_kv",
     )
 
 
