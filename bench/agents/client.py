@@ -37,7 +37,7 @@ SESSION_HEADER = "X-Session-ID"
 """Routers keep a job on one server by this header."""
 
 
-class AnswerError(Exception):
+class AnswerError(RuntimeError):
     """A server's answer cannot be used; the message says why."""
 
 

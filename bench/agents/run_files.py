@@ -16,7 +16,7 @@ from .results import Kept
 PLAN = "plan.json"
 
 
-class RunFileError(Exception):
+class RunFileError(RuntimeError):
     """The runs kept in a folder are of another workload, or cannot be read."""
 
 

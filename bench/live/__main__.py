@@ -32,7 +32,7 @@ from tiered_kv.bench.agents.run_files import (
 from tiered_kv.bench.live.live_jobs import load_jobs
 from tiered_kv.bench.live.report import live_pairs, live_rows, plot_sweeps, readable
 from tiered_kv.bench.live.rounds import Arriving, Load, Rounds, level_of
-from tiered_kv.bench.live.servers import LiveError, Target, served
+from tiered_kv.bench.live.servers import Target, served
 from tiered_kv.bench.live.workload_statistics import (
     statistics_lines,
     statistics_table,
@@ -68,7 +68,7 @@ def finished(command: Callable[P, int]) -> Callable[P, None]:
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        failures = (*FAILURES, LiveError, UnreachableError)
+        failures = (*FAILURES, UnreachableError)
         if code := run_command(lambda: command(*args, **kwargs), failures, STOPPED):
             raise typer.Exit(code)
 

@@ -27,7 +27,7 @@ COUNTERS: Mapping[str, str] = {
 those that a connector brought."""
 
 
-class LiveError(Exception):
+class LiveError(RuntimeError):
     """A server that cannot be measured; the message says why."""
 
 

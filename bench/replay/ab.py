@@ -67,7 +67,7 @@ class NotStarted(Exception):
     """A server that is optional does not serve on this machine; the message is its own."""
 
 
-class HarnessError(Exception):
+class HarnessError(RuntimeError):
     """The measurement cannot go on; the message says why."""
 
 

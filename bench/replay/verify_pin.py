@@ -10,13 +10,14 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
-from tiered_kv.bench.agents.client import Ask, Hints, ask_over
+from tiered_kv.bench.agents.client import AnswerError, Ask, Hints, ask_over
 from tiered_kv.bench.restore import texts
 from tiered_kv.bench.servers.vllm_server import ServerOptions, VllmServer
 from tiered_kv.doctor.running_server import events, labels, totals
@@ -92,7 +93,7 @@ def verify(model: str | Path, policy: str | None = None) -> Verdict:
 
     Raises:
         ServerError: it did not start.
-        httpx.HTTPError, AnswerError, ValueError: see ``verify_running``.
+        AnswerError, ValueError: see ``verify_running``.
     """
     pool = ServerOptions(model=model, kv_blocks=BLOCKS, block_size=BLOCK, max_model_len=2048)
     settings = {"TIERED_KV_POLICY": policy} if policy else {}
@@ -111,10 +112,10 @@ def verify_running(url: str) -> Verdict:
         url: without ``/v1``.
 
     Raises:
-        httpx.HTTPError, AnswerError: it does not answer as it should.
+        AnswerError: it does not answer as it should.
         ValueError: it does not report its KV pool.
     """
-    with httpx.Client(base_url=url, timeout=600, trust_env=False) as client:
+    with _answers(url), httpx.Client(base_url=url, timeout=600, trust_env=False) as client:
         models = client.get("/v1/models").raise_for_status().json()
         page = client.get("/metrics").raise_for_status().text
         try:
@@ -126,6 +127,15 @@ def verify_running(url: str) -> Verdict:
                 f"the server does not report its KV pool: no {error} in {CACHE_CONFIG}"
             ) from error
         return _play(client, model, blocks, block)
+
+
+@contextmanager
+def _answers(url: str) -> Iterator[None]:
+    """Name the server in errors of its connection."""
+    try:
+        yield
+    except httpx.HTTPError as error:
+        raise AnswerError(f"{url} does not answer as it should: {error}") from error
 
 
 def _play(client: httpx.Client, model: str, blocks: int, block: int) -> Verdict:

@@ -104,13 +104,14 @@ def test_without_json_the_result_is_tables(server: StubServer, tmp_path: Path) -
         (("--url", "http://x", "--jps", "1", "--sessions", "1"), "either --jps or --sessions"),
         (("--url", "http://x", "--jps", "1", "--name", "a", "--name", "b"), "2 names"),
         (("--url", "http://127.0.0.1:9", "--jps", "1"), "does not answer"),
-        (("--url", "ftp://x", "--jps", "1"), "not an HTTP address"),
+        (("verify-pin", "--url", "http://127.0.0.1:9"), "does not answer as it should"),
+        (("--url", "ftp://x", "--jps", "1"), "no address of HTTP"),
         (("--url", "http://x", "--jps", "1", "--workload", "nothing"), "no workload"),
     ],
 )
 def test_what_cannot_be_measured_is_said(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    done = call(*words, "--out", tmp_path)
-    assert done.exit_code != 0
+    done = call(*words, *(() if "verify-pin" in words else ("--out", tmp_path)))
+    assert done.exit_code not in (0, 130)
     assert said in " ".join(done.output.replace("│", "").split())
 
 
