@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -52,10 +52,6 @@ class PairedRatio:
         quantile = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1))
         half = quantile * math.sqrt(variance / count)
         return cls(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
-
-    def as_json(self) -> dict[str, float | None]:
-        """Plain values."""
-        return asdict(self)
 
 
 def drawn_order(servers: Sequence[T], seed: int, number: int) -> list[T]:

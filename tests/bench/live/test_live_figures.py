@@ -104,8 +104,3 @@ def test_answers_that_come_in_one_piece_have_no_time_between_tokens() -> None:
         (pair,) = live_pairs([run("a", 0, one), run("b", 0, job("x", 2.0))])
         assert "tpot_ratio" not in pair
         assert pair["ttft_ratio"]["value"] == pytest.approx(0.05)
-
-
-def test_rounds_of_one_server_alone_are_in_no_pair() -> None:
-    assert live_pairs([run("a", 0, job("x", 1.0)), run("b", 1, job("x", 2.0))]) == []
-    assert live_pairs([run("a", 0, job("x", 1.0)), run("b", 0, job("y", 2.0))]) == []

@@ -5,13 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tiered_kv.bench.agents.figures import compare
 from tiered_kv.bench.agents.results import JobDone, Run, TurnDone
 from tiered_kv.bench.replay.agreement import agreement, difference
-from tiered_kv.bench.replay.report import closed, idle_ratio, ratios, row
+from tiered_kv.bench.replay.report import closed, ratios, row
 
 TOKENS = 40
 
@@ -98,20 +96,6 @@ def test_closed_is_the_part_of_the_gap_between_stock_and_the_bound() -> None:
     assert closed(runs, 100) == pytest.approx(0.6)
     assert closed(runs[:2]) is None
     assert closed([run("stock", [5]), run("tiered", [5]), run("bound", [6])]) is None
-
-
-@given(st.lists(st.floats(0.5, 2.0), min_size=2, max_size=6))
-def test_the_idle_interval_is_that_of_the_rounds_ratios(factors: list[float]) -> None:
-    runs = []
-    for number, factor in enumerate(factors):
-        runs.append(run("stock", [2.0, 4.0], load="idle", number=number))
-        runs.append(run("tiered", [2.0 * factor, 4.0 * factor], load="idle", number=number))
-    found = idle_ratio(runs, "tiered")
-    assert found is not None
-    assert found.value == pytest.approx(np.exp(np.mean(np.log(factors))))
-    assert found.low is not None
-    assert found.high is not None
-    assert found.low * found.high == pytest.approx(found.value**2), "symmetric in logarithms"
 
 
 def test_a_round_counts_with_the_jobs_that_finished_on_both_servers() -> None:
