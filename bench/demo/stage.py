@@ -68,8 +68,35 @@ class Stage:
             DemoError: the server did not start, died, or left a request without an answer.
         """
         self._reached, self._log = f"{name}, while its server started", log
+        total = sum(len(job.turns) for _, job in arrivals)
+        columns = TextColumn("{task.description:<26}"), BarColumn(), TaskProgressColumn()
+        bars = Progress(*columns, TimeElapsedColumn(), console=self._console)
+        starting = bars.add_task(f"{name}: server starts", total=USUAL_START_S)
+        line, done = Text(), list[TurnDone]()
+
+        def on_wait(seconds: float) -> None:
+            bars.update(starting, completed=min(seconds, USUAL_START_S * 0.97))
+
+        def on_turn(_name: str, turn: TurnDone) -> None:
+            done.append(turn)
+            line.plain = so_far(done, before)
+            bars.update(turns, completed=len(done))
+            self._reached = f"{name}, after {len(done)} of {total} turns"
+
+        server = VllmServer(options, log, start_timeout_s=patience_s, on_wait=on_wait)
         try:
-            return self._run(name, options, log, arrivals, patience_s, before)
+            with Live(Group(bars, line), console=self._console), server:
+                bars.update(starting, completed=USUAL_START_S)
+                turns = bars.add_task(f"{name}: turns", total=total)
+                self._reached = f"{name}, after 0 of {total} turns"
+                clock = read_clock(server.pid or 0)
+                try:
+                    jobs = asyncio.run(play(server.url, arrivals, patience_s, on_turn))
+                except AgentError:
+                    server.check()
+                    raise
+                others = cores_of_others(clock, read_clock(server.pid or 0))
+                return Kept(Run(name, "demo", 0, 0, 0.0, jobs), server.reserved_cpus, others)
         except ServerError as error:
             why = error_in(error.log) or str(error).splitlines()[0]
             raise DemoError(f"{self._reached}: {why}. The server's log: {shown(log)}") from error
@@ -78,48 +105,6 @@ class Stage:
                 f"{self._reached}: {error}. Run the demo again with less to do (scripts/demo --jobs"
                 f" 4 --turns 4), or when the machine is less busy. The server's log: {shown(log)}"
             ) from error
-
-    def _run(
-        self,
-        name: str,
-        options: ServerOptions,
-        log: Path,
-        arrivals: Arrivals,
-        patience_s: float,
-        before: Sequence[TurnDone],
-    ) -> Kept:
-        total = sum(len(job.turns) for _, job in arrivals)
-        columns = TextColumn("{task.description:<26}"), BarColumn(), TaskProgressColumn()
-        bars = Progress(*columns, TimeElapsedColumn(), console=self._console)
-        line, done = Text(), list[TurnDone]()
-        starting = bars.add_task(f"{name}: server starts", total=USUAL_START_S)
-        with (
-            Live(Group(bars, line), console=self._console),
-            VllmServer(
-                options,
-                log,
-                start_timeout_s=patience_s,
-                on_wait=lambda s: bars.update(starting, completed=min(s, USUAL_START_S * 0.97)),
-            ) as server,
-        ):
-            bars.update(starting, completed=USUAL_START_S)
-            turns = bars.add_task(f"{name}: turns", total=total)
-            self._reached = f"{name}, after 0 of {total} turns"
-
-            def on_turn(_name: str, turn: TurnDone) -> None:
-                done.append(turn)
-                line.plain = so_far(done, before)
-                bars.update(turns, completed=len(done))
-                self._reached = f"{name}, after {len(done)} of {total} turns"
-
-            clock = read_clock(server.pid or 0)
-            try:
-                jobs = asyncio.run(play(server.url, arrivals, patience_s, on_turn))
-            except AgentError:
-                server.check()
-                raise
-            others = cores_of_others(clock, read_clock(server.pid or 0))
-            return Kept(Run(name, "demo", 0, 0, 0.0, jobs), server.reserved_cpus, others)
 
 
 async def play(
