@@ -105,7 +105,7 @@ def test_without_json_the_result_is_tables(server: StubServer, tmp_path: Path) -
         (("--url", "http://x", "--jps", "1", "--name", "a", "--name", "b"), "2 names"),
         (("--url", "http://127.0.0.1:9", "--jps", "1"), "does not answer"),
         (("verify-pin", "--url", "http://127.0.0.1:9"), "does not answer as it should"),
-        (("--url", "ftp://x", "--jps", "1"), "no address of HTTP"),
+        (("--url", "ftp://x", "--jps", "1"), "not an HTTP address"),
         (("--url", "http://x", "--jps", "1", "--workload", "nothing"), "no workload"),
     ],
 )
