@@ -327,7 +327,7 @@ def engine(kind: Kind, scenario: Scenario) -> Iterator[Watched]:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What one play of a scenario measured.
+    """Measurements of one play of a scenario.
 
     Attributes:
         seconds: figures by name: ``stall_``, ``vllm_offloader_`` and ``finished_``, and medians

@@ -50,10 +50,11 @@ def slowdown(server: str, jobs_per_s: float) -> float:
 class Machine:
     """Servers that take longer the more jobs arrive; others' offloaders do not start."""
 
-    def __init__(self, stop_after: int | None = None, **job: Any) -> None:
+    def __init__(self, stop_after: int | None = None, jobs: int = 2, **job: Any) -> None:
         self.measured: list[tuple[str, str, int]] = []
         self.costs = defaultdict[str, list[ServerCosts | None]](list)
         self._stop_after = stop_after
+        self._jobs = jobs
         self._job = job
 
     def __call__(
@@ -76,7 +77,7 @@ class Machine:
             1, 0.0, took_s / 2, took_s, 100, 50, 1, tokens=(1, 2), logprobs=(-1.0, -2.0)
         )
         job = replace(JobDone("job", 0.0, took_s, (turn,)), **self._job)
-        jobs = tuple(replace(job, name=f"job-{at}") for at in range(2))
+        jobs = tuple(replace(job, name=f"job-{at}") for at in range(self._jobs))
         run = Run(kind.name, load, number, 0, crowd, jobs, ("--flag",), {"vllm": "0"}, 1.0, 1)
         return Kept(run, reserved_cpus="[]", other_cores=0.0)
 
@@ -122,7 +123,7 @@ def test_a_router_is_told_what_stocks_steps_cost_and_is_not_run_before_that_is_k
     turns = tuple(
         TurnDone(at, 10.0 * at, 0.1 * at, 0.1 * at + 2.0, 100 * at, 0, 50) for at in range(1, 9)
     )
-    machine = Machine(turns=turns)  # of many lengths, so that costs can be fitted
+    machine = Machine(jobs=1, turns=turns)  # of many lengths, so that costs can be fitted
     kinds = make_kinds("model", size_for([3000], 6400), peers=True)
     kinds = [replace(kind, optional=False) for kind in kinds]
     ledger = Ledger(tmp_path, {}, resume=False)
@@ -133,7 +134,7 @@ def test_a_router_is_told_what_stocks_steps_cost_and_is_not_run_before_that_is_k
     for name in ("vllm-router", "tiered-behind-router"):
         (first, *_) = costs = told[f"{name} pressure"] + told[f"{name} beyond"]
         assert first is not None
-        assert first.token == pytest.approx(1e-3, rel=0.01)
+        assert first.token == pytest.approx(1e-3, rel=0.05)
         assert costs == [first] * (2 * PRESET.rounds)
 
 
