@@ -9,7 +9,7 @@ blocks are saved, and its last boundary for groups that keep only a part of the 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import filterfalse, islice
 from operator import attrgetter, itemgetter
@@ -164,6 +164,7 @@ class Saves:
         # Pages of finished turns that count as just used: now, or once the save has settled.
         self._used: deque[PageKey] = deque(maxlen=book.index.num_slots)
         self._used_by: dict[OrderId, deque[PageKey]] = {}
+        self._touches_left = TOUCHED_A_STEP
 
     def watch(self, turn: Turn, step: int) -> None:
         """Check the turn for newly filled blocks in that step, and not before."""
@@ -198,8 +199,9 @@ class Saves:
         Args:
             scheduled: tokens that the step computes for each request.
         """
+        self._touches_left = TOUCHED_A_STEP
         if self._used:
-            self._touch_some()
+            self._touch()
         if step not in self._calendar:
             return
         due = self._calendar.pop(step)
@@ -268,13 +270,17 @@ class Saves:
         Args:
             save: order after which all pages are in CPU memory; None if they already are.
         """
-        used = self._used
         if save is not None and self._book.under_way(save):
             used = self._used_by.setdefault(save, deque(maxlen=self._used.maxlen))
-        used.extend(reversed(context))
+            used.extend(reversed(context))
+        else:
+            self._touch(reversed(context))
 
-    def _touch_some(self) -> None:
-        few = min(len(self._used), TOUCHED_A_STEP)
+    def _touch(self, pages: Iterable[PageKey] = ()) -> None:
+        """Count these pages, and those that wait, as just used, as far as the step allows."""
+        self._used.extend(pages)
+        few = min(len(self._used), self._touches_left)
+        self._touches_left -= few
         self._book.index.touch([self._used.popleft() for _ in range(few)])
 
     def _context(self, turn: Turn) -> list[PageKey]:
@@ -383,7 +389,8 @@ class Saves:
     def on_settled(self, done: Settled[SaveOrder]) -> None:
         """Release the blocks of a save that has finished on every rank."""
         self.over += 1
-        self._used.extend(self._used_by.pop(done.order.order_id, ()))
+        if used := self._used_by.pop(done.order.order_id, None):
+            self._touch(used)
         failed = len(done.failed)
         self._counters.add("save_failures", failed)
         if done.abandoned:
