@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
+from itertools import filterfalse
 
 from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.turn import Turn
@@ -245,14 +246,13 @@ class LowerTier:
         if not self._serves or self._clock() < self._pause_until:
             return
         self._feed()
-        mine, room = self._mine(keys), self._room
-        runs = runs_of(mine) if self._in_runs else {}
+        context, room = self._mine(keys), self._room
+        mine = [*self.pages.index.unwritten(context)]  # a long context is mostly stored
+        runs = runs_of(context) if self._in_runs and mine else {}
         if not self._backlog and self._order_down(mine, runs, room) < room:
             return  # all of them were ordered
         demoting, readable = self.pages.demoting, self._index.readable
-        fresh = [
-            key for key in self.pages.index.unwritten(mine) if key not in demoting and readable(key)
-        ]
+        fresh = [*filterfalse(demoting.__contains__, filter(readable, mine))]
         left = max(0, self._most_waiting - len(self._backlog))
         if self.spec.shared:  # own tiers get them before they are evicted
             self.counters.add("pages_not_shared", len(fresh[left:]))
