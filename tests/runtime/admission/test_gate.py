@@ -16,6 +16,9 @@ from tests.runtime.admission.admitting import (
     running,
 )
 from tests.runtime.conftest import MakeRig
+from tiered_kv.connectors.runtime.admission import active_jobs
+from tiered_kv.connectors.runtime.admission.queue import MOST_HELD_IN_QUEUE, MOST_LET_IN
+from tiered_kv.connectors.vllm import engine_scheduler
 from tiered_kv.policies.admission.working_set import MOST
 from tiered_kv.policies.jobs.lineage import Lineage
 from tiered_kv.testing.checked_kv import expected, text
@@ -264,6 +267,67 @@ def test_a_job_that_fell_silent_no_longer_takes_room(make_rig: MakeRig) -> None:
     context = rig.prompts["a"] + rig.outputs["a"]
     rig.add("a2", context, max_tokens=4, params={"job_id": "a"})
     assert rig.gate.jobs.peak() > 15, "it is back"
+    rig.run()
+
+
+def test_many_jobs_are_counted_over_several_queries(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = holding_rig(make_rig, in_job_order=True)
+    shared = text(64, seed=5)
+    for number in range(7):
+        own = shared + text(20 + number, seed=200 + number)
+        rig.ask(f"job{number}", own, params={"job_id": f"job{number}"})
+    rig.pins.release_all()
+    rig.now += 1
+    before = rig.gate.jobs.peak()
+    monkeypatch.setattr(active_jobs, "TOGETHER", 3)
+    rig.gate.jobs.job_forecast.growth.observe(40.0)
+    rig.now += 1
+    queries = []
+    for _ in range(3):
+        queries.append(rig.gate.jobs.peak())
+        rig.now += 3.5 * active_jobs.COUNTED_S
+    assert queries[:2] == [before, before], "the last count holds until every job was counted"
+    monkeypatch.undo()
+    rig.now += 1
+    assert queries[2] == rig.gate.jobs.peak() > before
+    monkeypatch.setattr(active_jobs, "TOGETHER", 3)
+    rig.now += 3600
+    left = []
+    for _ in range(3):
+        rig.gate.jobs.peak()
+        left.append(len(rig.gate.jobs))
+        rig.now += 3.5 * active_jobs.COUNTED_S
+    assert left == [4, 1, 0], "three of the silent jobs in each query"
+    assert rig.gate.jobs.peak() == 0
+
+
+def test_of_a_crowd_in_vllm_s_queue_one_step_lets_in_a_bounded_number(make_rig: MakeRig) -> None:
+    """The engine looks up each request that is held back, and goes on to the next."""
+    rig = holding_rig(make_rig, in_job_order=False)
+    for name in "abc":
+        begin(rig, name)
+        rig.step()
+    for number in range(3 * MOST_LET_IN):
+        begin(rig, f"crowd{number}")
+    rig.step()
+    assert len(rig.gate.jobs.entering) == MOST_LET_IN
+    assert len(rig.held()) == MOST_HELD_IN_QUEUE
+
+
+def test_a_crowd_of_parked_jobs_leaves_over_several_steps(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = holding_rig(make_rig, in_job_order=True)
+    monkeypatch.setattr(engine_scheduler, "MOST_UNPARKED", 2)
+    for name in "abcdefghi":
+        begin(rig, name)
+        rig.step()
+    assert rig.held() == list("defghi")
+    rig.admission.queue.let_all_in()
+    rig.step()
+    assert rig.held() == list("hi"), "two in turn, and two as overdue"
     rig.run()
 
 
