@@ -17,6 +17,7 @@ from tiered_kv.bench.sim.engine.metrics import TurnRecord as SimulatedTurn
 from tiered_kv.bench.sim.servers.servers import Server
 from tiered_kv.config import ENV_PREFIX, TierConfig
 from tiered_kv.policies import registry
+from tiered_kv.sizing.step_cost import StepCost
 from tiered_kv.trace.trace_header import TraceHeader
 from tiered_kv.trace.turn_record import TurnTokens
 
@@ -163,7 +164,6 @@ def what_if(
     simulated, other = (
         _figures([job.took_s for job in jobs], [job.turns for job in jobs], found) for jobs in runs
     )
-    cost = place.fitted.cost
     return WhatIf(
         path=str(path),
         recorded_policy=own,
@@ -177,11 +177,7 @@ def what_if(
         simulated_over_recorded=_ratios(simulated, was),
         what_if_over_simulated=_ratios(other, simulated),
         costs={
-            "step_s": cost.step + cost.weights,
-            "token_s": cost.token,
-            "pair_s": cost.pair,
-            "request_s": cost.seq,
-            "read_s": cost.kv,
+            **_costs(place.fitted.cost),
             "copy_bytes_per_s": place.machine.link,
             "error": place.fitted.error,
         },
@@ -193,6 +189,17 @@ def what_if(
         bad_lines=recording.bad_lines,
         bad=[str(one) for one in recording.bad],
     )
+
+
+def _costs(cost: StepCost) -> dict[str, float]:
+    """Costs of a step by name, seconds."""
+    return {
+        "step_s": cost.step + cost.weights,
+        "token_s": cost.token,
+        "pair_s": cost.pair,
+        "request_s": cost.seq,
+        "read_s": cost.kv,
+    }
 
 
 def _recorded_policy(header: TraceHeader, asked: str) -> str:
