@@ -82,6 +82,7 @@ def work_in_pieces(seed: int) -> Iterator[None]:
             (restores, "PAGES_A_STEP", 4),
             (pieces, "PAGES_A_STEP", 2),
             (saves, "TOUCHED_A_STEP", 3),
+            (saves, "LOOKED_AT", 2),
             (order_book, "SETTLED_AT_ONCE", 3),
         ):
             if seed % 2:

@@ -193,6 +193,14 @@ class BlockPool(Protocol):
         restore."""
         ...
 
+    def cached_prefix(self, hashes: Sequence[bytes], group: int) -> int:
+        """Number of hashes before the first one without a cached block of a page group."""
+        ...
+
+    def num_in_use(self, hashes: Sequence[bytes], group: int) -> int:
+        """Number of hashes whose cached block of a page group has a reference."""
+        ...
+
     def cached(self, block_hash: bytes, group: int) -> Block | None:
         """The cached block of a page group with that hash; None if there is none."""
         ...

@@ -11,9 +11,12 @@ from itertools import compress
 from operator import attrgetter
 from typing import Any
 
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+
 from tiered_kv.connectors.runtime.base import KeptState, Request, ScheduledStep
 from tiered_kv.connectors.vllm.requests.vllm_request import VllmRequest
 
+_REFERENCES = attrgetter("ref_cnt")
 _HASH = attrgetter("_block_hash")  # the property calls Python code for each block
 
 
@@ -55,6 +58,26 @@ class VllmBlockPool:
 
     def blocks_of(self, request_id: str) -> Sequence[Any]:
         return [block for one in self._managers for block in one.req_to_blocks.get(request_id, ())]
+
+    def cached_prefix(self, hashes: Sequence[bytes], group: int) -> int:
+        found = self._cached_each(hashes, group)
+        return found.index(None) if None in found else len(found)
+
+    def num_in_use(self, hashes: Sequence[bytes], group: int) -> int:
+        found = self._cached_each(hashes, group)
+        try:
+            return len(found) - [*map(_REFERENCES, found)].count(0)
+        except AttributeError:  # not every one is a block
+            blocks = (next(iter(one.values())) if isinstance(one, dict) else one for one in found)
+            return sum(block is not None and block.ref_cnt > 0 for block in blocks)
+
+    def _cached_each(self, hashes: Sequence[bytes], group: int) -> list[Any]:
+        """The block of each hash, blocks by id if several have the hash, None if none has it:
+        ``get_cached_block`` without four calls for each."""
+        (of_vllm,) = self._groups[group]
+        suffix = make_block_hash_with_group_id(BlockHash(b""), of_vllm)
+        cache = self._pool.cached_block_hash_to_block._cache  # noqa: SLF001
+        return [*map(cache.get, [one + suffix for one in hashes])]
 
     def cached(self, block_hash: bytes, group: int) -> Any | None:
         found = self._pool.get_cached_block(block_hash, self._groups[group])

@@ -243,13 +243,13 @@ class Promotions:
             known: number of tokens already known to be in VRAM.
         """
         hashes, strides = turn.request.block_hashes, turn.pages.strides
-        cached, end = self._pool.cached, limit
+        end = limit
         for at, group in enumerate(self._facts.groups):
             if group.reach.kind is KvKind.FULL:
                 stride, block = strides[at], known // group.block_size
                 stop = min(end // group.block_size + 1, len(hashes) // stride)
-                while block < stop and cached(hashes[(block + 1) * stride - 1], at) is not None:
-                    block += 1
+                unknown = hashes[(block + 1) * stride - 1 : stop * stride : stride]
+                block += self._pool.cached_prefix(unknown, at)
                 end = min(end, block * group.block_size)
         if not self._facts.narrow:
             return end

@@ -26,12 +26,15 @@ from tiered_kv.pages.partial_blocks import TailIndex
 
 STRIDE_TOKENS = 256
 """A decoding request is checked once it may have filled blocks of this many tokens..."""
-_ID = attrgetter("block_id")
-TOUCHED_A_STEP = 4096
-"""Number of pages that are counted as just used in a step; others wait a step longer."""
 TOGETHER = 16
 """...in a step that is a multiple of this. Blocks filled since then are saved when the request
 finishes, and lost when it is preempted: at most 272 tokens or a block."""
+TOUCHED_A_STEP = 4096
+"""Number of pages that are counted as just used in a step; others wait a step longer."""
+LOOKED_AT = 4096
+"""Maximum number of blocks of a turn that a step adds to those to be saved. A prefix that VRAM has
+and CPU memory has lost may be longer."""
+_ID = attrgetter("block_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,14 +217,15 @@ class Saves:
                 turn.save.suspended = True  # until the engine admits it again
                 continue
             tokens = request.num_computed_tokens + scheduled.get(request.request_id, 0)
-            self._add_filled(turn, tokens - self._facts.draft_tokens, filled)
+            final = tokens - self._facts.draft_tokens
+            behind = self._add_filled(turn, final, filled, LOOKED_AT)
             while turn.save.boundaries and turn.save.boundaries[-1] <= tokens:
                 self._add_boundary(turn, turn.save.boundaries.pop(), filled)
             known = request.num_tokens
             look = self._stride.next_look(
                 step, saved=turn.save.cursors[CONTEXT], computed=tokens, known=known
             )
-            self.watch(turn, look)
+            self.watch(turn, step + 1 if behind else look)
         self._order(filled)
 
     def save_state(self, turn: Turn, group: int, block: int, tokens: int) -> None:
@@ -436,13 +440,23 @@ class Saves:
     def _nothing(self) -> list[dict[PageKey, int]]:
         return [{} for _ in self._facts.groups]
 
-    def _add_filled(self, turn: Turn, tokens: int, filled: list[dict[PageKey, int]]) -> None:
-        """Add the blocks filled since the last check, with their keys.
+    def _add_filled(
+        self,
+        turn: Turn,
+        tokens: int,
+        filled: list[dict[PageKey, int]],
+        most: int | None = None,
+    ) -> bool:
+        """Add the blocks filled since the last check that CPU memory lacks, with their keys.
+
+        Returns True if more are left.
 
         Args:
             tokens: tokens whose KV exists, possibly including drafts and placeholders. Blocks whose
                 tokens are not final have no hash yet, and wait.
+            most: maximum number of blocks of a group to add; None for all.
         """
+        behind = False
         for at, group in enumerate(self._facts.groups):
             if group.reach.kind is not KvKind.FULL:
                 continue
@@ -452,10 +466,13 @@ class Saves:
             start = turn.save.cursors[at]
             if full <= start:
                 continue
-            turn.save.cursors[at] = full
             start = self._book.index.readable_prefix(keys, start, full)
+            if most is not None and full - start > most:
+                full, behind = start + most, True
+            turn.save.cursors[at] = full
             ids = map(_ID, blocks[start:full])
             filled[at].update(zip(keys[start:full], ids, strict=True))
+        return behind
 
     def _order(self, filled: Sequence[Mapping[PageKey, int]]) -> None:
         """Order saves of pages, by group."""

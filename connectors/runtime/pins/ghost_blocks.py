@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, takewhile
 from typing import NamedTuple
 
 from tiered_kv.connectors.runtime.base import Block, BlockPool, EngineFacts, Request
@@ -88,6 +88,15 @@ class GhostPool:
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Do nothing: the engine's prefix cache stays as it is."""
+
+    def cached_prefix(self, hashes: Sequence[bytes], group: int) -> int:
+        """Number of hashes before the first one without a block or ghost."""
+        return sum(1 for _ in takewhile(lambda one: self.cached(one, group) is not None, hashes))
+
+    def num_in_use(self, hashes: Sequence[bytes], group: int) -> int:
+        """Number of hashes whose block or ghost has a reference."""
+        found = (self.cached(one, group) for one in hashes)
+        return sum(block is not None and block.ref_cnt > 0 for block in found)
 
     def cached(self, block_hash: bytes, group: int) -> Block | None:
         """Return the block or ghost with that hash; None if there is none."""

@@ -285,9 +285,9 @@ class PinPressure:
         hashes, unit = turn.request.block_hashes, self._facts.hash_tokens
         held = 0
         for at, blocks, size in self._hits(num_computed):
-            for block in blocks:
-                cached = self._pool.cached(hashes[(block + 1) * size // unit - 1], at)
-                held += cached is not None and cached.ref_cnt > 0
+            stride = size // unit
+            own = hashes[(blocks.start + 1) * stride - 1 : blocks.stop * stride : stride]
+            held += self._pool.num_in_use(own, at)
         return held
 
     def _hits(self, num_computed: int) -> Iterator[tuple[int, range, int]]:

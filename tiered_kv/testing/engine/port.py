@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from tiered_kv.codecs.base import ElementType
@@ -118,6 +119,13 @@ class PortPool:
 
     def hashed_blocks_of(self, request_id: str) -> list[Any]:
         return [block for block in self.blocks_of(request_id) if block.block_hash is not None]
+
+    def cached_prefix(self, hashes: Sequence[bytes], group: int) -> int:
+        return sum(1 for _ in takewhile(lambda one: self._pool.cached(one) is not None, hashes))
+
+    def num_in_use(self, hashes: Sequence[bytes], group: int) -> int:
+        found = map(self._pool.cached, hashes)
+        return sum(block is not None and block.ref_cnt > 0 for block in found)
 
     def cached(self, block_hash: bytes, group: int) -> Any | None:
         return self._pool.cached(block_hash)
