@@ -74,6 +74,15 @@ def test_the_flags_are_those_that_the_connector_takes(tmp_path: Path) -> None:
         assert f"{option} {shlex.quote(words[words.index(option) + 1])}" in readme
 
 
+def test_a_model_whose_longest_context_exceeds_vram_starts_with_a_shorter_one(
+    tmp_path: Path,
+) -> None:
+    folder = write(tmp_path, LLAMA_8B)
+    short, long = (as_json(folder, "--gpu", gpu)["command"] for gpu in ("rtx4090", "h100"))
+    assert short[short.index("--max-model-len") + 1] == "auto"
+    assert "--max-model-len" not in long
+
+
 def test_the_lines_for_a_shell_are_the_command(tmp_path: Path) -> None:
     folder = write(tmp_path / "a model", LLAMA_8B)
     output = invoke(folder, "--gpu", "h100").output

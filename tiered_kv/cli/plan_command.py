@@ -61,6 +61,7 @@ def arguments(
     model: Path,
     *,
     ranks: int,
+    fits: bool,
     ssd: bool,
     dtype: str,
     kv_dtype: str,
@@ -69,6 +70,7 @@ def arguments(
     """Words of the command.
 
     Args:
+        fits: True if VRAM holds the model's longest context; vLLM refuses to start otherwise.
         ssd: True if there is a folder to flush to at the end.
         dtype, kv_dtype: as they were asked for; vLLM's defaults are left out.
         utilization: share of VRAM; None for vLLM's default.
@@ -81,6 +83,8 @@ def arguments(
         words += ["--dtype", dtype]
     if kv_dtype != "auto":
         words += ["--kv-cache-dtype", kv_dtype]
+    if not fits:
+        words += ["--max-model-len", "auto"]
     if utilization is not None:
         words += ["--gpu-memory-utilization", f"{utilization:g}"]
     if ssd:
@@ -338,6 +342,7 @@ def plan_command(
     words = arguments(
         model,
         ranks=gpus,
+        fits=plan.tiers[0].tokens >= shape.max_len,
         ssd=ssd_gib > 0,
         dtype=dtype,
         kv_dtype=kv_dtype,
