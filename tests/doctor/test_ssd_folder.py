@@ -12,12 +12,20 @@ import pytest
 from tests.cli.store_disk import Disk
 from tests.doctor.told import by_check, verdicts
 from tiered_kv.config import TierConfig
+from tiered_kv.doctor.__main__ import groups
 from tiered_kv.doctor.ssd_folder import Mount, check_mount, check_ssd, judge_speed
 from tiered_kv.storage.disk.probe import DiskSpeed
 
 
 def test_without_a_folder_there_is_nothing_to_look_at() -> None:
     assert verdicts(check_ssd(TierConfig())) == {"SSD": "ok"}
+
+
+def test_a_refused_folder_is_not_reported_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERED_KV_SSD_PATH", "/there/is/no/folder")
+    assert "SSD" not in dict(groups(beside=False))
+    monkeypatch.delenv("TIERED_KV_SSD_PATH")
+    assert "SSD" in dict(groups(beside=False))
 
 
 def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:

@@ -54,7 +54,8 @@ def groups(*, beside: bool) -> Iterator[tuple[str, Iterable[Finding]]]:
     )
     yield "huge pages", map(check_huge_pages, [HUGE_PAGES])  # lazily, since it reads a file
     yield "compression", [check_spare_cores(config, env, gpus, usable)]
-    yield "SSD", check_ssd(config)
+    if config.ssd_path is not None or not env.get("TIERED_KV_SSD_PATH"):  # else refused above
+        yield "SSD", check_ssd(config)
     yield "remote store", check_remote(config.remote)
 
 
