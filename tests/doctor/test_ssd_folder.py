@@ -56,7 +56,7 @@ def test_a_folder_that_is_to_be_made_is_not_made(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     (found,) = check_ssd(TierConfig(ssd_path=path))
     assert found.verdict.value == "warn"
-    assert "makes it at start" in found.seen
+    assert "creates it at startup" in found.seen
     assert not path.exists()
 
 

@@ -110,10 +110,10 @@ def check_ssd(config: TierConfig) -> Iterator[Finding]:
 
 def _to_be_made(path: Path) -> Finding:
     if os.access(path.parent, os.W_OK | os.X_OK):
-        advice = f"Make it and ask again, to have its disk looked at: mkdir {path}"
-        return warn("SSD folder", f"{path} is not there; a server makes it at start", advice)
-    advice = f"Make it for the server's user: {path.parent} is not to be written by this one."
-    return fail("SSD folder", f"{path} is not there", advice)
+        advice = f"To test its disk, create it and run doctor again: mkdir {path}"
+        return warn("SSD folder", f"{path} is missing; a server creates it at startup", advice)
+    advice = f"Create it for the server's user: this user may not write to {path.parent}."
+    return fail("SSD folder", f"{path} is missing", advice)
 
 
 def check_mount(mount: Mount) -> Finding:

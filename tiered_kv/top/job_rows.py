@@ -77,7 +77,7 @@ COLUMNS = (
     Column("engine", 6, lambda job, now: Text(str(job.engine)), several=True),
     Column("turn", 5, lambda job, now: Text(thousands(job.turn))),
     Column("decided", 18, lambda job, now: Text(decision(job.decision)), is_number=False),
-    Column("up again", 8, lambda job, now: _span(now, job.kv.back_at)),
+    Column("promoted", 8, lambda job, now: _span(now, job.kv.back_at)),
     Column("gap q50, q90", 17, _forecast),
 )
 """Columns in order of importance: the last ones are left out first."""

@@ -118,7 +118,7 @@ def _counts(engine: EngineStatus, canvas: Canvas) -> Text:
         held,
         known,
         f"; {count(pins.jobs, 'pin')}, {blocks}",
-        f"; {count(queues.prefetches, 'context')} to come up in time",
+        f"; {count(queues.prefetches, 'context')} to prefetch",
     )
 
 
