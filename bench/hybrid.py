@@ -331,17 +331,18 @@ def chosen(every: Sequence[Shape], only: Sequence[str], *, bf16: bool) -> list[S
 
 def main(
     only: Annotated[
-        list[str] | None, typer.Option(help="A model; two that suit the machine if none is named.")
+        list[str] | None,
+        typer.Option(help="Model. Repeat for several. Defaults to two that suit the machine."),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of every server, in turn.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs per server, alternating.")] = 2,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Tiny models, few turns: whether everything works.")
+        bool, typer.Option("--quick", help="Smoke test: tiny models, few turns.")
     ] = False,
     alone: Annotated[
-        bool, typer.Option("--alone", help="Run ours under vLLM's own scheduler.")
+        bool, typer.Option("--alone", help="Run tiered-kv under vLLM's own scheduler.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of jobs and arrivals.")] = 0,
-    logs: Annotated[Path | None, typer.Option(help="Folder in which logs are kept.")] = None,
+    logs: Annotated[Path | None, typer.Option(help="Folder for logs.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare servers on models of several KV groups."""

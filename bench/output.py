@@ -39,9 +39,9 @@ WIDTH = 110
 Tick = Callable[[str], None]
 """Shows what was just done."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Tokens = Annotated[int, typer.Option(help="Length of the contexts, tokens.")]
+Tokens = Annotated[int, typer.Option(help="Context length, tokens.")]
 ModelFolder = Annotated[
-    Path | None, typer.Option("--model", help="Folder of a model; the small model by default.")
+    Path | None, typer.Option("--model", help="Model folder. Defaults to the small model.")
 ]
 
 

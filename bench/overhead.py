@@ -162,8 +162,8 @@ def measure(model: Path, engines: int, rounds: int, tick: Tick) -> dict[str, flo
 
 
 def main(
-    engines: Annotated[int, typer.Option(help="Engines of each kind, for the steps.")] = 9,
-    rounds: Annotated[int, typer.Option(help="Decode rounds of each kind.")] = 15,
+    engines: Annotated[int, typer.Option(help="Engines per variant, for the step times.")] = 9,
+    rounds: Annotated[int, typer.Option(help="Decode rounds per variant.")] = 15,
     model: ModelFolder = None,
     as_json: AsJson = False,
 ) -> None:

@@ -239,11 +239,11 @@ def _tables(found: Mapping[str, Sequence[Row]]) -> dict[str, list[Row]]:
 
 def main(
     traces: Annotated[
-        Path, typer.Option(exists=True, file_okay=False, help="Folder of recordings.")
+        Path, typer.Option(exists=True, file_okay=False, help="Folder with recordings.")
     ] = TRACES,
-    folds: Annotated[int, typer.Option(min=2, help="Folds of the cross-validation.")] = 5,
+    folds: Annotated[int, typer.Option(min=2, help="Number of cross-validation folds.")] = 5,
     by_model: Annotated[
-        bool, typer.Option("--by-model", help="Leave one model out instead.")
+        bool, typer.Option("--by-model", help="Leave one model out instead of using folds.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

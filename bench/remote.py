@@ -283,8 +283,8 @@ def measure(pages: int, rounds: int, tick: Tick) -> dict[str, float]:
 
 
 def main(
-    pages: Annotated[int, typer.Option(help="Pages of a round.")] = PAGES,
-    rounds: Annotated[int, typer.Option(help="Rounds.")] = ROUNDS,
+    pages: Annotated[int, typer.Option(help="Pages per round.")] = PAGES,
+    rounds: Annotated[int, typer.Option(help="Number of rounds.")] = ROUNDS,
     as_json: AsJson = False,
 ) -> None:
     """Measure pages in a remote store."""

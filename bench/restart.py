@@ -133,7 +133,7 @@ def measure(model: Path, tokens: int, folder: Path, tick: Tick) -> dict[str, Any
 def main(
     tokens: Tokens = 3000,
     shared: Annotated[
-        Path, typer.Option(help="Folder on tmpfs, in which the memory gets one of its own.")
+        Path, typer.Option(help="tmpfs folder in which to create the memory folder.")
     ] = Path("/dev/shm"),
     model: ModelFolder = None,
     as_json: AsJson = False,

@@ -280,7 +280,7 @@ def main(
     model: ModelFolder = None,
     load_format: Annotated[
         str,
-        typer.Option(help="As vLLM's option of that name. dummy: random weights, none are read."),
+        typer.Option(help="Same as vLLM's --load-format. dummy uses random weights."),
     ] = "auto",
     as_json: AsJson = False,
 ) -> None:

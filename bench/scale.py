@@ -618,7 +618,7 @@ def measure(
 
 
 def main(
-    engines: Annotated[int, typer.Option(help="Engines of each kind, for decoding.")] = 3,
+    engines: Annotated[int, typer.Option(help="Engines per variant, for decoding.")] = 3,
     as_json: AsJson = False,
 ) -> None:
     """Measure the scheduler's thread."""

@@ -356,10 +356,10 @@ def measure(folder: Path, mib: int, page_kib: int, threads: int, tick: Tick) -> 
 
 def main(
     folder: Annotated[Path, typer.Option(help="Folder on the disk to measure.")] = Path(),
-    mib: Annotated[int, typer.Option(help="Size of the pages that are put, MiB.")] = 2560,
+    mib: Annotated[int, typer.Option(help="Amount of pages to write, MiB.")] = 2560,
     page_kib: Annotated[int, typer.Option(help="Size of a page, KiB.")] = 512,
     threads: Annotated[
-        int | None, typer.Option(help="Threads of the store; the connector's number by default.")
+        int | None, typer.Option(help="Store threads. Defaults to the connector's number.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -188,9 +188,9 @@ def _records(turns: int, seed: int) -> Iterator[TurnRecord]:
 
 
 def main(
-    engines: Annotated[int, typer.Option(help="Engines of each kind, for the steps.")] = 6,
-    turns: Annotated[int, typer.Option(help="Turns of the large trace.")] = 1_000_000,
-    seed: Annotated[int, typer.Option(help="Seed of the agents.")] = 0,
+    engines: Annotated[int, typer.Option(help="Engines per variant, for the step times.")] = 6,
+    turns: Annotated[int, typer.Option(help="Number of turns in the large trace.")] = 1_000_000,
+    seed: Annotated[int, typer.Option(help="Random seed of the agents.")] = 0,
     model: ModelFolder = None,
     as_json: AsJson = False,
 ) -> None:

@@ -340,7 +340,7 @@ def main(
         bool, typer.Option("--cpu", help="Use the CPU backend, even with a GPU.")
     ] = False,
     by: Annotated[
-        Literal["faster", "staged", "runs"], typer.Option(help="Copies on a GPU.")
+        Literal["faster", "staged", "runs"], typer.Option(help="How to copy on a GPU.")
     ] = "faster",
     as_json: AsJson = False,
 ) -> None:

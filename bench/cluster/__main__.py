@@ -221,19 +221,19 @@ def measure_faults(model: Path, only: list[str], tick: Tick) -> dict[str, Any]:
 
 def main(
     tokens: Tokens = 3000,
-    rounds: Annotated[int, typer.Option(min=0, help="Rounds of both placements.")] = 3,
+    rounds: Annotated[int, typer.Option(min=0, help="Rounds per placement.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of the random placement.")] = 0,
     trouble: Annotated[
         bool, typer.Option("--faults", help="Measure faults of the store instead.")
     ] = False,
     fault: Annotated[
-        list[str], typer.Option(help="With --faults, this fault only. May be repeated.")
+        list[str], typer.Option(help="With --faults, only this fault. Repeat for several.")
     ] = [],  # noqa: B006 - typer reads it, nothing writes it
     ranks: Annotated[
-        bool, typer.Option("--ranks", help="Two data-parallel ranks of one server.")
+        bool, typer.Option("--ranks", help="Use two data-parallel ranks of one server.")
     ] = False,
     folder: Annotated[
-        bool, typer.Option("--folder", help="A shared folder in place of the Valkey server.")
+        bool, typer.Option("--folder", help="Use a shared folder instead of the Valkey server.")
     ] = False,
     model: ModelFolder = None,
     as_json: AsJson = False,

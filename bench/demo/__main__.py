@@ -82,24 +82,25 @@ def with_all_sources(kept: Kept, trace: Path) -> Kept:
 
 def main(
     model: Annotated[
-        str | None, typer.Option(help=f"Folder or name of another model than {NAME}.")
+        str | None, typer.Option(help=f"Model folder or name. Defaults to {NAME}.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Type of the model and its KV; float32 on a CPU.")
+        str | None, typer.Option(help="Data type of the model and its KV. float32 on a CPU.")
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=1, help="Time that both runs take together.")
+        float, typer.Option(min=1, help="Duration of both runs together.")
     ] = SECONDS,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Agents; as many as fit that time if not given.")
+        int | None,
+        typer.Option(min=1, help="Number of agents. Defaults to what fits in --seconds."),
     ] = None,
     turns: Annotated[int, typer.Option(min=1, help="Turns of an agent.")] = JobPlan().turns,
     seed: Annotated[int, typer.Option(help="Seed of the jobs.")] = 0,
     cpu_gib: Annotated[
         float | None,
-        typer.Option(help="Size of the CPU tier, GiB; room for all jobs if not given."),
+        typer.Option(help="Size of the CPU tier, GiB. Defaults to what all jobs need."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of logs and trace.")] = ROOT / ".demo",
+    out: Annotated[Path, typer.Option(help="Output folder for logs and trace.")] = ROOT / ".demo",
     as_json: AsJson = False,
 ) -> None:
     """Run the demo. Exit with 1 on a failure that the message explains."""

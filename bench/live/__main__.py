@@ -59,7 +59,7 @@ STOPPED = "stopped; --resume goes on from here"
 P = ParamSpec("P")
 app = command_line("Agents' jobs played on running servers, ours or not.")
 
-Out = Annotated[Path, typer.Option(help="Folder of the runs.")]
+Out = Annotated[Path, typer.Option(help="Run folder.")]
 
 
 def finished(command: Callable[P, int]) -> Callable[P, None]:
@@ -83,41 +83,45 @@ def bench(
         list[str], typer.Option(help="Server address. Repeat to compare several servers.")
     ] = [],  # noqa: B006 - typer reads it, nobody writes it
     name: Annotated[
-        list[str], typer.Option(help="Name of a server in the results, in the order of --url.")
+        list[str], typer.Option(help="Server name in the results. Repeat, in the order of --url.")
     ] = [],  # noqa: B006
     workload: Annotated[
         str, typer.Option(help=f"One of {', '.join(GENERATED)}, or the path of a recording.")
     ] = "original",
     jps: Annotated[
-        list[float], typer.Option(min=1e-6, help="Jobs that arrive per second. Repeat for a sweep.")
+        list[float], typer.Option(min=1e-6, help="Job arrivals per second. Repeat for a sweep.")
     ] = [],  # noqa: B006
     sessions: Annotated[
-        list[int], typer.Option(min=1, help="Jobs that are live concurrently. Repeat for a sweep.")
+        list[int], typer.Option(min=1, help="Number of concurrent jobs. Repeat for a sweep.")
     ] = [],  # noqa: B006
     duration: Annotated[
-        float, typer.Option(min=0.1, help="Seconds for which jobs start in each run.")
+        float, typer.Option(min=0.1, help="How long new jobs arrive in each run, seconds.")
     ] = 300.0,
     turns: Annotated[
-        int | None, typer.Option(min=1, help="Turns of a job at most; all if none.")
+        int | None, typer.Option(min=1, help="Maximum number of turns per job. Defaults to all.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of a load on a server.")] = 6,
-    jobs: Annotated[int, typer.Option(min=1, help="Generated jobs, before they come again.")] = 200,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs per server and load.")] = 6,
+    jobs: Annotated[
+        int,
+        typer.Option(min=1, help="Number of distinct jobs to generate. They repeat after that."),
+    ] = 200,
     scale: Annotated[
-        float, typer.Option(min=1e-4, help="Factor of all sizes; below 1 for small contexts.")
+        float,
+        typer.Option(min=1e-4, help="Scale factor for all lengths. Below 1, contexts are shorter."),
     ] = 1.0,
     longest: Annotated[
         int | None,
-        typer.Option(min=1, help="Longest context, tokens; the server's limit by default."),
+        typer.Option(min=1, help="Maximum context length, tokens. Defaults to the server's limit."),
     ] = None,
-    api: Annotated[Api, typer.Option(help="Route that requests use.")] = Api.CHAT,
-    hints: Annotated[Hints, typer.Option(help="How a request names its job.")] = Hints.KV_PARAMS,
+    api: Annotated[Api, typer.Option(help="API route of the requests.")] = Api.CHAT,
+    hints: Annotated[Hints, typer.Option(help="How requests carry the job id.")] = Hints.KV_PARAMS,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Send only what OpenAI's own API has.")
+        bool, typer.Option("--plain", help="Send only fields of OpenAI's own API.")
     ] = False,
     model: Annotated[
-        str | None, typer.Option(help="Name of the model; the servers' only one if none.")
+        str | None, typer.Option(help="Model name. Defaults to the servers' only model.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of jobs and arrivals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of jobs and arrivals.")] = 0,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the runs in --out.")
     ] = False,
@@ -192,8 +196,10 @@ def bench(
 @app.command()
 @finished
 def compare(
-    one: Annotated[Path, typer.Argument(help="Folder of runs.")],
-    other: Annotated[Path, typer.Argument(help="Another, of the same jobs and loads.")],
+    one: Annotated[Path, typer.Argument(help="Run folder.")],
+    other: Annotated[
+        Path, typer.Argument(help="Run folder to compare with, of the same jobs and loads.")
+    ],
     as_json: AsJson = False,
 ) -> int:
     """Compare two measurements in pairs. The second is reported relative to the first."""
@@ -212,9 +218,9 @@ def compare(
 @app.command("plot")
 @finished
 def draw(
-    folders: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
+    folders: Annotated[list[Path], typer.Argument(help="Run folders.")],
     to: Annotated[
-        Path | None, typer.Option(help="Folder of the drawings; the first of the runs if none.")
+        Path | None, typer.Option(help="Output folder. Defaults to the first run folder.")
     ] = None,
     as_json: AsJson = False,
 ) -> int:
@@ -232,8 +238,8 @@ def statistics(
     workload: Annotated[
         str, typer.Argument(help=f"A recording, or one of {', '.join(GENERATED)}.")
     ],
-    jobs: Annotated[int, typer.Option(min=1, help="How many, of a generated workload.")] = 200,
-    seed: Annotated[int, typer.Option(help="Seed of a generated workload.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of jobs in a generated workload.")] = 200,
+    seed: Annotated[int, typer.Option(help="Random seed of a generated workload.")] = 0,
     as_json: AsJson = False,
 ) -> int:
     """Show the turns, tokens, gaps and tools of a workload."""
@@ -250,7 +256,7 @@ def statistics(
 @app.command("verify-pin")
 @finished
 def check_pin(
-    url: Annotated[str, typer.Option(help="Address of a server that serves no other client.")],
+    url: Annotated[str, typer.Option(help="Address of a server without other clients.")],
     as_json: AsJson = False,
 ) -> int:
     """Verify that a job's blocks stay in VRAM between turns; exits with 1 if not."""

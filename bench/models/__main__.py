@@ -55,9 +55,11 @@ def measure(models: Sequence[TinyModel], logs: Path, timeout_s: float) -> dict[s
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="A model; all if none is named.")] = None,
-    timeout: Annotated[float, typer.Option(help="Longest time for a model, seconds.")] = 600.0,
-    logs: Annotated[Path | None, typer.Option(help="Folder in which logs are kept.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Model. Repeat for several. Defaults to all.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Time limit per model, seconds.")] = 600.0,
+    logs: Annotated[Path | None, typer.Option(help="Folder for logs.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Restore every architecture."""

@@ -45,9 +45,9 @@ STOPPED = "stopped; no server is left running"
 app = command_line("Agent jobs replayed on real servers.")
 
 Model = Annotated[
-    str | None, typer.Option(help="Folder or name of another model than the small one.")
+    str | None, typer.Option(help="Model folder or name. Defaults to the small model.")
 ]
-Out = Annotated[Path, typer.Option(help="Folder of the runs.")]
+Out = Annotated[Path, typer.Option(help="Run folder.")]
 
 
 def check_policies(names: list[str]) -> list[str]:
@@ -85,30 +85,34 @@ def ab(
         str | None,
         typer.Option(
             callback=one_of(PRESETS),
-            help=f"One of {', '.join(PRESETS)}; cpu if none, with --peers peers.",
+            help=f"One of {', '.join(PRESETS)}. Defaults to cpu, or to peers with --peers.",
         ),
     ] = None,
-    traces: Annotated[Path, typer.Option(help="File of sessions.")] = TRACES,
+    traces: Annotated[Path, typer.Option(help="File with recorded sessions.")] = TRACES,
     synthetic: Annotated[
-        bool, typer.Option("--synthetic", help="Play Continuum's jobs instead.")
+        bool, typer.Option("--synthetic", help="Play Continuum's synthetic jobs instead.")
     ] = False,
     model: Model = None,
     policy: Annotated[
-        list[str], typer.Option(callback=check_policies, help=f"A further policy: {KNOWN}.")
+        list[str], typer.Option(callback=check_policies, help=f"Also run this policy: {KNOWN}.")
     ] = [],  # noqa: B006 - typer only reads it
-    ssd: Annotated[bool, typer.Option("--ssd", help="Also run ours with an SSD tier.")] = False,
+    ssd: Annotated[
+        bool, typer.Option("--ssd", help="Also run tiered-kv with an SSD tier.")
+    ] = False,
     alone: Annotated[
-        bool, typer.Option("--alone", help="Run ours under vLLM's own scheduler.")
+        bool, typer.Option("--alone", help="Run tiered-kv under vLLM's own scheduler.")
     ] = False,
     peers: Annotated[
         bool, typer.Option("--peers", help="Add vLLM's router and LMCache (scripts/install-peers).")
     ] = False,
-    hints: Annotated[Hints, typer.Option(help="How a request names its job.")] = Hints.KV_PARAMS,
-    free: Annotated[bool, typer.Option("--free", help="Let the model answer for itself.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of jobs and arrivals.")] = 0,
+    hints: Annotated[Hints, typer.Option(help="How requests carry the job id.")] = Hints.KV_PARAMS,
+    free: Annotated[
+        bool, typer.Option("--free", help="Let the model generate its own answers.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Random seed of jobs and arrivals.")] = 0,
     rounds: Annotated[
         int | None,
-        typer.Option(min=1, help="Rounds of every load but idle; the preset's by default."),
+        typer.Option(min=1, help="Rounds per load, except idle. Defaults to the preset's."),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the runs in --out.")
@@ -151,7 +155,7 @@ def ab(
 @finished
 def draw(
     to: Annotated[
-        Path | None, typer.Option(help="Folder of the drawings; that of the runs if none.")
+        Path | None, typer.Option(help="Output folder. Defaults to the run folder.")
     ] = None,
     out: Out = OUT,
     as_json: AsJson = False,
@@ -169,7 +173,9 @@ def check_pin(
     model: Model = None,
     policy: Annotated[
         str | None,
-        typer.Option(callback=check_policy, help=f"Another policy than the default: {KNOWN}."),
+        typer.Option(
+            callback=check_policy, help=f"Policy to verify instead of the default: {KNOWN}."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> int:

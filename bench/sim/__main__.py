@@ -55,9 +55,9 @@ Ranks = Annotated[int, typer.Option(help="Number of GPUs.")]
 CpuGib = Annotated[float, typer.Option(help="Size of the CPU tier, GiB.")]
 SsdGib = Annotated[float, typer.Option(help="Size of the SSD tier, GiB.")]
 Jobs = Annotated[int, typer.Option(help="Jobs per run.")]
-Traces = Annotated[Path, typer.Option(help="Folder of recordings.")]
+Traces = Annotated[Path, typer.Option(help="Folder with recordings.")]
 Processes = Annotated[int, typer.Option(help="Number of concurrent runs.")]
-Out = Annotated[Path, typer.Option(help="Folder of the runs. Existing runs are not repeated.")]
+Out = Annotated[Path, typer.Option(help="Run folder. Existing runs are not repeated.")]
 CORES = os.cpu_count() or 1
 
 
@@ -90,10 +90,12 @@ def sweep(
             help=f"Use the machines and models of a preset: {', '.join(PRESETS)}.",
         ),
     ] = None,
-    workloads: Annotated[str, typer.Option(help=f"Of {WORKLOAD_NAMES}.")] = "original",
-    policies: Annotated[str, typer.Option(help=f"Of {POLICY_NAMES}.")] = ",".join(
-        catalogue.WITHOUT_OFFLOAD + catalogue.WITH_OFFLOAD
-    ),
+    workloads: Annotated[
+        str, typer.Option(help=f"Comma-separated list of {WORKLOAD_NAMES}.")
+    ] = "original",
+    policies: Annotated[
+        str, typer.Option(help=f"Comma-separated list of {POLICY_NAMES}.")
+    ] = ",".join(catalogue.WITHOUT_OFFLOAD + catalogue.WITH_OFFLOAD),
     loads: Annotated[
         str, typer.Option(help="Load, as a fraction of the load at which FCFS collapses.")
     ] = ",".join(map(str, catalogue.LOADS)),
@@ -101,7 +103,10 @@ def sweep(
         int, typer.Option(help="Runs per server and load, each with its own seed.")
     ] = 5,
     pool_tokens: Annotated[
-        int | None, typer.Option(help="Size of the KV pool. By default, what the weights leave.")
+        int | None,
+        typer.Option(
+            help="Size of the KV pool, tokens. Defaults to the VRAM that the weights leave free."
+        ),
     ] = None,
     jobs: Jobs = 150,
     gpu: Gpu = "rtx4090-24",
@@ -166,7 +171,7 @@ def study(
     processes: Processes = CORES,
     out: Out = OUT,
     to: Annotated[
-        Path | None, typer.Option(help="Folder of the drawing. By default, the folder of the runs.")
+        Path | None, typer.Option(help="Output folder. Defaults to the run folder.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -177,10 +182,10 @@ def study(
 
 @command()
 def run(
-    workload: Annotated[str, typer.Option(help=f"Of {WORKLOAD_NAMES}.")] = "original",
-    policy: Annotated[str, typer.Option(help=f"Of {POLICY_NAMES}.")] = "occupancy",
-    jobs_per_s: Annotated[float, typer.Option(help="Arrival rate.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of jobs and arrivals.")] = 0,
+    workload: Annotated[str, typer.Option(help=f"One of {WORKLOAD_NAMES}.")] = "original",
+    policy: Annotated[str, typer.Option(help=f"One of {POLICY_NAMES}.")] = "occupancy",
+    jobs_per_s: Annotated[float, typer.Option(help="Job arrivals per second.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Random seed of jobs and arrivals.")] = 0,
     jobs: Jobs = 50,
     gpu: Gpu = "rtx4090-24",
     model: Model = "llama-3.1-8b",
@@ -221,7 +226,7 @@ def validate(
 def draw(
     to: Annotated[
         Path | None,
-        typer.Option(help="Folder of the drawings. By default, the folder of the result."),
+        typer.Option(help="Output folder. Defaults to the folder of the result."),
     ] = None,
     out: Out = OUT,
     as_json: AsJson = False,

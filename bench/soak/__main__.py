@@ -297,8 +297,8 @@ def summary(tally: Tally) -> dict[str, Any]:
 
 
 def main(
-    minutes: Annotated[float, typer.Option(help="Length of the soak, minutes.")] = 30.0,
-    seed: Annotated[int, typer.Option(help="Seed of the agents.")] = 0,
+    minutes: Annotated[float, typer.Option(help="Duration, minutes.")] = 30.0,
+    seed: Annotated[int, typer.Option(help="Random seed of the agents.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Run it. Exit with 1 if a request or a page failed, an answer differs, a turn was overtaken,
