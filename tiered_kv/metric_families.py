@@ -121,13 +121,13 @@ FAMILIES: Mapping[str, Family] = {
         Family(
             "promoted_pages",
             _C,
-            "Promoted pages that were restored to VRAM (used) or evicted before (wasted).",
+            "Promoted pages that were restored to VRAM (used) or evicted before use (wasted).",
         ),
         Family("promoted_bytes", _C, "Bytes of these pages, uncompressed, over all ranks."),
         Family("promoted_ahead_pages", _C, COUNTERS["pages_promoted_ahead"]),
-        Family("promotions_forgone", _C, "Promotions not made, or no longer waited for."),
+        Family("promotions_forgone", _C, "Promotions not started, or not finished in time."),
         Family(
-            "faults", _C, "Failures: pages that could not be copied or stored; otherwise events."
+            "faults", _C, "Failures. Kinds that concern pages count pages; others count events."
         ),
         Family("pins", _C, COUNTERS["pins"]),
         Family("pins_ended", _C, "Ended pins, by reason."),

@@ -67,7 +67,7 @@ EQUIVALENTS: Mapping[str, Advice] = {
     "USE_LAYERWISE": _always("Nothing to set: copies run beside the forward pass."),
     "PRE_CACHING_HASH_ALGORITHM": _always("Nothing to set: pages go by vLLM's block hashes."),
     "CONFIG_FILE": _always("Settings are variables or kv_connector_extra_config: see the docs."),
-    "LOCAL_CPU_USE_HUGEPAGES": _always("Nothing to set: huge pages are asked for."),
+    "LOCAL_CPU_USE_HUGEPAGES": _always("Nothing to set: huge pages are requested."),
     "ENABLE_P2P": _always(_NO_SHARING),
     "ENABLE_PD": _always(_NO_SHARING),
     "ENABLE_CONTROLLER": _always(_NO_SHARING),

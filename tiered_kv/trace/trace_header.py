@@ -94,7 +94,7 @@ class TraceHeader:
         """Read a header; fields that are not known are passed over.
 
         Raises:
-            ValueError: it is none; the message tells why.
+            ValueError: it is none; the message gives the reason.
         """
         return read(cls, found)
 

@@ -16,7 +16,7 @@ MAX_BYTES = 1024
 
 
 class StoryEnd(Enum):
-    """Event that ends a gap; the record of the turn before it is then written."""
+    """Event that ends a gap. The record of the turn before the gap is written at that time."""
 
     RETURNED = "returned"
     """The job's next turn arrived."""
@@ -27,11 +27,11 @@ class StoryEnd(Enum):
     CLOSED = "closed"
     """The engine stopped first."""
     NO_GAP = "no_gap"
-    """Absence of a gap: no job, no KV, or another running turn of the job."""
+    """There was no gap: the turn had no job or no KV, or another turn of the job was running."""
 
 
 class PinEnd(Enum):
-    """End of a pin."""
+    """Reason for the end of a pin."""
 
     RETURNED = "returned"
     """The job's next turn arrived in time."""
@@ -54,10 +54,10 @@ class TurnTimes:
     """Times of a turn, in seconds: waits, and events after its arrival.
 
     Attributes:
-        held_s: wait while its new job was held back.
-        pages_s: wait after that for pages being promoted, or for space for them.
-        admitted_s: first blocks allocated. The rest of this time was a wait for blocks. None if
-            never admitted.
+        held_s: time that its job, if new, was held back.
+        pages_s: time after that waiting for promoted pages, or for space for them.
+        admitted_s: allocation of its first blocks. The time not in ``held_s`` and ``pages_s`` was
+            spent waiting for blocks. None if never admitted.
         scheduled_s: first step that computes part of it; after ``admitted_s`` if KV was restored
             first. None without one.
         first_token_s: first token, as seen by the scheduler, at most a step late. None without one.
@@ -83,7 +83,8 @@ class Preemptions:
     Attributes:
         count: number of preemptions.
         at_s: times of the first three, in seconds after its arrival.
-        back_s: times at which it was scheduled again; one fewer if it never was.
+        back_s: times at which it was scheduled again. One fewer than ``at_s`` if it did not resume
+            after the last.
         found: tokens of prompt and answer found then, in VRAM or restored.
     """
 
@@ -104,8 +105,8 @@ class TurnTokens:
         ssd: prompt tokens found in tiers below CPU memory, shared ones included. Not part of
             ``cpu``.
         recomputed: computed prompt tokens.
-        lost: recomputed tokens whose KV the job's last turn had left behind, at least: the cost of
-            evictions.
+        lost: lower bound of the recomputed tokens that were in the context of the job's last
+            turn: the cost of evictions.
         new: prompt tokens beyond the context of the job's last turn.
         output: answer length.
     """
@@ -143,12 +144,14 @@ class PricedDecision:
         tier: ``pin``, ``cpu``, ``store`` (tiers below CPU memory) or ``drop``.
         gap_class: ``fast``, ``uncertain`` or ``slow``; empty from policies without classes.
         ttl_s: time limit of the pin.
-        back_s: planned time of the promotion, after the turn's end; None to wait for the next turn.
+        back_s: planned time of the promotion, in seconds after the turn's end; None if it waits
+            for the next turn.
         q50_s, q90_s: quantiles of the forecast gap; None without a forecast, or beyond four hours.
         benefit_s: B, time saved if the job returns while its KV is in VRAM.
         restore_s: R, expected time of the cheapest restore.
         recompute_s: time to recompute the context.
-        cpu_s: time to restore it from CPU memory; None if it cannot be there.
+        cpu_s: time to restore it from CPU memory; None if CPU memory cannot hold
+            it.
         tiers_s: time to restore it, per tier below CPU memory.
         cpu_stay_s: current residence time of a page in CPU memory; None without evictions.
         survival: fraction of KV outside VRAM still resident when needed; default 1.
@@ -222,9 +225,9 @@ class GapStory:
 
     Attributes:
         end: event that ended the gap; left out if there was none.
-        gap_s: length of the gap, in seconds; None without one.
+        gap_s: length of the gap, in seconds; None if there was no gap.
         in_vram: true if the pin existed when the next turn arrived.
-        saved_s: B if so, in seconds.
+        saved_s: B if ``in_vram`` is true, in seconds; otherwise 0.
         cost_s: λ times the time pinned, in seconds.
     """
 
@@ -311,7 +314,7 @@ class TurnRecord:
         """Read a record; fields that are not known are passed over.
 
         Raises:
-            ValueError: it is none; the message tells why.
+            ValueError: it is not a record; the message gives the reason.
         """
         return read(cls, found)
 

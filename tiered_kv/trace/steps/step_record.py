@@ -24,10 +24,10 @@ class StepRecord:
         waiting: requests without blocks, except ``held``.
         held: requests of new jobs that are held back.
         scheduled: requests that compute in this step.
-        prefill: prompt tokens computed in it; after a preemption, all tokens computed again.
+        prefill: prompt tokens computed in it, and all tokens recomputed after a preemption.
         decode: answer tokens computed in it.
         free: VRAM blocks without a reference.
-        cached: hashes of VRAM blocks that prompts can find, in use or free.
+        cached: hashed VRAM blocks, in use or free, that prompts can hit.
         pinned: pinned VRAM blocks.
         nbytes: bytes of pages per tier outside VRAM, over all ranks.
         orders: orders in flight by type: ``save``, ``load``, ``pack`` (compress), ``demote``,
