@@ -40,7 +40,7 @@ Pages = list[Bytes]
 
 
 def prose(model: Path, tokens: int) -> list[int]:
-    """Token ids of Python's reference manual, which every Python carries for ``help()``."""
+    """Token ids of the part of Python's reference manual that ``help()`` ships with."""
     from pydoc_data.topics import topics
 
     from transformers import AutoTokenizer
@@ -51,10 +51,10 @@ def prose(model: Path, tokens: int) -> list[int]:
 
 
 def saved_pages(running: Engine, prompt: list[int]) -> Pages:
-    """Run a prompt; the pages that it adds to the CPU pool.
+    """Run a prompt. Returns the pages that it adds to the CPU pool.
 
     Raises:
-        RuntimeError: the prompt fills another number of pages.
+        RuntimeError: the prompt fills an unexpected number of pages.
     """
     slots = running.worker.pool.slots
     before = slots.any(axis=1)
@@ -104,7 +104,7 @@ def race(codecs: Mapping[str, Codec], pages: Sequence[Bytes], rounds: int) -> di
     """Every codec's ``ratio``, ``encode_mbs`` and ``decode_mbs``.
 
     Raises:
-        RuntimeError: a page did not come back as it was.
+        RuntimeError: a decoded page differs from the original.
     """
     raw = sum(page.nbytes for page in pages)
     outs = [np.empty_like(page) for page in pages]

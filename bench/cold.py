@@ -1,4 +1,4 @@
-"""CPU memory that is too small, with its waiting pages compressed and without.
+"""CPU memory that is too small, with and without compression of idle pages.
 
     python -m bench.cold --json
 
@@ -60,7 +60,7 @@ def context_bytes(tokens: int) -> float:
 
 def options_of(model: Path, tokens: int, space: float, env: Mapping[str, str]) -> ServerOptions:
     """Options of a server with CPU memory for ``space`` contexts, and a KV pool for little more
-    than one. It pins nothing: what leaves VRAM must come from elsewhere."""
+    than one. It pins nothing: KV that leaves VRAM must be restored from another tier."""
     settings = {
         "TIERED_KV_CPU_GIB": f"{space * context_bytes(tokens) / GIB:.4f}",
         "TIERED_KV_PIN_FRACTION": "0",
@@ -75,7 +75,7 @@ def options_of(model: Path, tokens: int, space: float, env: Mapping[str, str]) -
 
 
 def send(client: httpx.Client, prompts: Sequence[list[int]], tick: Tick, what: str) -> list[float]:
-    """Send contexts, each after a tool's time; the seconds that each took."""
+    """Send contexts, with a tool's pause before each. Returns the seconds that each took."""
     times = list[float]()
     for prompt in prompts:
         tick(what)
@@ -118,7 +118,7 @@ def play(options: ServerOptions, tokens: int, folder: Path, tick: Tick) -> dict[
 
 
 def measure(model: Path, tokens: int, tick: Tick) -> dict[str, Any]:
-    """Play without compression and with it, and with space for all.
+    """Measure without compression, with compression, and with space for all contexts.
 
     Raises:
         RuntimeError: the server compresses nothing.
@@ -157,7 +157,7 @@ def main(
     model: ModelFolder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what compressing CPU memory gains."""
+    """Measure the gain from compressing CPU memory."""
     title = "CPU memory with its waiting pages compressed, over without"
     steps = 2 * (CONTEXTS * ROUNDS + 1 + MORE) + 2 * ROUNDS * HOT
     with served_benchmark(title, steps, model, as_json=as_json) as run:

@@ -1,4 +1,4 @@
-"""Agents under pressure on models of several KV groups: ours, stock vLLM, and bounds.
+"""Agents under memory pressure, on models with several KV groups: tiered-kv and stock vLLM.
 
     python -m bench.hybrid --json
     python -m bench.hybrid --only gemma3 --rounds 1
@@ -213,10 +213,10 @@ def pools_for(shape: Shape, contexts: Sequence[int], turns: int) -> Pools:
 
 
 def make_servers(model: Path, dtype: str, shape: Shape, pools: Pools, *, alone: bool) -> list[Kind]:
-    """Stock, ours, stock that keeps every window and state, and two bounds.
+    """Stock vLLM, tiered-kv, stock vLLM that keeps every window and state, and two bounds.
 
     Args:
-        alone: ours runs under vLLM's own scheduler, not under ``ContinuumScheduler``.
+        alone: run tiered-kv under vLLM's own scheduler instead of ``ContinuumScheduler``.
     """
     stock = ServerOptions(
         model=model,
@@ -306,8 +306,8 @@ def mistake_nats(server: VllmServer, job: Job, block: int) -> float:
 
 
 def mistaken(job: Job, at: int, count: int) -> Job:
-    """A job's first turn, with other tokens in ``count`` places from ``at`` on: what a wrong page
-    would be."""
+    """A job's first turn with ``count`` tokens replaced from ``at`` on, which imitates a wrong
+    page."""
     first = job.turns[0]
     other = tuple(FIRST_WORD + token % (VOCABULARY - FIRST_WORD) for token in first.added)
     added = (*first.added[:at], *other[at : at + count], *first.added[at + count :])
@@ -315,8 +315,8 @@ def mistaken(job: Job, at: int, count: int) -> Job:
 
 
 def chosen(every: Sequence[Shape], only: Sequence[str], *, bf16: bool) -> list[Shape]:
-    """Shapes of these names; if there are none, one with windows, and the one with states that
-    runs fast on the machine.
+    """Shapes with these names. Without names: one with windows, and the one with states that runs
+    fast on the machine.
 
     Raises:
         typer.BadParameter: no shape has such a name.

@@ -1,4 +1,4 @@
-"""vLLM's own offloading connector on a machine whose transfers it refuses.
+"""vLLM's own offloading connector, on machines where it does not support transfers.
 
 ``OffloadingConnector`` as vLLM ships it, with its CPU memory manager. Only the part that copies is
 replaced, because vLLM's needs a GPU: here a transfer finishes as soon as it is submitted. vLLM

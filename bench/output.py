@@ -1,5 +1,5 @@
-"""The frame of every benchmark: its command line, its progress bar, and its result as a readable
-table or, with ``--json``, as one JSON object. Each has the measurement's provenance."""
+"""Common parts of all benchmarks: the command line, a progress bar, and the result as a table or,
+with ``--json``, as one JSON object. Both include the measurement's provenance."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ModelFolder = Annotated[
 
 
 def one_of(names: Iterable[str]) -> Callable[[str | None], str | None]:
-    """Make a check of an option, which refuses any word but ``names``."""
+    """Create an option callback that rejects values other than ``names``."""
     known = tuple(names)
 
     def check(said: str | None) -> str | None:
@@ -58,7 +58,7 @@ def one_of(names: Iterable[str]) -> Callable[[str | None], str | None]:
 
 
 def command_line(text: str) -> typer.Typer:
-    """Make a command line, to which commands are added."""
+    """Create a command line application without commands."""
     return typer.Typer(
         help=text,
         no_args_is_help=True,
@@ -71,8 +71,8 @@ def command_line(text: str) -> typer.Typer:
 def run_benchmark(
     command: Callable[..., None], text: str | None, arguments: Sequence[str] | None = None
 ) -> None:
-    """Run a benchmark as its command line says. Exits on errors and ``--help``. SIGTERM interrupts
-    it as SIGINT does, so that its servers end with it. Main thread only.
+    """Run a benchmark with the options of its command line. Exits on errors and ``--help``. SIGTERM
+    interrupts it as SIGINT does, so that its servers end with it. Main thread only.
 
     Args:
         text: the module's docstring, whose first line is the help.
@@ -92,7 +92,7 @@ class Run:
     """A benchmark while it runs.
 
     Attributes:
-        tick: shows what was just done, one step further.
+        tick: advances the progress bar by one step, with a label.
         result: figures, by name; set them before the block ends.
         model: folder of the model that is served.
     """
@@ -122,7 +122,7 @@ def served_benchmark(
 def benchmark(title: str, steps: float | None, *, as_json: bool) -> Iterator[Run]:
     """Run a measurement and print its result (see ``show``).
 
-    Meanwhile a progress bar is on standard error, where everything else goes that is printed.
+    A progress bar and all other output go to standard error.
 
     Args:
         steps: number of calls of ``tick``; None if unknown.
@@ -142,7 +142,7 @@ def benchmark(title: str, steps: float | None, *, as_json: bool) -> Iterator[Run
 
 
 def progress() -> Progress:
-    """A progress bar on standard error, so that standard output stays the result's."""
+    """A progress bar on standard error, so that standard output contains only the result."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -156,7 +156,7 @@ def progress() -> Progress:
 
 @contextmanager
 def only_result_on_stdout() -> Iterator[None]:
-    """Send what others print (vLLM logs to standard output) to standard error instead."""
+    """Redirect other output, such as vLLM's log, from standard output to standard error."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -175,13 +175,13 @@ def run_command(
     *,
     signals: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
 ) -> int:
-    """Run a command; what it returns, 1 on one of ``failures``, 130 when it is interrupted.
+    """Run a command. Returns its result, 1 after one of ``failures``, or 130 after an interrupt.
 
     A failure's message, and ``stopped`` after an interrupt, go to standard error. Main thread only.
 
     Args:
-        stopped: a sentence, or what makes one when it is needed.
-        signals: interrupt it, also where a shell has set them to be ignored.
+        stopped: a sentence, or a function that returns one.
+        signals: signals that interrupt it, even if a shell has set them to be ignored.
     """
     for number in signals:
         signal.signal(number, _interrupt)
@@ -260,14 +260,14 @@ def _processor() -> tuple[str, set[str]]:
 
 
 def print_json(result: Mapping[str, Any]) -> None:
-    """Print a result as one JSON object on standard output, with where, when and beside what load
-    it was measured as ``measured``."""
+    """Print a result as one JSON object on standard output, with the place, time and other load of
+    the measurement under ``measured``."""
     print(json.dumps({**result, "measured": measured()}))
 
 
 def show(title: str, result: Mapping[str, Any], as_json: bool) -> None:
     """Print a benchmark's result on standard output: one JSON object (see ``print_json``), or
-    tables. A figure that is a mapping, or a list of mappings, gets a table of its own."""
+    tables. A figure that is a mapping or a list of mappings is printed as a separate table."""
     if as_json:
         print_json(result)
         return
@@ -306,7 +306,7 @@ def _interrupt(_number: int, _frame: object) -> NoReturn:
 
 
 def without_nan(value: Any) -> Any:
-    """The value with None for NaN, which JSON does not have: a mean over nothing."""
+    """The value with NaN replaced by None, because JSON has no NaN."""
     if isinstance(value, dict):
         return {key: without_nan(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

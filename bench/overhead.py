@@ -1,4 +1,4 @@
-"""Cost of the connector when nothing that it saves is used: time per step.
+"""Time per step that the connector costs when its saved pages are never used.
 
     python -m bench.overhead --json
 
@@ -47,8 +47,9 @@ CONTESTANTS: Mapping[str, dict[str, Any] | None] = {
 def ratios(rounds: list[Times], period: int) -> tuple[float, float]:
     """Connector over stock, and stock over stock (the larger over the smaller).
 
-    What recurs every ``period`` samples is cost and must count; what occurs once is the machine's.
-    So each phase of the period contributes its median. Phases and rounds are summed.
+    Time that recurs every ``period`` samples is a cost of the connector. Time that occurs once is
+    noise of the machine. So each phase of the period contributes its median. Phases and rounds are
+    summed.
     """
     totals = {
         name: sum(
@@ -65,14 +66,13 @@ def ratios(rounds: list[Times], period: int) -> tuple[float, float]:
 def scheduler_step(
     first: int, tick: Tick, extras: Mapping[str, dict[str, Any] | None] = CONTESTANTS
 ) -> Times:
-    """Seconds of scheduler steps of each contestant, taken in turn.
-
-    Prompts differ in length, so that their blocks fill at different steps, as they do in a server.
-    The rig's fake model runs outside the clock.
+    """Scheduler step times of each contestant, in seconds, measured in alternation. Prompts differ
+    in length, so that their blocks fill at different steps, as on a server. The time of the
+    simulated model is excluded.
 
     Args:
-        first: which contestant is built first. The place of an engine's objects in memory makes all
-            of its steps 1% faster or slower.
+        first: contestant that is created first. The position of an engine's objects in memory makes
+            all of its steps up to 1% faster or slower.
         extras: the three contestants.
     """
     from tiered_kv.testing.checked_kv import text

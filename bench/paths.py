@@ -1,4 +1,4 @@
-"""Folders of the repository, and its tests."""
+"""Paths of the repository and its tests."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TRACES = ROOT.parent / "shared" / "traces"
 
 @contextmanager
 def needs_checkout() -> Iterator[None]:
-    """Exit with a message if the block imports the tests and there are none: they are not
-    installed."""
+    """Exit with a message if the block imports the tests, which are not part of the installed
+    package."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Value of policies' decisions on recorded gaps, replayed without a server.
+"""Value of each policy's decisions on recorded gaps, replayed without a server.
 
     python -m bench.policy --traces ../shared/traces --folds 5 --json
 
@@ -62,15 +62,15 @@ class Fold:
 
 
 def fold_of(session: Session, folds: int) -> int:
-    """Return the number of the fold that tests a session, by a hash of its id: neither its place
-    in the file nor the other sessions matter. The first two bytes of the hash decide which sessions
+    """Return the number of the fold that tests a session, by a hash of its id: its position in the
+    file and the other sessions do not matter. The first two bytes of the hash decide which sessions
     are in ``traces/``, and are left out."""
     digest = hashlib.sha256(session.split_by.encode()).digest()
     return int.from_bytes(digest[2:10], "big") % folds
 
 
 def in_folds(sessions: Sequence[Session], label: Label) -> Iterator[Fold]:
-    """Yield one fold per label: its sessions are tested, all others learned from."""
+    """Yield one fold per label. Its sessions are for testing, and all others for learning."""
     for one in sorted({label(session) for session in sessions}, key=str):
         yield Fold(
             [session for session in sessions if label(session) != one],
@@ -85,7 +85,7 @@ class Trial:
     Attributes:
         session: id; a sub-agent has its parent's.
         utility: of the decision, seconds. best: of the clairvoyant's.
-        right: True if it predicted whether X <= B.
+        right: True if the decision correctly predicted whether X <= B.
         below: whether X was up to each of the forecast's ``QUANTILES``; None without a forecast.
         took_ns: time of the decision.
     """
@@ -99,7 +99,7 @@ class Trial:
 
 
 def utility(decision: Decision, gap_s: float, benefit_s: float) -> float:
-    """Return the value of a decision once the gap is known, seconds."""
+    """Return the value of a decision for a known gap, in seconds."""
     if decision.tier is not Tier.PIN:
         return 0.0
     saved_s = benefit_s if gap_s <= decision.ttl_s else 0.0
@@ -107,7 +107,7 @@ def utility(decision: Decision, gap_s: float, benefit_s: float) -> float:
 
 
 def replay(make: Callable[[], TurnPolicy], folds: Iterable[Fold]) -> dict[float, list[Trial]]:
-    """Return what was tested by B. In each fold a new policy learns the other sessions first."""
+    """Return the trials by B. In each fold, a new policy learns from the other sessions first."""
     found: dict[float, list[Trial]] = {benefit_s: [] for benefit_s in BENEFITS_S}
     for fold in folds:
         policy = make()
@@ -141,7 +141,8 @@ def _test(policy: TurnPolicy, session: Session, gap: Gap, benefit_s: float) -> T
 
 
 def figures(tested: Sequence[Trial]) -> Row:
-    """Return the figures of a policy at one B; ``low`` to ``high`` is the share's 95% interval."""
+    """Return the figures of a policy at one B. ``low`` to ``high`` is the 95% interval of the
+    fraction."""
     utilities = [one.utility for one in tested]
     share, low, high = _ratio(utilities, [one.best for one in tested], tested)
     below = [one.below for one in tested if one.below is not None]
@@ -159,7 +160,8 @@ def figures(tested: Sequence[Trial]) -> Row:
 
 
 def difference(ours: Sequence[Trial], other: Sequence[Trial]) -> Row:
-    """Return our mean utility per gap minus theirs, with a 95% interval over sessions."""
+    """Return the difference in mean utility per gap, default policy minus the other, with a 95%
+    interval over sessions."""
     differences = [one.utility - their.utility for one, their in zip(ours, other, strict=True)]
     mean, low, high = _ratio(differences, [1.0] * len(differences), ours)
     return {"difference": mean, "low": low, "high": high}

@@ -2,8 +2,8 @@
 
 A prompt is a list of messages (``/v1/chat/completions``), or a text or token ids
 (``/v1/completions``). ``Client`` streams over the OpenAI SDK. ``ask_over`` sends over a connection
-that the caller has already, streamed or whole. Without our plugin, a server reports only with whole
-answers where a prompt's KV came from.
+that the caller has already, streamed or whole. Without the plugin of tiered-kv, a server reports
+where a prompt's KV came from only if the answer is not streamed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Api(Enum):
 
 
 class Hints(Enum):
-    """Form in which a request names its job, of those that ``policies.jobs.hints`` reads."""
+    """How a request carries its job id: one of the forms that ``policies.jobs.hints`` reads."""
 
     KV_PARAMS = "kv-params"
     """Hints in ``kv_transfer_params``."""
@@ -170,7 +170,7 @@ class Answer:
 
     @property
     def ms(self) -> float:
-        """Milliseconds until all of it had arrived."""
+        """Milliseconds until it was complete."""
         return 1e3 * self.latency_s
 
 
@@ -182,12 +182,12 @@ class Client:
     model: str
 
     async def ask(self, ask: Ask) -> Answer:
-        """Send a turn and read its answer. Cancelling hangs up.
+        """Send a turn and read its answer. Cancelling closes the connection.
 
         Raises:
             AnswerError: an answer without usage or token ids, or not the forced one.
-            Exception: no answer, or half of one. The SDK passes some errors of its connections on
-                as they are; see ``trouble``.
+            Exception: no answer, or an incomplete one. The SDK passes some errors of its
+                connections on as they are; see ``trouble``.
         """
         api: Any = self.openai.chat.completions if ask.is_chat else self.openai.completions
         body, reading = ask.body(self.model, stream=True), Reading(ask)
@@ -207,7 +207,7 @@ async def open_client(
 
     Args:
         base_url: without ``/v1``.
-        silence_s: longest wait for the server's next bytes.
+        silence_s: maximum wait for the server's next bytes.
     """
     limits = httpx2.Limits(
         max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
@@ -229,7 +229,7 @@ def ask_over(
     """Send a turn of token ids over an open connection, and block until it is answered.
 
     Args:
-        on_token: called with the answer so far after each token, which has the answer streamed.
+        on_token: called after each token with the answer so far. If given, the answer is streamed.
 
     Raises:
         httpx.HTTPError: it was not answered, or refused.
@@ -255,7 +255,8 @@ def ask_over(
 
 
 class Reading:
-    """An answer while it arrives, in one piece or in chunks. Sent when this is created.
+    """A partial answer, received whole or in chunks. The request counts as sent when this is
+    created.
 
     Attributes:
         tokens: ids so far.
@@ -325,7 +326,8 @@ class Reading:
 
 
 def trouble(error: Exception) -> str:
-    """Describe why a turn got no answer, in words that follow the turn's name."""
+    """Describe why a turn got no answer. The text continues a sentence that starts with the turn's
+    name."""
     if isinstance(error, APITimeoutError):
         return "got no answer for longer than a client waits"
     if isinstance(error, APIStatusError):

@@ -1,4 +1,4 @@
-"""Figures of runs: times, sources of prompts, and one server against another in pairs."""
+"""Figures of runs: times, sources of prompts, and paired comparisons of two servers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ BUSY_CORES = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One server over another under one load, over the rounds that have both.
-
-    In a round count the jobs that finished on both; for tokens a second all that was answered.
+    """Ratios of one server to another under one load, over the rounds that have both. In each
+    round, only jobs that finished on both are counted; tokens per second count all answers.
 
     Attributes:
         rounds: ratio of the mean completion times in each round.
@@ -76,7 +75,7 @@ def _figures(run: Run, among: frozenset[str]) -> dict[str, float]:
 
 
 def completions(run: Run, among: frozenset[str] | None = None) -> list[float]:
-    """Completion times of the run's finished jobs, seconds, in order of their names."""
+    """Completion times of the run's finished jobs in seconds, sorted by job name."""
     jobs = sorted(run.finished, key=lambda job: job.name)
     return [job.completion_s for job in jobs if among is None or job.name in among]
 
@@ -113,7 +112,7 @@ def recomputed(job: JobDone) -> int:
 
 
 def tpots(turns: Iterable[TurnDone]) -> list[float]:
-    """Seconds a token after the first, of every answer that has more than one."""
+    """Seconds per token after the first, for each answer with more than one token."""
     return [
         (turn.latency_s - turn.ttft_s) / (turn.output_tokens - 1)
         for turn in turns
@@ -127,7 +126,7 @@ def tokens(turns: Iterable[TurnDone]) -> int:
 
 
 def by_number(jobs: Iterable[JobDone]) -> dict[int, list[TurnDone]]:
-    """Turns of each number, 1 for the first."""
+    """Turns grouped by their number in the job, from 1."""
     grouped: dict[int, list[TurnDone]] = defaultdict(list)
     for job in jobs:
         for turn in job.turns:
@@ -136,12 +135,12 @@ def by_number(jobs: Iterable[JobDone]) -> dict[int, list[TurnDone]]:
 
 
 def mean(values: Iterable[float]) -> float:
-    """The mean; NaN of nothing."""
+    """The mean, or NaN without values."""
     return float(np.mean(list(values) or [np.nan]))
 
 
 def unequal(kept: Sequence[Kept]) -> list[str]:
-    """Reasons why runs cannot be compared, a sentence each."""
+    """Reasons why runs cannot be compared, one sentence each."""
     found = []
     cores = {one.reserved_cpus for one in kept}
     if len(cores) > 1:

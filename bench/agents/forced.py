@@ -1,10 +1,10 @@
-"""A logits processor that makes the model say what was recorded. Runs inside vLLM.
+"""A logits processor that makes the model produce recorded answers. Runs inside vLLM.
 
     --logits-processors bench.agents.forced:ForcedTokens
 
 A request whose ``vllm_xargs`` hold ``{"forced_tokens": [id, ...]}`` is answered with these ids;
-beyond the last of them the model speaks for itself. The model is run as ever, and only what is
-sampled is changed. vLLM takes raw logprobs before any processor runs (``--logprobs-mode
+after the last of them, the model generates its own tokens. The model is run as ever, and only what
+is sampled is changed. vLLM takes raw logprobs before any processor runs (``--logprobs-mode
 raw_logprobs``, its default), so those of the forced tokens are the model's own.
 
 The interface is that of vLLM's V1 model runner; see ``forcing`` for a server's flags
@@ -35,10 +35,10 @@ class ForcedTokens(LogitsProcessor):  # type: ignore[misc]
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Runs when a request comes in: vLLM answers 400.
+        """Validate a new request. On an error, vLLM answers with status 400.
 
         Raises:
-            ValueError: something else than a list of token ids was sent.
+            ValueError: the value is not a list of token ids.
         """
         said = (sampling_params.extra_args or {}).get(XARG)
         if said is not None and not _are_ids(said):
@@ -51,7 +51,7 @@ class ForcedTokens(LogitsProcessor):  # type: ignore[misc]
         process_dict_updates(self._forced, batch_update, self._new)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Leave each forced row one choice, in place.
+        """Leave only one choice in each forced row, in place.
 
         Args:
             logits: (requests, vocabulary), float32.

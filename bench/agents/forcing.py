@@ -1,4 +1,4 @@
-"""Forced outputs as both sides name them: the client, and the processor inside the server.
+"""Names for forced outputs that the client shares with the processor inside the server.
 
 Imports neither vLLM nor torch.
 """

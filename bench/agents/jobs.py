@@ -1,4 +1,4 @@
-"""Jobs as load generators play them, fixed before the first run: recorded ones and synthetic ones.
+"""Jobs for load generators, recorded or synthetic. They are fixed before the first run.
 
 A job's prompt grows turn by turn: the previous prompt, its answer, and what the agent's tool
 returned.
@@ -86,7 +86,7 @@ class Job:
         return sum(len(turn.added) + turn.output for turn in self.turns)
 
     def prompt(self, turn_index: int) -> list[int]:
-        """The prompt of a turn, the first being 0, if all answers are the recorded ones."""
+        """The prompt of a turn, counted from 0, if all answers are the recorded ones."""
         context: list[int] = []
         for turn in self.turns[:turn_index]:
             context += [*turn.added, *turn.answer]
@@ -107,7 +107,7 @@ class RecordedJobs:
 
 
 class Tokenizer(Protocol):
-    """The used part of a tokenizer of transformers."""
+    """The part of a transformers tokenizer that is used here."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
@@ -246,7 +246,7 @@ def arrivals(count: int, jobs_per_s: float, seed: int) -> list[float]:
 
 
 def digest(jobs: Sequence[object]) -> str:
-    """A name for a workload: equal for equal jobs."""
+    """Digest of a workload. Equal jobs have equal digests."""
     return hashlib.sha256(repr(list(jobs)).encode()).hexdigest()[:16]
 
 

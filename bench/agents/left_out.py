@@ -1,4 +1,4 @@
-"""Counts of what a recording has and a benchmark cannot play."""
+"""Counts of recorded sessions and turns that a benchmark cannot play."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Counts of what is not played.
+    """Counts of sessions and turns that are not played.
 
     Attributes:
-        sessions: those of which all or a part is not.
-        turns: of these sessions, those that are not.
+        sessions: sessions that are not played completely.
+        turns: turns of these sessions that are not played.
     """
 
     sessions: int = 0

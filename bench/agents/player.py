@@ -1,8 +1,8 @@
-"""The player: jobs on one server, as they arrive or a number at a time.
+"""The player: runs jobs on one server, by arrival times or with a fixed number of concurrent jobs.
 
-A job's turns follow one another, each its gap after the answer before it. Jobs start when they
-arrive, however many are running. The next prompt is the previous one, its answer, and what the turn
-adds.
+Each turn of a job is sent when the gap after the previous answer has passed. Jobs start at their
+arrival times, regardless of how many are running. The next prompt is the previous one, its answer,
+and what the turn adds.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class Player:
     _began: float = field(init=False, default_factory=time.perf_counter)
 
     async def arriving(self, jobs: Iterable[tuple[float, Job]]) -> tuple[JobDone, ...]:
-        """Play jobs, each from its arrival on, in seconds of the run's clock; return them in their
-        order. A request that fails ends its job with an error, and the others go on.
+        """Play jobs, each starting at its arrival time on the run's clock. Returns the results in
+        the order of the jobs. A failed request ends its job with an error; other jobs continue.
         """
 
         async def later(at_s: float, job: Job) -> JobDone:
@@ -134,7 +134,7 @@ class Player:
         return tuple(sorted(played, key=lambda job: (job.began_s, job.name)))
 
     async def job(self, job: Job) -> JobDone:
-        """Play one job from now on."""
+        """Play one job, starting now."""
         began_s, turns, error = self._now_s(), list[TurnDone](), None
         context = Conversation(job.system) if job.is_text else TokenContext()
         for number, turn in enumerate(job.turns, start=1):
@@ -191,7 +191,7 @@ class Player:
 
 
 def request_id(job: str, turn: int) -> str:
-    """Name of a turn's request at the server; ``turn`` is 1 for the job's first."""
+    """Request id that the client sends for a turn. ``turn`` counts from 1."""
     return f"{job}.{turn}"
 
 
@@ -227,7 +227,7 @@ async def drive(
 
 
 async def together(parts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run parts concurrently; if one raises, or this is cancelled, the others are cancelled."""
+    """Run coroutines concurrently. If one raises or this is cancelled, the others are cancelled."""
     tasks = [asyncio.create_task(part) for part in parts]
     try:
         return list(await asyncio.gather(*tasks))

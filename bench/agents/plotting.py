@@ -1,4 +1,5 @@
-"""Style of all plots: colours and markers that everybody can distinguish, figures that repeat."""
+"""Style of all plots: colours and markers that colour-blind readers can distinguish, and
+reproducible files."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def matplotlib_modules() -> tuple[Any, Any]:
 
 
 def looks(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Colour and marker of each name, as arguments of ``plot``."""
+    """Colour and marker of each name, as keyword arguments for ``plot``."""
     return {
         name: {"color": COLOURS[at % len(COLOURS)], "marker": MARKERS[at % len(MARKERS)]}
         for at, name in enumerate(dict.fromkeys(names))
@@ -42,7 +43,7 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, str]]:
 @contextmanager
 def drawn(folder: Path, name: str, panels: int = 3) -> Iterator[tuple[list[Any], list[Path]]]:
     """Panels in a row to draw on; saved as ``name.png`` and ``name.svg`` when the block ends. The
-    legend below is that of the first panel. Equal drawings give equal files.
+    legend below the panels is taken from the first panel. Equal drawings produce equal files.
 
     Returns:
         The panels' axes, and the paths.

@@ -1,4 +1,4 @@
-"""Rows of recordings that users name, and their values, checked as they are read."""
+"""Rows of user-supplied recordings. Values are checked while they are read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST = 2**53
 
 
 class RecordingError(ValueError):
-    """A recording that cannot be used. The message is one sentence that says why."""
+    """A recording that cannot be used. The message is one sentence that gives the reason."""
 
 
 def read_rows(path: Path, read: Callable[[Row], Read]) -> list[Read]:
@@ -37,7 +37,7 @@ def read_rows(path: Path, read: Callable[[Row], Read]) -> list[Read]:
     lines are skipped.
 
     Args:
-        read: makes something of a row, or raises ``ValueError``.
+        read: converts a row, or raises ``ValueError``.
 
     Raises:
         RecordingError: a line cannot be read, with its number.
@@ -212,7 +212,8 @@ def gap_between(apart_s: float | None, output_tokens: float) -> float:
 
 
 def check_times(path: Path, unit: str, pairs: Iterable[tuple[float, float]]) -> None:
-    """Refuse a recording in which no gap is left: its times are most likely in another unit.
+    """Reject a recording in which every gap is negative, because its times are most likely in
+    another unit.
 
     Args:
         unit: of the times in the file.

@@ -16,7 +16,7 @@ class TurnDone:
         ttft_s: from sending to the first token.
         latency_s: from sending to the last.
         cached_tokens: of the prompt, as vLLM reports them; from VRAM or from a connector.
-        sources: prompt tokens by tier (vram, cpu, ssd, recomputed) if the server says.
+        sources: prompt tokens by tier (vram, cpu, ssd, recomputed) if the server reports them.
         tokens: ids of the answer.
         logprobs: raw, of those tokens; empty if they were not asked for.
         text: of the answer.
@@ -43,8 +43,8 @@ class JobDone:
     """A job, finished or not.
 
     Attributes:
-        began_s, ended_s: since the run began; completion time is the difference.
-        error: why it did not finish; None if it did.
+        began_s, ended_s: seconds since the start of the run. The difference is the completion time.
+        error: reason why it did not finish; None if it finished.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Run:
         round: 0 for the first.
         flags: of the server. versions: of what it ran. Empty for a server that ran already.
         cpu_s: processor time of the server during the run. rss_bytes: its memory at the end.
-        agents: sub-agents, as jobs of their own; the times of their jobs include theirs.
+        agents: sub-agents as separate jobs. The times of their parent jobs include them.
         reports_cached: ``cached_tokens`` of the turns are what the server reported, not zeros.
         counts: prompt tokens by the server's own counters: asked, vram, connector.
     """
@@ -93,7 +93,7 @@ class Run:
 
     @property
     def turns(self) -> list[TurnDone]:
-        """Turns of all jobs, those of sub-agents included."""
+        """Turns of all jobs, including sub-agents."""
         return [turn for job in (*self.jobs, *self.agents) for turn in job.turns]
 
     @property
@@ -108,7 +108,7 @@ class Kept:
     """A run and the conditions it was measured under.
 
     Attributes:
-        reserved_cpus: the cores that the CPU worker kept for itself, by its log.
+        reserved_cpus: cores that the CPU worker reserved, according to its log.
         other_cores: cores' worth of time that other programs used meanwhile; None if unknown.
     """
 

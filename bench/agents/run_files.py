@@ -1,4 +1,4 @@
-"""Runs as files of a folder: each is kept as it ends, whole or not at all."""
+"""Runs as files in a folder. Each is written atomically when it ends."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class RunFileError(RuntimeError):
 
 
 class Ledger:
-    """Runs kept as JSON files in ``folder/runs``, one a run.
+    """Runs as JSON files in ``folder/runs``, one file per run.
 
     Args:
-        plan: what all runs in the folder have in common.
-        resume: go on from the runs that are there; otherwise they are moved to ``runs-before``,
-            and what was there before is deleted.
+        plan: parameters that all runs in the folder share.
+        resume: continue with the existing runs. Otherwise they are moved to ``runs-before``, whose
+            old contents are deleted.
 
     Raises:
         RunFileError: with ``resume``, the runs have another plan.
@@ -50,7 +50,7 @@ class Ledger:
         _write(plan_path, wanted)
 
     def get(self, load: str, number: int, server: str) -> Kept | str | None:
-        """A run; the message of a server that did not start; None if there is neither.
+        """Return a run, or the message of a server that did not start. None if neither exists.
 
         Raises:
             RunFileError: the file cannot be read.
@@ -59,7 +59,7 @@ class Ledger:
         return _read(path) if path.exists() else None
 
     def put(self, load: str, number: int, server: str, found: Kept | str) -> None:
-        """Keep a run, or the message of a server that did not start."""
+        """Store a run, or the message of a server that did not start."""
         said: dict[str, Any] = {"not_started": found, "server": server}
         if isinstance(found, Kept):
             said = asdict(found)
@@ -68,7 +68,7 @@ class Ledger:
     def get_or_measure(
         self, load: str, number: int, server: str, measure: Callable[[], Kept | str]
     ) -> Kept | str:
-        """Return what ``get`` finds; if nothing, measure it and keep it."""
+        """Return the result of ``get``. If it is None, measure and store the run first."""
         found = self.get(load, number, server)
         if found is None:
             found = measure()

@@ -34,7 +34,7 @@ class Recording:
 
     Attributes:
         sessions: each in the order of its turns; none is empty.
-        nulls: what is left out since a value is null.
+        nulls: counts of sessions and turns left out because a value is null.
     """
 
     sessions: list[list[Recorded]]

@@ -94,7 +94,7 @@ def move(
     cold: Sequence[Sequence[int]],
     tick: Tick,
 ) -> dict[str, Any]:
-    """Ask first turns of jobs on one replica, and second turns on another.
+    """Send first turns of jobs to one replica, and second turns to another.
 
     Args:
         prompts: of the first turns, whole blocks.

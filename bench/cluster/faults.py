@@ -50,7 +50,7 @@ class Link(Enum):
 
 @dataclass(slots=True)
 class Proxy:
-    """A port of loopback that leads to another one; see ``proxied``.
+    """A loopback port that forwards to another one; see ``proxied``.
 
     Attributes:
         port: port on which it listens.
@@ -62,7 +62,7 @@ class Proxy:
     link: Link = Link.GOOD
 
     async def connect(self, reader: StreamReader, writer: StreamWriter) -> None:
-        """Carry both ways until one of them ends."""
+        """Forward both directions until one of them ends."""
         with suppress(OSError):
             there = asyncio.open_connection("127.0.0.1", self.target)
             back, to = await asyncio.wait_for(there, 1.0)
@@ -85,7 +85,7 @@ class Proxy:
 
 @contextmanager
 def proxied(target: int) -> Iterator[Proxy]:
-    """A proxy of a port, which runs on a thread of its own until the block ends."""
+    """A proxy for a port. It runs on its own thread until the block ends."""
     proxy = Proxy(target)
     with asyncio.Runner() as runner:  # cancels what still runs
         loop = runner.get_loop()
@@ -118,7 +118,7 @@ class Store:
         self.proxy.link = link
 
     def fill(self) -> None:
-        """Leave no memory for values."""
+        """Lower the memory limit, so that no value fits."""
         self.server.talk(b"CONFIG", b"SET", b"maxmemory-policy", b"noeviction")
         self.server.talk(b"CONFIG", b"SET", b"maxmemory", b"1mb")
 
@@ -161,7 +161,7 @@ def suffer(
     prompts: Sequence[Sequence[int]],
     tick: Tick,
 ) -> dict[str, Any]:
-    """Send first turns while the store works, then second ones while it has the fault.
+    """Send first turns while the store works, and second turns while it has the fault.
 
     Args:
         replicas: the one for the first turns, the one for the second ones, and one without a
@@ -255,7 +255,7 @@ def mend(
     """Repair the store, and wait until the second replica uses it; returns the seconds.
 
     Args:
-        prompts: contexts to try it with, each once.
+        prompts: contexts for the trials, each used once.
 
     Raises:
         TimeoutError: it is not used.

@@ -40,10 +40,10 @@ class Replica:
         return ask(self.client, prompt, job, tokens, salt=salt, logprobs=1)
 
     def shared_pages(self) -> int:
-        """Pages that it has left for others, once it leaves no more.
+        """Number of pages that it has shared, once the number stops growing.
 
         Raises:
-            TimeoutError: it leaves more and more.
+            TimeoutError: the number keeps growing.
         """
         # Many pages count together, when the last of them is written; their bytes, as they go.
         names = ("pages_shared", "remote_bytes_written")
@@ -90,7 +90,8 @@ class Shape:
 def replicas(
     shape: Shape, stores: Sequence[str | None], folder: Path, places: Sequence[int] = (0, 1)
 ) -> Iterator[list[Replica]]:
-    """Replicas, started concurrently, one for each address of a remote store; None has none.
+    """Replicas, started concurrently, one for each address of a remote store; None means no remote
+    store.
 
     Args:
         places: for each, the index of its core.

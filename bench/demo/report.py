@@ -1,4 +1,4 @@
-"""The demo's result: a table that fits 80 columns, a line to quote, or one JSON object."""
+"""The demo's result: a table of 80 columns, a one-line summary, or a JSON object."""
 
 from __future__ import annotations
 

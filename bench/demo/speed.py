@@ -35,7 +35,7 @@ class Speed:
     Attributes:
         prefill_tokens_s: prompt tokens a second, of a prompt of ``PROMPT_TOKENS`` alone.
         decode_tokens_s: tokens a second of ``DECODING`` requests together.
-        max_context_tokens: longest context that the model knows.
+        max_context_tokens: maximum context length of the model.
         kv_token_bytes: KV of a token.
     """
 
@@ -46,7 +46,7 @@ class Speed:
 
 
 def measure_speed(model: str | Path, dtype: str) -> Speed:
-    """Measure in a process of its own: 35 seconds on two cores, 15 of them for starting the engine.
+    """Measure in a separate process: 35 seconds on two cores, 15 of them for starting the engine.
 
     Raises:
         SpeedError: the engine did not run.

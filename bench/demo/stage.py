@@ -1,4 +1,5 @@
-"""One server's part of the demo: started, given the jobs, stopped; with a sentence for failures."""
+"""One server's part of the demo: start it, run the jobs, stop it, and describe failures in a
+sentence."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class Stage:
         self._log: Path | None = None
 
     def stopped(self) -> str:
-        """A sentence for an interrupt."""
+        """The message shown after an interrupt."""
         log = f" Its log: {shown(self._log)}." if self._log else ""
         return f"stopped: {self._reached}; no server is left running.{log}"
 

@@ -1,7 +1,6 @@
-"""Jobs that are played on running servers: generated ones, and recordings in the formats of others.
-
-A job's sizes are in tokens, or in characters where a recording has the texts themselves; the server
-is asked what a character is worth.
+"""Jobs to play on running servers: generated jobs, and recordings in third-party formats. Sizes are
+in tokens, or in characters if a recording contains the texts. The number of tokens per character is
+measured on the server.
 """
 
 from __future__ import annotations
@@ -38,10 +37,11 @@ class LiveJobs:
     """Jobs to play.
 
     Attributes:
-        texts: by a job's name, the text that each of its turns adds; other jobs' are made up.
+        texts: for each job name, the text that each of its turns adds. The texts of other jobs are
+            generated.
         unit: of the jobs' sizes.
-        left_out: of a recording, by the reason. ``cut``: sessions that end early, since their
-            contexts would outgrow the server or more turns were not wanted.
+        left_out: of a recording, by the reason. ``cut``: sessions truncated at the server's context
+            limit or the requested number of turns.
     """
 
     name: str
@@ -58,7 +58,7 @@ def load_jobs(source: str, *, count: int, seed: int) -> LiveJobs:
         source: name of a generated workload, or path of a recording: a file of LMCache's agent
             traces, of Mooncake's or Bailian's, TraceLab's replay CSV, of kv-cache-tester's, or a
             folder of the latter. Each file may be gzipped.
-        count: of generated jobs; a recording has as many as it has.
+        count: number of generated jobs; ignored for recordings.
 
     Raises:
         ValueError: there is no such workload, or it cannot be read.
@@ -94,12 +94,12 @@ def load_jobs(source: str, *, count: int, seed: int) -> LiveJobs:
 def fitting(
     jobs: LiveJobs, *, tokens_per_unit: float, most_tokens: int | None, turns: int | None
 ) -> LiveJobs:
-    """The jobs in tokens, each cut before the turn that the server could not take.
+    """The jobs in tokens. Each is cut before the first turn that exceeds the server's limit.
 
     Args:
         tokens_per_unit: factor of all sizes.
-        most_tokens: of a context with its answer; None: any.
-        turns: of a job at most; None: all.
+        most_tokens: maximum length of a context with its answer; None means no limit.
+        turns: maximum number of turns per job; None means all.
 
     Raises:
         ValueError: no job has a turn left.
@@ -198,7 +198,7 @@ def _whole(job: SimJob) -> SimJob:
 
 
 def copies(jobs: tuple[SimJob, ...]) -> Iterator[SimJob]:
-    """The jobs without end: they come again, every copy under a name of its own."""
+    """An endless sequence of the jobs. They repeat, and each copy gets its own name."""
     number = 0
     while True:
         for job in jobs:
@@ -207,5 +207,5 @@ def copies(jobs: tuple[SimJob, ...]) -> Iterator[SimJob]:
 
 
 def copied(name: str) -> str:
-    """Name of the job that one of ``copies`` is made of; empty if it is no copy."""
+    """Name of the job that a job of ``copies`` repeats; empty if it is not a copy."""
     return name.rpartition(COPY)[0]

@@ -181,9 +181,8 @@ def readable(result: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def plot_sweeps(rows: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Draw ``jps.png`` and ``sessions.png``, each with its SVG, of those that were measured: over
-    arrival rates, in the manner of Continuum's, or over live sessions, where the knee shows that
-    VRAM is full.
+    """Draw ``jps.png`` and ``sessions.png``, each with its SVG, if measured: over arrival rates,
+    like Continuum's figure, or over concurrent sessions, where the knee shows that VRAM is full.
 
     Args:
         rows: of ``live_rows``.

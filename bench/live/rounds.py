@@ -1,4 +1,4 @@
-"""Every load on every running server, in rounds; each run is kept as it ends."""
+"""Run every load on every running server, in rounds. Each run is stored when it ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MARGIN = 0.95
 
 
 class Arriving(Enum):
-    """The way in which jobs start."""
+    """How jobs start."""
 
     JPS = "jps"
     """Poisson arrivals, so many jobs a second."""
@@ -41,7 +41,7 @@ class Load:
 
     Attributes:
         level: jobs a second, or live sessions.
-        seconds: jobs start for that long, and are played to their end.
+        seconds: period in which jobs start. All of them are played to their end.
     """
 
     arriving: Arriving
@@ -58,7 +58,7 @@ def level_of(load: str) -> tuple[str, float]:
     """Value of ``Arriving`` and level in a load's name.
 
     Raises:
-        ValueError: it is no such name.
+        ValueError: it is not such a name.
     """
     how, _, level = load.partition(" ")
     return Arriving(how).value, float(level)
@@ -69,7 +69,7 @@ class Rounds:
     """Runs of some loads on some servers.
 
     Attributes:
-        jobs: cut, once ``prepare`` has run, to what all servers take.
+        jobs: jobs to play. ``prepare`` cuts them to the limits of all servers.
         scale: factor of all sizes.
         turns: of a job at most; None: all.
         longest: most tokens of a context; None: as the servers report.
@@ -105,8 +105,8 @@ class Rounds:
         )
 
     def prepare(self) -> None:
-        """Measure every server's sizes of texts, cut the jobs to what all servers take, and play
-        the first turns of one: what a server does only once is in no figure.
+        """Measure text sizes on each server, cut the jobs to the limits of all servers, and play
+        the first turns of one job as a warm-up.
 
         Raises:
             LiveError: a server cannot be measured.
@@ -142,7 +142,7 @@ class Rounds:
                 raise LiveError(f"{target.name} did not finish a first job: {done.error}")
 
     def run_all(self) -> None:
-        """Measure everything; the runs so far stay when this is interrupted.
+        """Measure everything. After an interrupt, completed runs are kept.
 
         Raises:
             LiveError: a server finished no job.
@@ -195,7 +195,7 @@ class Rounds:
 def arrivals_s(jobs_per_s: float, seconds: float, seed: int) -> list[float]:
     """Starts of jobs, a Poisson process that starts at 0, all before ``seconds``.
 
-    One seed gives the same process at every rate, only closer together.
+    With the same seed, the arrivals at different rates differ only by a time factor.
     """
     rng = np.random.default_rng([seed, 1])
     times = [0.0]

@@ -1,4 +1,4 @@
-"""Running servers that are compared: their models, their counters, and the sizes of texts there."""
+"""Running servers to compare: their models, counters, and text sizes in tokens."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Target:
 
     Attributes:
         url: without ``/v1``.
-        model: its name there. longest: most tokens of a context; None if the server does not
-            report it.
+        model: its name on the server. longest: most tokens of a context; None if the server does
+            not report it.
         plain: send only what OpenAI's own API has.
     """
 
@@ -87,7 +87,7 @@ class Target:
             sample: text of a recording; may be empty.
 
         Raises:
-            LiveError: the server does not answer as it should.
+            LiveError: the server's answer is invalid.
         """
         few, many = PROBE_WORDS
         counts = list[int]()

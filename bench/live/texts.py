@@ -33,8 +33,8 @@ WORDS = tuple(_COMMON.split())
 
 
 def filler(key: str, words: int) -> str:
-    """Make a text of ``words`` words, drawn by ``key``. Two texts of one key are equal as far as
-    the shorter one goes."""
+    """Make a text of ``words`` words, drawn by ``key``. Of two texts with the same key, the shorter
+    is a prefix of the longer."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
     drawn = np.random.default_rng(seed).integers(len(WORDS), size=words)
     return " ".join(WORDS[at] for at in drawn)
@@ -45,8 +45,8 @@ class Texts:
     """Texts of one run's jobs.
 
     Attributes:
-        nonce: of the run. No prompt of it starts as one of another run does, or the second run of
-            a server would find the pages of the first.
+        nonce: of the run. No two runs share a prefix. Otherwise the second run on a server would
+            find the pages of the first.
         words_per_token: of made-up text.
         recorded: by a job's name, the text that each turn adds, where a recording has it.
     """

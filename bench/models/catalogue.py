@@ -1,7 +1,7 @@
 """Catalogue of tiny models: one of each architecture, and how vLLM's CPU build runs it.
 
-Widths are the smallest that the kernels take. Engine options say what this build needs; each has
-its reason beside it. Nothing here imports torch or vLLM.
+Widths are the smallest that the kernels support. Engine options are what this build needs, each
+with a comment that gives the reason. Nothing here imports torch or vLLM.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attent
 
 
 class Drafter(Enum):
-    """Guessing tokens ahead, which the model then verifies."""
+    """Draft model for speculative decoding."""
 
     NGRAM = "ngram"
     """Words that followed the same words before."""
@@ -49,8 +49,8 @@ class TinyModel:
         settings: fields of the configuration.
         options: arguments of the engine.
         adapter: True to serve it with a LoRA adapter.
-        image_tokens: tokens that an image takes in its prompts; 0 for a model without eyes, else
-            ``settings`` are those of all its parts.
+        image_tokens: tokens that an image takes in its prompts; 0 for a text-only model. Otherwise
+            ``settings`` covers all parts of the model.
         stub_torchvision: True if vLLM imports torchvision for it, which CPU builds lack.
         drafter: what guesses tokens ahead.
         ranks: processes that the model is cut over.

@@ -95,8 +95,8 @@ sys.meta_path.append(_Finder())
 
 
 def write_model(model: TinyModel, folder: Path, dtype: str) -> Path:
-    """Write a model into a folder inside ``folder``, and return that; the same model every time.
-    To its tokenizer each token is a word: ``w17`` is token 17."""
+    """Write a model into a folder inside ``folder``, and return that; the same model every time. In
+    its tokenizer, each token is a word: ``w17`` is token 17."""
     import torch
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -1,8 +1,8 @@
 """LMCache's agent traces: requests with their texts, one job a session.
 
-A prompt that holds the one before and more goes on from it. Another is sent whole, as it was
-recorded: what it has in common with earlier ones, perhaps of another agent of its session, the
-server finds by itself.
+A prompt that extends the previous prompt continues from it. Any other prompt is sent whole, as
+recorded. The server finds prefixes that it shares with earlier prompts, perhaps of another agent in
+its session.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def agent_texts(path: Path) -> AgentTexts:
     """All jobs of a recording.
 
     Raises:
-        RecordingError: it cannot be read, or is no such recording.
+        RecordingError: it cannot be read, or is not such a recording.
     """
     record = read_recording(path)
     jobs, texts = [], dict[str, tuple[str, ...]]()
