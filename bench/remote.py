@@ -1,4 +1,4 @@
-"""Speed of pages in a remote store, and of the link alone.
+"""Transfer speed of pages to and from a remote store, compared with the link alone.
 
     python -m bench.remote --json
 
@@ -94,10 +94,10 @@ def stream() -> Iterator[socket.socket]:
 def time_stream(
     connection: socket.socket, pages: Sequence[Bytes], slots: Sequence[Bytes]
 ) -> tuple[float, float]:
-    """Seconds to send the pages, and to receive them, a context after the other in the slots.
+    """Seconds to send and to receive the pages, one context after another in the slots.
 
     Raises:
-        RuntimeError: a page came back otherwise.
+        RuntimeError: a received page differs.
     """
     began = time.perf_counter()
     connection.sendall(len(pages).to_bytes(8))
@@ -118,10 +118,10 @@ def time_stream(
 def time_store(
     store: RemotePages, keys: Sequence[PageKey], pages: Sequence[Bytes], slots: Sequence[Bytes]
 ) -> tuple[float, float]:
-    """Seconds to write the pages, and to read them, a context after the other in the slots.
+    """Seconds to write and to read the pages, one context after another in the slots.
 
     Raises:
-        RuntimeError: a page was not stored, or came back otherwise.
+        RuntimeError: a page was not stored, or differs when read.
     """
     contexts = [slice(at, at + CONTEXT_PAGES) for at in range(0, len(keys), CONTEXT_PAGES)]
     seconds = [0.0, 0.0]
@@ -145,7 +145,7 @@ def _check(slots: Sequence[Bytes], pages: Sequence[Bytes]) -> None:
 
 
 def look_up(store: RemotePages, existing: Sequence[PageKey]) -> float:
-    """Keys looked up a second.
+    """Lookup rate, keys per second.
 
     Raises:
         RuntimeError: an answer is wrong.
@@ -209,8 +209,9 @@ class TimedRig:
         """Time a request.
 
         Returns:
-            Milliseconds of the scheduler's thread: until the store has answered the query for its
-            pages, if there is one; and all of it, including what its pages take afterwards.
+            CPU time of the scheduler's thread in milliseconds: until blocks are allocated,
+            including any query to the store, and in total, including the later handling of its
+            pages.
         """
         from tiered_kv.testing.checked_kv import text
 
@@ -230,7 +231,8 @@ class TimedRig:
 
 
 def on_thread(url: str, folder: Path) -> tuple[float, float]:
-    """Time of a request as ``TimedRig.ask`` has it, with a store minus without: medians of pairs.
+    """Additional time of a request with a store (see ``TimedRig.ask``): medians over pairs of
+    requests with and without one.
 
     Raises:
         RuntimeError: the store was not queried for each request.

@@ -1,4 +1,4 @@
-"""First token of contexts whose engine was killed, from CPU memory that outlived it.
+"""Time to first token after an engine was killed, from CPU memory that outlived it.
 
     python -m bench.restart --json
 
@@ -58,7 +58,7 @@ ADOPTED = re.compile(r"CPU memory has (\d+) pages from before")
 
 @contextmanager
 def decoding(server: VllmServer) -> Iterator[None]:
-    """Clients that have a server decode until it is killed."""
+    """Clients that keep a server decoding until it is killed."""
 
     def decode(at: int) -> None:
         with suppress(httpx.HTTPError), client_of(server) as client:
@@ -86,7 +86,7 @@ def from_cpu(client: httpx.Client, prompt: list[int]) -> Answer:
 
 
 def measure(model: Path, tokens: int, folder: Path, tick: Tick) -> dict[str, Any]:
-    """Kill a server, and measure what the next one finds."""
+    """Kill a server, and measure what the next server finds."""
     with tempfile.TemporaryDirectory() as name:
         trace = Path(name) / "trace.jsonl"
         env = {
@@ -138,7 +138,7 @@ def main(
     model: ModelFolder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what is found again after a server was killed."""
+    """Measure how much KV a server finds after its predecessor was killed."""
     with (
         tempfile.TemporaryDirectory(prefix="tiered-kv-", dir=shared) as folder,
         served_benchmark("Contexts of a server that was killed", 4, model, as_json=as_json) as run,

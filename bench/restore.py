@@ -107,8 +107,8 @@ def ask(
     """Send a turn of a job, for an answer of ``tokens`` tokens, and wait for all of it.
 
     Args:
-        job: its name; equal prompts without one are turns of one job.
-        salt: of the caches: nothing is found under another one.
+        job: its name; without a name, equal prompts are turns of the same job.
+        salt: ``cache_salt``. KV is found only under the same salt.
         logprobs, on_token: see ``Ask`` and ``ask_over``.
 
     Raises:
@@ -120,7 +120,7 @@ def ask(
 
 
 def is_from(answer: Answer, source: str) -> bool:
-    """True if the prompt came from there, except for its end."""
+    """True if the prompt's KV came from this source, except for its end."""
     return answer.sources[source] >= 0.9 * answer.prompt_tokens
 
 
@@ -150,7 +150,7 @@ def settled(client: httpx.Client, *names: str, polls: int = 5) -> list[int]:
     """Counters of a server, once all are above zero and ``polls`` polls in a row find no change.
 
     Raises:
-        TimeoutError: they are not for a minute.
+        TimeoutError: the counters do not settle within a minute.
     """
     until, before, quiet = time.monotonic() + SETTLE_S, list[int](), 0
     while time.monotonic() < until:
@@ -169,10 +169,10 @@ def settled(client: httpx.Client, *names: str, polls: int = 5) -> list[int]:
 
 
 def context_gib(model: Path, tokens: int) -> float:
-    """Size of a context's pages, for a model with full attention only; with a tenth to spare.
+    """Size of a context's pages, for a model with full attention only; plus 10%.
 
     Raises:
-        ModelError: its configuration does not tell.
+        ModelError: the size cannot be computed from its configuration.
     """
     layers = read_shape(model, gpu="h100-80", dtype=machine_dtype().name).kv
     return 1.1 * tokens * sum(one.layers * one.token_bytes for one in layers) / GIB
@@ -194,7 +194,7 @@ def small_pool(model: Path, tokens: int, env: Mapping[str, str], *words: str) ->
 
 @contextmanager
 def client_of(server: VllmServer, headers: Mapping[str, str] = {}) -> Iterator[httpx.Client]:
-    """A client of a running server, which has answered a request before."""
+    """A client of a running server. The server has already answered a warm-up request."""
     with httpx.Client(base_url=server.url, timeout=TIMEOUT_S, headers=headers) as client:
         ask(client, WARM_UP, "warm-up")
         yield client
@@ -202,7 +202,7 @@ def client_of(server: VllmServer, headers: Mapping[str, str] = {}) -> Iterator[h
 
 @contextmanager
 def served(options: ServerOptions, folder: Path) -> Iterator[tuple[VllmServer, httpx.Client]]:
-    """A server with its log in ``folder``, and a client."""
+    """Start a server with its log in ``folder``. Yields it and a client."""
     with VllmServer(options, folder / "server.log") as server, client_of(server) as client:
         yield server, client
 
@@ -215,7 +215,7 @@ def measure(model: Path, tokens: int, load_format: str, tick: Tick) -> dict[str,
     after a restart.
 
     Raises:
-        RuntimeError: the KV of a request did not come from where it was meant to.
+        RuntimeError: the KV of a request did not come from the intended tier.
     """
     answers: dict[str, list[Answer]] = {kind: [] for kind in SOURCES}
     computed = 0
@@ -284,7 +284,7 @@ def main(
     ] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Measure the first token by where the context is."""
+    """Measure the time to first token by the tier that holds the context."""
     title = f"Time to first token of {tokens:,} tokens, medians"
     with served_benchmark(title, 6 * CONTEXTS, model, as_json=as_json) as run:
         run.result = measure(run.model, tokens, load_format, run.tick)

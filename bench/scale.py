@@ -95,7 +95,7 @@ def loop_s() -> float:
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
-    """Token ids that share no block with those of another seed, and little memory."""
+    """Token ids that take little memory, and share no block with the token ids of other seeds."""
     return [seed % 1000, seed // 1000 % 1000, *_TOKENS[: tokens - 2]]
 
 
@@ -109,7 +109,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A scenario and the engine on which it is played.
+    """A scenario and the engine on which it runs.
 
     Attributes:
         name: of its results.
@@ -117,9 +117,9 @@ class Scenario:
         blocks: blocks of VRAM.
         longest: tokens of the longest request.
         seqs: requests that run at a time.
-        pages: pages that CPU memory has space for.
+        pages: capacity of CPU memory in pages.
         block: tokens of a block.
-        pins: pin every turn that ends, instead of those that the default policy pins.
+        pins: pin every finished turn, instead of those that the default policy selects.
         tier: ``ssd`` or ``remote``, the tier below CPU memory; empty for none.
         has_peer: True to play it with vLLM's offloading connector, too.
         context: group of long contexts to which it belongs; empty for none.
@@ -139,13 +139,13 @@ class Scenario:
 
     @property
     def kinds(self) -> Iterator[Kind]:
-        """Engines on which it is played."""
+        """Engines on which it runs."""
         return (kind for kind in Kind if self.has_peer or kind is not Kind.OFFLOADER)
 
 
 @dataclass(slots=True)
 class Step:
-    """CPU seconds of a step or an arrival: all of it, and the part of the hooks."""
+    """CPU seconds of a step or an arrival: in total, and in hooks."""
 
     whole: float = 0.0
     hooks: float = 0.0
@@ -165,8 +165,8 @@ class Watched:
     """An engine without a model, whose steps are timed.
 
     Attributes:
-        phases: by name; the scenario's own has none.
-        now: the phase that is played.
+        phases: by name; the scenario itself is the phase with an empty name.
+        now: the current phase.
     """
 
     rig: Any
@@ -211,12 +211,13 @@ class Watched:
         setattr(connector, name, timed)
 
     def begin(self, phase: str) -> None:
-        """Begin a phase."""
+        """Start a phase."""
         self.now = self.phases[phase] = Phase()
 
     def add_all(self, jobs: Sequence[tuple[str, int, int, int]]) -> None:
-        """Add requests that arrive together: name, prompt tokens, seed and answered tokens of
-        each. That is no part of a step, nor is what vLLM does in another thread: hashing blocks."""
+        """Add requests that arrive together: name, prompt tokens, seed and answered tokens of each.
+        Their arrival is not part of a step, and neither is hashing blocks, which vLLM does in
+        another thread."""
         for name, tokens, seed, answer in jobs:
             params = {"job_id": name.split("/")[0], "is_last_step": False}
             words = prompt(tokens, seed)
@@ -254,7 +255,7 @@ class Watched:
         self.step()
 
     def until_restored(self) -> None:
-        """Step until all restores have finished, while the workers report none."""
+        """Step until all restores have finished, without reports from the workers."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
         worker = self.rig.worker
@@ -266,7 +267,7 @@ class Watched:
         worker.build_connector_worker_meta, worker.get_transfer_results = reports, results
 
     def lose_vram(self) -> None:
-        """Release all pins, and have VRAM lose what it caches."""
+        """Release all pins, and evict all cached blocks from VRAM."""
         if self.kind is Kind.OURS:
             self.rig.half.release_all()
         if self.kind is not Kind.STOCK:
@@ -393,7 +394,7 @@ def least(plays: Sequence[Played]) -> Played:
 
 
 def running(jobs: int, context: int) -> Scenario:
-    """Jobs decode, new ones arrive one by one, and then all finish."""
+    """Jobs decode, new jobs arrive one by one, and then all finish."""
 
     def play(one: Watched) -> None:
         one.add_all([(f"a{i}", context, i, 120 + i % 7) for i in range(jobs)])
@@ -512,7 +513,7 @@ def long_context(size: str, block: int, *, pins: bool = False, tier: str = "") -
 
 
 def reranking(pages: int, context: int) -> float:
-    """The longest call of an eviction order while pages are evicted, jobs come, and go."""
+    """Longest call of an eviction order while pages are evicted and jobs start and finish."""
     now = 0.0
     order = ByWorth(lambda: now, 2 * pages)
     index = PageIndex(pages, order, lambda: now)

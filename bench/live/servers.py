@@ -46,8 +46,8 @@ class Target:
 
     Attributes:
         url: without ``/v1``.
-        model: its name on the server. longest: most tokens of a context; None if the server does
-            not report it.
+        model: its name on the server.
+        longest: maximum context length in tokens; None if the server does not report it.
         plain: send only what OpenAI's own API has.
     """
 

@@ -184,7 +184,7 @@ def check_pin(
 
 
 def make_jobs(preset: Preset, model: str | Path, traces: Path | None, seed: int) -> RecordedJobs:
-    """Jobs of a recording; Continuum's without one."""
+    """Jobs of a recording, or Continuum's synthetic jobs without one."""
     if traces is None:
         made = synthetic_jobs(count=preset.jobs, seed=seed, vocabulary=SYNTHETIC_VOCABULARY)
         return RecordedJobs(made, {})

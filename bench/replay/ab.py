@@ -1,4 +1,4 @@
-"""The same jobs on every kind of server in turn; each run is kept as it ends."""
+"""Run the same jobs on every type of server in alternation. Each run is stored when it ends."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ BOUNDS = (REACH, BOUND)
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Subject of the measurement.
+    """Size of a measurement.
 
     Attributes:
-        jobs: of every load but idle. turns: of each.
-        idle_jobs: the first so many of them, one after the other.
-        idle_rounds, rounds: alternations at idle and of the other loads.
-        bounds_once: the bounds run in the first round of a load alone, for want of time.
+        jobs: number of jobs of every load except idle.
+        turns: number of turns of each job.
+        idle_jobs: number of these jobs that run at idle, one after another.
+        idle_rounds, rounds: number of rounds at idle and under the other loads.
+        bounds_once: run the bounds only in the first round of a load, to save time.
         pool_tokens: KV pool of every server but the bounds.
         slowdown: stock's mean completion time under pressure over that at idle.
     """
@@ -64,7 +65,7 @@ PRESETS: Mapping[str, Preset] = {
 
 
 class NotStarted(Exception):
-    """A server that is optional does not serve on this machine; the message is its own."""
+    """An optional server does not run on this machine. The message comes from that server."""
 
 
 class HarnessError(RuntimeError):
@@ -176,8 +177,9 @@ class Harness:
 
 
 def next_rate(tried: Sequence[tuple[float, float]], wanted: float) -> float:
-    """The arrival rate to try next, from pairs of rate and slowdown: between those around what
-    is wanted, on a line in logarithms; as steep as ``STEEP`` if all lie on one side."""
+    """The arrival rate to try next, from pairs of rate and slowdown: log-linear interpolation
+    around the wanted slowdown, or extrapolation with slope ``STEEP`` if all pairs are on one side
+    of it."""
     below = [(rate, slow) for rate, slow in tried if slow < wanted]
     above = [(rate, slow) for rate, slow in tried if slow >= wanted]
     if not (below and above):
@@ -192,7 +194,7 @@ def next_rate(tried: Sequence[tuple[float, float]], wanted: float) -> float:
 
 
 def nearest_rate(tried: Sequence[tuple[float, float]], wanted: float) -> float:
-    """The rate whose slowdown came nearest."""
+    """The rate whose slowdown is closest to the wanted one."""
     return min(tried, key=lambda pair: abs(math.log(pair[1] / wanted)))[0]
 
 

@@ -70,7 +70,7 @@ def difference(one: Run, other: Run) -> Difference | None:
 
 
 def within(found: Difference, yardstick: Difference) -> bool:
-    """True if ``found`` is no more than two stock runs differ by, with the tolerance of
+    """True if ``found`` is within the difference of two stock runs, with the tolerances of
     ``WIDER`` and the constants below it."""
     return (
         found.other_answers <= yardstick.other_answers
@@ -81,7 +81,8 @@ def within(found: Difference, yardstick: Difference) -> bool:
 
 
 def agreement(run: Run, runs: Sequence[Run]) -> bool | None:
-    """True if a run's outputs agree with stock's as closely as stock's runs with each other.
+    """True if a run's outputs agree with those of stock vLLM as closely as its own runs agree with
+    each other.
 
     Compared with a run of the same load on stock, or on a server whose name starts so. The
     yardstick is what the other stock runs differ by from that one, at most: runs of other loads

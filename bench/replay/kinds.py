@@ -1,4 +1,4 @@
-"""The kinds of servers that are compared: what each is started with."""
+"""The types of servers to compare, and the options of each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROUND = 256
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of server.
+    """One type of server.
 
     Attributes:
         optional: it may not start on this machine; the result then says so.
@@ -56,8 +56,8 @@ class Kind:
     session_header: bool = False
 
     def started_in(self, folder: Path) -> ServerOptions:
-        """Its options for one start, whose files lie in ``folder``: ours writes ``trace.jsonl``
-        there, and has its SSD tier under ``ssd``."""
+        """Its options for one start with files in ``folder``. The connector writes ``trace.jsonl``
+        there, and puts its SSD tier into ``ssd``."""
         if self.options.kv_transfer_config != CONNECTOR:
             return self.options
         env = {**self.options.env, "TIERED_KV_TRACE": str(folder / TRACE)}
@@ -89,7 +89,7 @@ def size_for(contexts: Sequence[int], pool_tokens: int) -> Sizing:
     """Size of a server for jobs whose contexts end at ``contexts`` tokens.
 
     Raises:
-        ValueError: the pool is too small for the longest job alone, or there is no job.
+        ValueError: the pool is too small for the longest job, or there is no job.
     """
     if not contexts:
         raise ValueError("there are no jobs")
@@ -111,14 +111,15 @@ def make_kinds(
     own_scheduler: bool = False,
     peers: bool = False,
 ) -> list[Kind]:
-    """Stock twice, the two bounds, ours by policy and tiers, vLLM's offloaders, and peers.
+    """Stock vLLM twice, two bounds, tiered-kv with several policies and tiers, vLLM's offloaders,
+    and peers.
 
     Args:
         policies: further policies of ours than the default, by name.
         ssd: ours with little CPU memory and an SSD tier as well.
         forced: load the processor that makes the model emit recorded answers.
-        own_scheduler: ours run under vLLM's own scheduler, as further policies do, not under
-            ``ContinuumScheduler``.
+        own_scheduler: run tiered-kv under vLLM's own scheduler, as additional policies always do,
+            instead of ``ContinuumScheduler``.
         peers: others' offers from environments of their own, and ours behind vLLM's router.
     """
     stock = ServerOptions(

@@ -1,4 +1,4 @@
-"""One run: a server of a kind started, warmed up, given the jobs, stopped."""
+"""One run: start a server, warm it up, run the jobs, and stop it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _RSS = 21  # of /proc/PID/stat, counted from the state on: pages
 
 
 class MeasureError(RuntimeError):
-    """A server that must work did not."""
+    """A server that is not optional failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Workload:
     """Workload that every server gets alike.
 
     Attributes:
-        jobs: of all loads but idle, which takes the first ``idle_jobs``.
+        jobs: jobs of all loads. Idle runs only the first ``idle_jobs``.
         seed: of the arrivals.
-        forced: the recorded answers are said; otherwise the model's own.
+        forced: force the recorded answers instead of the model's own.
     """
 
     jobs: tuple[Job, ...]
@@ -186,7 +186,7 @@ class Replay:
 
 
 def keep_trace(trace: Path, folder: Path) -> None:
-    """Copy a run's trace, with its older files, in place of what ``folder`` held."""
+    """Copy a run's trace, including rotated files, and replace the contents of ``folder``."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for file in filter(Path.exists, files_of(trace)):
@@ -194,13 +194,14 @@ def keep_trace(trace: Path, folder: Path) -> None:
 
 
 def resident_bytes(group: int) -> int:
-    """Resident memory of a process group; pages that its processes share count in each."""
+    """Resident memory of a process group. Pages that its processes share are counted for each
+    process."""
     page = os.sysconf("SC_PAGE_SIZE")
     return sum(int(fields[_RSS]) * page for fields in group_members(group).values())
 
 
 def versions() -> dict[str, str]:
-    """Versions of what takes part in a run, and of the machine."""
+    """Versions of the packages in a run, and a description of the machine."""
     found = {"python": platform.python_version(), "machine": platform.machine()}
     found["dtype"] = str(machine_dtype())
     found["cores"] = str(len(os.sched_getaffinity(0)))

@@ -108,7 +108,7 @@ def measured(runs: Iterable[Run]) -> list[tuple[str, str]]:
 
 
 def ratios(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Completion times of ours over those of every other server, under every load but idle.
+    """Ratios of completion times, tiered-kv to each other server, under every load except idle.
 
     ``mean``, ``p90`` and ``p95`` are geometric means over rounds, the first two with their 95%
     intervals (see ``PairedRatio``); ``rounds`` are the ratios of the rounds' means.
@@ -250,7 +250,7 @@ def speed_ups(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 def plot(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Draw ``replay.png`` and ``replay.svg``: times over load, speed-up over stock, and first
-    tokens by turn. What was there is replaced.
+    tokens by turn. Existing files are replaced.
 
     Raises:
         PlotError: matplotlib is missing, or there are no rows.

@@ -37,7 +37,7 @@ HANDED_OVER = "pins_ended_returned"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A server's handling of a job's blocks.
+    """Result for one server.
 
     Attributes:
         held: blocks held after each turn, read twice.
@@ -106,7 +106,7 @@ def verify(model: str | Path, policy: str | None = None) -> Verdict:
 
 
 def verify_running(url: str) -> Verdict:
-    """Play the job on a vLLM server that runs already and serves no other client.
+    """Play the job on a running vLLM server that has no other client.
 
     Args:
         url: without ``/v1``.

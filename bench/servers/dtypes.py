@@ -2,9 +2,9 @@
 
     python -m bench.servers.dtypes
 
-vLLM's CPU build computes bf16 natively where the processor has AVX512-BF16 or AMX. Where it has
-not even AVX-512, bf16 is emulated, and float32 is two to six times as fast. Between the two,
-products of both dtypes are timed.
+vLLM's CPU build computes bf16 natively where the processor has AVX512-BF16 or AMX. Without AVX-512,
+bf16 is emulated, and float32 is two to six times as fast. On processors between the two, products
+of both dtypes are timed.
 
 PyTorch reports the features, as it does to vLLM, in a process of its own: few of the programs that
 start a server have PyTorch loaded.
@@ -29,7 +29,7 @@ TIMED_S = 0.3
 
 
 class DtypeError(RuntimeError):
-    """PyTorch could not be asked; the message has the end of its output."""
+    """PyTorch could not be queried. The message contains the end of its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class Dtype:
 
 
 def choose(features: CpuFeatures, product_s: Callable[[str], float]) -> Dtype:
-    """Choose by the processor's features, or by time where they leave it open.
+    """Choose by the processor's features or, if they do not decide, by a measurement.
 
     Args:
-        product_s: times a product of matrices of the dtype that it is given, seconds.
+        product_s: function that returns the time of a matrix product in the given dtype, seconds.
     """
     if features.amx:
         return Dtype(BF16, "this CPU has AMX, which computes it natively")
@@ -71,7 +71,7 @@ def choose(features: CpuFeatures, product_s: Callable[[str], float]) -> Dtype:
 
 @functools.cache
 def cpu_dtype() -> Dtype:
-    """Dtype of this machine, found once a process.
+    """Dtype for this machine, determined once per process.
 
     Raises:
         DtypeError: PyTorch is missing or broken.
@@ -87,7 +87,7 @@ def cpu_dtype() -> Dtype:
 
 
 def read_features() -> CpuFeatures:
-    """The processor's features, as PyTorch tells vLLM."""
+    """The processor's features that PyTorch reports to vLLM."""
     from torch import cpu
 
     return CpuFeatures(

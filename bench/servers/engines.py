@@ -49,7 +49,7 @@ class Engine:
 
     @property
     def worker(self) -> Any:
-        """The worker half; only where the worker runs in this process."""
+        """The worker half, if the worker runs in this process."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         return get_kv_transfer_group().worker_half
@@ -59,7 +59,7 @@ class Engine:
         return int(self.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> list[Answer]:
-        """Answers to all prompts, sent together, greedily."""
+        """Greedy answers to all prompts, sent together."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
@@ -80,7 +80,8 @@ class Engine:
     @contextmanager
     def without_connector(self) -> Iterator[None]:
         """Plain vLLM in the same process and memory, with no connector on either side, until the
-        block ends. Only while idle. Blocks stay cached; what is computed meanwhile is not saved."""
+        block ends. The engine must be idle. Blocks stay cached, and KV computed in the block is not
+        saved."""
         from vllm.distributed.kv_transfer import kv_transfer_state as state
 
         scheduler = self.core.scheduler
@@ -92,7 +93,8 @@ class Engine:
             scheduler.connector, state._KV_CONNECTOR_AGENT = connector, agent  # noqa: SLF001
 
     def settle(self) -> None:
-        """Step until running copies are reported; an in-process engine does not by itself."""
+        """Step until running copies are reported, because an in-process engine does not step on its
+        own."""
         deadline, scheduler = time.monotonic() + SETTLE_S, self.core.scheduler
         half = getattr(scheduler.connector, "scheduler_half", None)
         while True:
@@ -115,7 +117,7 @@ class Engine:
 
 @contextmanager
 def engine(model: Path, connector: bool, **options: Any) -> Iterator[Engine]:
-    """An in-process engine until the block ends; its dtype is the machine's unless given."""
+    """An in-process engine until the block ends. The default dtype is the machine's."""
     extra = options.pop("extra", {})
     if connector:
         module = {"kv_connector_module_path": MODULE, "kv_connector_extra_config": extra}

@@ -1,4 +1,4 @@
-"""Load by other programs while something was measured.
+"""Load by other programs during a measurement.
 
 vLLM's CPU worker runs one thread a core, and every step waits for the slowest: another program on
 one core can triple a step. So a measurement on a CPU should report the load of other programs.
@@ -23,8 +23,8 @@ class CpuClock:
     Attributes:
         wall: monotonic time.
         machine: CPU time of all programs, over all cores.
-        own: of that, the time of this process, of its finished children, and of the process
-            groups. A child's child counts if the child waited for it.
+        own: of that, the time of this process, of its finished children, and of the process groups.
+            Grandchildren are included if their parent waited for them.
     """
 
     wall: float
@@ -33,7 +33,7 @@ class CpuClock:
 
 
 def read_clock(*groups: int) -> CpuClock | None:
-    """A reading for this process and process groups; None where /proc does not tell."""
+    """A reading for this process and process groups; None without /proc."""
     try:
         fields = (PROC / "stat").read_text().splitlines()[0].split()
         user, nice, system, _idle, _iowait, irq, softirq = map(int, fields[1:8])
@@ -73,12 +73,13 @@ def group_seconds(group: int) -> float:
 
 
 def children_seconds() -> float:
-    """CPU seconds of this process's finished children, and of theirs that they waited for."""
+    """CPU seconds of this process's finished children and of the grandchildren that they waited
+    for."""
     times = os.times()
     return times.children_user + times.children_system
 
 
 def add_unseen(seconds: float) -> None:
-    """Count CPU time of a finished server as our own: vLLM's engine ends without being waited for,
-    and the kernel then counts it for nobody."""
+    """Count the CPU time of a finished server as our own. No process waits for vLLM's engine, so
+    the kernel does not add its time to any process."""
     _UNSEEN.append(max(0.0, seconds))

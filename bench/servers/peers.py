@@ -1,8 +1,8 @@
 """Peers that run next to vLLM: LMCache's cache server and vLLM's router.
 
-Each runs from an environment of its own, since its packages fit neither ours nor the other's.
-``scripts/install-peers`` makes them. A deployment is a server for one run: alone, or with the
-processes of a peer.
+Each runs from a separate environment, because its packages conflict with ours and with the other
+peer's. ``scripts/install-peers`` creates the environments. A deployment is a server for one run:
+alone, or with the processes of a peer.
 
 **LMCache**: its cache server, and vLLM with its connector, both from its environment. On a CPU only
 its multi-process connector works, in its mode ``engine_driven``.
@@ -56,7 +56,7 @@ class Setting:
     """Needs of a deployment.
 
     Attributes:
-        start: creates the server of these options.
+        start: creates a server from options.
         log: the server's log; the logs of other processes are in the same folder.
         costs: costs of stock on this machine; None while they are not measured.
     """
@@ -81,11 +81,11 @@ class Deployed:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Process groups of all of it."""
+        """Process groups of the deployment."""
         return tuple(one.pid for one in (self.server, *self.around) if one.pid is not None)
 
     def check(self) -> None:
-        """Raise ``ServerError`` unless all of it is running."""
+        """Raise ``ServerError`` unless the whole deployment is running."""
         for one in (self.server, *self.around):
             one.check()
 
@@ -109,7 +109,7 @@ class Peer(Service):
     """Process of a peer.
 
     Args:
-        command: its command, whose ``{port}`` is the port that answers on ``health_path``.
+        command: its command. ``{port}`` is replaced by the port that answers on ``health_path``.
     """
 
     def __init__(
@@ -177,7 +177,8 @@ def program_scheduling(
     Args:
         costs: of stock on this machine.
         capacity_tokens: contexts that the server holds.
-        most_waiting: number of requests waiting in the server from which on none is admitted.
+        most_waiting: maximum number of waiting requests on the server; no request is admitted
+            beyond it.
     """
     step, prefill = costs.step + costs.seq, PREFILL * costs.token
     return {
@@ -202,7 +203,7 @@ def program_scheduling(
 
 @dataclass(frozen=True, slots=True)
 class BehindRouter:
-    """A deployment behind the router, which retries nothing, as no client here does.
+    """A deployment behind the router. Neither the router nor the clients retry requests.
 
     Attributes:
         capacity_tokens, most_waiting: see ``program_scheduling``.

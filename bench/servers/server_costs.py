@@ -1,11 +1,11 @@
 """Costs of a server's steps, from the times of its turns.
 
-A turn's prefill lasts until its first token, its answer from there to its end. Other turns were
-computed meanwhile, each evenly over its own prefill and its own answer, as is assumed. A request
-that decodes produces one token in each step. So each prefill and each answer is a row: steps,
-tokens of prefills, (query, key) pairs, requests, and tokens of contexts that were read; and the
-seconds that it took. Costs are those with the least relative errors, none of them below zero. Turns
-that lie far off, such as the first ones after a start, count little.
+A turn's prefill lasts until its first token, and its answer from then until its end. Concurrent
+turns are assumed to be computed evenly over their own prefill and answer. A request that decodes
+produces one token in each step. So each prefill and each answer is a row: steps, tokens of
+prefills, (query, key) pairs, requests, and tokens of contexts that were read; and the seconds that
+it took. Costs are those with the least relative errors, none of them below zero. Turns that lie far
+off, such as the first ones after a start, count little.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Span:
         prompt, computed, output: tokens; ``computed`` of the prompt.
         copied: seconds in which the engine copied pages for it and did nothing else.
         requested: ``begin`` is the time at which its client sent it.
-        waited: it may have waited in a queue since ``begin``.
+        waited: True if it may have waited in a queue since ``begin``.
     """
 
     begin: float
@@ -80,7 +80,7 @@ class ServerCosts:
     """Times on a stock server, seconds.
 
     Attributes:
-        first: from a request to its first token, without what is computed.
+        first: from a request to its first token, without computation.
         token: of a prompt's token. pair: of a (query, key) pair.
         step: of a decoding step. seq: of each request in it. kv: of each token of their contexts.
     """

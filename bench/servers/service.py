@@ -1,4 +1,4 @@
-"""A process that serves HTTP on loopback, as a context manager that stops it."""
+"""An HTTP server process on loopback, as a context manager."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ServerError(RuntimeError):
 
 
 def error_in(log: str) -> str | None:
-    """The first error that a server's log names; later ones mostly say that it died."""
+    """The first error in a server's log. Later errors mostly report only that it died."""
     found = (_ERROR.search(line) for line in log.splitlines())
     return next((match["said"] for match in found if match), None)
 
@@ -67,7 +67,7 @@ class Launch:
 
 
 class Service(ABC):
-    """A server process and everything it starts, in a process group of its own.
+    """A server process and its descendants, in a separate process group.
 
     Not thread-safe. ``start`` and ``stop`` may alternate; ``stop`` may be called at any time.
 
@@ -122,7 +122,7 @@ class Service(ABC):
 
         Raises:
             ServerError: it died or did not answer in time; nothing of it is left.
-            RuntimeError: it runs already.
+            RuntimeError: it is already running.
         """
         if self._process is not None:
             raise RuntimeError(f"server {self.url} runs already")
@@ -158,24 +158,24 @@ class Service(ABC):
             raise self.failed(f"the server ended with status {code}.")
 
     def stop(self) -> None:
-        """End the process group: SIGTERM, after a grace SIGKILL. Idempotent."""
+        """Stop the process group: SIGTERM, then SIGKILL after a grace period. Idempotent."""
         self._end(STOP_GRACE_S)
 
     def log_text(self) -> str:
-        """All of the log so far."""
+        """The complete log so far."""
         with contextlib.suppress(OSError):
             return self.log_path.read_text(encoding="utf-8", errors="replace")
         return ""
 
     def log_tail(self) -> str:
-        """The end of the log, below a line that names the file."""
+        """The end of the log, after a line with the path of the file."""
         return "\n".join([f"--- {self.log_path}", *self.log_text().splitlines()[-LOG_LINES:]])
 
     def get(self, path: str, timeout_s: float = 30.0) -> str:
         """Body of the answer to a GET.
 
         Raises:
-            OSError: there is none, or it is an error.
+            OSError: there is no answer, or it is an error.
         """
         with _DIRECT.open(f"{self.url}{path}", timeout=timeout_s) as response:
             body: bytes = response.read()

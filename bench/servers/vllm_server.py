@@ -1,13 +1,13 @@
-"""A vLLM OpenAI server on loopback, as a context manager that stops it.
+"""A vLLM OpenAI server on loopback, as a context manager.
 
     options = ServerOptions(model=small_model(), kv_blocks=220)
     with VllmServer(options, Path("server.log")) as server:
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
 
-Servers that are compared must get the same cores. vLLM's CPU worker does not do that by itself: it
+Servers that are compared must get the same cores. vLLM's CPU worker does not do that by default: it
 keeps one core for the framework, two once a KV connector is configured, and none if two are too
-many. So every server here is bound to all cores by name, and ``VllmServer.reserved_cpus``
-returns the cores that the worker kept.
+many. So every server here is bound to all cores by name, and ``VllmServer.reserved_cpus`` returns
+the cores that the worker kept.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class ServerOptions:
 
 
 class VllmServer(Service):
-    """A vLLM server and its engine, in a process group of its own. For the other arguments see
+    """A vLLM server and its engine, in a separate process group. For the other arguments see
     ``Service``.
 
     Args:
@@ -161,7 +161,8 @@ class VllmServer(Service):
 
     @property
     def reserved_cpus(self) -> str | None:
-        """The cores that the CPU worker kept for the framework, as its log says it (``[]``)."""
+        """The cores that the CPU worker reserved for the framework, in the format of its log
+        (``[]``)."""
         found = re.search(r"reserved_cpus=(\[.*?\])", self.log_text())
         return found[1] if found else None
 

@@ -62,8 +62,8 @@ CORES = os.cpu_count() or 1
 
 
 def command(name: str | None = None) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
-    """Make a decorator that adds a command. Its failures end it with a message on standard error
-    and exit code 1."""
+    """Create a decorator that adds a command. On a failure, the command prints a message to
+    standard error and exits with 1."""
 
     def added(function: Callable[..., int | None]) -> Callable[..., None]:
         @wraps(function)
@@ -157,7 +157,8 @@ def folds(
     out: Out = OUT,
     as_json: AsJson = False,
 ) -> None:
-    """Compare ours with every other policy, on machines, jobs and seeds it was not tuned on."""
+    """Compare the default policy with all others, on machines, jobs and seeds not used for
+    tuning."""
     study = catalogue.folds(str(traces / SESSIONS), FOLD_SEEDS[:seeds])
     carry_out(study, processes, out, as_json=as_json)
 
@@ -246,7 +247,7 @@ def write_report(out: Out = OUT, as_json: AsJson = False) -> None:
 def carry_out(
     study: Study, processes: int, out: Path, *, as_json: bool, draw_to: Path | None = None
 ) -> None:
-    """Run a study, and keep and print its result.
+    """Run a study, and store and print its result.
 
     Args:
         draw_to: folder of the drawing; None draws nothing.

@@ -3,7 +3,7 @@
 A real server and the simulator get the same jobs at the same times, and a pool of the same size.
 What a step costs is fitted to the turns of two runs of made-up jobs of all lengths on stock vLLM,
 one job at a time and several concurrently. Then recorded jobs of mini-swe-agent run on every type
-of server, really and simulated.
+of server, both real and simulated.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def saturated_link_error() -> float:
 
 
 def not_conserved() -> list[str]:
-    """Return losses of tokens, answers or time, a sentence each. Every run checks its blocks and
+    """Return losses of tokens, answers or time, one sentence each. Every run checks its blocks and
     orders at its end."""
     place = replace(TIGHT.machine(), pool_tokens=SHORT_POOL)
     workload = Source("original", 24).jobs_for(place, 1).at(4.0, 1)
@@ -198,7 +198,8 @@ def check(outcome: Outcome, workload: Workload, place: Machine) -> Iterator[str]
 
 
 def equal_orders(pairs: Sequence[tuple[float, float]], apart: float = 0.05) -> bool:
-    """True if all figures that really differ by more than ``apart`` are simulated in their order.
+    """True if the simulation preserves the order of all real figures that differ by more than
+    ``apart``.
 
     Args:
         pairs: real and simulated figures.
@@ -251,7 +252,7 @@ def _check_finished(run: Run) -> None:
 def compare(
     traces: Path, folder: Path, tell: Callable[[str], None], *, resume: bool
 ) -> tuple[Machine, list[Compared], list[str]]:
-    """Run everything for real, then simulate it; see ``validate``.
+    """Run everything on real servers, then simulate it; see ``validate``.
 
     Returns:
         The fitted machine, the servers, and reasons to doubt the real runs.

@@ -74,7 +74,7 @@ def served(model: Path, folder: Path, tokens: int) -> Iterator[httpx.Client]:
 
 
 def timed_post(client: httpx.Client, what: str, **asked: object) -> tuple[float, dict[str, Any]]:
-    """Milliseconds that a call of a route takes, and its answer."""
+    """Duration of a route call in milliseconds, and its answer."""
     began = time.perf_counter()
     answer = post(client, what, **asked)
     return 1e3 * (time.perf_counter() - began), answer
@@ -160,7 +160,7 @@ def restored(client: httpx.Client, prompts: Sequence[list[int]], kind: str) -> d
 def continued(
     client: httpx.Client, root: Path, prompts: Sequence[list[int]], count: int, tick: Tick
 ) -> dict[str, Any]:
-    """Cut turns and have them go on, exactly."""
+    """Cut turns and let them continue exactly."""
     found = []
     for number in range(count):
         tick("exact continuations")

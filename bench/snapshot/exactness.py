@@ -1,4 +1,4 @@
-"""Exact continuations: a turn is cut at any token, and goes on elsewhere bit for bit."""
+"""Exact continuations: a turn is cut at any token, and continues bit for bit on another engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def post(client: httpx.Client, what: str, **asked: object) -> dict[str, Any]:
     """Call a route of snapshots.
 
     Raises:
-        RuntimeError: it is refused.
+        RuntimeError: the server refuses it.
     """
     response = client.post(f"/tiered_kv/{what}", json=asked)
     if response.is_error:

@@ -1,4 +1,4 @@
-"""Prefix lookups, remembered.
+"""Cache of prefix lookups.
 
 vLLM looks up the prefix of the request at the head of its queue in every step; in the simulator
 that is half of all work. A result is valid until one of the found blocks is evicted, or the first

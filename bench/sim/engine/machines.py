@@ -1,8 +1,8 @@
 """Machines: a model on GPUs, with a KV pool and links to the tiers below it.
 
 The duration of a step is that of ``tiered_kv.sizing.step_cost``, or fitted to a real server
-(``validate``). Published figures are ratios between servers on the same machine, and do not rest on
-the fractions of data sheets there.
+(``validate``). Published figures are ratios between servers on the same machine, so they do not
+depend on the assumed fractions of data sheet values.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Machine:
     block: int = 0
 
     def beside(self, block: int) -> int:
-        """Return the tokens of the pool that a context takes in addition to its own: its windows,
-        or its state and one that is kept for the next turn."""
+        """Return the pool space in tokens that a context needs beyond full attention: for its
+        windows, or for its state and a state kept for the next turn."""
         narrow = [one for one in self.groups if one.kind is not KvKind.FULL]
         return block * sum(max(2, 1 - (-one.span // block)) for one in narrow)
 
@@ -86,7 +86,7 @@ def machine(gpu: str, model: str, *, ranks: int = 1, pool_tokens: int | None = N
     """Return ``ranks`` GPUs with a model.
 
     Args:
-        pool_tokens: capacity of the KV pool; None: what the weights leave.
+        pool_tokens: capacity of the KV pool; None: the space that the weights leave.
 
     Raises:
         ValueError: no such GPU or model, or the model does not fit.

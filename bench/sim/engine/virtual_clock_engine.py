@@ -59,10 +59,10 @@ LONGEST_WAIT_S = 86_400.0
 
 
 class LeapTimer(StepTimer):
-    """Counts a leap as the many steps of a real engine that it stands for.
+    """Counts a leap as the number of steps that a real engine would run.
 
     Args:
-        decoded: returns the number of steps so far, with those of leaps.
+        decoded: returns the number of steps so far, including the steps within leaps.
     """
 
     def __init__(self, decoded: Callable[[], int]) -> None:
@@ -262,11 +262,11 @@ class Engine:
         """Add an arriving request.
 
         Args:
-            turn: its record, which the engine completes but for the end.
+            turn: its record, which the engine fills in except for the end.
             chain: block hashes of its context, prompt and answer.
             tokens: of the prompt.
             params: its kv_transfer_params; None without hints.
-            priority: the lower goes first.
+            priority: lower values run first.
         """
 
         def hashes(request: Any) -> list[bytes]:
@@ -290,8 +290,8 @@ class Engine:
         self.scheduler.add_request(request)
 
     def step(self, next_arrival: float) -> list[str]:
-        """Run a step, or a leap that ends before ``next_arrival``. Returns the ids of finished
-        requests."""
+        """Run a step, or several decode steps at once that end before ``next_arrival`` (a leap).
+        Returns the ids of finished requests."""
         output = self.scheduler.schedule()
         began = self.now
         self.steps += 1

@@ -1,4 +1,4 @@
-"""Treatment of arriving turns outside the engine, as other systems describe it.
+"""Handling of arriving turns outside the engine, as described by other systems.
 
 ``Ordering`` sets the priorities of requests: by job, or Autellix's PLAS, in which the job with the
 least service so far goes first. PLAS has levels whose bounds double, and a job returns to the first
@@ -130,7 +130,8 @@ class Gate:
         self._paused.pop(program, None)
 
     def tick(self) -> None:
-        """Pause what exceeds the pool, and admit what fits. Call every ``GATE_EVERY_S``."""
+        """Pause programs that exceed the pool, and admit programs that fit. Call every
+        ``GATE_EVERY_S``."""
         while len(self._active) > 1 and sum(self._active.values()) > self._pool:
             last = next(reversed(self._active))
             self._paused = {last: self._active.pop(last), **self._paused}

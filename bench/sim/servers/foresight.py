@@ -1,5 +1,5 @@
-"""Foresight and its lack: parts of servers that know a workload in advance, and the default policy
-without one of its parts. They show what a better forecast could gain, and what each part is worth.
+"""Policies that know a workload in advance, and the default policy without one of its parts. They
+show how much a better forecast could gain, and how much each part contributes.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class KnownJobs(JobForecast):
 
 
 class Unpinned(Occupancy):
-    """Pins nothing: a context that would be pinned waits in another tier."""
+    """Pins nothing. A context that would be pinned goes to another tier."""
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         found = super().decide(turn, costs)

@@ -1,4 +1,4 @@
-"""Changes to vLLM's scheduler: a pool that forgets nothing, and static batches.
+"""Variants of vLLM's scheduler: a pool without eviction, and static batches.
 
 ``ReachScheduler`` schedules over a large pool of which running requests may hold little::
 
@@ -51,7 +51,7 @@ class _WithinReach:
 
 
 class ReachScheduler(_WithinReach, Scheduler):  # type: ignore[misc]
-    """vLLM's scheduler over a pool that forgets nothing."""
+    """vLLM's scheduler with a pool without eviction."""
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the asynchronous scheduler where vLLM would have chosen its own."""
@@ -61,7 +61,7 @@ class ReachScheduler(_WithinReach, Scheduler):  # type: ignore[misc]
 
 
 class AsyncReachScheduler(_WithinReach, AsyncScheduler):  # type: ignore[misc]
-    """vLLM's asynchronous scheduler over a pool that forgets nothing."""
+    """vLLM's asynchronous scheduler with a pool without eviction."""
 
 
 class StaticBatchScheduler(Scheduler):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Servers that are compared: policies by their names, and servers of other systems.
+"""Servers to compare: policies by name, and models of other systems.
 
 A name is a base and the tiers below VRAM: ``occupancy``, ``occupancy+cpu``, ``occupancy+cpu+ssd``.
 ``@`` and an eviction rule of ``TIERED_KV_EVICTION`` may follow: ``occupancy+cpu@lru``. Policies of
@@ -47,10 +47,10 @@ class Server:
     Attributes:
         policy: the connector's; None for stock vLLM.
         cpu, ssd: whether it has these tiers.
-        infinite: its pool holds everything.
-        within_reach: what runs concurrently must still fit into the machine's pool.
+        infinite: its pool never evicts.
+        within_reach: running requests must still fit into the machine's pool.
         gated: whole programs are paused, as in ThunderAgent.
-        chunk: restores in whole chunks of this many tokens, before a step; 0: as ours.
+        chunk: restores whole chunks of this many tokens, before a step; 0: restores like tiered-kv.
         in_job_order: it runs ``ContinuumScheduler``.
         patient: it may hold a job back for any time.
         open: it holds no job back.
@@ -79,7 +79,7 @@ class Server:
 
     @property
     def outside(self) -> frozenset[str]:
-        """Names of the modules of its policy and eviction rule, if these are not ours."""
+        """Modules of its policy and eviction rule, if they come from other packages."""
         parts = (self.policy or "", self.eviction or "")
         return frozenset(part.partition(":")[0] for part in parts if ":" in part)
 
@@ -124,7 +124,7 @@ def server(name: str) -> Server:
     """Find the server of that name.
 
     Raises:
-        ValueError: there is none; the message says what can be written.
+        ValueError: there is no such server. The message lists valid names.
     """
     tiered, at, rule = name.partition("@")
     base, *tiers = tiered.split("+")

@@ -59,11 +59,12 @@ def sweep(
     seeds: int,
     stable_for: tuple[str, ...] = (),
 ) -> Study:
-    """Servers under loads, each scene with its own; stock vLLM and infinite VRAM join them.
+    """A sweep of servers over loads, for each scene. Stock vLLM and infinite VRAM are added to the
+    servers.
 
     Args:
-        loads: arrival rates over the highest that stock vLLM bears.
-        stable_for: servers whose highest stable load is found, too.
+        loads: arrival rates, as multiples of the highest stable rate of stock vLLM.
+        stable_for: servers whose highest stable load is also determined.
     """
     loads = tuple(loads)
     groups = tuple(
@@ -81,7 +82,7 @@ def sweep(
 
 
 def scheduling(traces: str) -> Study:
-    """Continuum's benchmark on two small GPUs: without offloading, with room for everything in CPU
+    """Continuum's benchmark on two small GPUs: without offloading, with space for everything in CPU
     memory, and with little CPU memory."""
     every = WITHOUT_OFFLOAD + WITH_OFFLOAD
     capped = replace(AMPLE, cpu_gib=LITTLE_DRAM_GIB)
@@ -123,8 +124,8 @@ def _everywhere(name: str, traces: str, servers: Sequence[str], loads: Sequence[
 
 
 def folds(traces: str, seeds: Sequence[int] = FOLD_SEEDS) -> Study:
-    """Ours against every other policy with the same tiers, on machines, jobs and seeds on which it
-    was not tuned."""
+    """The default policy against all others with the same tiers, on machines, jobs and seeds not
+    used for tuning."""
     coding = Source(CODING_AGENTS, CODING_JOBS, traces)
     groups = (
         fold(RTX4090, coding),
@@ -140,7 +141,8 @@ def folds(traces: str, seeds: Sequence[int] = FOLD_SEEDS) -> Study:
 
 
 def fold(place: Place, source: Source, tiers: str = "") -> Group:
-    """One fold: ours first, ours without holding, the others, and the bound last."""
+    """One fold: the default policy, the same without admission control, the others, and finally the
+    bound."""
     others = ["continuum", "infercept", "lru"] if tiers else ["continuum", "infercept"]
     stock = () if tiers else ("job-fcfs", "autellix", "thunderagent")
     ours = [name + tiers for name in ("occupancy", "occupancy-open")]
@@ -175,7 +177,8 @@ def _question(
 
 
 def ablation(traces: str) -> Study:
-    """Value of each of our parts: without tiers, with CPU memory, and with an SSD below it."""
+    """Value of each part of the default policy: without tiers, with CPU memory, and with an SSD
+    below it."""
     coding = Source(CODING_AGENTS, CODING_JOBS, traces)
     parts = {
         "all of it": "occupancy",

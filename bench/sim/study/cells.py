@@ -1,7 +1,7 @@
 """Cells: single runs of a server on a machine, carried out in processes and kept in files.
 
-A cell describes its run completely: the same cell gives the same figures under the same code. So a
-result that was kept is read, and its run is not repeated.
+A cell describes its run completely: the same cell gives the same figures under the same code. A
+stored result is therefore reused instead of repeating its run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @cache
 def code_digest(outside: frozenset[str] = frozenset()) -> str:
-    """Digest of the code that a run depends on: ours, and vLLM's version.
+    """Digest of the code that a run depends on: this package, and vLLM's version.
 
     Args:
         outside: names of further modules.
@@ -168,8 +168,8 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """File name of the result. It changes with the code, also that of a policy or eviction
-        rule of another package."""
+        """File name of the result. It changes with the code, including the code of a policy or
+        eviction rule from another package."""
         said = json.dumps([asdict(self), code_digest(server(self.server).outside)], sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()[:24]
 

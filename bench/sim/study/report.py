@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """Return the tables of a result: for servers over loads one per scene, else one."""
+    """Return the tables of a result: one per scene for a sweep over loads, otherwise one."""
     if "folds" in result:
         return _folds_table(result)
     if "figure" in result:
@@ -114,7 +114,7 @@ def _ratio(over: Mapping[str, float | None]) -> str:
 
 
 def plot(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draw a result as PNG and SVG, over those that exist.
+    """Draw a result as PNG and SVG. Existing files are replaced.
 
     Servers over loads give a figure per scene: mean, P95 and speed-up over FCFS by load, and the
     tiers that prompts came from at the highest one. Cases give one figure of bars with intervals.

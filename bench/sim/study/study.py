@@ -1,7 +1,7 @@
 """Studies: groups of servers, each group with the same jobs at the same times in every run.
 
-A group's load is a multiple of the highest arrival rate that stock vLLM bears there. Ratios between
-servers are paired by seed: geometric means, with Student's interval of the logarithms.
+A group's load is a multiple of the highest stable arrival rate of stock vLLM on its machine. Ratios
+between servers are paired by seed: geometric means, with Student's interval of the logarithms.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Group:
 
     Attributes:
         place: machine on which stock vLLM sets the load.
-        load: arrival rate over the highest that stock vLLM bears; None for jobs that all arrive
-            at the start.
+        load: arrival rate, as a multiple of the highest stable rate of stock vLLM; None for jobs
+            that all arrive at the start.
     """
 
     label: str
@@ -106,14 +106,14 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """Groups to run, and what to make of the results.
+    """Groups to run, and how to summarize the results.
 
     Attributes:
         name: of its files.
         seeds: of jobs and arrivals.
         search: seeds on which loads are found.
         result: returns the JSON object of the measured groups.
-        stable_for: servers whose highest stable load is found, too.
+        stable_for: servers whose highest stable load is also determined.
     """
 
     name: str
@@ -297,7 +297,7 @@ def _load_row(one: Measured, label: str) -> dict[str, Any]:
 def over_first(
     title: str, figure: str, study: Study, measured: Sequence[Measured]
 ) -> dict[str, Any]:
-    """Each case over the first of its group, by one figure."""
+    """Ratio of each case to the first case of its group, for one figure."""
     return {
         "title": title,
         "figure": figure,

@@ -55,7 +55,7 @@ class Figures:
     Attributes:
         mean_s, p50_s, p95_s: completion times, from a job's first arrival to its last end.
         vram, cpu, ssd, recomputed: fractions of prompt tokens by origin.
-        again: tokens recomputed though an earlier turn of the job had them.
+        again: tokens recomputed although an earlier turn of the job had computed them.
     """
 
     mean_s: float
@@ -85,7 +85,7 @@ class JobTimes:
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """Answer to a question: what if another policy had served these jobs.
+    """Estimated result of serving the same jobs with another policy.
 
     Attributes:
         recorded_policy, policy: the two that are compared.
@@ -126,7 +126,8 @@ def what_if(
     """Simulate the jobs of a trace under its own policy and under another one.
 
     Args:
-        recorded: the trace's own policy, where that is a ``module:Class``; None: as the trace says.
+        recorded: the trace's own policy, where that is a ``module:Class``; None: the policy named
+            in the trace.
         policy: name of a policy, ``module:Class``, or ``stock`` for vLLM without a connector.
         job_order: True if the other server takes requests in the order of their jobs
             (``ContinuumScheduler``); None: as the recorded one does.

@@ -1,4 +1,4 @@
-"""Jobs of a recording, as the simulator takes them."""
+"""Jobs of a recording, converted for the simulator."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RecordedJob:
     """A job of a recording.
 
     Attributes:
-        name: as its client calls it; empty if it was of none.
+        name: the client's name for it; empty for turns without a job.
         turns: in their order; each ended before the next one arrived.
     """
 
@@ -66,10 +66,10 @@ LEFT = {
 
 @dataclass(frozen=True, slots=True)
 class RecordedJobs:
-    """Jobs of a recording, and the same for the simulator, in one order.
+    """Jobs of a recording and the corresponding jobs of the simulator, in the same order.
 
     Attributes:
-        left: counts of what cannot be simulated as it was, by the names in ``LEFT``.
+        left: counts of recorded features that cannot be simulated, by the names in ``LEFT``.
     """
 
     jobs: tuple[RecordedJob, ...]
@@ -78,7 +78,7 @@ class RecordedJobs:
 
 
 def recorded_jobs(turns: Iterable[TurnRecord], block: int, longest: int) -> RecordedJobs:
-    """Make the simulator's jobs of a recording's turns.
+    """Create the simulator's jobs from a recording's turns.
 
     Args:
         block: tokens of a block.
@@ -175,7 +175,7 @@ def _sim_turn(before: TurnRecord | None, one: TurnRecord, gap_s: float) -> SimTu
 
 
 def unmasked(command: str) -> str:
-    """A command with a word for each mask."""
+    """A command with each mask replaced by a word."""
     for mask, word in EXAMPLES.items():
         command = command.replace(mask, word)
     return command

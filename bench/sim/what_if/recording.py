@@ -41,16 +41,16 @@ MOST_BLOCKS, MOST_BLOCK_TOKENS, MOST_CONTEXT = 4_000_000, 65_536, 4_000_000
 
 
 class WhatIfError(TieredKVError):
-    """A trace that cannot be simulated; the message says why."""
+    """A trace that cannot be simulated. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Turns of one engine, in the order in which their stories ended.
+    """Turns of one engine, in the order in which their gaps ended.
 
     Attributes:
         left_out: turns of other engines.
-        cut: True if the trace goes on behind the turns that were read.
+        cut: True if the trace has more turns than were read.
         bad_lines: number of lines that are no records. bad: the first of them.
     """
 
@@ -64,14 +64,14 @@ class Recording:
 
 
 def read_recording(path: Path, most: int = MOST_TURNS) -> Recording:
-    """Read the first turns of a trace, those of the engine that has most of them.
+    """Read the first turns in a trace, from the engine with the most turns.
 
     Args:
         most: turns that are read.
 
     Raises:
         FileNotFoundError: there is no such trace.
-        WhatIfError: it has no turn, or does not say of which engine.
+        WhatIfError: it has no turns, or does not identify their engine.
     """
     reader = TraceReader(path)
     turns, headers = defaultdict[Engine, list[TurnRecord]](list), dict[Engine, TraceHeader]()

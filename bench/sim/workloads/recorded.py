@@ -66,7 +66,7 @@ class _Agent:
 
 @cache
 def coding_agents(path: Path) -> Workload:
-    """All jobs of a recording, in its order.
+    """All jobs of a recording, in the order of the file.
 
     Raises:
         bench.agents.recorded_rows.RecordingError: it cannot be read, is no such recording, or has

@@ -25,7 +25,7 @@ class Hints(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SimTurn:
-    """A request, and the pause behind it.
+    """A request, and the pause after it.
 
     Attributes:
         shared: leading tokens of the job's context that the prompt keeps.
@@ -85,7 +85,7 @@ class SimJob:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Jobs that every server gets alike.
+    """Jobs that are the same for every server.
 
     Attributes:
         block: tokens of a block that suits its contexts.
@@ -106,8 +106,8 @@ class Workload:
         return self.left_out.get(TOO_LONG, LeftOut()).sessions
 
     def at(self, jobs_per_s: float, seed: int) -> Workload:
-        """Return the jobs with Poisson arrivals. A seed gives the same order at every rate, only
-        closer together."""
+        """Return the jobs with Poisson arrivals. With the same seed, the arrivals at different
+        rates differ only by a time factor."""
         count = len(self.jobs)
         unit = np.random.default_rng([seed, 1]).exponential(1.0, -(-count // self.burst))
         starts = (np.cumsum(unit) - unit[:1]) * self.burst / jobs_per_s
