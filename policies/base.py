@@ -131,7 +131,7 @@ class Costs:
 
     Attributes:
         recompute_s: time to prefill the context again, seconds.
-        cpu_s: time to restore it from CPU memory, seconds; None if it cannot be there.
+        cpu_s: time to restore it from CPU memory, seconds; None if CPU memory cannot hold it.
         tiers_s: time to promote it from each tier below CPU memory and restore it, seconds.
         queue_s: T, mean admission wait of turns whose KV had left VRAM, seconds.
         memoryfulness: η, fraction of T that a pin saves (1: a job that has waited does not wait

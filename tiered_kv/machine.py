@@ -97,7 +97,7 @@ def system_memory(
 ) -> tuple[int, int]:
     """Total memory, and memory that this process may still allocate, bytes.
 
-    The smaller of the machine's values and those of the control groups that the process is in.
+    The smaller of the machine's values and the values of the process's control groups.
 
     Args:
         group: its control group, in the format of ``/proc/self/cgroup``; None to read it there.

@@ -54,7 +54,7 @@ class Family:
 
     @property
     def labels(self) -> Mapping[str, tuple[str, ...]]:
-        """Labels other than those of the engine, with the values of each."""
+        """Labels other than the engine's, with the values of each."""
         return _LABELS.get(self.name, {})
 
 
@@ -343,12 +343,12 @@ _EVENT_OF = {
 
 
 def event_of(name: str, labels: Mapping[str, str]) -> str | None:
-    """The event that a sample on ``/metrics`` counts, or what it measures; None if it is none of
-    ours, or a histogram's.
+    """The event that a sample on ``/metrics`` counts, or what it measures; None if the metric
+    belongs to another program or to a histogram.
 
     Args:
         name: name of the sample.
-        labels: its labels, those of the engine among them.
+        labels: its labels, including the engine's.
     """
     family = FAMILIES.get(name.removeprefix(PREFIX).removesuffix("_total"))
     if family is None:

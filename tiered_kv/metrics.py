@@ -1,7 +1,7 @@
 """Counters, gauges and histograms: pages, pins, jobs, decisions and failures.
 
 A ``Counters`` only counts up; ``take`` returns the increments since the last call, which the
-engine's metrics are updated with. Names here are those of the code and of ``/tiered_kv/status``;
+engine's metrics are updated with. Names here are used in the code and in ``/tiered_kv/status``;
 ``metric_families`` has the names on ``/metrics``.
 """
 

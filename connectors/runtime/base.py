@@ -23,7 +23,7 @@ class Sampling:
 
     Attributes:
         parameters: the client's sampling parameters, as JSON.
-        inexact: a sentence that says why an answer continued on another engine might differ
+        inexact: a sentence explaining why an answer continued on another engine might differ
             although its KV is equal; None if it cannot differ.
     """
 
@@ -39,7 +39,7 @@ class Request(Protocol):
         text_only: True if its token ids alone identify its prompt.
         block_hashes: hashes of its full blocks so far; each covers all blocks before it.
         num_tokens: length of prompt and answer. num_computed_tokens: tokens computed once all
-            scheduled steps have run; num_in_flight_tokens: those of unfinished steps.
+            scheduled steps have run; num_in_flight_tokens: tokens of unfinished steps.
         arrival_time: seconds on the engine's clock.
         adapter: the engine's handle of its LoRA adapter; None for the base model.
         reads_cache: False if its whole prompt must be prefilled.

@@ -159,7 +159,7 @@ NOTE_PREFIX = "job "
 
 
 class KnownJobs:
-    """Records jobs in the notebook, and restores those of a previous engine. One thread.
+    """Records jobs in the notebook, and restores the jobs of a previous engine. One thread.
 
     Args:
         notebook: contains the facts that the previous engine recorded.

@@ -250,8 +250,8 @@ class PressureState:
     """The turn's need for blocks. Written by ``pins.pressure``.
 
     Attributes:
-        asked_at: step in which the engine last asked what can be restored while it had free blocks
-            for the turn; None if it had none, or never asked.
+        asked_at: step of the engine's last lookup at which it had free blocks for the turn; None if
+            it had none, or made no lookup.
         restored_at: last step in which the turn's restore finished and nothing was scheduled.
     """
 
@@ -343,7 +343,7 @@ class Turn:
 
     @property
     def loading(self) -> bool:
-        """True while a restore, ours or another connector's, writes into the turn's blocks."""
+        """True while a restore by this or another connector writes into the turn's blocks."""
         return self.restore.loading > 0 or self.restore.broken or self.save.suspended
 
     @property

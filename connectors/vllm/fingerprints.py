@@ -61,7 +61,7 @@ class Fingerprints:
     reading them would block the scheduler. Until the digest is known, requests of that adapter are
     neither saved nor restored. The same applies once the files have changed, because vLLM may read
     them again at any time, and it is then unknown which weights it uses. An adapter that was loaded
-    in place is identified by the load alone, so that no other engine shares its pages.
+    in place is identified only by the load, so that no other engine shares its pages.
 
     Args:
         base: fingerprints of the base model's pages, by group.
@@ -94,8 +94,8 @@ class Fingerprints:
         self._groups.clear()
 
     def forget_weights(self) -> None:
-        """Invalidate all existing keys, because the base model's weights may no longer be those of
-        its files."""
+        """Invalidate all existing keys, because the base model's weights may no longer match its
+        files."""
         model = f"{UPDATED}{secrets.token_hex(8)}"
         self._base = [replace(one, model=model) for one in self._base]
         self.next_generation()

@@ -28,12 +28,12 @@ def connector_class(config: Mapping[str, Any]) -> type:
 
 
 def refuse_company(ours: Any, whole: Any, class_of: Callable[[Mapping[str, Any]], type]) -> None:
-    """Refuse other connectors that conflict with ours.
+    """Reject other connectors that conflict with tiered-kv.
 
     Args:
-        ours: transfer configuration that our connector received.
-        whole: the engine's transfer configuration; ours, or that of the connector that contains
-            ours.
+        ours: transfer configuration that tiered-kv's connector received.
+        whole: the engine's transfer configuration; tiered-kv's configuration, or the configuration
+            of the connector that contains it.
         class_of: returns the class of a connector for its configuration.
 
     Raises:

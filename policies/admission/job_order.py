@@ -39,7 +39,8 @@ class QueuePosition(NamedTuple):
 
 def parked_rank(position: QueuePosition) -> tuple[bool, float, float]:
     """Order in which held-back requests are admitted: turns of started jobs by the start of their
-    jobs, then new jobs, first those of the client with the fewest blocks, then by arrival."""
+    jobs, then new jobs, starting with the client that has the fewest blocks, in order of
+    arrival."""
     if not position.new:
         return False, 0.0, position.job_started_at
     return True, position.client_blocks, position.arrived_at

@@ -62,7 +62,7 @@ class Node:
 
     def observe(self, cells: Array, mean: float, variance: float) -> None:
         """Add a gap that lies in each cell with probability ``cells``. ``mean`` and ``variance``
-        are those of its logarithm."""
+        refer to its logarithm."""
         old = self.weight * NODE_DECAY
         off = mean - self.mean
         self.seen += 1

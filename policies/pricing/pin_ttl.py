@@ -42,7 +42,7 @@ def utility(forecast: Forecast, benefit_s: float, vram_price: float) -> Array:
 
 
 def best_wait(forecast: Forecast, benefit_s: float, vram_price: float) -> float:
-    """Return τ*, the shortest time at which U is highest, seconds; 0 if no wait is worth it."""
+    """Return τ*, the shortest time at which U is highest, seconds; 0 if no wait pays off."""
     if benefit_s <= 0:
         return 0.0
     gains = utility(forecast, benefit_s, vram_price)

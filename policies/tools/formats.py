@@ -1,6 +1,6 @@
 """Formats in which models write tool calls, with one reader each.
 
-The formats are those of the models' chat templates. Every reader scans the text once, from left to
+The formats come from the models' chat templates. Every reader scans the text once, from left to
 right, skips what it cannot parse, and never raises.
 """
 

@@ -45,7 +45,7 @@ _FILTERS = _names(
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A command that runs.
+    """One command of a shell line.
 
     Attributes:
         words: name and arguments, without wrappers and redirections.

@@ -40,7 +40,7 @@ def needs_packages(command: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A benchmark with a command line of its own.
+    """A benchmark with its own command line.
 
     Attributes:
         name: name of the command.

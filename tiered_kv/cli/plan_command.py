@@ -49,7 +49,7 @@ SHUTDOWN_S = 30
 
 
 def environment(cpu_gib: float, ssd_gib: float) -> dict[str, str]:
-    """Variables of the server's environment, by name."""
+    """Environment variables for the server, by name."""
     found = {"TIERED_KV_CPU_GIB": f"{cpu_gib:g}"}
     if ssd_gib > 0:
         found["TIERED_KV_SSD_PATH"] = SSD_FOLDER
@@ -72,7 +72,7 @@ def arguments(
     Args:
         fits: True if VRAM holds the model's longest context; vLLM refuses to start otherwise.
         ssd: True if there is a folder to flush to at the end.
-        dtype, kv_dtype: as they were asked for; vLLM's defaults are left out.
+        dtype, kv_dtype: as requested; vLLM's defaults are left out.
         utilization: share of VRAM; None for vLLM's default.
     """
     folder = model if model.is_dir() else model.parent

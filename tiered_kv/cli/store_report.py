@@ -105,7 +105,7 @@ def store_row(one: Inventory) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Totals of all stores. The fields are those of ``stat --json``.
+    """Totals of all stores. The fields are the same as in ``stat --json``.
 
     Attributes:
         locked: number of open stores.

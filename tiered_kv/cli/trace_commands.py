@@ -1,4 +1,5 @@
-"""``tiered-kv trace``: analyze traces, tell a job's story, and export for other programs."""
+"""``tiered-kv trace``: analyze traces, print a job's timeline, and export traces for other
+programs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Choice of the codec that suits this machine, by measurement.
+"""Choose the best codec for this machine by measurement.
 
-Encoding a page costs CPU time and saves disk time. Which of the two is scarcer depends on the
-machine, so it is measured when a server starts: ``choose``.
+Encoding a page costs CPU time and saves disk time. Which of the two limits throughput depends on
+the machine, so ``choose`` measures both when a server starts.
 """
 
 from __future__ import annotations

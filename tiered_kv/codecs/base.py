@@ -111,7 +111,7 @@ def check_size(page: Bytes, page_format: PageFormat) -> None:
     """Check the size of a page, so that later code may rely on it.
 
     Raises:
-        ValueError: the size is not that of a page of this format.
+        ValueError: the size is not the page size of this format.
     """
     if page.nbytes != page_format.page_bytes:
         raise ValueError(f"the page has {page.nbytes} bytes instead of {page_format.page_bytes}")

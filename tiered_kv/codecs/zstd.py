@@ -1,9 +1,9 @@
-"""zstd frames, and the codec that stores a page as one.
+"""zstd frames, and the codec that stores a page as one frame.
 
-Two types of frame, both standard: any zstd decoder can read them. ``compress`` finds
-matches and entropy-codes the rest. ``compress_symbols`` only entropy-codes, for planes in which
-every match is a coincidence. Contexts belong to threads, and the work runs without locks,
-including the interpreter lock.
+Two types of frame, both standard: any zstd decoder can read them. ``compress`` finds matches and
+entropy-codes the rest. ``compress_symbols`` only entropy-codes, for planes whose matches are random
+and not worth searching for. Each thread has its own zstd contexts. Compression holds no locks, not
+even the interpreter lock.
 """
 
 from __future__ import annotations

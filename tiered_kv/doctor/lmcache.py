@@ -1,7 +1,7 @@
 """Settings of LMCache, and their equivalents here.
 
-Names, defaults and units are those of LMCache's ``lmcache/v1/config.py``: sizes are in GB per
-worker, whereas sizes here are in GiB of the whole engine.
+Names, defaults and units come from LMCache's ``lmcache/v1/config.py``: sizes are in GB per worker,
+whereas sizes here are in GiB of the whole engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Checks of environment variables: ours, and PYTHONHASHSEED, which affects block hashes."""
+"""Checks of environment variables: the settings of tiered-kv, and PYTHONHASHSEED, which affects
+block hashes."""
 
 from __future__ import annotations
 

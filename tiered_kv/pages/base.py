@@ -58,7 +58,7 @@ class EvictionOrder(ABC):
     only for pages that were added.
 
     Args:
-        clock: monotonic seconds, the same as that of the index.
+        clock: monotonic clock in seconds, shared with the index.
         most_pages: twice the page capacity of CPU memory and the lower tiers. A rule that
             remembers evicted pages need not remember more than this.
 

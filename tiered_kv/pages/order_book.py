@@ -372,8 +372,8 @@ class OrderBook:
         return flight
 
     def cancel(self, order: SaveOrder | StoreOrder) -> None:
-        """Cancel an order that was never sent. The effect is that of a failure of all its pages,
-        except that pages in a tier stay known as present."""
+        """Cancel an order that was never sent. The effect is the same as if all its pages had
+        failed, except that pages in a tier stay recorded as present."""
         flight = self._end(order.order_id)
         if isinstance(order, LookupOrder):
             return
@@ -418,8 +418,8 @@ class OrderBook:
     def settle(self, reports: Mapping[OrderId, OrderReport]) -> list[Settled[Any]]:
         """Handle reports. Returns the orders that are settled: complete on every rank.
 
-        Restores are settled at once, because requests wait for them. If there are many other pages,
-        some orders are settled in later calls.
+        Reports of restores are handled immediately, because requests wait for them. If there are
+        many other pages, some orders are settled in later calls.
 
         A save's pages become readable unless their copy failed. A load's pages are released, and
         pages that failed are forgotten, so that they are not tried again. Demoted pages are added

@@ -57,7 +57,7 @@ class BlockGroup:
     page_bytes: int
 
     def held(self, tokens: int) -> int:
-        """Number of blocks that a context takes in the pool."""
+        """Number of blocks that a context occupies in the pool."""
         if self.reach.kind is KvKind.STATE:
             return STATES
         return self.needed(tokens)
@@ -80,11 +80,11 @@ class BlockLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Size of a slot of CPU memory on one rank, that of the largest page, bytes."""
+        """Size of a slot of CPU memory on one rank, in bytes. Equal to the largest page."""
         return max(group.page_bytes for group in self.groups)
 
     def held(self, tokens: int) -> int:
-        """Number of blocks that a context takes in the pool, or of slots in CPU memory."""
+        """Number of blocks that a context occupies in the pool, or of slots in CPU memory."""
         return sum(group.held(tokens) for group in self.groups)
 
     def held_bytes(self, tokens: int) -> int:

@@ -110,7 +110,7 @@ BATCHED_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Times of the parts of a step, seconds; see the module docstring.
+    """Time components of an engine step, in seconds. See the module docstring.
 
     Attributes:
         step: fixed time of a step.

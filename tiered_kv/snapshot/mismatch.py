@@ -1,4 +1,4 @@
-"""Mismatches between a snapshot and an engine, which would make its pages wrong there.
+"""Mismatches between a snapshot and an engine that would make the snapshot's pages invalid.
 
 Also the difference between two snapshots: what they share, and what only one of them has.
 """

@@ -1,9 +1,9 @@
 """Zip files with uncompressed members: finds the members, and rejects all other zip files.
 
-``zipfile`` reads the directory and accepts nearly any file. Here the members must be those of a
-snapshot, be contiguous from the first byte on, and be followed by the directory and its end,
-without comments or gaps. Checksums of members are not verified, because the digests of a snapshot
-are stronger.
+``zipfile`` reads the directory and accepts nearly any file. Here, all members must belong to a
+snapshot, be contiguous from the first byte, and be followed by the directory and its end, without
+comments or gaps. Checksums of members are not verified, because the digests of a snapshot are
+stronger.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class NoNotebook:
 
 
 class Notebook(NoNotebook):
-    """The notebook at ``path``, readable by its owner alone. Reads once, at the start; a thread
+    """The notebook at ``path``, readable only by its owner. Reads once, at the start; a thread
     writes.
 
     Args:

@@ -1,7 +1,7 @@
 """An independent check of the fairness rule.
 
 No request is admitted before an older one that has waited for the admission limit. Preempted
-requests, and those of a higher priority, are exempt.
+requests and requests of a higher priority are exempt.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class SmallDisk(FaultyFiles):
 
     Args:
         folder: everything in it is on the disk.
-        tells: True if the disk reports its free space, which a quota does not.
+        tells: True if the disk reports its free space. A quota does not.
     """
 
     def __init__(

@@ -90,15 +90,16 @@ class MemoryStore(PageStore):
 class FaultyStore(MemoryStore):
     """Pages in a mapping that other stores also write, behind a faulty link.
 
-    It obeys the contract despite its faults: every call ends, and nothing touches the passed pages
-    afterwards.
+    It obeys the contract despite its faults: every call returns, and the passed pages are not
+    accessed afterwards.
 
     Args:
         pages: the medium, shared with the stores of other ranks or engines.
         latency_s: time from a call to its answer, seconds.
-        missing: pages that it denies having.
+        missing: pages that it reports as missing.
         corrupt: pages of which each ``get`` flips a byte.
-        hang: no call is answered before this event is set; None: calls are answered immediately.
+        hang: event that calls wait for before they are answered; None: calls are answered
+            immediately.
         timeout_s: seconds after which ``put`` and ``get`` give up.
     """
 

@@ -24,7 +24,7 @@ stable inode numbers, every file would seem to be renamed."""
 
 
 class TraceFile:
-    """Appends lines. Single-threaded. The file is readable by its owner alone.
+    """Appends lines. Single-threaded. The file is readable only by its owner.
 
     Args:
         header: first line of each file, also written when this process starts to use a file.

@@ -94,7 +94,7 @@ class TraceHeader:
         """Read a header; fields that are not known are passed over.
 
         Raises:
-            ValueError: it is none; the message gives the reason.
+            ValueError: it is not a header; the message gives the reason.
         """
         return read(cls, found)
 
@@ -103,8 +103,8 @@ Event = dict[str, float | int]
 
 
 def recorder_events(records: Iterable[TurnRecord]) -> dict[str, list[Event]]:
-    """Events by job, those of a job in their order. Turns of no job are left out, and jobs of one
-    name are one, as there."""
+    """Events by job. The events of each job are in order. Turns without a job are left out, and
+    jobs with the same name are merged."""
     found: dict[str, list[tuple[float, Event]]] = {}
     for one in sorted(records, key=lambda one: one.arrived):
         if one.job is not None:

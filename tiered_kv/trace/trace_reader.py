@@ -1,4 +1,5 @@
-"""Reader of a trace: its records from the oldest file to the newest, even while it is written."""
+"""Reader of a trace. It yields records from the oldest file to the newest, even while the trace is
+being written."""
 
 from __future__ import annotations
 

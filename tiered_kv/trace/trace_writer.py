@@ -33,7 +33,7 @@ class Line(Protocol):
 
 
 class TraceWriter:
-    """Appends records to the trace at ``path``, whose files are readable by their owner alone.
+    """Appends records to the trace at ``path``, whose files are readable only by their owner.
 
     Attributes:
         dropped: number of records not written so far.

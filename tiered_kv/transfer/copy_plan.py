@@ -97,8 +97,8 @@ def check_layouts(layouts: Sequence[PageLayout], storage_bytes: int, slot_bytes:
     """Check that the pages of all groups lie within the storage, and fit into slots.
 
     Raises:
-        ValueError: no groups, storage too small, or a slot size that is not that of the largest
-            page.
+        ValueError: no groups, storage too small, or a slot size that differs from the size of the
+            largest page.
     """
     if not layouts:
         raise ValueError("there is no page group to copy")

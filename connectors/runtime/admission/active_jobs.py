@@ -372,13 +372,13 @@ class ActiveJobs:
         return max(1.0, self._blocks_of(turn) - self._shared.mean)
 
     def enters(self, request_id: str, demand: JobDemand) -> None:
-        """Admit a new job. It counts with that demand from now on."""
+        """Admit a new job. From now on, its demand is included in the peak."""
         self._entering[request_id] = demand
         self._changed[request_id] = None
 
     def on_entered(self, request_id: str) -> None:
-        """Forget an admitted request, because its job has started or never will. Unknown requests
-        are ignored."""
+        """Remove an admitted request, because its job has started or will never start. Unknown
+        requests are ignored."""
         if self._entering.pop(request_id, None) is not None:
             self._changed[request_id] = None
 
@@ -390,12 +390,13 @@ class ActiveJobs:
     def peak(
         self, more: JobDemand | None = None, *, anywhere: bool = False, salt: str | None = None
     ) -> float:
-        """Projected peak of VRAM blocks of all jobs, including admitted ones and ``more``. With
-        ``anywhere``, the peak of VRAM and CPU memory, including jobs between turns.
+        """Projected peak of the VRAM blocks of all jobs, including admitted jobs and the demand
+        ``more``. With ``anywhere``, the projected peak of VRAM and CPU memory together, including
+        jobs between turns.
 
         Args:
-            salt: the client that asks. Contexts that other clients leave between turns count only
-                up to an equal share of the space per client.
+            salt: client whose job would be admitted. Contexts of other clients between turns count
+                only up to an equal share of the space per client.
         """
         self._count()
         peak = self._demand.peak(more, anywhere=anywhere)
@@ -404,8 +405,8 @@ class ActiveJobs:
         return peak - self._fair.of_others(salt, anywhere=anywhere)
 
     def peak_with_pin(self, blocks: int, job: JobKey | None) -> float:
-        """Return :meth:`peak` if a job whose turn has just ended keeps that many blocks during its
-        gap.
+        """Return :meth:`peak` under the assumption that ``job``, whose turn has just ended, keeps
+        ``blocks`` pinned during its gap.
 
         Jobs that started after it are excluded, because older jobs have precedence.
         """

@@ -1,10 +1,10 @@
 """Holds new jobs back while their contexts would not fit into any tier.
 
-A new job waits until its working set, together with those of the active jobs, fits into VRAM, CPU
-memory or a lower tier. It does not wait while the engine is idle, nor beyond the admission limit.
-It does not wait either if recomputing the contexts that it displaces costs the other requests less
-time than a turn and its gap take. A turn is *new* until a turn of its job has been allocated
-blocks. A job that has started is never held back.
+A new job waits until its working set, together with the working sets of the active jobs, fits into
+VRAM, CPU memory or a lower tier. It does not wait while the engine is idle, nor beyond the
+admission limit. It does not wait either if recomputing the contexts that it displaces costs the
+other requests less time than a turn and its gap take. A turn is *new* until a turn of its job has
+been allocated blocks. A job that has started is never held back.
 """
 
 from __future__ import annotations

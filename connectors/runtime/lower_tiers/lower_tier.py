@@ -1,7 +1,7 @@
 """One tier below CPU memory: its orders, its demotions and the reports of its stores.
 
 Pages are demoted when CPU slots run short, before they would be evicted, and when a turn's decision
-says so. The workers' I/O threads carry the orders out independently.
+requires it. The workers' I/O threads carry the orders out independently.
 """
 
 from __future__ import annotations
@@ -316,7 +316,8 @@ class LowerTier:
     # -- reports ------------------------------------------------------------------
 
     def on_promoted(self, done: Settled[PromoteOrder]) -> None:
-        """Count a promotion that has finished on every rank, and the pages it failed to bring."""
+        """Count a promotion that has finished on every rank, and the pages that it failed to
+        read."""
         failed, good = len(done.failed), len(done.keys) - len(done.failed)
         nbytes = good * self.page_bytes
         self._count(pages_promoted=good, bytes_promoted=nbytes, promotion_seconds=done.seconds)

@@ -1,4 +1,4 @@
-"""Observe mode: the engine serves as without a connector. Each turn's decisions are made and
+"""Observe mode: the engine behaves as if it had no connector. Each turn's decisions are made and
 traced, but not carried out.
 
 The scheduler half is the same as for a managed engine, except in three parts. Pins hold ghosts in

@@ -1,7 +1,7 @@
 """A worker that moves no bytes: it reports each order at the time when its bytes would have moved.
 
 It represents all ranks. Its owner provides the lines that transfers use, the size of each store,
-and the time. Observe mode uses the rates by which costs are estimated, and the simulator those of a
+and the time. Observe mode uses the rates that cost estimates use. The simulator uses the rates of a
 machine. There is no thread. Finished orders are found when the owner polls.
 """
 

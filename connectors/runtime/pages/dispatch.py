@@ -227,9 +227,9 @@ class OrderDispatch:
     def on_idle(self) -> bool:
         """Return True if an idle engine should keep stepping.
 
-        Demotions alone are no reason. Their threads write without steps, and a store may be slow.
-        Until it finishes, the engine and its workers would keep cores busy, and could slow down a
-        store on the same machine.
+        Demotions alone are not a reason. Their threads write without steps, and a store may be
+        slow. Until it finishes, the engine and its workers would keep cores busy, and could slow
+        down a store on the same machine.
         """
         return self._under_way(demotions=any(tier.has_more for tier in self._tiers.values()))
 

@@ -1,7 +1,8 @@
 """Restores in pieces, for two kinds of contexts.
 
-A long context takes the scheduler's thread too long to restore at once. It is ordered over several
-steps, and its blocks are hashed as they arrive, because the engine would hash them all in one step.
+Restoring a long context in a single step would block the scheduler's thread for too long. It is
+ordered over several steps, and its blocks are hashed as they arrive, because the engine would hash
+them all in one step.
 
 A context that does not fit in CPU memory is promoted from the lower tiers in pieces. Each piece is
 copied to VRAM, and its slots are released.

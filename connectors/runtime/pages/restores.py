@@ -108,7 +108,7 @@ class Restores:
         """Return True once if the engine asks again for a turn whose async restore failed entirely.
 
         vLLM has freed the turn's blocks, but still keeps it ahead of requests that hold blocks, and
-        these are not scheduled if the pool has no space for the turn. If vLLM is asked to come back
+        these are not scheduled if the pool has no space for the turn. If vLLM is asked to retry
         later, it queues the turn with the others. A second restore would need twice the space,
         because vLLM keeps reserving the blocks that the first one lacked. So the turn is prefilled.
         """

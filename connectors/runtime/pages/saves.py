@@ -76,8 +76,8 @@ class SaveStride:
 def worth_a_slot(
     pages: Mapping[PageKey, int], lacking: Collection[PageKey], free: int
 ) -> Mapping[PageKey, int]:
-    """Pages to save: all that no lower tier has, and as many others as there are free slots left. A
-    page that VRAM and a lower tier both have is not worth evicting a page that only CPU memory has.
+    """Select the pages to save: all pages that no lower tier has, then others while slots are free.
+    A page that is also in a lower tier never displaces a page that only CPU memory has.
 
     Args:
         pages: pages that CPU memory lacks, and their blocks.
@@ -486,8 +486,8 @@ class Saves:
         return worth_a_slot(missing, book.stored_nowhere(missing), index.free_slots)
 
     def capture(self, filled: Sequence[Mapping[PageKey, int]]) -> list[SaveOrder]:
-        """Order saves of pages, by group, whether worth a slot or not, as far as there are
-        slots."""
+        """Order saves of all given pages, by group, as long as slots are available, without
+        ``worth_a_slot``."""
         orders = list[SaveOrder]()
         for at, pages in enumerate(filled):
             order = self._book.plan_save(pages, at) if pages else None

@@ -1,4 +1,4 @@
-"""Capture of a job: the pages of its running turn, or of its last context, are brought into CPU
+"""Capture of a job: the pages of its running turn, or of its last context, are copied into CPU
 memory and held there.
 
 The pages of a running turn are copied from its blocks, up to the last boundary of its answer. They

@@ -1,5 +1,5 @@
-"""The server's folder of snapshots, as a command on the same machine sees it: snapshots are taken
-out of it to where somebody wants them, and brought in for the server to restore."""
+"""The server's snapshot folder, accessed by a command on the same machine. Snapshots are copied
+from it to a path of the user's choice, and copied into it for the server to restore."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ServerFolder:
         """Bring a snapshot in; returns its name here.
 
         Raises:
-            SnapshotError, OSError: it is none, or cannot be brought in.
+            SnapshotError, OSError: it is not a snapshot, or cannot be copied.
         """
         with open_snapshot(path) as snapshot:
             digests = list(snapshot.files)
@@ -113,7 +113,7 @@ class ServerFolder:
         return name
 
     def remove(self, name: str) -> None:
-        """Remove a snapshot, if it is there."""
+        """Remove a snapshot, if it exists."""
         with suppress(FileNotFoundError):
             (self._path / name / MANIFEST).unlink()
         shutil.rmtree(self._path / name, ignore_errors=True)

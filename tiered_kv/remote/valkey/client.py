@@ -371,8 +371,8 @@ def _set(name: bytes, parts: Parts) -> Parts:
 
 
 class ValkeyStore:
-    """The servers of an address as one store. A server that is down has no values and accepts none.
-    Its pages are recomputed, and no run is moved to another server."""
+    """The servers of an address as one store. A server that is down returns no values and accepts
+    none. Its pages are recomputed. Runs of pages are not moved to another server."""
 
     def __init__(self, address: RemoteAddress) -> None:
         self._clients = [ValkeyClient(server, address) for server in address.servers]

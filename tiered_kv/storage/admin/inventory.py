@@ -1,4 +1,4 @@
-"""Stores under a path, and their contents, read from their segments alone.
+"""Stores under a path, and their contents, read only from their segments.
 
 Takes no lock and writes nothing. A store may be in use, and gain and lose segments meanwhile.
 """

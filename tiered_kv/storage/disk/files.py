@@ -42,7 +42,7 @@ class FileLayer(Protocol):
     """Operations that the store needs from an operating system."""
 
     def make_folders(self, folder: Path) -> None:
-        """Create the folder and its parents, if missing, accessible to their owner alone. New
+        """Create the folder and its parents, if missing, accessible only to their owner. New
         folders survive a power failure."""
 
     def names(self, folder: Path) -> list[str]:

@@ -26,7 +26,7 @@ class PageViews:
 
     Attributes:
         page_bytes: size of a page, bytes.
-        word: element type that its bytes are copied as.
+        word: element type used to copy a page.
     """
 
     def __init__(self, layout: PageLayout, storage: torch.Tensor) -> None:

@@ -96,7 +96,7 @@ class Geometry:
         rank: rank that the memory belongs to, of ``ranks``.
         replica: data-parallel rank of the engine.
         slots: number of slots.
-        slot_bytes: size of a slot, that of the largest page, bytes.
+        slot_bytes: size of a slot, equal to the largest page, bytes.
 
     Raises:
         ValueError: ``contents`` has another size.
@@ -275,7 +275,7 @@ def pack_bundle_header(nonce: int, slot: int, header: BundleHeader, state: State
 
 
 def parse_bundle_header(nonce: int, slot: int, entry: bytes, slot_bytes: int) -> BundleHeader:
-    """Parse the header of a slot whose state is that of a bundle.
+    """Parse the header of a slot whose state is ``BUNDLE`` or ``PART``.
 
     Raises:
         FormatError: the header is torn, damaged, or belongs to another slot or file.
