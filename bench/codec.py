@@ -122,7 +122,7 @@ def race(codecs: Mapping[str, Codec], pages: Sequence[Bytes], rounds: int) -> di
                 seconds[name][turn] = between - start, end - between
                 continue
             if not all(map(np.array_equal, outs, pages)):
-                raise RuntimeError(f"{name} did not return the pages that it was given")
+                raise RuntimeError(f"{name} did not reproduce the pages that it encoded")
             stored[name] = sum(one.nbytes for one in encoded)
             for out in outs:
                 out.fill(0)  # so that the next codec cannot pass with this one's output

@@ -94,7 +94,7 @@ def _read(path: Path) -> Iterable[Session]:
     for needed, sessions_of in _KINDS:
         if rows and needed <= rows[0].keys():
             return sessions_of(rows)
-    raise ValueError(f"{path} is of no known format")
+    raise ValueError(f"{path} has an unknown format")
 
 
 def _as_it_is(row: Row) -> Row:

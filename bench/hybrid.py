@@ -323,7 +323,7 @@ def chosen(every: Sequence[Shape], only: Sequence[str], *, bf16: bool) -> list[S
     """
     names = [shape.model.name for shape in every]
     if unknown := [name for name in only if name not in names]:
-        raise typer.BadParameter(f"{', '.join(unknown)} is none of {', '.join(names)}")
+        raise typer.BadParameter(f"{', '.join(unknown)} is not one of {', '.join(names)}")
     if only:
         return [shape for shape in every if shape.model.name in only]
     return [shape for shape in every if not shape.states or shape.needs_bf16 == bf16]

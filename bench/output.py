@@ -51,7 +51,7 @@ def one_of(names: Iterable[str]) -> Callable[[str | None], str | None]:
 
     def check(said: str | None) -> str | None:
         if said is not None and said not in known:
-            raise typer.BadParameter(f"{said} is none of {', '.join(known)}")
+            raise typer.BadParameter(f"{said} is not one of {', '.join(known)}")
         return said
 
     return check

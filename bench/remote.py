@@ -141,7 +141,7 @@ def time_store(
 
 def _check(slots: Sequence[Bytes], pages: Sequence[Bytes]) -> None:
     if not all(map(np.array_equal, slots, pages)):
-        raise RuntimeError("a page did not come back as it was written")
+        raise RuntimeError("a page read back differs from the page written")
 
 
 def look_up(store: RemotePages, existing: Sequence[PageKey]) -> float:
@@ -156,7 +156,7 @@ def look_up(store: RemotePages, existing: Sequence[PageKey]) -> float:
     found = store.exists(keys, 60.0)
     seconds = time.perf_counter() - began
     if found != frozenset(range(1, LOOKUPS, 2)):
-        raise RuntimeError("a look-up was answered wrongly")
+        raise RuntimeError("a lookup returned a wrong answer")
     return len(keys) / seconds
 
 

@@ -53,7 +53,7 @@ from tiered_kv.bench.servers.vllm_server import VllmServer
 from tiered_kv.trace.trace_reader import TraceReader
 
 DECODING = 2
-ADOPTED = re.compile(r"CPU memory has (\d+) pages from before")
+ADOPTED = re.compile(r"CPU memory has (\d+) pages of the previous engine")
 
 
 @contextmanager

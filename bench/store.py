@@ -155,7 +155,7 @@ class Store:
         seconds = time.perf_counter() - began
         at = int(self._random.integers(self._slots.count))
         if failed or not np.array_equal(self._slots.pages[at], self._slots.page(first + at)):
-            raise RuntimeError("a page did not come back as it was put")
+            raise RuntimeError("a page read back differs from the page written")
         return seconds
 
 

@@ -199,7 +199,7 @@ class CudaSide(CpuSide):
         """
         pool = CpuPool(pinned(AnonymousMemory(slots * page_bytes)), page_bytes)
         if not pool.pinned:
-            raise RuntimeError("memory cannot be pinned here: raise the memlock limit")
+            raise RuntimeError("memory cannot be pinned: raise the memlock limit")
         return pool
 
     def make_backend(self, layout: PageLayout, pool: CpuPool) -> TransferBackend:

@@ -214,7 +214,7 @@ class PageGroup:
         nbytes = self.page_format.page_bytes
         if nbytes != self.page_bytes:
             raise ValueError(
-                f"sections of {nbytes} bytes do not make a page of {self.page_bytes} bytes"
+                f"sections of {nbytes} bytes do not add up to a page of {self.page_bytes} bytes"
             )
 
     @property

@@ -307,7 +307,7 @@ class Reading:
         if self._ask.is_ids and not self.tokens:
             raise AnswerError("an answer without token ids")
         if self._ask.forced is not None and self.tokens != list(self._ask.forced):
-            raise AnswerError("the server did not answer the forced tokens")
+            raise AnswerError("the server did not answer with the forced tokens")
         details = usage.prompt_tokens_details
         return Answer(
             sent_at=self._sent_at,

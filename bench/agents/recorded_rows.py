@@ -129,7 +129,7 @@ def _rows(file: IO[bytes], at: _At) -> Iterator[Row]:
 def as_row(found: object) -> Row:
     """Return the value if it is a JSON object."""
     if not isinstance(found, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     return found
 
 

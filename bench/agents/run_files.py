@@ -44,8 +44,8 @@ class Ledger:
             other = differing(wanted, read_object(plan_path))
             if other:
                 raise RunFileError(
-                    f"{folder} holds runs of another plan ({', '.join(other)} differ): "
-                    "take another --out, or start again without --resume"
+                    f"{folder} contains runs of another plan ({', '.join(other)} differ): "
+                    "set another --out, or start again without --resume"
                 )
         _write(plan_path, wanted)
 
@@ -88,7 +88,7 @@ def read_runs(folder: Path) -> list[Kept]:
     read = [_read(path) for path in sorted((folder / "runs").glob("*-*-*.json"))]
     found = [kept for kept in read if isinstance(kept, Kept)]
     if not found:
-        raise RunFileError(f"{folder} holds no runs: measure some with --out {folder}")
+        raise RunFileError(f"{folder} contains no runs: measure some with --out {folder}")
     return found
 
 
@@ -117,7 +117,7 @@ def read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RunFileError(f"cannot read {path}: {error}") from error
     if not isinstance(said, dict):
-        raise RunFileError(f"{path} holds no object")
+        raise RunFileError(f"{path} does not contain a JSON object")
     return said
 
 
@@ -126,7 +126,7 @@ def _read(path: Path) -> Kept | str:
     try:
         return str(said["not_started"]) if "not_started" in said else read(Kept, said)
     except ValueError as error:
-        raise RunFileError(f"{path} holds no run: {error}") from error
+        raise RunFileError(f"{path} does not contain a run: {error}") from error
 
 
 def _write(path: Path, said: Mapping[str, object]) -> None:

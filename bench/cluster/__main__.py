@@ -242,7 +242,7 @@ def main(
     if folder and trouble:
         raise typer.BadParameter("--faults needs the Valkey server: leave out --folder")
     if unknown := set(fault) - faults.FAULTS.keys():
-        raise typer.BadParameter(f"{unknown} are none of {', '.join(faults.FAULTS)}")
+        raise typer.BadParameter(f"{unknown} are not among {', '.join(faults.FAULTS)}")
     with served_benchmark("Jobs that move between replicas", None, model, as_json=as_json) as run:
         run.result = (
             measure_faults(run.model, fault, run.tick)

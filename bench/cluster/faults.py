@@ -273,4 +273,4 @@ def mend(
         if time.monotonic() - began > RECOVERY_S:
             break
         time.sleep(1.0)
-    raise TimeoutError("the store works again, and is not used")
+    raise TimeoutError("the store works again, but is not used")

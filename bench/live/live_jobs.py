@@ -83,7 +83,7 @@ def load_jobs(source: str, *, count: int, seed: int) -> LiveJobs:
         if key in first:
             return _of(reader(path), whole=True)
     raise RecordingError(
-        f"{path} is no recording that is known: neither of LMCache's agent traces "
+        f"{path} is not a known recording: neither of LMCache's agent traces "
         f"({', '.join(sorted(FIELDS))}), nor of Mooncake's or Bailian's (hash_ids, timestamp, "
         "input_length, output_length), nor of kv-cache-tester's (id, requests), nor TraceLab's CSV "
         f"({', '.join(COLUMNS)}). It has "

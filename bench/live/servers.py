@@ -131,7 +131,7 @@ def served(base_url: str, wanted: str | None, api_key: str) -> tuple[str, int | 
     except UnreachableError as error:
         raise LiveError(f"{base_url} does not answer: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LiveError(f"{base_url}/v1/models is no list of models") from error
+        raise LiveError(f"{base_url}/v1/models is not a list of models") from error
     if not models or (wanted is not None and wanted not in models):
         raise LiveError(f"{base_url} serves {', '.join(models) or 'nothing'}, not {wanted}")
     name = wanted or next(iter(models))

@@ -65,7 +65,7 @@ def main(
     """Restore every architecture."""
     names = [model.name for model in EVERY]
     if unknown := set(only or ()).difference(names):
-        raise typer.BadParameter(f"{', '.join(unknown)} is none of {', '.join(names)}")
+        raise typer.BadParameter(f"{', '.join(unknown)} is not one of {', '.join(names)}")
     models = [model for model in EVERY if not only or model.name in only]
     with tempfile.TemporaryDirectory(prefix="models-") as name:
         folder = logs or Path(name)

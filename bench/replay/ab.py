@@ -137,7 +137,7 @@ class Harness:
         for number in range(TRIES):
             found = self._measured(stock, CALIBRATION, number, rate)
             if isinstance(found, str):
-                raise HarnessError(f"stock does not serve: {found}")
+                raise HarnessError(f"stock vLLM does not run: {found}")
             rate = found.run.jobs_per_s  # perhaps of before a resumption
             tried[rate] = found
             slower.append((rate, _mean([found.run]) / idle_s))
@@ -210,5 +210,5 @@ def total_runs(kinds: Sequence[Kind], preset: Preset) -> int:
 def _mean(runs: Iterable[Run]) -> float:
     times = [s for run in runs for s in completions(run)]
     if not times:
-        raise HarnessError("stock finished no job: there is nothing to calibrate by")
+        raise HarnessError("stock vLLM finished no job, so the loads cannot be calibrated")
     return math.fsum(times) / len(times)

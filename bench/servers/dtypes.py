@@ -83,7 +83,7 @@ def cpu_dtype() -> Dtype:
         return Dtype(**json.loads(done.stdout.splitlines()[-1]))
     except (IndexError, TypeError, ValueError):
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-5:])
-        raise DtypeError(f"PyTorch did not say what this CPU can do:\n{tail}") from None
+        raise DtypeError(f"PyTorch did not report the features of this CPU:\n{tail}") from None
 
 
 def read_features() -> CpuFeatures:

@@ -125,7 +125,7 @@ class Service(ABC):
             RuntimeError: it is already running.
         """
         if self._process is not None:
-            raise RuntimeError(f"server {self.url} runs already")
+            raise RuntimeError(f"server {self.url} is already running")
         self.port = free_port()
         launch = self.launch(self.port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)

@@ -69,7 +69,7 @@ def refuse_unsupported(vllm_config: Any) -> None:
         )
     if transfer.kv_role != "kv_both":
         raise UnsupportedError(
-            f'kv_role "{transfer.kv_role}" does not fit a cache, which saves and loads: set '
+            f'kv_role "{transfer.kv_role}" does not suit a cache, which both saves and loads: set '
             '"kv_role":"kv_both".'
         )
     if getattr(transfer, "kv_load_failure_policy", "fail") != "recompute":

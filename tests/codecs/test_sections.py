@@ -88,7 +88,7 @@ def test_neighbours_of_one_type_are_one_section() -> None:
 def test_sections_that_are_no_page_are_refused(element: ElementType, nbytes: int) -> None:
     sections = (Section(BF16, 6), Section(FP32, 8))
     assert PageFormat(OPAQUE, 14, 16, sections).sections == sections
-    with pytest.raises(ValueError, match="do not make a page of"):
+    with pytest.raises(ValueError, match="do not add up to a page of"):
         PageFormat(element, nbytes, 16, sections)
 
 

@@ -80,7 +80,7 @@ def test_bad_lines_are_counted_and_the_first_are_named(path: Path) -> None:
     assert reader.bad_lines == 106
     assert len(reader.bad) == MOST_NAMED
     said = [str(one) for one in reader.bad[:5]]
-    assert said[0] == f"{path}, line 1: it is no JSON"
+    assert said[0] == f"{path}, line 1: it is not JSON"
     assert said[3] == f"{path}, line 4: it lacks turn, request, arrived"
     assert said[4] == f"{path}, line 5: it is not an object"
 

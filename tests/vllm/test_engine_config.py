@@ -132,7 +132,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"kv_transfer_config__kv_role": "kv_producer"},
-        'kv_role "kv_producer" does not fit a cache',
+        'kv_role "kv_producer" does not suit a cache',
         'set "kv_role":"kv_both".',
     ),
     (

@@ -131,7 +131,7 @@ def measure_codec(codec: Codec, page: Bytes, clock: Clock = time.thread_time) ->
     stored = codec.encode(page)  # compile, allocate, warm up
     codec.decode(stored, out)
     if not np.array_equal(out, page):
-        raise CodecError(f"codec {codec.name} does not return the page that it encoded")
+        raise CodecError(f"codec {codec.name} does not reproduce the page that it encoded")
     encode_s = decode_s = float("inf")
     began = clock()
     while True:

@@ -91,7 +91,7 @@ class PageFormat:
         nbytes = sum(section.nbytes for section in sections)
         if (found, nbytes) != (self.element, self.page_bytes):
             raise ValueError(
-                f"sections of {nbytes} bytes of {found.value} do not make a page of "
+                f"sections of {nbytes} bytes of {found.value} do not add up to a page of "
                 f"{self.page_bytes} bytes of {self.element.value}"
             )
         object.__setattr__(self, "sections", sections)

@@ -328,7 +328,7 @@ class PageIndex:
         np.subtract.at(self._readers, places, 1)
         if self._readers[places].min(initial=0) < 0:
             np.add.at(self._readers, places, 1)
-            raise ValueError("a page was released that nobody acquired")
+            raise ValueError("a page was released without being acquired")
         self._reading -= len(slots)
         owners = list(map(self._resident.get, keys))
         if owners != list(slots):  # some were forgotten in the meantime
@@ -455,7 +455,7 @@ class PageIndex:
     def _bury(self, key: PageKey, slot: int) -> None:
         """Finish the write of a forgotten page."""
         if (key, slot) not in self._forgotten:
-            raise ValueError("a page was completed that nobody reserved")
+            raise ValueError("a page was completed without being reserved")
         self._forgotten.remove((key, slot))
         self._free.append(slot)
 

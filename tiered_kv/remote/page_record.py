@@ -106,7 +106,7 @@ def open_record(value: memoryview, key: bytes, page_format: PageFormat) -> PageR
             f"the record has version {version}, but only version {VERSION} is supported"
         )
     if header != HEADER_BYTES + key_bytes or header + plane + frame != len(value):
-        raise RecordError("the record has a wrong length")
+        raise RecordError("the record has the wrong length")
     if bytes(value[HEADER_BYTES:header]) != key:
         raise RecordError("the record belongs to another page")
     told = bytes(value[_FIXED.size : HEADER_BYTES])

@@ -278,7 +278,7 @@ class SnapshotDraft:
         if found != set(range(ranks)):
             missing = sorted(set(range(ranks)) - found)
             raise SnapshotError(
-                f"rank {missing[0]} has not finished its pages; all of {ranks} must"
+                f"rank {missing[0]} has not finished its pages: all {ranks} ranks must finish"
                 if missing
                 else f"rank {max(found)} has written pages, but there are only {ranks} ranks"
             )

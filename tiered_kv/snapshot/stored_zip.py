@@ -114,7 +114,7 @@ def _check(info: zipfile.ZipInfo, name: str) -> None:
     if kind not in (0, stat.S_IFDIR if name == _FOLDER else stat.S_IFREG):
         raise _wrong(f"{name} is not a regular file")
     if info.comment or info.volume:
-        raise _wrong(f"{name} has a comment, or is in another file")
+        raise _wrong(f"{name} has a comment, or is stored in another file")
     if info.compress_size != info.file_size or (name == _FOLDER and info.file_size):
         raise _wrong(f"{name} has two sizes")
 

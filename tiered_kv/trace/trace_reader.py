@@ -127,5 +127,5 @@ class TraceReader(RecordReader[TurnRecord]):
 
 def _reason(error: ValueError) -> str:
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
-        return "it is no JSON"
+        return "it is not JSON"
     return str(error)

@@ -59,7 +59,7 @@ class AnonymousMemory:
         try:
             self._map.close()
         except BufferError:  # views still exist; unmapped with the last of them
-            logger.debug("memory was closed while a view of it exists")
+            logger.debug("memory was closed although a view of it still exists")
 
 
 class CpuPool:

@@ -133,7 +133,7 @@ def server(name: str) -> Server:
         known = ", ".join(BASES)
         raise ValueError(
             f"no server {name!r}: write one of {known}, or module:Class, then +cpu or +cpu+ssd, "
-            "and behind these @ and an eviction rule"
+            "then @ and an eviction rule"
         )
     if base in _STOCK:
         if tiers:

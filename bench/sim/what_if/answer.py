@@ -148,7 +148,7 @@ def what_if(
     if not found.jobs:
         raise WhatIfError(f"no job of {path} fits into the simulator: nothing can be simulated")
     if max(one.arrives_s for one in found.workload.jobs) > MOST_SPAN_S:
-        raise WhatIfError(f"jobs of {path} lie more than ten years apart: cut the trace")
+        raise WhatIfError(f"the jobs of {path} span more than ten years: cut the trace")
     try:
         with _quiet():
             # Names of simulated jobs are in the order of the workload, and so are outcomes.
@@ -156,7 +156,7 @@ def what_if(
                 simulate(place.machine, one, found.workload, place.tiers).jobs for one in servers
             ]
     except Stalled as error:
-        raise WhatIfError(f"the simulation of {path} comes to a halt: {error}") from error
+        raise WhatIfError(f"the simulation of {path} stalls: {error}") from error
     was = _figures(
         [job.took_s for job in found.jobs],
         [[turn.tokens for turn in job.turns] for job in found.jobs],

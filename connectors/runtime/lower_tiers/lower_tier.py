@@ -411,7 +411,7 @@ class LowerTier:
         self.pages.bandwidth = self._expected_bandwidth
         self.stored_bytes.update({rank: stored.stored_bytes for rank, stored in ranks.items()})
         if everywhere:
-            logger.info("tier %s has %d pages from before", tier, len(everywhere))
+            logger.info("tier %s has %d pages of the previous engine", tier, len(everywhere))
 
     def close(self) -> None:
         """Log the tier's totals."""

@@ -167,7 +167,7 @@ class OrderDispatch:
             adopted = [one.adopted for one in ranks]
             book.index.adopt(agreed(adopted), agreed_bundles(adopted))
             if len(book.index):
-                logger.info("CPU memory has %d pages from before", len(book.index))
+                logger.info("CPU memory has %d pages of the previous engine", len(book.index))
         self._compression.on_handshake(said)
         for store, tier in self._tiers.items():
             there = {rank: one.stored[store] for rank, one in said.items() if store in one.stored}

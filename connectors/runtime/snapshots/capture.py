@@ -158,7 +158,7 @@ class Captures:
                 )
             if exact:
                 raise SnapshotError(
-                    "Exact needs a running turn, because the pages of a waiting job may come "
+                    "--exact needs a running turn, because the pages of a waiting job may come "
                     "from another computation of the same text: try again while a turn runs, "
                     "or leave out --exact."
                 )
@@ -200,10 +200,10 @@ class Captures:
 
     def _check_exact(self, turn: Turn) -> None:
         if (reason := turn.request.sampling.inexact) is not None:
-            raise SnapshotError(f"Exact is not possible: {reason}")
+            raise SnapshotError(f"--exact is not possible: {reason}")
         if self._turns.running > 1:
             raise SnapshotError(
-                "Exact needs a turn that runs alone, because kernels sum in another order for "
+                "--exact needs a turn that runs alone, because kernels sum in another order for "
                 "other batch shapes: wait until no other request runs, or leave out --exact."
             )
 
@@ -224,8 +224,8 @@ class Captures:
         """
         if self._facts.has_states:
             raise SnapshotError(
-                "A running turn of a model with states cannot be cut: wait until it finishes "
-                "(--wait-turn)."
+                "A running turn of a model with states cannot be interrupted: wait until it "
+                "finishes (--wait-turn)."
             )
         context = Context.of(turn.request, turn.number, parents)
         tokens = list(context.token_ids[: context.kv_tokens + 1])

@@ -170,7 +170,7 @@ class Snapshots:
             raise SnapshotError("Too many operations are in progress: try again later.")
         if exact and self._facts.speculates:
             raise SnapshotError(
-                "Exact needs an engine without speculative decoding: serve without it, or "
+                "--exact needs an engine without speculative decoding: serve without it, or "
                 "leave out --exact."
             )
 

@@ -226,7 +226,7 @@ def test_a_job_whose_request_fails_ends_and_the_others_go_on() -> None:
     [
         (StubServer(lacks=("token_ids",)), "without token ids"),
         (StubServer(lacks=("usage",)), "does not report its tokens"),
-        (StubServer(obeys=False), "did not answer the forced tokens"),
+        (StubServer(obeys=False), "did not answer with the forced tokens"),
         (StubServer(breaks_off=True), "got no answer"),
     ],
 )

@@ -78,7 +78,7 @@ def test_two_measurements_are_compared_in_pairs(server: StubServer, tmp_path: Pa
     measure("--url", server.url, "--sessions", "1", "--out", tmp_path / "odd", "--seed", "9")
     same = call("compare", tmp_path / "one", tmp_path / "two" / ".." / "one")
     assert same.exit_code == 1
-    assert "are one folder" in same.output
+    assert "are the same folder" in same.output
     odd = call("compare", tmp_path / "one", tmp_path / "odd")
     assert odd.exit_code == 1
     assert "cannot be compared" in odd.output

@@ -128,7 +128,7 @@ def test_a_server_runs_inside_the_block_and_leaves_nothing_after_it(tmp_path: Pa
     options = scripted(f"CHILD = {PLAIN_CHILD!r}\n{LEAVES}{HEALTHY}")
     with VllmServer(options, tmp_path / "a.log", on_wait=waits.append) as server:
         server.check()
-        with pytest.raises(RuntimeError, match="runs already"):
+        with pytest.raises(RuntimeError, match="is already running"):
             server.start()
         assert server.metrics_text() == "up 1\n"
         assert server.reserved_cpus == "[3]"

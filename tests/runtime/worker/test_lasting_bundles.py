@@ -192,7 +192,7 @@ def test_a_damaged_note_or_record_gives_no_wrong_page(
     engine.slots[6, 30] ^= 1  # in the second one's note
     engine.slots[13] ^= 0xFF  # records of the third one
     second = after(engine, tmp_path / "killed")
-    assert "its note is damaged" in caplog.text
+    assert "its record is damaged" in caplog.text
     found = second.found()
     assert [found.get(name) for name in range(6)] == [True] * 6
     assert not any(name in found for name in range(6, 12))

@@ -55,7 +55,7 @@ def check_page(header: SegmentHeader, key: PageKey, start: memoryview, page: Byt
     if found.key != key:
         raise FormatError("the record belongs to another page")
     if (found.plane_bytes, found.frame_bytes) != (page.nbytes, 0):
-        raise FormatError("the record has a wrong length")
+        raise FormatError("the record has the wrong length")
     if payload_digest(page.data) != found.digest:
         raise FormatError("the page is damaged")
 

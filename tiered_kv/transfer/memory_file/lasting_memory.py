@@ -174,10 +174,10 @@ class LastingMemory:
         start = slots[0] * self.slot_bytes
         packed = self.view[start : start + header.note_bytes].tobytes()
         if xxhash.xxh3_128_digest(packed) != header.digest:
-            raise FormatError("its note is damaged")
+            raise FormatError("its record is damaged")
         note = parse_note(packed, self.slot_bytes)
         if note.slots[0] != slots[0] or sorted(note.slots) != sorted(slots):
-            raise FormatError("its note belongs to other slots")
+            raise FormatError("its record belongs to other slots")
         return note
 
     def rest_s(self) -> float:
@@ -316,7 +316,7 @@ class LastingMemory:
         try:
             self._map.close()
         except BufferError:  # views still exist; unmapped with the last of them
-            logger.debug("memory was closed while a view of it exists")
+            logger.debug("memory was closed although a view of it still exists")
         return lock
 
     def leave_to_parent(self) -> None:

@@ -242,7 +242,7 @@ def _open_locked(
         raise
     memory = LastingMemory(path, fd, mapped, header, keep=keep, clock=clock)
     if size:
-        logger.info("%s has %d pages from before", path, len(memory.adopted))
+        logger.info("%s has %d pages of the previous engine", path, len(memory.adopted))
     return memory
 
 

@@ -216,7 +216,7 @@ def pack_note(note: BundleNote) -> bytes:
     parts = [_HEAD.pack(*head), *map(_SLOT.pack, note.slots), note.table]
     for page in note.pages:
         if not MIN_KEY_BYTES <= len(page.key) <= MAX_KEY_BYTES:
-            raise ValueError(f"the key has {len(page.key)} bytes, which a note cannot store")
+            raise ValueError(f"the key has {len(page.key)} bytes, more than a bundle record allows")
         one = page.record
         sizes = (len(page.key), one.plane_bytes, one.frame_bytes, one.offset, page.saved)
         parts.append(_RECORD.pack(*sizes, one.digest, page.key))
@@ -230,12 +230,12 @@ def parse_note(note: bytes, slot_bytes: int) -> BundleNote:
         FormatError: the note is inconsistent.
     """
     if len(note) < _HEAD.size:
-        raise FormatError("the note of a bundle is truncated")
+        raise FormatError("the bundle record is truncated")
     group, codec_id, slots, table_bytes, pages = _HEAD.unpack_from(note)
     table_at = _HEAD.size + slots * _SLOT.size
     pages_at = table_at + table_bytes
     if not slots or len(note) != pages_at + pages * _RECORD.size:
-        raise FormatError("the note of a bundle has a wrong length")
+        raise FormatError("the bundle record has the wrong length")
     places = tuple(one for (one,) in _SLOT.iter_unpack(note[_HEAD.size : table_at]))
     found = list[NotedPage]()
     for key_bytes, plane, frame, offset, saved, digest, key in _RECORD.iter_unpack(note[pages_at:]):
@@ -244,7 +244,7 @@ def parse_note(note: bytes, slot_bytes: int) -> BundleNote:
             or offset < len(note)
             or offset + plane + frame > slots * slot_bytes
         ):
-            raise FormatError("the note of a bundle has impossible values")
+            raise FormatError("the bundle record has impossible values")
         record = Record(offset, plane, frame, digest)
         found.append(NotedPage(PageKey(key[:key_bytes]), saved, record))
     return BundleNote(group, codec_id, note[table_at:pages_at], places, tuple(found))
