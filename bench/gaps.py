@@ -2,13 +2,13 @@
 
 The content of a file decides its format, not its name:
 
-- coding-agent sessions (JSON lines with ``reqs``): a gap counts if both of its ends were recorded.
-  No tool is named. An answer that called none (``end_turn``) waits for a person, which a server
-  reads in the answer; the tool of all others is unknown. Sub-agents are sessions of their own, in
-  their parent's fold. Copies (``dup``) are left out.
-- request logs (JSON lines with ``session_id``, ``timestamp``, ``input``, ``output``): from request
-  to request, so a gap is the model's time and the tool's. The tool is read in the answer, and a
-  token is assumed to have four characters.
+- coding-agent sessions (JSON lines with ``reqs``): a gap is included if both of its ends were
+  recorded. The sessions name no tools. After an answer without a tool call (``end_turn``), the gap
+  is the wait for a person, which a server can detect from the answer. All other tools are unknown.
+  Sub-agents are separate sessions in their parent's fold. Copies (``dup``) are left out.
+- request logs (JSON lines with ``session_id``, ``timestamp``, ``input``, ``output``): gaps run from
+  request to request, so they include the time of the model and of the tool. The tool is parsed from
+  the answer, and a token is assumed to have four characters.
 - tool rounds (JSON lines with ``session_id`` and ``tools``): the longest of the round's tools.
 - tool calls (CSV with ``action`` and ``execution_time_s``): one command each.
 """
@@ -44,7 +44,7 @@ class Session:
     """One job.
 
     Attributes:
-        split_by: id whose hash decides its fold: its own, or its parent's.
+        split_by: id whose hash selects its fold: the session's id, or its parent's.
         gaps: in their order; never empty.
         model: name of the model that served most of it; empty if it was not recorded.
     """
@@ -59,8 +59,8 @@ class Session:
         return any(gap.turn.tool not in (None, NO_TOOL) for gap in self.gaps)
 
     def without_tools(self) -> Session:
-        """Return the session of a client that names no tools. A server still sees in an answer that
-        it calls none."""
+        """Return the session as a client without tool names would produce it. A server can still
+        detect that an answer calls no tool."""
         gaps = [
             gap if gap.turn.tool == NO_TOOL else replace(gap, turn=replace(gap.turn, tool=None))
             for gap in self.gaps

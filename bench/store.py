@@ -217,7 +217,7 @@ class Device:
         return seconds
 
     def read(self, setting: Setting) -> float:
-        """Read a file, at random; the seconds."""
+        """Read a file in random order. Returns the seconds taken."""
         return self._move(_read, int(self._random.choice(self._files)), setting)
 
     def close(self) -> None:
@@ -359,7 +359,8 @@ def main(
     mib: Annotated[int, typer.Option(help="Amount of pages to write, MiB.")] = 2560,
     page_kib: Annotated[int, typer.Option(help="Size of a page, KiB.")] = 512,
     threads: Annotated[
-        int | None, typer.Option(help="Store threads. Defaults to the connector's number.")
+        int | None,
+        typer.Option(help="Number of store threads. Defaults to the connector's setting."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -1,9 +1,9 @@
 """The client of every load generator: one turn over an OpenAI route, timed.
 
 A prompt is a list of messages (``/v1/chat/completions``), or a text or token ids
-(``/v1/completions``). ``Client`` streams over the OpenAI SDK. ``ask_over`` sends over a connection
-that the caller has already, streamed or whole. Without the plugin of tiered-kv, a server reports
-where a prompt's KV came from only if the answer is not streamed.
+(``/v1/completions``). ``Client`` streams over the OpenAI SDK. ``ask_over`` uses an open connection
+of the caller, and reads the answer streamed or whole. Without the plugin of tiered-kv, a server
+reports where a prompt's KV came from only if the answer is not streamed.
 """
 
 from __future__ import annotations

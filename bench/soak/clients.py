@@ -255,7 +255,7 @@ async def lie(client: Client) -> None:
 
 async def keep(client: Client) -> None:
     """Take a snapshot of an agent, running or waiting, restore it as another job, delete it, and
-    fork the agent. One turn of each new job follows; stock vLLM gets these turns alone."""
+    fork the agent. One turn of each new job follows. On stock vLLM, only these turns are sent."""
     site, rng = client.site, client.rng
     number = 0
     while site.goes_on():

@@ -32,21 +32,21 @@ may begin with the others."""
 class ByWorth(EvictionOrder):
     """Evicts pages of the job that is least worth waiting for, the end of its context first.
 
-    - A page of several jobs ranks with the most valuable of them, and counts once.
+    - A page of several jobs has the rank of the most valuable job, and is counted once.
     - Pages that only finished jobs had are evicted before all others.
     - Other pages that no job waits for (of running turns, prefixes that several jobs had) are worth
       half a mean page when they are used, and half as much every half minute.
     - If no job ever waits, this is LRU.
 
     Contexts are ranked at intervals, but not their pages. The pages are found from the end of each
-    context when they are to be evicted. Until the next ranking, pages that are used or new come
-    after all others. So an eviction is O(1), as with LRU. Only pages in use cost more, because
-    pages that moved behind them are skipped again.
+    context when they are to be evicted. Until the next ranking, pages that are used or new are
+    evicted after all others. An eviction is therefore O(1), as with LRU. Only pages in use cost
+    more, because they are skipped repeatedly.
 
     Args:
         clock: monotonic seconds.
-        most_pages: maximum number of pages in all contexts together. Beyond it the job that has
-            been silent for longest is forgotten.
+        most_pages: maximum number of pages in all contexts together. Beyond it, the job that has
+            been idle for longest is forgotten.
     """
 
     rank_every_s: ClassVar[float] = RANK_EVERY_S

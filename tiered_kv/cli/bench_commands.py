@@ -1,6 +1,8 @@
-"""Benchmarks as commands. They are imported when one is run: they need the extra ``bench``.
+"""Commands for benchmarks. A benchmark is imported only when it runs, because it needs the extra
+``bench``.
 
-``tiered-kv trace analyze PATH --what-if POLICY``: the answer, as JSON or as tables.
+This module also prints the result of ``tiered-kv trace analyze PATH --what-if POLICY``, as JSON or
+as tables.
 """
 
 from __future__ import annotations

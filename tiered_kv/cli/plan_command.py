@@ -273,7 +273,10 @@ SSD_GBPS = 3.0
 def plan_command(
     model: Annotated[
         Path,
-        typer.Argument(metavar="MODEL", help="Model folder with a config.json, or the file."),
+        typer.Argument(
+            metavar="MODEL",
+            help="Model folder that contains a config.json, or the path of the config.json.",
+        ),
     ],
     gpu: Annotated[str, typer.Option(metavar="NAME", help=f"GPU type: {', '.join(GPUS)}.")],
     gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs (tensor parallel).")] = 1,

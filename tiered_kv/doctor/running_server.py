@@ -31,7 +31,7 @@ CONNECT_S, WHOLE_S = 5.0, 15.0
 
 
 class UnreachableError(Exception):
-    """A page that could not be fetched; the message says why."""
+    """A page that could not be fetched. The message gives the reason."""
 
 
 class RefusedError(UnreachableError):

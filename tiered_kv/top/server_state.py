@@ -40,7 +40,7 @@ class ServerState:
 
     @property
     def total(self) -> EngineStatus:
-        """Sum of the engines."""
+        """Sum over all engines."""
         return add_up(self.status.engines)
 
     @property

@@ -306,7 +306,7 @@ def test_a_number_that_is_none_is_refused_with_its_line(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{}", "no recording that is known.* It has no field"),
+        ("{}", "is not a known recording.* It has no field"),
         ("nothing", "line 1: it is not JSON"),
         ("", "is empty"),
         ("\n \n", "is empty"),

@@ -38,7 +38,9 @@ def check_new(path: Path) -> None:
     if not path.parent.is_dir():
         raise SnapshotError(f"{path} cannot be created: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise SnapshotError(f"{path} cannot be created: you may not write to {path.parent}")
+        raise SnapshotError(
+            f"{path} cannot be created: you have no permission to write to {path.parent}"
+        )
 
 
 class ServerFolder:
@@ -59,8 +61,8 @@ class ServerFolder:
             )
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
             raise SnapshotError(
-                f"you may not use the server's snapshot folder {path}: run the command as the "
-                "server's user, or use a snapshot name instead of a path"
+                f"you have no access to the server's snapshot folder {path}: run the command as "
+                "the server's user, or use a snapshot name instead of a path"
             )
         self._path = path
 
