@@ -2,10 +2,11 @@
 
     python -m bench.codec --json
 
-Pages are those of the small real model, as the worker keeps them in its CPU pool. The codec is
-trained on source code and measured on prose that it has not seen. bf16 and fp16 pages each come
-from an engine of that dtype (cast from bf16, fp16 would have three mantissa bits that are always
-zero). fp8 pages are the bf16 ones cast with scale 1, which vLLM uses when none was calibrated.
+Pages come from the small real model, in the form in which the worker stores them in its CPU pool.
+The codec is trained on source code and measured on prose that it has not seen. bf16 and fp16 pages
+each come from an engine of that dtype (cast from bf16, fp16 would have three mantissa bits that are
+always zero). fp8 pages are the bf16 ones cast with scale 1, which vLLM uses when none was
+calibrated.
 
 ``ratio`` is raw over stored bytes. ``*_mbs`` is MB of raw pages per second of CPU time of one core,
 the best of many rounds in which all contestants take turns; ``*_vs_zstd1`` is that over zstd level

@@ -364,7 +364,7 @@ def main(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the store beside its disk."""
+    """Compare the store with its disk."""
     threads = threads or io_threads(len(os.sched_getaffinity(0)))
     with (
         tempfile.TemporaryDirectory(dir=folder.resolve(), prefix=".bench-store-") as name,

@@ -5,7 +5,7 @@
 Agents under pressure play on a real server with every tier: their contexts are pinned, restored
 from CPU memory and from SSD, promoted and evicted, and some jobs are left open. Afterwards the sums
 of the trace, of ``trace analyze``, of ``/metrics``, of the routes and of the clients must be equal.
-The run is that of ``tests/e2e/test_traced_run.py``, so this needs a checkout.
+The run is the one of ``tests/e2e/test_traced_run.py``, so this needs a checkout.
 
 - ``disagreements``: figures that are reported in two ways; ``accounts``: figures compared;
   ``details``: each report of those that differ.
@@ -106,7 +106,7 @@ def step_cost(engines: int, tick: Tick, *, steps: bool) -> tuple[float, float]:
 
 
 def analyze_many(turns: int, folder: Path, seed: int) -> dict[str, Any]:
-    """Write a trace of that many turns, and analyse it in a process of its own.
+    """Write a trace of that many turns, and analyse it in a separate process.
 
     Raises:
         RuntimeError: the analysis failed.

@@ -7,14 +7,14 @@ the layout makes so. ``d2h_fraction``, ``h2d_fraction`` and ``both_fraction`` (s
 both concurrently) are the least over all shapes and layouts from 256 pages on. Each row is the
 median of its rounds, in which the backend and contiguous copies between the same memories take
 turns. A copy is as large as all pages of the row, or as the memory if they do not fit, and on one
-thread, as the backend's. Seconds are those of the caller: from the first call until the last byte
-is copied. Small batches, and their copies, are submitted back to back.
+thread, as the backend's. Seconds are measured by the caller: from the first call until the last
+byte is copied. Small batches, and their copies, are submitted back to back.
 
 ``compute_slowdown``: seconds of bf16 matrix products of 8192³ while copies of 256 pages follow each
 other, over their seconds alone; the worst median over shapes, layouts and ways.
 
-Without CUDA the CPU backend runs beside memcpy, with fewer pages. ``fraction`` is the least of the
-three fractions.
+Without CUDA, the CPU backend is compared with memcpy, with fewer pages. ``fraction`` is the least
+of the three fractions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MATRIX, MATMULS = 8192, 100
 COUNTS_FROM = 256
 """Pages of a batch, from which on fractions count."""
 SAMPLE_BYTES = 64 << 20
-"""Smaller batches are repeated until a sample has so many."""
+"""Smaller batches are repeated until a sample has this number."""
 WAYS = {
     "d2h": (Direction.SAVE,),
     "h2d": (Direction.LOAD,),
@@ -87,8 +87,8 @@ def layout_of(shape: str, order: str, memory_bytes: int) -> PageLayout:
 
 
 class CpuSide:
-    """The CPU backend beside memcpy: a storage of ``nbytes``, a pool of as many, and a backend
-    between them. Call ``use`` before anything else."""
+    """The CPU backend compared with memcpy: a storage of ``nbytes``, a pool of as many, and a
+    backend between them. Call ``use`` before anything else."""
 
     name = "cpu"
     backend: TransferBackend
@@ -167,7 +167,7 @@ class CpuSide:
 
 
 class CudaSide(CpuSide):
-    """The CUDA backend beside one pinned copy: the storage is in VRAM, the pool pinned.
+    """The CUDA backend compared with one pinned copy: the storage is in VRAM, the pool pinned.
 
     Args:
         by: a :class:`~tiered_kv.transfer.cuda.backend.CopyBy`'s value.
@@ -277,7 +277,7 @@ def jobs_of(way: str, pages: int, there: int) -> list[CopyJob]:
 def measure_row(
     side: CpuSide, layout: PageLayout, way: str, pages: int, rounds: int
 ) -> dict[str, float]:
-    """GB/s, those of contiguous copies, and the fraction; medians of the rounds."""
+    """GB/s, GB/s of contiguous copies, and their ratio; medians of the rounds."""
     jobs = jobs_of(way, pages, layout.num_blocks)
     nbytes = layout.page_bytes * pages * len(jobs)
     repeats = -(-SAMPLE_BYTES // nbytes)

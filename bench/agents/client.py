@@ -144,8 +144,9 @@ class Answer:
 
     Attributes:
         sent_at: seconds of ``time.perf_counter`` when it was sent.
-        ttft_s: from sending to the first token; to the end where tokens are no text, such as half
-            a character. latency_s: to the last token. Seconds.
+        ttft_s: from sending to the first token; to the end of the answer if tokens do not decode to
+            text, such as half a character.
+        latency_s: from sending to the last token, seconds.
         text: without the model's reasoning.
         cached_tokens: of the prompt, as the server reports them; None if it does not.
         tokens: ids, if the prompt was token ids. times: arrival of each, as ``sent_at``.

@@ -7,8 +7,8 @@ after the last of them, the model generates its own tokens. The model is run as 
 is sampled is changed. vLLM takes raw logprobs before any processor runs (``--logprobs-mode
 raw_logprobs``, its default), so those of the forced tokens are the model's own.
 
-The interface is that of vLLM's V1 model runner; see ``forcing`` for a server's flags
-and environment.
+The interface is defined by vLLM's V1 model runner; see ``forcing`` for a server's flags and
+environment.
 """
 
 from __future__ import annotations

@@ -168,12 +168,13 @@ def suffer(
             store, on the same core as the second.
 
     Returns:
-        ``right``: all answers are those of the replica without a store; ``remote_tokens``: tokens
-        of prompts that came from the store nonetheless; ``longest_wait_ms``: longest time that a
-        turn waited for the store; ``in_time``: none waited longer than it may: for answers 100 ms,
-        for pages as long as computing takes, and 20 ms; ``p95_ratio``, ``p50_ratio``: quantiles of
-        first tokens over those without a store; ``noise``: P95 of first tokens without a store over
-        their median, which is 1 on a quiet machine, since all compute as much; ``first_ms``,
+        ``right``: all answers equal the answers of the replica without a store; ``remote_tokens``:
+            tokens of prompts that came from the store nonetheless; ``longest_wait_ms``: longest
+            time that a turn waited for the store; ``in_time``: none waited longer than it may: for
+            answers 100 ms, for pages as long as computing takes, and 20 ms; ``p95_ratio``,
+            ``p50_ratio``: quantiles of first tokens over those without a store; ``noise``: P95 of
+            first tokens without a store over their median, which is 1 on a quiet machine, since all
+            compute as much; ``first_ms``,
         ``alone_ms``: the first tokens themselves, with a store and without.
     """
     first, second, alone = replicas

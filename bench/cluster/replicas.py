@@ -21,8 +21,7 @@ STEPS = ("--max-num-batched-tokens", "256")
 """Orders and reports are sent with the engine's steps. One core computes 256 tokens in half a
 second."""
 QUIET_POLLS = 10
-"""Polls in a row that find nothing new. A write that was not answered is tried again after a
-second."""
+"""Polls in a row that find nothing new. An unanswered write is retried after a second."""
 
 
 @dataclass(frozen=True, slots=True)

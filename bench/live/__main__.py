@@ -1,4 +1,5 @@
-"""Agents' jobs played on servers that run already, ours or not, over their OpenAI-compatible API.
+"""Play agents' jobs on running servers, with or without tiered-kv, over their OpenAI-compatible
+API.
 
 python -m bench.live --url http://127.0.0.1:8000 --url http://127.0.0.1:8001 --jps 0.5
 """

@@ -183,7 +183,7 @@ def _whole(job: SimJob) -> SimJob:
     """A recorded job whose prompts keep the answers before them.
 
     What two prompts share was recorded, and the answer stands in the second only. If it begins with
-    all whole blocks of the first and has room for the answer, the session simply went on.
+    all whole blocks of the first and is long enough for the answer, the session simply continued.
     """
     turns: list[SimTurn] = []
     for turn in job.turns:

@@ -30,7 +30,7 @@ class Arriving(Enum):
     """How jobs start."""
 
     JPS = "jps"
-    """Poisson arrivals, so many jobs a second."""
+    """Poisson arrivals, at a rate in jobs per second."""
     SESSIONS = "sessions"
     """A number of live jobs: another one starts when one ends."""
 

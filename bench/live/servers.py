@@ -23,8 +23,8 @@ COUNTERS: Mapping[str, str] = {
     "vllm:prefix_cache_hits_total": "vram",
     "vllm:external_prefix_cache_hits_total": "connector",
 }
-"""Counters of vLLM's page, in prompt tokens: all that were looked up, those found in VRAM, and
-those that a connector brought."""
+"""Counters of vLLM's page, in prompt tokens: all tokens looked up, tokens found in VRAM, and tokens
+loaded by a connector."""
 
 
 class LiveError(RuntimeError):

@@ -3,9 +3,9 @@
     python -m bench.models --json
     python -m bench.models --only llama --only gemma3
 
-Tiny models with random weights, each in a process of its own. ``rows`` reports what was restored of
+Tiny models with random weights, each in a separate process. ``rows`` reports what was restored of
 each; ``cannot_start`` names the models that stock vLLM does not run on this machine, with its
-reason. The checks are those of ``tests/e2e/models``, so this needs a checkout.
+reason. The checks are part of ``tests/e2e/models``, so this needs a checkout.
 """
 
 from __future__ import annotations

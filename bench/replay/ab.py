@@ -126,7 +126,7 @@ class Harness:
                     self._one(kind, load, number, jobs_per_s)
 
     def _calibrate(self) -> float:
-        """The arrival rate at which stock is as much slower as wanted, jobs a second. The run
+        """The arrival rate at which stock vLLM has the wanted slowdown, jobs per second. The run
         that shows it is stock's first under pressure."""
         stock = next(kind for kind in self.kinds if kind.name == STOCK)
         alone = [run for run in self.runs if (run.server, run.load) == (STOCK, IDLE)]

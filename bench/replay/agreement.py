@@ -25,7 +25,7 @@ MEDIAN_NATS, TAIL_NATS, TURN_NATS = 0.02, 0.25, 0.1
 """… plus this. Two stock runs that cut their prompts alike are equal to the bit, while a restored
 prefix cuts them otherwise; that alone gave up to 0.004, 0.2 and 0.03 nats (bf16, SmolLM2-135M)."""
 LONG_TURN = 8
-"""Tokens from which on the mean of one turn's differences says something."""
+"""Minimum number of tokens for a meaningful mean of one turn's differences."""
 
 
 @dataclass(frozen=True, slots=True)

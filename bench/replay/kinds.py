@@ -120,7 +120,7 @@ def make_kinds(
         forced: load the processor that makes the model emit recorded answers.
         own_scheduler: run tiered-kv under vLLM's own scheduler, as additional policies always do,
             instead of ``ContinuumScheduler``.
-        peers: others' offers from environments of their own, and ours behind vLLM's router.
+        peers: peers from their own environments, and tiered-kv behind vLLM's router.
     """
     stock = ServerOptions(
         model=model,

@@ -6,7 +6,7 @@ vLLM's CPU build computes bf16 natively where the processor has AVX512-BF16 or A
 bf16 is emulated, and float32 is two to six times as fast. On processors between the two, products
 of both dtypes are timed.
 
-PyTorch reports the features, as it does to vLLM, in a process of its own: few of the programs that
+PyTorch reports the features, as it does to vLLM, in a separate process: few of the programs that
 start a server have PyTorch loaded.
 """
 

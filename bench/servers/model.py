@@ -46,7 +46,7 @@ def prepared_path() -> Path:
 def small_model() -> Path:
     """The folder of SmolLM2-135M-Instruct in bf16 safetensors, created if missing.
 
-    May be called by several processes at once: one converts, the others wait. An interrupted
+    May be called by several processes concurrently: one converts, the others wait. An interrupted
     conversion leaves nothing that a later call could mistake for a model. It runs in a separate
     process, so that torch is not imported here.
 

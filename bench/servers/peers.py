@@ -9,9 +9,9 @@ its multi-process connector works, in its mode ``engine_driven``.
 
 **The router** schedules programs in front of one server: it holds programs back so that the
 contexts of those that run fit together, and lets a program keep its place for a while after an
-answer. It never tells the server. A program is recognised by the header ``X-Session-ID``. Both that
-time and the order depend on the cost of a step, so its cost models get the costs of stock on this
-machine.
+answer. It never notifies the server. A program is recognised by the header ``X-Session-ID``. Both
+that time and the order depend on the cost of a step, so its cost models get the costs of stock on
+this machine.
 """
 
 from __future__ import annotations

@@ -149,9 +149,10 @@ def fit_steps(runs: Sequence[Sequence[Span]], step_tokens: int) -> FittedCost:
 
 
 def _rows(turns: Sequence[Span], step_tokens: int) -> list[tuple[float, ...]]:
-    """Return the work of each prefill and answer that is long enough, that of others beside them
-    included: steps, those of them with a prefill, tokens and pairs of prefills, requests summed
-    over steps, tokens of contexts read, seconds of copies, requests sent; and the seconds of all.
+    """Return the work of each prefill and answer that is long enough, including the work of
+    concurrent turns: steps, those of them with a prefill, tokens and pairs of prefills, requests
+    summed over steps, tokens of contexts read, seconds of copies, requests sent; and the seconds of
+    all.
     """
     spans = [one for one in turns if one.first - one.begin >= LEAST_S and one.end >= one.first]
     spans.sort(key=lambda one: (one.begin, one.first, one.end))

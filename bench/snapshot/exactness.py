@@ -57,7 +57,7 @@ def answer_during(
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A continuation beside the one that would have been.
+    """A continuation, compared with the uninterrupted answer.
 
     Attributes:
         equal: True if its tokens and logprobs are, bit for bit.

@@ -32,8 +32,8 @@ clients, which send the same prompts. At the end the cache is reset, and then:
   ``rss_mib``: its memory at the start and after each tenth of the run.
 - ``stock``: the same figures of stock vLLM, where it has them.
 
-On CPU PyTorch and oneDNN keep something for each number of tokens that they met: in a process of
-its own, 500 of them on four layers of SmolLM2-135M took 1.1 GiB, and nothing with both caches off.
+On CPU PyTorch and oneDNN keep something for each number of tokens that they met: in a separate
+process, 500 of them on four layers of SmolLM2-135M took 1.1 GiB, and nothing with both caches off.
 A server of a soak keeps few.
 """
 

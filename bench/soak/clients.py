@@ -2,8 +2,8 @@
 let harm the others.
 
 The same seed makes the same clients, so those of two servers send the same prompts in the same
-order. Each client has a ``cache_salt`` of its own, as a gateway gives its tenants one; agents and
-newcomers share one.
+order. Each client has its own ``cache_salt``, like the tenants of a gateway; agents and newcomers
+share one.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Run:
         below: runs that follow it.
         ends: contexts that end with its last page.
         end: number of its pages up to the last one that may be in CPU memory.
-        rank: number of the ranking that ``owner`` and ``at`` belong to; None if none.
+        rank: number of the ranking that ``owner`` and ``at`` belong to; None if there is none.
         owner: context that the run is evicted with in that ranking.
         at: number of its pages still to be evicted.
     """

@@ -150,8 +150,8 @@ class _Reader:
         self._inner += token.inner
 
     def _reserved(self, word: str) -> bool:
-        """Handle a reserved word of the shell's grammar at the start of a command; False if it is
-        none."""
+        """Handle a reserved word of the shell's grammar at the start of a command. Returns False
+        for any other word."""
         if word in ("while", "until"):
             self._loop_times = None
         elif word == "do":

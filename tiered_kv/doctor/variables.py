@@ -14,7 +14,7 @@ from tiered_kv.remote.address import parse_address
 from .finding import Finding, fail, ok, warn
 
 ALIKE = 0.85
-"""Similarity from which another name counts as a misspelling of one of ours."""
+"""Minimum similarity at which an unknown name counts as a misspelling of a setting."""
 
 KNOWN = tuple(ENV_PREFIX + field.name.upper() for field in fields(TierConfig))
 
@@ -65,7 +65,8 @@ def check_hash_seed(env: Mapping[str, str], config: TierConfig) -> Finding:
 
 
 def _wrong(name: str, value: str) -> str | None:
-    """Error in a single variable of ours; None if there is none, or the variable is not ours."""
+    """Error in a single tiered-kv variable; None if there is none, or the variable does not belong
+    to tiered-kv."""
     if not name.startswith(ENV_PREFIX):
         return None
     try:

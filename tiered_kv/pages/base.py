@@ -26,7 +26,7 @@ class PageState(Enum):
     BEING_WRITTEN = "being written"
     """A save, a promotion or an import is copying the page into its slot."""
     RESIDENT = "resident"
-    """The whole page is in a slot of its own."""
+    """The whole page has its own slot."""
     BEING_COMPRESSED = "being compressed"
     COMPRESSED = "compressed"
     """The whole page is in the slots of its bundle."""

@@ -66,7 +66,7 @@ class TailIndex:
         """Record a tail, and return it.
 
         ``key`` is the key of a full page whose leading tokens may be needed alone. Without it, the
-        tail gets a key of its own, which is the same for the same three values. Only such a tail is
+        tail gets a separate key, which is the same for the same three values. Only such a tail is
         noted, because its key proves the tokens to the next engine.
         """
         tail = Tail(key or tail_key(parent, tokens, extra), tuple(tokens))

@@ -107,7 +107,7 @@ class LoggedBreaker(Breaker):
         """Log a failure, unless it was logged recently.
 
         Args:
-            kind: type of the failure; None if each reason is a type of its own.
+            kind: type of the failure; None if each reason is a separate type.
         """
         if self._complaint.begins(reason if kind is None else kind, now):
             logger.warning(self._failing, self._place, reason)

@@ -32,9 +32,9 @@ class PageStore(ABC):
     by other threads, at any time.
 
     Time: a call may take long, but must return. The I/O thread reports an order once its call has
-    returned. Until then, and no longer, the store may access the order's slots. A store that waits
-    for a remote peer must therefore bound its waits, and copy pages through memory of its own, so
-    that a late transfer cannot touch the slots.
+        returned. Until then, and no longer, the store may access the order's slots. A store that
+        waits for a remote peer must therefore bound its waits, and copy pages through its own
+        memory, so that a late transfer cannot touch the slots.
 
     Errors: pages that failed are returned. An exception is a fault of the store itself: all pages
     of the call count as failed, and further calls are made nonetheless.

@@ -91,7 +91,7 @@ class TraceHeader:
 
     @classmethod
     def from_json(cls, found: object) -> TraceHeader:
-        """Read a header; fields that are not known are passed over.
+        """Read a header; unknown fields are ignored.
 
         Raises:
             ValueError: it is not a header; the message gives the reason.

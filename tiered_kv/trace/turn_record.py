@@ -311,7 +311,7 @@ class TurnRecord:
 
     @classmethod
     def from_json(cls, found: object) -> TurnRecord:
-        """Read a record; fields that are not known are passed over.
+        """Read a record; unknown fields are ignored.
 
         Raises:
             ValueError: it is not a record; the message gives the reason.
@@ -347,13 +347,13 @@ def _fitted(whole: Mapping[str, Any], room: _Room) -> dict[str, Any]:
 
 
 def _first(story: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """The story with so many elements of each list."""
+    """The record with at most this number of elements in each list."""
     told = {name: one[:most] if isinstance(one, list) else one for name, one in story.items()}
     return {name: one for name, one in told.items() if one != []}
 
 
 def _cut_all(texts: Sequence[str], room: int) -> list[str]:
-    """The first texts, the last of them cut, so that they take so many bytes."""
+    """The first texts that fit into the given number of bytes. The last of them is cut."""
     kept = list[str]()
     for text in texts:
         if room < _WORD_ROOM:

@@ -63,7 +63,7 @@ class CopyResult:
 
 class TransferBackend(ABC):
     """Copies whole pages. All methods are called on one thread: the engine's, or another thread
-    that has a backend of its own."""
+    that has its own backend."""
 
     def fence(self) -> AbstractContextManager[None]:
         """Return a context manager that orders copies after the work that the engine has enqueued

@@ -29,7 +29,7 @@ from tiered_kv.bench.sim.workloads.recorded import workload_of
 from tiered_kv.bench.sim.workloads.workload import Workload
 
 BLOCK = 64
-"""Tokens of a block, where a trace does not say."""
+"""Tokens per block, for traces that do not specify it."""
 MOST_HASHED = 2.0
 """Most tokens that the hashes stand for, as a multiple of the prompts' tokens. They may be of
 another tokenizer than the counts; more than this is another size of block."""

@@ -1,6 +1,6 @@
 """Machines: a model on GPUs, with a KV pool and links to the tiers below it.
 
-The duration of a step is that of ``tiered_kv.sizing.step_cost``, or fitted to a real server
+The duration of a step comes from ``tiered_kv.sizing.step_cost``, or is fitted to a real server
 (``validate``). Published figures are ratios between servers on the same machine, so they do not
 depend on the assumed fractions of data sheet values.
 """
@@ -52,7 +52,7 @@ class Machine:
             ``--long-prefill-token-threshold``); 0 for no limit.
         prefix_caching: False if a request finds nothing of an earlier one.
         overhead_s: seconds that a client sees per request in addition to the engine's steps.
-        groups: types of KV; empty for full attention alone.
+        groups: types of KV; empty for models with only full attention.
         block: tokens of a block; 0 for the workload's.
     """
 

@@ -1,9 +1,9 @@
 """Models: what a token costs, and the types of KV that layers keep.
 
 Where layers keep KV of several types, vLLM puts them into page groups with the same number of
-layers, whose pages have one size (``_get_kv_cache_groups_uniform_page_size``). The number is that
-of the type with the fewest layers. With states, blocks are long enough that a page of attention is
-no smaller than a state (``Platform.update_block_size_for_backend``).
+layers, whose pages have one size (``_get_kv_cache_groups_uniform_page_size``). The group size is
+the layer count of the type with the fewest layers. With states, blocks are long enough that a page
+of attention is no smaller than a state (``Platform.update_block_size_for_backend``).
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class Model:
 
     @property
     def groups(self) -> tuple[GroupSpec, ...]:
-        """Types of KV, one per page group, without a block size; empty for full attention alone."""
+        """Types of KV, one per page group, without a block size; empty for models with only full
+        attention."""
         if self.states is None and self.windows is None:
             return ()
         size = self.group_layers

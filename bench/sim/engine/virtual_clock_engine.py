@@ -1,6 +1,6 @@
 """An engine on a virtual clock: vLLM's scheduler, our scheduler half, and a stand-in worker.
 
-Time passes in steps, whose duration is that of ``StepCost``. While only decoding can happen,
+Time passes in steps, whose duration ``StepCost`` determines. While only decoding can happen,
 several steps are taken together (a leap): every running request produces the tokens that it would
 have produced until the next event. Nothing could have happened in between, so a leap only saves the
 simulator's own time.
@@ -290,7 +290,7 @@ class Engine:
         self.scheduler.add_request(request)
 
     def step(self, next_arrival: float) -> list[str]:
-        """Run a step, or several decode steps at once that end before ``next_arrival`` (a leap).
+        """Run a step, or a leap: several decode steps together that end before ``next_arrival``.
         Returns the ids of finished requests."""
         output = self.scheduler.schedule()
         began = self.now

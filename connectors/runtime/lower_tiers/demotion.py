@@ -139,8 +139,8 @@ FIRST_DOUBT_S, LONGEST_DOUBT_S = 1.0, 16.0
 """Seconds for which a tier that sent no replies, or bad pages, is not queried, doubled each time.
 Then one turn tries it, whose first token may be delayed by a tenth in vain."""
 ONE_STALL_S = 1.0
-"""Late replies within this many seconds count as one incident. It may be a busy machine, and should
-not cost the tier its trust, because its turns waited only for hundredths of a second."""
+"""Late replies within this many seconds count as one incident. The cause may be a busy machine. The
+tier stays trusted, because its turns waited only for hundredths of a second."""
 WAITING_SHARE = 2
 """One slot in this many may hold a page that waits to be written for other engines. Further pages
 would be evicted first."""

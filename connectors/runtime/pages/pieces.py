@@ -65,7 +65,7 @@ class _Rest:
         return self.again[0].group if self.again else self.runs[0].group
 
     def first(self, most: int) -> list[PlacedPage]:
-        """The first pages of one group, at most so many."""
+        """The first pages of one group, up to a maximum number."""
         if self.again:
             same = takewhile(lambda page: page.group == self.group, self.again)
             return list(islice(same, most))

@@ -1,5 +1,5 @@
-"""``tiered-kv snapshot``, ``restore``, ``fork``, ``inspect`` and ``diff``: jobs put aside, brought
-back and multiplied on a running server, and what snapshots hold."""
+"""``tiered-kv snapshot``, ``restore``, ``fork``, ``inspect`` and ``diff``: save, restore and fork
+jobs on a running server, and show the contents of snapshots."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class PackedRecord:
         start: offset of the record in the buffer, a multiple of a block.
         nbytes: length of the record on disk; in the buffer too, unless it is in two pieces.
         digest: digest of plane and frame.
-        page: the payload, if the buffer holds only the header, in a block of its own.
+        page: the payload, if the buffer holds only the header, in a separate block.
     """
 
     index: int

@@ -25,7 +25,7 @@ sign of their end:
 - The lock of the file is not enough. A dying process closes its files in no reliable order: its
   lock may be released before the driver's handle, whose release ends the copies.
 - Its process id is not enough either. The next owner may run in another container, which cannot see
-  the process. Moreover, NVIDIA's driver finishes a killed process' work in a thread of its own if
+  the process. Moreover, NVIDIA's driver finishes a killed process's work in a separate thread if
   its locks are taken (``nvidia_close_deferred`` in its open source), after the process is gone.
 
 Only slots that were invalid are in danger. A slot is invalidated before a copy into it is
