@@ -148,7 +148,7 @@ def test_what_cannot_be_simulated_is_refused_with_the_reason(trace: Path, tmp_pa
         (empty, "no turn behind a header"),
         (headless, "no turn behind a header"),
         (few, "record more turns"),
-        (far, "more than ten years apart"),
+        (far, "more than ten years: cut the trace"),
         (rewritten(trace, tmp_path, groups=["full", "state"]), "KV of several kinds"),
     ):
         with pytest.raises(WhatIfError, match=said):
