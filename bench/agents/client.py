@@ -49,7 +49,7 @@ class Api(Enum):
 
 
 class Hints(Enum):
-    """How a request carries its job id: one of the forms that ``policies.jobs.hints`` reads."""
+    """Ways in which a request carries its job id: the forms that ``policies.jobs.hints`` reads."""
 
     KV_PARAMS = "kv-params"
     """Hints in ``kv_transfer_params``."""

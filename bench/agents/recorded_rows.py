@@ -105,7 +105,7 @@ def _sentences(path: Path) -> Iterator[_At]:
         ) from error
     except json.JSONDecodeError as error:
         why = f"{error.msg[:1].lower()}{error.msg[1:]}"
-        raise RecordingError(f"{path}, line {at.line}: it is no JSON ({why})") from error
+        raise RecordingError(f"{path}, line {at.line}: it is not JSON ({why})") from error
     except (ValueError, csv.Error) as error:
         raise RecordingError(f"{path}, line {at.line}: {error}") from error
 

@@ -205,7 +205,7 @@ def compare(
 ) -> int:
     """Compare two measurements in pairs. The second is reported relative to the first."""
     if one.resolve() == other.resolve():
-        raise RunFileError(f"{one} and {other} are one folder: name two measurements")
+        raise RunFileError(f"{one} and {other} are the same folder: name two measurements")
     plans = [read_plan(folder) for folder in (one, other)]
     unlike = differing(*plans)
     if unlike:

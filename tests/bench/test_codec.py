@@ -58,7 +58,7 @@ class Idle:
 
 
 def test_a_codec_that_lives_off_another_s_work_is_found_out() -> None:
-    with pytest.raises(RuntimeError, match="idle did not return"):
+    with pytest.raises(RuntimeError, match="idle did not reproduce"):
         race({"raw": RawCodec(PAGE), "idle": Idle()}, PAGES, rounds=1)
 
 

@@ -55,7 +55,7 @@ def test_a_model_is_chosen_by_name_or_by_the_machine() -> None:
     assert names(["granite4"], bf16=True) == ["granite4"]
     assert names([], bf16=False) == ["gemma3", "granite4"]
     assert names([], bf16=True) == ["gemma3", "qwen3_next"]
-    with pytest.raises(typer.BadParameter, match="is none of"):
+    with pytest.raises(typer.BadParameter, match="is not one of"):
         names(["gpt-2"], bf16=False)
 
 

@@ -124,7 +124,7 @@ def test_measuring_takes_the_best_time_and_ends(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_codec_that_loses_pages_is_caught_before_it_is_chosen() -> None:
-    with pytest.raises(CodecError, match="forgetful does not return the page"):
+    with pytest.raises(CodecError, match="forgetful does not reproduce the page"):
         measure_codec(Forgetful(PAGE), synthetic_page(PAGE))
 
 

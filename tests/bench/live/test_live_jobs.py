@@ -323,11 +323,11 @@ def test_a_number_that_is_none_is_refused_with_its_line(
             "parent_chat_id: .1. is neither",
         ),
         ('{"requests": 3}', "requests: 3 is not a list"),
-        ('{"requests": [3]}', "it is no JSON object"),
+        ('{"requests": [3]}', "it is not a JSON object"),
         ('{"id": "s", "requests": [{"t": 1}]}', "it has no type, but t"),
         ('{"id": "s", "requests": []}', "0 turns of 0 sessions are in shorter ones"),
         (json.dumps({**TRACE, "block_size": 1024}), "write the right block_size"),
-        ('{"id": "s", "reqs": [[]]}', "it is no JSON object"),
+        ('{"id": "s", "reqs": [[]]}', "it is not a JSON object"),
         (json.dumps({**TEXTS[0], "input": []}), "input: .* is not a string"),
     ],
 )

@@ -195,7 +195,7 @@ def test_more_rounds_go_on_from_those_there_are_but_another_plan_does_not(tmp_pa
 
 
 def test_stock_that_finishes_nothing_ends_the_measurement(tmp_path: Path) -> None:
-    with pytest.raises(HarnessError, match="stock finished no job"):
+    with pytest.raises(HarnessError, match="stock vLLM finished no job"):
         harness(tmp_path, Machine(error="refused")).run_all()
 
 
@@ -316,7 +316,7 @@ def test_kept_runs_are_drawn_from_idle_on_and_from_stock_on(
     harness(tmp_path, Machine()).run_all()
     drawn: list[Row] = []
     assert run("plot", "--out", str(tmp_path / "none")) == 1
-    assert "holds no runs" in capsys.readouterr().err
+    assert "contains no runs" in capsys.readouterr().err
 
     def draw(rows: list[Row], folder: Path) -> list[Path]:
         drawn.extend(rows)

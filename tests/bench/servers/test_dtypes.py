@@ -58,7 +58,7 @@ def test_a_broken_torch_is_an_error_that_shows_what_it_said(
 ) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('no such library')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(DtypeError, match=r"(?s)what this CPU can do.*no such library"):
+    with pytest.raises(DtypeError, match=r"(?s)features of this CPU.*no such library"):
         cpu_dtype.__wrapped__()
 
 

@@ -132,4 +132,4 @@ def test_an_unknown_machine_is_refused_with_those_that_there_are(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run("run", "--gpu", "abacus") == 2
-    assert "abacus is none of l4-24, " in " ".join(capsys.readouterr().err.split())
+    assert "abacus is not one of l4-24, " in " ".join(capsys.readouterr().err.split())
