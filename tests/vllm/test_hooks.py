@@ -137,7 +137,7 @@ def test_a_trace_that_cannot_be_written_ends_the_start(make_rig: MakeRig, tmp_pa
 
 
 def test_cpu_memory_for_less_than_a_page_ends_the_start(make_rig: MakeRig) -> None:
-    with pytest.raises(ConfigError, match="TIERED_KV_CPU_GIB=1e-09 holds no page"):
+    with pytest.raises(ConfigError, match="TIERED_KV_CPU_GIB=1e-09 is too small for a single page"):
         make_rig(extra={"cpu_gib": 1e-9})
 
 

@@ -47,7 +47,7 @@ def test_pages_that_leave_cpu_memory_in_the_gap_are_told(make_rig: MakeRig, tmp_
     first = records["t1"]
     assert first.pages.evicted == {"cpu": PAGES}, "all, as it waited for longest"
     assert records["t2"].tokens.recomputed >= 320
-    assert f"Of its pages {PAGES} in CPU memory were evicted." in " ".join(story(first))
+    assert f"Of its pages, {PAGES} in CPU memory were evicted." in " ".join(story(first))
     told = sum(one.pages.evicted.get("cpu", 0) for one in records.values())
     assert 0 < told <= evictions
 
