@@ -210,7 +210,7 @@ def make_jobs(plan: JobPlan, files: Sequence[Path]) -> Arrivals:
 
 
 def in_other_order(arrivals: Arrivals) -> Arrivals:
-    """The same jobs with the last one first, so that batches have other shapes."""
+    """Return the jobs in another order, which changes the shapes of the batches."""
     latest = max(at_s for at_s, _ in arrivals)
     return [(latest - at_s, job) for at_s, job in arrivals]
 

@@ -60,8 +60,11 @@ class VllmBlockPool:
         return [block for one in self._managers for block in one.req_to_blocks.get(request_id, ())]
 
     def cached_prefix(self, hashes: Sequence[bytes], group: int) -> int:
-        found = self._cached_each(hashes, group)
-        return found.index(None) if None in found else len(found)
+        for at in range(0, len(hashes), 256):  # most prompts end early
+            found = self._cached_each(hashes[at : at + 256], group)
+            if None in found:
+                return at + found.index(None)
+        return len(hashes)
 
     def num_in_use(self, hashes: Sequence[bytes], group: int) -> int:
         found = self._cached_each(hashes, group)

@@ -146,7 +146,7 @@ def test_clients_that_say_nothing_of_their_tools() -> None:
 def test_every_session_is_tested_once_by_who_did_not_see_it_or_its_sub_agents(
     names: list[str], folds: int
 ) -> None:
-    """Whatever the order of the file."""
+    """The order of sessions in the file makes no difference."""
     sessions = [session(name, 1.0) for name in names]
     sessions += [replace(session(f"{name}/agent", 2.0), split_by=name) for name in names[:3]]
     made = list(in_folds(sessions, lambda one: fold_of(one, folds)))

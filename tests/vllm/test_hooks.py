@@ -1,4 +1,4 @@
-"""Whatever a client sends and whatever fails inside, the engine continues."""
+"""Hooks of the connector: bad requests and internal errors do not stop the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the disk does, the output is right, the engine continues, and a counter rises."""
+"""Faults of the disk: the output stays right, the engine continues, and a counter rises."""
 
 from __future__ import annotations
 
