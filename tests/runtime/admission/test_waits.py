@@ -142,6 +142,7 @@ def test_one_job_id_for_all_of_a_clients_requests_takes_its_share_of_the_seats(
             live.add(f"r{count}")
             rig.add(f"r{count}", text(30, seed=count), max_tokens=4, params={"job_id": "one"})
         rig.step()
+        rig.wait_for_worker()
         rig.now += STEP_S
         live.difference_update(rig.finished)
 
