@@ -25,7 +25,8 @@ from unittest.mock import patch
 import numpy as np
 
 from tests.conftest import BATCH
-from tiered_kv.connectors.runtime.pages import pieces, restores, saves
+from tiered_kv.connectors.runtime.between_turns import turn_ends
+from tiered_kv.connectors.runtime.pages import pieces, promotions, restores, saves
 from tiered_kv.orders import RestoreMode
 from tiered_kv.pages import order_book
 from tiered_kv.policies import registry
@@ -81,6 +82,9 @@ def work_in_pieces(seed: int) -> Iterator[None]:
             (restores, "SYNC_PAGES", 3),
             (restores, "PAGES_A_STEP", 4),
             (pieces, "PAGES_A_STEP", 2),
+            (pieces, "TOUCHED_A_STEP", 3),
+            (promotions, "PAGES_A_STEP", 3),
+            (turn_ends, "PAGES_A_STEP", 3),
             (saves, "TOUCHED_A_STEP", 3),
             (saves, "LOOKED_AT", 2),
             (order_book, "SETTLED_AT_ONCE", 3),

@@ -316,6 +316,7 @@ class SchedulerHalf:
         self.step += 1
         pages, admission, gaps = self.pages, self.admission, self.gaps
         pages.dispatch.begin_step(self.step)
+        pages.promotions.begin_step()
         if pages.book.behind:
             self.on_reports(_NO_REPORTS)
         self.stats_due = not (self.turns.running and self.step % STATS_EVERY)

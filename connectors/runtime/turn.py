@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from tiered_kv.keys import PageKey, page_keys, rekeyed
@@ -70,7 +71,7 @@ class Hit:
     @property
     def keys(self) -> Iterator[PageKey]:
         """All pages."""
-        return (key for part in self.parts for key in part.keys)
+        return chain.from_iterable(part.keys for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,7 @@ class TiersState:
         looked_at: when the tiers were last searched for pages, seconds; None before.
         room_seen: True if VRAM had space for the turn at that time.
         in_pieces: True if pages that do not fit in CPU memory are to be promoted in pieces.
+        rest: pages to promote whose promotion is not ordered yet.
         keys: pages promoted, or being promoted, for the turn until its admission, and their source.
         held: slots of the pages that have arrived.
         waits_since: when the turn first waited for these pages, seconds; None if it did not.
@@ -215,6 +217,7 @@ class TiersState:
     looked_at: float | None = None
     room_seen: bool = False
     in_pieces: bool = False
+    rest: Sequence[PageKey] = ()
     keys: dict[PageKey, StoreId] = field(default_factory=dict)
     held: dict[PageKey, int] = field(default_factory=dict)
     waits_since: float | None = None

@@ -62,8 +62,8 @@ class VllmBlockPool:
     def cached_prefix(self, hashes: Sequence[bytes], group: int) -> int:
         for at in range(0, len(hashes), 256):  # most prompts end early
             found = self._cached_each(hashes[at : at + 256], group)
-            if None in found:
-                return at + found.index(None)
+            if not all(found):  # `None in found` would compare every block in Python
+                return at + next(i for i, one in enumerate(found) if one is None)
         return len(hashes)
 
     def num_in_use(self, hashes: Sequence[bytes], group: int) -> int:

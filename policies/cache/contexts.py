@@ -51,6 +51,8 @@ class Context:
         job: the job.
         forecast: distribution of its gap; None while its next turn is live.
         since: when the gap started, seconds.
+        lost_at: when the forecast was lost, seconds; None if it was not. Nobody waits for the pages
+            then.
         page_s: prefill time that one of its pages saves, seconds.
         leaf: run that it ends with; None if it has no pages.
         worth: time that a page is expected to save, soon and ever, seconds; see ``ByWorth``.
@@ -59,12 +61,15 @@ class Context:
     job: Hashable = None
     forecast: ReturnForecast | None = None
     since: float = 0.0
+    lost_at: float | None = None
     page_s: float = 0.0
     leaf: Run | None = None
     worth: tuple[float, float] = (0.0, 0.0)
 
     def chance(self, now: float, within_s: float) -> float:
         """Probability that the job needs its pages in the next ``within_s`` seconds."""
+        if self.lost_at is not None:
+            return 0.0
         if self.forecast is None:
             return 1.0
         waited = now - self.since

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from itertools import filterfalse, groupby, islice, repeat
+from itertools import chain, filterfalse, groupby, islice, repeat
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -34,8 +34,9 @@ class ByWorth(EvictionOrder):
 
     - A page of several jobs has the rank of the most valuable job, and is counted once.
     - Pages that only finished jobs had are evicted before all others.
-    - Other pages that no job waits for (of running turns, prefixes that several jobs had) are worth
-      half a mean page when they are used, and half as much every half minute.
+    - Other pages that no job waits for (of running turns, prefixes that several jobs had, contexts
+      without a forecast) are worth half a mean page when they are used, and half as much every half
+      minute.
     - If no job ever waits, this is LRU.
 
     Contexts are ranked at intervals, but not their pages. The pages are found from the end of each
@@ -57,9 +58,10 @@ class ByWorth(EvictionOrder):
         self._contexts: OrderedDict[Hashable, Context] = OrderedDict()
         self._tree = ContextTree()
         self._resident: set[PageKey] = set()
-        # Every page in CPU memory is in _done, in _free or in a context, and in the last case
-        # possibly also in _recent.
+        # Every page in CPU memory is in _done, in _unused, in _free or in a context, and in the
+        # last case possibly also in _recent.
         self._done: dict[PageKey, None] = {}  # only finished jobs had it
+        self._unused: dict[PageKey, float] = {}  # in no context any more, the last to go first
         self._free: OrderedDict[PageKey, float] = OrderedDict()  # in no context: time of use
         self._recent: dict[PageKey, None] = {}  # in a context, used since the ranking
         self._several: set[PageKey] = set()  # in no context now, formerly in several
@@ -90,7 +92,7 @@ class ByWorth(EvictionOrder):
 
     def removed_all(self, keys: Sequence[PageKey]) -> None:
         self._resident.difference_update(keys)
-        for held in (self._recent, self._free, self._done):
+        for held in (self._recent, self._unused, self._free, self._done):
             if held:
                 deque(map(held.pop, keys, repeat(None)), maxlen=0)
         if self._several:
@@ -107,25 +109,26 @@ class ByWorth(EvictionOrder):
             self._recent.update(waited_for)
         if len(waited_for) == len(keys):
             return
-        free, done = self._free, self._done
+        free = self._free
         used = dict.fromkeys(filterfalse(has_run, keys) if waited_for else keys, now)
         if not free.keys().isdisjoint(used):
             deque(map(free.pop, used, repeat(None)), maxlen=0)  # they move to the end
         free.update(used)
-        if done:
-            deque(map(done.pop, used, repeat(None)), maxlen=0)
+        for held in (self._unused, self._done):
+            if held:
+                deque(map(held.pop, used, repeat(None)), maxlen=0)
 
     def __iter__(self) -> Iterator[PageKey]:
         now = self.clock()
         yield from self._done
-        free = iter(self._free.items())
+        free = chain(reversed(self._unused.items()), self._free.items())
         next_one = next(free, None)
         for place in range(self._passed, len(self._ranking)):
             context = self._ranking[place]
-            run = context.leaf
+            run, before = context.leaf, self._goes_before(context, now)
             left = False
             while run is not None and run.rank == self._rank and run.owner is context:
-                while next_one is not None and self._goes_before(next_one[1], context, now):
+                while next_one is not None and next_one[1] <= before:
                     yield next_one[0]
                     next_one = next(free, None)
                 for key in self._from_the_end(run):
@@ -142,11 +145,13 @@ class ByWorth(EvictionOrder):
             yield from filterfalse(self._recent.__contains__, self._pages(run))
         yield from filter(self._tree.runs.__contains__, self._recent)
 
-    def _goes_before(self, used: float, context: Context, now: float) -> bool:
-        """True if a page outside all contexts, used at that time, is worth no more than the
+    def _goes_before(self, context: Context, now: float) -> float:
+        """The time such that pages outside all contexts, used no later, are worth no more than the
         context's."""
-        halves = min(max(now - used, 0.0) / HALF_S, 1000.0)
-        return (NOBODYS * self._mean_page_s * 0.5**halves, 0.0) <= context.worth
+        fresh, (worth, _) = NOBODYS * self._mean_page_s, context.worth
+        if fresh <= worth:
+            return math.inf
+        return now - HALF_S * math.log2(fresh / worth) if worth > 0 else -math.inf
 
     def _from_the_end(self, run: Run) -> Iterator[PageKey]:
         """Pages of a run that are in CPU memory and unused since the ranking, last first. Pages
@@ -179,12 +184,13 @@ class ByWorth(EvictionOrder):
         self._contexts.move_to_end(job)
         before = context.since
         fresh, gone = self._tree.put(context, keys, self._several)
-        for held in (self._free, self._done):
+        for held in (self._unused, self._free, self._done):
             if held:
                 deque(map(held.pop, fresh, repeat(None)), maxlen=0)
         if self._several:
             self._several.difference_update(fresh)
         context.forecast, context.since, context.page_s = forecast, since, page_s
+        context.lost_at = None
         self._value(context, self.clock())
         self._long_unused(gone, before)
         while len(self._tree.runs) > self.most_pages and len(self._contexts) > 1:
@@ -195,7 +201,7 @@ class ByWorth(EvictionOrder):
         context = self._contexts.get(job)
         if context is None:
             return
-        context.forecast = None
+        context.forecast = context.lost_at = None
         self._value(context, self.clock())
         self._tree.change(context)
 
@@ -207,16 +213,20 @@ class ByWorth(EvictionOrder):
                 self._several.update(filter(self._resident.__contains__, run.keys))
             else:
                 self._done.update(self._pages(run))
-        free, several = self._free, self._several
+        free, unused, several = self._free, self._unused, self._several
         for key in own:
-            if key in free and key not in several:
-                del free[key]
+            if (key in free or key in unused) and key not in several:
+                free.pop(key, None)
+                unused.pop(key, None)
                 self._done[key] = None
 
     def on_forecast_lost(self, job: Hashable) -> None:
-        context = self._contexts.pop(job, None)
-        for run in self._tree.remove(context) if context is not None else ():
-            self._just_used(run)
+        context = self._contexts.get(job)
+        if context is None:
+            return
+        context.lost_at = self.clock()
+        self._value(context, context.lost_at)
+        self._tree.change(context)
 
     def context(self, job: Hashable) -> Sequence[PageKey]:
         context = self._contexts.get(job)
@@ -240,7 +250,7 @@ class ByWorth(EvictionOrder):
 
     def waiting_job(self, key: PageKey) -> Hashable | None:
         run = self._tree.runs.get(key)
-        return run.last.job if run is not None else None
+        return run.last.job if run is not None and run.last.lost_at is None else None
 
     def return_chance(self, key: PageKey, within_s: float) -> float:
         """Probability that the job which last had the page needs it in the next ``within_s``
@@ -255,9 +265,8 @@ class ByWorth(EvictionOrder):
         """Move pages that a job no longer has, last used when its gap started, before all other
         pages outside contexts, last page first."""
         for run in reversed(runs):
-            for key in filter(self._resident.__contains__, run.keys):
-                self._free[key] = since
-                self._free.move_to_end(key, last=False)
+            pages = filter(self._resident.__contains__, run.keys)
+            self._unused.update(dict.fromkeys(pages, since))
 
     def _pages(self, run: Run, value: Any = None) -> dict[PageKey, Any]:
         """Pages of a run that are in CPU memory, last first."""
@@ -268,6 +277,10 @@ class ByWorth(EvictionOrder):
     def _value(self, context: Context, now: float) -> None:
         """Set the worth of the context's pages: first by a return soon, then by a return at any
         time."""
+        if context.lost_at is not None:
+            halves = min(max(now - context.lost_at, 0.0) / HALF_S, 1000.0)
+            context.worth = NOBODYS * self._mean_page_s * 0.5**halves, 0.0
+            return
         soon = context.chance(now, self._stay_s) * context.page_s
         context.worth = soon, soon or context.chance(now, math.inf) * context.page_s
 
@@ -278,18 +291,16 @@ class ByWorth(EvictionOrder):
         self._recent = {}
         self._tree.changed.clear()
         contexts = list(self._contexts.values())
+        worths = [one.page_s for one in contexts if one.leaf is not None and one.leaf.end]
+        self._mean_page_s = sum(worths) / max(1, len(worths))
         begin = self._valued if self._valued < len(contexts) else 0
         self._valued = begin + AT_ONCE
         for context in islice(contexts, begin, self._valued):
             self._value(context, now)
         contexts.sort(key=attrgetter("worth"))
-        whole, count = 0.0, 0
         for context in reversed(contexts):  # the most valuable context owns shared runs
             run = context.leaf
-            if run is not None and run.end:
-                whole, count = whole + context.page_s, count + 1
             while run is not None and run.rank != self._rank:
                 run.rank, run.owner, run.at = self._rank, context, run.end
                 run = run.above
         self._ranking = contexts
-        self._mean_page_s = whole / max(1, count)

@@ -419,23 +419,30 @@ class PageIndex:
         if now - self._ranked_at >= order.rank_every_s:
             self._ranked_at = now
             order.rank(now, self.stay_s())
-        yield from order
+        return iter(order)
 
     def _evict(self, count: int) -> list[int]:
         """Evict the least valuable pages that no copy reads, and return at most ``count`` slots.
         Cold pages are evicted with their whole bundle."""
         reads, cold, resident = self._reads, self.cold, self._resident
         victims, bundles, found = list[PageKey](), dict[Bundle, None](), 0
-        for key in self._in_order():
-            if found >= count:
-                break
-            if (slot := resident.get(key)) is not None:
-                if not reads[slot]:
-                    victims.append(key)
-                    found += 1
-            elif (bundle := cold.droppable(key)) is not None and bundle not in bundles:
-                bundles[bundle] = None
-                found += len(bundle.slots)
+        order = self._in_order()
+        while found < count and (first := [*islice(order, min(count - found, 256))]):
+            places = [*map(resident.get, first)]
+            if None not in places and not self._readers[np.asarray(places, np.intp)].any():
+                victims += first
+                found += len(first)
+                continue
+            for key, slot in zip(first, places, strict=True):
+                if found >= count:
+                    break
+                if slot is not None:
+                    if not reads[slot]:
+                        victims.append(key)
+                        found += 1
+                elif (bundle := cold.droppable(key)) is not None and bundle not in bundles:
+                    bundles[bundle] = None
+                    found += len(bundle.slots)
         slots = list(map(resident.pop, victims))
         for bundle in bundles:
             victims += bundle.keys

@@ -303,7 +303,7 @@ class OrderBook:
         promoted. Returns None if nothing can be ordered.
         """
         state = self.stores[store]
-        wanted = [key for key in self.index.missing(dict.fromkeys(keys)) if key in state.index]
+        wanted = state.index.present(self.index.missing(dict.fromkeys(keys)).keys())
         slots = tuple(self.index.reserve_all(wanted)) if wanted else ()
         if not slots:
             return None

@@ -9,6 +9,7 @@ Single-threaded, no locks, O(1) per page.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -45,6 +46,10 @@ class TierIndex:
         """The pages among ``keys`` that cannot be read from this tier, in the same order."""
         return [*filterfalse(self._used.__contains__, keys)]
 
+    def present(self, keys: Collection[PageKey]) -> list[PageKey]:
+        """The pages among ``keys`` that can be read from this tier, in the same order."""
+        return [*filter(self._used.__contains__, keys)]
+
     def unwritten(self, keys: Iterable[PageKey]) -> Iterator[PageKey]:
         """The pages among ``keys`` that should be written, in the same order."""
         return filterfalse(self._used.__contains__, keys)
@@ -69,9 +74,7 @@ class TierIndex:
     def touch(self, keys: Iterable[PageKey]) -> None:
         """Mark pages as used. Skips pages that are not in the tier."""
         used = self._used
-        for key in keys:
-            if key in used:
-                used[key] = True
+        used.update(zip(filter(used.__contains__, keys), repeat(True)))
 
     def was_used(self, key: PageKey) -> bool:
         """True if the page is in the tier and was used since it was last written."""
@@ -103,13 +106,20 @@ class AskedIndex(TierIndex):
         self._until: dict[PageKey, float] = {}  # present or absent, in order of their answers
 
     def __contains__(self, key: PageKey) -> bool:
-        return key in self._used and self._fresh(key)
+        return key in self._used and self._until.get(key, -math.inf) > self._clock()
 
     def absent(self, keys: Collection[PageKey]) -> Collection[PageKey]:
         used = self._used
         if used.keys().isdisjoint(keys):  # the usual case, and a cheap test
             return keys
-        return [key for key in keys if key not in used or not self._fresh(key)]
+        until, now = self._until.get, self._clock()
+        return [key for key in keys if key not in used or until(key, now) <= now]
+
+    def present(self, keys: Collection[PageKey]) -> list[PageKey]:
+        found, until, now = super().present(keys), self._until, self._clock()
+        if min(map(until.__getitem__, found), default=now) > now:  # the usual case
+            return found
+        return [key for key in found if until[key] > now]
 
     def unanswered(self, keys: Collection[PageKey]) -> list[PageKey]:
         if self._until.keys().isdisjoint(keys):  # the usual case, and a cheap test
@@ -131,10 +141,6 @@ class AskedIndex(TierIndex):
     def clear(self) -> None:
         super().clear()
         self._until.clear()
-
-    def _fresh(self, key: PageKey) -> bool:
-        until = self._until.get(key)
-        return until is not None and self._clock() < until
 
     def _answered(self, keys: Collection[PageKey], good_s: float) -> None:
         """Store new answers, and drop the oldest ones beyond ``MOST_ANSWERS``. Expired answers are

@@ -18,6 +18,7 @@ from tiered_kv.connectors.runtime.base import Request
 from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.job_table import Job, JobTable, KnownJobs
+from tiered_kv.connectors.runtime.pages.promotions import PAGES_A_STEP
 from tiered_kv.connectors.runtime.parts import AdmissionGroup, Pages
 from tiered_kv.connectors.runtime.turn import NO_GAP, EndedGap, Turn
 from tiered_kv.keys import PageKey
@@ -525,9 +526,13 @@ class TurnEnds:
 
     def _bring_back(self, until: float) -> None:
         for job, due, pages in self.prefetch.take(until):
-            ordered = self._pages.promotions.promote_ahead(pages, due)
+            late = due <= self._clock()  # others wait for this step
+            first = pages[:PAGES_A_STEP] if late else pages
+            ordered = self._pages.promotions.promote_ahead(first, due)
             self._trace.brought_up(job, ordered)
-            if not ordered and due > self._clock():  # pages may yet leave CPU memory
+            if late and len(first) < len(pages):
+                self.prefetch.expect(job, due, pages[PAGES_A_STEP:])
+            elif not ordered and not late:  # pages may yet leave CPU memory
                 self.prefetch.expect(job, due, pages)
 
     def reset(self) -> None:

@@ -8,13 +8,15 @@ pages that other engines may need. A page is promoted from the fastest tier that
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import filterfalse
 from typing import Any, NamedTuple
 
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import OrderId
 from tiered_kv.pages.order_book import OrderBook
+from tiered_kv.pages.tier_index import TierIndex
 from tiered_kv.tiers import StoreId, TierId
 
 from .lower_tier import LowerTier
@@ -136,28 +138,23 @@ class Tiers(Mapping[StoreId, LowerTier]):
 
     def by_tier(self, keys: Iterable[PageKey]) -> dict[StoreId, list[PageKey]]:
         """Group pages by the fastest responding tier that has them, fastest first."""
-        usable = [(store, tier) for store, tier in self._tiers.items() if tier.answers]
-        split: dict[StoreId, list[PageKey]] = {store: [] for store, _ in usable}
-        for key in keys:
-            for store, tier in usable:
-                if tier.has(key):
-                    split[store].append(key)
-                    break
-        return {store: found for store, found in split.items() if found}
+        split, left = dict[StoreId, list[PageKey]](), list(keys)
+        for store, tier in self._tiers.items():
+            if left and tier.answers and (found := tier.pages.index.present(left)):
+                split[store] = found
+                left = [*filterfalse(set(found).__contains__, left)]
+        return split
 
-    def somewhere(self) -> Callable[[PageKey], bool]:
-        """Return a test whether a page is in CPU memory, moving there, or in a responding tier."""
-        readable, coming = self._book.index.readable, self._book.promoting
-        indices = [tier.pages.index for tier in self._tiers.values() if tier.answers]
+    def somewhere(self) -> Somewhere:
+        """Return a test whether pages are in CPU memory, moving there, or in a responding tier."""
+        coming = self._book.promoting
+        indices = tuple(tier.pages.index for tier in self._tiers.values() if tier.answers)
         silent = {store for store, tier in self._tiers.items() if not tier.answers}
 
         def on_its_way(key: PageKey) -> bool:
             return key in coming and self._book.store_of(coming[key]) not in silent
 
-        def somewhere(key: PageKey) -> bool:
-            return readable(key) or any(key in pages for pages in indices) or on_its_way(key)
-
-        return somewhere
+        return Somewhere(self._book.index.readable, indices, on_its_way)
 
     def give_up(self, orders: Iterable[OrderId]) -> None:
         """Record that no turn waits for these orders any longer."""
@@ -195,13 +192,44 @@ class Tiers(Mapping[StoreId, LowerTier]):
 
 
 @dataclass(frozen=True, slots=True)
+class Somewhere:
+    """Test whether pages are available in any tier; valid until the next change.
+
+    Attributes:
+        readable: True if a page is in CPU memory.
+        indices: pages of the tiers that respond.
+        on_its_way: True if a page is moving to CPU memory.
+    """
+
+    readable: Callable[[PageKey], bool]
+    indices: Sequence[TierIndex]
+    on_its_way: Callable[[PageKey], bool]
+
+    def __call__(self, key: PageKey) -> bool:
+        """True if the page is available."""
+        in_tier = self.readable(key) or any(key in pages for pages in self.indices)
+        return in_tier or self.on_its_way(key)
+
+    def run(self, keys: Sequence[PageKey], start: int, stop: int) -> int:
+        """End of the run of available pages that starts at ``start``, at most ``stop``."""
+        for at in range(start, stop, 256):
+            part = keys[at : min(at + 256, stop)]
+            left: Collection[PageKey] = [*filterfalse(self.readable, part)]
+            for pages in self.indices:
+                left = pages.absent(left) if left else left
+            for key in filterfalse(self.on_its_way, left):
+                return at + part.index(key)
+        return max(start, stop)
+
+
+@dataclass(frozen=True, slots=True)
 class Below:
     """Pages that may be promoted in pieces, in addition to those in CPU memory.
 
     Attributes:
-        somewhere: returns True if a page is available in any tier.
+        somewhere: tells whether pages are available in any tier.
         until: deadline for all of these pages, seconds.
     """
 
-    somewhere: Callable[[PageKey], bool]
+    somewhere: Somewhere
     until: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from tiered_kv.connectors.runtime.base import EngineFacts, Fingerprints, Request
 from tiered_kv.connectors.runtime.turn import GroupPages, Turn, TurnPages
@@ -28,7 +29,7 @@ class Found:
     @property
     def keys(self) -> Iterator[PageKey]:
         """All pages."""
-        return (key for part in self.parts for key in part.keys)
+        return chain.from_iterable(part.keys for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from tiered_kv.connectors.runtime.base import EngineFacts
-from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Tiers
+from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Somewhere, Tiers
 from tiered_kv.connectors.runtime.lower_tiers.lower_tier import LowerTier
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.keys import PageKey
@@ -22,7 +22,7 @@ from tiered_kv.page_group import KvKind
 from tiered_kv.policies.pricing.estimators import PrefillFit
 from tiered_kv.tiers import Knowledge
 
-from .hits import HitFinder, There, run_of
+from .hits import HitFinder
 
 LOOKUPS = 2
 """Number of queries for a turn's pages: one for the first pages, one for the others."""
@@ -142,7 +142,7 @@ class Lookups:
         """Tiers that may be queried, and their groups."""
         return ((tier, tier.store.group) for tier in self._asked if tier.answers)
 
-    def _beginning(self, turn: Turn, vram: int, somewhere: There) -> Iterator[_Question]:
+    def _beginning(self, turn: Turn, vram: int, somewhere: Somewhere) -> Iterator[_Question]:
         """Queries for groups that keep the whole context: pages from the first missing one on."""
         limit = turn.request.num_tokens - 1
         for tier, at in self._answering():
@@ -151,24 +151,23 @@ class Lookups:
                 continue
             size = group.block_size
             stop, end = min(len(keys), limit // size + 1), vram // size
-            while end < stop and somewhere(keys[end]):
-                end += 1
+            end = somewhere.run(keys, end, stop)
             if not tier.pages.index.unanswered(keys[end : min(end + 1, stop)]):
                 continue  # the next page is known to be missing, so later pages are useless
             unknown = keys[end : end + pages_asked(turn.tiers.lookups, stop - end)]
             if unknown:
                 yield _Question(tier, unknown, keys, end * size, (stop - end) * size)
 
-    def _ends(self, turn: Turn, vram: int, somewhere: There) -> Iterator[_Question]:
+    def _ends(self, turn: Turn, vram: int, somewhere: Somewhere) -> Iterator[_Question]:
         """Queries for the other groups: pages at boundaries up to the end of the full groups'
         pages."""
         limit, unit = turn.request.num_tokens - 1, self._facts.hit_tokens
         runs = [
-            run_of(somewhere)(keys := turn.page_keys(at), 0, len(keys)) * group.block_size
+            somewhere.run(keys := turn.page_keys(at), 0, len(keys)) * group.block_size
             for at, group in enumerate(self._facts.groups)
             if group.reach.kind is KvKind.FULL
         ]
-        found = self._finder.find(turn, vram, limit, somewhere, run_of(somewhere))
+        found = self._finder.find(turn, vram, limit, somewhere, somewhere.run)
         had = max(vram, found.tokens if found is not None else 0)
         top = min([limit, *runs]) // unit * unit if runs else 0
         boundaries = [*range(top, had, -unit)][:MOST_BOUNDARIES]

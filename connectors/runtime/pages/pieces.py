@@ -39,6 +39,8 @@ milliseconds."""
 
 PAGES_A_STEP = 2048
 """Number of pages that all restores in pieces together order in a step."""
+TOUCHED_A_STEP = 4096
+"""Number of pages of a restore that count as used in a step."""
 _ID = attrgetter("block_id")
 
 
@@ -125,6 +127,7 @@ class _Restore:
     Attributes:
         until: deadline for all pages, seconds.
         rest: pages not ordered yet.
+        touch: runs not touched yet, and the number of pages of each that are left.
         coming: pieces being promoted, in order.
         lost: blocks whose pages no tier has any more, and all blocks behind them.
         copying: unfinished copies to VRAM of pages in the order of the context; and the tokens that
@@ -137,6 +140,7 @@ class _Restore:
     turn: Turn
     until: float
     rest: _Rest
+    touch: list[tuple[PlacedRun, int]]
     follows: int | None
     tokens: int
     coming: deque[_Piece] = field(default_factory=deque)
@@ -210,12 +214,24 @@ class RestorePieces:
             turn,
             math.inf if until is None else until,
             _Rest(deque(runs)),
+            [(run, len(run.keys)) for run in runs],
             first if self._hashes else None,
             first * self._block_size + tokens,
         )
         self._counters.add("restores_in_pieces", until is not None)
-        for run in reversed(runs):  # none is evicted before its turn
-            self._index.touch(reversed(run.keys))
+        self._touch_some(self._under_way[turn.request_id])
+
+    def _touch_some(self, restore: _Restore) -> None:
+        """Touch some pages that are not ordered yet, the last ones of the context first, so that
+        none is evicted before its turn."""
+        left = TOUCHED_A_STEP
+        while left > 0 and restore.touch:
+            run, stop = restore.touch.pop()
+            start = max(0, stop - left)
+            self._index.touch(run.keys[start:stop][::-1])
+            left -= stop - start
+            if start:
+                restore.touch.append((run, start))
 
     def on_settled(self, done: Settled[LoadOrder]) -> None:
         """Release the slots of a finished order to VRAM, and let the engine find its blocks."""
@@ -237,6 +253,8 @@ class RestorePieces:
         more and some of whose pages failed to arrive."""
         over, now = list[Turn](), self._clock()
         for request_id, restore in list(self._under_way.items()):
+            if restore.touch:
+                self._touch_some(restore)
             self._copy_arrived(restore)
             self._order_more(restore)
             late = restore.unfinished and now >= restore.until

@@ -6,6 +6,7 @@ from the fastest tier that has it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import filterfalse
@@ -19,9 +20,8 @@ from tiered_kv.keys import PageKey
 from tiered_kv.page_group import KvKind
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.policies.pricing.estimators import PrefillFit
-from tiered_kv.tiers import StoreId
 
-from .hits import HitFinder, run_of
+from .hits import HitFinder
 from .lookups import LOOKUPS, Lookups
 
 UNKNOWN_WAIT_S = 10.0
@@ -32,6 +32,8 @@ TURNS_SHARE = 2
 """One slot in this many may be reserved for turns that have arrived. The others serve saves."""
 AHEAD_SHARE = 4
 """One slot in this many may be reserved for promotions that are not due yet."""
+PAGES_A_STEP = 2048
+"""Number of pages whose promotion is ordered in a step, for all turns together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,12 @@ class Promotions:
         self._counters = engine.counters
         self._pool = engine.pool
         self._clock = engine.clock
-        self._unclaimed = 0
+        self._unclaimed = 0  # pages promoted, being promoted or to be promoted for turns
+        self._left = PAGES_A_STEP  # pages whose promotion may still be ordered in this step
+
+    def begin_step(self) -> None:
+        """Start a step."""
+        self._left = PAGES_A_STEP
 
     def _promote(self, turn: Turn, fit: PrefillFit, *, fits: bool) -> None:
         """Order the promotion of the pages that the turn's prompt needs and only a lower tier has.
@@ -128,7 +135,7 @@ class Promotions:
         wanted, behind, tokens = self._find(turn)
         if not wanted:
             return
-        promotion, fresh = self._worth_it(wanted, behind, tokens, fit, last=fits)
+        promotion = self._worth_it(wanted, behind, tokens, fit, last=fits)
         if promotion is None:
             self._counters.add("promotions_refused", fits)
             return
@@ -142,18 +149,27 @@ class Promotions:
                 return
             state.in_pieces = True
             del wanted[max(0, room) :]
-            kept = set(wanted)
-            fresh = {store: [key for key in keys if key in kept] for store, keys in fresh.items()}
-        for store, keys in fresh.items():
-            self._tiers[store].promote(keys, NOW, turn)
+        state.rest = wanted
+        self._unclaimed += len(wanted)
+        self._order_some(turn)
+
+    def _order_some(self, turn: Turn) -> None:
+        """Order the promotion of the turn's next pages, as far as the step allows."""
+        state, now = turn.tiers, self._clock()
+        pages, state.rest = state.rest[: self._left], state.rest[self._left :]
+        self._left -= len(pages)
+        self._unclaimed -= len(pages)
         book, coming = self._book, self._book.promoting
-        claimed = [key for key in wanted if key in coming]
-        orders = {coming[key] for key in claimed}
+        for store, keys in self._tiers.by_tier(filterfalse(coming.__contains__, pages)).items():
+            self._tiers[store].promote(keys, NOW, turn)
+        claimed = [*filter(coming.__contains__, pages)]
+        orders = set(map(coming.__getitem__, claimed))
+        stores = {order: book.store_of(order) for order in orders}
         for order in self._book.expedite(orders, now):
             self._tiers[order.store].expedite(order.order_id)
         state.awaits |= orders
         self._unclaimed += len(set(claimed) - state.keys.keys())
-        state.keys.update((key, book.store_of(coming[key])) for key in claimed)
+        state.keys.update((key, stores[coming[key]]) for key in claimed)
 
     def promote_ahead(self, keys: Sequence[PageKey], due: float) -> int:
         """Order the promotion of the pages of a job between turns, for the time when it is expected
@@ -179,9 +195,8 @@ class Promotions:
 
     def _worth_it(
         self, wanted: list[PageKey], behind: int, tokens: int, fit: PrefillFit, *, last: bool
-    ) -> tuple[PromotionCost | None, dict[StoreId, list[PageKey]]]:
-        """Return the cost of the promotion if it is worth its time, None otherwise, and the pages
-        to order, by tier.
+    ) -> PromotionCost | None:
+        """Return the cost of the promotion if it is worth its time, None otherwise.
 
         ``wanted`` is cut before the first page of a tier that is too slow, until the rest is worth
         promoting.
@@ -191,8 +206,9 @@ class Promotions:
         """
         coming = self._book.promoting
         while wanted:
-            fresh = self._tiers.by_tier(key for key in wanted if key not in coming)
-            involved = set(fresh) | {self._book.store_of(coming[k]) for k in wanted if k in coming}
+            fresh = self._tiers.by_tier(filterfalse(coming.__contains__, wanted))
+            under_way = {coming[key] for key in filter(coming.__contains__, wanted)}
+            involved = fresh.keys() | map(self._book.store_of, under_way)
             # The tiers transfer concurrently.
             seconds = {
                 store: self._tiers[store].promote_seconds(len(fresh.get(store, ())))
@@ -204,7 +220,7 @@ class Promotions:
                 recompute_s=fit.seconds(behind, tokens) if fit.measured else 0.0,
             )
             if promotion.worth_it:
-                return promotion, fresh
+                return promotion
             slowest = max(seconds, key=seconds.__getitem__)
             if last:
                 self._tiers[slowest].refused()
@@ -213,7 +229,7 @@ class Promotions:
             kept = wanted.index(fresh[slowest][0]) if slowest in fresh else 0
             tokens = tokens * kept // len(wanted)
             del wanted[kept:]
-        return None, {}
+        return None
 
     def _find(self, turn: Turn) -> tuple[list[PageKey], int, int]:
         """Pages to promote for the turn, in order, the prompt tokens before them, and the number of
@@ -223,15 +239,15 @@ class Promotions:
         """
         index, limit = self._index, turn.request.num_tokens - 1
         start, somewhere = self.in_vram(turn, limit), self._tiers.somewhere()
-        found = self._finder.find(turn, start, limit, somewhere, run_of(somewhere))
+        found = self._finder.find(turn, start, limit, somewhere, somewhere.run)
         keys = turn.page_keys()
         used = list(keys[: start // self._facts.block_size])
         used += found.keys if found is not None else ()
         self._touch(used)
-        index.touch(reversed(used))  # so that promoted pages do not evict them
         wanted = [*filterfalse(index.readable, found.keys)] if found is not None else []
         if found is None or not wanted:
             return [], 0, 0
+        index.touch(reversed(used))  # so that promoted pages do not evict them
         here = self._finder.find(turn, start, limit, index.readable, index.readable_prefix)
         behind = here.tokens if here is not None else start
         return wanted, behind, found.tokens - behind
@@ -303,9 +319,11 @@ class Promotions:
         if not self._tiers:  # first, because this runs for every waiting request
             return False
         state, now, has_room = turn.tiers, self._clock(), fits()
-        awaited = bool(state.awaits)
+        awaited = bool(state.awaits or state.rest)
         self._look_at_awaited(turn, now)
-        if not state.awaits:
+        if state.rest and self._left:
+            self._order_some(turn)
+        if not state.awaits and not state.rest:
             state.asking = False
             left_s = state.left_s(now)
             if left_s is not None and left_s <= 0:
@@ -314,7 +332,7 @@ class Promotions:
                 self._promote(turn, fit, fits=has_room)
         if has_room and state.wait_until is None and state.longest_wait_s is not None:
             state.wait_until = now + state.longest_wait_s
-        return has_room and bool(state.awaits or state.behind)
+        return has_room and bool(state.awaits or state.rest or state.behind)
 
     def in_pieces(self, turn: Turn) -> Below | None:
         """Pages that may be promoted in pieces for a turn, in addition to those already promoted;
@@ -339,21 +357,14 @@ class Promotions:
         hit, came_up, there = turn.restore.hit, turn.tiers.keys, self._index.readable
         if hit is None or not self._tiers:
             return TokensBelow(0, 0)
-        from_tiers = [key for key in hit.keys if key in came_up or not there(key)]
-        shared = sum(self._is_shared(came_up.get(key), key) for key in from_tiers)
+        pages = Counter(map(came_up.get, hit.keys))
+        del pages[None]
+        in_pieces = [*filterfalse(came_up.__contains__, filterfalse(there, hit.keys))]
+        for store, keys in self._tiers.by_tier(in_pieces).items():
+            pages[store] += len(keys)
+        shared = sum(n for store, n in pages.items() if store and self._tiers[store].spec.shared)
         size = self._facts.block_size
-        return TokensBelow((len(from_tiers) - shared) * size, shared * size)
-
-    def _is_shared(self, store: StoreId | None, key: PageKey) -> bool:
-        """True if a page comes from a tier shared between engines.
-
-        Args:
-            store: source of the page; None if it is to be promoted in pieces.
-        """
-        if store is None:
-            having = (one for one, tier in self._tiers.items() if tier.has(key))
-            store = next(having, None)
-        return store is not None and self._tiers[store].spec.shared
+        return TokensBelow((pages.total() - shared) * size, shared * size)
 
     def _worth_a_look(self, turn: Turn, now: float, *, fits: bool) -> bool:
         """True if pages should be searched: on the first call, at intervals, once VRAM has space,
@@ -366,34 +377,41 @@ class Promotions:
     def _hold(self, turn: Turn) -> None:
         """Protect the pages promoted for a turn from eviction until it claims them."""
         held = turn.tiers.held
-        for key in filter(self._index.readable, turn.tiers.keys):
-            if key not in held:
-                held[key] = self._index.acquire(key)
+        arrived = filterfalse(held.__contains__, filter(self._index.readable, turn.tiers.keys))
+        keys = [*arrived]
+        held.update(zip(keys, self._index.acquire_all(keys), strict=True))
 
     def _of_others(self, turn: Turn) -> int:
         """Number of pages promoted, or being promoted, for other turns."""
-        return self._unclaimed - len(turn.tiers.keys)
+        return self._unclaimed - len(turn.tiers.keys) - len(turn.tiers.rest)
 
     def _look_at_awaited(self, turn: Turn, now: float) -> None:
         state = turn.tiers
-        if not state.awaits:
+        if not state.awaits and not state.rest:
             return
         under_way = {order for order in state.awaits if self._book.under_way(order)}
         if len(under_way) < len(state.awaits):
             state.awaits = under_way
             self._hold(turn)
         until = state.answers_until if state.asking else state.wait_until
-        if state.awaits and until is not None and now >= until:
+        if (state.awaits or state.rest) and until is not None and now >= until:
             self._counters.add("lookups_overdue" if state.asking else "promotions_overdue")
             self._tiers.give_up(state.awaits)
             state.awaits.clear()
+            self._drop_rest(turn)
             if state.asking:  # it has waited enough: do not query a late store again
                 state.lookups, state.ends_asked = LOOKUPS, True
+
+    def _drop_rest(self, turn: Turn) -> None:
+        """Promote no further pages for the turn."""
+        self._unclaimed -= len(turn.tiers.rest)
+        turn.tiers.rest = ()
 
     def stop_all_waits(self, turns: Iterable[Turn]) -> None:
         """Let no turn wait for pages any longer."""
         for turn in turns:
             turn.tiers.awaits.clear()
+            self._drop_rest(turn)
             turn.tiers.behind, turn.tiers.in_pieces = 0, False
             turn.tiers.wait_until = self._clock()
 
@@ -403,8 +421,9 @@ class Promotions:
         if turn.tiers.waits_since is not None:
             turn.tiers.waited_s += self._clock() - turn.tiers.waits_since
             turn.tiers.waits_since = None
-        self._index.release_all([*held], [*held.values()])
+        self._index.release_all([*held], [*held.values()], used=False)  # its restore uses them
         held.clear()
+        self._drop_rest(turn)
         self._unclaimed -= len(turn.tiers.keys)
         turn.tiers.keys.clear()
         turn.tiers.awaits.clear()

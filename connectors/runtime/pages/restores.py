@@ -167,7 +167,7 @@ class Restores:
         there: There = index.readable
         run: Run = index.readable_prefix
         if below is not None:
-            there, run = below.somewhere, run_of(below.somewhere)
+            there, run = below.somewhere, below.somewhere.run
         found = self._finder.find(turn, num_computed, limit, there, run)
         if found is not None and (usable := self.policy.usable(found.tokens)) < found.tokens:
             found = self._finder.find(turn, num_computed, usable, there, run)

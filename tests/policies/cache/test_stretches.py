@@ -76,7 +76,7 @@ def test_a_job_that_is_over_leaves_no_context() -> None:
     order = Order(one="abcde", other="abcxy")
     order.on_job_ended("one")
     assert sorted("".join(order.said("abcdexy"))) == sorted("abcxy")
-    order.on_forecast_lost("other")
+    order.on_job_ended("other")
     assert order.said("abcdexy") == []
 
 
