@@ -109,11 +109,9 @@ class AskedIndex(TierIndex):
         return key in self._used and self._until.get(key, -math.inf) > self._clock()
 
     def absent(self, keys: Collection[PageKey]) -> Collection[PageKey]:
-        used = self._used
-        if used.keys().isdisjoint(keys):  # the usual case, and a cheap test
+        if self._used.keys().isdisjoint(keys):  # the usual case, and a cheap test
             return keys
-        until, now = self._until.get, self._clock()
-        return [key for key in keys if key not in used or until(key, now) <= now]
+        return [*filterfalse(set(self.present(keys)).__contains__, keys)]
 
     def present(self, keys: Collection[PageKey]) -> list[PageKey]:
         found, until, now = super().present(keys), self._until, self._clock()
