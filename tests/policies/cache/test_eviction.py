@@ -169,6 +169,29 @@ def test_a_next_turn_takes_the_place_of_the_last() -> None:
     assert pool.ranked() == [B, C, A], "the history was rewritten: B is nobody's"
 
 
+def test_a_context_that_lost_its_forecast_goes_like_pages_of_no_job() -> None:
+    """A running turn has it in VRAM: it was used then, and half its worth is gone every half
+    minute."""
+    pool = Pool(A, B, C, D)
+    pool.waits("running", [A, B], SOON)
+    pool.waits("soon", [C], SOON)
+    pool.order.on_forecast_lost("running")
+    assert pool.order.waiting_job(A) is None
+    assert pool.order.return_chance(A, math.inf) == 0.0
+    pool.now += 1.0
+    pool.order.touched(D)
+    assert pool.ranked() == [B, A, D, C], "D was used later"
+    pool.waits("running", [A, B], SOON)
+    assert pool.ranked()[:1] == [D], "nobody waits for it, and the job waits again"
+
+
+def test_a_context_without_a_forecast_is_kept_as_one() -> None:
+    pool = Pool(A, B, C)
+    pool.waits("job", [A, B], SOON)
+    pool.order.on_forecast_lost("job")
+    assert pool.order.context("job") == [A, B], "its next turn need not name these pages anew"
+
+
 def test_what_only_a_job_that_is_over_had_goes_first() -> None:
     pool = Pool(A, B, C)
     pool.waits("over", [A], SOON)

@@ -15,9 +15,10 @@ from tests.runtime.stories.test_tiers import CONTEXT, push_out
 from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.lower_tiers.demotion import FIRST_PAUSE_S
 from tiered_kv.connectors.runtime.lower_tiers.lower_tier import LowerTier
+from tiered_kv.connectors.runtime.pages import promotions
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
-from tiered_kv.messages import Reports, StoredPages
+from tiered_kv.messages import Orders, Reports, StoredPages
 from tiered_kv.orders import DemoteOrder, OrderId
 from tiered_kv.pages.order_book import Settled
 from tiered_kv.policies.base import Decision, Tier
@@ -167,6 +168,32 @@ def test_a_turn_that_waits_for_its_pages_delays_no_other(rig: Rig, gate: Gate) -
     rig.run()
     assert rig.outputs["again"] == expected(CONTEXT, 4)
     assert rig.count("prompt_tokens_ssd") >= 256
+    rig.check_clean()
+
+
+def test_a_long_context_is_promoted_over_several_steps(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(promotions, "PAGES_A_STEP", 3)
+    rig.ask("first", CONTEXT)
+    push_out(rig)
+    before = rig.count("prompt_tokens_ssd")
+    start, ordered = rig.worker_half.start, list[int]()
+
+    def started(orders: Orders) -> None:
+        of_tiers = orders.stores.values()
+        ordered.append(sum(len(one.keys) for tier in of_tiers for one in tier.promotes))
+        start(orders)
+
+    rig.worker_half.start = started
+    rig.add("again", CONTEXT)
+    rig.add("twin", CONTEXT[:-1])
+    rig.run()
+    assert rig.outputs["again"] == expected(CONTEXT, 4)
+    assert rig.outputs["twin"] == expected(CONTEXT[:-1], 4)
+    assert max(ordered) == 3, "for both together"
+    assert sum(ordered) >= 18
+    assert rig.count("prompt_tokens_ssd") - before >= 288
     rig.check_clean()
 
 
