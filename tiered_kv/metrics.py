@@ -104,6 +104,8 @@ COUNTERS: Mapping[str, str] = {
     "pins_refused": "Pins refused or reduced because the pin budget was exhausted.",
     "hints_ignored": "Invalid hints from clients.",
     "jobs_inferred": "Jobs inferred from requests without a job id.",
+    "turns_unnamed": "Turns whose request named no job.",
+    "ids_carried": "Turns whose ids the middleware took from headers and body fields.",
     "snapshots_taken": "Snapshots created.",
     "snapshots_restored": "Snapshots restored.",
     "jobs_forked": "Jobs created as forks of others.",

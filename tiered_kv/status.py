@@ -309,6 +309,7 @@ class JobStatus(JsonObject):
         began: time at which its first turn arrived.
         since: time at which its gap started, or at which the first of its live turns arrived.
         forecast: quantiles of its open gap; None without a forecast.
+        session, agent, parent: as in the trace (``tiered_kv.trace.turn_record``).
     """
 
     id: str
@@ -323,6 +324,9 @@ class JobStatus(JsonObject):
     kv: JobKv
     forecast: Quantiles | None
     decision: JobDecision | None
+    session: str | None = None
+    agent: str | None = None
+    parent: str | None = None
     unneeded: ClassVar[Mapping[str, Any]] = {"salted": False, "began": None}
 
     @property

@@ -9,6 +9,7 @@ inferred jobs are adopted at startup, except those with a salt, which may be a s
 from __future__ import annotations
 
 import logging
+import re
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from itertools import count, islice
 from operator import attrgetter
 
 from tiered_kv.policies.base import Decision, JobKey
+from tiered_kv.policies.jobs.identity import NOBODY, Identity
 from tiered_kv.policies.jobs.lineage import Lineage
 from tiered_kv.storage.notebook import Fact, NoNotebook
 
@@ -41,6 +43,7 @@ class Job:
         running: ids of its unfinished requests.
         over: True if the client declared the running turns to be the last ones.
         decided: decision for its last finished gap, without the forecast; None before.
+        who: its session, agent and parent, as its last turn named them.
     """
 
     key: JobKey
@@ -51,6 +54,7 @@ class Job:
     running: set[str] = field(default_factory=set)
     over: bool = False
     decided: Decision | None = None
+    who: Identity = NOBODY
 
 
 class JobTable:
@@ -152,6 +156,35 @@ class JobTable:
                 del self._salted[job.key.name]
         self.on_forgotten(job.key)
 
+
+class Responses:
+    """Jobs by the response that their next turn may continue (``previous_response_id``). One
+    thread.
+
+    A response is continued once: a second request after it is a fork, and thus another job.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: OrderedDict[tuple[str, str], JobKey] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def answered(self, key: JobKey, request_id: str) -> None:
+        """Record the response of a job's turn. Requests of other endpoints have no response."""
+        response = _RESPONSE.match(request_id)
+        if response is None:
+            return
+        self._jobs[key.salt, response[0]] = key
+        if len(self._jobs) > MAX_JOBS:
+            self._jobs.popitem(last=False)
+
+    def take(self, salt: str, response: str) -> JobKey | None:
+        """The job that a response belongs to; None if it is unknown."""
+        return self._jobs.pop((salt, response), None)
+
+
+_RESPONSE = re.compile(r"resp_[0-9A-Za-z]{1,64}")
 
 logger = logging.getLogger(__name__)
 

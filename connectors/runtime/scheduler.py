@@ -170,6 +170,8 @@ class SchedulerHalf:
 
     def _start_turn(self, request: Request, hints: TurnHints, arrived_at: float) -> Turn:
         self.counters.add("hints_ignored", hints.ignored)
+        self.counters.add("turns_unnamed", hints.job_id is None)
+        self.counters.add("ids_carried", hints.who.carried)
         found = self.gaps.manager.on_arrived(request, hints)
         shared = found.gap.shared_blocks * self.facts.hash_tokens * request.reads_cache
         before = self.pages.order.context(found.job.key) if shared and found.job else ()

@@ -35,7 +35,12 @@ from tiered_kv.connectors.runtime.steps.step_trace import StepTrace
 from tiered_kv.connectors.runtime.tool_reader import NoTools, ToolCalls, ToolReader
 from tiered_kv.connectors.runtime.worker.speed_probe import prefill_work
 from tiered_kv.connectors.runtime.worker.worker import WorkerHalf
-from tiered_kv.connectors.vllm.requests.vllm_request import VllmRequest, hints_of, request_maker
+from tiered_kv.connectors.vllm.requests.vllm_request import (
+    UnreadIds,
+    VllmRequest,
+    hints_of,
+    request_maker,
+)
 from tiered_kv.messages import Orders
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies import registry
@@ -91,6 +96,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self._has_states = facts.has_states
         self._positions: dict[int, int] = {}
         self._step_trace: StepTrace | None = None
+        self._unread_ids = UnreadIds(os.environ)
         self._introduced = False
         if role is KVConnectorRole.SCHEDULER:
             install()  # needed if the module is named without the plugin
@@ -212,7 +218,9 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
             # Refused: the server rejected it, or the engine is paused. vLLM only passes it so that
             # a connector can free resources. Its job is still between turns.
             return
-        self._scheduler.on_arrived(VllmRequest(request), hints_of(request))
+        hints = hints_of(request)
+        self._unread_ids.look(hints)
+        self._scheduler.on_arrived(VllmRequest(request), hints)
 
     @never_raises(lambda self: (0, False))
     def get_num_new_matched_tokens(

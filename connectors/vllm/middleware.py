@@ -1,11 +1,12 @@
-"""Middleware that moves job hints from a request's body to where the connector reads them.
+"""Middleware that carries clients' ids and hints to where the connector reads them.
 
     --middleware tiered_kv.connectors.vllm.middleware.JobMiddleware
 
-Continuum's clients name jobs at the top level of the body. Claude Code and Codex name their session
-in other fields. vLLM drops all of these silently. This middleware moves them into
-``kv_transfer_params`` before vLLM reads the body, without validating them. Everything else passes
-through unchanged, so streamed answers stay streams.
+Claude Code, Codex, OpenCode and others name their session, their agent and its parent in headers
+and body fields (``tiered_kv.policies.jobs.identity`` has the table). Continuum's clients put hints
+at the top level of the body. vLLM drops all of these silently. This middleware adds them to
+``kv_transfer_params`` before vLLM reads the body. It changes nothing else, so streamed answers stay
+streams, and it never sets a cache salt.
 
 Without it, vLLM 0.30 to 0.33 keeps ``kv_transfer_params`` and ``vllm_xargs`` on all four paths, the
 header ``X-Session-ID`` too, and a top-level ``session_id`` on all paths except ``/v1/messages``.
@@ -14,28 +15,42 @@ header ``X-Session-ID`` too, and a top-level ``session_id`` on all paths except 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any
+
+import msgspec
+
+from tiered_kv.policies.jobs.identity import (
+    BODY_FIELDS,
+    CLIENT,
+    HEADERS,
+    SYSTEM,
+    claim,
+)
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES, MESSAGES})
 """Paths on which vLLM accepts ``kv_transfer_params``."""
 NAMES = ("job_id", "is_last_step", "tool_name", "tool_command", "expected_tool_s")
-"""Names of moved hints, which ``tiered_kv.policies.jobs.hints`` reads."""
+"""Names of top-level hints, which ``tiered_kv.policies.jobs.hints`` reads."""
+PARAMS, SESSION = "kv_transfer_params", "session_id"
 MAX_BODY_BYTES = 16 << 20
 """Maximum size of a body that is changed: a few million tokens, or many images."""
-MAX_USER_ID_CHARS = 4096
-"""Maximum length of a user id that is parsed. Claude Code's has about 250 characters."""
 
-_SESSION_FIELDS = {MESSAGES: ("session_id", "metadata"), RESPONSES: ("prompt_cache_key",)}
-"""Session fields that vLLM does not know, by path."""
-_MARKS = {
-    path: tuple(f'"{name}"'.encode() for name in (*NAMES, *_SESSION_FIELDS.get(path, ())))
-    for path in PATHS
-}
-_UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
-_OLDER_USER_ID = re.compile(rf"user_\w*_session_({_UUID.pattern})", re.IGNORECASE)
+_START_BYTES = 512
+"""Length of the start of a system prompt that is read."""
+_HEADERS = {name.encode(): name for name in HEADERS}
+_PLAIN = (*NAMES, SESSION, *sorted(BODY_FIELDS - {SYSTEM}))
+
+# Skips all other fields, and so reads a body several times faster than ``json``.
+_Body = msgspec.defstruct(
+    "_Body",
+    [
+        *((name, Any, None) for name in _PLAIN),
+        *((name, msgspec.Raw, msgspec.Raw()) for name in (SYSTEM, PARAMS)),
+    ],
+)
+_decode = msgspec.json.Decoder(_Body).decode
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -56,65 +71,89 @@ class JobMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (path := _asked(scope)) is not None:
-            scope, receive = await _with_hints_moved(scope, receive, path)
+            scope, receive = await _with_ids(scope, receive, path)
         await self._app(scope, receive, send)
 
 
-def move_hints(body: bytes, path: str) -> bytes:
-    """Move the hints at the top level of a JSON object into ``kv_transfer_params``, together with
-    the client's session name as ``session_id``.
+def carry(body: bytes, path: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
+    """Add the ids of a request and the hints at the top level of its body to
+    ``kv_transfer_params``.
 
-    Hints that are already there take precedence. A body without hints, or one that vLLM would
+    What is already there takes precedence. A body without ids and hints, or one that vLLM would
     reject, is returned unchanged. Never raises.
 
     Args:
         path: the request's path, one of ``PATHS``.
+        headers: names in lower case, and values.
     """
-    if not any(mark in body for mark in _MARKS[path]):
+    told = {_HEADERS[name]: value.decode("latin-1") for name, value in headers if name in _HEADERS}
+    request = _read(body)
+    if request is None:
         return body
+    new = {name: request[name] for name in NAMES if name in request}
+    if path == MESSAGES and SESSION in request:  # vLLM reads it on the other paths
+        new[SESSION] = request[SESSION]
+    if told or not BODY_FIELDS.isdisjoint(request):
+        stated = claim(told, request)
+        if stated.ids:
+            new[CLIENT] = stated.ids
+        if stated.last:
+            new.setdefault("is_last_step", True)
+    if not new:
+        return body
+    return _merged(body, new) if PARAMS in request else _spliced(body, new)
+
+
+def _read(body: bytes) -> dict[str, Any] | None:
+    """The fields of a body that are read here and are not null; None if it is not a JSON object."""
+    try:
+        found = _decode(body)
+    except msgspec.DecodeError:
+        return _read_slowly(body)
+    except (UnicodeDecodeError, RecursionError):
+        return None
+    request = {name: value for name in _PLAIN if (value := getattr(found, name)) is not None}
+    for name in (SYSTEM, PARAMS):
+        if start := bytes(memoryview(getattr(found, name))[:_START_BYTES]):
+            request[name] = start.decode("latin-1")
+    return request
+
+
+def _read_slowly(body: bytes) -> dict[str, Any] | None:
+    """The same for bodies that vLLM accepts and ``msgspec`` does not: with NaN, or with half of an
+    emoji, as clients send that cut texts."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    request = {name: found[name] for name in _PLAIN if found.get(name) is not None}
+    raw = {
+        name: json.dumps(found[name])[:_START_BYTES] for name in (SYSTEM, PARAMS) if name in found
+    }
+    return request | raw
+
+
+def _spliced(body: bytes, new: Mapping[str, Any]) -> bytes:
+    """A body without parameters, with these. It is not parsed again."""
+    rest = body[body.index(b"{") + 1 :]
+    if rest.lstrip().startswith(b"}"):  # no request of vLLM's is empty
+        return body
+    return json.dumps({PARAMS: new})[:-1].encode() + b"," + rest
+
+
+def _merged(body: bytes, new: Mapping[str, Any]) -> bytes:
+    """A body with parameters, with these added."""
     try:
         request = json.loads(body)
-        if not isinstance(request, dict):
-            return body
-        hints = {name: request.pop(name) for name in NAMES if name in request}
-        if (session := _session(request, path)) is not None:
-            hints["session_id"] = session
-        params = request.get("kv_transfer_params")
-        if params is None:
-            params = {}
-        if not hints or not isinstance(params, dict):
-            return body
-        new = {name: value for name, value in hints.items() if params.get(name) is None}
-        return json.dumps({**request, "kv_transfer_params": {**params, **new}}).encode()
     except (ValueError, RecursionError):
         return body
-
-
-def _session(request: Mapping[str, Any], path: str) -> Any:
-    """Session that a body names; None if it names none, or if vLLM itself reads it."""
-    if path == MESSAGES:
-        session = request.get("session_id")
-        return session if session is not None else _of_claude_code(request.get("metadata"))
-    if path == RESPONSES:
-        key = request.get("prompt_cache_key")
-        # Codex sends its session. Other clients name something that many conversations share.
-        return key if isinstance(key, str) and _UUID.fullmatch(key) else None
-    return None
-
-
-def _of_claude_code(metadata: Any) -> Any:
-    """Session in ``metadata.user_id``: a JSON object with ``session_id``, or (before 2.1.78) a name
-    that ends in it. None for other clients, which name a user there."""
-    user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
-    if not isinstance(user_id, str) or len(user_id) > MAX_USER_ID_CHARS:
-        return None
-    if older := _OLDER_USER_ID.fullmatch(user_id):
-        return older[1]
-    try:
-        found = json.loads(user_id)
-    except (ValueError, RecursionError):
-        return None
-    return found.get("session_id") if isinstance(found, dict) else None
+    params = request[PARAMS] if request[PARAMS] is not None else {}
+    if not isinstance(params, dict):
+        return body
+    added = {name: value for name, value in new.items() if params.get(name) is None}
+    return json.dumps({**request, PARAMS: {**params, **added}}).encode()
 
 
 def _asked(scope: Scope) -> str | None:
@@ -125,7 +164,7 @@ def _asked(scope: Scope) -> str | None:
     return path if path in PATHS else None
 
 
-async def _with_hints_moved(scope: Scope, receive: Receive, path: str) -> tuple[Scope, Receive]:
+async def _with_ids(scope: Scope, receive: Receive, path: str) -> tuple[Scope, Receive]:
     """Read the body, and change it if needed. Returns what the application receives."""
     messages = [await receive()]
     size = len(messages[0].get("body", b""))
@@ -135,10 +174,10 @@ async def _with_hints_moved(scope: Scope, receive: Receive, path: str) -> tuple[
     whole = messages[-1]["type"] == "http.request" and not messages[-1].get("more_body", False)
     if whole and size <= MAX_BODY_BYTES:
         body = b"".join(message.get("body", b"") for message in messages)
-        moved = move_hints(body, path)
-        if moved is not body:
-            messages = [{"type": "http.request", "body": moved, "more_body": False}]
-            scope = {**scope, "headers": _resized(scope["headers"], len(moved))}
+        changed = carry(body, path, scope["headers"])
+        if changed is not body:
+            messages = [{"type": "http.request", "body": changed, "more_body": False}]
+            scope = {**scope, "headers": _resized(scope["headers"], len(changed))}
     left = iter(messages)
 
     async def receive_again() -> Message:

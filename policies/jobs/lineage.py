@@ -26,7 +26,7 @@ from itertools import islice
 
 from tiered_kv.policies.base import JobKey
 
-from .hints import INFERRED_PREFIX
+from .identity import INFERRED_PREFIX
 
 TOLERANCE = 4
 """Number of tokens at the end of a prompt that the next prompt may lack. Chat templates end a

@@ -44,10 +44,32 @@ def asked(page: str) -> dict[str, Finding]:
 def test_a_server_at_work_is_well() -> None:
     found = asked(metrics(**BUSY))
     assert verdicts(found.values()) == dict.fromkeys(
-        ("server", "connector", "tiers", "cold pages", "failures"), "ok"
+        ("server", "connector", "tiers", "cold pages", "failures", "ids"), "ok"
     )
     assert "50% was in VRAM, 30% came from CPU memory, 20% was computed" in found["connector"].seen
     assert found["tiers"].seen.startswith("800 pages in 1,000 slots")
+
+
+@pytest.mark.parametrize(
+    ("counts", "routes", "verdict"),
+    [
+        ({"turns_unnamed": 7}, False, "warn"),
+        ({"turns_unnamed": 7}, True, "ok"),
+        ({"turns_unnamed": 7, "ids_carried": 33}, False, "ok"),
+        ({"turns_unnamed": 0}, False, "ok"),
+    ],
+)
+def test_ids_that_nothing_reads_are_reported(
+    counts: dict[str, int], routes: bool, verdict: str
+) -> None:
+    """The middleware comes with the routes, or with a flag, which shows once it has read an id."""
+    pages = {"/health": text(""), "/metrics": text(metrics(**BUSY, **counts))}
+    if routes:
+        pages["/tiered_kv/status"] = text("{}")
+    with serve(pages) as url:
+        found = by_check(check_server(url))["ids"]
+    assert found.seen.startswith(f"{counts['turns_unnamed']} requests named no job")
+    assert verdicts([found]) == {"ids": verdict}
 
 
 def test_observe_mode_is_reported() -> None:

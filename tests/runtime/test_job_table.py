@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tiered_kv.connectors.runtime import job_table as jobs
-from tiered_kv.connectors.runtime.job_table import JobTable
+from tiered_kv.connectors.runtime.job_table import JobTable, Responses
 from tiered_kv.policies.base import JobKey
 
 KEY = JobKey("salt", "job")
@@ -108,3 +108,31 @@ def test_jobs_that_come_and_go_at_random_are_listed_in_the_order_in_which_they_c
         after, most = chance.randrange(at + 2), chance.randrange(1, 9)
         assert table.after(after, most) == [job for job in alive if job.number > after][:most]
     assert len(alive) > 100
+
+
+# -- responses that are continued -----------------------------------------------------------
+
+
+def test_a_response_leads_to_its_job_once() -> None:
+    """A second request after it is a fork, which is another job."""
+    responses = Responses()
+    responses.answered(KEY, "resp_4f0c-1a2b3c4d")
+    assert responses.take("other salt", "resp_4f0c") is None
+    assert responses.take(KEY.salt, "resp_4f0c") == KEY
+    assert responses.take(KEY.salt, "resp_4f0c") is None
+
+
+def test_requests_of_other_endpoints_have_no_response() -> None:
+    responses = Responses()
+    responses.answered(KEY, "chatcmpl-4f0c-1a2b3c4d")
+    assert len(responses) == 0
+
+
+def test_the_oldest_responses_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "MAX_JOBS", 3)
+    responses = Responses()
+    for number in range(10):
+        responses.answered(KEY, f"resp_{number}-1a2b3c4d")
+        assert len(responses) <= 3
+    assert responses.take(KEY.salt, "resp_6") is None
+    assert responses.take(KEY.salt, "resp_9") == KEY

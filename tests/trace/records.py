@@ -66,6 +66,9 @@ words = st.sampled_from(["", "pin", "store", "uncertain"]) | texts
 records = st.builds(
     TurnRecord,
     job=st.none() | texts,
+    session=st.none() | texts,
+    agent=st.none() | texts,
+    parent=st.none() | texts,
     client=st.sampled_from(["", "0123abcd"]),
     replica=st.integers(0, 1000),
     turn=counts,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.conftest import MakeRig
+from tiered_kv.connectors.vllm.requests import vllm_request
 from tiered_kv.errors import ConfigError
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.trace.trace_reader import TraceReader
@@ -35,6 +36,42 @@ def test_bad_hints_are_counted_and_ignored(make_rig: MakeRig) -> None:
     rig.now += 10
     rig.ask("tick", text(1, seed=99))
     rig.check_clean()
+
+
+FROM_THE_CLIENT = {"client": {"session": "S"}}
+
+
+@pytest.mark.parametrize(
+    ("plugins", "ids", "said"),
+    [
+        (None, {}, True),
+        ("other", {}, True),
+        ("tiered_kv", {}, False),
+        ("other,tiered_kv", {}, False),
+        (None, FROM_THE_CLIENT, False),
+        (None, {"job_id": "j"}, False),
+    ],
+)
+def test_the_log_says_once_that_ids_in_headers_would_not_be_read(
+    make_rig: MakeRig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    plugins: str | None,
+    ids: dict[str, Any],
+    said: bool,
+) -> None:
+    """The engine sees no headers, but that nothing came through the middleware."""
+    monkeypatch.setattr(vllm_request, "UNNAMED", 3)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if plugins is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    rig = make_rig()
+    with caplog.at_level("INFO", vllm_request.__name__):
+        for number in range(8):
+            rig.ask(f"r{number}", text(40, seed=number), params=ids)
+    found = [one for one in caplog.messages if "middleware" in one]
+    assert len(found) == said
+    assert not said or found[0].startswith("3 requests named no job")
 
 
 @pytest.mark.parametrize(

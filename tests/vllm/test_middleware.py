@@ -22,11 +22,13 @@ from tiered_kv.connectors.vllm.middleware import (
     Receive,
     Scope,
     Send,
-    move_hints,
+    carry,
 )
-from tiered_kv.policies.jobs.hints import TurnHints, read_hints
+from tiered_kv.policies.jobs.hints import read_hints
+from tiered_kv.policies.jobs.identity import HEADERS
 
 CHAT = "/v1/chat/completions"
+Headers = Sequence[tuple[bytes, bytes]]
 DISCONNECT: Message = {"type": "http.disconnect"}
 
 
@@ -98,10 +100,10 @@ def serve(messages: Sequence[Message], **scope: Any) -> tuple[Toy, list[Message]
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", RESPONSES, MESSAGES])
 def test_a_job_named_at_the_top_is_named_to_the_connector(path: str) -> None:
-    body = json.dumps({"model": "m", "job_id": "swe-1", "is_last_step": False}).encode()
-    toy, _ = serve(chunked(body), path=path)
+    said = {"model": "m", "job_id": "swe-1", "is_last_step": False}
+    toy, _ = serve(chunked(json.dumps(said).encode()), path=path)
     assert json.loads(toy.body) == {
-        "model": "m",
+        **said,
         "kv_transfer_params": {"job_id": "swe-1", "is_last_step": False},
     }
     assert toy.content_length == len(toy.body)
@@ -110,9 +112,9 @@ def test_a_job_named_at_the_top_is_named_to_the_connector(path: str) -> None:
 def test_all_that_read_hints_knows_is_moved() -> None:
     values = ["j", True, "bash", "make", 3.5]
     body = json.dumps(dict(zip(NAMES, values, strict=True))).encode()
-    moved = json.loads(move_hints(body, CHAT))
+    moved = json.loads(carry(body, CHAT))
     hints = read_hints(moved["kv_transfer_params"])
-    assert hints == TurnHints("j", True, "bash", "make", 3.5, ignored=0)
+    assert hints[:6] == ("j", True, "bash", "make", 3.5, 0)
 
 
 def test_what_is_in_the_parameters_already_wins() -> None:
@@ -122,13 +124,11 @@ def test_what_is_in_the_parameters_already_wins() -> None:
         "tool_name": "bash",
         "kv_transfer_params": {"job_id": "inner", "tool_name": None, "other": [1]},
     }
-    assert json.loads(move_hints(json.dumps(request).encode(), CHAT)) == {
-        "kv_transfer_params": {
-            "job_id": "inner",
-            "tool_name": "bash",
-            "other": [1],
-            "is_last_step": True,
-        }
+    assert json.loads(carry(json.dumps(request).encode(), CHAT))["kv_transfer_params"] == {
+        "job_id": "inner",
+        "tool_name": "bash",
+        "other": [1],
+        "is_last_step": True,
     }
 
 
@@ -145,86 +145,76 @@ def test_a_server_behind_a_path_is_the_same_server() -> None:
         assert toy.body != body
 
 
-# -- sessions that vLLM does not take for one ----------------------------------------
+# -- ids that vLLM drops ---------------------------------------------------------------
 
 SESSION = "0199c7a4-5b7e-7d31-a7c2-3f1f0c6d2b11"
 CLAUDE_CODE = json.dumps({"device_id": "d" * 64, "account_uuid": "", "session_id": SESSION})
-OLDER_CLAUDE_CODE = f"user_{'d' * 64}_account__session_{SESSION}"
 
 
-def session(path: str, **body: Any) -> object:
-    """The session that the connector finds in the parameters of such a request."""
+def params(path: str, headers: Headers = (), **body: Any) -> dict[str, Any]:
+    """The parameters that reach vLLM with such a request."""
     asked = json.dumps({"model": "m", **body}).encode()
-    toy, _ = serve(chunked(asked), path=path)
+    sent = [(b"host", b"h"), (b"content-length", str(len(asked)).encode()), *headers]
+    toy, _ = serve(chunked(asked), path=path, headers=sent)
     got = json.loads(toy.body)
     kept = {name: got.get(name) for name in body if name != "kv_transfer_params"}
     assert kept == {name: body[name] for name in kept}, "vLLM still gets what it may want itself"
-    return (got.get("kv_transfer_params") or {}).get("session_id")
+    found = got.get("kv_transfer_params") or {}
+    assert isinstance(found, dict)
+    return found
 
 
-@pytest.mark.parametrize("user_id", [CLAUDE_CODE, OLDER_CLAUDE_CODE])
-def test_claude_code_names_its_session_in_the_users_id(user_id: str) -> None:
-    assert session(MESSAGES, metadata={"user_id": user_id}) == SESSION
-
-
-def test_codex_names_its_session_as_the_key_of_its_prompts() -> None:
-    assert session(RESPONSES, prompt_cache_key=SESSION) == SESSION
+@pytest.mark.parametrize("path", sorted(PATHS))
+def test_headers_and_body_fields_are_carried_on_every_path(path: str) -> None:
+    agent = [(b"x-claude-code-agent-id", b"a1")]
+    found = params(path, agent, metadata={"user_id": CLAUDE_CODE})
+    assert found == {"client": {"session": SESSION, "agent": "a1", "parent_agent": ""}}
+    assert read_hints(found).job_id == f"{SESSION}/agent:a1"
 
 
 def test_a_session_next_to_the_messages_is_used() -> None:
-    """vLLM reads the field on its other paths itself, and has the last word there."""
-    assert session(MESSAGES, session_id="s", metadata={"user_id": CLAUDE_CODE}) == "s"
-    assert session(MESSAGES, session_id="s", kv_transfer_params={"session_id": "in"}) == "in"
+    """vLLM reads the field on its other paths itself."""
+    assert params(MESSAGES, session_id="s") == {"session_id": "s"}
+    inside = {"session_id": "in"}
+    assert params(MESSAGES, session_id="s", kv_transfer_params=inside) == inside
     for path in PATHS - {MESSAGES}:
-        assert session(path, session_id="s") is None
+        assert params(path, session_id="s") == {}
 
 
-@pytest.mark.parametrize("said", [3.5, {"a": 1}, [SESSION], "x" * 600, ""])
-def test_a_session_that_is_none_is_left_for_the_connector_to_count(said: object) -> None:
-    inside = json.dumps({"session_id": said})
-    for body in ({"session_id": said}, {"metadata": {"user_id": inside}}):
-        found = session(MESSAGES, **body)
-        assert found == said
-        assert read_hints({"session_id": found}) == TurnHints(ignored=1)
+def test_a_final_turn_of_dynamos_is_the_last_step_unless_the_body_differs() -> None:
+    final = [(b"x-dynamo-session-id", b"d"), (b"x-dynamo-session-final", b"true")]
+    ids = {"client": {"session": "d"}}
+    assert params(CHAT, final) == {**ids, "is_last_step": True}
+    assert params(CHAT, final, is_last_step=False) == {**ids, "is_last_step": False}
 
 
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        None,
-        "text",
-        {},
-        {"user_id": None},
-        {"user_id": 7},
-        {"user_id": SESSION},
-        {"user_id": "user_7"},
-        {"user_id": f"user_7_session_{SESSION}; and more"},
-        {"user_id": "{"},
-        {"user_id": "[" * 2000},
-        {"user_id": "9" * 4000},
-        {"user_id": json.dumps([SESSION])},
-        {"user_id": json.dumps({"account": "a"})},
-        {"user_id": json.dumps({"session_id": SESSION, "more": "x" * module.MAX_USER_ID_CHARS})},
-    ],
-    ids=range(14),
-)
-def test_other_names_of_users_are_no_sessions(metadata: object) -> None:
-    """One user has many conversations: as one job they would be in each other's way."""
-    body = json.dumps({"metadata": metadata, "messages": []}).encode()
-    assert serve(chunked(body), path=MESSAGES)[0].body == body
+def test_ids_that_a_client_sends_as_carried_take_precedence() -> None:
+    told = {"client": {"session": "inner"}}
+    assert params(CHAT, [(b"session-id", b"outer")], kv_transfer_params=told) == told
 
 
-@pytest.mark.parametrize("key", [None, 7, "", "my-application", f"{SESSION}:model", [SESSION]])
-def test_a_key_that_many_conversations_may_share_is_no_session(key: object) -> None:
-    body = json.dumps({"prompt_cache_key": key, "input": "i"}).encode()
-    assert serve(chunked(body), path=RESPONSES)[0].body == body
+def test_nothing_carried_is_a_salt() -> None:
+    """Headers are claims. Only the salt in the body, which is in the hashes of blocks, separates
+    clients."""
+    names = (*HEADERS, "cache_salt", "x-cache-salt")
+    every = [(name.encode(), b"claimed") for name in names]
+    asked = json.dumps({"messages": []}).encode()
+    got = json.loads(carry(asked, CHAT, every))
+    assert got.keys() == {"messages", "kv_transfer_params"}
+    assert "salt" not in json.dumps(got)
 
 
-def test_each_path_has_fields_of_its_own() -> None:
-    for path in (CHAT, "/v1/completions", RESPONSES):
-        assert session(path, metadata={"user_id": CLAUDE_CODE}) is None
-    for path in (CHAT, "/v1/completions", MESSAGES):
-        assert session(path, prompt_cache_key=SESSION) is None
+def test_bodies_that_only_json_reads_are_read_too() -> None:
+    """Half of an emoji, where a client cut a text; and numbers that are none."""
+    for text in ('"\\ud83d"', "NaN"):
+        body = f'{{"metadata": {{"user_id": {json.dumps(CLAUDE_CODE)}}}, "x": {text}}}'.encode()
+        assert json.loads(carry(body, MESSAGES))["kv_transfer_params"]["client"]["session"]
+
+
+def test_a_body_is_copied_and_not_encoded_again() -> None:
+    body = b'{ "x" : 1.50, "session_id":"s"}'
+    changed = carry(body, MESSAGES)
+    assert changed.endswith(b', "x" : 1.50, "session_id":"s"}')
 
 
 # -- what is not ours ---------------------------------------------------------------
@@ -242,7 +232,6 @@ UNTOUCHED = [
     b'{"job_id": "j", "kv_transfer_params": "text"}',
     b'{"job_id": "j", "kv_transfer_params": 0}',
     b'{"job_id": "j", "deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    b'{"job_id": "j", "long": ' + b"9" * 5_000 + b"}",
 ]
 
 
@@ -318,13 +307,12 @@ def test_only_hints_move_however_the_body_is_cut(
     asked = json.loads(b"".join(message["body"] for message in messages))
     toy, _ = serve(messages)
     assert toy.content_length == len(toy.body)
-    params, said = asked.get("kv_transfer_params"), [name for name in NAMES if name in asked]
+    params, said = asked.get("kv_transfer_params"), [n for n in NAMES if asked.get(n) is not None]
     if not said or not isinstance(params, dict | None):
         assert toy.received[:-1] == messages
         return
     got = json.loads(toy.body)
-    kept = {key: value for key, value in asked.items() if key not in NAMES}
-    assert {**kept, "kv_transfer_params": None} == {**got, "kv_transfer_params": None}
+    assert {**asked, "kv_transfer_params": None} == {**got, "kv_transfer_params": None}
     expected = dict(params or {})
     for name in said:
         if expected.get(name) is None:

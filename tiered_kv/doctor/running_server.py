@@ -251,6 +251,38 @@ def check_server(url: str) -> Iterator[Finding]:
     if any(name.startswith(PREFIX) for name in found):
         yield from check_block_size(caches, _max_len(base))
     yield from check_metrics(found)
+    if _count(found, "turns"):
+        yield check_ids(found, has_routes=_has_routes(base))
+
+
+def _has_routes(base: str) -> bool:
+    """True unless the server lacks the routes of the plugin, which also adds the middleware."""
+    try:
+        fetch(f"{base}/tiered_kv/status")
+    except RefusedError as error:
+        return error.status != 404
+    except UnreachableError:
+        pass
+    return True
+
+
+def check_ids(found: Mapping[str, float], *, has_routes: bool) -> Finding:
+    """Check that ids of clients are read. Neither the engine nor this check sees the headers that
+    clients send.
+
+    Args:
+        has_routes: True if the plugin is enabled.
+    """
+    unnamed, carried = _count(found, "turns_unnamed"), _count(found, "ids_carried")
+    seen = f"{unnamed:,.0f} requests named no job"
+    if unnamed and not carried and not has_routes:
+        seen += ", and nothing reads ids in client headers and body fields"
+        advice = (
+            "If clients name their sessions, as Claude Code, Codex and OpenCode do, start the "
+            "server with VLLM_PLUGINS=tiered_kv. Otherwise nothing is missing."
+        )
+        return warn("ids", seen, advice)
+    return ok("ids", f"{seen}; the middleware read ids of {carried:,.0f}")
 
 
 def check_speculation(caches: Iterable[Mapping[str, str]]) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from tiered_kv.policies.base import Costs, Decision, Tier, TurnEnd, TurnPolicy
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
-from tiered_kv.policies.jobs.hints import INFERRED_PREFIX
+from tiered_kv.policies.jobs.identity import INFERRED_PREFIX
 
 
 class FixedPin(StatelessPolicy):

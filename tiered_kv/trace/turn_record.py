@@ -253,7 +253,10 @@ class _Room(NamedTuple):
 JOB_ROOM = 96
 """Most bytes of a job's name."""
 _WORD_ROOM, _MOST_TIERS = 24, 4
-_ROOM_OF = {"job": JOB_ROOM, "client": _WORD_ROOM, "finish": _WORD_ROOM}
+_ROOM_OF = {
+    **dict.fromkeys(("job", "session", "parent"), JOB_ROOM),
+    **dict.fromkeys(("agent", "client", "finish"), _WORD_ROOM),
+}
 _PRICE = ("tier", "gap_class", "ttl_s", "benefit_s", "vram_price")
 _ROOMS = (_Room(96, 120, True), _Room(48, 48, True), _Room(24, 0, True), _Room(24, 0, False))
 """Used in this order, until the record fits."""
@@ -265,6 +268,9 @@ class TurnRecord:
 
     Attributes:
         job: job name; None for a turn without a job.
+        session: job name of the session's main agent, if it is another job; None if unknown.
+        agent: the agent's id in that session; None for the main agent.
+        parent: name of the job whose agent started this one; None if unknown.
         client: digest of the client's ``cache_salt``; empty without one. Equal names of different
             clients are different jobs.
         replica: index of the engine among data-parallel ones.
@@ -277,6 +283,9 @@ class TurnRecord:
     """
 
     job: str | None = None
+    session: str | None = None
+    agent: str | None = None
+    parent: str | None = None
     client: str = ""
     replica: int = 0
     turn: int

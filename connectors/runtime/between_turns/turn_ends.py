@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from tiered_kv.connectors.runtime.base import Request
 from tiered_kv.connectors.runtime.dependencies import Dependencies
 from tiered_kv.connectors.runtime.engine_state import EngineState
-from tiered_kv.connectors.runtime.job_table import Job, JobTable, KnownJobs
+from tiered_kv.connectors.runtime.job_table import Job, JobTable, KnownJobs, Responses
 from tiered_kv.connectors.runtime.pages.promotions import PAGES_A_STEP
 from tiered_kv.connectors.runtime.parts import AdmissionGroup, Pages
 from tiered_kv.connectors.runtime.turn import NO_GAP, EndedGap, Turn
@@ -291,6 +291,7 @@ class TurnEnds:
         self._boundaries = admission.boundaries
         self._gate = admission.gate
         self._tools = deps.tools
+        self._responses = Responses()
         self._known = KnownJobs(deps.notebook, self.jobs, self._lineage, engine.clock, deps.wall)
         self._policy_state = deps.policy_state
         self._log = log
@@ -309,6 +310,7 @@ class TurnEnds:
         blocks = self._facts.blocks(request.num_prompt_tokens)
         self._known.find(key)
         job = self.jobs.turn_arrived(key, request.request_id, self._clock(), blocks)
+        job.who = hints.who
         self._counters.add("concurrent_turns", len(job.running) > 1)
         self.prefetch.forget(key)
         back = self._placement.on_returned(key)
@@ -338,6 +340,11 @@ class TurnEnds:
             key = JobKey(salt, hints.job_id)
             self._lineage.forget(key)  # an adopted job that its client names is no longer inferred
             return key
+        if hints.who.follows is not None:
+            followed = self._responses.take(salt, hints.who.follows)
+            if followed is not None:
+                self._lineage.forget(followed)  # from now on its turns are found by their responses
+                return followed
         prompt = request.prompt_token_ids
         if prompt is None or not request.text_only:  # tokens alone do not identify such prompts
             return None
@@ -445,6 +452,7 @@ class TurnEnds:
     def _follow_up(self, job: Job, turn: Turn, end: TurnEnd, pages: Sequence[PageKey]) -> None:
         if turn.hints.job_id is None:
             self._lineage.ended(job.key, turn.request.output_token_ids, aborted=end.aborted)
+            self._responses.answered(job.key, turn.request_id)
         if not job.running and end.is_last_step:
             self._cost_model.memoryfulness.observe(job.turns)
             self.give_up(job.key, StoryEnd.OVER, pages[job.first_blocks :])

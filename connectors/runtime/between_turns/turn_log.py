@@ -110,9 +110,13 @@ class TurnTrace:
             self._write(story, GapStory(end))
 
     def _begun(self, turn: Turn, tokens: TurnTokens) -> TurnRecord:
-        now, request, job = self._clock(), turn.request, turn.job
+        now, request, job, who = self._clock(), turn.request, turn.job, turn.hints.who
+        name = job.key.name if job is not None else None
         return TurnRecord(
-            job=job.key.name if job is not None else None,
+            job=name,
+            session=who.session if who.session != name else None,
+            agent=who.agent,
+            parent=who.parent,
             client=_digest(job.key.salt) if job is not None and job.key.salt else "",
             replica=self._replica,
             turn=turn.number,

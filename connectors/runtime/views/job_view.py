@@ -58,6 +58,9 @@ class JobView:
             kv=self._kv(job, turns, gap),
             forecast=_quantiles(gap),
             decision=_decision(decision) if decision is not None else None,
+            session=job.who.session if job.who.session != job.key.name else None,
+            agent=job.who.agent,
+            parent=job.who.parent,
         )
 
     def _full(self, job: Job) -> dict[str, Any]:

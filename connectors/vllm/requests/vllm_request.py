@@ -4,7 +4,8 @@ keys of a context as vLLM would; and sampling parameters as JSON.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm import SamplingParams
@@ -83,11 +84,48 @@ _ANSWERED = frozenset(
 _READY = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED})
 
 
+PLUGIN, UNNAMED = "tiered_kv", 100
+
+logger = logging.getLogger(__name__)
+
+
 def hints_of(request: Any) -> TurnHints:
     """Read the hints that the client sent with the prompt."""
     sampling = request.sampling_params
     xargs = sampling.extra_args if sampling is not None else None
     return read_hints(request.kv_transfer_params, xargs, getattr(request, "session_id", None))
+
+
+class UnreadIds:
+    """Logs once that clients may send ids that nothing reads.
+
+    The engine does not see headers. It logs if ``UNNAMED`` requests named no job, no request came
+    through the middleware, and the plugin that adds the middleware is not enabled.
+
+    Args:
+        env: the engine's environment, which the API server's is copied to.
+    """
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        enabled = env.get("VLLM_PLUGINS", "").split(",")
+        self._left = 0 if PLUGIN in enabled else UNNAMED
+
+    def look(self, hints: TurnHints) -> None:
+        """Count a request."""
+        if not self._left:
+            return
+        if hints.who.carried:
+            self._left = 0
+        elif hints.job_id is None:
+            self._left -= 1
+            if not self._left:
+                logger.info(
+                    "%d requests named no job, and none came through tiered-kv's middleware. If "
+                    "clients name their sessions in headers or body fields, as Claude Code, Codex "
+                    "and OpenCode do, nothing reads them: set VLLM_PLUGINS=%s",
+                    UNNAMED,
+                    PLUGIN,
+                )
 
 
 class VllmRequest:

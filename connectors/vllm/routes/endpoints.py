@@ -21,7 +21,7 @@ from tiered_kv import __version__
 from tiered_kv.config import ADMIN_TOKEN
 from tiered_kv.connectors.runtime.views.questions import MOST_JOBS
 from tiered_kv.connectors.vllm.middleware import JobMiddleware
-from tiered_kv.policies.jobs.hints import MAX_JOB_ID_CHARS
+from tiered_kv.policies.jobs.identity import MAX_JOB_ID_CHARS
 from tiered_kv.status import Cursor
 
 from .access import NO_JOB, Access, Refusal, read_nothing, read_page

@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect
 from tiered_kv.config import ENV_PREFIX
 from tiered_kv.connectors.runtime.snapshots.capture import fresh_salt
 from tiered_kv.json_fields import flag, items, mapping, parse, real, text
-from tiered_kv.policies.jobs.hints import INFERRED_PREFIX, MAX_JOB_ID_CHARS
+from tiered_kv.policies.jobs.identity import INFERRED_PREFIX, MAX_JOB_ID_CHARS
 from tiered_kv.snapshot.manifest import SnapshotError
 from tiered_kv.snapshot.snapshot_files import check_name
 from tiered_kv.status import DEFAULT_TIMEOUT_S, MOST_TIMEOUT_S

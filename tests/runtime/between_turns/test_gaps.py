@@ -20,8 +20,8 @@ from tests.runtime.between_turns.waiting import (
 )
 from tests.runtime.conftest import MakeRig
 from tiered_kv.connectors.runtime.between_turns.open_gaps import LONGEST_S
-from tiered_kv.policies.base import NO_TOOL, TurnEnd
-from tiered_kv.policies.jobs.hints import INFERRED_PREFIX
+from tiered_kv.policies.base import NO_TOOL, JobKey, TurnEnd
+from tiered_kv.policies.jobs.identity import INFERRED_PREFIX
 from tiered_kv.policies.tier_choice import Occupancy
 from tiered_kv.policies.tools.calls import ToolCall
 from tiered_kv.policies.tools.tool_use import tool_use
@@ -163,6 +163,33 @@ def test_a_client_without_hints_is_recognized_by_its_prompts(rig: Rig) -> None:
     assert policy(rig).seen == [(1, 1.0, True)]
     assert rig.count("pins_ended_returned") == 1
     assert rig.count("jobs_inferred") == 3
+
+
+def test_a_continued_response_is_the_next_turn_whatever_its_prompt_is(rig: Rig) -> None:
+    """A server may rebuild the prompt without the thoughts of the last answer."""
+    rig.ask("resp_1-aaaaaaaa", CONTEXT)
+    after = {"client": {"follows": "resp_1"}}
+    rig.ask("resp_2-bbbbbbbb", text(50, seed=2) + CONTEXT, params=after)
+    rig.ask("resp_3-cccccccc", text(60, seed=3), params={"client": {"follows": "resp_2"}})
+    rig.ask("resp_4-dddddddd", text(60, seed=4), params=after)
+    rig.ask("resp_5-eeeeeeee", text(60, seed=5), params=after, salt="other")
+    names = [end.job for end, _ in policy(rig).asked]
+    assert names[0] == names[1] == names[2]
+    assert len(set(names)) == 3, "a response is continued once, and by its own client"
+
+
+def test_a_subagent_without_an_id_is_another_job_than_its_session(rig: Rig) -> None:
+    main, child = {"session": "S"}, {"session": "S", "subagent": True}
+    task = text(320, seed=7)
+    rig.ask("m1", CONTEXT, params={"client": main})
+    rig.ask("c1", task, params={"client": child})
+    rig.ask("c2", task + expected(task, 4) + text(20, seed=8), params={"client": child})
+    rig.ask("m2", CONTEXT + expected(CONTEXT, 4), params={"client": main})
+    names = [end.job for end, _ in policy(rig).asked]
+    assert names[0] == names[3] == JobKey("", "S")
+    assert names[1] == names[2] != names[0]
+    assert rig.count("ids_carried") == 4
+    assert rig.count("turns_unnamed") == 2
 
 
 def test_a_reset_ends_no_wait(rig: Rig) -> None:

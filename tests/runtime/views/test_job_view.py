@@ -43,6 +43,16 @@ def after_s(said: dict[str, Any], moment: str) -> float:
     return round(float(said["kv"][moment] - said["gap"]["since"]), 2)
 
 
+def test_a_subagent_reports_its_session_and_its_parent(rig: Rig) -> None:
+    ids = {"session": "S", "agent": "a2", "parent_agent": "a1"}
+    rig.ask("t1", CONTEXT, params={"client": ids})
+    said = view(rig, "S/agent:a2")
+    assert (said["session"], said["agent"], said["parent"]) == ("S", "a2", "S/agent:a1")
+    rig.ask("t2", CONTEXT, params={"client": {"session": "S"}})
+    said = view(rig, "S")
+    assert said["session"] is said["agent"] is said["parent"] is None
+
+
 def test_a_running_job_reports_the_state_of_its_turn(rig: Rig) -> None:
     rig.add("t1", CONTEXT, max_tokens=8, params=JOB)
     said = view(rig)

@@ -1,0 +1,1 @@
+"""Recognition of real clients' jobs on a real server."""
