@@ -44,6 +44,7 @@ class Job:
         over: True if the client declared the running turns to be the last ones.
         decided: decision for its last finished gap, without the forecast; None before.
         who: its session, agent and parent, as its last turn named them.
+        parent: the job whose agent started it; None if unknown.
     """
 
     key: JobKey
@@ -55,6 +56,10 @@ class Job:
     over: bool = False
     decided: Decision | None = None
     who: Identity = NOBODY
+
+    @property
+    def parent(self) -> JobKey | None:
+        return JobKey(self.key.salt, self.who.parent) if self.who.parent is not None else None
 
 
 class JobTable:

@@ -220,7 +220,9 @@ class _Run:
         """Start the job's next turn, through the gate if the job is no sub-agent."""
         number = len(running.record.turns)
         turn = running.job.turns[number]
-        running.record.turns.append(TurnRecord(self.engine.now, turn.prompt, turn.output))
+        after_agents = number > 0 and bool(running.job.turns[number - 1].agents)
+        record = TurnRecord(self.engine.now, turn.prompt, turn.output, turn.shared, after_agents)
+        running.record.turns.append(record)
         if running.parent is not None:
             self._ask(running, number)
         else:
@@ -254,8 +256,10 @@ class _Run:
         if hints is Hints.NONE:
             return None
         last = running.is_last_turn and job.says_last
+        parent, names_parents = running.parent, hints is not Hints.WITHOUT_PARENTS
         said = {
             "job_id": job.name,
+            "parent_job_id": parent.job.name if parent is not None and names_parents else "",
             "is_last_step": last or hints is Hints.WRONG,
             "tool_command": turn.tool,
             "tool_name": turn.tool_name,

@@ -15,6 +15,8 @@ class TurnRecord:
     """A turn. Times are on the run's clock.
 
     Attributes:
+        shared: prompt tokens that the job's previous turn had.
+        after_agents: True if sub-agents ran before it.
         admitted_s: time at which it was allocated blocks.
         first_s: time of its first token.
         vram, cpu, ssd: prompt tokens found there; the rest was computed.
@@ -24,6 +26,8 @@ class TurnRecord:
     asked_s: float
     prompt: int
     output: int
+    shared: int = 0
+    after_agents: bool = False
     admitted_s: float = -1.0
     first_s: float = -1.0
     ended_s: float = -1.0
@@ -82,13 +86,16 @@ class Outcome:
 
     def summary(self) -> dict[str, float]:
         """Return completion times of the jobs that no other job started, times to first token, and
-        fractions of prompt tokens by origin. ``promoted_wasted`` is a fraction of the pages
-        promoted from SSD, ``makespan_s`` the time until all jobs have finished."""
+        fractions of prompt tokens by origin. ``parents_found`` is the fraction of their contexts
+        that jobs found again when their sub-agents had ended, ``promoted_wasted`` a fraction of the
+        pages promoted from SSD, ``makespan_s`` the time until all jobs have finished."""
         took = [job.took_s for job in self.jobs if not job.is_agent]
         turns = [turn for job in self.jobs for turn in job.turns]
         prompt = sum(turn.prompt for turn in turns)
         first = [turn.first_s - turn.asked_s for turn in turns]
         promoted = self.promoted_used + self.promoted_wasted
+        returns = [turn for turn in turns if turn.after_agents]
+        found = sum(min(turn.shared, turn.vram + turn.cpu + turn.ssd) for turn in returns)
         ended_s, began_s = (job.ended_s for job in self.jobs), (job.began_s for job in self.jobs)
         return {
             "mean_s": float(np.mean(took)),
@@ -98,6 +105,7 @@ class Outcome:
             "makespan_s": max(ended_s) - min(began_s),
             "jobs_per_s": len(took) / self.seconds,
             "preempted": float(sum(turn.preempted for turn in turns)),
+            "parents_found": found / max(1, sum(turn.shared for turn in returns)),
             "promoted_wasted": self.promoted_wasted / max(1, promoted),
             **{tier: sum(getattr(turn, tier) for turn in turns) / prompt for tier in TIERS},
         }

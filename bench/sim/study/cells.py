@@ -27,9 +27,12 @@ from tiered_kv.bench.sim.engine.machines import GIB, Machine, Tiers, machine
 from tiered_kv.bench.sim.servers.servers import server
 from tiered_kv.bench.sim.workloads.generate import generate
 from tiered_kv.bench.sim.workloads.recorded import coding_agents
-from tiered_kv.bench.sim.workloads.workload import SimJob, Workload
+from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, Workload
 
 CODING_AGENTS = "coding-agents"
+FAMILIES, ORPHANS = "families", "orphans"
+"""Coding agents that start sub-agents; and the same, but no client names a sub-agent's parent."""
+RECORDED = (CODING_AGENTS, FAMILIES, ORPHANS)
 LEFT_OUT = "left_out_"
 """Prefix of the figures that count what was left out of a workload."""
 GC_THRESHOLDS = 50_000, 20, 100
@@ -103,7 +106,7 @@ class Source:
     """Source of jobs.
 
     Attributes:
-        workload: name of a generated workload, or ``coding-agents``, recorded in ``traces``.
+        workload: name of a generated workload, or one of ``RECORDED``, from ``traces``.
         jobs: number of jobs.
     """
 
@@ -113,12 +116,16 @@ class Source:
 
     def jobs_for(self, place: Machine, seed: int) -> Workload:
         """Return the jobs of a seed that fit into a machine."""
-        made = self.workload != CODING_AGENTS
+        made = self.workload not in RECORDED
         every = (
             generate(self.workload, self.jobs, seed) if made else coding_agents(Path(self.traces))
         )
         apart = place.beside(place.block or every.block)
         fit = every.that_fit(place.pool_tokens - 2 * apart, place.max_len)
+        if self.workload in (FAMILIES, ORPHANS):
+            families = (job for job in fit.jobs if any(turn.agents for turn in job.turns))
+            hints = fit.hints if self.workload == FAMILIES else Hints.WITHOUT_PARENTS
+            fit = replace(fit, jobs=tuple(families), hints=hints)
         if made or not fit.jobs:
             return fit
         # Each seed starts at another session of the recording.

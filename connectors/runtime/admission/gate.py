@@ -173,8 +173,9 @@ class Admission:
         turn.hold.was_dormant = back
         if job in self.jobs:
             self.jobs.on_arrived(job, turn)
-        else:
-            turn.hold.new = True
+        else:  # a job that has started may wait for its child
+            parent = turn.job.parent if turn.job is not None else None
+            turn.hold.new = parent is None or parent not in self.jobs
         return back
 
     def on_started(self, turn: Turn) -> None:

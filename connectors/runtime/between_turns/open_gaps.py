@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import OrderId
@@ -14,6 +14,8 @@ from tiered_kv.policies.distribution import Forecast
 
 LONGEST_S = 4 * 3600.0
 """A job that is silent for this long is no longer expected. Its gap is censored."""
+MOST_CHILDREN = 256
+"""Number of children of a job that are told apart."""
 MOST_OPEN = 8192
 """Maximum number of open gaps, to bound memory. Beyond it the oldest is closed as censored."""
 SKETCH_EVERY = 8
@@ -55,6 +57,9 @@ class OpenGap:
         sketch: sketch of the context.
         save: order after which all pages are in CPU memory; None if they already are.
         since: when the turn ended, seconds on the scheduler's clock.
+        news_at: when the gap was last decided: at its start, or when the first of the job's
+            children started, or the last one ended. The decision's times count from then.
+        children: jobs that started in this gap as children of this job, and have not ended.
         unread: True while the tool call is being read.
         saved: True if the context has pages outside VRAM.
         pinned: number of blocks pinned for the job.
@@ -71,6 +76,8 @@ class OpenGap:
     since: float
     unread: bool
     saved: bool
+    news_at: float
+    children: set[JobKey] = field(default_factory=set)
     pinned: int = 0
     sent_down: int = 0
 

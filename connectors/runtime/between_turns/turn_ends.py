@@ -25,9 +25,11 @@ from tiered_kv.keys import PageKey
 from tiered_kv.orders import OrderId
 from tiered_kv.pages.base import EvictionOrder
 from tiered_kv.policies.base import (
+    NO_TOOL,
     Decision,
     GapClass,
     JobKey,
+    Rule,
     Tier,
     ToolUse,
     TurnEnd,
@@ -42,7 +44,7 @@ from tiered_kv.policies.tools.tool_use import tool_use
 from tiered_kv.trace.turn_record import PinEnd, StoryEnd
 
 from .cost_model import CostModel
-from .open_gaps import OpenGap, OpenGaps, PrefixSketch
+from .open_gaps import MOST_CHILDREN, OpenGap, OpenGaps, PrefixSketch
 from .turn_log import TurnLog
 
 PROVISIONAL_S = 2.0
@@ -131,6 +133,16 @@ class PrefetchQueue:
         return taken
 
 
+CHILDREN_OVER = ToolUse(path=("(sub-agents over)",), rule=Rule(median_s=0.5, sigma=1.5))
+"""The rest of a gap after the last child ended: the client sends the parent's next turn at once."""
+
+
+def while_children_run(tool: ToolUse | None) -> ToolUse:
+    """Return the tool use of a gap in which children run, by the tool that started them. Its
+    duration is that of the children, so it is learned apart."""
+    return ToolUse(path=("(sub-agents)", *(tool.path if tool is not None else ())))
+
+
 class KvPlacement:
     """Queries the policy, and keeps the eviction order informed. One thread.
 
@@ -177,7 +189,9 @@ class KvPlacement:
         decision = self._policy.decide(end, costs)
         now = self._clock()
         saved = bool(pages)
-        gap = OpenGap(request_id, end, costs, decision, pages, sketch, save, now, unread, saved)
+        gap = OpenGap(
+            request_id, end, costs, decision, pages, sketch, save, now, unread, saved, now
+        )
         ranked = False
         if end.job is not None and away:
             self._gaps.open(end.job, gap)
@@ -191,25 +205,65 @@ class KvPlacement:
         gap = self._gaps.take_unread(request_id)
         if gap is None:
             return None
-        gap.end, gap.unread = replace(gap.end, tool=tool), False
+        gap.unread = False
+        self._decide_again(gap, while_children_run(tool) if gap.children else tool)
+        return gap
+
+    def on_child_began(self, parent: JobKey, child: JobKey) -> OpenGap | None:
+        """Record that a child of a job started. Returns the job's gap if it is the first one in
+        this gap, and the decision is a new one."""
+        gap = self._gaps.get(parent)
+        if gap is None or len(gap.children) >= MOST_CHILDREN:
+            return None
+        first = not gap.children
+        gap.children.add(child)
+        if not first or gap.unread:
+            return None
+        gap.news_at = self._clock()
+        self._decide_again(gap, while_children_run(gap.end.tool))
+        return gap
+
+    def on_child_ended(self, parent: JobKey, child: JobKey) -> OpenGap | None:
+        """Record that a child of a job ended. Returns the job's gap if it was the last one that the
+        job waited for, and the decision is a new one."""
+        gap = self._gaps.get(parent)
+        if gap is None or child not in gap.children:
+            return None
+        gap.children.discard(child)
+        if gap.children or gap.unread:
+            return None
+        now = self._clock()
+        if not gap.end.aborted:
+            self._policy.observe(gap.end, now - gap.news_at, ended=True)
+        gap.news_at = now
+        self._decide_again(gap, CHILDREN_OVER)
+        return gap
+
+    def _decide_again(self, gap: OpenGap, tool: ToolUse) -> None:
+        gap.end = replace(gap.end, tool=tool)
         gap.decision = self._policy.decide(gap.end, gap.costs)
         self._rank(gap)
-        return gap
+
+    def pages(self, gap: OpenGap) -> Sequence[PageKey]:
+        """Pages of the gap's context, as far as they are still known."""
+        if gap.pages or gap.end.job is None:
+            return gap.pages
+        return self._order.context(gap.end.job)
 
     def _rank(self, gap: OpenGap) -> bool:
         """Inform the eviction order of the gap; False if it has no forecast or no pages."""
         job, forecast = gap.end.job, gap.decision.forecast
         if job is not None and forecast is None:
             self._order.on_forecast_lost(job)
-        if job is None or forecast is None or not gap.pages:
+        if job is None or forecast is None or not (pages := self.pages(gap)):
             return False
-        page_s = gap.costs.recompute_s / len(gap.pages)
-        self._order.on_gap_begun(job, gap.pages, forecast, gap.since, page_s)
+        page_s = gap.costs.recompute_s / len(pages)
+        self._order.on_gap_begun(job, pages, forecast, gap.news_at, page_s)
         return True
 
     def on_returned(self, job: JobKey) -> tuple[OpenGap, float] | None:
-        """Close a job's gap because its next turn arrived. Returns the gap and its length in
-        seconds; None if there was no gap."""
+        """Close a job's gap because its next turn arrived. Returns the gap and the seconds since
+        its last news; None if there was no gap."""
         self._order.on_gap_ended(job)
         return self._close(job, ended=True)
 
@@ -226,7 +280,7 @@ class KvPlacement:
         gap = self._gaps.close(job)
         if gap is None:
             return None
-        gap_s = self._clock() - gap.since
+        gap_s = self._clock() - gap.news_at
         if not gap.end.aborted:  # after an abort, the next turn is a client's retry
             self._policy.observe(gap.end, gap_s, ended=ended)
         return gap, gap_s
@@ -311,6 +365,8 @@ class TurnEnds:
         self._known.find(key)
         job = self.jobs.turn_arrived(key, request.request_id, self._clock(), blocks)
         job.who = hints.who
+        if job.parent is not None and job.turns == 1:
+            self._child_began(job)
         self._counters.add("concurrent_turns", len(job.running) > 1)
         self.prefetch.forget(key)
         back = self._placement.on_returned(key)
@@ -320,7 +376,8 @@ class TurnEnds:
         self._gap_over(gap)
         self._log.returned(gap, gap_s)
         self.jobs.gap_ended(job, gap.decision)
-        self._trace.over(key, gap_s, StoryEnd.RETURNED, in_vram=key in self._pins)
+        now = self._clock()
+        self._trace.over(key, now - gap.since, StoryEnd.RETURNED, in_vram=key in self._pins)
         self._pins.on_arrived(key)
         shared = 0
         if not gap.end.aborted:  # it is unknown how much of the aborted turn was computed
@@ -332,6 +389,14 @@ class TurnEnds:
         in_vram = decision.tier is Tier.PIN and gap.pinned > 0 and gap_s < decision.ttl_s
         kept = in_vram or (gap.saved and decision.tier is not Tier.DROP)
         return Arrival(job, EndedGap(gap.end.context_tokens, shared, kept, gap.saved))
+
+    def _child_began(self, child: Job) -> None:
+        """Decide again where the context of a child's parent waits."""
+        parent = child.parent
+        assert parent is not None
+        gap = self._placement.on_child_began(parent, child.key)
+        if gap is not None:
+            self._carry_out_again(parent, gap)
 
     def _job_of(self, request: Request, hints: TurnHints) -> JobKey | None:
         """The job that the client names, or that the prompt implies."""
@@ -403,6 +468,8 @@ class TurnEnds:
                 if not gap.unread:
                     self._settle(gap)
             self._follow_up(job, turn, end, pages)
+            if away and end.tool == NO_TOOL:
+                self._on_answered(job, pages)
         if not away and has_kv:
             self._pages.tiers.share(pages[: self._found_by_others(turn)], self._while_saving(save))
         return self._log.turn(turn, gap)
@@ -444,10 +511,11 @@ class TurnEnds:
         """Demote the pages if that was decided, and schedule their promotion."""
         if not self._pages.book.stores or gap.decision.tier is not Tier.STORE:
             return
-        gap.sent_down = len(gap.pages)
-        self._pages.tiers.send_down(gap.pages, after=self._while_saving(gap.save))
+        pages = self._placement.pages(gap)
+        gap.sent_down = len(pages)
+        self._pages.tiers.send_down(pages, after=self._while_saving(gap.save))
         if gap.end.job is not None and gap.decision.back_s is not None:
-            self.prefetch.expect(gap.end.job, gap.since + gap.decision.back_s, gap.pages)
+            self.prefetch.expect(gap.end.job, gap.news_at + gap.decision.back_s, pages)
 
     def _follow_up(self, job: Job, turn: Turn, end: TurnEnd, pages: Sequence[PageKey]) -> None:
         if turn.hints.job_id is None:
@@ -457,6 +525,7 @@ class TurnEnds:
             self._cost_model.memoryfulness.observe(job.turns)
             self.give_up(job.key, StoryEnd.OVER, pages[job.first_blocks :])
             self._known.forget(job.key)
+            self._child_over(job)
             return
         self._known.note(job)
         if not job.running and not turn.source.admitted:
@@ -475,10 +544,10 @@ class TurnEnds:
         self._gate.on_over(job)
         self.prefetch.forget(job)
         if (found := self._placement.on_over(job, own)) is not None:
-            gap, gap_s = found
+            gap, _ = found
             self._gap_over(gap)
             self._cost_model.memoryfulness.observe(gap.end.turn)
-            self._trace.over(job, gap_s, why)
+            self._trace.over(job, self._clock() - gap.since, why)
 
     # -- between turns ---------------------------------------------------------------
 
@@ -488,14 +557,41 @@ class TurnEnds:
             gap = self._placement.revise(request_id, tool)
             if gap is None or gap.end.job is None:
                 continue
-            made = gap.decision
-            if made.tier is Tier.PIN:
-                value = pin_value(made.forecast, gap.costs, made.ttl_s)
-                self._pins.revise(gap.end.job, gap.since + made.ttl_s, value)
-            else:
-                self._pins.release(gap.end.job, PinEnd.REVISED)
-                self._send_down(gap)
+            self._carry_out_again(gap.end.job, gap)
+            job, pages = self.jobs.get(gap.end.job), gap.pages
             self._settle(gap)
+            if job is not None and tool == NO_TOOL:
+                self._on_answered(job, pages)
+
+    def _carry_out_again(self, job: JobKey, gap: OpenGap) -> None:
+        """Carry out a decision that replaces the gap's first one."""
+        made = gap.decision
+        if made.tier is Tier.PIN:
+            value = pin_value(made.forecast, gap.costs, made.ttl_s)
+            self._pins.revise(job, gap.news_at + made.ttl_s, value)
+        else:
+            self._pins.release(job, PinEnd.REVISED)
+            self._send_down(gap)
+
+    def _on_answered(self, job: Job, pages: Sequence[PageKey]) -> None:
+        """Handle an answer without a tool call. A child then has nothing to wait for.
+
+        Args:
+            pages: pages of the job's context.
+        """
+        if job.parent is not None and not job.running:
+            self.give_up(job.key, StoryEnd.OVER, pages[job.first_blocks :])
+            self._child_over(job)
+
+    def _child_over(self, child: Job) -> None:
+        """Expect the parent of a child that ended: bring its context back at once."""
+        parent = child.parent
+        gap = self._placement.on_child_ended(parent, child.key) if parent is not None else None
+        if parent is None or gap is None:
+            return
+        self._carry_out_again(parent, gap)
+        if parent not in self._pins and self._pages.book.stores:
+            self.prefetch.expect(parent, self._clock(), self._placement.pages(gap))
 
     def _while_saving(self, save: OrderId | None) -> OrderId | None:
         """Return the save if it is unfinished, None otherwise."""
