@@ -256,10 +256,10 @@ class _Run:
         if hints is Hints.NONE:
             return None
         last = running.is_last_turn and job.says_last
-        parent, names_parents = running.parent, hints is not Hints.WITHOUT_PARENTS
+        parent = running.parent if not self._server.orphans else None
         said = {
             "job_id": job.name,
-            "parent_job_id": parent.job.name if parent is not None and names_parents else "",
+            "parent_job_id": parent.job.name if parent is not None else "",
             "is_last_step": last or hints is Hints.WRONG,
             "tool_command": turn.tool,
             "tool_name": turn.tool_name,

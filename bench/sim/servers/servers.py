@@ -19,6 +19,7 @@ A name is a base and the tiers below VRAM: ``occupancy``, ``occupancy+cpu``, ``o
 ``occupancy-patient`` has clients that never time out, as those of ``thunderagent`` must not.
 ``occupancy-open`` holds no job back, ``occupancy-unpinned`` pins nothing, ``occupancy-late``
 promotes nothing before a job returns, and ``occupancy-blind`` forecasts every gap alike.
+``occupancy-orphans`` does not learn which job started a sub-agent.
 ``occupancy-knowing`` knows how many turns each job takes and how long its context gets.
 ``continuum`` and ``continuum-fixed`` take requests in the order of their jobs, as in their paper.
 ``lru+cpu`` is plain offloading.
@@ -57,6 +58,7 @@ class Server:
         variant: creates what runs in place of its policy; None for the policy itself.
         in_batches: it has static batches.
         knowing: admission knows how many turns every job takes, and how long its context gets.
+        orphans: clients do not name the parents of sub-agents.
         eviction: rule by which pages leave CPU memory; None for the default.
     """
 
@@ -75,6 +77,7 @@ class Server:
     variant: Callable[[], TurnPolicy] | None = None
     in_batches: bool = False
     knowing: bool = False
+    orphans: bool = False
     eviction: str | None = None
 
     @property
@@ -111,6 +114,7 @@ _CONNECTOR = {
         replace(_OURS, name="occupancy-unpinned", variant=Unpinned),
         replace(_OURS, name="occupancy-late", variant=Late),
         replace(_OURS, name="occupancy-blind", variant=Blind),
+        replace(_OURS, name="occupancy-orphans", orphans=True),
         *(Server(name, name) for name in POLICIES if name != _OURS.name),
         _OURS,
         Server("continuum", "continuum", order=Order.JOB),

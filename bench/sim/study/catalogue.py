@@ -8,7 +8,7 @@ from functools import partial
 
 from tiered_kv.bench.sim.workloads.generate import ROLLOUTS, TURNS
 
-from .cells import CODING_AGENTS, Place, Source
+from .cells import CODING_AGENTS, FAMILIES, Place, Source
 from .study import FCFS, INFINITE, Case, Group, Scene, Study, over_best, over_first, over_loads
 
 SMALL, LARGE, HYBRID = "llama-3.1-8b", "llama-3.1-70b", "nemotron-nano-9b-v2"
@@ -290,7 +290,22 @@ def basics(traces: str) -> Study:
     return _question("basics", "Parts of a scheduler", groups, load=0.7)
 
 
+def families(traces: str) -> Study:
+    """Value of knowing which job started a sub-agent: mean job times, with an SSD that keeps
+    everything."""
+    source = Source(FAMILIES, 24, traces)
+    cases = (
+        Case("families", "occupancy+cpu+ssd"),
+        Case("parents unknown", "occupancy-orphans+cpu+ssd"),
+        Case("offloading, LRU", "lru+cpu+ssd"),
+    )
+    groups = [
+        (place.name, replace(place, ssd_gib=2_048.0), source, cases) for place in (L40S, H100)
+    ]
+    return replace(_question("families", "Sub-agents", groups), seeds=FOLD_SEEDS)
+
+
 STUDIES: Mapping[str, Callable[[str], Study]] = {
-    one.__name__: one for one in (ablation, ssd, batches, turns, gpus, rollouts, basics)
+    one.__name__: one for one in (ablation, ssd, families, batches, turns, gpus, rollouts, basics)
 }
 """Each is made from the path of the recorded sessions."""

@@ -27,12 +27,12 @@ from tiered_kv.bench.sim.engine.machines import GIB, Machine, Tiers, machine
 from tiered_kv.bench.sim.servers.servers import server
 from tiered_kv.bench.sim.workloads.generate import generate
 from tiered_kv.bench.sim.workloads.recorded import coding_agents
-from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, Workload
+from tiered_kv.bench.sim.workloads.workload import SimJob, Workload
 
 CODING_AGENTS = "coding-agents"
-FAMILIES, ORPHANS = "families", "orphans"
-"""Coding agents that start sub-agents; and the same, but no client names a sub-agent's parent."""
-RECORDED = (CODING_AGENTS, FAMILIES, ORPHANS)
+FAMILIES = "families"
+"""The coding agents that start sub-agents."""
+RECORDED = (CODING_AGENTS, FAMILIES)
 LEFT_OUT = "left_out_"
 """Prefix of the figures that count what was left out of a workload."""
 GC_THRESHOLDS = 50_000, 20, 100
@@ -122,10 +122,9 @@ class Source:
         )
         apart = place.beside(place.block or every.block)
         fit = every.that_fit(place.pool_tokens - 2 * apart, place.max_len)
-        if self.workload in (FAMILIES, ORPHANS):
+        if self.workload == FAMILIES:
             families = (job for job in fit.jobs if any(turn.agents for turn in job.turns))
-            hints = fit.hints if self.workload == FAMILIES else Hints.WITHOUT_PARENTS
-            fit = replace(fit, jobs=tuple(families), hints=hints)
+            fit = replace(fit, jobs=tuple(families))
         if made or not fit.jobs:
             return fit
         # Each seed starts at another session of the recording.

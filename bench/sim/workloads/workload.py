@@ -20,8 +20,6 @@ class Hints(Enum):
     """The job's name, and which turn is its last."""
     WRONG = "wrong"
     """The name, but every turn is marked as the last, and tools are named wrongly."""
-    WITHOUT_PARENTS = "without parents"
-    """As ``RIGHT``, but sub-agents do not name the job that started them."""
     NONE = "none"
 
 

@@ -395,6 +395,7 @@ def calls(turn: Request, text: str) -> int:
         seen += event in ("call", "c_call")
 
     params = json.loads(carry(body, turn.path, sent)).get("kv_transfer_params")
+    read_hints(params, None, "R")  # Python caches the answers of isinstance
     sys.setprofile(count)
     try:
         carry(body, turn.path, sent)
