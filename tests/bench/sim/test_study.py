@@ -25,7 +25,7 @@ from tiered_kv.bench.sim.study.catalogue import (
     sweep,
 )
 from tiered_kv.bench.sim.study.cells import (
-    CODING_AGENTS,
+    RECORDED,
     Bench,
     Cell,
     Place,
