@@ -320,13 +320,15 @@ class PageIndex:
 
     def release_all(self, keys: Sequence[PageKey], slots: Sequence[int], used: bool = True) -> None:
         """``release`` for each page."""
-        if min(slots, default=0) < 0:
+        if not slots:
+            return
+        if min(slots) < 0:
             for key, place in zip(keys, slots, strict=True):
                 self.release(key, place, used=used)
             return
         places = np.asarray(slots, np.intp)
         np.subtract.at(self._readers, places, 1)
-        if self._readers[places].min(initial=0) < 0:
+        if self._readers[places].min() < 0:
             np.add.at(self._readers, places, 1)
             raise ValueError("a page was released without being acquired")
         self._reading -= len(slots)

@@ -417,6 +417,8 @@ class Promotions:
 
     def claimed(self, turn: Turn) -> None:
         """Release the pages promoted for the turn, because it was admitted or has finished."""
+        if not self._tiers:
+            return
         held = turn.tiers.held
         if turn.tiers.waits_since is not None:
             turn.tiers.waited_s += self._clock() - turn.tiers.waits_since
