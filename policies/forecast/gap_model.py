@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.json_fields import Fields, exactly
-from tiered_kv.policies.base import TurnEnd
+from tiered_kv.policies.base import ToolUse, TurnEnd
 from tiered_kv.policies.distribution import CELLS, Forecast, cell_of
 
-from .job_history import JobHistory, Past
+from .job_history import NO_PAST, JobHistory, Past
 from .ranks import KNOTS, at_knots, ranks_of, tilted
 from .saved_state import numbers
 from .tool_hierarchy import ToolHierarchy
@@ -37,6 +37,9 @@ RATE = 0.05
 """Step size of AdaGrad."""
 CAUTION = 1.0
 """Initial sum of squared gradients. Keeps the first steps from being the largest."""
+MOST_KEPT = 64
+"""Number of forecasts kept until the next gap is observed. When many jobs arrive together, their
+first turns also end together, most of them with the same forecast."""
 
 
 class GapModel:
@@ -46,13 +49,23 @@ class GapModel:
         self._tools = ToolHierarchy()
         self._jobs = JobHistory()
         self._correction = HistoryCorrection()
+        self._of_first: dict[ToolUse | None, Forecast] = {}  # by tool, for jobs without a history
 
     def forecast(self, turn: TurnEnd) -> Forecast:
-        """Forecast the gap after a turn. Does not change the model."""
-        features = features_of(self._jobs.past(turn))
-        return Forecast.of_masses(
-            self._correction.corrected(self._tools.forecast(turn.tool), features)
-        )
+        """Forecast the gap after a turn. Does not change what the model has learned."""
+        past = self._jobs.past(turn)
+        if past is not NO_PAST:
+            return self._forecast(turn.tool, past)
+        found = self._of_first.get(turn.tool)
+        if found is None:
+            if len(self._of_first) == MOST_KEPT:
+                self._of_first.clear()
+            found = self._of_first[turn.tool] = self._forecast(turn.tool, past)
+        return found
+
+    def _forecast(self, tool: ToolUse | None, past: Past) -> Forecast:
+        masses = self._tools.forecast(tool)
+        return Forecast.of_masses(self._correction.corrected(masses, features_of(past)))
 
     def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
         """Learn from a gap, as in ``TurnPolicy.observe``. Impossible gaps are ignored."""
@@ -68,6 +81,7 @@ class GapModel:
         self._correction.observe(masses, features, cells - corrected)
         self._jobs.observe(turn, at_knots(ranks_of(masses), cells))
         self._tools.observe(turn.tool, cells)
+        self._of_first.clear()
 
     def dump(self) -> dict[str, object]:
         """Return the learned state as JSON, without the histories of jobs."""
@@ -88,6 +102,7 @@ class GapModel:
         tools = fields.take("tools", ToolHierarchy.loaded)
         correction = fields.take("tilt", HistoryCorrection.loaded)
         self._tools, self._correction = tools, correction
+        self._of_first.clear()
 
 
 def features_of(past: Past) -> Array:
