@@ -77,46 +77,91 @@ class JobDemand(NamedTuple):
 NO_DEMAND = JobDemand(0.0, 0.0, 0.0)
 
 
+class Blocks(NamedTuple):
+    """Expected numbers of blocks.
+
+    Attributes:
+        vram: blocks of VRAM.
+        anywhere: blocks of VRAM and CPU memory.
+    """
+
+    vram: float = 0.0
+    anywhere: float = 0.0
+
+
+NOTHING = Blocks()
+
+
+def most_of(demand: JobDemand) -> Blocks:
+    """Upper bounds of the blocks that a job ever takes."""
+    blocks, grows, left, weight, chance, shared = demand
+    whole = max(0.0, blocks + grows * left)
+    return Blocks(weight * whole + shared, chance * whole + shared)
+
+
 class Demand:
     """Projected demand of all jobs together, oldest first.
 
     The cost of a query, and of adding, changing or removing a job, does not depend on the number of
-    jobs.
+    jobs. What a change does to the peak is computed when the peak is requested, because ``most``
+    often suffices.
 
     Args:
         jobs: demand of each job.
         spread: standard deviation over mean of the time of a turn with its gap.
+
+    Attributes:
+        most: upper bounds of the peak, in VRAM and anywhere.
     """
 
     def __init__(self, jobs: Sequence[JobDemand] = (), spread: float = 0.0) -> None:
-        self._len = len(jobs)
+        self._jobs = list(jobs)
+        self._changed: dict[int, None] = {}  # positions whose rows are not up to date
+        vram, anywhere = zip(NOTHING, *map(most_of, jobs), strict=True)
+        self.most = Blocks(sum(vram), sum(anywhere))
         self._spread = spread
         flat = chain.from_iterable(jobs)
-        given = np.fromiter(flat, np.float64, 6 * self._len).reshape(-1, 6)
+        given = np.fromiter(flat, np.float64, 6 * len(jobs)).reshape(-1, 6)
         moments = np.append(np.unique(self._stays(given[:, 2])), 0.0)
         if len(moments) > MOMENTS:
             moments = moments[np.linspace(0, len(moments) - 1, MOMENTS).astype(int)]
         self._moments = moments
         # One row per job: its demand of VRAM at every moment, then its demand anywhere.
-        self._rows = np.zeros((self._len + CHUNK, 2 * len(moments)))
-        for at in range(0, self._len, CHUNK):  # small arrays stay in the processor's cache
-            chunk = slice(at, min(at + CHUNK, self._len))
+        self._rows = np.zeros((len(jobs) + CHUNK, 2 * len(moments)))
+        for at in range(0, len(jobs), CHUNK):  # small arrays stay in the processor's cache
+            chunk = slice(at, min(at + CHUNK, len(jobs)))
             self._fill(self._rows[chunk], given[chunk].T[:, :, None])
         self._latest = NO_DEMAND, np.zeros(2 * len(moments))
         self._sum_up()
 
     def __len__(self) -> int:
-        return self._len
+        return len(self._jobs)
 
     def put(self, place: int, demand: JobDemand) -> None:
         """Set the demand of the job at that position, or append a new job."""
-        if place == len(self._rows):
-            self._rows = np.concatenate([self._rows, np.zeros_like(self._rows[:CHUNK])])
+        before = NO_DEMAND
+        if place == len(self._jobs):
+            self._jobs.append(demand)
+        else:
+            before, self._jobs[place] = self._jobs[place], demand
+        (vram, anywhere), less, more = self.most, most_of(before), most_of(demand)
+        self.most = Blocks(vram - less.vram + more.vram, anywhere - less.anywhere + more.anywhere)
+        self._changed[place] = None
+
+    def _update_rows(self) -> None:
+        """Compute the rows of the jobs that changed."""
+        places = list(self._changed)
+        self._changed.clear()
+        if len(self._jobs) > len(self._rows):
+            more = np.zeros((len(self._jobs) - len(self._rows) + CHUNK, self._rows.shape[1]))
+            self._rows = np.concatenate([self._rows, more])
             self._sum_up()
-        row = self._row_of(demand)
-        self._sums[place // CHUNK + 1 :] += row - self._rows[place]
-        self._rows[place] = row
-        self._len = max(self._len, place + 1)
+        given = np.array([self._jobs[place] for place in places])
+        rows = np.empty((len(places), self._rows.shape[1]))
+        self._fill(rows, given.T[:, :, None])
+        for place, change in zip(places, rows - self._rows[places], strict=True):
+            self._sums[place // CHUNK + 1 :] += change
+        self._rows[places] = rows
 
     def peak(
         self, more: JobDemand | None = None, *, first: int | None = None, anywhere: bool = False
@@ -128,6 +173,8 @@ class Demand:
             first: number of jobs to include, from the first on; None for all.
             anywhere: True for blocks in VRAM or outside it.
         """
+        if self._changed:
+            self._update_rows()
         totals, count = self._until(first), len(self._moments)
         if more is not None:
             totals = totals + self._row_of(more)
@@ -297,21 +344,6 @@ class Overcommit:
         if now - self._raised_at >= LEARN_EVERY_S:
             self._raised_at = now
             self.share = min(MOST, self.share * UP)
-
-
-class Blocks(NamedTuple):
-    """Expected numbers of blocks.
-
-    Attributes:
-        vram: blocks of VRAM.
-        anywhere: blocks of VRAM and CPU memory.
-    """
-
-    vram: float = 0.0
-    anywhere: float = 0.0
-
-
-NOTHING = Blocks()
 
 
 @dataclass(frozen=True, slots=True)

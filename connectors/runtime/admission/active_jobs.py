@@ -28,6 +28,7 @@ from tiered_kv.policies.admission.working_set import (
     TurnCadence,
     TurnPace,
     away_demand,
+    most_of,
     running_demand,
 )
 from tiered_kv.policies.base import JobKey
@@ -177,6 +178,8 @@ class Families:
 COUNTED_S = 2e-4
 """Seconds per job between two full counts, because counting a job takes microseconds. Changed jobs
 are counted again on every query."""
+BOUND_SLACK = 1 + 1e-9
+"""Factor of upper bounds, which are sums of many changes and thus inexact."""
 TOGETHER = 256
 """Number of jobs that one query counts again. With more jobs, a full count takes several queries,
 so that no step waits for all of it."""
@@ -404,14 +407,26 @@ class ActiveJobs:
             return peak
         return peak - self._fair.of_others(salt, anywhere=anywhere)
 
-    def peak_with_pin(self, blocks: int, job: JobKey | None) -> float:
+    def most(self, more: JobDemand = NO_DEMAND) -> Blocks:
+        """Return upper bounds of :meth:`peak` with the demand ``more``, in VRAM and anywhere. They
+        cost a fraction of it, and suffice while the jobs fit."""
+        self._count()
+        own = most_of(more)
+        return Blocks(
+            BOUND_SLACK * (self._demand.most.vram + own.vram),
+            BOUND_SLACK * (self._demand.most.anywhere + own.anywhere),
+        )
+
+    def peak_with_pin(self, blocks: int, job: JobKey | None, *, enough: float) -> float:
         """Return :meth:`peak` under the assumption that ``job``, whose turn has just ended, keeps
-        ``blocks`` pinned during its gap.
+        ``blocks`` pinned during its gap, or an upper bound that is not above ``enough``.
 
         Jobs that started after it are excluded, because older jobs have precedence.
         """
-        self._count()
         away = 1 - self.pace.vram_share(0.0)
+        most = self.most().vram + away * blocks
+        if most <= enough:
+            return most
         place = self._places.get(job) if job in self._members else None
         first = place + 1 if place is not None else None
         return self._demand.peak(first=first) + away * blocks

@@ -279,6 +279,8 @@ class Admission:
         """True if a new job fits, or if displacing other contexts costs the other requests less
         than the job's own wait would."""
         room = replace(self._room, share=self.overcommit.share)
+        if fits(room, *self.jobs.most(need)):
+            return True
         peak = self.jobs.peak(need, salt=salt)
         whole = self.jobs.peak(need, anywhere=True, salt=salt) if room.cpu else 0.0
         if fits(room, peak, whole):

@@ -101,7 +101,8 @@ class CostModel:
         )
         pool, mine = facts.usable_blocks, min(blocks, self._pins.budget)
         if self._jobs is not None:
-            price = self.price.of(self._jobs.peak_with_pin(mine, job), pool, lost_by)
+            demand = self._jobs.peak_with_pin(mine, job, enough=pool)
+            price = self.price.of(demand, pool, lost_by)
         else:
             price = self.price.price(pool, self._pins.held_blocks + mine, own=blocks)
         return Costs(
