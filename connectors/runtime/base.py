@@ -358,15 +358,22 @@ class EngineFacts:
         drafter."""
         return max((group.draft_tokens for group in self.groups), default=0)
 
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        """Tokens per block of each group."""
+        return tuple(group.block_size for group in self.groups) or (self.block_size,)
+
     def blocks(self, tokens: int) -> int:
         """Number of blocks that the KV of a context occupies."""
-        if not self.groups:
-            return -(-tokens // self.block_size)
+        if not self.narrow:  # the usual case; called several times for every waiting request
+            return sum([-(-tokens // size) for size in self._sizes])
         return sum(len(group.needs(tokens)) for group in self.groups)
 
     def blocks_to_go_on(self, computed: int, tokens: int) -> int:
         """Blocks of a context of ``tokens`` that continues after ``computed`` tokens. The state
         that it continues from stays allocated in addition to the state being written."""
+        if not self.has_states:
+            return self.blocks(tokens)
         states = (group for group in self.groups if group.reach.kind is KvKind.STATE)
         return self.blocks(tokens) + sum(
             computed > 0 and group.needs(computed) != group.needs(tokens) for group in states
@@ -390,6 +397,8 @@ class EngineFacts:
 
     def mean_blocks(self, tokens: float) -> float:
         """Average number of blocks of contexts of about that length."""
+        if not self.narrow:
+            return tokens * self.blocks_per_token
         narrow = (group for group in self.groups if group.reach.kind is not KvKind.FULL)
         return tokens * self.blocks_per_token + sum(
             len(group.needs(int(tokens))) for group in narrow

@@ -117,11 +117,13 @@ class Demand:
     def __init__(self, jobs: Sequence[JobDemand] = (), spread: float = 0.0) -> None:
         self._jobs = list(jobs)
         self._changed: dict[int, None] = {}  # positions whose rows are not up to date
-        vram, anywhere = zip(NOTHING, *map(most_of, jobs), strict=True)
-        self.most = Blocks(sum(vram), sum(anywhere))
         self._spread = spread
         flat = chain.from_iterable(jobs)
         given = np.fromiter(flat, np.float64, 6 * len(jobs)).reshape(-1, 6)
+        blocks, grows, left, weight, chance, shared = given.T
+        whole = np.maximum(0.0, blocks + grows * left)
+        sums = (weight @ whole + shared.sum(), chance @ whole + shared.sum())
+        self.most = Blocks(*map(float, sums))
         moments = np.append(np.unique(self._stays(given[:, 2])), 0.0)
         if len(moments) > MOMENTS:
             moments = moments[np.linspace(0, len(moments) - 1, MOMENTS).astype(int)]

@@ -180,9 +180,9 @@ COUNTED_S = 2e-4
 are counted again on every query."""
 BOUND_SLACK = 1 + 1e-9
 """Factor of upper bounds, which are sums of many changes and thus inexact."""
-TOGETHER = 256
-"""Number of jobs that one query counts again. With more jobs, a full count takes several queries,
-so that no step waits for all of it."""
+TOGETHER, PART = 256, 64
+"""Number of jobs that one query counts again. With more jobs, a full count takes several queries of
+``PART`` jobs, so that no step waits for all of it."""
 
 
 class ActiveJobs:
@@ -466,7 +466,8 @@ class ActiveJobs:
     def _count_more(self, now: float) -> None:
         """Count the next jobs again, and add up the demand of all once each was counted."""
         ahead = self._uncounted or list(self._members)
-        batch, self._uncounted = ahead[:TOGETHER], ahead[TOGETHER:]
+        count = len(ahead) if len(self._members) <= TOGETHER else PART
+        batch, self._uncounted = ahead[:count], ahead[count:]
         chances = self._chances((key for key in batch if key in self._members), now)
         for key, chance in chances.items():
             self._counted[key] = self._demand_of(key, self._members[key], chance, 0.0, now)

@@ -278,7 +278,9 @@ class Admission:
     def _fits(self, need: JobDemand, salt: str) -> bool:
         """True if a new job fits, or if displacing other contexts costs the other requests less
         than the job's own wait would."""
-        room = replace(self._room, share=self.overcommit.share)
+        if self._room.share != self.overcommit.share:
+            self._room = replace(self._room, share=self.overcommit.share)
+        room = self._room
         if fits(room, *self.jobs.most(need)):
             return True
         peak = self.jobs.peak(need, salt=salt)

@@ -185,10 +185,10 @@ class PinPressure:
         sure = not self._late(step) or self._pool.num_free() >= wanted
         asked_before = sure and turn.pressure.asked_at == step - 1
         turn.pressure.asked_at = step if sure else None
-        if not len(self._pins):
+        enough = partial(self.fits, turn, num_computed, step)
+        if not len(self._pins) or (not asked_before and enough()):
             return
         spare = turn.job.key if turn.job else None
-
         somebody_runs = any(self._pool.tables[CONTEXT].values())
         goes_first = self._fairness.seats_short or self._fairness.is_overdue(turn.request_id)
         waiter = waiter_started_at(
@@ -198,7 +198,6 @@ class PinPressure:
             in_job_order=self.in_job_order,
             new=turn.hold.new,
         )
-        enough = partial(self.fits, turn, num_computed, step)
         released = self._pins.make_room(enough, spare, waiter)
         if waiter is not None and not enough():
             greedy = self._fairness.salts_over_share(self._pins.blocks(), turn.request_id)
