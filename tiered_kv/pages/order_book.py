@@ -222,11 +222,16 @@ class OrderBook:
 
     # -- planning -----------------------------------------------------------------
 
-    def plan_save(self, pages: Mapping[PageKey, int], group: int = CONTEXT) -> SaveOrder | None:
+    def plan_save(
+        self, pages: Mapping[PageKey, int], group: int = CONTEXT, before: SaveOrder | None = None
+    ) -> SaveOrder | None:
         """Order a VRAM → CPU copy of the missing pages among ``pages``, from the blocks given.
 
         Returns None if nothing needs saving or no slot is available. Pages left without a slot are
         not saved, and are counted in ``unsaved``.
+
+        Args:
+            before: unsent order of the group that the new order replaces and includes.
         """
         fresh = self.index.missing(pages)
         if not fresh:
@@ -236,8 +241,11 @@ class OrderBook:
         self.unsaved += len(keys) - len(slots)
         if not slots:
             return None
-        keys = keys[: len(slots)]
-        order = SaveOrder(next(self._ids), group, tuple(fresh.values())[: len(slots)], slots, keys)
+        keys, blocks = keys[: len(slots)], tuple(fresh.values())[: len(slots)]
+        order_id = next(self._ids) if before is None else before.order_id
+        if before is not None:
+            keys, blocks, slots = before.keys + keys, before.blocks + blocks, before.slots + slots
+        order = SaveOrder(order_id, group, blocks, slots, keys)
         self._begin(order, keys)
         return order
 

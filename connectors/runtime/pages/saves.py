@@ -164,6 +164,7 @@ class Saves:
         self.unsent = Outbox[SaveOrder]()
         self.over = 0
         self._latest: OrderId | None = None
+        self._ends: dict[int, SaveOrder] = {}  # of turns that ended since a step, by group
         # Pages of finished turns that count as just used: now, or once the save has settled.
         self._used: deque[PageKey] = deque(maxlen=book.index.num_slots)
         self._used_by: dict[OrderId, deque[PageKey]] = {}
@@ -258,7 +259,7 @@ class Saves:
         self._remember_prompt_end(turn)
         if end is not None:
             self._add_end(turn, end, filled)
-        self._order(filled)
+        self._order(filled, ends=True)
         turn.save.pages = self._context(turn)
         # Without pages to save now, the pages of the last step may still be in flight.
         if self._latest is not None and self._book.under_way(self._latest):
@@ -474,9 +475,9 @@ class Saves:
             filled[at].update(zip(keys[start:full], ids, strict=True))
         return behind
 
-    def _order(self, filled: Sequence[Mapping[PageKey, int]]) -> None:
-        """Order saves of pages, by group."""
-        self.capture([self._worth_a_slot(pages) for pages in filled])
+    def _order(self, filled: Sequence[Mapping[PageKey, int]], *, ends: bool = False) -> None:
+        """Order saves of pages, by group; ``ends`` for the last pages of a turn."""
+        self.capture([self._worth_a_slot(pages) for pages in filled], ends=ends)
 
     def _worth_a_slot(self, pages: Mapping[PageKey, int]) -> Mapping[PageKey, int]:
         book, index = self._book, self._book.index
@@ -485,17 +486,34 @@ class Saves:
         missing = index.missing(pages)
         return worth_a_slot(missing, book.stored_nowhere(missing), index.free_slots)
 
-    def capture(self, filled: Sequence[Mapping[PageKey, int]]) -> list[SaveOrder]:
+    def capture(
+        self, filled: Sequence[Mapping[PageKey, int]], *, ends: bool = False
+    ) -> list[SaveOrder]:
         """Order saves of all given pages, by group, as long as slots are available, without
-        ``worth_a_slot``."""
+        ``worth_a_slot``.
+
+        Args:
+            ends: True for the last pages of a turn. Turns that end in one step share an order.
+        """
         orders = list[SaveOrder]()
         for at, pages in enumerate(filled):
-            order = self._book.plan_save(pages, at) if pages else None
-            if order is not None:
-                self._pool.hold([self._pool.blocks[block] for block in order.blocks])
-                self.unsent.append(order)
-                orders.append(order)
-                self._latest = order.order_id
+            if not pages:
+                continue
+            before = self._ends.get(at) if ends else None
+            if before not in self.unsent:
+                before = None
+            order = self._book.plan_save(pages, at, before)
+            if order is None:
+                continue
+            fresh = order.blocks[len(before.blocks) if before is not None else 0 :]
+            self._pool.hold([self._pool.blocks[block] for block in fresh])
+            if before is not None:
+                self.unsent.remove(before)
+            if ends:
+                self._ends[at] = order
+            self.unsent.append(order)
+            orders.append(order)
+            self._latest = order.order_id
         return orders
 
     def _give_up(self, block_ids: Sequence[int]) -> None:
