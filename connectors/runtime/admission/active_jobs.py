@@ -19,6 +19,7 @@ from tiered_kv.connectors.runtime.pins.pin_table import PinTable
 from tiered_kv.connectors.runtime.turn import Turn
 from tiered_kv.policies.admission.working_set import (
     NO_DEMAND,
+    NOTHING,
     Blocks,
     Demand,
     FairShare,
@@ -133,19 +134,17 @@ class Families:
     def count_all(
         self, members: Mapping[JobKey, ActiveJob], demands: Mapping[JobKey, JobDemand]
     ) -> None:
-        """Count all jobs again. The shared blocks of a family are weighted by the highest chance
-        among its jobs."""
+        """Count all jobs that share blocks again. The shared blocks of a family are weighted by the
+        highest chance among its jobs."""
         self.blocks, self._sizes, self._counts = 0.0, {}, {}
         needed: dict[bytes, float] = {}
         for key, member in members.items():
-            if member.shared:
-                needed[member.family] = max(demands[key].chance, needed.get(member.family, 0.0))
+            needed[member.family] = max(demands[key].chance, needed.get(member.family, 0.0))
         largest: dict[bytes, int] = {}
         for key, member in members.items():
-            if member.shared:
-                more = max(0, member.shared - largest.get(member.family, 0))
-                self._enter(key, member.family, more * needed[member.family])
-                largest[member.family] = more + largest.get(member.family, 0)
+            more = max(0, member.shared - largest.get(member.family, 0))
+            self._enter(key, member.family, more * needed[member.family])
+            largest[member.family] = more + largest.get(member.family, 0)
 
     def counted_with(self, key: JobKey, member: ActiveJob) -> float:
         """Blocks that a job counts for its family. Adds the job to the family if necessary."""
@@ -478,11 +477,11 @@ class ActiveJobs:
     def _add_up(self) -> None:
         """Add up the demands of all jobs as last counted."""
         counted = self._counted = {key: self._counted.get(key, NO_DEMAND) for key in self._members}
-        self._families.count_all(self._members, counted)
-        for key, member in self._members.items():
-            if member.shared:
-                shared = self._families.counted_with(key, member)
-                counted[key] = counted[key]._replace(shared=shared)
+        family = {key: member for key, member in self._members.items() if member.shared}
+        self._families.count_all(family, counted)
+        for key, member in family.items():
+            shared = self._families.counted_with(key, member)
+            counted[key] = counted[key]._replace(shared=shared)
         demands = list(counted.values())
         self._demand = Demand([*demands, *self._entering.values()], self.cadence.spread)
         keys: list[JobKey | str] = [*self._members, *self._entering]
@@ -491,13 +490,13 @@ class ActiveJobs:
 
     def _share_room(self, demands: Sequence[JobDemand]) -> None:
         """Find the clients whose jobs between turns take more than an equal share of the space."""
-        waiting: dict[str, Blocks] = {}
+        waiting = dict.fromkeys([key.salt for key in self._members], NOTHING)
         for (key, member), demand in zip(self._members.items(), demands, strict=True):
-            vram, anywhere = waiting.get(key.salt, (0.0, 0.0))
             if not member.running and key not in self._pins:
+                vram, anywhere = waiting[key.salt]
                 vram += demand.weight * demand.blocks
                 anywhere += demand.chance * demand.blocks
-            waiting[key.salt] = Blocks(vram, anywhere)
+                waiting[key.salt] = Blocks(vram, anywhere)
         self._fair = FairShare.of(waiting, self._room)
         self._loose = sum(one.vram for one in waiting.values())
 

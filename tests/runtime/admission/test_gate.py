@@ -282,6 +282,7 @@ def test_many_jobs_are_counted_over_several_queries(
     rig.now += 1
     before = rig.gate.jobs.peak()
     monkeypatch.setattr(active_jobs, "TOGETHER", 3)
+    monkeypatch.setattr(active_jobs, "PART", 3)
     rig.gate.jobs.job_forecast.growth.observe(40.0)
     rig.now += 1
     queries = []
@@ -293,6 +294,7 @@ def test_many_jobs_are_counted_over_several_queries(
     rig.now += 1
     assert queries[2] == rig.gate.jobs.peak() > before
     monkeypatch.setattr(active_jobs, "TOGETHER", 3)
+    monkeypatch.setattr(active_jobs, "PART", 3)
     rig.now += 3600
     left = []
     for _ in range(3):
