@@ -161,6 +161,25 @@ class Service(ABC):
         """Stop the process group: SIGTERM, then SIGKILL after a grace period. Idempotent."""
         self._end(STOP_GRACE_S)
 
+    def quit(self, most_s: float) -> None:
+        """Let the server exit by itself. The signal goes to the API server alone: an engine that
+        gets it twice, from here and from there, is killed before it writes its trace.
+
+        Args:
+            most_s: how long to wait, seconds.
+
+        Raises:
+            ServerError: it does not exit.
+        """
+        if (pid := self.pid) is None:
+            return
+        os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + most_s
+        while group_members(pid):
+            if time.monotonic() > deadline:
+                raise self.failed("the server does not exit")
+            time.sleep(POLL_S)
+
     def log_text(self) -> str:
         """The complete log so far."""
         with contextlib.suppress(OSError):

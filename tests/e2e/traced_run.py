@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import statistics
 import time
 from collections import Counter
@@ -25,7 +23,6 @@ from tiered_kv.bench.agents.results import JobDone
 from tiered_kv.bench.agents.sources import client_name
 from tiered_kv.bench.models.catalogue import VOCABULARY
 from tiered_kv.bench.replay.kinds import BLOCK, SCHEDULER
-from tiered_kv.bench.servers.load import group_members
 from tiered_kv.bench.servers.vllm_server import (
     CONNECTOR,
     MODEL_NAME,
@@ -161,7 +158,7 @@ def run_script(model: Path, folder: Path, seed: int, tell: Callable[[str], None]
         idle_ms = [_call_ms(server) for _ in range(IDLE_CALLS)]
         tell("the server exits")
         server.check()
-        _exit(server)
+        server.quit(SETTLE_S)
     reader = TraceReader(trace)
     records = list(reader)
     if reader.bad_lines:
@@ -237,22 +234,6 @@ def _settle(server: VllmServer, asked: int) -> list[JobDone]:
         if not busy and turns == asked + len(ticks):
             return ticks
     raise RuntimeError(f"the server does not become idle: {queues}\n{server.log_tail()}")
-
-
-def _exit(server: VllmServer) -> None:
-    """Stop the server and wait for it. The signal goes to the API server alone: an engine that gets
-    it twice, from here and from there, is killed before it writes its trace.
-
-    Raises:
-        RuntimeError: it does not exit.
-    """
-    assert server.pid is not None
-    os.kill(server.pid, signal.SIGTERM)
-    deadline = time.monotonic() + SETTLE_S
-    while group_members(server.pid):
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"the server does not exit.\n{server.log_tail()}")
-        time.sleep(0.2)
 
 
 def _engine(server: VllmServer) -> dict[str, Any]:

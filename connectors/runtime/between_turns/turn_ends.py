@@ -314,7 +314,7 @@ class TurnEnds:
     """Jobs, and the KV of each job between its turns.
 
     Attributes:
-        jobs: known jobs.
+        jobs, responses: known jobs, also by their last responses.
         open: open gaps of jobs.
         prefetch: contexts in lower tiers that are to be promoted in time.
         decided: recent final decisions.
@@ -345,7 +345,7 @@ class TurnEnds:
         self._boundaries = admission.boundaries
         self._gate = admission.gate
         self._tools = deps.tools
-        self._responses = Responses()
+        self.responses = Responses()
         self._known = KnownJobs(deps.notebook, self.jobs, self._lineage, engine.clock, deps.wall)
         self._policy_state = deps.policy_state
         self._log = log
@@ -406,7 +406,7 @@ class TurnEnds:
             self._lineage.forget(key)  # an adopted job that its client names is no longer inferred
             return key
         if hints.who.follows is not None:
-            followed = self._responses.take(salt, hints.who.follows)
+            followed = self.responses.take(salt, hints.who.follows)
             if followed is not None:
                 self._lineage.forget(followed)  # from now on its turns are found by their responses
                 return followed
@@ -520,7 +520,7 @@ class TurnEnds:
     def _follow_up(self, job: Job, turn: Turn, end: TurnEnd, pages: Sequence[PageKey]) -> None:
         if turn.hints.job_id is None:
             self._lineage.ended(job.key, turn.request.output_token_ids, aborted=end.aborted)
-            self._responses.answered(job.key, turn.request_id)
+            self.responses.answered(job.key, turn.request_id)
         if not job.running and end.is_last_step:
             self._cost_model.memoryfulness.observe(job.turns)
             self.give_up(job.key, StoryEnd.OVER, pages[job.first_blocks :])

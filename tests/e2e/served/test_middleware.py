@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 
 import httpx
 import pytest
 
 from tests.e2e.asking import PATIENCE_S, count, job, tick, trace
+from tiered_kv.bench.identities.recorded import clients
+from tiered_kv.bench.identities.replay import Player
 from tiered_kv.bench.servers.vllm_server import MODEL_NAME, VllmServer
 from tiered_kv.trace.turn_record import TurnRecord
 
@@ -72,9 +75,17 @@ def test_sessions_of_clients_are_jobs_on_their_paths(
     codex = "0199c7a4-0000-7d31-a7c2-3f1f0c6d2b11"
     for job_id, path, body in (
         (SESSION, "/v1/messages", {**MESSAGE, "metadata": CLAUDE_CODE}),
-        ("told", "/v1/messages", {**MESSAGE, "metadata": CLAUDE_CODE, "session_id": "told"}),
+        (
+            f"told/session:{SESSION}",
+            "/v1/messages",
+            {**MESSAGE, "metadata": CLAUDE_CODE, "session_id": "told"},
+        ),
         (codex, "/v1/responses", {**RESPONSE, "prompt_cache_key": codex}),
-        ("asked", "/v1/responses", {**RESPONSE, "prompt_cache_key": codex, "session_id": "asked"}),
+        (
+            f"asked/session:{codex}",
+            "/v1/responses",
+            {**RESPONSE, "prompt_cache_key": codex, "session_id": "asked"},
+        ),
     ):
         client.post(path, json=body).raise_for_status()
         last = {**body, "stream": True, "is_last_step": True}
@@ -84,6 +95,25 @@ def test_sessions_of_clients_are_jobs_on_their_paths(
         assert len(events) > 4, "token by token"
         found = turns(server, job_id, 2)
         assert [(one.turn, one.decision.tier == "drop") for one in found] == [(1, False), (2, True)]
+
+
+def test_a_recorded_subagent_is_a_job_below_its_parent(
+    client: httpx.Client, server: VllmServer
+) -> None:
+    """Claude Code's requests, as it sent them. The prompts are ours."""
+    run = next(one for one in clients() if one.name == "claude_code").again()
+    with closing(Player(server.url, routed=False)) as player:
+        player.play(run, "/v1/messages", 0)
+    (session,) = {one.headers["x-claude-code-session-id"] for one in run.turns}
+    agents = {one.agent: one.headers.get("x-claude-code-agent-id") for one in run.turns}
+    child, grandchild = (
+        f"{session}/agent:{agents['child']}",
+        f"{session}/agent:{agents['grandchild']}",
+    )
+    (record,) = turns(server, grandchild, 1)[:1]
+    assert (record.session, record.agent, record.parent) == (session, agents["grandchild"], child)
+    listed = client.get(f"/tiered_kv/jobs/{child}").raise_for_status().json()["jobs"][0]
+    assert (listed["turn"], listed["parent"], listed["session"]) == (3, session, session)
 
 
 def test_without_the_middleware_parameters_and_the_header_reach_every_path(

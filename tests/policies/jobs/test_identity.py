@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import string
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
@@ -13,16 +12,15 @@ from typing import Any
 
 import pytest
 
+from tests.arbitrary_ids import LEAVES, MARK, anything
 from tiered_kv.bench.identities.recorded import Client, Request, clients
 from tiered_kv.connectors.vllm.middleware import MESSAGES, PATHS, carry
 from tiered_kv.policies.jobs.hints import read_hints
 from tiered_kv.policies.jobs.identity import (
-    BODY_FIELDS,
     HEADERS,
     INFERRED_PREFIX,
     MAX_JOB_ID_CHARS,
     NOBODY,
-    PARAMS_FIELDS,
     SOURCES,
     Identity,
     Place,
@@ -33,7 +31,6 @@ from tiered_kv.policies.jobs.identity import (
 CLAUDE = {"x-claude-code-session-id": "S", "user-agent": "claude-cli/2.1.197"}
 SUBAGENT = {**CLAUDE, "x-claude-code-agent-id": "a1"}
 NESTED = {**SUBAGENT, "x-claude-code-agent-id": "a2", "x-claude-code-parent-agent-id": "a1"}
-MARK = '[{"type": "text", "text": "x-anthropic-billing-header: cc_is_subagent=true;"}]'
 
 
 NOTHING: Mapping[str, Any] = {}
@@ -312,28 +309,6 @@ def test_recordings_have_no_secrets_and_no_paths() -> None:
 
 # -- whatever comes -----------------------------------------------------------------
 
-LEAVES: list[Any] = [
-    None, True, 0, -1, 2**70, 1.5, float("nan"), "", "lead", "S", "T", "x" * 600, "\ud83d", [], {},
-    f"{INFERRED_PREFIX}1", "(sha256) 0", "a/agent:b", '{"session_id": "S"}', "{", "resp_1",
-    "0199c7a4-5b7e-7d31-a7c2-3f1f0c6d2b11", "ses_1", b"S", MARK, "true",
-]  # fmt: skip
-FIELDS = sorted(
-    PARAMS_FIELDS
-    | BODY_FIELDS
-    | {"user_id", "session_id", "thread_id", "agent_context", "trajectory_id", "cache_salt"}
-    | {"session", "agent", "parent_agent", "parent_session", "subagent", "follows", "ignored"}
-    | {"program_id", "parent_program_id", "task_id", "salt"}
-)
-
-
-def anything(rng: random.Random, depth: int = 3) -> Any:
-    """A value as a client may send it: mostly with the fields that are read."""
-    if depth and rng.random() < 0.6:
-        return {rng.choice(FIELDS): anything(rng, depth - 1) for _ in range(rng.randrange(1, 5))}
-    if rng.random() < 0.1:
-        return "".join(rng.choices(string.printable, k=rng.randrange(20)))
-    return rng.choice(LEAVES)
-
 
 def check(rng: random.Random) -> None:
     """One request with arbitrary ids."""
@@ -346,7 +321,7 @@ def check(rng: random.Random) -> None:
     params = anything(rng)
     if isinstance(params, dict) and rng.random() < 0.5:
         params["client"] = stated.ids
-    xargs, session_id = anything(rng), rng.choice([None, *LEAVES])
+    xargs, session_id = anything(rng), rng.choice([None, 2**70, *LEAVES])
     hints = read_hints(params, xargs, session_id)
     found = hints.who
     for name in (found.job, found.session, found.parent):
@@ -385,7 +360,12 @@ MOST_CALLS = 300
 
 
 def calls(turn: Request, text: str) -> int:
-    """Calls that the identity of a request takes, in the API server and in the engine."""
+    """Calls that the identity of a request takes, in the API server and in the engine; the least of
+    three counts, because the garbage collector may call too."""
+    return min(_calls(turn, text) for _ in range(3))
+
+
+def _calls(turn: Request, text: str) -> int:
     body = json.dumps({**turn.body, "messages": text}).encode()
     sent = [(name.encode(), value.encode()) for name, value in turn.headers.items()]
     seen = 0
