@@ -1,1 +1,1 @@
-"""The demo and the benchmarks: real servers, a real model, jobs that behave like agents."""
+"""The demo and the benchmarks, which play agent-like jobs on real servers with a real model."""

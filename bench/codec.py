@@ -1,18 +1,17 @@
-"""Size of KV pages on the SSD and its cost: the centred codec and zstd.
+"""Compression ratio and speed of KV page codecs: the centred codec and zstd.
 
     python -m bench.codec --json
 
-Pages come from the small real model, in the form in which the worker stores them in its CPU pool.
-The codec is trained on source code and measured on prose that it has not seen. bf16 and fp16 pages
-each come from an engine of that dtype (cast from bf16, fp16 would have three mantissa bits that are
-always zero). fp8 pages are the bf16 ones cast with scale 1, which vLLM uses when none was
-calibrated.
+Pages come from the small real model, in the layout of the worker's CPU pool. The codec is trained
+on source code and measured on prose that it has not seen. bf16 and fp16 pages each come from an
+engine of that dtype (cast from bf16, fp16 would have three mantissa bits that are always zero). fp8
+pages are bf16 pages cast with scale 1, which vLLM uses without calibration.
 
-``ratio`` is raw over stored bytes. ``*_mbs`` is MB of raw pages per second of CPU time of one core,
-the best of many rounds in which all contestants take turns; ``*_vs_zstd1`` is that over zstd level
-1 on the same pages in the same rounds. ``entropy_bound`` is the ratio at the order-0 entropy of the
-symbols of the measured pages, centred by these pages' own centres, with one static code for all and
-the rest stored uncompressed: no static code and no training text can exceed it.
+``ratio`` is raw over stored bytes. ``*_mbs`` is MB of raw pages per second of CPU time on one core,
+the best of many interleaved rounds; ``*_vs_zstd1`` is the same relative to zstd level 1 on the same
+pages in the same rounds. ``entropy_bound`` is the ratio at the order-0 entropy of the measured
+pages' symbols, centred by these pages' own centres, with one static code for all and the rest
+stored uncompressed. No static code and no training text can exceed it.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def prose(model: Path, tokens: int) -> list[int]:
 
 
 def saved_pages(running: Engine, prompt: list[int]) -> Pages:
-    """Run a prompt. Returns the pages that it adds to the CPU pool.
+    """Run a prompt. Returns the pages that the prompt adds to the CPU pool.
 
     Raises:
         RuntimeError: the prompt fills an unexpected number of pages.
@@ -68,7 +67,7 @@ def saved_pages(running: Engine, prompt: list[int]) -> Pages:
 
 
 def real_pages(model: Path, dtype: str) -> tuple[Pages, Pages]:
-    """Pages to train on and pages held out, of an engine of that dtype."""
+    """Training pages and held-out pages, from an engine with that dtype."""
     code = real_texts(model, [TRAINING_PAGES * PAGE_TOKENS])[0]
     options = {"dtype": dtype, "block_size": PAGE_TOKENS}
     with engine(model, connector=True, extra={"cpu_gib": 0.1}, **options) as running:
@@ -77,7 +76,7 @@ def real_pages(model: Path, dtype: str) -> tuple[Pages, Pages]:
 
 
 def cast(pages: Pages, dtype: str) -> Pages:
-    """bf16 pages as pages of another torch dtype, with scale 1."""
+    """Cast bf16 pages to another torch dtype, with scale 1."""
     import torch
 
     values = (torch.from_numpy(page).view(torch.bfloat16).to(torch.float32) for page in pages)
@@ -85,14 +84,14 @@ def cast(pages: Pages, dtype: str) -> Pages:
 
 
 def entropy_bits(symbols: NDArray[np.uint8]) -> float:
-    """Order-0 entropy, bits per symbol."""
+    """Order-0 entropy in bits per symbol."""
     counts = np.bincount(symbols.reshape(-1), minlength=256)
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log2(shares)).sum())
 
 
 def entropy_bound(pages: Pages, page_format: PageFormat) -> float:
-    """The best ratio of a static code, with the best centres: see the module."""
+    """The best ratio of a static code with the best centres; see the module docstring."""
     codec = CentredCodec(page_format).trained(pages)
     encoded = [codec.encode(page) for page in pages]
     unpack = zstandard.ZstdDecompressor().decompress
@@ -126,7 +125,7 @@ def race(codecs: Mapping[str, Codec], pages: Sequence[Bytes], rounds: int) -> di
                 raise RuntimeError(f"{name} did not reproduce the pages that it encoded")
             stored[name] = sum(one.nbytes for one in encoded)
             for out in outs:
-                out.fill(0)  # so that the next codec cannot pass with this one's output
+                out.fill(0)  # so that the next codec cannot pass with this codec's output
     speeds = {name: raw / times.min(axis=0) / 1e6 for name, times in seconds.items()}
     return {
         name: {
@@ -139,7 +138,7 @@ def race(codecs: Mapping[str, Codec], pages: Sequence[Bytes], rounds: int) -> di
 
 
 def compare(training: Pages, pages: Pages, element: ElementType) -> Result:
-    """All figures of one dtype."""
+    """Measure all figures of one dtype."""
     page_format = PageFormat(element, pages[0].nbytes, PAGE_TOKENS)
     untrained = CentredCodec(page_format)
     contestants: dict[str, Codec] = {
@@ -148,7 +147,7 @@ def compare(training: Pages, pages: Pages, element: ElementType) -> Result:
         "zstd1": ZstdCodec(page_format),
     }
     found = race(contestants, pages, ROUNDS)
-    found |= race({"zstd19": ZstdCodec(page_format, 19)}, pages, 1)  # a second per round
+    found |= race({"zstd19": ZstdCodec(page_format, 19)}, pages, 1)  # about a second per round
     ours, zstd1 = found["centred"], found["zstd1"]
     return {
         **ours,
@@ -163,7 +162,7 @@ def compare(training: Pages, pages: Pages, element: ElementType) -> Result:
 
 
 def measure(model: Path, tick: Tick) -> dict[str, Result]:
-    """All dtypes."""
+    """Measure all dtypes."""
     bf16 = real_pages(model, "bfloat16")
     tick("bf16 pages")
     fp16 = real_pages(model, "float16")

@@ -1,13 +1,13 @@
-"""CPU memory that is too small, with and without compression of idle pages.
+"""Effect of compressing idle pages in CPU memory that is too small.
 
     python -m bench.cold --json
 
 Real servers, one run. Twenty texts of 3,000 tokens are sent in turn, several times over, to a
 server whose CPU memory has space for fifteen and a half of them and whose KV pool holds one. The
 same server with ``TIERED_KV_CODEC=raw`` compresses nothing. On both, a request then decodes while
-pages are compressed. A third server has space for all that it is sent: ``unannounced_ratio`` is the
-time of requests whose pages were compressed, over the time of requests whose pages were not plus
-the time to decode that many bytes at the speed that the server measured at its start.
+pages are compressed. A third server has space for all texts. Its ``unannounced_ratio`` is the time
+of requests with compressed pages, over the time of requests with uncompressed pages plus the time
+to decode that many bytes at the speed that the server measured at startup.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, machin
 from tiered_kv.config import GIB
 
 CONTEXTS, SPACE = 20, 15.5
-"""Contexts that are sent, and those that CPU memory has space for uncompressed."""
+"""Number of contexts sent, and number that fit into CPU memory uncompressed."""
 MORE = 3
-"""Contexts that are sent last, so that there are more pages than fit."""
+"""Further contexts, sent last so that the pages exceed the memory."""
 ROUNDS = 3
-"""The first one fills the tiers, and is not counted."""
+"""Number of rounds. The first one fills the tiers and is not counted."""
 HOT = 4
-"""Contexts of the server that has space for them."""
+"""Contexts sent to the server that has space for all."""
 GAP_S = 0.2
-"""Time of a tool, between two requests."""
+"""Tool time between two requests, seconds."""
 DECODED = 96
-"""Tokens of the answer during which the others' pages are compressed."""
+"""Length of the answer that is decoded while other jobs' pages are compressed, tokens."""
 BYTES_A_TOKEN = {"bfloat16": 2.25e4, "float16": 2.25e4, "float32": 4.5e4}
-"""KV of the small model, by dtype."""
+"""KV bytes per token of the small model, by dtype."""
 RAW = {"TIERED_KV_CODEC": "raw"}
 DECODES = re.compile(r"decodes (\S+) GB/s on each of (\d+) threads")
 
@@ -59,8 +59,9 @@ def context_bytes(tokens: int) -> float:
 
 
 def options_of(model: Path, tokens: int, space: float, env: Mapping[str, str]) -> ServerOptions:
-    """Options of a server with CPU memory for ``space`` contexts, and a KV pool for little more
-    than one. It pins nothing: KV that leaves VRAM must be restored from another tier."""
+    """Options of a server with CPU memory for ``space`` contexts and a KV pool for little more than
+    one. The server pins nothing, so KV that leaves VRAM must be restored from another tier.
+    """
     settings = {
         "TIERED_KV_CPU_GIB": f"{space * context_bytes(tokens) / GIB:.4f}",
         "TIERED_KV_PIN_FRACTION": "0",
@@ -75,7 +76,7 @@ def options_of(model: Path, tokens: int, space: float, env: Mapping[str, str]) -
 
 
 def send(client: httpx.Client, prompts: Sequence[list[int]], tick: Tick, what: str) -> list[float]:
-    """Send contexts, with a tool's pause before each. Returns the seconds that each took."""
+    """Send contexts with a pause before each. Returns the seconds that each took."""
     times = list[float]()
     for prompt in prompts:
         tick(what)
@@ -89,8 +90,8 @@ def play(options: ServerOptions, tokens: int, folder: Path, tick: Tick) -> dict[
 
     Returns:
         ``pages_ratio``: pages in CPU memory over its slots, when it is full; ``recomputed``: prompt
-        tokens computed in the rounds that count; ``times``: seconds of their requests;
-        ``token_ms``: median time of a token decoded while pages are compressed; ``compressed``:
+            tokens recomputed in the counted rounds; ``times``: seconds of their requests;
+            ``token_ms``: median time per token decoded while pages are compressed; ``compressed``:
         pages compressed so far; ``decode_rate``: speed at which the server decodes pages, bytes a
         second, 0 if it compresses none.
     """
@@ -100,7 +101,7 @@ def play(options: ServerOptions, tokens: int, folder: Path, tick: Tick) -> dict[
         before = counters(client)
         times = send(client, prompts * (ROUNDS - 1), tick, "rounds")
         after = counters(client)
-        tick("decoding")  # after a new context, for which the others' pages are compressed
+        tick("decoding")  # after a new context, which causes the others' pages to be compressed
         new, *more = [[*reversed(prompt)] for prompt in prompts[: 1 + MORE]]
         arrived = ask(client, new, tokens=DECODED, on_token=lambda _: None).times
         send(client, more, tick, "more than fits")
@@ -134,7 +135,7 @@ def measure(model: Path, tokens: int, tick: Tick) -> dict[str, Any]:
             prompts = texts(client, HOT, tokens) * ROUNDS * 2
             hot_s = statistics.median(send(client, prompts, tick, "with space for all")[HOT:])
     mean_s, mean_raw_s = statistics.mean(cold["times"]), statistics.mean(raw["times"])
-    cold_s = statistics.median(cold["times"])  # most of them find everything, if any do
+    cold_s = statistics.median(cold["times"])  # if any find everything, most do
     return {
         "pages_ratio": cold["pages_ratio"] / raw["pages_ratio"],
         "recomputed_ratio": cold["recomputed"] / max(1, raw["recomputed"]),

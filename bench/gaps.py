@@ -1,16 +1,17 @@
 """Recorded agent sessions as turns and the gaps after them, for benchmarks of policies.
 
-The content of a file decides its format, not its name:
+The format is detected from the file's content, not from its name:
 
 - coding-agent sessions (JSON lines with ``reqs``): a gap is included if both of its ends were
   recorded. The sessions name no tools. After an answer without a tool call (``end_turn``), the gap
-  is the wait for a person, which a server can detect from the answer. All other tools are unknown.
-  Sub-agents are separate sessions in their parent's fold. Copies (``dup``) are left out.
+  is the wait for a person, which a server can detect from the answer. Otherwise the tool is
+  unknown. Sub-agents are separate sessions in their parent's fold. Copies (``dup``) are left out.
 - request logs (JSON lines with ``session_id``, ``timestamp``, ``input``, ``output``): gaps run from
-  request to request, so they include the time of the model and of the tool. The tool is parsed from
-  the answer, and a token is assumed to have four characters.
-- tool rounds (JSON lines with ``session_id`` and ``tools``): the longest of the round's tools.
-- tool calls (CSV with ``action`` and ``execution_time_s``): one command each.
+  request to request, so they include both model time and tool time. The tool is parsed from the
+  answer, and a token is assumed to have four characters.
+- tool rounds (JSON lines with ``session_id`` and ``tools``): the gap is the round's longest tool
+  call.
+- tool calls (CSV with ``action`` and ``execution_time_s``): one command per row.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ CHARS_PER_TOKEN = 4
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A turn's end, and the seconds until the job's next turn."""
+    """The end of a turn, and the seconds until the job's next turn."""
 
     turn: TurnEnd
     gap_s: float
@@ -41,12 +42,12 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One job.
+    """A recorded job.
 
     Attributes:
         split_by: id whose hash selects its fold: the session's id, or its parent's.
-        gaps: in their order; never empty.
-        model: name of the model that served most of it; empty if it was not recorded.
+        gaps: gaps in order; never empty.
+        model: name of the model that served most turns; empty if not recorded.
     """
 
     split_by: str
@@ -59,8 +60,9 @@ class Session:
         return any(gap.turn.tool not in (None, NO_TOOL) for gap in self.gaps)
 
     def without_tools(self) -> Session:
-        """Return the session as a client without tool names would produce it. A server can still
-        detect that an answer calls no tool."""
+        """Return the session as recorded from a client that names no tools. A server can still
+        detect that an answer calls no tool.
+        """
         gaps = [
             gap if gap.turn.tool == NO_TOOL else replace(gap, turn=replace(gap.turn, tool=None))
             for gap in self.gaps
@@ -69,8 +71,8 @@ class Session:
 
 
 def read_sources(folder: Path) -> dict[str, list[Session]]:
-    """Read the sessions of a folder's files, by the file's stem, in the file's order. Files without
-    sessions are named on standard error.
+    """Read the sessions of each file in a folder, by file stem and in file order. Files without
+    sessions are reported on standard error.
 
     Raises:
         OSError: the folder cannot be read.

@@ -4,14 +4,14 @@
     python -m bench.hybrid --only gemma3 --rounds 1
     python -m bench.hybrid --quick
 
-A preset of the replay: models with random weights, jobs of random tokens that share a system
-prompt, and a KV pool that holds a third of the jobs' contexts. Stock vLLM caches no window and no
-state behind a prompt's end; ``stock_dense`` caches those of every block; ``bound`` is stock with a
-pool that holds everything. ``reach`` is ``stock_dense`` with such a pool, but runs no more
-concurrently than the small pool holds: a policy that loses nothing could be as fast. Answers are
-forced, so that all servers get the same prompts, and logprobs show whether they agree.
-``wrong_page_nats`` is what a wrong page changes in stock's first answer: with less than the
-tolerance of ``agrees`` it would not be seen.
+A variant of ``bench.replay``: models with random weights, jobs of random tokens that share a system
+    prompt, and a KV pool that holds a third of the jobs' contexts. Stock vLLM caches windows and
+    states only up to the end of a prompt; ``stock_dense`` caches them at every block; ``bound`` is
+    stock vLLM with a pool that holds everything. ``reach`` is ``stock_dense`` with such a pool, but
+    runs no more requests concurrently than the small pool holds: no policy that keeps all KV could
+    be faster. Answers are forced, so all servers get the same prompts, and logprobs show whether
+    they agree. ``wrong_page_nats`` is the change that a wrong page causes in stock's first answer.
+    If it is below the tolerance of ``agrees``, a wrong page would go unnoticed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from tiered_kv.bench.servers.vllm_server import (
 
 DENSE = f"{STOCK}_dense"
 RESERVED_GIB = "4"
-"""GiB that the CPU build sets aside before the pool's size is known."""
+"""GiB that the CPU build reserves before the pool size is known."""
 
 MIDDLE = Load(
     jobs=6,
@@ -70,7 +70,7 @@ MIDDLE = Load(
     gap_limit_s=10.0,
     apart_s=2.0,
 )
-"""Contexts of about 2,200 tokens at the end."""
+"""Load with final contexts of about 2,200 tokens."""
 QUICK = Load(
     jobs=5,
     turns=3,
@@ -83,7 +83,7 @@ QUICK = Load(
     gap_limit_s=2.0,
     apart_s=0.3,
 )
-"""Enough to see that everything works."""
+"""Load of a smoke test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +91,10 @@ class Shape:
     """A model and its KV groups: one of full attention, and some of windows or states.
 
     Attributes:
-        block: tokens of a block, in every group.
-        chunk: most tokens of a prefill's step.
-        windows, states: numbers of groups. window: length of the windows, tokens.
-        needs_bf16: True if vLLM's CPU build runs the model in bf16 alone.
+        block: tokens per block, in every group.
+        chunk: maximum tokens per prefill step.
+        windows, states: number of groups of each type. window: window length, tokens.
+        needs_bf16: True if vLLM's CPU build runs the model only in bf16.
     """
 
     model: TinyModel
@@ -107,28 +107,30 @@ class Shape:
 
     @property
     def groups(self) -> str:
-        """The groups in words."""
+        """A description of the groups."""
         windows = f", {self.windows} with a window of {self.window}" if self.windows else ""
         return f"1 full{windows}" + (f", {self.states} with states" if self.states else "")
 
     def context_blocks(self, tokens: int) -> int:
-        """Blocks that a context waits in until its next turn: all of full attention, a window,
-        and the state at its end with the one that goes on from it."""
+        """Blocks that a context occupies until its next turn: all blocks of full attention, one
+        window, and the final state together with the state that continues from it.
+        """
         return self._blocks(tokens, self.window - 1, 2)
 
     def request_blocks(self, tokens: int) -> int:
-        """Most blocks that a request of ``tokens`` takes while it runs."""
+        """Maximum number of blocks that a request of ``tokens`` occupies while it runs."""
         return self._blocks(tokens, self.window - 1 + self.chunk, 3)
 
     def whole_blocks(self, tokens: int, turns: int) -> int:
-        """Blocks that a job fills in all of its turns, if nothing is ever evicted: a window and
-        states at every turn's ends, and those of every block where all are kept."""
+        """Blocks that a job fills in all of its turns if nothing is evicted: windows and states at
+        the start and end of every turn, or at every block if all are kept.
+        """
         full = -(-tokens // self.block)
         ends = 2 * turns * (self.context_blocks(tokens) - full)
         return full * (1 + self.windows + self.states) + ends
 
     def _blocks(self, tokens: int, reach: int, states: int) -> int:
-        """Blocks of full attention, of windows that ``reach`` back, and of states."""
+        """Number of blocks: of full attention, of windows that ``reach`` back, and of states."""
         window = -(-reach // self.block) + 1
         return -(-tokens // self.block) + self.windows * window + self.states * states
 
@@ -138,7 +140,7 @@ _FULL, _SLIDING, _STATE = "full_attention", "sliding_attention", "linear_attenti
 
 
 def _wide(name: str, **settings: object) -> TinyModel:
-    """A model of a middle size, some 90 M parameters."""
+    """A medium-sized model with about 90 M parameters."""
     wide = {
         "hidden_size": 768,
         "intermediate_size": 2304,
@@ -163,7 +165,7 @@ _QWEN = _wide(
     layer_types=[_STATE, _STATE, _STATE, _FULL] * 3,
     linear_num_key_heads=6,
     linear_num_value_heads=12,
-    decoder_sparse_step=12,  # vLLM wants one layer with experts
+    decoder_sparse_step=12,  # vLLM requires a layer with experts
     moe_intermediate_size=768,
     shared_expert_intermediate_size=768,
 )
@@ -182,20 +184,20 @@ MIDDLE_SHAPES = (
     Shape(model=_QWEN, block=128, chunk=512, states=3, needs_bf16=True),
     Shape(model=_GRANITE, block=256, chunk=256, states=3),
 )
-"""Gemma's five windows to one full layer; gated delta rule and full attention; Mamba 2 and full
-attention, where the machine has no bf16."""
+"""Gemma's five window layers per full layer; gated delta rule with full attention; Mamba 2 with
+full attention, for machines without bf16."""
 _STATE_CHUNK = int(str(STATE_CHUNK["max_num_batched_tokens"]))
 QUICK_SHAPES = (
     Shape(model=_TINY["gemma3"], block=128, chunk=512, windows=1, window=200),
     Shape(model=_TINY["qwen3_next"], block=384, chunk=512, states=3, needs_bf16=True),
     Shape(model=_TINY["granite4"], block=256, chunk=_STATE_CHUNK, states=3),
 )
-"""One tiny shape of each kind, for ``--quick``."""
+"""One tiny shape per type, for ``--quick``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """KV pools, in blocks, and the longest request, in tokens."""
+    """KV pool sizes in blocks, and the maximum request length in tokens."""
 
     longest: int
     pressed: int
@@ -203,17 +205,18 @@ class Pools:
 
 
 def pools_for(shape: Shape, contexts: Sequence[int], turns: int) -> Pools:
-    """A pool for a third of the jobs' contexts, which still holds the longest request, and one
-    for everything."""
+    """Size a pool for a third of the jobs' contexts that still fits the longest request, and a pool
+    for everything.
+    """
     longest = -(-(max(contexts) + 1) // 256) * 256
-    one = shape.request_blocks(longest) + 2  # vLLM keeps a block for itself
+    one = shape.request_blocks(longest) + 2  # vLLM reserves a block
     waiting = sum(map(shape.context_blocks, contexts))
     everything = sum(shape.whole_blocks(tokens, turns) for tokens in contexts)
     return Pools(longest, max(one, waiting // 3), everything + len(contexts) * one)
 
 
 def make_servers(model: Path, dtype: str, shape: Shape, pools: Pools, *, alone: bool) -> list[Kind]:
-    """Stock vLLM, tiered-kv, stock vLLM that keeps every window and state, and two bounds.
+    """Make stock vLLM, tiered-kv, stock vLLM that keeps every window and state, and two bounds.
 
     Args:
         alone: run tiered-kv under vLLM's own scheduler instead of ``ContinuumScheduler``.
@@ -254,11 +257,11 @@ def compare_servers(
     *,
     alone: bool,
 ) -> dict[str, Any]:
-    """Measure one model on every server in every round; return its row: ``replay.report.summary``
-    and the model.
+    """Measure one model on every server in every round. Returns its row: ``replay.report.summary``
+    plus the model.
 
     Args:
-        folder: gets the weights, and a log of every run.
+        folder: receives the weights and a log of every run.
         tick: called after every run.
     """
     name, dtype = shape.model.name, machine_dtype().name
@@ -293,8 +296,9 @@ def compare_servers(
 
 
 def mistake_nats(server: VllmServer, job: Job, block: int) -> float:
-    """Mean change of the logprobs of a job's first answer, nats a token, by a wrong page in the
-    middle of its prompt."""
+    """Mean change that a wrong page in the middle of the prompt causes in the logprobs of a job's
+    first answer, nats per token.
+    """
     half = len(job.turns[0].added) // 2
     jobs = [
         replace(job, salt="right", turns=job.turns[:1]),
@@ -306,8 +310,7 @@ def mistake_nats(server: VllmServer, job: Job, block: int) -> float:
 
 
 def mistaken(job: Job, at: int, count: int) -> Job:
-    """A job's first turn with ``count`` tokens replaced from ``at`` on, which imitates a wrong
-    page."""
+    """A job's first turn with ``count`` tokens replaced from ``at`` on, to imitate a wrong page."""
     first = job.turns[0]
     other = tuple(FIRST_WORD + token % (VOCABULARY - FIRST_WORD) for token in first.added)
     added = (*first.added[:at], *other[at : at + count], *first.added[at + count :])
@@ -315,8 +318,8 @@ def mistaken(job: Job, at: int, count: int) -> Job:
 
 
 def chosen(every: Sequence[Shape], only: Sequence[str], *, bf16: bool) -> list[Shape]:
-    """Shapes with these names. Without names: one with windows, and the one with states that runs
-    fast on the machine.
+    """Select shapes by name. Without names: a shape with windows, and the shape with states that
+    runs fast on this machine.
 
     Raises:
         typer.BadParameter: no shape has such a name.

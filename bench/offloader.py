@@ -1,8 +1,8 @@
-"""vLLM's own offloading connector, on machines where it does not support transfers.
+"""vLLM's own offloading connector, for machines on which it cannot copy.
 
-``OffloadingConnector`` as vLLM ships it, with its CPU memory manager. Only the part that copies is
+``OffloadingConnector`` as shipped with vLLM, with its CPU memory manager. Only the copying part is
 replaced, because vLLM's needs a GPU: here a transfer finishes as soon as it is submitted. vLLM
-loads this module by its name.
+loads this module by name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
 class UncopiedSpec(CPUOffloadingSpec):
-    """vLLM's CPU memory, to which nothing is copied."""
+    """vLLM's CPU memory tier without any copies."""
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         return _UncopiedWorker()
@@ -36,4 +36,4 @@ class _UncopiedWorker(OffloadingWorker):
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return: all transfers have finished."""
+        """Return immediately, because all transfers have finished."""

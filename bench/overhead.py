@@ -1,14 +1,14 @@
-"""Time per step that the connector costs when its saved pages are never used.
+"""Overhead of the connector per step when its saved pages are never used.
 
     python -m bench.overhead --json
 
-``step_ratio``: vLLM's scheduler alone (schedule and update, no model) with 64 requests decoding,
-with the connector over without it. ``decode_ratio``: a decode step of the real model in a real
-engine, eight requests at a time, every filled block being saved. Each has its ``control``: stock
-over stock, measured in the same way in the same run, which is what the machine's noise makes of
-1.0. ``*_net`` is the ratio divided by its control.
+``step_ratio``: time of vLLM's scheduler alone (schedule and update, no model) with 64 decoding
+    requests, with the connector over without. ``decode_ratio``: the same for a decode step of the
+    real model in a real engine, with eight requests and every filled block saved. Each has a
+    ``control``: stock over stock, measured in the same way in the same run, which shows the
+    machine's noise. ``*_net`` is the ratio divided by its control.
 
-The contestants take turns within fractions of a second, so that other load hits all of them.
+The variants alternate within fractions of a second, so that other load affects all of them.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from tiered_kv.bench.servers.engines import engine
 
 RUNNING = 64
 CYCLE = 256
-"""Steps after which saves come back to the same requests (``connectors.runtime.pages.saves``)."""
+"""Period of saves in steps: after it, the same requests save again
+(``connectors.runtime.pages.saves``)."""
 CYCLES = 6
-"""Cycles that each engine runs."""
+"""Number of cycles that each engine runs."""
 DECODE_TOKENS = 96
 
 Times = dict[str, list[float]]
-"""Seconds by contestant."""
+"""Step times of each variant, seconds."""
 CONTESTANTS: Mapping[str, dict[str, Any] | None] = {
     "stock": None,
     "control": None,
     "connector": {"cpu_gib": 0.05},
 }
-"""Settings of each engine's connector; None is stock vLLM."""
+"""Connector settings of each variant; None is stock vLLM."""
 
 
 def ratios(rounds: list[Times], period: int) -> tuple[float, float]:
-    """Connector over stock, and stock over stock (the larger over the smaller).
+    """Ratios of connector to stock, and of stock to stock (the larger over the smaller).
 
-    Time that recurs every ``period`` samples is a cost of the connector. Time that occurs once is
-    noise of the machine. So each phase of the period contributes its median. Phases and rounds are
-    summed.
+    Time that recurs every ``period`` samples is a cost of the connector, and time that occurs once
+    is noise. So each phase of the period contributes its median. Phases and rounds are summed.
     """
     totals = {
         name: sum(
@@ -66,14 +66,14 @@ def ratios(rounds: list[Times], period: int) -> tuple[float, float]:
 def scheduler_step(
     first: int, tick: Tick, extras: Mapping[str, dict[str, Any] | None] = CONTESTANTS
 ) -> Times:
-    """Scheduler step times of each contestant, in seconds, measured in alternation. Prompts differ
-    in length, so that their blocks fill at different steps, as on a server. The time of the
-    simulated model is excluded.
+    """Measure the scheduler step times of each variant in alternation, seconds. Prompts differ in
+    length, so that their blocks fill at different steps, as on a server. The time of the simulated
+    model is excluded.
 
     Args:
-        first: contestant that is created first. The position of an engine's objects in memory makes
-            all of its steps up to 1% faster or slower.
-        extras: the three contestants.
+        first: variant to create first. The position of an engine's objects in memory makes all of
+            its steps up to 1% faster or slower.
+        extras: connector settings of the three variants.
     """
     from tiered_kv.testing.checked_kv import text
     from tiered_kv.testing.vllm.rig import Rig, RigOptions
@@ -112,8 +112,8 @@ def scheduler_step(
 
 
 def decode_step(model: Path, rounds: int, tick: Tick) -> Times:
-    """Seconds per decode step, in one engine whose connector is removed and put back. Two processes
-    of the same stock server can differ by 17%, so all contestants share one.
+    """Measure seconds per decode step in one engine, whose connector is removed and put back. Two
+    processes of the same stock server can differ by 17%, so all variants share one process.
     """
     times: Times = {name: [] for name in CONTESTANTS}
     names = list(times)
@@ -139,7 +139,7 @@ def decode_step(model: Path, rounds: int, tick: Tick) -> Times:
 
 
 def measure(model: Path, engines: int, rounds: int, tick: Tick) -> dict[str, float | str]:
-    """Both comparisons."""
+    """Run both comparisons."""
     scheduler = [scheduler_step(first, tick) for first in range(engines)]
     step_ratio, step_control = ratios(scheduler, CYCLE)
     decode = decode_step(model, rounds, tick)

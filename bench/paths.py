@@ -9,11 +9,11 @@ from pathlib import Path
 
 _ABOVE = Path(__file__).resolve().parents[1]
 ROOT = _ABOVE if (_ABOVE / "pyproject.toml").is_file() else Path.cwd()
-"""The checkout, or the folder where a command of the installed package runs. Results are kept in
-folders of it, and the text of a checkout is what agents read."""
+"""The checkout, or the current folder if the package is installed. Results go into its subfolders,
+and agents read the text of a checkout."""
 
 TRACES = ROOT.parent / "shared" / "traces"
-"""Recorded sessions, unless a command is told of others."""
+"""Default folder of recorded sessions."""
 
 
 @contextmanager

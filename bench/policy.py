@@ -2,24 +2,25 @@
 
     python -m bench.policy --traces ../shared/traces --folds 5 --json
 
-Cross-validation over sessions: the sessions of a source are dealt into folds by a hash of their id.
-Each fold is tested by a policy that learned from the other folds, in the order of the file. It is
-tested on one session at a time: each turn is decided, then the policy observes its gap, as on a
-server before the job's next turn. So it goes on learning while it is tested. With ``--by-model`` a
-fold is the sessions of one model. The benefit B of a turn is given as the cost of another prefill.
+Cross-validation over sessions: the sessions of a source are assigned to folds by a hash of their
+id. Each fold is used to test a policy that learned from the other folds, in file order. Sessions
+are tested one at a time: the policy decides each turn and then observes its gap, as on a server
+before the job's next turn, so it keeps learning while it is tested. With ``--by-model``, a fold is
+the sessions of one model. The benefit B of keeping a turn's KV is the cost of another prefill.
 Figures are over the tested gaps of all folds.
 
-- ``tools``: true if the policy saw which tools were used.
-- ``utility``: mean over the tested gaps of B 1[X <= τ] - min(X, τ) where the decision was to pin
-  for τ, else 0; seconds. ``share``: of the clairvoyant's, null if that has none, with the ends
-  ``low`` and ``high`` of a 95% interval from 2,000 bootstrap samples of the sessions.
-- ``accuracy``: how often it was right about X <= B: by its forecast, if it makes one, else by
-  whether it pinned at all, which is a bet that the job returns soon enough.
-- ``cover50``, ``cover90``: the fraction of gaps up to the forecast's 0.5 and 0.9 quantile; null
+- ``tools``: true if the policy was given the tools' names.
+- ``utility``: mean of B 1[X <= τ] - min(X, τ) over the tested gaps X, in seconds, for decisions to
+  pin for τ; 0 for other decisions. ``share``: fraction of the clairvoyant policy's utility, null if
+  that is 0, with a 95% interval from ``low`` to ``high`` from 2,000 bootstrap samples of the
+  sessions.
+- ``accuracy``: how often the policy was right about X <= B, judged by its forecast or, without a
+  forecast, by whether it pinned at all (a bet that the job returns soon enough).
+- ``cover50``, ``cover90``: fraction of gaps below the forecast's 0.5 and 0.9 quantiles; null
   without a forecast.
 - ``us``: microseconds of CPU time per decision.
 
-``against``: the utility of the default policy minus that of every other, with such an interval.
+``against``: the default policy's utility minus each other policy's utility, with such an interval.
 """
 
 from __future__ import annotations
@@ -55,16 +56,17 @@ Label = Callable[[Session], object]
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Sessions to learn from, and sessions to test on. Both in the source's order."""
+    """Sessions to learn from, and sessions to test on, both in file order."""
 
     learned: Sequence[Session]
     tested: Sequence[Session]
 
 
 def fold_of(session: Session, folds: int) -> int:
-    """Return the number of the fold that tests a session, by a hash of its id: its position in the
-    file and the other sessions do not matter. The first two bytes of the hash decide which sessions
-    are in ``traces/``, and are left out."""
+    """Return the number of the fold that tests a session, from a hash of its id, so that neither
+    its position in the file nor other sessions matter. The first two bytes of the hash are skipped,
+    because they decide which sessions are in ``traces/``.
+    """
     digest = hashlib.sha256(session.split_by.encode()).digest()
     return int.from_bytes(digest[2:10], "big") % folds
 
@@ -83,11 +85,12 @@ class Trial:
     """A decision, and the gap that followed.
 
     Attributes:
-        session: id; a sub-agent has its parent's.
-        utility: of the decision, seconds. best: of the clairvoyant's.
+        session: session id; for a sub-agent, its parent's.
+        utility: utility of the decision, seconds. best: utility of the clairvoyant decision.
         right: True if the decision correctly predicted whether X <= B.
-        below: whether X was up to each of the forecast's ``QUANTILES``; None without a forecast.
-        took_ns: time of the decision.
+        below: for each of the forecast's ``QUANTILES``, whether X was at most that; None without a
+            forecast.
+        took_ns: time that the decision took.
     """
 
     session: str
@@ -99,7 +102,7 @@ class Trial:
 
 
 def utility(decision: Decision, gap_s: float, benefit_s: float) -> float:
-    """Return the value of a decision for a known gap, in seconds."""
+    """Return the utility of a decision for a known gap, seconds."""
     if decision.tier is not Tier.PIN:
         return 0.0
     saved_s = benefit_s if gap_s <= decision.ttl_s else 0.0
@@ -107,7 +110,9 @@ def utility(decision: Decision, gap_s: float, benefit_s: float) -> float:
 
 
 def replay(make: Callable[[], TurnPolicy], folds: Iterable[Fold]) -> dict[float, list[Trial]]:
-    """Return the trials by B. In each fold, a new policy learns from the other sessions first."""
+    """Return the trials for each B. In each fold, a new policy first learns from the other
+    sessions.
+    """
     found: dict[float, list[Trial]] = {benefit_s: [] for benefit_s in BENEFITS_S}
     for fold in folds:
         policy = make()
@@ -141,8 +146,9 @@ def _test(policy: TurnPolicy, session: Session, gap: Gap, benefit_s: float) -> T
 
 
 def figures(tested: Sequence[Trial]) -> Row:
-    """Return the figures of a policy at one B. ``low`` to ``high`` is the 95% interval of the
-    fraction."""
+    """Return the figures of a policy at one B. ``low`` to ``high`` is the 95% interval of
+    ``share``.
+    """
     utilities = [one.utility for one in tested]
     share, low, high = _ratio(utilities, [one.best for one in tested], tested)
     below = [one.below for one in tested if one.below is not None]
@@ -170,8 +176,9 @@ def difference(ours: Sequence[Trial], other: Sequence[Trial]) -> Row:
 def _ratio(
     above: Sequence[float], below: Sequence[float], tested: Sequence[Trial]
 ) -> tuple[float | None, float | None, float | None]:
-    """Return sum over sum with a 95% interval from ``BOOTSTRAPS`` samples of the sessions; None if
-    the second sum is 0."""
+    """Return the ratio of two sums, with a 95% interval from ``BOOTSTRAPS`` samples of the
+    sessions; None if the second sum is 0.
+    """
     number = {name: n for n, name in enumerate(dict.fromkeys(one.session for one in tested))}
     numbers = [number[one.session] for one in tested]
     tops, bottoms = np.bincount(numbers, above), np.bincount(numbers, below)
@@ -185,8 +192,9 @@ def _ratio(
 
 
 def cases(sources: Mapping[str, Sequence[Session]]) -> Iterator[tuple[str, bool, list[Session]]]:
-    """Yield each source's name, whether tools are named, and its sessions. A source whose clients
-    name tools is yielded again without them."""
+    """Yield each source's name, whether tools are named, and its sessions. A source with tool names
+    is yielded a second time without the names.
+    """
     for name, sessions in sources.items():
         if any(session.names_tools for session in sessions):
             yield name, True, list(sessions)
@@ -200,7 +208,7 @@ def measure(
 
     Args:
         label: returns the fold that tests a session.
-        tick: called after every policy and case.
+        tick: called after each policy in each case.
     """
     rows: list[Row] = []
     against: list[Row] = []
@@ -224,7 +232,7 @@ SHOWN = (
     ("share of the clairvoyant's utility", "rows", "share"),
     (f"{OURS} over theirs, seconds", "against", "difference"),
 )
-"""Title, rows and figure of the printed tables."""
+"""Title, rows and figure of each printed table."""
 
 
 def _tables(found: Mapping[str, Sequence[Row]]) -> dict[str, list[Row]]:

@@ -2,13 +2,13 @@
 
     python -m bench.remote --json
 
-A Valkey server on loopback, pages of 256 KiB of random bytes, coded ``raw``, each with its record,
-written and read as the I/O thread does, a context at a time, and checked. ``get`` and ``put`` are
-medians over rounds of the store's speed over that of one TCP stream between two Python processes in
-the same round, which carries the same pages between the same memory and the other process.
-``lookups_per_s``: keys looked up, of 100,000 of which half exist. ``scheduler_ms``: time of the
-scheduler's thread that a request of 3,000 tokens costs more with a remote store that is queried and
-written than without one; ``asked_ms``: its part until the answer arrives.
+A Valkey server on loopback stores pages of 256 KiB of random bytes, coded ``raw``. They are written
+and read as by the I/O thread, one context at a time, and checked. ``get`` and ``put`` are the
+store's speed over the speed of one TCP stream between two Python processes that carries the same
+pages from and to the same memory, as medians over rounds. ``lookups_per_s``: lookup rate for
+100,000 keys, half of which exist. ``scheduler_ms``: additional time of the scheduler's thread for a
+request of 3,000 tokens with a remote store that is queried and written; ``asked_ms``: the part of
+it until the answer arrives.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ ROUNDS = 25
 LOOKUPS = 100_000
 REQUESTS, WARM_UP = 40, 10
 STEP_TOKENS, STEP_S, ANSWER_S = 256, 0.02, 0.003
-"""Tokens and seconds of a step on the engine's clock, and the real seconds that the store's thread
-has for each step."""
+"""Tokens and duration of a step on the engine's clock, and the real seconds that each step leaves
+for the store's thread."""
 HOOKS = ("on_arrived", "match", "on_allocated", "build_orders", "on_reports", "on_finished")
 CONTEXT_TOKENS = 3_000
 FINGERPRINT = bytes(range(16))
@@ -56,7 +56,7 @@ def _key(number: int) -> PageKey:
 
 
 def _echo(connection: socket.socket) -> None:
-    """The other end of the stream: receives as many pages as it is told, then sends them back."""
+    """The other end of the stream: receives the announced number of pages, then sends them back."""
     kept: list[memoryview] = []
     with connection:
         while head := connection.recv(8, socket.MSG_WAITALL):
@@ -77,7 +77,7 @@ def _receive(connection: socket.socket, page: memoryview) -> None:
 
 @contextmanager
 def stream() -> Iterator[socket.socket]:
-    """One TCP connection to another process on loopback."""
+    """Open a TCP connection to another process on loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         connection = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()
@@ -94,7 +94,8 @@ def stream() -> Iterator[socket.socket]:
 def time_stream(
     connection: socket.socket, pages: Sequence[Bytes], slots: Sequence[Bytes]
 ) -> tuple[float, float]:
-    """Seconds to send and to receive the pages, one context after another in the slots.
+    """Time to send and to receive the pages, seconds. Contexts pass through the slots one after
+    another.
 
     Raises:
         RuntimeError: a received page differs.
@@ -118,10 +119,11 @@ def time_stream(
 def time_store(
     store: RemotePages, keys: Sequence[PageKey], pages: Sequence[Bytes], slots: Sequence[Bytes]
 ) -> tuple[float, float]:
-    """Seconds to write and to read the pages, one context after another in the slots.
+    """Time to write and to read the pages, seconds. Contexts pass through the slots one after
+    another.
 
     Raises:
-        RuntimeError: a page was not stored, or differs when read.
+        RuntimeError: a page was not stored, or differs when it is read.
     """
     contexts = [slice(at, at + CONTEXT_PAGES) for at in range(0, len(keys), CONTEXT_PAGES)]
     seconds = [0.0, 0.0]
@@ -145,7 +147,7 @@ def _check(slots: Sequence[Bytes], pages: Sequence[Bytes]) -> None:
 
 
 def look_up(store: RemotePages, existing: Sequence[PageKey]) -> float:
-    """Lookup rate, keys per second.
+    """Measure the lookup rate, keys per second.
 
     Raises:
         RuntimeError: an answer is wrong.
@@ -164,7 +166,7 @@ class TimedRig:
     """An engine whose hooks are timed.
 
     Args:
-        url: address of the store; empty for none.
+        url: address of the store; empty for no store.
 
     Attributes:
         lookups: number of queries to the store.
@@ -206,12 +208,11 @@ class TimedRig:
         setattr(self._rig.half, name, run)
 
     def ask(self, number: int) -> tuple[float, float]:
-        """Time a request.
+        """Run a request and time it.
 
         Returns:
-            CPU time of the scheduler's thread in milliseconds: until blocks are allocated,
-            including any query to the store, and in total, including the later handling of its
-            pages.
+            CPU time of the scheduler's thread in milliseconds: the part until blocks are allocated,
+            including any query to the store, and the total, including later work on its pages.
         """
         from tiered_kv.testing.checked_kv import text
 
@@ -231,8 +232,8 @@ class TimedRig:
 
 
 def on_thread(url: str, folder: Path) -> tuple[float, float]:
-    """Additional time of a request with a store (see ``TimedRig.ask``): medians over pairs of
-    requests with and without one.
+    """Additional time of a request with a store (see ``TimedRig.ask``), as medians over pairs of
+    requests with and without a store.
 
     Raises:
         RuntimeError: the store was not queried for each request.
@@ -247,7 +248,7 @@ def on_thread(url: str, folder: Path) -> tuple[float, float]:
 
 
 def measure(pages: int, rounds: int, tick: Tick) -> dict[str, float]:
-    """Compare store and stream round by round, and time the scheduler's thread."""
+    """Compare store and stream in each round, and time the scheduler's thread."""
     rng = np.random.default_rng(0)
     content = list(rng.integers(0, 256, (pages, PAGE_BYTES), dtype=np.uint8))
     slots = list(np.zeros((min(pages, CONTEXT_PAGES), PAGE_BYTES), dtype=np.uint8))
@@ -289,7 +290,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Number of rounds.")] = ROUNDS,
     as_json: AsJson = False,
 ) -> None:
-    """Measure pages in a remote store."""
+    """Measure a remote store."""
     with benchmark("Pages in a remote store", rounds + 2, as_json=as_json) as run:
         run.result = measure(pages, rounds, run.tick)
 

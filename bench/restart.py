@@ -1,14 +1,14 @@
-"""Time to first token after an engine was killed, from CPU memory that outlived it.
+"""Time to first token from CPU memory that outlived a killed engine.
 
     python -m bench.restart --json
 
-A real server with its CPU memory in a file. Eight contexts of 3,000 tokens are sent and saved.
-While other clients decode, its processes are killed and it is started again, with an unrelated
-request to warm it up. ``adopted``: fraction of the pages in CPU memory that the next engine finds.
-``first_ratio``: median first token of the contexts as each comes back, over that of the same
-contexts from CPU memory later. A context that comes from anywhere else is an error.
-``jobs_found`` and ``tails_found``: fraction of the contexts whose job continued with its second
-turn, and of those whose last tokens, which fill no block, were found too.
+A real server keeps its CPU memory in a file. Eight contexts of 3,000 tokens are sent and saved.
+While other clients decode, the server's processes are killed. It is then restarted and warmed up
+with an unrelated request. ``adopted``: fraction of the pages in CPU memory that the next engine
+finds. ``first_ratio``: median time to first token when each context first returns, over the same
+median later, from CPU memory. A context from any other source is an error. ``jobs_found``: fraction
+of contexts whose job continued with its second turn. ``tails_found``: fraction of contexts whose
+last tokens, which fill no block, were found too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ ADOPTED = re.compile(r"CPU memory has (\d+) pages of the previous engine")
 
 @contextmanager
 def decoding(server: VllmServer) -> Iterator[None]:
-    """Clients that keep a server decoding until it is killed."""
+    """Run clients that keep a server decoding until it is killed."""
 
     def decode(at: int) -> None:
         with suppress(httpx.HTTPError), client_of(server) as client:
@@ -77,7 +77,7 @@ def from_cpu(client: httpx.Client, prompt: list[int]) -> Answer:
     """Send a context.
 
     Raises:
-        RuntimeError: it did not come from CPU memory.
+        RuntimeError: the context did not come from CPU memory.
     """
     answer = ask(client, prompt)
     if not is_from(answer, CPU):

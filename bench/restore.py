@@ -1,14 +1,14 @@
-"""Time to first token of a context by where its KV is: nowhere, on SSD, in CPU memory, in VRAM.
+"""Time to first token by the place of the context's KV: nowhere, on SSD, in CPU memory, or in VRAM.
 
     python -m bench.restore --json
 
 Real servers, one run. Eight texts of 3,000 tokens are sent in turn, which is more than the KV pool
-holds. Each is then sent twice again: once when it has left VRAM (its pages come from CPU memory),
-and right after that (VRAM). Then the same with CPU memory for three of them, so that each comes
-from SSD, and once more after that server was restarted. The connector reports with each answer
-where the tokens came from, and a sample from anywhere else is an error, not a number. Where
-computing is faster than the SSD, the connector computes: such contexts are counted in ``computed``,
-and a tier that gave none has ``null`` for a time.
+holds. Each is then sent twice more: once after it has left VRAM (its pages come from CPU memory),
+and right after that (VRAM). The same is repeated with CPU memory for three texts, so that each
+comes from SSD, and again after a restart of that server. The connector reports the source of the
+tokens with each answer, and a sample from an unintended source is an error. Where computing is
+faster than the SSD, the connector computes. Such contexts are counted in ``computed``, and the time
+of a tier without samples is ``null``.
 
 The client, the texts and the servers are also those of ``bench.restart``, ``bench.cold``,
 ``bench.cluster`` and ``bench.snapshot``.
@@ -50,11 +50,11 @@ from tiered_kv.sizing.model_shape import read_shape
 
 CONTEXTS = 8
 FIRST = 2
-"""Contexts that fill half of CPU memory, from when on pages are demoted."""
+"""Number of contexts that fill half of CPU memory. From then on pages are demoted."""
 BLOCK = 32
-"""Tokens of a block: the smallest that vLLM's CPU build takes."""
+"""Tokens per block: the smallest size that vLLM's CPU build supports."""
 CHARACTERS = 6
-"""Characters of source text that are more than a token."""
+"""Characters per token of source text, an overestimate."""
 TIMEOUT_S, SETTLE_S, POLL_S = 600.0, 60.0, 0.2
 WARM_UP = tuple(range(100, 400))
 CPU, SSD, COMPUTED = "cpu_tokens", "ssd_tokens", "recomputed_tokens"
@@ -65,7 +65,7 @@ SOURCES = {
     "ssd": SSD,
     "ssd_after_restart": SSD,
 }
-"""Name of the connector's count of tokens, by kind of request."""
+"""The connector's name for the token count of each source."""
 
 
 # -- the client and its texts --------------------------------------------------------------
@@ -74,8 +74,9 @@ SOURCES = {
 def texts(
     client: httpx.Client, count: int, tokens: int, model: str = MODEL_NAME
 ) -> list[list[int]]:
-    """Prompts of exactly ``tokens`` token ids. Each starts with another file of the standard
-    library, and continues with the next ones."""
+    """Make prompts of exactly ``tokens`` token ids. Each starts with a different file of the
+    standard library and continues with the following files.
+    """
     found: list[list[int]] = []
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     files = [path.read_text(errors="replace") for path in paths]
@@ -104,15 +105,15 @@ def ask(
     logprobs: int | None = None,
     on_token: Callable[[Reading], None] | None = None,
 ) -> Answer:
-    """Send a turn of a job, for an answer of ``tokens`` tokens, and wait for all of it.
+    """Send a turn of a job, and wait for the complete answer of ``tokens`` tokens.
 
     Args:
-        job: its name; without a name, equal prompts are turns of the same job.
+        job: name of the job. Without a name, equal prompts are turns of the same job.
         salt: ``cache_salt``. KV is found only under the same salt.
         logprobs, on_token: see ``Ask`` and ``ask_over``.
 
     Raises:
-        httpx.HTTPError: it was not answered.
+        httpx.HTTPError: there was no answer.
     """
     hints = {"kv_transfer_params": {"job_id": job or job_of(prompt)}}
     turn = Ask(prompt=prompt, max_tokens=tokens, salt=salt, logprobs=logprobs, extra=hints)
@@ -120,7 +121,7 @@ def ask(
 
 
 def is_from(answer: Answer, source: str) -> bool:
-    """True if the prompt's KV came from this source, except for its end."""
+    """True if the prompt's KV came from this source, except for the last tokens."""
     return answer.sources[source] >= 0.9 * answer.prompt_tokens
 
 
@@ -130,8 +131,9 @@ def median_ms(answers: Sequence[Answer]) -> float:
 
 
 def logprob_distance(one: Answer, other: Answer) -> float:
-    """Largest difference of a token's logprob between two answers to one prompt, up to the first
-    token that differs: from there on they follow different texts."""
+    """Largest logprob difference between two answers to one prompt, up to the first differing
+    token, after which the contexts differ.
+    """
     largest = 0.0
     pairs = zip(one.tokens, other.tokens, one.logprobs, other.logprobs, strict=False)
     for mine, theirs, a, b in pairs:
@@ -142,12 +144,13 @@ def logprob_distance(one: Answer, other: Answer) -> float:
 
 
 def counters(client: httpx.Client) -> Mapping[str, float]:
-    """Counters and gauges of a server's connector."""
+    """Values of the counters and gauges of a server's connector."""
     return events(client.get("/metrics").text)
 
 
 def settled(client: httpx.Client, *names: str, polls: int = 5) -> list[int]:
-    """Counters of a server, once all are above zero and ``polls`` polls in a row find no change.
+    """Wait until all of a server's counters are above zero and ``polls`` consecutive polls find no
+    change. Returns the counters.
 
     Raises:
         TimeoutError: the counters do not settle within a minute.
@@ -169,7 +172,7 @@ def settled(client: httpx.Client, *names: str, polls: int = 5) -> list[int]:
 
 
 def context_gib(model: Path, tokens: int) -> float:
-    """Size of a context's pages, for a model with full attention only; plus 10%.
+    """Size of a context's pages plus 10%, GiB, for a model with only full attention.
 
     Raises:
         ModelError: the size cannot be computed from its configuration.
@@ -179,8 +182,9 @@ def context_gib(model: Path, tokens: int) -> float:
 
 
 def small_pool(model: Path, tokens: int, env: Mapping[str, str], *words: str) -> ServerOptions:
-    """Options of a server whose KV pool holds fewer contexts than are sent. It pins nothing, so
-    that what is evicted from VRAM must come from elsewhere."""
+    """Options of a server whose KV pool holds fewer contexts than are sent. The server pins
+    nothing, so evicted KV must be restored from another tier.
+    """
     return ServerOptions(
         model=model,
         block_size=BLOCK,
@@ -194,7 +198,7 @@ def small_pool(model: Path, tokens: int, env: Mapping[str, str], *words: str) ->
 
 @contextmanager
 def client_of(server: VllmServer, headers: Mapping[str, str] = {}) -> Iterator[httpx.Client]:
-    """A client of a running server. The server has already answered a warm-up request."""
+    """Open a client of a running server, and send a warm-up request."""
     with httpx.Client(base_url=server.url, timeout=TIMEOUT_S, headers=headers) as client:
         ask(client, WARM_UP, "warm-up")
         yield client
@@ -202,7 +206,7 @@ def client_of(server: VllmServer, headers: Mapping[str, str] = {}) -> Iterator[h
 
 @contextmanager
 def served(options: ServerOptions, folder: Path) -> Iterator[tuple[VllmServer, httpx.Client]]:
-    """Start a server with its log in ``folder``. Yields it and a client."""
+    """Start a server with its log in ``folder``. Yields the server and a client."""
     with VllmServer(options, folder / "server.log") as server, client_of(server) as client:
         yield server, client
 
@@ -211,8 +215,8 @@ def served(options: ServerOptions, folder: Path) -> Iterator[tuple[VllmServer, h
 
 
 def measure(model: Path, tokens: int, load_format: str, tick: Tick) -> dict[str, Any]:
-    """Three servers: CPU memory for everything; CPU memory for a few contexts, and an SSD; the same
-    after a restart.
+    """Measure three servers: with CPU memory for everything; with CPU memory for a few contexts and
+    an SSD; and the latter after a restart.
 
     Raises:
         RuntimeError: the KV of a request did not come from the intended tier.
@@ -249,8 +253,8 @@ def measure(model: Path, tokens: int, load_format: str, tick: Tick) -> dict[str,
             send(client, "cold")
             send(client, "cpu", "vram")
         with served(tight, folder) as (_, client):
-            # The codec is trained on the first pages, on cores that the model needs, and what is
-            # evicted meanwhile is lost.
+            # The codec is trained on the first pages, on cores that the model needs. Pages that are
+            # evicted meanwhile are lost.
             ask(client, other)
             ask(client, one)
             settled(client, "ssd_pages")

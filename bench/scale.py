@@ -3,28 +3,29 @@
     python -m bench.scale --json
 
 vLLM's scheduler with the connector, without a model, compared with stock vLLM in the same scenario,
-and with vLLM's own offloading connector where it can do the same (``bench.offloader``). Times are
-CPU time of that thread in milliseconds of a reference machine (``REFERENCE_S``): other programs do
-not lengthen them much, and a slow machine hardly does. Each is the lesser of two plays.
+and with vLLM's own offloading connector where it supports the scenario (``bench.offloader``). Times
+are CPU time of that thread in milliseconds, scaled to a reference machine (``REFERENCE_S``), so
+that other programs and slow machines have little influence. Each is the smaller of two plays.
 
-A step's *excess* is the time of a connector's hooks, including vLLM's prefix look-ups that it has
-to repeat because a hook answered "ask again", plus the time by which the rest of it is longer than
-the longest step of stock vLLM. Arrivals belong to no step: ``arrival_us`` is the mean time of
-``on_new_request``, ``arrival_worst_us`` the longest, ``arrival_stock_us`` the mean of stock vLLM's
-own ``add_request``.
+A step's *excess* is the time of the connector's hooks, plus the time by which the rest of the step
+exceeds the longest step of stock vLLM. Hook time includes prefix lookups that vLLM repeats because
+a hook answered "ask again". Arrivals are not part of steps: ``arrival_us`` is the mean time of
+``on_new_request``, ``arrival_worst_us`` the longest, and ``arrival_stock_us`` the mean time of
+stock vLLM's own ``add_request``.
 
 ``stall_NAME_ms``: the largest excess of a step in a scenario; ``vllm_offloader_NAME_ms``: the same
-with vLLM's offloading connector; ``finished_NAME_ms``: the longest end of a turn. Contexts of 32k,
-128k, 512k and 1M tokens, in blocks of 128 or, with ``_16``, of 16, have scenarios of their own:
-``pins`` pins every turn that ends, ``ssd`` and ``remote`` have CPU memory for one context only;
-turns end (``turns``), several jobs return together after VRAM has lost them (``several``), or one
-does (``one``). ``stall_1m_ms`` is the largest of those with 1M tokens in blocks of 128, and so on.
+    with vLLM's offloading connector; ``finished_NAME_ms``: the longest handling of a finished turn.
+    Contexts of 32k, 128k, 512k and 1M tokens, in blocks of 128 or (``_16``) of 16, have separate
+    scenarios: ``pins`` pins every finished turn, ``ssd`` and ``remote`` have CPU memory for one
+    context only. In each, turns finish (``turns``), several jobs return together after their
+    eviction from VRAM (``several``), or one job does (``one``). ``stall_1m_ms`` is the largest
+    excess with 1M tokens in blocks of 128, and so on.
 
-``stall_ms``: the largest excess in the other scenarios. ``match_new_ratio``: a new job's match with
-2,000 jobs running over that with 64. ``finished_128k_ms``: the median end of a turn of 128k tokens
-in blocks of 16, as in earlier results. ``rerank_1e6_ms``: the longest call of the eviction order
-over a million pages, including what it ranks again. ``decode_ratio``: see ``bench.overhead``, with
-its control ``decode_control``.
+``stall_ms``: the largest excess in the other scenarios. ``match_new_ratio``: the time to match a
+    new job with 2,000 running jobs, over the time with 64. ``finished_128k_ms``: the median
+    handling of a finished turn of 128k tokens in blocks of 16. ``rerank_1e6_ms``: the longest call
+    of the eviction order over a million pages, including re-ranking. ``decode_ratio`` and its
+    control ``decode_control``: see ``bench.overhead``.
 """
 
 from __future__ import annotations
@@ -54,17 +55,18 @@ from tiered_kv.policies.distribution import GRID, Forecast
 FEW, MANY = 64, 2_000
 PAGES = 1_000_000
 PLAYS = 2
-"""Plays of a scenario, of which the least of each figure counts: other programs only add."""
+"""Number of plays of a scenario. The smallest value of each figure counts, because other programs
+can only add time."""
 CONTEXTS = {"32k": 1 << 15, "128k": 1 << 17, "512k": 1 << 19, "1m": 1 << 20}
 REFERENCE_S = 0.0152
-"""CPU seconds that ``loop_s`` takes on the reference machine: the least of 50 runs on a virtual
-machine with two cores of an AMD EPYC (Zen 5), CPython 3.11."""
+"""CPU seconds of ``loop_s`` on the reference machine: the minimum of 50 runs on a virtual machine
+with two cores of an AMD EPYC (Zen 5), CPython 3.11."""
 BATCH_TOKENS = 32_768
 TOKEN_S, ANSWER_S = 1e-4, 0.003
-"""Seconds of a token on the engine's clock with a lower tier, so that reading pages takes less time
-than computing them, and the real seconds that a step leaves the thread that queries a store."""
+"""Seconds per token on the engine's clock with a lower tier, chosen so that reading pages is faster
+than computing them, and the real seconds that a step leaves for the thread that queries a store."""
 PAGE_OF_MEMORY = 4096
-"""Bytes to which vLLM's offloading connector rounds a block up."""
+"""vLLM's offloading connector rounds block sizes up to this many bytes."""
 HOOKS = (
     "on_new_request",
     "get_num_new_matched_tokens",
@@ -81,7 +83,7 @@ HOOKS = (
 
 @cache
 def _tokens() -> list[int]:
-    """Token ids of the longest context, as every context has them in the same places."""
+    """Token ids of the longest context. Shorter contexts use the same ids in place."""
     return [int(t) for t in np.random.default_rng(0).integers(1, 1000, (1 << 20) + 2_000)]
 
 
@@ -100,12 +102,12 @@ def loop_s() -> float:
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
-    """Token ids that take little memory, and share no block with the token ids of other seeds."""
+    """Token ids that take little memory and share no block with those of other seeds."""
     return [seed % 1000, seed // 1000 % 1000, *_tokens()[: tokens - 2]]
 
 
 class Kind(Enum):
-    """An engine's connector."""
+    """The connector of an engine."""
 
     STOCK = "none"
     OURS = "tiered-kv"
@@ -114,20 +116,20 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A scenario and the engine on which it runs.
+    """A scenario, and the engine on which it runs.
 
     Attributes:
-        name: of its results.
-        play: drives an engine.
+        name: name in the results.
+        play: function that drives an engine.
         blocks: blocks of VRAM.
-        longest: tokens of the longest request.
-        seqs: requests that run at a time.
+        longest: maximum request length, tokens.
+        seqs: maximum number of running requests.
         pages: capacity of CPU memory in pages.
-        block: tokens of a block.
-        pins: pin every finished turn, instead of those that the default policy selects.
+        block: tokens per block.
+        pins: pin every finished turn, not only those selected by the default policy.
         tier: ``ssd`` or ``remote``, the tier below CPU memory; empty for none.
         has_peer: True to play it with vLLM's offloading connector, too.
-        context: group of long contexts to which it belongs; empty for none.
+        context: group of long-context scenarios to which it belongs; empty for none.
     """
 
     name: str
@@ -144,13 +146,13 @@ class Scenario:
 
     @property
     def kinds(self) -> Iterator[Kind]:
-        """Engines on which it runs."""
+        """The engines on which it runs."""
         return (kind for kind in Kind if self.has_peer or kind is not Kind.OFFLOADER)
 
 
 @dataclass(slots=True)
 class Step:
-    """CPU seconds of a step or an arrival: in total, and in hooks."""
+    """CPU time of a step or an arrival in seconds: total, and in hooks."""
 
     whole: float = 0.0
     hooks: float = 0.0
@@ -158,7 +160,7 @@ class Step:
 
 @dataclass(slots=True)
 class Phase:
-    """CPU seconds of a part of a scenario: its steps, its arrivals, and each call by hook."""
+    """CPU seconds of a part of a scenario: each step, each arrival, and each call by hook."""
 
     steps: list[Step] = field(default_factory=list)
     arrivals: list[Step] = field(default_factory=list)
@@ -170,7 +172,7 @@ class Watched:
     """An engine without a model, whose steps are timed.
 
     Attributes:
-        phases: by name; the scenario itself is the phase with an empty name.
+        phases: phases by name. The scenario itself is the phase with an empty name.
         now: the current phase.
     """
 
@@ -220,9 +222,10 @@ class Watched:
         self.now = self.phases[phase] = Phase()
 
     def add_all(self, jobs: Sequence[tuple[str, int, int, int]]) -> None:
-        """Add requests that arrive together: name, prompt tokens, seed and answered tokens of each.
-        Their arrival is not part of a step, and neither is hashing blocks, which vLLM does in
-        another thread."""
+        """Add requests that arrive together, each with name, prompt tokens, seed and answer tokens.
+        Neither their arrival nor block hashing, which vLLM does in another thread, is part of a
+        step.
+        """
         for name, tokens, seed, answer in jobs:
             params = {"job_id": name.split("/")[0], "is_last_step": False}
             words = prompt(tokens, seed)
@@ -244,7 +247,7 @@ class Watched:
             self.rig.now += TOKEN_S * tokens
             time.sleep(ANSWER_S)
         if self.has_tier or (self.kind is Kind.OURS and not tokens):
-            self.rig.wait_for_worker()  # an idle engine's clock would overtake its threads
+            self.rig.wait_for_worker()  # or an idle engine's clock would overtake its threads
 
     def run(self, limit: int = 20_000) -> None:
         for _ in range(limit):
@@ -276,20 +279,20 @@ class Watched:
         if self.kind is Kind.OURS:
             self.rig.half.release_all()
         if self.kind is not Kind.STOCK:
-            for _ in range(3):  # what was saved last is reported
+            for _ in range(3):  # so that the last saves are reported
                 self.rig.step()
         self.rig.pool.evict_blocks(set(range(self.rig.options.blocks)))
 
 
 def excess(steps: Sequence[Step], stock: Mapping[str, Phase]) -> float:
-    """The largest excess of a step over the longest step of stock vLLM, seconds."""
+    """The largest excess of any step over the longest step of stock vLLM, seconds."""
     longest = max(step.whole for phase in stock.values() for step in phase.steps)
     return max(one.hooks + max(0.0, one.whole - one.hooks - longest) for one in steps)
 
 
 @contextmanager
 def engine(kind: Kind, scenario: Scenario) -> Iterator[Watched]:
-    """An engine for a scenario."""
+    """Create an engine for a scenario."""
     from tiered_kv.testing.checked_kv import CELL
     from tiered_kv.testing.valkey import ValkeyServer
     from tiered_kv.testing.vllm.rig import Rig, RigOptions
@@ -336,9 +339,9 @@ class Played:
     """Measurements of one play of a scenario.
 
     Attributes:
-        seconds: figures by name: ``stall_``, ``vllm_offloader_`` and ``finished_``, and medians
-            of calls by scenario and hook.
-        arrivals: arrivals by engine.
+        seconds: figures by name: ``stall_``, ``vllm_offloader_`` and ``finished_``, and median call
+            times by scenario and hook.
+        arrivals: arrival times by engine.
     """
 
     seconds: dict[str, float]
@@ -349,7 +352,7 @@ def play(scenario: Scenario) -> Played:
     """Play a scenario on every engine.
 
     Raises:
-        RuntimeError: a hook raised, the engine was stuck, or nothing was read from the lower tier.
+        RuntimeError: a hook raised, the engine got stuck, or nothing was read from the lower tier.
     """
     phases: dict[Kind, dict[str, Phase]] = {}
     for kind in scenario.kinds:
@@ -383,8 +386,9 @@ def play(scenario: Scenario) -> Played:
 
 
 def least(plays: Sequence[Played]) -> Played:
-    """The least of each figure over several plays, and each engine's arrivals in the play where
-    they took the least."""
+    """The minimum of each figure over several plays, and each engine's arrivals in the play where
+    they were fastest.
+    """
     first = plays[0]
     return Played(
         {name: min(one.seconds[name] for one in plays) for name in first.seconds},
@@ -399,7 +403,7 @@ def least(plays: Sequence[Played]) -> Played:
 
 
 def running(jobs: int, context: int) -> Scenario:
-    """Jobs decode, new jobs arrive one by one, and then all finish."""
+    """Jobs decode, new jobs arrive one by one, then all jobs finish."""
 
     def play(one: Watched) -> None:
         one.add_all([(f"a{i}", context, i, 120 + i % 7) for i in range(jobs)])
@@ -429,7 +433,7 @@ def queued(jobs: int) -> Scenario:
 
 
 def returning(jobs: int, context: int) -> Scenario:
-    """Jobs return together to contexts in CPU memory: their restores end in one step."""
+    """Jobs with contexts in CPU memory return together, and their restores finish in one step."""
     blocks = jobs * (context // 16 + 12) + 600
 
     def play(one: Watched) -> None:
@@ -447,7 +451,7 @@ def returning(jobs: int, context: int) -> Scenario:
 
 
 def turns(context: int, *, pins: bool, count: int = 6) -> Scenario:
-    """Turns of long contexts finish, and jobs continue after VRAM has lost them."""
+    """Turns with long contexts finish, and their jobs return after eviction from VRAM."""
     blocks = 2 * (context // 16) + 600
 
     def play(one: Watched) -> None:
@@ -482,8 +486,9 @@ def full(pages: int) -> Scenario:
 
 
 def long_context(size: str, block: int, *, pins: bool = False, tier: str = "") -> Scenario:
-    """Turns of a long context finish; their jobs continue after VRAM has lost them, two together
-    and then one alone, while another job is prefilled and decodes."""
+    """Turns with long contexts finish. After eviction from VRAM, two jobs return together and then
+    one alone, while another job is prefilled and decodes.
+    """
     context = CONTEXTS[size]
     of_one = context // block + 80
 
@@ -518,7 +523,9 @@ def long_context(size: str, block: int, *, pins: bool = False, tier: str = "") -
 
 
 def reranking(pages: int, context: int) -> float:
-    """Longest call of an eviction order while pages are evicted and jobs start and finish."""
+    """Measure the longest call of an eviction order while pages are evicted and jobs start and
+    finish.
+    """
     now = 0.0
     order = ByWorth(lambda: now, 2 * pages)
     index = PageIndex(pages, order, lambda: now)
@@ -560,7 +567,7 @@ def reranking(pages: int, context: int) -> float:
 
 
 def all_scenarios() -> list[Scenario]:
-    """Every scenario, the short ones first."""
+    """All scenarios, short contexts first."""
     many = [running(FEW, 4_096), running(MANY, 1_024), queued(MANY), returning(FEW, 32_768)]
     many += [turns(1 << 17, pins=False), turns(1 << 17, pins=True)]
     many += [full(pages) for pages in (10_000, 100_000, PAGES)]
@@ -575,7 +582,7 @@ def all_scenarios() -> list[Scenario]:
 def measure(
     scenarios: Sequence[Scenario], engines: int, tick: Callable[[str], None]
 ) -> dict[str, float | int]:
-    """Every scenario, the eviction order, and decode steps."""
+    """Measure every scenario, the eviction order, and decode steps."""
     loops: list[float] = []
     seconds: dict[str, float] = {}
     arrivals: dict[Kind, list[Step]] = {kind: [] for kind in Kind}
@@ -627,7 +634,7 @@ def main(
     engines: Annotated[int, typer.Option(help="Engines per variant, for decoding.")] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the scheduler's thread."""
+    """Measure the connector's cost on the scheduler's thread."""
     scenarios = all_scenarios()
     with benchmark("The scheduler's thread", len(scenarios) + 2, as_json=as_json) as run:
         run.result = measure(scenarios, engines, run.tick)

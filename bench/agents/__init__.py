@@ -1,1 +1,1 @@
-"""Agents' jobs, the client that plays them, and what came of it."""
+"""Agents' jobs, the client that plays them, and their results."""

@@ -1,9 +1,9 @@
 """The client of every load generator: one turn over an OpenAI route, timed.
 
 A prompt is a list of messages (``/v1/chat/completions``), or a text or token ids
-(``/v1/completions``). ``Client`` streams over the OpenAI SDK. ``ask_over`` uses an open connection
-of the caller, and reads the answer streamed or whole. Without the plugin of tiered-kv, a server
-reports where a prompt's KV came from only if the answer is not streamed.
+(``/v1/completions``). ``Client`` streams over the OpenAI SDK. ``ask_over`` uses the caller's open
+connection, and reads the answer streamed or whole. A server without tiered-kv's plugin reports
+where a prompt's KV came from only if the answer is not streamed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KEEPALIVE_S = 2.0
 """Connections idle for longer are not reused: vLLM's server closes them after 5 s, and a request
 sent at that moment would be lost."""
 OPENAI_FIELDS = ("model", "messages", "prompt", "stream")
-"""Fields that the SDK takes as arguments; it adds all others to the body as they are."""
+"""Fields that the SDK takes as arguments. All others go into the body unchanged."""
 SESSION_HEADER = "X-Session-ID"
 """Routers keep a job on one server by this header."""
 
@@ -49,7 +49,7 @@ class Api(Enum):
 
 
 class Hints(Enum):
-    """Ways in which a request carries its job id: the forms that ``policies.jobs.hints`` reads."""
+    """Ways for a request to carry its job id. ``policies.jobs.hints`` reads all of these forms."""
 
     KV_PARAMS = "kv-params"
     """Hints in ``kv_transfer_params``."""
@@ -58,7 +58,8 @@ class Hints(Enum):
     SESSION = "session"
     """Hints as ``session_id``, which cannot mark a turn as the last."""
     TOP_LEVEL = "top-level"
-    """Hints at the top level, as Continuum's clients do: only ``JobMiddleware`` reads it."""
+    """Hints at the top level, as Continuum's clients send them. Only ``JobMiddleware`` reads these.
+    """
     NONE = "none"
 
     def body(self, job_id: str, is_last_step: bool, tool: Mapping[str, str] = {}) -> dict[str, Any]:
@@ -83,11 +84,11 @@ class Ask:
     """A turn's request.
 
     Attributes:
-        max_tokens: length of the answer. The model's own end of text is ignored.
+        max_tokens: length of the answer, tokens. The model's end-of-text token is ignored.
         session: value of ``X-Session-ID``; None sends none.
         salt: ``cache_salt``; None sends none.
-        forced: token ids that the server must answer; it needs ``forcing.SERVER_ARGS``.
-        logprobs: alternatives for each answered token; None asks for no logprobs.
+        forced: token ids that the server must answer. The server needs ``forcing.SERVER_ARGS``.
+        logprobs: number of alternatives per answered token; None requests no logprobs.
         extra: further fields of the body, such as ``Hints.body``.
         plain: send only what OpenAI's own API has. The answer may then end early.
     """
@@ -124,7 +125,7 @@ class Ask:
         body |= {**self.extra, "ignore_eos": True}
         if self.is_ids:
             body["return_token_ids"] = True
-        if self.logprobs:  # two tokens of one text would be one key among the alternatives
+        if self.logprobs:  # otherwise two tokens with the same text would share a key
             body["return_tokens_as_token_ids"] = True
         if self.salt is not None:
             body["cache_salt"] = self.salt
@@ -143,16 +144,17 @@ class Answer:
     """A complete answer.
 
     Attributes:
-        sent_at: seconds of ``time.perf_counter`` when it was sent.
-        ttft_s: from sending to the first token; to the end of the answer if tokens do not decode to
-            text, such as half a character.
-        latency_s: from sending to the last token, seconds.
-        text: without the model's reasoning.
-        cached_tokens: of the prompt, as the server reports them; None if it does not.
-        tokens: ids, if the prompt was token ids. times: arrival of each, as ``sent_at``.
-        logprobs: raw, of these tokens, if asked for. margins: lead of the best over the second
-            best alternative, in nats, if two were asked for.
-        sources: prompt tokens by where their KV came from, in the connector's names; empty
+        sent_at: time at which it was sent, as ``time.perf_counter``.
+        ttft_s: time from sending to the first token, or to the end of the answer if no token
+            decodes to text on its own, such as half a character.
+        latency_s: time from sending to the last token, seconds.
+        text: the answer without the model's reasoning.
+        cached_tokens: prompt tokens that the server reports as cached; None if it reports none.
+        tokens: token ids, if the prompt was token ids. times: arrival of each token, on the same
+            clock as ``sent_at``.
+        logprobs: raw logprobs of these tokens, if requested. margins: lead of the best over the
+            second best alternative, in nats, if two were requested.
+        sources: prompt tokens by the tier that held their KV, under the connector's names; empty
             without the connector, and in streams without its plugin.
     """
 
@@ -171,7 +173,7 @@ class Answer:
 
     @property
     def ms(self) -> float:
-        """Milliseconds until it was complete."""
+        """Time until the answer was complete, milliseconds."""
         return 1e3 * self.latency_s
 
 
@@ -186,9 +188,9 @@ class Client:
         """Send a turn and read its answer. Cancelling closes the connection.
 
         Raises:
-            AnswerError: an answer without usage or token ids, or not the forced one.
-            Exception: no answer, or an incomplete one. The SDK passes some errors of its
-                connections on as they are; see ``trouble``.
+            AnswerError: the answer lacks usage or token ids, or is not the forced one.
+            Exception: there is no answer, or an incomplete one. The SDK passes some connection
+                errors on unchanged; see ``trouble``.
         """
         api: Any = self.openai.chat.completions if ask.is_chat else self.openai.completions
         body, reading = ask.body(self.model, stream=True), Reading(ask)
@@ -204,10 +206,10 @@ class Client:
 async def open_client(
     base_url: str, model: str, api_key: str = "none", silence_s: float = SILENCE_S
 ) -> AsyncIterator[Client]:
-    """A client that neither limits the load nor retries, without any proxy.
+    """Open a client that neither limits the load nor retries, and uses no proxy.
 
     Args:
-        base_url: without ``/v1``.
+        base_url: the server's URL without ``/v1``.
         silence_s: maximum wait for the server's next bytes.
     """
     limits = httpx2.Limits(
@@ -234,7 +236,7 @@ def ask_over(
 
     Raises:
         httpx.HTTPError: it was not answered, or refused.
-        AnswerError: see ``Client.ask``.
+        AnswerError: as for ``Client.ask``.
     """
     body, reading = ask.body(model, stream=on_token is not None), Reading(ask)
     if on_token is None:
@@ -327,8 +329,9 @@ class Reading:
 
 
 def trouble(error: Exception) -> str:
-    """Describe why a turn got no answer. The text continues a sentence that starts with the turn's
-    name."""
+    """Describe why a turn got no answer. The text completes a sentence that starts with the turn's
+    name.
+    """
     if isinstance(error, APITimeoutError):
         return "got no answer for longer than a client waits"
     if isinstance(error, APIStatusError):
@@ -337,7 +340,7 @@ def trouble(error: Exception) -> str:
 
 
 def _text_of(choice: Any) -> tuple[str, str]:
-    """Text of a chunk, and the model's reasoning in it."""
+    """Text and reasoning in a chunk."""
     if hasattr(choice, "text"):
         return choice.text or "", ""
     extra: Mapping[str, Any] = choice.delta.model_extra or {}

@@ -12,7 +12,7 @@ from .paired import PairedRatio
 from .results import JobDone, Kept, Run, TurnDone
 
 BUSY_CORES = 0.15
-"""Cores from which on a note says that other programs were running."""
+"""Cores used by other programs above which the results carry a note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,11 @@ class Compared:
     round, only jobs that finished on both are counted; tokens per second count all answers.
 
     Attributes:
-        rounds: ratio of the mean completion times in each round.
-        jobs: pairs of jobs, over all rounds.
-        mean, p90, p95: of completion times. ttft: of mean times to the first token.
-        tpot: of mean times from one token of an answer to the next; None where a server sends
-            answers in one piece.
-        tokens_per_s: of prompts and answers, from a run's start to its end.
+        rounds: ratio of mean completion times, one per round.
+        jobs: number of job pairs over all rounds.
+        mean, p90, p95: ratios of completion times. ttft: ratio of mean times to first token.
+        tpot: ratio of mean times per output token; None if a server does not stream its answers.
+        tokens_per_s: ratio of the rates of prompt and answer tokens, each over the whole run.
     """
 
     rounds: tuple[float, ...]
@@ -53,7 +52,7 @@ def compare(runs: Iterable[Run], server: str, over: str) -> Compared | None:
         return None
     ratios = {}
     for name in pairs[0][0]:
-        # Answers in one piece have no time between tokens.
+        # Answers that are not streamed have no time per output token.
         both = [(one[name], other[name]) for one, other in pairs]
         if known := [pair for pair in both if all(one > 0 for one in pair)]:
             ratios[name] = PairedRatio.of(*zip(*known, strict=True))
@@ -75,7 +74,7 @@ def _figures(run: Run, among: frozenset[str]) -> dict[str, float]:
 
 
 def completions(run: Run, among: frozenset[str] | None = None) -> list[float]:
-    """Completion times of the run's finished jobs in seconds, sorted by job name."""
+    """Completion times of the run's finished jobs, seconds, sorted by job name."""
     jobs = sorted(run.finished, key=lambda job: job.name)
     return [job.completion_s for job in jobs if among is None or job.name in among]
 
@@ -87,7 +86,7 @@ def common(runs: Iterable[Run]) -> frozenset[str]:
 
 
 def sources_of(turn: TurnDone) -> dict[str, int]:
-    """Prompt tokens by tier; "cached" where the server does not report which."""
+    """Prompt tokens by tier; "cached" if the server does not report the tier."""
     if turn.sources:
         return dict(turn.sources)
     return {"cached": turn.cached_tokens, "recomputed": turn.prompt_tokens - turn.cached_tokens}

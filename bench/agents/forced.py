@@ -3,8 +3,8 @@
     --logits-processors bench.agents.forced:ForcedTokens
 
 A request whose ``vllm_xargs`` hold ``{"forced_tokens": [id, ...]}`` is answered with these ids;
-after the last of them, the model generates its own tokens. The model is run as ever, and only what
-is sampled is changed. vLLM takes raw logprobs before any processor runs (``--logprobs-mode
+after the last of them, the model generates its own tokens. The model runs as usual; only the
+sampled tokens change. vLLM takes raw logprobs before any processor runs (``--logprobs-mode
 raw_logprobs``, its default), so those of the forced tokens are the model's own.
 
 The interface is defined by vLLM's V1 model runner; see ``forcing`` for a server's flags and
@@ -23,10 +23,10 @@ from .forcing import XARG
 
 
 class ForcedTokens(LogitsProcessor):  # type: ignore[misc]
-    """Forces the ids of those requests in the batch that carry some.
+    """Forces the token ids of the requests that carry some.
 
-    How far a request has come is the length of its output, which vLLM keeps: nothing is counted
-    here, so that requests may be preempted and come back.
+    A request's position is the length of its output, which vLLM keeps. This class counts nothing,
+    so that requests can be preempted and resumed.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
@@ -70,7 +70,7 @@ class ForcedTokens(LogitsProcessor):  # type: ignore[misc]
         self, params: SamplingParams, prompt: list[int] | None, output: list[int]
     ) -> tuple[list[int], list[int]] | None:
         forced: Any = (params.extra_args or {}).get(XARG)
-        # An id beyond the vocabulary is only known here, where an error would end the engine.
+        # An id outside the vocabulary is only detected here, where an error would stop the engine.
         if not _are_ids(forced) or any(token >= self._vocabulary for token in forced):
             return None
         return forced, output

@@ -11,15 +11,16 @@ from pathlib import Path
 import tiered_kv
 
 XARG = "forced_tokens"
-"""The name in ``vllm_xargs`` under which the ids travel, a JSON list of integers."""
+"""Key in ``vllm_xargs`` for the ids, a JSON list of integers."""
 
 SERVER_ARGS = ("--logits-processors", "tiered_kv.bench.agents.forced:ForcedTokens")
-"""Arguments of a server that forces; vLLM's default ``--logprobs-mode`` stays raw."""
+"""Arguments of a server that forces outputs. ``--logprobs-mode`` keeps vLLM's default, raw."""
 
 
 def server_env() -> dict[str, str]:
-    """Environment of such a server: it must find this package from any folder, and the
-    model runner whose interface the processor has (the only one on CPU)."""
+    """Environment of such a server. It finds this package from any folder, and selects the model
+    runner whose interface the processor implements (the only one on CPU).
+    """
     path = os.environ.get("PYTHONPATH")
     ours = str(Path(tiered_kv.__file__).parents[1])
     return {

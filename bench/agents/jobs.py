@@ -19,12 +19,12 @@ from .left_out import LeftOut
 from .recorded_rows import gap_between
 from .sessions import Recorded, read_recording
 
-# The synthetic workload of Continuum (arXiv 2511.02230): seven gaps, one of them long, contexts of
-# 2,900 tokens at the end. How they grow is chosen here: a quarter of it in the first turn.
+# Continuum's synthetic workload (arXiv 2511.02230): seven gaps, one of them long, and final
+# contexts of 2,900 tokens. The paper leaves their growth open: here the first turn adds a quarter.
 SHORT_GAPS, SHORT_S, LONG_S = 6, (0.05, 0.3), (2.0, 5.0)
 FIRST_TOKENS, ADDED_TOKENS, ANSWER_TOKENS = 750, 250, 50
 FIRST_WORD = 3
-"""Token ids below it are special."""
+"""Token ids below this one are special."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class Turn:
     Attributes:
         added: token ids that the prompt gains after the previous prompt and its answer.
         answer: token ids of the recorded answer; empty if there is none.
-        gap_s: seconds from the answer, and from the end of its sub-agents, to the next turn; 0
-            after the last.
+        gap_s: seconds from the answer, or from the end of its sub-agents, to the next turn; 0 after
+            the last turn.
         kept: leading fraction of the context that the prompt keeps, below 1 where an agent
-            compacted it. Only of texts.
+            compacted it. Only for turns that are texts.
         tool, tool_name: command and name of the tool that runs in the gap; may be empty.
         agents: sub-agents that start when the answer ends.
-        length: tokens of an answer that is not recorded.
-        text: text that the prompt gains, in place of ``added``.
+        length: answer length in tokens, if the answer is not recorded.
+        text: text that the prompt gains, instead of ``added``.
     """
 
     added: tuple[int, ...]
@@ -56,7 +56,7 @@ class Turn:
 
     @property
     def output(self) -> int:
-        """Tokens of the answer."""
+        """Answer length, tokens."""
         return len(self.answer) or self.length
 
 
@@ -67,7 +67,7 @@ class Job:
     Attributes:
         name: unique in a workload.
         salt: jobs share cached prefixes only under the same salt; may be empty.
-        system: the system's message of a job of texts; may be empty.
+        system: system message of a job whose turns are texts; may be empty.
     """
 
     name: str
@@ -82,11 +82,11 @@ class Job:
 
     @property
     def context(self) -> int:
-        """Tokens after its last answer; of a job of token ids."""
+        """Context length after the last answer, tokens. Only for jobs of token ids."""
         return sum(len(turn.added) + turn.output for turn in self.turns)
 
     def prompt(self, turn_index: int) -> list[int]:
-        """The prompt of a turn, counted from 0, if all answers are the recorded ones."""
+        """The prompt of turn ``number`` (from 0), assuming the recorded answers."""
         context: list[int] = []
         for turn in self.turns[:turn_index]:
             context += [*turn.added, *turn.answer]
@@ -98,8 +98,8 @@ class RecordedJobs:
     """Jobs of a recording.
 
     Attributes:
-        left_out: by the reason: ``nulls`` in the record, ``too_short`` (or prompts that do not go
-            on from one another) and ``too_long``.
+        left_out: counts by reason: ``nulls`` in the record, ``too_short`` (including prompts that
+            do not continue the previous one) and ``too_long``.
     """
 
     jobs: list[Job]
@@ -107,7 +107,7 @@ class RecordedJobs:
 
 
 class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that is used here."""
+    """The methods of a transformers tokenizer that are used here."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
@@ -121,21 +121,21 @@ def mini_swe_jobs(
     seed: int,
     longest: int | None = None,
 ) -> RecordedJobs:
-    """``count`` jobs of the first ``turns`` turns of recorded sessions, in random order.
+    """Draw ``count`` jobs from recorded sessions, each with the session's first ``turns`` turns.
 
     Sessions are left out and counted if they are shorter, if a prompt does not continue the one
     before, or if a context gets too long. When fewer than ``count`` remain, they are repeated: each
-    copy has its own name and salt, and so shares nothing with any other job.
+    copy has its own name and salt, and shares no KV with any other job.
 
-    The record has only the times of requests: see ``gap_between``.
+    The record has request times only, so gaps are estimated by ``gap_between``.
 
     Args:
         path: JSON lines with ``session_id``, ``timestamp`` in µs, ``input`` and ``output``, plain
             or gzipped. ``input`` may lack the answers, as that of mini-swe-agent does.
-        longest: most tokens of a context; None: any.
+        longest: maximum context length, tokens; None means no limit.
 
     Raises:
-        RecordingError: the file cannot be read or is no such recording.
+        RecordingError: the file cannot be read or is not such a recording.
         ValueError: no session is left; the message says why.
     """
     record = read_recording(path)
@@ -165,10 +165,10 @@ def mini_swe_jobs(
 
 
 def synthetic_jobs(*, count: int, seed: int, vocabulary: int) -> list[Job]:
-    """``count`` jobs of eight turns that grow to 2,900 tokens, the last answer included.
+    """Make ``count`` jobs of eight turns that grow to 2,900 tokens, the last answer included.
 
-    Six gaps take 50 to 300 ms, one, drawn with an even chance, 2 to 5 s. All tokens are random ids
-    below ``vocabulary``, so that no two jobs share a prefix.
+    Six gaps take 50 to 300 ms and one, at a random position, 2 to 5 s. All tokens are random ids
+    below ``vocabulary``, so no two jobs share a prefix.
     """
     rng = np.random.default_rng(seed)
 
@@ -198,7 +198,7 @@ class Load:
         answer: length of every answer.
         gap_s: median time of a tool; gaps are lognormal with ``gap_spread``, and at most
             ``gap_limit_s``.
-        apart_s: mean time between two jobs' starts.
+        apart_s: mean time between job starts.
     """
 
     jobs: int
@@ -214,10 +214,9 @@ class Load:
 
 
 def make_jobs(load: Load, seed: int, vocabulary: int) -> tuple[Job, ...]:
-    """Jobs of random token ids below ``vocabulary`` that share a system prompt.
+    """Make jobs of random token ids below ``vocabulary`` that share a system prompt.
 
-    What a turn adds is half to one and a half times as long as its mean, so that turns end
-    anywhere in a block.
+    Each turn adds 0.5 to 1.5 times the mean length, so that turns end anywhere in a block.
     """
     rng = np.random.default_rng(seed)
 
@@ -246,12 +245,14 @@ def arrivals(count: int, jobs_per_s: float, seed: int) -> list[float]:
 
 
 def digest(jobs: Sequence[object]) -> str:
-    """Digest of a workload. Equal jobs have equal digests."""
+    """Digest of a workload. Equal workloads have equal digests."""
     return hashlib.sha256(repr(list(jobs)).encode()).hexdigest()[:16]
 
 
 def _goes_on(session: Sequence[Recorded], turns: int) -> bool:
-    """True if a session has so many turns with answers, each of which continues the one before."""
+    """True if a session has that many turns with answers, and each prompt continues the previous
+    turn.
+    """
     first = session[:turns]
     follows = all(later.prompt.startswith(turn.prompt) for turn, later in pairwise(first))
     return len(first) == turns and follows and all(turn.answer for turn in first)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Counts of sessions and turns that are not played.
+    """Counts of recorded sessions and turns that are not played.
 
     Attributes:
         sessions: sessions that are not played completely.

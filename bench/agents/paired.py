@@ -18,16 +18,16 @@ T = TypeVar("T")
 class PairedRatio:
     """A ratio of positive figures, such as mean completion times, over pairs.
 
-    A pair is a round: both servers got the same jobs at nearly the same time, and so share what
-    else the machine was doing, which a ratio cancels. Times are multiplied by what slows them, so
-    ratios are averaged as logarithms: then A over B is the inverse of B over A, its interval too.
+    A pair is a round: both servers got the same jobs at nearly the same time, so they share the
+        machine's other load, which a ratio cancels. Slowdowns multiply times, so ratios are
+        averaged as logarithms. Then A over B is the inverse of B over A, including its interval.
     There are three to ten rounds. A bootstrap over so few is too narrow (with three, one draw in
-    nine is a single round), and resampling the jobs within a round would take jobs that ran
-    concurrently for independent ones. Student's t is exact for few pairs if the logarithms are
-    normal; ``drawn_order`` makes their errors independent and symmetric.
+    nine is a single round), and resampling the jobs of a round would treat concurrent jobs as
+    independent. Student's t is exact for few pairs if the logarithms are normal; ``drawn_order``
+    makes their errors independent and symmetric.
 
     Attributes:
-        value: geometric mean of the pairs' ratios.
+        value: geometric mean of the ratios.
         low, high: bounds of its 95% interval; None for a single pair, which has no spread.
     """
 
@@ -38,7 +38,7 @@ class PairedRatio:
     @classmethod
     def of(cls, ours: Sequence[float], theirs: Sequence[float]) -> PairedRatio:
         """Raises:
-        ValueError: there is no pair, or one figure is missing.
+        ValueError: there is no pair, or a pair lacks one of its figures.
         """
         logs = [math.log(one / other) for one, other in zip(ours, theirs, strict=True)]
         if not logs:
@@ -55,12 +55,12 @@ class PairedRatio:
 
 
 def drawn_order(servers: Sequence[T], seed: int, number: int) -> list[T]:
-    """Order of the servers in round ``number``: as given or reversed, by a coin drawn from
+    """Order of the servers in round ``number``: as given or reversed, by a coin toss seeded with
     ``seed``.
 
-    Then the differences of equal servers are as likely positive as negative, in each round
-    independently, whatever the noise is like, as the interval assumes. Alternating orders put two
-    runs of one server next to each other, where one spell of noise hits both.
+    So differences between equal servers are as likely positive as negative, independently in each
+    round and whatever the noise, as the interval assumes. Strict alternation would put two runs of
+    one server next to each other, where one spell of noise affects both.
     """
     heads = np.random.default_rng([seed, number, 3]).integers(2)
     return list(reversed(servers)) if heads else list(servers)

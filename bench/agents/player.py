@@ -2,7 +2,7 @@
 
 Each turn of a job is sent when the gap after the previous answer has passed. Jobs start at their
 arrival times, regardless of how many are running. The next prompt is the previous one, its answer,
-and what the turn adds.
+and the text that the turn adds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .results import JobDone, TurnDone
 
 T = TypeVar("T")
 OnTurn = Callable[[str, TurnDone], None]
-"""Called with a job's name and each of its turns as it is answered."""
+"""Called for each answered turn, with the job's name."""
 
 
 class TokenContext:
@@ -29,7 +29,7 @@ class TokenContext:
         self._ids: list[int] = []
 
     def add(self, turn: Turn) -> None:
-        """Append what a turn adds."""
+        """Append the tokens that a turn adds."""
         self._ids += turn.added
 
     def answered(self, answer: Answer) -> None:
@@ -42,10 +42,10 @@ class TokenContext:
 
 
 class Conversation:
-    """A job's context as messages, which is cut when an agent compacts it.
+    """A job's context as messages. Compaction by the agent truncates it.
 
     Args:
-        system: the system's message; none if empty.
+        system: the system message; empty for none.
     """
 
     def __init__(self, system: str = "") -> None:
@@ -53,8 +53,9 @@ class Conversation:
 
     def add(self, turn: Turn) -> None:
         """Append a turn to the leading part of the context that it keeps. Roles alternate, as many
-        chat templates demand: after a message of the agent that was cut off, it ends that
-        message."""
+        chat templates demand, so after a truncated user message the turn is appended to that
+        message.
+        """
         if turn.kept < 1:
             kept = round(turn.kept * sum(len(one["content"]) for one in self._messages))
             messages, self._messages = self._messages, []
@@ -65,11 +66,13 @@ class Conversation:
         self._append("user", turn.text)
 
     def answered(self, answer: Answer) -> None:
-        """Append an answer. An empty one becomes a blank: some servers refuse empty messages."""
+        """Append an answer. An empty answer becomes a blank, because some servers refuse empty
+        messages.
+        """
         self._append("assistant", answer.text or " ")
 
     def prompt(self, api: Api) -> Prompt:
-        """Messages, or their texts joined, as the route takes them."""
+        """The messages, or their joined texts, depending on the route."""
         if api is Api.CHAT:
             return [dict(message) for message in self._messages]
         return "".join(message["content"] for message in self._messages)
@@ -86,13 +89,13 @@ class Player:
 
     Attributes:
         api: route for jobs of texts; token ids always go to completions.
-        prefix: put before a job's name at the server.
-        sessions: name each job by ``X-Session-ID`` as well.
-        plain: send only what OpenAI's own API has, which names no job.
-        force: force the recorded answers. Otherwise the model answers as many tokens.
+        prefix: prepended to job names sent to the server.
+        sessions: also name each job in ``X-Session-ID``.
+        plain: send only fields of OpenAI's own API, without job names.
+        force: force the recorded answers. Otherwise the model generates the same number of tokens.
         logprobs: ask for the answers' logprobs.
-        agents: sub-agents that were played, in the order of their ends.
-        reports_cached: the server reported which part of a prompt was cached.
+        agents: sub-agents that were played, in the order in which they finished.
+        reports_cached: True if the server reported cached prompt tokens.
     """
 
     client: Client
@@ -111,7 +114,7 @@ class Player:
 
     async def arriving(self, jobs: Iterable[tuple[float, Job]]) -> tuple[JobDone, ...]:
         """Play jobs, each starting at its arrival time on the run's clock. Returns the results in
-        the order of the jobs. A failed request ends its job with an error; other jobs continue.
+        job order. A failed request ends its job with an error; other jobs continue.
         """
 
         async def later(at_s: float, job: Job) -> JobDone:
@@ -121,8 +124,9 @@ class Player:
         return tuple(await together(later(at_s, job) for at_s, job in jobs))
 
     async def live(self, jobs: Iterator[Job], count: int, seconds: float) -> tuple[JobDone, ...]:
-        """Keep ``count`` jobs live: when one ends, the next one starts, until ``seconds`` have
-        passed. Return them in the order of their starts."""
+        """Keep ``count`` jobs live until ``seconds`` have passed: when one ends, the next one
+        starts. Returns the results in the order in which the jobs started.
+        """
 
         async def seat() -> list[JobDone]:
             done = [await self.job(next(jobs))]
@@ -191,7 +195,7 @@ class Player:
 
 
 def request_id(job: str, turn: int) -> str:
-    """Request id that the client sends for a turn. ``turn`` counts from 1."""
+    """The client's request id for a turn. ``turn`` counts from 1."""
     return f"{job}.{turn}"
 
 
@@ -210,7 +214,7 @@ async def drive(
     """Play jobs of token ids on the server at ``base_url``; see ``Player``.
 
     Args:
-        arrivals_s: of each job; None: one job after the other.
+        arrivals_s: arrival time of each job; None plays one job at a time.
     """
     async with open_client(base_url, model) as client:
         player = Player(

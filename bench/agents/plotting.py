@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 COLOURS = ("#000000", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#999933")
-"""Distinguishable with any colour vision: Okabe and Ito, "Color Universal Design", 2008; the last
+"""Distinguishable with any colour vision: Okabe and Ito, "Color Universal Design", 2008. The last
 is darker than their yellow, which is hard to see on white."""
 MARKERS = "osD^vPX*<>hp"
-"""Markers, for print in grey: each compared thing has its own."""
+"""Markers, one per series, for prints in grey."""
 
 
 class PlotError(RuntimeError):
@@ -42,8 +42,8 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 @contextmanager
 def drawn(folder: Path, name: str, panels: int = 3) -> Iterator[tuple[list[Any], list[Path]]]:
-    """Panels in a row to draw on; saved as ``name.png`` and ``name.svg`` when the block ends. The
-    legend below the panels is taken from the first panel. Equal drawings produce equal files.
+    """Create a row of panels to draw on, and save them as ``name.png`` and ``name.svg`` when the
+    block ends. The legend below comes from the first panel. Equal drawings produce equal files.
 
     Returns:
         The panels' axes, and the paths.
@@ -53,7 +53,7 @@ def drawn(folder: Path, name: str, panels: int = 3) -> Iterator[tuple[list[Any],
     """
     matplotlib, figures = matplotlib_modules()
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]
-    # A fixed salt and no date.
+    # A fixed salt and no date keep the files reproducible.
     with matplotlib.rc_context({"svg.hashsalt": name, "font.size": 10}):
         figure = figures.Figure(figsize=(13, 4.2), layout="constrained")
         axes = list(figure.subplots(1, panels))
@@ -74,10 +74,10 @@ def draw_times(
     name: str,
     look: Mapping[str, str],
 ) -> None:
-    """Draw a line of means, with ``name`` in the legend, and a dotted line of a tail.
+    """Draw a line of means, with ``name`` in the legend, and a dotted line of a tail quantile.
 
     Args:
-        at: place of each row. mean, tail: their keys in the rows.
+        at: x position of each row. mean, tail: keys of the two values in a row.
     """
     axes.plot(at, [row[mean] for row in rows], label=name, **look)
     axes.plot(at, [row[tail] for row in rows], linestyle=":", alpha=0.6, **look)

@@ -1,4 +1,4 @@
-"""Rows of user-supplied recordings. Values are checked while they are read."""
+"""Rows of user-supplied recordings. Values are validated as they are read."""
 
 from __future__ import annotations
 
@@ -18,40 +18,39 @@ Row = Mapping[str, Any]
 Read = TypeVar("Read")
 
 DECODE_TOKENS_PER_S = 60.0
-"""Assumed speed of a recorded answer, where only requests have times."""
+"""Assumed decoding speed of recorded answers, when only request times are recorded."""
 LEAST_GAP_S = 0.05
 FEWEST_PAIRS = 3
-"""Pairs of requests from which on their times are judged."""
+"""Minimum number of request pairs for a check of their times."""
 MOST_SAID = 200
-"""Characters of names that a message has."""
+"""Maximum length of names quoted in a message, characters."""
 MOST = 2**53
-"""Largest number that is read. Doubles hold whole numbers up to it."""
+"""Largest accepted number. Doubles represent all whole numbers up to it."""
 
 
 class RecordingError(ValueError):
-    """A recording that cannot be used. The message is one sentence that gives the reason."""
+    """A recording that cannot be used. The message gives the reason in one sentence."""
 
 
 def read_rows(path: Path, read: Callable[[Row], Read]) -> list[Read]:
-    """Read the rows of a file: a JSON object on each line, or one alone over many lines. Blank
-    lines are skipped.
+    """Read the rows of a file: one JSON object per line, or a single object over several lines.
+    Blank lines are skipped.
 
     Args:
         read: converts a row, or raises ``ValueError``.
 
     Raises:
-        RecordingError: a line cannot be read, with its number.
+        RecordingError: a line cannot be read. The message has its number.
     """
     with _sentences(path) as at, open_lines(path) as file:
         return [read(row) for row in _rows(file, at)]
 
 
 def read_table(path: Path, read: Callable[[Row], Read]) -> list[Read]:
-    """Read the rows of a file of comma-separated values with a header. Values that are numbers
-    become numbers.
+    """Read the rows of a CSV file with a header. Numeric values become numbers.
 
     Raises:
-        RecordingError: a row cannot be read, with its line.
+        RecordingError: a row cannot be read. The message has its line number.
     """
     with _sentences(path) as at, open_lines(path) as file:
 
@@ -75,7 +74,7 @@ def first_row(path: Path) -> Row:
     """The first row of a file.
 
     Raises:
-        RecordingError: there is none.
+        RecordingError: the file has no rows.
     """
     with _sentences(path) as at, open_lines(path) as file:
         row = next(_rows(file, at), None)
@@ -86,7 +85,7 @@ def first_row(path: Path) -> Row:
 
 @dataclass(slots=True)
 class _At:
-    """The line that is read."""
+    """The line being read."""
 
     line: int = 0
 
@@ -134,7 +133,7 @@ def as_row(found: object) -> Row:
 
 
 def rows_in(row: Row, name: str) -> list[Row]:
-    """A list of objects, of which null stands for an empty one; without the list, none."""
+    """A list of objects, where null stands for an empty object. A missing list is empty."""
     found = _checked(row, name, json_fields.items) if row.get(name) is not None else []
     return [{} if one is None else as_row(one) for one in found]
 
@@ -158,7 +157,7 @@ def text(row: Row, name: str) -> str:
 
 
 def identity(row: Row, name: str) -> int | str:
-    """A name: a whole number or a text."""
+    """An identifier: a whole number or a text."""
     return _checked(row, name, _identity)
 
 
@@ -174,7 +173,7 @@ def _identity(found: object) -> int | str:
 
 
 def known(row: Row, name: str, read: Callable[[Row, str], Read]) -> Read | None:
-    """A value as ``read`` reads it; None if it is null or missing."""
+    """A value as parsed by ``read``; None if it is null or missing."""
     return None if row.get(name) is None else read(row, name)
 
 
@@ -200,11 +199,11 @@ def common_blocks(one: Sequence[object], other: Sequence[object]) -> int:
 
 
 def gap_between(apart_s: float | None, output_tokens: float) -> float:
-    """Seconds from an answer to the next request, where a record has only the times of requests.
+    """Estimate the seconds from an answer to the next request from the request times alone.
 
     Args:
-        apart_s: from request to request; None if no other follows.
-        output_tokens: of the answer, which is assumed to take 1 s for 60 tokens.
+        apart_s: seconds from request to request; None after the last request.
+        output_tokens: answer length. The answer is assumed to take 1 s per 60 tokens.
     """
     if apart_s is None:
         return 0.0
@@ -212,16 +211,15 @@ def gap_between(apart_s: float | None, output_tokens: float) -> float:
 
 
 def check_times(path: Path, unit: str, pairs: Iterable[tuple[float, float]]) -> None:
-    """Reject a recording in which every gap is negative, because its times are most likely in
-    another unit.
+    """Reject a recording in which every gap is negative: its times are most likely in another unit.
 
     Args:
-        unit: of the times in the file.
-        pairs: of each request that another one of its job follows, the seconds until that one, and
-            the tokens of the answer.
+        unit: unit of the times in the file.
+        pairs: for each request with a successor in its job, the seconds until the successor and the
+            answer's tokens.
 
     Raises:
-        RecordingError: each next request comes before the answer can have ended.
+        RecordingError: every request is followed by another before its answer can have ended.
     """
     found = list(pairs)
     some_s = max((apart_s for apart_s, _ in found), default=0.0)

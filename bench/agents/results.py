@@ -9,17 +9,17 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True)
 class TurnDone:
-    """A turn that was answered. Times in seconds; ``sent_s`` since the run began.
+    """An answered turn. Times are in seconds; ``sent_s`` counts from the start of the run.
 
     Attributes:
-        turn: 1 for the job's first.
-        ttft_s: from sending to the first token.
-        latency_s: from sending to the last.
-        cached_tokens: of the prompt, as vLLM reports them; from VRAM or from a connector.
-        sources: prompt tokens by tier (vram, cpu, ssd, recomputed) if the server reports them.
-        tokens: ids of the answer.
-        logprobs: raw, of those tokens; empty if they were not asked for.
-        text: of the answer.
+        turn: number of the turn, from 1.
+        ttft_s: time from sending to the first token.
+        latency_s: time from sending to the last token.
+        cached_tokens: prompt tokens that vLLM reports as cached, in VRAM or by a connector.
+        sources: prompt tokens by tier (vram, cpu, ssd, recomputed), if the server reports it.
+        tokens: token ids of the answer.
+        logprobs: raw logprobs of those tokens; empty unless requested.
+        text: text of the answer.
     """
 
     signed: ClassVar[bool] = True
@@ -43,7 +43,8 @@ class JobDone:
     """A job, finished or not.
 
     Attributes:
-        began_s, ended_s: seconds since the start of the run. The difference is the completion time.
+        began_s, ended_s: seconds since the start of the run. Their difference is the completion
+            time.
         error: reason why it did not finish; None if it finished.
     """
 
@@ -63,14 +64,15 @@ class Run:
     """One workload on one server.
 
     Attributes:
-        server: its name in the results.
+        server: name of the server in the results.
         load: name of the load; ``jobs_per_s`` is its arrival rate.
         round: 0 for the first.
-        flags: of the server. versions: of what it ran. Empty for a server that ran already.
+        flags: server flags. versions: package versions. Both are empty for a server that was
+            already running.
         cpu_s: processor time of the server during the run. rss_bytes: its memory at the end.
         agents: sub-agents as separate jobs. The times of their parent jobs include them.
-        reports_cached: ``cached_tokens`` of the turns are what the server reported, not zeros.
-        counts: prompt tokens by the server's own counters: asked, vram, connector.
+        reports_cached: True if the server reported ``cached_tokens``. Otherwise they are 0.
+        counts: prompt tokens from the server's own counters: asked, vram, connector.
     """
 
     server: str
@@ -105,11 +107,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A run and the conditions it was measured under.
+    """A run and the conditions under which it was measured.
 
     Attributes:
         reserved_cpus: cores that the CPU worker reserved, according to its log.
-        other_cores: cores' worth of time that other programs used meanwhile; None if unknown.
+        other_cores: average number of cores that other programs used meanwhile; None if unknown.
     """
 
     run: Run

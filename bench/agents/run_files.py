@@ -1,4 +1,4 @@
-"""Runs as files in a folder. Each is written atomically when it ends."""
+"""Runs as files in a folder. Each file is written atomically when its run ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAN = "plan.json"
 
 
 class RunFileError(RuntimeError):
-    """The runs kept in a folder are of another workload, or cannot be read."""
+    """The runs in a folder belong to another workload, or cannot be read."""
 
 
 class Ledger:
@@ -29,7 +29,7 @@ class Ledger:
             old contents are deleted.
 
     Raises:
-        RunFileError: with ``resume``, the runs have another plan.
+        RunFileError: with ``resume``, the existing runs have another plan.
     """
 
     def __init__(self, folder: Path, plan: Mapping[str, object], *, resume: bool) -> None:
@@ -50,7 +50,7 @@ class Ledger:
         _write(plan_path, wanted)
 
     def get(self, load: str, number: int, server: str) -> Kept | str | None:
-        """Return a run, or the message of a server that did not start. None if neither exists.
+        """Return a run, or the message of a server that did not start; None if neither exists.
 
         Raises:
             RunFileError: the file cannot be read.
@@ -83,7 +83,7 @@ def read_runs(folder: Path) -> list[Kept]:
     """All runs kept under ``folder``, in order of load, round and server.
 
     Raises:
-        RunFileError: there is none, or one cannot be read.
+        RunFileError: there are no runs, or one cannot be read.
     """
     read = [_read(path) for path in sorted((folder / "runs").glob("*-*-*.json"))]
     found = [kept for kept in read if isinstance(kept, Kept)]

@@ -15,12 +15,12 @@ from .recorded_rows import RecordingError, Row, check_times, known, names, read_
 READERS = {"session_id": text, "timestamp": real, "input": text, "output": text}
 FIELDS = READERS.keys()
 CHARACTERS_PER_TOKEN = 4
-"""Assumed of recorded answers, whose time is part of what lies between two requests."""
+"""Assumed for recorded answers. Their decoding time is part of the time between two requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A turn as it was recorded; ``at`` in µs."""
+    """A recorded turn; ``at`` is in µs."""
 
     session: str
     at: int
@@ -33,7 +33,7 @@ class Recording:
     """Contents of a file.
 
     Attributes:
-        sessions: each in the order of its turns; none is empty.
+        sessions: turns of each session, in order; no session is empty.
         nulls: counts of sessions and turns left out because a value is null.
     """
 
@@ -48,10 +48,10 @@ def recording(folder: Path, stem: str) -> Path:
 
 
 def read_sessions(path: Path) -> list[list[Recorded]]:
-    """The sessions of a file, as ``read_recording`` finds them.
+    """The sessions of a file, as returned by ``read_recording``.
 
     Raises:
-        RecordingError: see there.
+        RecordingError: as for ``read_recording``.
     """
     return read_recording(path).sessions
 
@@ -59,11 +59,12 @@ def read_sessions(path: Path) -> list[list[Recorded]]:
 def read_recording(path: Path) -> Recording:
     """The sessions of a file, plain or gzipped.
 
-    A session ends before its first turn that has a null. One with a turn of unknown time is left
-    out, and so are turns of no session.
+    A session is cut before its first turn with a null value. Sessions with a turn of unknown time
+    are left out, as are turns without a session.
 
     Raises:
-        RecordingError: no such file, its lines are not turns with their texts, or all have nulls.
+        RecordingError: there is no such file, its lines are not turns with texts, or all have
+            nulls.
     """
     by_session: dict[str | None, list[Row]] = defaultdict(list)
     for row in read_rows(path, _turn):
@@ -89,7 +90,7 @@ def read_recording(path: Path) -> Recording:
 
 
 def _turn(row: Row) -> dict[str, Any]:
-    """A turn's checked fields; None for null."""
+    """A turn's validated fields; None if one is null."""
     if not row.keys() >= FIELDS:
         raise ValueError(
             f"it has no {', '.join(sorted(FIELDS - row.keys()))}, but {names(row)}: it is no turn "

@@ -13,7 +13,7 @@ from tiered_kv.trace.trace_reader import TraceReader
 from .player import request_id
 from .results import JobDone
 
-# vLLM puts the kind of request, the prompt's number and a random suffix around a client's name.
+# vLLM adds the request type, the prompt's number and a random suffix to the client's name.
 _REQUEST_ID = re.compile(r"cmpl-(?P<name>.*)-0-[0-9a-f]{8}", re.DOTALL)
 
 
@@ -21,9 +21,9 @@ def with_sources(jobs: Iterable[JobDone], trace: Path) -> tuple[JobDone, ...]:
     """Return the jobs with ``sources`` of the turns that the trace contains: tokens by vram, cpu,
     ssd and recomputed, which add up to the prompt.
 
-    A turn is found by the request name that the player sends, or by its job and number. The last
-    of several counts. The connector writes a turn when the next one arrives: let it end first, or
-    the last turns may be missing. A line that was cut off is skipped.
+    A turn is found by the request name that the player sent, or by its job and number. If there are
+    several records, the last one counts. The connector records a turn when the next one arrives, so
+    stop the server first, or the last turns may be missing. Truncated lines are skipped.
 
     Raises:
         OSError: the trace cannot be read.

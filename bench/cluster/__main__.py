@@ -5,13 +5,13 @@
     python -m bench.cluster --ranks --json
     python -m bench.cluster --folder --json
 
-Two real servers on a core each, with CPU memory of their own, and a Valkey server on loopback. A
-job's first turn goes to one and its second to the other (see ``move``). Then come jobs of four
-turns, each turn on a server drawn at random, compared with all turns of a job on one (``place``).
-``--faults`` sends second turns while the store has a fault, and compares with a server that has no
-store (``faults``). ``--ranks`` has one server with two data-parallel ranks in place of two servers,
-and chooses the rank of each turn by vLLM's header. ``--folder`` has a shared folder in place of the
-Valkey server.
+Two real servers, each with its own core and CPU memory, and a Valkey server on loopback. A job's
+first turn goes to one and its second to the other (see ``move``). Then come jobs of four turns,
+each turn on a server drawn at random, compared with all turns of a job on one (``place``).
+``--faults`` sends second turns while the store has a fault, and compares them with a server that
+has no store (``faults``). ``--ranks`` uses one server with two data-parallel ranks instead of two
+servers, and selects the rank of each turn by vLLM's header. ``--folder`` uses a shared folder
+instead of the Valkey server.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from tiered_kv.testing.valkey import ValkeyServer
 
 JOBS, COLD = 6, 3
 MOVED_ANSWER, MOVED_ADDED = 16, 40
-"""Tokens of the answers that are compared, and those that the second turn of a job adds."""
+"""Tokens of the compared answers, and tokens that a job's second turn adds."""
 FAULT_JOBS, FAULT_TOKENS, MENDING = 8, 1_500, 12
 PLACED_JOBS, PLACED_TOKENS, TURNS, ADDED, ANSWER = 6, 1_500, 4, 150, 12
-"""Jobs that are placed: tokens of the last prompt, and those that a turn adds to its context and
-answers."""
+"""Placed jobs: their number, the length of the last prompt, the turns, and the tokens that a turn
+adds and answers."""
 GAP_S = 2.0
-"""Seconds that a tool takes. Pages are in the store two steps and a write after a turn's end, which
-here, with steps of half a second, is a second or more."""
+"""Tool time, seconds. Pages reach the store two steps and a write after a turn ends. With steps of
+half a second, that takes at least a second."""
 CONCURRENT = 4
 
 
 @contextmanager
 def a_store(folder: Path, *, shared: bool) -> Iterator[str]:
-    """A Valkey server, or a folder; yields its address."""
+    """Provide a Valkey server or a shared folder. Yields its address."""
     if shared:
         (folder / "shared").mkdir()
         yield f"{(folder / 'shared').as_uri()}?gib=16"
@@ -69,7 +69,7 @@ def a_store(folder: Path, *, shared: bool) -> Iterator[str]:
 def measure(
     model: Path, tokens: int, rounds: int, seed: int, *, ranks: bool, shared: bool, tick: Tick
 ) -> dict[str, Any]:
-    """Move jobs, and place them at random."""
+    """Measure jobs that move, then jobs placed at random."""
     whole = tokens // BLOCK * BLOCK
     longest = max(whole, PLACED_TOKENS) + 64 + MOVED_ANSWER
     shape = Shape(model=model, tokens=longest, contexts=2 * JOBS + COLD + 2)
@@ -101,14 +101,14 @@ def move(
         cold: prompts of the same length as the second turns.
 
     Returns:
-        ``remote_share``: fraction of the first turns' tokens that the second replica had from the
-        store; ``equal``: the second turns of jobs that it had whole from there have the answers
-        that the first replica gives to the same turns where it finds its own KV alone, since both
-        then compute the same tokens in the same shapes (other shapes are enough to turn a near
-        tie); ``compared``: tokens of these answers; ``logprob_difference``: largest one between
-        them; ``cold_ms``, ``moved_ms``: median first token of prompts of that length that no
-        replica has, and of the moved ones; ``speedup``: the first over the second; ``pages``: left
-        in the store by the first replica.
+        ``remote_share``: fraction of the first turns' tokens that the second replica read from the
+            store; ``equal``: True if both replicas give the same answers to second turns whose
+            first turn came entirely from the store, and from the first replica's own KV (both then
+            compute the same tokens in the same shapes; other shapes can flip a near tie);
+            ``compared``: tokens of these answers; ``logprob_difference``: largest difference
+            between them; ``cold_ms``, ``moved_ms``: median time to first token of prompts of that
+            length that no replica has, and of moved prompts; ``speedup``: ``cold_ms`` over
+            ``moved_ms``; ``pages``: pages that the first replica wrote to the store.
     """
     longer = [[*prompt, *prompt[100 : 100 + MOVED_ADDED]] for prompt in prompts]
     for at, prompt in enumerate(prompts):
@@ -127,7 +127,7 @@ def move(
         for prompt in (prompts[at], longer[at]):
             tick("the same turns without the store")
             first.ask(f"stays {at}", prompt, salt=f"stays {at}")
-    # Behind all of them: a context's end, which was saved meanwhile, is found on both sides.
+    # After all of them: the end of each context, saved meanwhile, is then found on both replicas.
     pairs = list[tuple[Answer, Answer]]()
     for at in whole:
         tick("answers compared")
@@ -147,11 +147,11 @@ def move(
 
 
 def place(servers: list[Replica], rounds: int, seed: int, tick: Tick) -> dict[str, Any]:
-    """Run jobs of several turns twice in each round, with texts of their own, in alternating order:
-    turns on servers drawn at random, and all turns of a job on one.
+    """Run jobs of several turns twice per round, in alternating order and with different texts:
+    once with each turn on a random server, once with all turns of a job on one server.
 
     Returns:
-        Mean job times, seconds, and the ratio of both: the median over the rounds, and each.
+        Mean job times in seconds, and their ratio: the median over the rounds, and each round's.
     """
     each = 2 * rounds * PLACED_JOBS
     found = texts(servers[0].client, each + JOBS + COLD, PLACED_TOKENS)[JOBS + COLD :]
@@ -181,7 +181,7 @@ def place(servers: list[Replica], rounds: int, seed: int, tick: Tick) -> dict[st
 
 
 def _run(job: str, text: Sequence[int], places: Sequence[Replica]) -> float:
-    """Seconds that a job takes, its gaps included."""
+    """Run a job; returns its time including gaps, seconds."""
     began = time.perf_counter()
     for turn, replica in enumerate(places):
         if turn:

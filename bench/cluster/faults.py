@@ -27,34 +27,35 @@ from .replicas import Replica
 DELAY_S, BYTES_PER_S = 0.2, 1_000_000
 PIECE, SLOW_PIECE = 64 << 10, 16 << 10
 LONG = 1_000
-"""Length of a piece in which a byte is flipped: in values, not in their framing."""
+"""Minimum length of a piece in which a byte is flipped, so that values are hit and not their
+framing."""
 ANSWER, ADDED = 8, 40
 RECOVERY_S = 150.0
 LOOKUPS_S, SLACK_S = 0.1, 0.02
-"""Longest wait for answers of the store: twice 50 ms."""
+"""Longest wait for the store's answers, twice 50 ms, and tolerance."""
 TRACED_S = 10.0
 POLL_S, BUSY_SHARE, MOST_BUSY_S = 0.3, 0.1, 60.0
-"""A replica is at rest if it used less than this fraction of a core for ``POLL_S`` seconds. vLLM's
+"""A replica is idle if it used less than this fraction of a core for ``POLL_S`` seconds. vLLM's
 worker spins for a second after each step, and steps continue until all orders have finished."""
 
 
 class Link(Enum):
-    """Quality of the link."""
+    """Quality of the link to the store."""
 
     GOOD = "good"
     SLOW = "slow"
-    """200 ms later, at 1 MB/s."""
+    """200 ms of delay, 1 MB/s."""
     FLIPS = "flips"
-    """One byte of every long piece from the store is changed."""
+    """Changes one byte of every long piece from the store."""
 
 
 @dataclass(slots=True)
 class Proxy:
-    """A loopback port that forwards to another one; see ``proxied``.
+    """A loopback port that forwards to another port; see ``proxied``.
 
     Attributes:
         port: port on which it listens.
-        link: quality of the link from now on.
+        link: current quality of the link.
     """
 
     target: int
@@ -85,7 +86,7 @@ class Proxy:
 
 @contextmanager
 def proxied(target: int) -> Iterator[Proxy]:
-    """A proxy for a port. It runs on its own thread until the block ends."""
+    """Run a proxy for a port, on its own thread, until the block ends."""
     proxy = Proxy(target)
     with asyncio.Runner() as runner:  # cancels what still runs
         loop = runner.get_loop()
@@ -108,13 +109,13 @@ async def _listen(proxy: Proxy) -> asyncio.Server:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The store and the path to it."""
+    """The store and the link to it."""
 
     server: ValkeyServer
     proxy: Proxy
 
     def link(self, link: Link) -> None:
-        """Change the link."""
+        """Set the quality of the link."""
         self.proxy.link = link
 
     def fill(self) -> None:
@@ -150,7 +151,7 @@ FAULTS: dict[str, Callable[[Store], None]] = {
 
 
 def longer(prompt: Sequence[int]) -> list[int]:
-    """The second turn's prompt."""
+    """Return the second turn's prompt."""
     return [*prompt, *prompt[50 : 50 + ADDED]]
 
 
@@ -164,18 +165,18 @@ def suffer(
     """Send first turns while the store works, and second turns while it has the fault.
 
     Args:
-        replicas: the one for the first turns, the one for the second ones, and one without a
-            store, on the same core as the second.
+        replicas: one for the first turns, one for the second turns, and one without a store that
+            shares the second replica's core.
 
     Returns:
-        ``right``: all answers equal the answers of the replica without a store; ``remote_tokens``:
-            tokens of prompts that came from the store nonetheless; ``longest_wait_ms``: longest
-            time that a turn waited for the store; ``in_time``: none waited longer than it may: for
-            answers 100 ms, for pages as long as computing takes, and 20 ms; ``p95_ratio``,
-            ``p50_ratio``: quantiles of first tokens over those without a store; ``noise``: P95 of
-            first tokens without a store over their median, which is 1 on a quiet machine, since all
-            compute as much; ``first_ms``,
-        ``alone_ms``: the first tokens themselves, with a store and without.
+        ``right``: True if all answers equal those of the replica without a store;
+            ``remote_tokens``: prompt tokens that came from the store nonetheless;
+            ``longest_wait_ms``: longest wait of a turn for the store; ``in_time``: True if no turn
+                waited longer than 120 ms plus the time to compute its prompt; ``p95_ratio``,
+                ``p50_ratio``: quantiles of times to first token over those without
+            a store; ``noise``: P95 over median of the times to first token without a store, about 1
+            on a quiet machine because all turns compute the same amount; ``first_ms``,
+            ``alone_ms``: the times to first token with and without a store.
     """
     first, second, alone = replicas
     turns = {f"{fault} {at}": prompt for at, prompt in enumerate(prompts)}
@@ -217,7 +218,7 @@ def suffer(
 
 
 def _rest(replica: Replica) -> None:
-    """Wait until the work after an answer is done, since the other replica has the same core.
+    """Wait until the work after an answer is done, because the other replica shares the core.
 
     Raises:
         TimeoutError: the replica stays busy.
@@ -236,7 +237,7 @@ def _rest(replica: Replica) -> None:
 
 
 def _waits(replica: Replica, fault: str, jobs: int) -> list[float]:
-    """Seconds that each turn waited for pages, by the trace, once all jobs are in it."""
+    """Seconds that each turn waited for pages, from the trace. Waits until all jobs are in it."""
     until = time.monotonic() + TRACED_S
     while True:
         turns = [(turn.job or "", turn.times.pages_s) for turn in TraceReader(replica.trace)]
@@ -253,13 +254,13 @@ def mend(
     prompts: Sequence[Sequence[int]],
     tick: Tick,
 ) -> float:
-    """Repair the store, and wait until the second replica uses it; returns the seconds.
+    """Repair the store, and wait until the second replica uses it. Returns the wait, seconds.
 
     Args:
         prompts: contexts for the trials, each used once.
 
     Raises:
-        TimeoutError: it is not used.
+        TimeoutError: the replica does not use it.
     """
     store.mend()
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Replicas of one model: servers on a core each, or data-parallel ranks of one server."""
+"""Replicas of one model: servers with one core each, or data-parallel ranks of one server."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, VllmSe
 RANKS = 2
 RANK_HEADER = "X-data-parallel-rank"
 STEPS = ("--max-num-batched-tokens", "256")
-"""Orders and reports are sent with the engine's steps. One core computes 256 tokens in half a
-second."""
+"""Maximum tokens per step. Orders and reports travel with the engine's steps, and one core computes
+256 tokens in half a second."""
 QUIET_POLLS = 10
-"""Polls in a row that find nothing new. An unanswered write is retried after a second."""
+"""Consecutive polls without a change that count as settled. An unanswered write is retried after a
+second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,12 @@ class Replica:
         return ask(self.client, prompt, job, tokens, salt=salt, logprobs=1)
 
     def shared_pages(self) -> int:
-        """Number of pages that it has shared, once the number stops growing.
+        """Number of pages that it has shared. Waits until the number stops growing.
 
         Raises:
             TimeoutError: the number keeps growing.
         """
-        # Many pages count together, when the last of them is written; their bytes, as they go.
+        # Pages of a batch are counted when the last is written, bytes as they are sent.
         names = ("pages_shared", "remote_bytes_written")
         return settled(self.client, *names, polls=QUIET_POLLS)[0]
 
@@ -54,8 +55,8 @@ class Shape:
     """Size of each replica.
 
     Attributes:
-        tokens: longest context.
-        contexts: number that fits into CPU memory; half of it fits into VRAM.
+        tokens: maximum context length.
+        contexts: number of contexts that fit into CPU memory. Half of them fit into VRAM.
     """
 
     model: Path
@@ -89,11 +90,10 @@ class Shape:
 def replicas(
     shape: Shape, stores: Sequence[str | None], folder: Path, places: Sequence[int] = (0, 1)
 ) -> Iterator[list[Replica]]:
-    """Replicas, started concurrently, one for each address of a remote store; None means no remote
-    store.
+    """Start replicas concurrently, one per remote store address; None means no remote store.
 
     Args:
-        places: for each, the index of its core.
+        places: core index of each replica.
     """
     cores = sorted(os.sched_getaffinity(0))
     with ThreadPoolExecutor(len(stores)) as pool, ExitStack() as stack:
@@ -110,8 +110,9 @@ def replicas(
 
 @contextmanager
 def ranks_of_one_server(shape: Shape, store: str, folder: Path) -> Iterator[list[Replica]]:
-    """Data-parallel ranks of one server, each as a replica that is addressed by vLLM's header. All
-    write to one trace."""
+    """Data-parallel ranks of one server, each presented as a replica and addressed by vLLM's
+    header. All write to one trace.
+    """
     cores, trace = sorted(os.sched_getaffinity(0))[:RANKS], folder / "trace.jsonl"
     options = shape.options("|".join(map(str, cores)), trace, store)
     ranked = replace(options, extra_args=("--data-parallel-size", str(RANKS), *STEPS))

@@ -39,17 +39,18 @@ from tiered_kv.bench.servers.vllm_server import ServerOptions, runs_on_cpu
 from tiered_kv.machine import system_memory
 
 SECONDS = 210.0
-"""Both servers' runs together, as planned."""
+"""Planned duration of both servers' runs together."""
 PATIENCE = 4.0
-"""Factor of the planned time for which a client waits, since the machine may be busy."""
+"""How long a client waits, as a multiple of the planned time, since the machine may be busy."""
 FAILURES = (DemoError, DtypeError, ModelError, SpeedError)
 
 
 def prepare_model(given: str | None, console: Console) -> tuple[str | Path, str]:
-    """Folder or name of the model to serve, and its name: ``given``, or the small one.
+    """Folder or hub name of the model to serve, and its display name. Without ``given``, the small
+    model.
 
     Raises:
-        ModelError: the small one is missing and cannot be prepared.
+        ModelError: the small model is missing and cannot be prepared.
     """
     if given is not None:
         path = Path(given).expanduser()
@@ -61,10 +62,10 @@ def prepare_model(given: str | None, console: Console) -> tuple[str | Path, str]
 
 
 def with_all_sources(kept: Kept, trace: Path) -> Kept:
-    """A run with the sources of its prompts, as the connector traced them.
+    """Add the sources of the prompts, as traced by the connector, to a run.
 
     Raises:
-        DemoError: the trace does not account for each prompt.
+        DemoError: the trace does not cover every prompt.
     """
     try:
         run = replace(kept.run, jobs=with_sources(kept.run.jobs, trace))
@@ -114,7 +115,7 @@ def main(
         trace.unlink(missing_ok=True)
         on_cpu = runs_on_cpu()
         path, name = prepare_model(model, console)
-        # On a CPU float32 is exact enough that batches of another shape seldom change an answer.
+        # On a CPU, float32 is exact enough that another batch shape seldom changes an answer.
         chosen = dtype or (FLOAT32 if on_cpu else "auto")
         with console.status("Measuring this machine (35 seconds)"):
             speed = measure_speed(path, chosen)

@@ -1,9 +1,9 @@
-"""The demo's jobs: agents that read source code, as many and as long as this machine gets through.
+"""The demo's jobs: agents that read source code, sized so that this machine finishes in time.
 
-An agent reads lines of several files at first, as real agents begin with the descriptions of their
-tools and their task, then of one file a turn: of this project or of Python's standard library. Each
-turn asks for a short answer. The pause before the next turn is the time of the next tool call.
-The KV pool is sized by the jobs, so that it is as short of space on every machine.
+An agent first reads lines of several files, as real agents start with their tool descriptions and
+task, and then of one file per turn. The files belong to this project or to Python's standard
+library. Each turn asks for a short answer. The pause before the next turn is the time of the next
+tool call. The KV pool is sized by the jobs, so the memory pressure is the same on every machine.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from tiered_kv.bench.paths import ROOT
 from .speed import Speed
 
 Arrivals: TypeAlias = Sequence[tuple[float, Job]]
-"""Jobs, each with the time at which it starts, in seconds since the run began."""
+"""Jobs with their start times, in seconds since the start of the run."""
 
 SYSTEM = "You are a coding agent. You read source files and answer in one short sentence."
 CHARS_PER_TOKEN = 3.4
-"""Code, in SmolLM2's tokenizer: 3.3 to 4.0, by file. Larger vocabularies need fewer tokens."""
+"""For code in SmolLM2's tokenizer: 3.3 to 4.0, depending on the file. Larger vocabularies need
+fewer tokens."""
 TEMPLATE_TOKENS = 16
-"""Tokens that a chat template adds to a message and its answer, about."""
+"""Approximate number of tokens that a chat template adds to a message and its answer."""
 SHORTEST_FILE = 2_000
 _LIBRARY = (
     "argparse ast asyncio/base_events collections/__init__ concurrent/futures/thread configparser "
@@ -41,27 +42,27 @@ _LIBRARY = (
 POOL_SHARE = 0.4
 """Size of the pool, as a fraction of all jobs' final contexts."""
 STOCK_SHARE = 0.92
-"""Fraction of all prompt tokens that stock vLLM computes with a pool of that size: measured."""
+"""Fraction of all prompt tokens that stock vLLM computes with a pool of that size, as measured."""
 OVERHEAD = 1.5
-"""A run's time over the time of its tokens alone: steps that mix prompts and answers, longer
-contexts, gaps. Measured; only the demo's length depends on it."""
+"""Measured duration of a run, over the time that its tokens take alone. The difference is steps
+that mix prompts and answers, longer contexts, and gaps. Only the demo's length depends on it."""
 MEMORY_SHARE = 0.4
 """Fraction of free memory that KV may take, in both tiers together."""
 FEWEST_JOBS, MOST_JOBS = 4, 64
 SHORTEST_TURN = 130
-"""Fewest tokens that a turn adds: a template, an answer, and a few lines of code."""
+"""Minimum tokens that a turn adds: a template, an answer, and a few lines of code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
-    """Number and size of the jobs.
+    """Number and size of the demo's jobs.
 
     Attributes:
-        jobs: jobs that run concurrently. turns: turns of each.
-        result_chars: least and most characters of a tool result.
-        first_results: tool results in an agent's first message; later ones have one each.
-        gap_s: shortest and longest tool call, seconds.
-        start_s: jobs start within this time, seconds.
+        jobs: number of concurrent jobs. turns: turns per job.
+        result_chars: minimum and maximum length of a tool result, characters.
+        first_results: tool results in an agent's first message. Later messages have one each.
+        gap_s: minimum and maximum duration of a tool call, seconds.
+        start_s: period within which jobs start, seconds.
         max_tokens: length of an answer, tokens.
     """
 
@@ -90,11 +91,13 @@ class JobPlan:
         return (self.first_results - 1) * self.result_tokens + self.turns * self.turn_tokens
 
     def kv_bytes(self, speed: Speed) -> int:
-        """Bytes of all contexts in CPU memory, and of the pool."""
+        """KV bytes of all contexts together, and of the pool."""
         return int(self.jobs * self.context_tokens * speed.kv_token_bytes * (1 + POOL_SHARE))
 
     def predict_s(self, speed: Speed, stock_runs: int = 1) -> float:
-        """Predict the seconds of ``stock_runs`` runs of stock vLLM and one with the connector."""
+        """Predict the duration of ``stock_runs`` runs of stock vLLM and one with the connector,
+        seconds.
+        """
         contexts = self.jobs * self.context_tokens
         growing = (replace(self, turns=turn + 1).context_tokens for turn in range(self.turns))
         prompts = self.jobs * sum(growing)
@@ -105,7 +108,7 @@ class JobPlan:
         return OVERHEAD * busy_s + (stock_runs + 1) * waits_s
 
     def scaled(self, scale: float, max_context_tokens: int) -> JobPlan:
-        """Return a plan with about ``scale`` times as many tokens of context in all."""
+        """Return a plan with about ``scale`` times the total context tokens."""
         side = math.sqrt(scale)
         longest = int(max_context_tokens * 0.8) // (self.turns + self.first_results)
         added = min(max(int(self.turn_tokens * side), SHORTEST_TURN), longest)
@@ -122,11 +125,11 @@ def plan_for(
 ) -> JobPlan:
     """Find the largest plan like ``base`` that takes no longer than ``seconds``, as predicted.
 
-    More jobs and longer jobs both make a plan larger. Even the smallest plan puts the pool under
-    pressure; on a machine that is too slow for it, it takes longer.
+    A larger plan has more and longer jobs. Even the smallest plan puts the pool under pressure, and
+    takes longer than ``seconds`` on a slow machine.
 
     Args:
-        free_bytes: memory for KV and everything else.
+        free_bytes: free memory, for KV and everything else.
     """
     scales = [2 ** (step / 8) for step in range(-32, 64)]
     plans = [base.scaled(scale, speed.max_context_tokens) for scale in scales]
@@ -141,7 +144,7 @@ def plan_for(
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """KV pool and longest request, from the jobs.
+    """KV pool and maximum request length, derived from the jobs.
 
     Attributes:
         max_model_len: tokens.
@@ -164,13 +167,13 @@ def size_for(arrivals: Arrivals, block_size: int) -> Sizing:
     """Size a pool that is too small for the jobs together but large enough for each of them."""
     contexts = [final_tokens(job) for _, job in arrivals]
     longest = -(-int(max(contexts) * 1.15) // 256) * 256
-    # vLLM keeps a block for itself, and one request of maximum length must fit.
+    # vLLM reserves a block, and a request of maximum length must fit.
     tokens = max(int(sum(contexts) * POOL_SHARE), longest + 2 * block_size)
     return Sizing(longest, -(-tokens // block_size), block_size, sum(contexts))
 
 
 def final_tokens(job: Job) -> int:
-    """Estimate a job's final context without a tokenizer: seldom more than 5% too low."""
+    """Estimate a job's final context length without a tokenizer. Seldom more than 5% too low."""
     text = sum(len(turn.text) for turn in job.turns) / CHARS_PER_TOKEN
     answers = sum(turn.output for turn in job.turns)
     return int(text) + (len(job.turns) + 1) * TEMPLATE_TOKENS + answers
@@ -186,7 +189,7 @@ def source_files() -> list[Path]:
 
 
 def make_jobs(plan: JobPlan, files: Sequence[Path]) -> Arrivals:
-    """Draw the jobs of a plan: equal for equal plan, files and contents."""
+    """Draw the jobs of a plan. The same plan and files give the same jobs."""
     rng = random.Random(plan.seed)
     order = list(files)
     arrivals = []
@@ -216,7 +219,7 @@ def in_other_order(arrivals: Arrivals) -> Arrivals:
 
 
 def _tool_result(path: Path, chars: int, rng: random.Random) -> str:
-    """A question about whole lines of ``path``, at most ``chars`` characters of them."""
+    """A question about whole lines of ``path``, at most ``chars`` characters in total."""
     text = path.read_text(encoding="utf-8", errors="replace")
     starts = [0, *(at + 1 for at, char in enumerate(text) if char == "\n")]
     line = rng.randrange(max(1, sum(start + chars <= len(text) for start in starts)))

@@ -13,8 +13,9 @@ from tiered_kv.bench.agents.results import Kept, Run, TurnDone
 
 
 def later_ttft_s(turns: Sequence[TurnDone]) -> float:
-    """Mean time to first token of all turns but first ones, which no server can shorten; 0 without
-    any."""
+    """Mean time to first token over all turns except first turns, which no server can speed up; 0
+    if there are none.
+    """
     return mean([turn.ttft_s for turn in turns if turn.turn > 1] or [0.0])
 
 
@@ -29,7 +30,7 @@ def wall_s(run: Run) -> float:
 
 
 def rows(run: Run) -> list[dict[str, Any]]:
-    """A row for each turn number, in order, and one over all turns, whose ``turn`` is None."""
+    """One row per turn number, in order, and a row over all turns, whose ``turn`` is None."""
     by_turn = [_row(number, turns) for number, turns in by_number(run.jobs).items()]
     return [*by_turn, _row(None, run.turns)]
 
@@ -38,7 +39,7 @@ def _row(number: int | None, turns: Sequence[TurnDone]) -> dict[str, Any]:
     times = [turn.ttft_s for turn in turns]
     sources = dict.fromkeys(("vram", "cpu", "recomputed"), 0)
     for turn in turns:
-        # Without a trace it is stock vLLM, whose usage counts what it found in VRAM.
+        # Runs without a trace are stock vLLM, whose usage counts the tokens found in VRAM.
         vram = turn.sources.get("vram", turn.cached_tokens)
         cpu = turn.sources.get("cpu", 0) + turn.sources.get("ssd", 0)
         sources["vram"] += vram
@@ -54,15 +55,15 @@ def _row(number: int | None, turns: Sequence[TurnDone]) -> dict[str, Any]:
 
 
 def recomputed_share(run: Run) -> float:
-    """Fraction of all prompt tokens that were run through the model, 0 to 1."""
+    """Fraction of all prompt tokens that were computed, 0 to 1."""
     total: Mapping[str, int] = rows(run)[-1]["sources"]
     return total["recomputed"] / sum(total.values())
 
 
 def differing_answers(first: Run, second: Run) -> tuple[int, int]:
-    """Number of turns with another text in ``second``, and of jobs with such a turn.
+    """Number of turns whose text differs in ``second``, and number of jobs with such a turn.
 
-    After a job's first such turn its chats differ too, and so do later answers.
+    After a job's first such turn, its later prompts and answers differ as well.
     """
     texts = {(job.name, turn.turn): turn.text for job in second.jobs for turn in job.turns}
     differing = [
@@ -79,10 +80,10 @@ class Comparison:
     """The same jobs on stock vLLM and with the connector.
 
     Attributes:
-        model: name to show. dtype: of both servers.
-        turns: of each job.
-        pool_tokens: size of both KV pools.
-        control: stock again with the jobs in another order; None where all answers are the same.
+        model: display name of the model. dtype: dtype of both servers.
+        turns: turns per job.
+        pool_tokens: size of each KV pool.
+        control: stock vLLM again with the jobs in another order; None if all answers are the same.
     """
 
     model: str
@@ -125,7 +126,7 @@ class Comparison:
         )
 
     def notes(self) -> list[str]:
-        """Facts that a reader needs to trust the numbers, a line each."""
+        """Facts that a reader needs to trust the numbers, one line each."""
         cores = {kept.reserved_cpus for kept in (self.stock, self.tiered)}
         lines = [
             "tokens are sums over the jobs; VRAM: found in the KV pool; TTFT: mean and 95th "
@@ -160,7 +161,7 @@ class Comparison:
         )
 
     def as_json(self) -> dict[str, object]:
-        """Plain values. Times in seconds, sizes in tokens."""
+        """The comparison as plain values. Times are in seconds, sizes in tokens."""
         own = self.control and differing_answers(self.stock.run, self.control.run)[0]
         return {
             "model": self.model,

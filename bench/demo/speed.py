@@ -1,7 +1,7 @@
-"""A machine's speed with a model, from twenty seconds of vLLM's own engine.
+"""Speed of a model on this machine, measured by running vLLM's own engine for twenty seconds.
 
-The demo sizes its jobs by it. It is measured in a process of its own, which ends before a server
-starts.
+The demo sizes its jobs by this speed. It is measured in a separate process, which ends before a
+server starts.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from tiered_kv.bench.output import only_result_on_stdout
 PROMPT_TOKENS = 384
 DECODING, DECODE_STEPS = 8, 16
 MEASURE_S = 20.0
-"""Time of the measurement, whose fastest rounds count: it outlasts a neighbour's burst."""
+"""Duration of the measurement, long enough to outlast a burst of other load. The fastest rounds
+count."""
 
 
 class SpeedError(RuntimeError):
-    """The engine did not start or run. The message ends with the end of its output."""
+    """The engine did not start or run. The message ends with the tail of its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Rates of one engine on this machine, and limits of a context.
+    """Rates of an engine on this machine, and context limits.
 
     Attributes:
-        prefill_tokens_s: prompt tokens a second, of a prompt of ``PROMPT_TOKENS`` alone.
-        decode_tokens_s: tokens a second of ``DECODING`` requests together.
+        prefill_tokens_s: prompt tokens per second, for a single prompt of ``PROMPT_TOKENS``.
+        decode_tokens_s: tokens per second of ``DECODING`` concurrent requests in total.
         max_context_tokens: maximum context length of the model.
-        kv_token_bytes: KV of a token.
+        kv_token_bytes: KV bytes per token.
     """
 
     prefill_tokens_s: float
@@ -91,7 +92,7 @@ def fastest(calls: Sequence[Callable[[], object]], seconds: float) -> list[float
     """Time calls in rounds for ``seconds``, at least two after one that warms up.
 
     Returns:
-        The shortest time of each call, seconds: other programs only slow it down.
+        The shortest time of each call, seconds. Other load can only make a call slower.
     """
     rounds = list[list[float]]()
     began = time.perf_counter()
@@ -108,7 +109,7 @@ def main() -> None:
     from tiered_kv.bench.servers.vllm_server import all_cores, runs_on_cpu
 
     if runs_on_cpu():
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = all_cores()  # as the servers
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = all_cores()  # same as the servers
     with only_result_on_stdout():
         speed = run_engine(sys.argv[1], sys.argv[2])
     print(json.dumps(asdict(speed)))

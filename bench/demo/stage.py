@@ -24,19 +24,19 @@ from .jobs import Arrivals
 from .report import later_ttft_s
 
 USUAL_START_S = 30.0
-"""A server's start on two cores; only the progress bar uses it."""
+"""Typical startup time of a server on two cores, for the progress bar only."""
 
 
 class DemoError(RuntimeError):
-    """The demo cannot go on. The message says what happened, what to do, and where the log is."""
+    """The demo cannot continue. The message has the cause, a remedy and the path of the log."""
 
 
 class AgentError(RuntimeError):
-    """A server gave no answer to a turn."""
+    """A server did not answer a turn."""
 
 
 class Stage:
-    """The servers of the demo, one after another, with their progress on ``console``."""
+    """Runs the demo's servers one after another, and shows the progress on ``console``."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -44,7 +44,7 @@ class Stage:
         self._log: Path | None = None
 
     def stopped(self) -> str:
-        """The message shown after an interrupt."""
+        """Message to show after an interrupt."""
         log = f" Its log: {shown(self._log)}." if self._log else ""
         return f"stopped: {self._reached}; no server is left running.{log}"
 
@@ -61,9 +61,9 @@ class Stage:
         """Start a server, play the jobs, stop the server.
 
         Args:
-            patience_s: longest silence of the server.
-            before: turns of the server that ran the same jobs first, in the order of their ends,
-                to compare with while this one runs.
+            patience_s: how long to wait for a silent server.
+            before: turns of the server that ran the same jobs before, in the order in which they
+                finished, for a comparison while this server runs.
 
         Raises:
             DemoError: the server did not start, died, or left a request without an answer.
@@ -114,7 +114,7 @@ async def play(
     """Play all jobs.
 
     Raises:
-        AgentError: a request failed; the other jobs are given up.
+        AgentError: a request failed. The other jobs are abandoned.
     """
     async with open_client(url, MODEL_NAME, silence_s=patience_s) as client:
         player = Player(client, on_turn=on_turn)
@@ -129,7 +129,7 @@ async def play(
 
 
 def so_far(done: Sequence[TurnDone], before: Sequence[TurnDone]) -> str:
-    """A sentence about a run that goes on, and the same number of another server's turns."""
+    """A sentence that compares a run in progress with the other server at the same turn count."""
     later = [turn for turn in done if turn.turn > 1]
     if not later:
         return "  the agents' first prompts are computed"
@@ -144,5 +144,5 @@ def so_far(done: Sequence[TurnDone], before: Sequence[TurnDone]) -> str:
 
 
 def shown(path: Path) -> str:
-    """A path, relative to the current folder where it is inside."""
+    """A path for display, relative to the current folder if inside it."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

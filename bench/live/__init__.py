@@ -1,1 +1,1 @@
-"""Benchmark of running servers: agents' sessions played over their OpenAI-compatible routes."""
+"""Benchmark of running servers: plays agents' sessions over their OpenAI-compatible routes."""

@@ -64,8 +64,9 @@ Out = Annotated[Path, typer.Option(help="Run folder.")]
 
 
 def finished(command: Callable[P, int]) -> Callable[P, None]:
-    """Make a command of a function that returns an exit code. The code is 1 on a failure, which a
-    message on standard error explains."""
+    """Turn a function that returns an exit code into a command. On a failure, the command prints a
+    message to standard error and exits with 1.
+    """
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -265,8 +266,9 @@ def check_pin(
 
 
 def measure(measuring: Rounds, as_json: bool) -> int:
-    """Measure and show the results. Returns 0 at the end, and 130 when interrupted, with the
-    results so far."""
+    """Measure and show the results. Returns 0 on completion, and 130 when interrupted, after
+    showing the results so far.
+    """
     stopped = False
     try:
         measuring.prepare()
@@ -291,7 +293,7 @@ def print_figures(runs: Sequence[Run], left_out: Mapping[str, LeftOut], as_json:
 
 
 def _names(bases: Sequence[str], given: Sequence[str]) -> list[str]:
-    """A name for every server: as given, else its host and port; a number sets equal ones apart."""
+    """Name every server: as given, or by host and port. A number distinguishes equal names."""
     names: list[str] = []
     for at, base in enumerate(bases):
         wanted = given[at] if at < len(given) else urlsplit(base).netloc.rpartition("@")[2]
@@ -307,7 +309,7 @@ def _runs(folder: Path) -> list[Run]:
     """Runs in a folder, in order of load, round and server.
 
     Raises:
-        RunFileError: there is none, or one is of ``replay``.
+        RunFileError: there are no runs, or one belongs to ``replay``.
     """
     try:
         runs = [kept.run for kept in read_runs(folder)]
@@ -317,7 +319,9 @@ def _runs(folder: Path) -> list[Run]:
 
 
 def _named_by_folder(folder: Path) -> list[Run]:
-    """Runs whose servers are named by the folder: alone where it has only one."""
+    """Runs with servers renamed after the folder, which is the whole name if the folder has only
+    one server.
+    """
     runs = _runs(folder)
     several = len({run.server for run in runs}) > 1
     return [

@@ -1,6 +1,7 @@
-"""Jobs to play on running servers: generated jobs, and recordings in third-party formats. Sizes are
-in tokens, or in characters if a recording contains the texts. The number of tokens per character is
-measured on the server.
+"""Jobs to play on running servers: generated jobs, and recordings in third-party formats.
+
+Sizes are in tokens, or in characters if a recording contains the texts. The number of tokens per
+character is measured on the server.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class LiveJobs:
     """Jobs to play.
 
     Attributes:
-        texts: for each job name, the text that each of its turns adds. The texts of other jobs are
+        texts: for each job name, the text added by each turn. The texts of all other jobs are
             generated.
-        unit: of the jobs' sizes.
-        left_out: of a recording, by the reason. ``cut``: sessions truncated at the server's context
-            limit or the requested number of turns.
+        unit: unit of the jobs' sizes.
+        left_out: what is not played of a recording, by reason. ``cut``: sessions truncated at the
+            server's context limit or the requested number of turns.
     """
 
     name: str
@@ -52,7 +53,7 @@ class LiveJobs:
 
 
 def load_jobs(source: str, *, count: int, seed: int) -> LiveJobs:
-    """Jobs of a workload.
+    """Load the jobs of a workload.
 
     Args:
         source: name of a generated workload, or path of a recording: a file of LMCache's agent
@@ -94,15 +95,16 @@ def load_jobs(source: str, *, count: int, seed: int) -> LiveJobs:
 def fitting(
     jobs: LiveJobs, *, tokens_per_unit: float, most_tokens: int | None, turns: int | None
 ) -> LiveJobs:
-    """The jobs in tokens. Each is cut before the first turn that exceeds the server's limit.
+    """Convert the jobs to tokens. Each is cut before the first turn that exceeds the server's
+    limit.
 
     Args:
-        tokens_per_unit: factor of all sizes.
+        tokens_per_unit: factor for all sizes.
         most_tokens: maximum length of a context with its answer; None means no limit.
         turns: maximum number of turns per job; None means all.
 
     Raises:
-        ValueError: no job has a turn left.
+        ValueError: no job has any turn left.
     """
     made, cut = list[SimJob](), LeftOut()
     for job in jobs.jobs:
@@ -132,7 +134,7 @@ def _of(workload: Workload, *, whole: bool = False) -> LiveJobs:
     """The jobs of a workload.
 
     Args:
-        whole: prompts keep the answers before them; see ``_whole``.
+        whole: True if prompts keep the previous answers; see ``_whole``.
     """
     jobs = tuple(map(_whole, workload.jobs)) if whole else workload.jobs
     return LiveJobs(workload.name, jobs, left_out=workload.left_out)
@@ -161,7 +163,7 @@ def _scaled(job: SimJob, factor: float) -> SimJob:
 
 
 def _cut(job: SimJob, most_tokens: int | None, most_turns: int | None) -> SimJob | None:
-    """The job up to its first turn that is too many or too long; None if that is the first."""
+    """The job up to its first turn that exceeds a limit; None if its first turn does."""
 
     kept: list[SimTurn] = []
     for turn in job.turns[:most_turns]:
@@ -180,10 +182,11 @@ def _turns(job: SimJob) -> int:
 
 
 def _whole(job: SimJob) -> SimJob:
-    """A recorded job whose prompts keep the answers before them.
+    """A recorded job whose prompts keep the previous answers.
 
-    What two prompts share was recorded, and the answer stands in the second only. If it begins with
-    all whole blocks of the first and is long enough for the answer, the session simply continued.
+    The record has the tokens shared by two prompts, and only the second prompt contains the answer.
+    If the second prompt starts with all whole blocks of the first and is long enough to contain the
+    answer, the session simply continued.
     """
     turns: list[SimTurn] = []
     for turn in job.turns:

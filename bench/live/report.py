@@ -1,7 +1,7 @@
-"""Results of a measurement: rows and pairs as JSON has them, tables, and a figure.
+"""Results of a measurement: rows and pairs for JSON, tables, and a figure.
 
-Times carry the names that Continuum's own analysis gives them (``average_duration``,
-``percentile_95`` and so on), so that its readers find them.
+Times have the names of Continuum's own analysis (``average_duration``, ``percentile_95`` and so
+on), so that its users recognize them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REASONS: Mapping[str, str] = {
     "too_short": "too short to be jobs",
     "cut": "the server's context or --turns allows no more",
 }
-"""Reasons why sessions, or their last turns, are left out."""
+"""Reasons for leaving out sessions, or their last turns."""
 AXES: Mapping[str, str] = {
     Arriving.JPS.value: "jobs a second",
     Arriving.SESSIONS.value: "live sessions",
@@ -33,12 +33,12 @@ AXES: Mapping[str, str] = {
 
 
 def live_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """One row for every load and server, over all rounds; times in seconds.
+    """One row per load and server, over all rounds. Times are in seconds.
 
-    ``hit_ratio`` is the fraction of prompt tokens that were cached, as the server's answers report
-    it, and ``hits_by_counter`` by its own counters; None where it does not report them. ``tpot`` is
-    of turns, the mean time from one token of an answer to the next. ``turns_per_s`` and
-    ``tokens_per_s`` (of prompts and answers) are over the time from a run's start to its end.
+    ``hit_ratio`` is the fraction of cached prompt tokens as reported in the server's answers, and
+    ``hits_by_counter`` the same by its own counters; None if not reported. ``tpot`` is the mean
+    time per output token, by turn. ``turns_per_s`` and ``tokens_per_s`` (prompts and answers) are
+    averages over whole runs.
     """
     return [
         _row(load, server, own)
@@ -49,8 +49,9 @@ def live_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def live_pairs(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Every server against the first, by load; see ``Compared``. ``paired_difference`` is the
-    ratio of completion times less one, in per cent."""
+    """Every server compared with the first one, by load; see ``Compared``. ``paired_difference`` is
+    the ratio of completion times minus one, in percent.
+    """
     first, *others = dict.fromkeys(run.server for run in runs) or [""]
     pairs = []
     for load in dict.fromkeys(run.load for run in runs):
@@ -126,7 +127,7 @@ def _row(load: str, server: str, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _counted(runs: Sequence[Run]) -> dict[str, float] | None:
-    """Fractions of the prompt tokens that a server looked up, by where it found them."""
+    """Fractions of the looked-up prompt tokens, by the place where they were found."""
     if not all(run.counts.get("asked") for run in runs):
         return None
     total = {place: sum(run.counts.get(place, 0) for run in runs) for place in runs[0].counts}
@@ -140,8 +141,8 @@ def _distribution(values: Sequence[float]) -> dict[str, float]:
 
 
 def readable(result: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The result as tables for a terminal, without what only programs read."""
-    # Few and short columns, so that 110 characters show the servers' names.
+    """The result as tables for a terminal, without figures that only programs need."""
+    # Few and short columns, so that server names fit into 110 characters.
     servers = [
         {
             **{name: row[name] for name in ("load", "server")},
@@ -181,11 +182,12 @@ def readable(result: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def plot_sweeps(rows: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Draw ``jps.png`` and ``sessions.png``, each with its SVG, if measured: over arrival rates,
-    like Continuum's figure, or over concurrent sessions, where the knee shows that VRAM is full.
+    """Draw ``jps.png`` and ``sessions.png``, each also as SVG, as far as measured: over arrival
+    rates, like Continuum's figure, and over concurrent sessions, where the knee shows that VRAM is
+    full.
 
     Args:
-        rows: of ``live_rows``.
+        rows: result of ``live_rows``.
 
     Raises:
         PlotError: matplotlib is missing, or there is nothing to draw.

@@ -21,18 +21,18 @@ from .servers import NONCE_BYTES, LiveError, Sizes, Target, since
 from .texts import Texts
 
 SAMPLE_CHARACTERS = 4_000
-"""Characters of a recording whose tokens the servers count."""
+"""Length of the recorded text whose tokens each server counts, characters."""
 MARGIN = 0.95
-"""Part of a server's context that jobs may fill: the size of a text is an estimate."""
+"""Fraction of a server's context limit that jobs may use, because text sizes are estimates."""
 
 
 class Arriving(Enum):
-    """Ways in which jobs start."""
+    """How jobs start."""
 
     JPS = "jps"
     """Poisson arrivals, at a rate in jobs per second."""
     SESSIONS = "sessions"
-    """A number of live jobs: another one starts when one ends."""
+    """A fixed number of live jobs: when one ends, another starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Load:
     """A load on a server.
 
     Attributes:
-        level: jobs a second, or live sessions.
-        seconds: period in which jobs start. All of them are played to their end.
+        level: jobs per second, or number of live sessions.
+        seconds: period in which jobs start. All jobs are played to their end.
     """
 
     arriving: Arriving
@@ -55,10 +55,10 @@ class Load:
 
 
 def level_of(load: str) -> tuple[str, float]:
-    """Value of ``Arriving`` and level in a load's name.
+    """Parse a load's name into ``Arriving`` and level.
 
     Raises:
-        ValueError: it is not such a name.
+        ValueError: it is not the name of a load.
     """
     how, _, level = load.partition(" ")
     return Arriving(how).value, float(level)
@@ -69,11 +69,11 @@ class Rounds:
     """Runs of some loads on some servers.
 
     Attributes:
-        jobs: jobs to play. ``prepare`` cuts them to the limits of all servers.
-        scale: factor of all sizes.
-        turns: of a job at most; None: all.
-        longest: most tokens of a context; None: as the servers report.
-        report: called before every run with its name.
+        jobs: jobs to play. ``prepare`` truncates them to the limits of all servers.
+        scale: factor for all sizes.
+        turns: maximum turns per job; None means all.
+        longest: maximum context length, tokens; None uses the servers' limit.
+        report: called with the name of each run before it starts.
     """
 
     targets: Sequence[Target]
@@ -96,7 +96,7 @@ class Rounds:
 
     @property
     def runs(self) -> list[Run]:
-        """Runs so far, by load and round; servers in the order of ``targets``."""
+        """Runs so far, by load and round, with servers in the order of ``targets``."""
         loads = [load.name for load in self.loads]
         names = [target.name for target in self.targets]
         return sorted(
@@ -105,8 +105,8 @@ class Rounds:
         )
 
     def prepare(self) -> None:
-        """Measure text sizes on each server, cut the jobs to the limits of all servers, and play
-        the first turns of one job as a warm-up.
+        """Measure text sizes on each server, truncate the jobs to the limits of all servers, and
+        play the first turns of one job as a warm-up.
 
         Raises:
             LiveError: a server cannot be measured.
@@ -193,7 +193,7 @@ class Rounds:
 
 
 def arrivals_s(jobs_per_s: float, seconds: float, seed: int) -> list[float]:
-    """Starts of jobs, a Poisson process that starts at 0, all before ``seconds``.
+    """Start times of jobs before ``seconds``: a Poisson process that starts at 0.
 
     With the same seed, the arrivals at different rates differ only by a time factor.
     """

@@ -16,24 +16,25 @@ from tiered_kv.doctor.running_server import UnreachableError, fetch, totals
 from .texts import filler
 
 PROBE_WORDS = (100, 500)
-"""Lengths of two requests, from which the tokens of a word and of a message follow."""
+"""Lengths of two requests, in words. Their token counts give the tokens per word and per message.
+"""
 NONCE_BYTES = 4
 COUNTERS: Mapping[str, str] = {
     "vllm:prefix_cache_queries_total": "asked",
     "vllm:prefix_cache_hits_total": "vram",
     "vllm:external_prefix_cache_hits_total": "connector",
 }
-"""Counters of vLLM's page, in prompt tokens: all tokens looked up, tokens found in VRAM, and tokens
-loaded by a connector."""
+"""Counters on vLLM's /metrics page, in prompt tokens: all tokens looked up, tokens found in VRAM,
+and tokens loaded by a connector."""
 
 
 class LiveError(RuntimeError):
-    """A server that cannot be measured; the message says why."""
+    """The server cannot be measured. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of texts at a server, measured with requests to it."""
+    """Text sizes in a server's tokens, measured with requests to the server."""
 
     words_per_token: float
     tokens_a_message: float
@@ -45,10 +46,10 @@ class Target:
     """A running server.
 
     Attributes:
-        url: without ``/v1``.
-        model: its name on the server.
+        url: base URL without ``/v1``.
+        model: name of the model on the server.
         longest: maximum context length in tokens; None if the server does not report it.
-        plain: send only what OpenAI's own API has.
+        plain: send only fields of OpenAI's own API.
     """
 
     name: str
@@ -64,10 +65,10 @@ class Target:
     async def player(
         self, nonce: str, on_turn: OnTurn = lambda _name, _turn: None
     ) -> AsyncIterator[Player]:
-        """A player on this server, for one run.
+        """Make a player for one run on this server.
 
         Args:
-            nonce: put before the jobs' names at the server.
+            nonce: prepended to job names sent to the server.
         """
         async with open_client(self.url, self.model, self.api_key) as client:
             yield Player(
@@ -81,10 +82,10 @@ class Target:
             )
 
     async def measure_sizes(self, sample: str) -> Sizes:
-        """Measure the tokens of words, of messages and of a recording's text.
+        """Measure the token counts of words, of messages and of a recorded text.
 
         Args:
-            sample: text of a recording; may be empty.
+            sample: recorded text; may be empty.
 
         Raises:
             LiveError: the server's answer is invalid.
@@ -107,8 +108,9 @@ class Target:
         return Sizes(1 / a_word, a_message, a_character)
 
     def counts(self) -> dict[str, float]:
-        """Values of ``COUNTERS`` so far, over all engines, as far as the server's page has them;
-        empty without a page."""
+        """Current values of ``COUNTERS``, summed over all engines. Empty if the server has no
+        /metrics page.
+        """
         try:
             found = totals(fetch(f"{self.url}/metrics", token=self.api_key))
         except UnreachableError:
@@ -117,10 +119,10 @@ class Target:
 
 
 def served(base_url: str, wanted: str | None, api_key: str) -> tuple[str, int | None]:
-    """The model of a server, and its longest context in tokens, None if it does not report that.
+    """A server's model, and its maximum context length in tokens, None if not reported.
 
     Args:
-        wanted: the model's name; None: the only one, or the first of several names for one.
+        wanted: the model's name; None selects the only model, or the first of its several names.
 
     Raises:
         LiveError: the server does not answer, or has no such model.
@@ -140,6 +142,8 @@ def served(base_url: str, wanted: str | None, api_key: str) -> tuple[str, int | 
 
 
 def since(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, int]:
-    """Counts between two readings; empty where a server was restarted in between."""
+    """Difference between two readings of the counters; empty if the server was restarted in
+    between.
+    """
     counts = {name: round(after[name] - before[name]) for name in before.keys() & after.keys()}
     return counts if all(count >= 0 for count in counts.values()) else {}

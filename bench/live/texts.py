@@ -1,7 +1,7 @@
-"""Texts of the jobs that are played on a server whose tokenizer is not known.
+"""Texts for jobs that are played on a server with an unknown tokenizer.
 
-Common English words are one token each for nearly every tokenizer; how many exactly is measured
-with two requests to the server.
+Common English words are one token each for nearly every tokenizer. Two requests to the server
+measure the exact number.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ _COMMON = (
     "engine bridge forest record station village"
 )
 WORDS = tuple(_COMMON.split())
-"""Words that texts are made of."""
+"""Words for generated texts."""
 
 
 def filler(key: str, words: int) -> str:
-    """Make a text of ``words`` words, drawn by ``key``. Of two texts with the same key, the shorter
-    is a prefix of the longer."""
+    """Generate a text of ``words`` words, seeded with ``key``. Of two texts with the same key, the
+    shorter is a prefix of the longer.
+    """
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
     drawn = np.random.default_rng(seed).integers(len(WORDS), size=words)
     return " ".join(WORDS[at] for at in drawn)
@@ -45,10 +46,10 @@ class Texts:
     """Texts of one run's jobs.
 
     Attributes:
-        nonce: of the run. No two runs share a prefix. Otherwise the second run on a server would
-            find the pages of the first.
-        words_per_token: of made-up text.
-        recorded: by a job's name, the text that each turn adds, where a recording has it.
+        nonce: text that is unique to the run, so that no two runs share a prefix. Otherwise the
+            second run on a server would find the pages of the first.
+        words_per_token: words per token of generated text.
+        recorded: for each job name, the recorded text added by each turn, if any.
     """
 
     nonce: str
@@ -56,7 +57,7 @@ class Texts:
     recorded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def job(self, sizes: SimJob) -> Job:
-        """The job of these sizes; copies of a job get other texts."""
+        """Make a job with these sizes. Copies of a job get different texts."""
         turns, context = list[Turn](), 0
         for at, turn in enumerate(sizes.turns):
             made = Turn(
@@ -80,7 +81,7 @@ class Texts:
             text = texts[at]
             return text if job.turns[at].shared else f"{self.nonce} {job.name} {text}"
         turn = job.turns[at]
-        # What jobs share stands first, and is the same for all of them in one run.
+        # The shared text comes first, and is the same for all jobs of a run.
         shared = job.prefix_tokens if at == 0 and job.prefix else 0
         parts = (
             filler(key, round(tokens * self.words_per_token))

@@ -19,10 +19,11 @@ NO_TOOL, OTHERS = "(no name)", "(others)"
 
 
 def workload_statistics(jobs: LiveJobs) -> dict[str, Any]:
-    """Quantiles over jobs, sub-agents included, and over their turns. Sizes are in ``unit``.
+    """Quantiles over jobs and over turns, sub-agents included. Sizes are in ``unit``.
 
-    No gap follows a job's last turn. ``reused`` is the part of a prompt that the turn before had
-    in its context. ``tools`` are fractions of gaps, by a tool's name or a command's first word.
+    A job's last turn has no gap. ``reused`` is the fraction of a prompt that was already in the
+    previous turn's context. ``tools`` are fractions of all gaps, by the tool's name or the
+    command's first word.
     """
     everyone = [one for job in jobs.jobs for one in job.everyone()]
     turns = [turn for job in everyone for turn in job.turns]
@@ -62,7 +63,7 @@ def _quantiles(values: Iterable[float]) -> dict[str, float]:
 
 
 def statistics_table(found: Mapping[str, Any]) -> Table:
-    """The quantiles, as many columns as a terminal holds."""
+    """The quantiles as a table that fits a terminal."""
     shown = Table(
         Column(f"in {found['unit']}", no_wrap=True),
         *(Column(name, justify="right") for name in COLUMNS),
@@ -78,7 +79,7 @@ def statistics_table(found: Mapping[str, Any]) -> Table:
 
 
 def statistics_lines(found: Mapping[str, Any]) -> list[str]:
-    """Lines below the table."""
+    """Lines to print below the table."""
     tools = ", ".join(f"{name} {share:.0%}" for name, share in found["tools"].items())
     lines = [f"tools: {tools}"] if tools else []
     return lines + [

@@ -1,1 +1,1 @@
-"""Models of every architecture, tiny and real: what the connector restores of each."""
+"""Tiny models of every architecture, to test what the connector restores for each."""

@@ -1,10 +1,10 @@
-"""Every architecture that vLLM runs here, restored: equal answers, equal bytes, and controls.
+"""Restores on every architecture that vLLM runs here: equal answers, equal bytes, and controls.
 
     python -m bench.models --json
     python -m bench.models --only llama --only gemma3
 
-Tiny models with random weights, each in a separate process. ``rows`` reports what was restored of
-each; ``cannot_start`` names the models that stock vLLM does not run on this machine, with its
+Tiny models with random weights, each in a separate process. ``rows`` reports what was restored for
+each; ``cannot_start`` has the models that stock vLLM cannot run on this machine, with vLLM's
 reason. The checks are part of ``tests/e2e/models``, so this needs a checkout.
 """
 
@@ -27,7 +27,9 @@ CHECKS = ("equal", "equal_bytes", "control_differs")
 
 
 def measure(models: Sequence[TinyModel], logs: Path, timeout_s: float) -> dict[str, Any]:
-    """Rows of all models, one after the other; progress goes to standard error."""
+    """Measure all models, one after the other, and return their rows. Progress goes to standard
+    error.
+    """
     with needs_checkout():
         from tests.e2e.models.rows import run_model
     began, rows, stopped = time.monotonic(), dict[str, dict[str, Any]](), list[dict[str, Any]]()
@@ -62,7 +64,7 @@ def main(
     logs: Annotated[Path | None, typer.Option(help="Folder for logs.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Restore every architecture."""
+    """Measure restores on every architecture."""
     names = [model.name for model in EVERY]
     if unknown := set(only or ()).difference(names):
         raise typer.BadParameter(f"{', '.join(unknown)} is not one of {', '.join(names)}")

@@ -1,7 +1,7 @@
-"""Catalogue of tiny models: one of each architecture, and how vLLM's CPU build runs it.
+"""Catalogue of tiny models, one per architecture, with the options that vLLM's CPU build needs.
 
-Widths are the smallest that the kernels support. Engine options are what this build needs, each
-with a comment that gives the reason. Nothing here imports torch or vLLM.
+Widths are the smallest that the kernels support. A comment gives the reason for each engine option.
+Nothing here imports torch or vLLM.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 VOCABULARY = 2048
 BLOCK = 128
-"""Tokens of a block, unless a model's states make vLLM raise it."""
+"""Tokens per block, unless a model's states make vLLM raise it."""
 IMAGE_TOKEN = 3
-"""Token for which an image is put, in models that see."""
+"""Placeholder token for an image, in multimodal models."""
 IMAGE_PIXELS, PATCH_PIXELS = 56, 14
-"""Edges of an image, and of the part of it that takes a token."""
+"""Edge length of an image, and of the patch that takes a token."""
 STATE_CHUNK = {"max_num_batched_tokens": 256, "max_num_seqs": 8}
-"""vLLM's CPU scan of Mamba 2 keeps no state inside a chunk of a prefill: a chunk must not be
-longer than a block."""
+"""Maximum prefill chunk. vLLM's CPU scan for Mamba 2 keeps no states inside a chunk, so a chunk
+must not be longer than a block."""
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
@@ -29,13 +29,13 @@ class Drafter(Enum):
     """Draft model for speculative decoding."""
 
     NGRAM = "ngram"
-    """Words that followed the same words before."""
+    """Proposes the words that followed the same words before."""
     ITSELF = "draft_model"
-    """A second copy of the model: its guesses are right as long as its own KV is."""
+    """A second copy of the model. Its guesses are right as long as its own KV is right."""
     EAGLE = "eagle"
-    """A layer of random weights on the model's last hidden state."""
+    """A layer with random weights on the model's last hidden state."""
     MTP = "mtp"
-    """A layer of the model's own, of random weights."""
+    """A layer of the model itself, with random weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +43,17 @@ class TinyModel:
     """A model of a few layers with random weights.
 
     Attributes:
-        name: name of its row.
-        config: transformers' class of its configuration.
-        architecture: transformers' class of the model, and vLLM's name of it.
-        settings: fields of the configuration.
-        options: arguments of the engine.
+        name: name of the row in the results.
+        config: transformers' configuration class.
+        architecture: transformers' model class, which is also vLLM's name for it.
+        settings: fields of the model configuration.
+        options: engine arguments.
         adapter: True to serve it with a LoRA adapter.
-        image_tokens: tokens that an image takes in its prompts; 0 for a text-only model. Otherwise
-            ``settings`` covers all parts of the model.
+        image_tokens: tokens per image in a prompt; 0 for a text-only model. Otherwise ``settings``
+            covers all parts of the model.
         stub_torchvision: True if vLLM imports torchvision for it, which CPU builds lack.
-        drafter: what guesses tokens ahead.
-        ranks: processes that the model is cut over.
+        drafter: draft model for speculation.
+        ranks: number of processes that share the model.
     """
 
     name: str
@@ -83,8 +83,8 @@ COMMON: Mapping[str, object] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-"""Fields that most configurations have. The wide spread of weights makes a model whose answers
-depend on all of its context."""
+"""Fields that most configurations have. The wide spread of weights makes answers depend on the
+whole context."""
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MIXED = {"sliding_window": 200, "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL]}
@@ -107,14 +107,13 @@ _HEADS = {"qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
 _RANKS = {"kv_lora_rank": 512, "q_lora_rank": 64, "num_key_value_heads": 4}
 _LATENT = {**_ROUTED, **_HEADS, **_RANKS, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
 _SMALL_BLOCKS = {"num_gpu_blocks_override": 100}
-"""A pool for blocks of 16 tokens, which vLLM's CPU build takes for MLA where there is no AMX."""
+"""Pool for blocks of 16 tokens, which vLLM's CPU build uses for MLA without AMX."""
 
 
 def _causal(
     name: str, stem: str, settings: Mapping[str, object] = {}, config: str = "", **more: Any
 ) -> TinyModel:
-    """A model of the classes ``{stem}ForCausalLM`` and, unless another is named,
-    ``{stem}Config``."""
+    """A model with the classes ``{stem}ForCausalLM`` and, unless specified, ``{stem}Config``."""
     return TinyModel(name, config or f"{stem}Config", f"{stem}ForCausalLM", settings, **more)
 
 
@@ -235,7 +234,7 @@ MODELS: tuple[TinyModel, ...] = (
     replace(_LLAMA, name="llama_fp8_kv", options={"kv_cache_dtype": "fp8"}),
     replace(_LLAMA, name="llama_lora", adapter=True),
 )
-"""Every architecture whose KV differs from the others'."""
+"""Every architecture with a different form of KV."""
 
 _GLM = {**_EXPERTS, **_ROUTED, "num_nextn_predict_layers": 1, "use_qk_norm": False}
 _PIPELINE = {
@@ -256,6 +255,6 @@ VARIANTS: Mapping[str, tuple[TinyModel, ...]] = {
     ),
     "pipeline_parallel": (replace(_GEMMA3, name="gemma3_pp2", options=_PIPELINE, ranks=2),),
 }
-"""Ways of serving that change what KV there is, by kind."""
+"""Serving options that change the KV, by type."""
 
 EVERY: tuple[TinyModel, ...] = (*MODELS, *(model for some in VARIANTS.values() for model in some))

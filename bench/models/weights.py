@@ -1,6 +1,6 @@
-"""Folders of tiny models that vLLM loads: random weights, and a tokenizer of numbered words.
+"""Writes folders of tiny models for vLLM, with random weights and a tokenizer of numbered words.
 
-Also a LoRA adapter and drafters for them, and a stand-in for torchvision.
+Also writes a LoRA adapter and drafters for these models, and a stand-in for torchvision.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .catalogue import (
 IMAGE = "<image>"
 ADAPTER_RANK = 8
 SPREAD = 0.15
-"""Standard deviation of an adapter's and a drafter's weights."""
+"""Standard deviation of the weights of adapters and drafters."""
 WEIGHTS = "model.safetensors"
 TOKENIZER = {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -39,13 +39,13 @@ IMAGES = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
-"""Settings by which images become patches, those of CLIP."""
+"""CLIP's settings for cutting images into patches."""
 PROCESSOR = {
     "processor_class": "LlavaProcessor",
     "patch_size": PATCH_PIXELS,
     "vision_feature_select_strategy": "default",
     "image_token": IMAGE,
-    "num_additional_image_tokens": 1,  # CLIP's class token, which is left out
+    "num_additional_image_tokens": 1,  # CLIP's class token is left out
 }
 _STUB = '''"""Stand-in for torchvision: all modules and names are there, none does anything."""
 
@@ -95,8 +95,9 @@ sys.meta_path.append(_Finder())
 
 
 def write_model(model: TinyModel, folder: Path, dtype: str) -> Path:
-    """Write a model into a folder inside ``folder``, and return that; the same model every time. In
-    its tokenizer, each token is a word: ``w17`` is token 17."""
+    """Write a model into a new folder inside ``folder`` and return its path. The weights are the
+    same every time. Each token is a word: ``w17`` is token 17.
+    """
     import torch
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -125,7 +126,7 @@ def write_model(model: TinyModel, folder: Path, dtype: str) -> Path:
 
 
 def write_adapter(model_folder: Path, folder: Path, dtype: str) -> Path:
-    """Write a LoRA adapter for the attention of a model of Llama's shape."""
+    """Write a LoRA adapter for the attention layers of a Llama-like model."""
     import torch
 
     config = json.loads((model_folder / "config.json").read_text())
@@ -158,7 +159,7 @@ def write_adapter(model_folder: Path, folder: Path, dtype: str) -> Path:
 
 
 def write_drafter(drafter: Drafter, model_folder: Path, folder: Path) -> dict[str, object]:
-    """Write a drafter for a model; returns vLLM's ``speculative_config`` of it."""
+    """Write a drafter for a model. Returns vLLM's ``speculative_config`` for it."""
     method = {"method": drafter.value, "num_speculative_tokens": 3}
     match drafter:
         case Drafter.NGRAM:
@@ -174,7 +175,7 @@ def write_drafter(drafter: Drafter, model_folder: Path, folder: Path) -> dict[st
 
 
 def _write_eagle(model_folder: Path, folder: Path) -> Path:
-    """Write one layer of Llama's shape, whose input is a token and a hidden state."""
+    """Write one Llama-like layer, whose input is a token and a hidden state."""
     import torch
 
     config = json.loads((model_folder / "config.json").read_text())
@@ -196,8 +197,9 @@ def _write_eagle(model_folder: Path, folder: Path) -> Path:
 
 
 def _turn_last_layer_into_mtp(model_folder: Path) -> None:
-    """Turn the model's last layer into one that guesses the token after next: multi-token
-    prediction, as in DeepSeek and GLM."""
+    """Turn the model's last layer into a multi-token prediction layer, which predicts the token
+    after next, as in DeepSeek and GLM.
+    """
     import torch
 
     path = model_folder / "config.json"
@@ -220,8 +222,9 @@ def _turn_last_layer_into_mtp(model_folder: Path) -> None:
 
 
 def write_torchvision(folder: Path) -> None:
-    """Write a stand-in for torchvision into a folder for ``PYTHONPATH``: vLLM imports it for some
-    models whose text layers never use it."""
+    """Write a stand-in for torchvision into a folder for ``PYTHONPATH``. vLLM imports torchvision
+    for some models whose text layers never use it.
+    """
     package = folder / "torchvision"
     package.mkdir(exist_ok=True)
     (package / "__init__.py").write_text(_STUB)

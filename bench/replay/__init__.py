@@ -1,1 +1,1 @@
-"""Agent jobs replayed against real servers: ``python -m bench.replay``."""
+"""Agent jobs, replayed on real servers: ``python -m bench.replay``."""

@@ -36,7 +36,7 @@ from tiered_kv.policies import registry
 OUT = ROOT / ".replay"
 TRACES = Path("../shared/traces/miniswe.jsonl.gz")
 SYNTHETIC_VOCABULARY = 40_000
-"""Ids that every model of interest knows."""
+"""Token ids below this are in every relevant model's vocabulary."""
 KNOWN = f"{', '.join(registry.POLICIES)} or module:Class"
 
 P = ParamSpec("P")
@@ -67,8 +67,9 @@ def check_policy(name: str | None) -> str | None:
 
 
 def finished(command: Callable[P, int]) -> Callable[P, None]:
-    """Make a command of a function that returns an exit code. The code is 1 on a failure, which a
-    message on standard error explains."""
+    """Turn a function that returns an exit code into a command. On a failure, the command prints a
+    message to standard error and exits with 1.
+    """
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -120,7 +121,7 @@ def ab(
     out: Out = OUT,
     as_json: AsJson = False,
 ) -> int:
-    """Measure the same jobs on every kind of server."""
+    """Measure the same jobs on every type of server."""
     chosen = PRESETS[preset or ("peers" if peers else "cpu")]
     chosen = replace(chosen, rounds=rounds or chosen.rounds)
 
@@ -184,7 +185,7 @@ def check_pin(
 
 
 def make_jobs(preset: Preset, model: str | Path, traces: Path | None, seed: int) -> RecordedJobs:
-    """Jobs of a recording, or Continuum's synthetic jobs without one."""
+    """Make jobs from a recording, or Continuum's synthetic jobs if there is none."""
     if traces is None:
         made = synthetic_jobs(count=preset.jobs, seed=seed, vocabulary=SYNTHETIC_VOCABULARY)
         return RecordedJobs(made, {})
@@ -212,8 +213,9 @@ def measure(
     out: Path,
     as_json: bool,
 ) -> int:
-    """Measure and show the results. Returns 0 at the end, and 130 when interrupted, with the
-    results so far."""
+    """Measure and show the results. Returns 0 on completion, and 130 when interrupted, after
+    showing the results so far.
+    """
     stopped = False
     with progress() as bar:
         bar.disable = as_json or not sys.stderr.isatty()

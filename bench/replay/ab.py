@@ -17,16 +17,16 @@ from .kinds import Kind
 from .names import BEYOND, BOUND, CALIBRATION, CONTROL, IDLE, PRESSURE, REACH, STOCK, TIERED
 
 BEYOND_TIMES = 1.5
-"""The highest load's arrival rate over that of pressure."""
+"""Arrival rate of the highest load, as a multiple of the rate under pressure."""
 NEAR = 0.25
-"""Distance from the wanted slowdown at which a calibration may end, as a fraction of it."""
+"""Relative distance from the target slowdown at which calibration ends."""
 TRIES = 2
-"""Calibration runs at most; the nearest is taken."""
+"""Maximum number of calibration runs. The nearest run is used."""
 FIRST_RATE = 1.9
-"""Jobs that the first try lets arrive in the time that one alone takes. 30 jobs of the preset were
-1.3, 1.5 and 1.7 times as slow at 1.1, 1.3 and 1.5 (two cores, SmolLM2-135M)."""
+"""Arrival rate of the first calibration run, in jobs per duration of a job alone. At 1.1, 1.3 and
+1.5, 30 jobs of the preset took 1.3, 1.5 and 1.7 times as long (two cores, SmolLM2-135M)."""
 STEEP = 2.5
-"""Beyond that, slowdown rises about with this power of the rate."""
+"""Beyond that rate, slowdown grows roughly as this power of the rate."""
 BOUNDS = (REACH, BOUND)
 
 
@@ -35,13 +35,13 @@ class Preset:
     """Size of a measurement.
 
     Attributes:
-        jobs: number of jobs of every load except idle.
+        jobs: number of jobs under every load except idle.
         turns: number of turns of each job.
-        idle_jobs: number of these jobs that run at idle, one after another.
-        idle_rounds, rounds: number of rounds at idle and under the other loads.
+        idle_jobs: number of these jobs that run in the idle load, one at a time.
+        idle_rounds, rounds: number of rounds of the idle load and of the other loads.
         bounds_once: run the bounds only in the first round of a load, to save time.
-        pool_tokens: KV pool of every server but the bounds.
-        slowdown: stock's mean completion time under pressure over that at idle.
+        pool_tokens: KV pool size of every server except the bounds.
+        slowdown: stock's mean completion time under pressure, as a multiple of its time at idle.
     """
 
     jobs: int
@@ -60,33 +60,33 @@ PRESETS: Mapping[str, Preset] = {
     "peers": replace(_CPU, jobs=16, idle_rounds=1, bounds_once=True),
     "tiny": Preset(jobs=4, turns=3, idle_jobs=2, idle_rounds=1, rounds=1, pool_tokens=8_192),
 }
-"""``cpu``: two cores, three and a half hours. ``peers``: with all peers, two and a half.
-``tiny``: whether everything works, in minutes."""
+"""``cpu``: three and a half hours on two cores. ``peers``: with all peers, two and a half hours.
+``tiny``: a smoke test of a few minutes."""
 
 
 class NotStarted(Exception):
-    """An optional server does not run on this machine. The message comes from that server."""
+    """An optional server does not run on this machine. The message is the server's own."""
 
 
 class HarnessError(RuntimeError):
-    """The measurement cannot go on; the message says why."""
+    """The measurement cannot continue. The message says why."""
 
 
 Measure: TypeAlias = Callable[[Kind, str, int, float | None, ServerCosts | None], Kept]
-"""Measures one run of a kind under a load, with its number. The arrival rate is None for one job
-after the other, and the costs of stock's steps are None where they are not known. Raises
-``NotStarted`` for an optional kind that does not serve here."""
+"""Measures one numbered run of a server type under a load. The arrival rate is None for one job at
+a time, and the costs of stock's steps are None if unknown. Raises ``NotStarted`` for an optional
+type that does not run here."""
 
 
 @dataclass(slots=True)
 class Harness:
-    """Loads, rounds and servers, in an order that favours no server (see ``drawn_order``).
+    """Runs all loads, rounds and servers, in an order that favours no server (see ``drawn_order``).
 
     Attributes:
-        seed: of that order.
-        report: called before every run with its name.
-        kept: the runs so far, resumed ones included, without those that only calibrated.
-        not_started: optional servers that do not serve here, with their messages.
+        seed: seed of that order.
+        report: called with the name of each run before it starts.
+        kept: the runs so far, including resumed runs but not calibration runs.
+        not_started: messages of optional servers that do not run here.
     """
 
     kinds: Sequence[Kind]
@@ -105,8 +105,7 @@ class Harness:
         return [kept.run for kept in self.kept]
 
     def run_all(self) -> None:
-        """Measure everything that the preset has. What was measured stays when this is
-        interrupted.
+        """Measure the whole preset. Finished runs are kept if this is interrupted.
 
         Raises:
             HarnessError: stock finished no job.
@@ -126,8 +125,9 @@ class Harness:
                     self._one(kind, load, number, jobs_per_s)
 
     def _calibrate(self) -> float:
-        """The arrival rate at which stock vLLM has the wanted slowdown, jobs per second. The run
-        that shows it is stock's first under pressure."""
+        """Find the arrival rate at which stock vLLM has the target slowdown, jobs per second. That
+        run counts as stock's first run under pressure.
+        """
         stock = next(kind for kind in self.kinds if kind.name == STOCK)
         alone = [run for run in self.runs if (run.server, run.load) == (STOCK, IDLE)]
         idle_s, wanted = _mean(alone), self.preset.slowdown
@@ -138,7 +138,7 @@ class Harness:
             found = self._measured(stock, CALIBRATION, number, rate)
             if isinstance(found, str):
                 raise HarnessError(f"stock vLLM does not run: {found}")
-            rate = found.run.jobs_per_s  # perhaps of before a resumption
+            rate = found.run.jobs_per_s  # possibly from before a resumption
             tried[rate] = found
             slower.append((rate, _mean([found.run]) / idle_s))
             if abs(slower[-1][1] / wanted - 1) <= NEAR:
@@ -164,7 +164,7 @@ class Harness:
             self.kept.append(found)
 
     def _measured(self, kind: Kind, load: str, number: int, jobs_per_s: float | None) -> Kept | str:
-        """A run, measured now or before; the message of a server that did not start."""
+        """Return a run, measured now or earlier, or the message of a server that did not start."""
 
         def measure() -> Kept | str:
             self.report(f"{load}, round {number + 1}, {kind.name}")
@@ -186,20 +186,20 @@ def next_rate(tried: Sequence[tuple[float, float]], wanted: float) -> float:
         rate, slow = max(below) if below else min(above)
         return float(rate * (wanted / slow) ** (1 / STEEP))
     low, high = max(below), min(above)
-    if low[0] >= high[0]:  # not monotone: noise decides, go on in the middle
+    if low[0] >= high[0]:  # not monotone because of noise: continue in the middle
         return math.sqrt(low[0] * high[0])
     share = math.log(wanted / low[1]) / math.log(high[1] / low[1])
-    # Kept off the ends, or a steep curve would have the same rate tried again.
+    # Keep away from the ends, or a steep curve would try the same rate again.
     return float(low[0] * (high[0] / low[0]) ** min(max(share, 0.1), 0.9))
 
 
 def nearest_rate(tried: Sequence[tuple[float, float]], wanted: float) -> float:
-    """The rate whose slowdown is closest to the wanted one."""
+    """The rate whose slowdown is closest to the target."""
     return min(tried, key=lambda pair: abs(math.log(pair[1] / wanted)))[0]
 
 
 def total_runs(kinds: Sequence[Kind], preset: Preset) -> int:
-    """Largest number of runs, for a progress bar."""
+    """Maximum number of runs, for a progress bar."""
     idle = len(kinds) + 3 * (preset.idle_rounds - 1)
     busy = preset.rounds * (len(kinds) - 1)
     if preset.bounds_once:

@@ -1,11 +1,11 @@
-"""Agreement of outputs: raw logprobs of the same tokens, compared with stock's.
+"""Agreement of outputs: raw logprobs of the same tokens, compared with stock vLLM's.
 
-What one wrong page of 32 tokens does was measured on SmolLM2-135M, an answer of 151 tokens behind
-1,790: with the first page replaced by a later one, a page in the middle by zeros or the last page
-by another job's, the mean difference was 0.44, 0.23 and 0.37 nats, where equal pages of another
-batch gave 0.02. Another job's pages in the middle gave 0.02 as well: what no later token looks at
-moves nothing above rounding, and nothing that compares outputs can see it. Checksums and tests of
-the pages themselves are for that.
+The effect of one wrong page of 32 tokens was measured on SmolLM2-135M, with an answer of 151 tokens
+after a prompt of 1,790. Replacing the first page by a later one, a middle page by zeros, or the
+last page by another job's page changed logprobs by 0.44, 0.23 and 0.37 nats on average; correct
+pages computed in another batch changed them by 0.02. Another job's page in the middle also gave
+only 0.02: a page to which no later token attends has no effect beyond rounding, so no comparison of
+outputs can detect it. Checksums and tests of the pages themselves cover that case.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from tiered_kv.bench.agents.results import Run, TurnDone
 from .names import STOCK
 
 WIDER = 1.5
-"""Outputs agree if their differences are at most this many times those of stock's own runs …"""
+"""Outputs agree if their differences are at most this many times the differences between stock's
+own runs …"""
 MEDIAN_NATS, TAIL_NATS, TURN_NATS = 0.02, 0.25, 0.1
-"""… plus this. Two stock runs that cut their prompts alike are equal to the bit, while a restored
-prefix cuts them otherwise; that alone gave up to 0.004, 0.2 and 0.03 nats (bf16, SmolLM2-135M)."""
+"""… plus this. Two stock runs that split their prompts alike are equal bit for bit, but a restored
+prefix splits them differently, which alone gave up to 0.004, 0.2 and 0.03 nats (bf16,
+SmolLM2-135M)."""
 LONG_TURN = 8
 """Minimum number of tokens for a meaningful mean of one turn's differences."""
 
@@ -33,12 +35,12 @@ class Difference:
     """Difference of raw logprobs of the same tokens between two runs, in nats.
 
     Attributes:
-        tokens: how many were compared.
-        other_answers: turns whose tokens differ, or that only one run has.
-        median, p99: of the absolute differences.
-        worst_turn: the largest mean of a single turn. A wrong page spoils a turn or two, which is
-            too few tokens for the other two to see; and most tokens of these go on as they were,
-            so that their median hides it as well.
+        tokens: number of compared tokens.
+        other_answers: number of turns whose tokens differ, or that only one run has.
+        median, p99: quantiles of the absolute differences.
+        worst_turn: largest mean difference of a single turn. A wrong page spoils one or two turns,
+            which have too few tokens to affect the two quantiles. Most tokens of those turns do not
+            change, so a turn's median would hide it too.
     """
 
     tokens: int
@@ -49,8 +51,7 @@ class Difference:
 
 
 def difference(one: Run, other: Run) -> Difference | None:
-    """Compare two runs of the same jobs, over the jobs that both were given; None if no token
-    of theirs can be compared."""
+    """Compare two runs over the jobs that both have. Returns None if no token can be compared."""
     first, second = _turns(one), _turns(other)
     given = {job.name for job in one.jobs} & {job.name for job in other.jobs}
     gaps: list[np.ndarray] = []
@@ -70,8 +71,9 @@ def difference(one: Run, other: Run) -> Difference | None:
 
 
 def within(found: Difference, yardstick: Difference) -> bool:
-    """True if ``found`` is within the difference of two stock runs, with the tolerances of
-    ``WIDER`` and the constants below it."""
+    """True if ``found`` is within the difference of two stock runs, with the tolerances ``WIDER``
+    and following.
+    """
     return (
         found.other_answers <= yardstick.other_answers
         and found.median <= WIDER * yardstick.median + MEDIAN_NATS
@@ -84,19 +86,19 @@ def agreement(run: Run, runs: Sequence[Run]) -> bool | None:
     """True if a run's outputs agree with those of stock vLLM as closely as its own runs agree with
     each other.
 
-    Compared with a run of the same load on stock, or on a server whose name starts so. The
-    yardstick is what the other stock runs differ by from that one, at most: runs of other loads
-    too, since what moves a logprob is how a prompt was cut into batches, and a restored prefix cuts
-    it otherwise even where stock repeats itself to the bit.
+    The reference is a run of the same load on a server whose name starts with ``stock``. The
+    yardstick is the largest difference between the reference and the other stock runs, including
+    runs of other loads: logprobs depend on how a prompt was split into batches, and a restored
+    prefix splits it differently even where stock repeats itself bit for bit.
 
     Returns:
-        None if there are no two stock runs or nothing can be compared.
+        None if there are fewer than two stock runs or nothing can be compared.
     """
     stock = [other for other in runs if other.server.startswith(STOCK) and other is not run]
     same = [other for other in stock if other.load == run.load]
     if not same:
         return None
-    # Of an alternated order, the same round ran next to this one.
+    # In an alternating order, the same round ran next to this run.
     reference = min(same, key=lambda other: abs(other.round - run.round))
     found = difference(run, reference)
     usual = [difference(other, reference) for other in stock if other is not reference]
@@ -105,7 +107,7 @@ def agreement(run: Run, runs: Sequence[Run]) -> bool | None:
 
 
 def widest(differences: Sequence[Difference]) -> Difference | None:
-    """The largest of each figure; None of nothing."""
+    """The maximum of each figure; None without differences."""
     if not differences:
         return None
     every = list(map(asdict, differences))

@@ -22,17 +22,17 @@ OFFLOADERS: Mapping[str, str] = {
     "vllm-offloading": "OffloadingConnector",
     "vllm-simple": "SimpleCPUOffloadConnector",
 }
-"""vLLM's own offloaders, which get as much CPU memory as ours."""
+"""vLLM's own offloaders, which get the same CPU memory as tiered-kv."""
 
 CPU_GIB = 4.0
 SSD_CPU_GIB = 0.5
-"""CPU memory of the kind with an SSD: too little for all jobs, or the SSD would have no part."""
+"""CPU memory of the server type with an SSD: too little for all jobs, so that the SSD is used."""
 
 RAW_LOGPROBS = ("--logprobs-mode", "raw_logprobs")
 BLOCK = 32
-"""Tokens a block, the smallest that the CPU build takes; the same on every machine."""
+"""Tokens per block: the smallest that the CPU build supports, used on every machine."""
 ROUND = 256
-"""Tokens of which the longest request is a multiple."""
+"""The maximum request length is a multiple of this many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,12 @@ class Kind:
     """One type of server.
 
     Attributes:
-        optional: it may not start on this machine; the result then says so.
-        ssd: it is given a fresh folder as its SSD tier at every start.
-        deploy: starts it, with what a peer puts around it.
-        needs_costs: it is configured with the costs of stock's steps, and so is not run at idle.
-        session_header: clients name jobs to it by ``X-Session-ID`` as well.
+        optional: True if the server may not start on this machine. The result reports that.
+        ssd: True to give the server a fresh folder as its SSD tier at every start.
+        deploy: starts the server, together with a peer's processes.
+        needs_costs: True if its configuration contains the costs of stock's steps. Such servers do
+            not run at idle.
+        session_header: True if clients also send job names in ``X-Session-ID``.
     """
 
     name: str
@@ -56,8 +57,9 @@ class Kind:
     session_header: bool = False
 
     def started_in(self, folder: Path) -> ServerOptions:
-        """Its options for one start with files in ``folder``. The connector writes ``trace.jsonl``
-        there, and puts its SSD tier into ``ssd``."""
+        """Options for one start with files in ``folder``. The connector writes ``trace.jsonl``
+        there, and its SSD tier is in ``ssd``.
+        """
         if self.options.kv_transfer_config != CONNECTOR:
             return self.options
         env = {**self.options.env, "TIERED_KV_TRACE": str(folder / TRACE)}
@@ -71,8 +73,9 @@ class Sizing:
     """KV pools and longest request, in tokens.
 
     Attributes:
-        pool_tokens: of every server but the bound. As much may run concurrently on ``reach``.
-        bound_tokens: holds all jobs' contexts together.
+        pool_tokens: pool of every server except the bound, and limit of concurrent contexts on
+            ``reach``.
+        bound_tokens: pool that holds all jobs' contexts together.
     """
 
     max_model_len: int
@@ -81,12 +84,12 @@ class Sizing:
 
 
 def longest_context(pool_tokens: int) -> int:
-    """Tokens of the longest context for which ``size_for`` finds a size."""
+    """Longest context for which ``size_for`` finds a size, tokens."""
     return (pool_tokens - 2 * BLOCK) // ROUND * ROUND - 1
 
 
 def size_for(contexts: Sequence[int], pool_tokens: int) -> Sizing:
-    """Size of a server for jobs whose contexts end at ``contexts`` tokens.
+    """Size a server for jobs with final contexts of ``contexts`` tokens.
 
     Raises:
         ValueError: the pool is too small for the longest job, or there is no job.
@@ -94,9 +97,9 @@ def size_for(contexts: Sequence[int], pool_tokens: int) -> Sizing:
     if not contexts:
         raise ValueError("there are no jobs")
     longest = -(-(max(contexts) + 1) // ROUND) * ROUND
-    if pool_tokens < longest + 2 * BLOCK:  # vLLM keeps a block for itself
+    if pool_tokens < longest + 2 * BLOCK:  # vLLM reserves a block
         raise ValueError(f"a pool of {pool_tokens} tokens does not hold a request of {longest}")
-    # One more block a job for its partial tail, and space for the warm-up.
+    # One more block per job for its partial tail, and space for the warm-up.
     bound = sum(contexts) + (len(contexts) + 2) * BLOCK + longest
     return Sizing(longest, pool_tokens, max(bound, pool_tokens))
 
@@ -111,12 +114,12 @@ def make_kinds(
     own_scheduler: bool = False,
     peers: bool = False,
 ) -> list[Kind]:
-    """Stock vLLM twice, two bounds, tiered-kv with several policies and tiers, vLLM's offloaders,
-    and peers.
+    """Make stock vLLM twice, two bounds, tiered-kv with several policies and tiers, vLLM's
+    offloaders, and peers.
 
     Args:
-        policies: further policies of ours than the default, by name.
-        ssd: ours with little CPU memory and an SSD tier as well.
+        policies: names of further tiered-kv policies besides the default.
+        ssd: True to add tiered-kv with little CPU memory and an SSD tier.
         forced: load the processor that makes the model emit recorded answers.
         own_scheduler: run tiered-kv under vLLM's own scheduler, as additional policies always do,
             instead of ``ContinuumScheduler``.
@@ -152,7 +155,8 @@ def make_kinds(
         kinds.append(Kind(name, replace(stock, kv_transfer_config=config), optional=True))
     if peers:
         kinds.append(Kind(LMCACHE, stock, optional=True, deploy=WithCacheServer(CPU_GIB)))
-        # What CPU memory holds is no reason to wait, and requests wait in ours while they load.
+        # A hit in CPU memory is no reason to wait, and loading requests count as waiting with
+        # tiered-kv.
         for name, options, tokens, most_waiting in (
             (ROUTER, stock, sizing.pool_tokens, 1),
             (BEHIND_ROUTER, with_connector(ordered), sizing.bound_tokens, 1000),
@@ -172,17 +176,17 @@ def make_kinds(
 
 
 def with_args(options: ServerOptions, *arguments: str) -> ServerOptions:
-    """The options with more arguments."""
+    """Add arguments to the options."""
     return replace(options, extra_args=(*options.extra_args, *arguments))
 
 
 def with_connector(options: ServerOptions, **settings: str) -> ServerOptions:
-    """The options with the connector, ``CPU_GIB`` of CPU memory, and further settings."""
+    """Add the connector with ``CPU_GIB`` of CPU memory, and further settings, to the options."""
     env = {**options.env, "TIERED_KV_CPU_GIB": f"{CPU_GIB:g}", **settings}
     return replace(options, kv_transfer_config=CONNECTOR, env=env)
 
 
 def within_reach(bound: ServerOptions, blocks: int | None) -> ServerOptions:
-    """The bound, but requests that run may hold no more than ``blocks`` together."""
+    """The bound, except that running requests may hold no more than ``blocks`` in total."""
     config = json.dumps({"reach_blocks": blocks})
     return with_args(bound, "--scheduler-cls", REACH_SCHEDULER, "--additional-config", config)

@@ -33,24 +33,24 @@ from .names import IDLE
 
 WARM_UP_TURNS = 2
 OPTIONAL_START_S = 180.0
-"""Seconds that a server which may not work on this machine is given to start …"""
+"""Start timeout of an optional server, which may not work on this machine, seconds …"""
 OPTIONAL_WARM_UP_S = 60.0
-"""… and to answer the warm-up."""
+"""… and its timeout for the warm-up."""
 
-_RSS = 21  # of /proc/PID/stat, counted from the state on: pages
+_RSS = 21  # position in /proc/PID/stat after the name; unit: pages
 
 
 class MeasureError(RuntimeError):
-    """A server that is not optional failed."""
+    """A mandatory server failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Workload that every server gets alike.
+    """The workload of every server.
 
     Attributes:
-        jobs: jobs of all loads. Idle runs only the first ``idle_jobs``.
-        seed: of the arrivals.
+        jobs: jobs of all loads. The idle load runs only the first ``idle_jobs``.
+        seed: seed of the arrivals.
         forced: force the recorded answers instead of the model's own.
     """
 
@@ -65,7 +65,7 @@ class Workload:
 
     @property
     def warm_up(self) -> Job:
-        """A job that shares no prefix with any other: its salt is its own."""
+        """A job whose unique salt keeps it from sharing a prefix with any other."""
         first = self.jobs[0]
         turns = tuple(replace(turn, gap_s=0.0) for turn in first.turns[:WARM_UP_TURNS])
         return Job("warm-up", "warm-up", turns)
@@ -76,9 +76,9 @@ class Replay:
     """Measures runs on real servers, for ``Harness``.
 
     Attributes:
-        folder: gets a log of every run, and its trace if the server wrote one.
-        on_turn: called after every turn that is measured.
-        after: called with the server when the jobs are done.
+        folder: receives the log of every run, and its trace if there is one.
+        on_turn: called after every measured turn.
+        after: called with the server after the jobs.
     """
 
     workload: Workload
@@ -96,8 +96,8 @@ class Replay:
         costs: ServerCosts | None = None,
     ) -> Kept:
         """Raises:
-        NotStarted: the kind is optional and does not serve.
-        MeasureError: another one does not.
+        NotStarted: an optional server does not run here.
+        MeasureError: a mandatory server does not run here.
         """
         name = f"{load}-{number}-{kind.name}"
         log = self.folder / "logs" / f"{name}.log"
@@ -194,14 +194,15 @@ def keep_trace(trace: Path, folder: Path) -> None:
 
 
 def resident_bytes(group: int) -> int:
-    """Resident memory of a process group. Pages that its processes share are counted for each
-    process."""
+    """Resident memory of a process group. Pages shared by several processes are counted several
+    times.
+    """
     page = os.sysconf("SC_PAGE_SIZE")
     return sum(int(fields[_RSS]) * page for fields in group_members(group).values())
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages in a run, and a description of the machine."""
+    """Versions of the packages used in a run, and a description of the machine."""
     found = {"python": platform.python_version(), "machine": platform.machine()}
     found["dtype"] = str(machine_dtype())
     found["cores"] = str(len(os.sched_getaffinity(0)))

@@ -35,22 +35,22 @@ REASONS = {
     "too_short": "too few turns that continue one another",
     "too_long": "a context that the pool or the model does not hold",
 }
-"""Reasons why sessions are left out."""
+"""Reasons for leaving out sessions."""
 SHOWN = ("load", "server", "jobs", "mean_s", "p50_s", "p95_s", "ttft_s")
 """Figures of a row that are shown on a terminal."""
 
 
 def row(server: str, load: str, runs: Sequence[Run], *, forced: bool) -> Row:
-    """One server under one load, over all rounds of all ``runs``. Times in seconds, of jobs that
-    finished; ``sources`` are prompt tokens by tier, "recomputed" where no tier had them.
+    """One server under one load, over all rounds of all ``runs``. Times are in seconds and cover
+    finished jobs; ``sources`` are prompt tokens by tier, "recomputed" for tokens that no tier had.
 
-    ``recomputed_fraction`` is the part of all prompt tokens that was computed although an earlier
-    turn of the job had computed it; what a turn adds is new, and not counted. ``agrees`` compares
-    raw logprobs with stock's; None where that means nothing. ``cpu_s`` and ``rss_bytes`` are the
-    server's, means over the rounds.
+    ``recomputed_fraction`` is the fraction of all prompt tokens that were computed although an
+    earlier turn of the job had computed them; tokens that a turn adds are not counted. ``agrees``
+    compares raw logprobs with stock's; None if they are not comparable. ``cpu_s`` and ``rss_bytes``
+    belong to the server, as means over the rounds.
 
     Args:
-        forced: answers were forced, so that outputs can be compared.
+        forced: True if answers were forced, so that outputs can be compared.
     """
     own = [run for run in runs if (run.server, run.load) == (server, load)]
     times = [s for run in own for s in completions(run)] or [np.nan]
@@ -93,12 +93,12 @@ def row(server: str, load: str, runs: Sequence[Run], *, forced: bool) -> Row:
 
 
 def rows(runs: Sequence[Run], *, forced: bool) -> list[Row]:
-    """A row for every load and server that was measured."""
+    """One row per measured load and server."""
     return [row(server, load, runs, forced=forced) for load, server in measured(runs)]
 
 
 def measured(runs: Iterable[Run]) -> list[tuple[str, str]]:
-    """Loads and servers that were measured, in the order of ``LOADS`` and ``SERVERS``."""
+    """Measured loads and servers, in the order of ``LOADS`` and ``SERVERS``."""
 
     def place(name: str, order: Sequence[str]) -> int:
         return order.index(name) if name in order else len(order)
@@ -108,10 +108,10 @@ def measured(runs: Iterable[Run]) -> list[tuple[str, str]]:
 
 
 def ratios(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Ratios of completion times, tiered-kv to each other server, under every load except idle.
+    """Ratios of completion times of tiered-kv to every other server, under every load except idle.
 
     ``mean``, ``p90`` and ``p95`` are geometric means over rounds, the first two with their 95%
-    intervals (see ``PairedRatio``); ``rounds`` are the ratios of the rounds' means.
+    intervals (see ``PairedRatio``); ``rounds`` are the ratios of the means, by round.
     """
     found = []
     for load, server in measured(runs):
@@ -129,7 +129,7 @@ def _ratio(found: PairedRatio) -> dict[str, float | None]:
 
 
 def idle_ratio(runs: Iterable[Run], server: str) -> PairedRatio | None:
-    """Mean completion time of a server over stock's at idle; None if no round has both."""
+    """Ratio of a server's mean completion time to stock's at idle; None if no round has both."""
     found = compare([run for run in runs if run.load == IDLE], server, STOCK)
     return found.mean if found else None
 
@@ -139,10 +139,10 @@ def closed(runs: Iterable[Run], percentile: float | None = None) -> float | None
     finished in every run of the three.
 
     Args:
-        percentile: in percent; None compares means.
+        percentile: percentile to compare, 0 to 100; None compares means.
 
     Returns:
-        None unless all three were measured and stock is slower than the bound.
+        None unless all three were measured, and stock is slower than the bound.
     """
     by_server: dict[str, list[Run]] = {name: [] for name in (STOCK, TIERED, BOUND)}
     for run in runs:
@@ -169,7 +169,7 @@ def summary(
     forced: bool,
     left_out: Mapping[str, LeftOut] = {},
 ) -> dict[str, Any]:
-    """Result as ``ab --json`` prints it. Times in seconds; None if not measured."""
+    """The result printed by ``ab --json``. Times are in seconds, and None if not measured."""
     runs = [one.run for one in kept]
     result: dict[str, Any] = {
         "rows": rows(runs, forced=forced),
@@ -192,8 +192,8 @@ def summary(
 
 
 def readable(result: Row) -> dict[str, Any]:
-    """The result as tables for a terminal, without what only programs read."""
-    # Few and short columns, so that 110 characters show the servers' names.
+    """The result as tables for a terminal, without figures that only programs need."""
+    # Few and short columns, so that server names fit into 110 characters.
     rows = [
         {name.removesuffix("_s"): one[name] for name in SHOWN}
         | {"recomputed": round(one["recomputed_fraction"], 3), "agrees": one["agrees"]}
@@ -239,7 +239,7 @@ def _with_interval(ratio: float, low: float | None, high: float | None) -> str:
 
 
 def speed_ups(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Stock's mean completion time over each other server's, by load and server."""
+    """Ratio of stock's mean completion time to every other server's, by load and server."""
     stock = {one["load"]: one["mean_s"] for one in rows if one["server"] == STOCK}
     found: dict[str, dict[str, float]] = {load: {} for load in stock}
     for one in rows:
@@ -249,8 +249,8 @@ def speed_ups(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 
 def plot(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw ``replay.png`` and ``replay.svg``: times over load, speed-up over stock, and first
-    tokens by turn. Existing files are replaced.
+    """Draw ``replay.png`` and ``replay.svg``: times over load, speed-up over stock, and times to
+    first token by turn. Existing files are replaced.
 
     Raises:
         PlotError: matplotlib is missing, or there are no rows.
@@ -292,6 +292,6 @@ def _draw_gains(
                 bars = axes.bar(place, by_server[server], width, color=style[server]["color"])
                 axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
     axes.axhline(1.0, color=COLOURS[0], linewidth=1)
-    axes.margins(y=0.1)  # for the labels
+    axes.margins(y=0.1)  # space for the labels
     axes.set_xticks(range(len(gains)), list(gains))
     axes.set(title="speed-up over stock, mean", ylabel="times as fast")

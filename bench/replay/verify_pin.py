@@ -1,7 +1,7 @@
-"""Verification of pins: a job of five turns, and the VRAM blocks held in each of its gaps.
+"""Verification of pins: plays a job of five turns and checks the VRAM blocks held in each gap.
 
-The job's blocks must rise turn by turn, stay constant through every gap, and be free after the last
-turn: the second test of Continuum, as a command.
+The number of blocks must rise turn by turn, stay constant through every gap, and drop to zero after
+the last turn. This is Continuum's second test as a command.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tiered_kv.doctor.running_server import events, labels, totals
 from .kinds import BLOCK, with_connector
 
 TURNS, FIRST_TOKENS, ADDED_TOKENS = 5, 300, 80
-"""Each turn adds a block at least, where blocks are as small as here."""
+"""Number of turns, and their tokens. Each turn adds at least one block of the size used here."""
 BLOCKS = 160
 TOOL = {"tool_name": "bash", "tool_command": "ls"}
-"""Tool that runs in the gaps, as a client names it: Continuum pins no turn without one."""
+"""Tool that the client names for the gaps, because Continuum pins no turn without a tool."""
 READINGS = 3
 USAGE = "vllm:kv_cache_usage_perc"
 CACHE_CONFIG = "vllm:cache_config_info"
@@ -40,8 +40,8 @@ class Verdict:
     """Result for one server.
 
     Attributes:
-        held: blocks held after each turn, read twice.
-        handed_over: pins that went over to the job's next turn.
+        held: two readings of the held blocks after each turn.
+        handed_over: number of pins handed over to the job's next turn.
     """
 
     held: tuple[tuple[int, int], ...]
@@ -49,7 +49,7 @@ class Verdict:
 
     @property
     def faults(self) -> list[str]:
-        """Reasons why the pin does not hold, a sentence each; none if it does."""
+        """Reasons why the pin does not hold, one sentence each; empty if it holds."""
         found = [
             f"turn {number}: {first} blocks held, then {second} in the same gap"
             for number, (first, second) in enumerate(self.held, start=1)
@@ -68,7 +68,7 @@ class Verdict:
         return found
 
     def show(self, as_json: bool) -> int:
-        """Print the verdict, a line for every turn; return 0 if the pin holds, else 1."""
+        """Print the verdict, one line per turn. Returns 0 if the pin holds, else 1."""
         blocks, faults = [first for first, _ in self.held], self.faults
         if as_json:
             result = {
@@ -89,7 +89,7 @@ def verify(model: str | Path, policy: str | None = None) -> Verdict:
     """Start a server with the connector and play the job.
 
     Args:
-        policy: name of another policy than the default.
+        policy: name of a policy to use instead of the default.
 
     Raises:
         ServerError: it did not start.
@@ -109,11 +109,11 @@ def verify_running(url: str) -> Verdict:
     """Play the job on a running vLLM server that has no other client.
 
     Args:
-        url: without ``/v1``.
+        url: base URL without ``/v1``.
 
     Raises:
-        AnswerError: it does not answer as it should.
-        ValueError: it does not report its KV pool.
+        AnswerError: the server's answer is invalid.
+        ValueError: the server does not report its KV pool.
     """
     with _answers(url), httpx.Client(base_url=url, timeout=600, trust_env=False) as client:
         models = client.get("/v1/models").raise_for_status().json()
@@ -131,7 +131,7 @@ def verify_running(url: str) -> Verdict:
 
 @contextmanager
 def _answers(url: str) -> Iterator[None]:
-    """Name the server in errors of its connection."""
+    """Add the server's name to connection errors."""
     try:
         yield
     except httpx.HTTPError as error:
@@ -149,18 +149,20 @@ def _play(client: httpx.Client, model: str, blocks: int, block: int) -> Verdict:
         return client.get("/metrics").raise_for_status().text
 
     def handed_over() -> float:
-        """Pins that a turn took over; 0 from a server without the connector."""
+        """Number of pins that turns took over; 0 for a server without the connector."""
         return events(metrics()).get(HANDED_OVER, 0)
 
     def held() -> int:
-        """Blocks in use between requests. The gauge moves on steps only, so an unrelated request
-        of one token makes one; the smallest of a few readings is the one without its block."""
+        """Blocks in use between requests. The gauge changes only in steps, so an unrelated
+        one-token request triggers one. The smallest of a few readings excludes that request's
+        block.
+        """
         readings = []
         for _ in range(READINGS):
             ask([500 + next(ticks)], 1)
-            time.sleep(0.02)  # /metrics follows the answer
+            time.sleep(0.02)  # /metrics lags behind the answer
             readings.append(totals(metrics()).get(USAGE, 0.0))
-        return round(min(readings) * (blocks - 1))  # one block is vLLM's own
+        return round(min(readings) * (blocks - 1))  # vLLM reserves one block
 
     before, found = handed_over(), []
     context = texts(client, 1, max(FIRST_TOKENS, 2 * block), model)[0]

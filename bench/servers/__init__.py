@@ -1,1 +1,1 @@
-"""Servers and engines that benchmarks start, and peers that they are compared with."""
+"""Servers and engines that benchmarks start, and the peers to compare with."""

@@ -1,4 +1,4 @@
-"""The dtype in which a machine without a GPU serves a model fastest.
+"""Chooses the fastest dtype for serving a model without a GPU.
 
     python -m bench.servers.dtypes
 
@@ -6,8 +6,8 @@ vLLM's CPU build computes bf16 natively where the processor has AVX512-BF16 or A
 bf16 is emulated, and float32 is two to six times as fast. On processors between the two, products
 of both dtypes are timed.
 
-PyTorch reports the features, as it does to vLLM, in a separate process: few of the programs that
-start a server have PyTorch loaded.
+The features come from PyTorch, as for vLLM, in a separate process, because few programs that start
+a server have PyTorch loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 BF16, FLOAT32 = "bfloat16", "float32"
 
 TOKENS, WIDTH = 256, 1024
-"""Shape of the products that are timed."""
+"""Shape of the timed products."""
 TIMED_S = 0.3
 
 
@@ -43,7 +43,7 @@ class CpuFeatures:
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """A dtype, by vLLM's name for it, and the reason for its choice in a few words."""
+    """A dtype under vLLM's name, and a short reason for the choice."""
 
     name: str
     reason: str
@@ -53,10 +53,10 @@ class Dtype:
 
 
 def choose(features: CpuFeatures, product_s: Callable[[str], float]) -> Dtype:
-    """Choose by the processor's features or, if they do not decide, by a measurement.
+    """Choose by the processor's features or, if these are inconclusive, by a measurement.
 
     Args:
-        product_s: function that returns the time of a matrix product in the given dtype, seconds.
+        product_s: returns the time of a matrix product in the given dtype, seconds.
     """
     if features.amx:
         return Dtype(BF16, "this CPU has AMX, which computes it natively")
@@ -76,7 +76,7 @@ def cpu_dtype() -> Dtype:
     Raises:
         DtypeError: PyTorch is missing or broken.
     """
-    # -P: the modules beside this file must not shadow what torch imports.
+    # -P: the modules next to this file must not shadow torch's imports.
     command = [sys.executable, "-P", str(Path(__file__).resolve())]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
@@ -98,12 +98,12 @@ def read_features() -> CpuFeatures:
 
 
 def time_product(dtype: str) -> float:
-    """Seconds of one product of ``TOKENS`` rows and a square matrix of ``WIDTH``."""
+    """Time of one product of ``TOKENS`` rows with a square matrix of ``WIDTH``, seconds."""
     import torch
 
     kind = getattr(torch, dtype)
     rows, weights = torch.ones(TOKENS, WIDTH, dtype=kind), torch.ones(WIDTH, WIDTH, dtype=kind)
-    torch.nn.functional.linear(rows, weights)  # loads its kernel
+    torch.nn.functional.linear(rows, weights)  # loads the kernel
     count, began = 0, time.perf_counter()
     while time.perf_counter() - began < TIMED_S:
         torch.nn.functional.linear(rows, weights)

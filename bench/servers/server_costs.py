@@ -1,11 +1,11 @@
-"""Costs of a server's steps, from the times of its turns.
+"""Estimates the step costs of a server from the times of its turns.
 
-A turn's prefill lasts until its first token, and its answer from then until its end. Concurrent
-turns are assumed to be computed evenly over their own prefill and answer. A request that decodes
-produces one token in each step. So each prefill and each answer is a row: steps, tokens of
-prefills, (query, key) pairs, requests, and tokens of contexts that were read; and the seconds that
-it took. Costs are those with the least relative errors, none of them below zero. Turns that lie far
-off, such as the first ones after a start, count little.
+A turn's prefill lasts until its first token, and its answer from then until its last token. The
+work of concurrent turns is assumed to be spread evenly over their own prefill and answer. A
+decoding request produces one token per step. So each prefill and each answer gives a row: steps,
+prefill tokens, (query, key) pairs, requests, context tokens read, and the seconds that it took. The
+fitted costs minimize the relative errors, and none is negative. Outliers, such as the first turns
+after a start, count little.
 """
 
 from __future__ import annotations
@@ -25,28 +25,30 @@ Array = NDArray[np.float64]
 
 FEWEST_ROWS = 12
 FEWEST_STEPS, FEWEST_TOKENS = 8, 16
-"""Shortest answer, and shortest prefill, that shows what a step costs."""
+"""Minimum length of an answer, in steps, and of a prefill, in tokens, to be used for the fit."""
 LEAST_S = 1e-6
-"""Shortest prefill or answer: no engine is as fast."""
+"""Minimum duration of a prefill or answer. No engine is faster."""
 MOST_ROWS = 750
-"""Prefills of a run, and answers; of more, evenly spread ones are used."""
+"""Maximum number of prefills per run, and of answers. From larger runs, evenly spaced ones are
+used."""
 STEP_SHARE = 0.1
-"""Part of a step of decoding alone that is not reading weights: the two cannot be told apart."""
+"""Fraction of a pure decode step that is not spent on reading weights. The two cannot be separated
+by measurement."""
 FAR_OFF = 0.15
-"""Relative error from which on a row counts less."""
+"""Relative error above which a row counts less."""
 STEP_TOKENS = 2_048
-"""Most tokens that a step computes, where it is not known."""
+"""Maximum tokens per step, if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A turn on its run's clock, seconds.
+    """A turn, with times on the run's clock in seconds.
 
     Attributes:
-        begin: of its prefill. first, end: of its first and last token.
-        prompt, computed, output: tokens; ``computed`` of the prompt.
-        copied: seconds in which the engine copied pages for it and did nothing else.
-        requested: ``begin`` is the time at which its client sent it.
+        begin: start of its prefill. first, end: times of its first and last token.
+        prompt, output: token counts. computed: number of prompt tokens computed.
+        copied: time during which the engine only copied pages for this turn.
+        requested: True if ``begin`` is the time at which its client sent it.
         waited: True if it may have waited in a queue since ``begin``.
     """
 
@@ -66,8 +68,8 @@ class FittedCost:
     """Cost of a step, and how well it explains the times that it was fitted to.
 
     Attributes:
-        overhead_s: seconds of a request before its prefill; 0 unless turns were ``requested``.
-        error: median relative error of prefills and answers, without signs.
+        overhead_s: time between request and prefill, seconds; 0 unless turns were ``requested``.
+        error: median absolute relative error of prefills and answers.
     """
 
     cost: StepCost
@@ -77,12 +79,13 @@ class FittedCost:
 
 @dataclass(frozen=True, slots=True)
 class ServerCosts:
-    """Times on a stock server, seconds.
+    """Times on a stock vLLM server, seconds.
 
     Attributes:
-        first: from a request to its first token, without computation.
-        token: of a prompt's token. pair: of a (query, key) pair.
-        step: of a decoding step. seq: of each request in it. kv: of each token of their contexts.
+        first: from a request to its first token, excluding computation.
+        token: per prompt token. pair: per (query, key) pair.
+        step: per decode step. seq: per request in the step. kv: per token of the requests'
+            contexts.
     """
 
     first: float
@@ -94,7 +97,7 @@ class ServerCosts:
 
     @classmethod
     def of(cls, alone: Run, beside: Run) -> ServerCosts:
-        """Return the costs found in two runs of a stock server; see ``fit_runs``."""
+        """Return the costs fitted to two runs of a stock server; see ``fit_runs``."""
         found = fit_runs(alone, beside)
         cost = found.cost
         first, step = found.overhead_s + cost.step + cost.seq, cost.step + cost.weights
@@ -105,7 +108,7 @@ def fit_runs(alone: Run, beside: Run) -> FittedCost:
     """Fit the cost of a step to two runs of a stock server.
 
     Args:
-        alone: jobs one after the other. beside: several at a time.
+        alone: run with one job at a time. beside: run with several concurrent jobs.
 
     Raises:
         ValueError: there are too few turns.
@@ -150,16 +153,17 @@ def fit_steps(runs: Sequence[Sequence[Span]], step_tokens: int) -> FittedCost:
 
 def _rows(turns: Sequence[Span], step_tokens: int) -> list[tuple[float, ...]]:
     """Return the work of each prefill and answer that is long enough, including the work of
-    concurrent turns: steps, those of them with a prefill, tokens and pairs of prefills, requests
-    summed over steps, tokens of contexts read, seconds of copies, requests sent; and the seconds of
-    all.
+    concurrent turns, and its duration. The work is: steps, steps with a prefill, prefill tokens,
+    prefill pairs, requests summed over steps, context tokens read, seconds of copies, requests
+    sent.
     """
     spans = [one for one in turns if one.first - one.begin >= LEAST_S and one.end >= one.first]
     spans.sort(key=lambda one: (one.begin, one.first, one.end))
     table: Array = np.array(
         [
             (
-                # A queue hides when a prefill began: it is taken to be right before its token.
+                # A queue hides the start of a prefill, which is assumed to be right before its
+                # token.
                 one.first - 2 * LEAST_S if one.waited else one.begin,
                 one.first,
                 one.end,
@@ -227,7 +231,7 @@ def _fit(rows: Array) -> FittedCost:
 
     def errors(shares: Array) -> Array:
         base, token, pair, seq, kv, overhead = np.append(shares, 0.0)[:6] * scale
-        weights = (1 - STEP_SHARE) * base  # read while a step with a prefill computes
+        weights = (1 - STEP_SHARE) * base  # read during steps with a prefill
         seconds = (
             STEP_SHARE * base * steps
             + weights * (steps - chunks)
@@ -241,7 +245,7 @@ def _fit(rows: Array) -> FittedCost:
         relative: Array = seconds / took - 1
         return relative
 
-    # The overhead is a sixth cost, where requests have one.
+    # The overhead is a sixth cost, if requests have one.
     start = np.array([0.5, 0.5, 0.1, 0.1, 0.1, 0.1] if sent.any() else [0.5, 0.5, 0.1, 0.1, 0.1])
     found = optimize.least_squares(
         errors, start, bounds=(0.0, np.inf), loss="soft_l1", f_scale=FAR_OFF

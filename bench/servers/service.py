@@ -23,21 +23,21 @@ from .load import add_unseen, children_seconds, group_members, group_seconds
 
 POLL_S = 0.2
 STOP_GRACE_S = 20.0
-"""Seconds that ``stop`` waits for the process, and then for its children, before it kills them."""
+"""Seconds that ``stop`` waits for the process, and then for its children, before killing them."""
 START_GRACE_S = 2.0
 """Grace of a process that is still starting. It has no work to finish and may ignore SIGTERM."""
 LOG_LINES = 30
 
-# At the start of a message: warnings name possible errors.
+# Only at the start of a message, because warnings also mention errors.
 _ERROR = re.compile(r"(?:^|\] )(?P<said>[A-Za-z_.]*(?:Error|Exception): .*\S)")
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback has no proxy
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy for loopback
 
 
 class ServerError(RuntimeError):
-    """The server did not start or has died. The message ends with the tail of its log.
+    """The server did not start, or died. The message ends with the tail of its log.
 
     Attributes:
-        log: the whole log.
+        log: the complete log.
     """
 
     def __init__(self, message: str, log: str = "") -> None:
@@ -46,13 +46,13 @@ class ServerError(RuntimeError):
 
 
 def error_in(log: str) -> str | None:
-    """The first error in a server's log. Later errors mostly report only that it died."""
+    """The first error in a server's log. Later errors mostly report only the server's death."""
     found = (_ERROR.search(line) for line in log.splitlines())
     return next((match["said"] for match in found if match), None)
 
 
 def free_port() -> int:
-    """A free port of loopback."""
+    """Find a free port on loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -60,7 +60,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A command and its whole environment."""
+    """A command and its complete environment."""
 
     command: Sequence[str]
     env: Mapping[str, str]
@@ -74,13 +74,13 @@ class Service(ABC):
     Args:
         log_path: receives standard output and error; overwritten at every start.
         start_timeout_s: how long ``start`` waits for ``health_path``.
-        on_wait: called about five times a second while ``start`` waits, with the seconds since it
-            was called.
+        on_wait: called about five times a second while ``start`` waits, with the seconds waited so
+            far.
 
     Attributes:
-        start_s: time that the last start took.
+        start_s: duration of the last start, seconds.
         pid: the process's id, which is also its group's; None when not running.
-        health_path: what answers 200 once the process serves.
+        health_path: path that returns 200 once the process serves.
     """
 
     health_path = "/health"
@@ -105,7 +105,7 @@ class Service(ABC):
         """Return the command that serves on 127.0.0.1:``port``.
 
         Raises:
-            ServerError: it cannot be started here.
+            ServerError: the server cannot be started here.
         """
 
     @property
@@ -121,15 +121,15 @@ class Service(ABC):
         """Start the process and wait until it answers on ``health_path``.
 
         Raises:
-            ServerError: it died or did not answer in time; nothing of it is left.
-            RuntimeError: it is already running.
+            ServerError: it died or did not answer in time. No process is left.
+            RuntimeError: the process is already running.
         """
         if self._process is not None:
             raise RuntimeError(f"server {self.url} is already running")
         self.port = free_port()
         launch = self.launch(self.port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        # vLLM leaves its sockets and a file of its process group in the temporary folder.
+        # vLLM leaves sockets and a file of its process group in the temporary folder.
         self._scratch = tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True)
         try:
             with self.log_path.open("wb") as log:
@@ -140,8 +140,8 @@ class Service(ABC):
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     # In this session: Linux gives each session a scheduling group (autogroup), and
-                    # beside the busy session of an engine, a client or a store may wait for seconds
-                    # for a core.
+                    # next to the busy session of an engine, a client or a store may wait for
+                    # seconds for a core.
                     process_group=0,
                 )
             self._wait_healthy()
@@ -191,10 +191,10 @@ class Service(ABC):
         return "\n".join([f"--- {self.log_path}", *self.log_text().splitlines()[-LOG_LINES:]])
 
     def get(self, path: str, timeout_s: float = 30.0) -> str:
-        """Body of the answer to a GET.
+        """Send a GET request and return the body of the answer.
 
         Raises:
-            OSError: there is no answer, or it is an error.
+            OSError: there is no answer, or the answer is an error.
         """
         with _DIRECT.open(f"{self.url}{path}", timeout=timeout_s) as response:
             body: bytes = response.read()
@@ -208,7 +208,7 @@ class Service(ABC):
         self.stop()
 
     def failed(self, message: str) -> ServerError:
-        """An error with the log."""
+        """Create an error that includes the log."""
         return ServerError(f"{message}\n{self.log_tail()}", self.log_text())
 
     def _wait_healthy(self) -> None:
@@ -244,7 +244,7 @@ def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
         while group_members(process.pid) and time.monotonic() < deadline:
             time.sleep(POLL_S / 4)
     finally:
-        _signal_group(process.pid, signal.SIGKILL)  # also when the wait is interrupted
+        _signal_group(process.pid, signal.SIGKILL)  # even if the wait is interrupted
         process.wait()
         add_unseen(used_s - (children_seconds() - counted_s))
 

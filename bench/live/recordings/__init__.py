@@ -1,1 +1,1 @@
-"""Recordings of agents' sessions in the formats of others."""
+"""Recordings of agents' sessions in third-party formats."""

@@ -1,8 +1,8 @@
-"""LMCache's agent traces: requests with their texts, one job a session.
+"""LMCache's agent traces: requests with their texts, one job per session.
 
 A prompt that extends the previous prompt continues from it. Any other prompt is sent whole, as
-recorded. The server finds prefixes that it shares with earlier prompts, perhaps of another agent in
-its session.
+recorded. The server finds the prefixes that it shares with earlier prompts, possibly of another
+agent in the session.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class AgentTexts:
     """Jobs whose sizes are in characters.
 
     Attributes:
-        texts: by a job's name, the text that each of its turns adds.
+        texts: for each job name, the text added by each turn.
     """
 
     jobs: tuple[SimJob, ...]
@@ -35,7 +35,7 @@ def agent_texts(path: Path) -> AgentTexts:
     """All jobs of a recording.
 
     Raises:
-        RecordingError: it cannot be read, or is not such a recording.
+        RecordingError: the file cannot be read, or is not such a recording.
     """
     record = read_recording(path)
     jobs, texts = [], dict[str, tuple[str, ...]]()

@@ -1,8 +1,8 @@
-"""Traces of kv-cache-tester (github.com/callanjfox/kv-cache-tester), as they are published: of
-every request its tokens and the hashes of its prompt's blocks, sub-agents in their places.
+"""Traces of kv-cache-tester (github.com/callanjfox/kv-cache-tester), as published. Each request has
+its token counts and the hashes of its prompt's blocks; sub-agents are nested in their session.
 
-Some sessions were recorded with every request twice, once streamed and once not: of two in a row
-with the same prompt the second counts.
+Some sessions contain every request twice, once streamed and once not. Of two consecutive requests
+with the same prompt, only the second counts.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from tiered_kv.bench.sim.workloads.workload import Workload
 BLOCK = 64
 """Tokens per block, for traces that do not specify it."""
 MOST_HASHED = 2.0
-"""Most tokens that the hashes stand for, as a multiple of the prompts' tokens. They may be of
-another tokenizer than the counts; more than this is another size of block."""
+"""Maximum tokens represented by the hashes, as a multiple of the prompts' tokens. Hashes may come
+from another tokenizer than the counts, but a larger ratio means another block size."""
 
 
 def tester_traces(path: Path) -> Workload:
-    """Jobs of a trace, of a file with one a line, or of a folder of ``*.json``, gzipped or not.
+    """Read the jobs of a trace, of a file with one trace per line, or of a folder of ``*.json``,
+    gzipped or not.
 
     Raises:
-        RecordingError: it cannot be read, is no such trace, or has no
-            job.
+        RecordingError: it cannot be read, is not such a trace, or has no job.
     """
     paths = [path]
     if path.is_dir():
@@ -52,8 +52,9 @@ def tester_traces(path: Path) -> Workload:
 
 
 def _session(trace: Row) -> dict[str, Any]:
-    """A session in the form that ``recorded`` reads: gaps and shared tokens in the place of times
-    and hashes."""
+    """Convert a session to the form that ``recorded`` reads, with gaps and shared tokens instead of
+    times and hashes.
+    """
     block = known(trace, "block_size", whole) or BLOCK
     requests = rows_in(trace, "requests")
     _check_blocks(requests, block)
@@ -61,7 +62,7 @@ def _session(trace: Row) -> dict[str, Any]:
 
 
 def _check_blocks(requests: Sequence[Row], block: int) -> None:
-    """Refuse hashes of more tokens than there are."""
+    """Reject hashes that represent too many tokens."""
     counted = [one for one in requests if one.get("hash_ids") and one.get("in") is not None]
     tokens = sum(whole(one, "in") for one in counted)
     hashed = block * sum(len(hashes(one)) for one in counted)
@@ -93,7 +94,7 @@ def _rows(requests: Sequence[Row], block: int) -> list[dict[str, Any]]:
 
 
 def _once(requests: Sequence[Row]) -> Iterator[Row]:
-    """The requests without those whose prompt the next one sends again."""
+    """The requests, without those whose prompt is repeated by the next one."""
     for at, request in enumerate(requests):
         later = requests[at + 1] if at + 1 < len(requests) else {}
         sent = request.get("hash_ids")

@@ -1,16 +1,16 @@
-"""Traces of requests with hashes of their prompts' blocks: Mooncake's, and Alibaba's of Bailian.
+"""Traces of requests with hashes of their prompts' blocks: Mooncake's, and Alibaba's from Bailian.
 
-They share their field names and differ in everything else:
+The two formats share field names and differ in everything else:
 
-- Mooncake's: 512 tokens a hash, times in milliseconds, and no conversations. A prompt that holds
-  the last whole block of an earlier one is taken for that job's next turn, if it is long enough to
-  hold the answer as well.
-- Bailian's: 16 tokens a hash, times in seconds. Each request has a ``chat_id``, and names the one
-  before it in ``parent_chat_id``.
+- Mooncake: 512 tokens per hash, times in milliseconds, and no conversations. A prompt that contains
+  the last whole block of an earlier request is taken for the next turn of that request's job, if it
+  is long enough to contain the answer too.
+- Bailian: 16 tokens per hash, times in seconds. Each request has a ``chat_id``, and names its
+  predecessor in ``parent_chat_id``.
 
-A hash stands for its block and all before it. Some writers hash a last block that is not full, and
-some do not. A request with any other number of hashes is left out and counted; where many have one,
-the trace is of another form, and is refused.
+A hash stands for its block and all blocks before it. Some writers also hash a partial last block,
+and others do not. A request with any other number of hashes is left out and counted. If there are
+many such requests, the trace has another format and is refused.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from tiered_kv.bench.agents.recorded_rows import (
 from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
 
 MOST_ODD = 0.01
-"""Share of requests that may be odd."""
+"""Maximum fraction of odd requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A form of these traces.
+    """A format of these traces.
 
     Attributes:
-        block: tokens that a hash stands for.
-        tick_s: unit of times, seconds.
+        block: tokens represented by a hash.
+        tick_s: unit of the times, seconds.
     """
 
     name: str
@@ -75,25 +75,25 @@ class _Request:
 
     @property
     def whole(self) -> tuple[int | str, ...]:
-        """Hashes of its whole blocks."""
+        """Hashes of the prompt's whole blocks."""
         return self.hashes[: self.prompt // self.block]
 
     @property
     def is_odd(self) -> bool:
-        """True if it has another number of hashes than its prompt has blocks."""
+        """True if the number of hashes does not match the number of blocks."""
         return len(self.hashes) not in (self.prompt // self.block, -(-self.prompt // self.block))
 
 
 _Ends = dict[int | str | None, list[_Request]]
-"""Jobs by the chat or block that their last request ends with."""
+"""Jobs by the chat or block at the end of their last request."""
 
 
 def hashed_requests(path: Path) -> Workload:
-    """Jobs of a trace, in the order of their first requests. Jobs whose first prompts begin alike
-    share that beginning.
+    """Read the jobs of a trace, ordered by their first requests. Jobs whose first prompts start
+    alike share that prefix.
 
     Raises:
-        RecordingError: it cannot be read, or is no such trace.
+        RecordingError: it cannot be read, or is not such a trace.
     """
     form = _BAILIAN if "parent_chat_id" in first_row(path) else _MOONCAKE
     found = read_rows(path, partial(_request, form))
@@ -136,7 +136,9 @@ def _request(form: _Form, row: Row) -> _Request:
 
 
 def _by_blocks(request: _Request, ends: _Ends) -> int | str | None:
-    """The last whole block of the request before, if the prompt may hold its answer as well."""
+    """The last whole block of the previous request, if the prompt may also contain that request's
+    answer.
+    """
     for block in reversed(request.whole):
         before = ends.get(block)
         if before and request.prompt >= before[-1].prompt + before[-1].output:
@@ -145,8 +147,9 @@ def _by_blocks(request: _Request, ends: _Ends) -> int | str | None:
 
 
 def _chains(requests: Iterable[_Request], form: _Form) -> list[list[_Request]]:
-    """Requests by job. Of several that follow the same one, the first goes on with its job, and
-    each other is a new job."""
+    """Group requests by job. If several requests follow the same one, the first continues the job,
+    and each of the others starts a new job.
+    """
     chains: list[list[_Request]] = []
     ends: _Ends = {}
     for request in requests:
@@ -178,8 +181,9 @@ def _job(name: str, chain: Sequence[_Request], begins: Mapping[int | str, int]) 
 
 
 def _shared(request: _Request, following: _Request) -> int:
-    """Tokens of a request's context that the next prompt keeps: with its answer, if that prompt
-    holds all of its whole blocks and is long enough."""
+    """Tokens of a request's context that the next prompt keeps. They include the answer if the next
+    prompt contains all of the request's whole blocks and is long enough.
+    """
     common = common_blocks(request.whole, following.whole)
     context = request.prompt + request.output
     goes_on = common == len(request.whole) and following.prompt >= context

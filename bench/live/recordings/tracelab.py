@@ -1,9 +1,9 @@
-"""TraceLab's replay CSV: a row for each round of a session, with lengths in tokens.
+"""TraceLab's replay CSV: one row per round of a session, with lengths in tokens.
 
 ``prefix_len`` tokens of a round's prompt are shared with the session's previous round, and
-``input_len`` come after them. ``tool_wait_after_ms`` is the gap after the round. A prefix may be
-longer than the session's context so far, such as the system prompt of a first round: what no round
-of the session has sent before is sent as new tokens.
+``input_len`` tokens follow. ``tool_wait_after_ms`` is the gap after the round. A prefix may be
+longer than the session's context so far, for example the system prompt in a first round. Tokens
+that no earlier round of the session sent are sent as new tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def is_tracelab(path: Path) -> bool:
 
 
 def tracelab_rounds(path: Path) -> Workload:
-    """Jobs of a recording, one a session, in the order of their first rows.
+    """Read the jobs of a recording, one per session, in the order of their first rows.
 
     Raises:
         RecordingError: it cannot be read, or a session has a round twice.
@@ -72,7 +72,7 @@ def _checked(row: Row) -> Row:
 
 
 def _round(row: Row) -> SimTurn:
-    """A round as it was recorded, whose prefix may be longer than the context before it."""
+    """A recorded round. Its prefix may be longer than the context before it."""
     added, output = whole(row, "input_len"), max(1, whole(row, "output_len"))
     return SimTurn(whole(row, "prefix_len"), added, output, real(row, "tool_wait_after_ms") / 1e3)
 
