@@ -198,7 +198,7 @@ def small_pool(model: Path, tokens: int, env: Mapping[str, str], *words: str) ->
 
 @contextmanager
 def client_of(server: VllmServer, headers: Mapping[str, str] = {}) -> Iterator[httpx.Client]:
-    """Open a client of a running server, and send a warm-up request."""
+    """Open a client of a running server, after a warm-up request."""
     with httpx.Client(base_url=server.url, timeout=TIMEOUT_S, headers=headers) as client:
         ask(client, WARM_UP, "warm-up")
         yield client

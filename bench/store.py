@@ -1,27 +1,27 @@
-"""Fraction of the disk's speed that the SSD store gets, and the time that it takes to open.
+"""Speed of the SSD store as a fraction of the disk's speed, and the time to open a store.
 
     python -m bench.store --json
 
-Random pages are put in groups of 128 MiB, as the I/O thread does, and read back as they were put,
-as contexts are, one at random after the other, with the ``raw`` codec: the store is measured, not
-a codec. ``*_mbs`` is MB of stored pages per second, from beginning to end: finding, copying,
-hashing, new segments and fdatasync included.
+Random pages are written in groups of 128 MiB, as by the I/O thread, and the groups are read back in
+random order, like contexts. The codec is ``raw``, so that the store is measured and not a codec.
+``*_mbs`` is MB of stored pages per second, including lookups, copies, hashing, new segments and
+fdatasync.
 
-``device_*_mbs`` is what the file system gives without a store. It moves the same bytes between the
-same 128 MiB of memory and files, with O_DIRECT, a group at random after the other for reads, for
-writes into new files with their space allocated (as segments are, but with one fdatasync at the
-end). It is the best of 1 to as many threads as the store has, and of blocks of 512 KiB to 4 MiB.
-``device_rewrite_mbs`` is the same as ``device_write_mbs``, into files written before: some disks,
-virtual ones above all, are faster where there was something.
+``device_*_mbs`` is the speed of the file system without a store. The same bytes move between the
+same 128 MiB of memory and files, with O_DIRECT: reads in random order of groups, writes into new
+preallocated files (like segments, but with a single fdatasync at the end). It is the best over
+thread counts up to the store's, and over block sizes of 512 KiB to 4 MiB. ``device_rewrite_mbs`` is
+like ``device_write_mbs``, but into existing files, because some disks, especially virtual ones, are
+faster when overwriting.
 
-The store and all settings of the device take turns, with the same bytes each. A round is long
-enough for the store to start and seal a segment, and turns are short enough for other load on the
-disk to hit everything. A ``fraction`` is the median over the rounds of store over device in the
-same round, so that one bad round decides nothing; the device is its setting with the best median.
+The store and all device settings alternate, with the same bytes each. A round is long enough for
+the store to start and seal a segment, and slices are short enough that other load on the disk
+affects everything. A ``fraction`` is the median over rounds of store over device in the same round,
+so that one bad round does not matter. The device counts with the setting that has the best median.
 
 ``open_s`` is the median of three openings of a store of 100,000 pages, read from the disk and not
-from the page cache. Its segments have headers and footers, and holes for the pages, of which
-opening reads nothing.
+from the page cache. Its segments have headers and footers, and holes in place of pages, which
+opening does not read.
 """
 
 from __future__ import annotations
@@ -54,23 +54,24 @@ from tiered_kv.storage.store.store import SegmentStore
 
 BLOCKS = (512 << 10, 2 << 20, 4 << 20)
 ROUNDS, SLICES = 5, 4
-"""Ratios are taken over rounds; within one, store and device change places after a slice."""
+"""Number of rounds, over which medians are taken, and of slices per round, after which store and
+device alternate."""
 REWRITES = 3
 KEEP_FILES = 8
-"""Files that the device keeps before it deletes them, so that a file does not get the space of the
-one before it."""
+"""Number of files that the device keeps before deleting them, so that a new file does not reuse the
+previous file's space."""
 CONTENT_BYTES = 64 << 20
 OPEN_PAGES, OPEN_PAGE_BYTES, OPENINGS = 100_000, 64 << 10, 3
 KEY_BYTES = 48
 HOLE_BYTES = 1 << 20
-"""Length of a written piece of pages; headers and footers are shorter."""
+"""Minimum length of a written piece of pages. Headers and footers are shorter."""
 CAPACITY_BYTES = 64 << 30
-"""Capacity at which nothing is evicted, and segments have their full size."""
+"""Capacity that avoids eviction and gives segments their full size."""
 
 Setting = tuple[int, int]
-"""Threads, and bytes of a block."""
+"""Number of threads, and block size in bytes."""
 Pass = Callable[[], float]
-"""Moves a group and returns the seconds."""
+"""Moves a group; returns the duration in seconds."""
 
 
 def _key(name: int) -> PageKey:
@@ -78,7 +79,7 @@ def _key(name: int) -> PageKey:
 
 
 def options_of(root: Path, page_bytes: int, threads: int = 4) -> StoreOptions:
-    """Options of a store of raw pages."""
+    """Options for a store of raw pages."""
     form = PageFormat(ElementType.OPAQUE, page_bytes, 16)
     return StoreOptions(root, bytes(16), 0, 0, 1, form, CAPACITY_BYTES, io_threads=threads)
 
@@ -89,8 +90,7 @@ def open_store(options: StoreOptions, files: FileLayer | None = None) -> Segment
 
 
 class Slots:
-    """Page slots for a group of pages, as the CPU pool has them, and random pages to fill them
-    with."""
+    """Page slots for a group of pages, as in the CPU pool, and random pages to fill them."""
 
     def __init__(self, page_bytes: int) -> None:
         self.count = group_pages(page_bytes)
@@ -99,23 +99,23 @@ class Slots:
         self._content = np.frombuffer(np.random.default_rng(0).bytes(CONTENT_BYTES), np.uint8)
 
     def page(self, name: int) -> Bytes:
-        """The page of that name, different from all others."""
+        """The page with number ``name``, different from all others."""
         page_bytes = self.pages.shape[1]
         start = name * 1_000_003 % (self._content.nbytes - page_bytes)
         return self._content[start : start + page_bytes]
 
     def fill(self, first: int) -> None:
-        """Fill the slots with pages, from that name on."""
+        """Fill the slots with the pages numbered from ``first`` on."""
         for at, slot in enumerate(self.pages):
             slot[:] = self.page(first + at)
 
     def named(self, first: int) -> list[tuple[PageKey, Bytes]]:
-        """The slots, with keys of the pages from that name on."""
+        """The slots, with the keys of the pages numbered from ``first`` on."""
         return [(_key(first + at), slot) for at, slot in enumerate(self.pages)]
 
 
 class Store:
-    """The store, which is empty at first."""
+    """The store, initially empty."""
 
     def __init__(self, root: Path, slots: Slots, threads: int) -> None:
         self._store = open_store(options_of(root, slots.pages.shape[1], threads))
@@ -126,7 +126,7 @@ class Store:
         self.close = self._store.close
 
     def write(self) -> float:
-        """Put a group of new pages; the seconds.
+        """Write a group of new pages. Returns the duration, seconds.
 
         Raises:
             RuntimeError: pages were not stored.
@@ -143,10 +143,10 @@ class Store:
         return seconds
 
     def read(self) -> float:
-        """Get a group, at random; the seconds.
+        """Read a random group. Returns the duration, seconds.
 
         Raises:
-            RuntimeError: a page was lost, or another came back.
+            RuntimeError: a page was lost or has wrong contents.
         """
         first = int(self._random.integers(self._groups)) * self._slots.count
         pages = self._slots.named(first)
@@ -160,11 +160,12 @@ class Store:
 
 
 class Device:
-    """Files as large as a group, written from the slots and read into them past the page cache.
+    """Files of the size of a group, written from the slots and read into them without the page
+    cache.
 
     Args:
-        folder: for the files, which are left there.
-        files: number of files that are read.
+        folder: folder of the files, which are not deleted.
+        files: number of files to read.
     """
 
     def __init__(self, folder: Path, files: int, slots: Slots, threads: int) -> None:
@@ -188,7 +189,7 @@ class Device:
     def _move(
         self, call: Callable[[int, memoryview, int], int], fd: int, setting: Setting
     ) -> float:
-        """Move a group between slots and file, block by block; the seconds."""
+        """Move a group between slots and file, block by block. Returns the duration, seconds."""
         memory, (threads, block) = self._slots.bytes.data, setting
 
         def work(thread: int) -> None:
@@ -204,7 +205,9 @@ class Device:
         return time.perf_counter() - began
 
     def write(self, setting: Setting, *, again: bool = False) -> float:
-        """Fill a new file, or with ``again`` a file that was just filled; the seconds."""
+        """Fill a new file or, with ``again``, the file that was just filled. Returns the duration,
+        seconds.
+        """
         self._slots.fill(self._written)
         fd = self._create(f"{self._written % KEEP_FILES}")
         try:
@@ -217,7 +220,7 @@ class Device:
         return seconds
 
     def read(self, setting: Setting) -> float:
-        """Read a file in random order. Returns the seconds taken."""
+        """Read a random file. Returns the duration, seconds."""
         return self._move(_read, int(self._random.choice(self._files)), setting)
 
     def close(self) -> None:
@@ -233,8 +236,9 @@ def _read(fd: int, piece: memoryview, offset: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A contest: the store's speed over the device's, seconds of a round, medians over the rounds,
-    and the device's best setting."""
+    """Result of a comparison: the store's speed over the device's and the seconds per round, as
+    medians over the rounds, and the device's best setting.
+    """
 
     fraction: float
     store_s: float
@@ -243,8 +247,9 @@ class Outcome:
 
 
 def contest(store: Pass, device: Mapping[Setting, Pass], groups: int, tick: Tick) -> Outcome:
-    """Store and device in turn, with that many groups in a slice; which one starts changes from
-    slice to slice. The device is its best setting over all rounds."""
+    """Alternate between store and device, with that many groups per slice. The order changes from
+    slice to slice. The device counts with its best setting over all rounds.
+    """
     everyone = [store, *device.values()]
     seconds = np.zeros((ROUNDS, len(everyone)))
     for number in range(ROUNDS):
@@ -263,7 +268,7 @@ def contest(store: Pass, device: Mapping[Setting, Pass], groups: int, tick: Tick
 
 
 class Holes(RealFiles):
-    """Files with holes for pages: long pieces are left out, and no space is allocated."""
+    """Files with holes in place of pages: long pieces and preallocation are skipped."""
 
     def preallocate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
@@ -274,7 +279,8 @@ class Holes(RealFiles):
 
 
 def build_sparse(options: StoreOptions, pages: int) -> None:
-    """Leave a store of that many pages, with holes for them, and not in the page cache.
+    """Create a store of that many pages, with holes in their place, and drop it from the page
+    cache.
 
     Raises:
         RuntimeError: pages were not stored.
@@ -291,7 +297,7 @@ def build_sparse(options: StoreOptions, pages: int) -> None:
 
 
 def time_opening(root: Path, tick: Tick) -> float:
-    """Seconds that opening a large store takes, the median of some openings.
+    """Median time to open a large store, seconds.
 
     Raises:
         RuntimeError: pages are missing.
@@ -309,7 +315,7 @@ def time_opening(root: Path, tick: Tick) -> float:
 
 
 def measure(folder: Path, mib: int, page_kib: int, threads: int, tick: Tick) -> dict[str, Any]:
-    """All figures; see the module.
+    """Measure all figures; see the module docstring.
 
     Raises:
         RuntimeError: the store lost a page, or the file system has no O_DIRECT.

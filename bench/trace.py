@@ -1,18 +1,18 @@
-"""Figures of the trace against every other figure that a server reports, and the trace's cost.
+"""Consistency of the trace with all other figures that a server reports, and the trace's cost.
 
     python -m bench.trace --json
 
-Agents under pressure play on a real server with every tier: their contexts are pinned, restored
-from CPU memory and from SSD, promoted and evicted, and some jobs are left open. Afterwards the sums
-of the trace, of ``trace analyze``, of ``/metrics``, of the routes and of the clients must be equal.
-The run is the one of ``tests/e2e/test_traced_run.py``, so this needs a checkout.
+Agents run under memory pressure on a real server with every tier: their contexts are pinned,
+restored from CPU memory and from SSD, promoted and evicted, and some jobs are left open. Afterwards
+the sums of the trace, of ``trace analyze``, of ``/metrics``, of the routes and of the clients must
+be equal. The run is the one of ``tests/e2e/test_traced_run.py``, so this needs a checkout.
 
-- ``disagreements``: figures that are reported in two ways; ``accounts``: figures compared;
-  ``details``: each report of those that differ.
-- ``on_ratio``: a scheduler's step with the trace over one without (64 decoding requests, as in
-  ``bench.overhead``), ``on_control`` two engines without, ``steps_ratio`` and ``steps_control`` the
-  same with every step in the trace.
-- ``idle_call_ms``: 95th percentile of a route's calls while the server is idle.
+- ``disagreements``: number of figures whose reports differ; ``accounts``: number of figures
+  compared; ``details``: all reports of the figures that differ.
+- ``on_ratio``: scheduler step time with the trace over without (64 decoding requests, as in
+  ``bench.overhead``); ``on_control``: the ratio of two engines without; ``steps_ratio`` and
+  ``steps_control``: the same with every step in the trace.
+- ``idle_call_ms``: 95th percentile of a route's response time while the server is idle.
 - ``analyze_s``, ``analyze_cpu_s``, ``analyze_mib``: ``trace analyze`` of ``analyze_turns`` turns.
 """
 
@@ -51,7 +51,7 @@ from tiered_kv.trace.turn_record import (
 TURNS_OF_A_JOB = 10
 DRAWN = 1000
 FILE_BYTES = 1 << 30
-"""Size of a trace file here: larger than a server's, so that no turn is deleted."""
+"""Size limit of a trace file, larger than a server's, so that no turn is deleted."""
 TOOLS = ("pytest", "ls", "cat", "git", "sed", "grep", "python", "make")
 ANALYZE = """
 import json, re, sys, time
@@ -63,12 +63,12 @@ finally:
     peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())
     print(json.dumps([time.process_time(), int(peak[1]) / 1024]), file=sys.stderr)
 """
-"""Program that analyses a trace and then prints its seconds of CPU and its most MiB. The kernel's
-resource usage would count the memory of the process that started it."""
+"""Program that analyses a trace and then prints its CPU seconds and peak memory in MiB. The
+kernel's resource usage would include the memory of the parent process."""
 
 
 def compare(model: Path, folder: Path, seed: int, tick: Tick) -> dict[str, Any]:
-    """Play the agents, and compare all reports."""
+    """Run the agents, and compare all reports."""
     with needs_checkout():
         from tests.e2e.traced_run import accounts, run_script
     seen = run_script(model, folder, seed, tick)
@@ -90,11 +90,11 @@ def compare(model: Path, folder: Path, seed: int, tick: Tick) -> dict[str, Any]:
 
 
 def step_cost(engines: int, tick: Tick, *, steps: bool) -> tuple[float, float]:
-    """Measure a scheduler's step with the trace over one without, and the control.
+    """Measure the ratio of scheduler step times with and without the trace, and the control.
 
     Args:
-        engines: engines of each kind.
-        steps: True to trace every step too.
+        engines: number of engines per variant.
+        steps: True to also trace every step.
     """
     rounds, off = [], dict[str, Any](cpu_gib=0.05)
     for first in range(engines):
@@ -142,8 +142,9 @@ def analyze_many(turns: int, folder: Path, seed: int) -> dict[str, Any]:
 
 
 def _records(turns: int, seed: int) -> Iterator[TurnRecord]:
-    """Turns of jobs as a busy server writes them: numbers of many digits, ids as clients make
-    them, every part of a priced decision."""
+    """Records of turns as on a busy server: numbers with many digits, typical client ids, and every
+    part of a priced decision.
+    """
     rng = np.random.default_rng(seed)
     for at in range(turns):
         if not at % DRAWN:

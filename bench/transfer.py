@@ -1,20 +1,21 @@
-"""Speed of pages between VRAM and CPU memory, over one contiguous copy of as many bytes.
+"""Speed of page copies between VRAM and CPU memory, relative to one contiguous copy of the same
+size.
 
     python -m bench.transfer --json
 
-Pages of real models, in blocks and slots drawn at random, so that nothing is contiguous except what
-the layout makes so. ``d2h_fraction``, ``h2d_fraction`` and ``both_fraction`` (saves, loads, and
-both concurrently) are the least over all shapes and layouts from 256 pages on. Each row is the
-median of its rounds, in which the backend and contiguous copies between the same memories take
-turns. A copy is as large as all pages of the row, or as the memory if they do not fit, and on one
-thread, as the backend's. Seconds are measured by the caller: from the first call until the last
-byte is copied. Small batches, and their copies, are submitted back to back.
+Pages have the sizes of real models and are in random blocks and slots, so that only bytes within a
+page are contiguous. ``d2h_fraction``, ``h2d_fraction`` and ``both_fraction`` (saves, loads, and
+both concurrently) are the minimum over all shapes and layouts with at least 256 pages. Each row is
+the median over rounds, in which the backend and contiguous copies between the same memories
+alternate. A contiguous copy is as large as all pages of the row, or as the memory if they do not
+fit, and runs on one thread, like the backend's copies. The caller measures the time from the first
+call until the last byte is copied. Small batches, and their copies, are submitted back to back.
 
-``compute_slowdown``: seconds of bf16 matrix products of 8192³ while copies of 256 pages follow each
-other, over their seconds alone; the worst median over shapes, layouts and ways.
+``compute_slowdown``: time of bf16 matrix products of 8192³ during continuous copies of 256 pages,
+    over their time alone; the worst median over shapes, layouts and directions.
 
-Without CUDA, the CPU backend is compared with memcpy, with fewer pages. ``fraction`` is the least
-of the three fractions.
+Without CUDA, the CPU backend is compared with memcpy, with fewer pages. ``fraction`` is the
+smallest of the three fractions.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from tiered_kv.transfer.host_memory import AnonymousMemory, CpuPool
 TOKENS = 16
 MATRIX, MATMULS = 8192, 100
 COUNTS_FROM = 256
-"""Pages of a batch, from which on fractions count."""
+"""Minimum pages per batch for a row to count in the fractions."""
 SAMPLE_BYTES = 64 << 20
-"""Smaller batches are repeated until a sample has this number."""
+"""Smaller batches are repeated until a sample has this many bytes."""
 WAYS = {
     "d2h": (Direction.SAVE,),
     "h2d": (Direction.LOAD,),
@@ -53,19 +54,19 @@ SHAPES = {
     "Llama-3.1-70B TP8": (80, 2 * 1 * 128 * 2),
     "DeepSeek-V3 MLA": (61, 576 * 2),
 }
-"""KV of a token that one rank keeps: layers, and bytes in each."""
+"""KV per token on one rank: number of layers, and bytes per layer."""
 ORDERS = ("layers", "blocks")
-"""Orders of the engine's allocation: what lies outermost."""
+"""Layouts of the engine's allocation, by the outermost dimension."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Amount that is copied.
+    """Amount of data to copy.
 
     Attributes:
-        batches: pages of a job.
-        memory_bytes: of the storage, and of the pool. Batches that do not fit name their
-            pages several times.
+        batches: numbers of pages per job.
+        memory_bytes: size of the storage and of the pool, each. Batches that do not fit repeat
+            pages.
     """
 
     batches: tuple[int, ...]
@@ -78,7 +79,7 @@ CPU = Scale((1, 4, 16, 64, 256), 512 << 20, 9)
 
 
 def layout_of(shape: str, order: str, memory_bytes: int) -> PageLayout:
-    """Pages of a model in as many blocks as fit into the memory."""
+    """Layout of a model's pages, with as many blocks as fit into the memory."""
     layers, layer_bytes = SHAPES[shape]
     run = layer_bytes * TOKENS
     blocks = memory_bytes // (layers * run)
@@ -87,8 +88,9 @@ def layout_of(shape: str, order: str, memory_bytes: int) -> PageLayout:
 
 
 class CpuSide:
-    """The CPU backend compared with memcpy: a storage of ``nbytes``, a pool of as many, and a
-    backend between them. Call ``use`` before anything else."""
+    """The CPU backend compared with memcpy: a storage of ``nbytes``, a pool of the same size, and a
+    backend between them. Call ``use`` first.
+    """
 
     name = "cpu"
     backend: TransferBackend
@@ -122,7 +124,7 @@ class CpuSide:
         return CpuTransfer([layout], self.storage, pool)
 
     def seconds(self, jobs: Sequence[CopyJob]) -> float:
-        """Seconds from the first call until the last byte is copied.
+        """Time from the first call until the last byte is copied, seconds.
 
         Raises:
             RuntimeError: a page was not copied.
@@ -137,8 +139,9 @@ class CpuSide:
         return seconds
 
     def one_copy_s(self, way: str, nbytes: int, times: int) -> float:
-        """Seconds of a contiguous copy of ``nbytes``, made that many times; for both ways, of half
-        as much each."""
+        """Time of a contiguous copy of ``nbytes``, repeated that many times, seconds. For both
+        directions, each copies half of the bytes.
+        """
         pool = self.flat_pool()
         half = nbytes // len(WAYS[way])
         began = time.perf_counter()
@@ -150,7 +153,7 @@ class CpuSide:
         return time.perf_counter() - began
 
     def flat_pool(self) -> Any:
-        """The pool in one piece, with no copy under way."""
+        """The pool as one array, while no copy is in flight."""
         return self.pool.slots.reshape(-1)
 
     def copy(self, to: Any, source: Any, stream: int) -> None:
@@ -161,16 +164,18 @@ class CpuSide:
         """Wait for all copies."""
 
     def slowdown(self, jobs: Sequence[CopyJob]) -> float | None:
-        """Seconds of matrix products while these copies are made again and again, over their
-        seconds alone; None without a GPU."""
+        """Time of matrix products during continuous copies, over their time alone; None without a
+        GPU.
+        """
         return None
 
 
 class CudaSide(CpuSide):
-    """The CUDA backend compared with one pinned copy: the storage is in VRAM, the pool pinned.
+    """The CUDA backend compared with one pinned copy. The storage is in VRAM, and the pool is
+    pinned.
 
     Args:
-        by: a :class:`~tiered_kv.transfer.cuda.backend.CopyBy`'s value.
+        by: value of a :class:`~tiered_kv.transfer.cuda.backend.CopyBy`.
     """
 
     def __init__(self, nbytes: int, by: str) -> None:
@@ -209,7 +214,7 @@ class CudaSide(CpuSide):
         return CudaTransfer([layout], self.storage, pool, self._by)
 
     def flat_pool(self) -> Any:
-        """The pool in one piece, with no copy under way."""
+        """The pool as one array, while no copy is in flight."""
         pool = self._torch.from_numpy(super().flat_pool())
         self.synchronize()
         return pool
@@ -227,13 +232,13 @@ class CudaSide(CpuSide):
         """See the base class.
 
         Raises:
-            RuntimeError: not one copy was made meanwhile.
+            RuntimeError: no copy finished during the products.
         """
         alone = self._matmuls_s(lambda: None)
         running = finished = 0
 
         def keep_copying() -> None:
-            """Submit copies as for another request: they do not wait for these products."""
+            """Submit copies as for another request, so that they do not wait for these products."""
             nonlocal running, finished
             done = len(self.backend.poll())
             finished += done
@@ -263,8 +268,10 @@ class CudaSide(CpuSide):
 
 
 def jobs_of(way: str, pages: int, there: int) -> list[CopyJob]:
-    """A job for each direction, of random blocks and slots out of ``there``. For both ways, saves
-    and loads get half of the blocks and slots each: no job may read what another writes."""
+    """Create a job for each direction, with random blocks and slots out of ``there``. With both
+    directions, saves and loads each get half of the blocks and slots, because no job may read what
+    another writes.
+    """
     rng, share = np.random.default_rng(0), there // len(WAYS[way])
     jobs = []
     for i, direction in enumerate(WAYS[way]):
@@ -277,7 +284,7 @@ def jobs_of(way: str, pages: int, there: int) -> list[CopyJob]:
 def measure_row(
     side: CpuSide, layout: PageLayout, way: str, pages: int, rounds: int
 ) -> dict[str, float]:
-    """GB/s, GB/s of contiguous copies, and their ratio; medians of the rounds."""
+    """GB/s of pages, GB/s of contiguous copies, and their ratio, as medians over rounds."""
     jobs = jobs_of(way, pages, layout.num_blocks)
     nbytes = layout.page_bytes * pages * len(jobs)
     repeats = -(-SAMPLE_BYTES // nbytes)
@@ -297,7 +304,7 @@ def measure_row(
 
 
 def measure(side: CpuSide, scale: Scale, tick: Tick) -> dict[str, Any]:
-    """All rows, and the slowdown by each shape and layout; none without a GPU."""
+    """Measure all rows, and the slowdown for each shape and layout (none without a GPU)."""
     rows, slowdowns = list[dict[str, Any]](), list[dict[str, Any]]()
     for shape in SHAPES:
         for order in ORDERS:
@@ -328,7 +335,7 @@ def measure(side: CpuSide, scale: Scale, tick: Tick) -> dict[str, Any]:
 
 
 def worst(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The least fraction of each way, and of all."""
+    """The smallest fraction of each direction, and of all."""
     counted = [row for row in rows if row["pages"] >= COUNTS_FROM]
     least = {way: min(row["fraction"] for row in counted if row["way"] == way) for way in WAYS}
     fractions = {f"{way}_fraction": fraction for way, fraction in least.items()}

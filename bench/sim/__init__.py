@@ -1,1 +1,1 @@
-"""Agents on simulated GPUs: vLLM's own scheduler and the connector's, on a virtual clock."""
+"""Agents on simulated GPUs: vLLM's own scheduler and the connector, on a virtual clock."""

@@ -124,7 +124,7 @@ def sweep(
         study = PRESETS[preset](str(traces / SESSIONS))
     else:
         place = Place(gpu, model, ranks, pool_tokens, cpu_gib, ssd_gib)
-        place.machine()  # reports what is wrong with it before anything runs
+        place.machine()  # reports errors before anything runs
         servers = [server(name).name for name in policies.split(",")]
         scenes = [((place, _source(name, jobs, traces)), servers) for name in workloads.split(",")]
         study = catalogue.sweep("sweep", scenes, map(float, loads.split(",")), seeds)
@@ -213,7 +213,7 @@ def validate(
     ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Compare with closed forms and a real server. Exits with 1 if they disagree."""
+    """Validate against closed forms and a real server. Exits with 1 if they disagree."""
     with only_result_on_stdout():
         os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
         from tiered_kv.bench.sim.validate import validate

@@ -1,9 +1,9 @@
 """Validation of the simulator: closed forms, conservation, and a real server.
 
 A real server and the simulator get the same jobs at the same times, and a pool of the same size.
-What a step costs is fitted to the turns of two runs of made-up jobs of all lengths on stock vLLM,
-one job at a time and several concurrently. Then recorded jobs of mini-swe-agent run on every type
-of server, both real and simulated.
+Step costs are fitted to two runs of synthetic jobs of all lengths on stock vLLM, one with one job
+at a time and one with concurrent jobs. Then recorded jobs of mini-swe-agent run on every type of
+server, both real and simulated.
 """
 
 from __future__ import annotations
@@ -39,33 +39,34 @@ from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workl
 from tiered_kv.sizing.step_cost import StepCost
 
 EXACT = 1e-6
-"""Largest relative error of rounding in a closed form."""
+"""Maximum relative rounding error of a closed form."""
 LINK_BYTES_PER_S = 1e9
 SHORT_POOL = 16_000
-"""Tokens: space for five of the jobs of ``not_conserved``."""
+"""Pool size in tokens, for five of the jobs of ``not_conserved``."""
 CONSERVING = (
     *("fcfs", "job-fcfs", "autellix", "thunderagent", "lmcache", "continuum", "infercept"),
     *("occupancy", "occupancy+cpu", "occupancy+cpu+ssd", "clairvoyant+cpu", "occupancy-knowing"),
 )
-"""Servers that must lose nothing."""
+"""Servers on which conservation is checked."""
 
 
 BLOCK = 32
 POOL_TOKENS = 12_800
 BATCHED_TOKENS, MAX_SEQS = 2_048, 64
-"""Limits of a step, also of the real server."""
+"""Limits per step, also used on the real server."""
 VOCABULARY = 40_000
 KV_BYTES = 30 * 2 * 3 * 64 * 2
-"""Bytes of a token of SmolLM2-135M: layers, K and V, heads, their size, bf16."""
+"""KV bytes per token of SmolLM2-135M: layers, K and V, heads, head size, bf16."""
 LINK = 4e9
-"""Copies within the same memory, bytes/s."""
+"""Speed of copies within the same memory, bytes/s."""
 CALIBRATION_JOBS, CALIBRATION_TURNS, ALONE = 12, 4, 5
 FIRST, ADDED, ANSWER = (200, 3_400), (20, 300), (40, 140)
-"""Tokens of calibration jobs. First prompts are spread evenly over their range, and jobs that run
-alone have the shortest and the longest; the rest is log-uniform."""
+"""Token ranges of calibration jobs. First prompts are spread evenly over their range, and jobs that
+run alone include the shortest and the longest. All other lengths are log-uniform."""
 JOBS, TURNS = 12, 6
 CALIBRATION_RATE, RATE = 0.5, 0.2
-"""Jobs/s. At the second rate, stock vLLM with this pool is about three times as slow as alone."""
+"""Arrival rates, jobs/s. At the second rate, jobs on stock vLLM with this pool take about three
+times as long as alone."""
 CPU_BYTES = 4 * 2**30
 UNKNOWN = StepCost(step=0.0, weights=0.0, token=0.0, pair=0.0, kv=0.0, seq=0.0)
 
@@ -76,7 +77,7 @@ SIMULATED = {
     f"{TIERED}-lru": server("lru+cpu"),
     f"{TIERED}-continuum-fixed": Server("continuum-fixed+cpu", "continuum-fixed", cpu=True),
 }
-"""Types of servers and what stands for them. All take requests in order of arrival."""
+"""Simulated server for each type of real server. All serve requests in order of arrival."""
 POLICIES = ("lru", "continuum-fixed")
 
 
@@ -89,10 +90,10 @@ def validate(
     """Compare the simulator with closed forms and a real server; one JSON object.
 
     Args:
-        folder: keeps the real runs. resume: use those that exist.
+        folder: folder of the real runs. resume: reuse existing runs.
 
     Raises:
-        what ``bench.replay`` raises when a server cannot be run or the traces not read.
+        the errors of ``bench.replay`` if a server cannot run or the traces cannot be read.
     """
     tell("closed forms")
     lost = not_conserved()
@@ -103,7 +104,7 @@ def validate(
     fitted, servers, notes = compare(recording(traces, "miniswe"), folder, tell, resume=resume)
     pairs = [(one.real_s, one.simulated_s) for one in servers]
     return {
-        "mean_error": max(abs(one.error) for one in servers),  # of means, the worst
+        "mean_error": max(abs(one.error) for one in servers),  # the worst error of a mean
         "order_equal": equal_orders(pairs),
         "conserved": not lost,
         **forms,
@@ -111,7 +112,7 @@ def validate(
         "servers": [{**asdict(one), "error": one.error} for one in servers],
         "cost": asdict(fitted.cost),
         "overhead_s": fitted.overhead_s,
-        "notes": notes,  # the real runs were not evenly measured
+        "notes": notes,  # the real runs were not measured under equal conditions
     }
 
 
@@ -119,7 +120,7 @@ def validate(
 
 
 def job_alone_error() -> float:
-    """Return the relative error of one job's completion time against the sum of its parts."""
+    """Return the relative error of a single job's completion time against the sum of its parts."""
     place = AMPLE.machine()
     (job,) = Source("original", 1).jobs_for(place, 0).jobs
     workload = Workload("alone", (job,), Hints.RIGHT)
@@ -129,8 +130,9 @@ def job_alone_error() -> float:
 
 
 def expected_alone_s(job: SimJob, place: Machine, block: int) -> float:
-    """Return the time of one job alone: prefills of what no full block of the previous turn holds,
-    a step for every further token, and the gaps."""
+    """Return the expected time of one job alone: prefills of the tokens that are not in the
+    previous turn's full blocks, a step for every further token, and the gaps.
+    """
     total, known, cost = 0.0, 0, place.cost
     for turn in job.turns:
         cached = min(known, turn.shared, turn.prompt - 1) // block * block
@@ -148,8 +150,9 @@ def expected_alone_s(job: SimJob, place: Machine, block: int) -> float:
 
 
 def saturated_link_error() -> float:
-    """Relative error of the time in which jobs that return together are answered, against their
-    bytes over the link's bandwidth. Everything is in CPU memory, and computing costs nothing."""
+    """Return the relative error of the time to answer jobs that return together, against their
+    bytes divided by the link's bandwidth. All KV is in CPU memory, and computing costs nothing.
+    """
     free = StepCost(step=1e-6, weights=0.0, token=1e-9, pair=0.0, kv=0.0, seq=0.0)
     base = TIGHT.machine()
     place = replace(base, cost=free, link=LINK_BYTES_PER_S, max_seqs=4)
@@ -165,8 +168,9 @@ def saturated_link_error() -> float:
 
 
 def not_conserved() -> list[str]:
-    """Return losses of tokens, answers or time, one sentence each. Every run checks its blocks and
-    orders at its end."""
+    """Return lost tokens, answers or time, one sentence each. Every run checks its blocks and
+    orders at the end.
+    """
     place = replace(TIGHT.machine(), pool_tokens=SHORT_POOL)
     workload = Source("original", 24).jobs_for(place, 1).at(4.0, 1)
     tiers = Tiers(2**30, 2**32)
@@ -178,7 +182,7 @@ def not_conserved() -> list[str]:
 
 
 def check(outcome: Outcome, workload: Workload, place: Machine) -> Iterator[str]:
-    """Yield what an outcome's records lack of a workload, a sentence each."""
+    """Yield the parts of a workload that an outcome's records lack, one sentence each."""
     sent = {job.name: job for one in workload.jobs for job in one.everyone()}
     if {job.name for job in outcome.jobs} != set(sent):
         yield "jobs are missing"
@@ -198,8 +202,8 @@ def check(outcome: Outcome, workload: Workload, place: Machine) -> Iterator[str]
 
 
 def equal_orders(pairs: Sequence[tuple[float, float]], apart: float = 0.05) -> bool:
-    """True if the simulation preserves the order of all real figures that differ by more than
-    ``apart``.
+    """True if the simulation ranks all pairs of real figures that differ by more than ``apart``
+    correctly.
 
     Args:
         pairs: real and simulated figures.
@@ -217,7 +221,7 @@ def equal_orders(pairs: Sequence[tuple[float, float]], apart: float = 0.05) -> b
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One kind of server: mean completion times, seconds."""
+    """Mean completion times of one type of server, real and simulated, seconds."""
 
     server: str
     real_s: float
@@ -229,10 +233,10 @@ class Compared:
 
 
 def fit(alone: Run, beside: Run, begin: Machine) -> Machine:
-    """Return ``begin`` with the costs found in two runs of a stock server.
+    """Return ``begin`` with the costs fitted to two runs of a stock server.
 
     Args:
-        alone: one job at a time. beside: several concurrently.
+        alone: run with one job at a time. beside: run with concurrent jobs.
 
     Raises:
         ValueError: a job did not finish, or there are too few turns.
@@ -313,7 +317,7 @@ def compare(
 
 
 def calibration_jobs(seed: int) -> list[Job]:
-    """Create jobs of random tokens whose prompts and answers have all lengths."""
+    """Create jobs of random tokens with prompts and answers of all lengths."""
     rng = np.random.default_rng(seed)
 
     def tokens(bounds: tuple[int, int]) -> tuple[int, ...]:

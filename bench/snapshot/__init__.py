@@ -1,1 +1,1 @@
-"""Snapshots of jobs on a real server."""
+"""Benchmark of job snapshots on a real server."""

@@ -1,24 +1,26 @@
-"""Snapshots of jobs on real servers: their cost, and whether continuations are the same.
+"""Snapshots of jobs on real servers: their cost, and whether continuations are identical.
 
     python -m bench.snapshot --json
 
 A server takes the snapshots. It is restarted on the same folder. Then a second server of the same
 configuration starts on a copy of that folder, as on another machine.
 
-- ``pause_ms``: longest time between two tokens of a turn while its snapshot is taken, beyond the
-  usual time ``decode_ms``; ``pause_steps``: the same as a multiple of it; ``pause_control_ms``: the
-  same without a snapshot; ``delay_ms``: time of all tokens until the snapshot was on disk, beyond
-  the usual time.
-- ``durable_ms``: a snapshot of a waiting job, until it is safely on disk.
-- ``bytes_per_token``: bytes of its pages on disk.
-- ``restore_ms``: the call that restores it, ``restore_engine_ms`` of it in the engine;
-  ``restored_token_ms``: the first token of its next turn after that. Both are of the same server
-  after a restart, ``second_...`` of another one. ``recompute_ms``: the first token of such a turn
-  when it is computed. ``restore_ratio``: ``recompute_ms`` over the sum of call and first token.
+- ``pause_ms``: longest time between two tokens of a turn while its snapshot is taken, in excess of
+  the usual time ``decode_ms``; ``pause_steps``: the same as a multiple of ``decode_ms``;
+  ``pause_control_ms``: the same without a snapshot; ``delay_ms``: total time of all tokens until
+  the snapshot was on disk, in excess of the usual time.
+- ``durable_ms``: time until a waiting job's snapshot is durable on disk.
+- ``bytes_per_token``: size of the snapshot's pages on disk.
+- ``restore_ms``: time of the call that restores it, of which ``restore_engine_ms`` in the engine;
+  ``restored_token_ms``: time to first token of its next turn. Both are measured on the same server
+  after a restart, ``second_...`` on another server. ``recompute_ms``: time to first token of such a
+  turn when it is recomputed. ``restore_ratio``: ``recompute_ms`` over the sum of ``restore_ms`` and
+  ``restored_token_ms``.
 - ``exact_equal``: how many of ``exact`` continuations of 24 tokens, cut at random tokens of a turn,
-  equal the uncut turn bit for bit; ``control_equal``: how many that were computed from the tokens.
-- ``near_max_logprob``: largest difference of a logprob after a restore that is not exact, and
-  ``control_max_logprob`` after computing.
+  equal the uncut turn bit for bit; ``control_equal``: the same for continuations recomputed from
+  the tokens.
+- ``near_max_logprob``: largest logprob difference after a restore that is not exact;
+  ``control_max_logprob``: the same after recomputing.
 """
 
 from __future__ import annotations
@@ -50,14 +52,14 @@ from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions
 from tiered_kv.bench.snapshot.exactness import answer_during, cut_and_go_on, post
 
 JOBS = 5
-"""Contexts of full length."""
+"""Number of contexts of full length."""
 SHORT = 400
-"""Length of the prompts of exact continuations, tokens, at most."""
+"""Maximum prompt length of exact continuations, tokens."""
 
 
 @contextmanager
 def served(model: Path, folder: Path, tokens: int) -> Iterator[httpx.Client]:
-    """A server with snapshots in a folder."""
+    """Start a server with snapshots in a folder."""
     options = ServerOptions(
         model=model,
         kv_blocks=6 * tokens // 32,
@@ -74,14 +76,14 @@ def served(model: Path, folder: Path, tokens: int) -> Iterator[httpx.Client]:
 
 
 def timed_post(client: httpx.Client, what: str, **asked: object) -> tuple[float, dict[str, Any]]:
-    """Duration of a route call in milliseconds, and its answer."""
+    """POST to a route. Returns the duration in milliseconds, and the answer."""
     began = time.perf_counter()
     answer = post(client, what, **asked)
     return 1e3 * (time.perf_counter() - began), answer
 
 
 def pause(client: httpx.Client, prompt: Sequence[int], job: str) -> dict[str, float]:
-    """Take a turn's snapshot while it answers."""
+    """Take a snapshot of a turn while it generates its answer."""
 
     def take() -> tuple[float, float]:
         began = time.perf_counter()
@@ -143,7 +145,7 @@ def measure(model: Path, tokens: int, exact: int, folder: Path, tick: Tick) -> d
 
 
 def restored(client: httpx.Client, prompts: Sequence[list[int]], kind: str) -> dict[str, float]:
-    """Restore jobs, and send each the turn whose KV its snapshot has."""
+    """Restore jobs, and send the turn of each whose KV is in the snapshot."""
     calls, engine, first = list[float](), list[float](), list[float]()
     for i, prompt in enumerate(prompts):
         ms, answer = timed_post(client, "restores", name=f"night-{i}")
@@ -160,7 +162,7 @@ def restored(client: httpx.Client, prompts: Sequence[list[int]], kind: str) -> d
 def continued(
     client: httpx.Client, root: Path, prompts: Sequence[list[int]], count: int, tick: Tick
 ) -> dict[str, Any]:
-    """Cut turns and let them continue exactly."""
+    """Cut turns and measure exact continuations."""
     found = []
     for number in range(count):
         tick("exact continuations")

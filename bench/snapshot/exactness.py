@@ -1,4 +1,6 @@
-"""Exact continuations: a turn is cut at any token, and continues bit for bit on another engine."""
+"""Exact continuations: a turn is cut at any token and continues on another engine, bit for bit the
+same.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,17 @@ from tiered_kv.bench.restore import ask, logprob_distance
 from tiered_kv.snapshot.reader import open_snapshot
 
 TOKENS = 24
-"""Tokens of a continuation that are compared."""
+"""Number of compared tokens per continuation."""
 BEYOND = 64
-"""Tokens that the original turn answers beyond the one at which its snapshot is asked for."""
+"""Tokens that the original turn generates after the token at which its snapshot is requested."""
 T = TypeVar("T")
 
 
 def post(client: httpx.Client, what: str, **asked: object) -> dict[str, Any]:
-    """Call a route of snapshots.
+    """POST to a snapshot route.
 
     Raises:
-        RuntimeError: the server refuses it.
+        RuntimeError: the server refuses the request.
     """
     response = client.post(f"/tiered_kv/{what}", json=asked)
     if response.is_error:
@@ -43,7 +45,7 @@ def answer_during(
     at: int,
     call: Callable[[], T],
 ) -> tuple[Answer, T]:
-    """Answer a turn, and call something on another thread from its token number ``at`` on."""
+    """Answer a turn, and call a function on another thread once token ``at`` has arrived."""
     calls = list[Future[T]]()
 
     def on_token(answer: Reading) -> None:
@@ -60,9 +62,9 @@ class Compared:
     """A continuation, compared with the uninterrupted answer.
 
     Attributes:
-        equal: True if its tokens and logprobs are, bit for bit.
-        control_equal: the same of one that was computed from the tokens.
-        control_logprob: largest difference of a logprob there, while the tokens agree.
+        equal: True if its tokens and logprobs are equal bit for bit.
+        control_equal: the same for a continuation recomputed from the tokens.
+        control_logprob: largest logprob difference of that continuation, while the tokens agree.
     """
 
     equal: bool
@@ -73,7 +75,7 @@ class Compared:
 def cut_and_go_on(
     source: httpx.Client, target: httpx.Client, root: Path, prompt: Sequence[int], number: int
 ) -> Compared:
-    """Cut a turn at a token that ``number`` draws, and have it go on from its snapshot.
+    """Cut a turn at a token drawn from ``number``, and continue it from its snapshot.
 
     Args:
         root: folder of the snapshots of both servers.

@@ -1,1 +1,1 @@
-"""A soak: a real server under random agents, for as long as it is told."""
+"""Soak test: a real server under random agents, for a given time."""

@@ -1,40 +1,40 @@
-"""A real server under random agents for a while, stock vLLM next to it under the same load.
+"""Soak test: a real server under random agents, next to stock vLLM under the same load.
 
     python -m bench.soak --minutes 30 --json
 
 More agents than the server has seats grow their contexts turn by turn, for as long as the run
-lasts. Some turns hang up in mid-answer or carry hints that make no sense. Newcomers arrive at a
-fixed pace. One client sends all of its traffic under one session id, another leaves all its jobs
-open, a third lies about its tools. Snapshots of agents are taken, restored and deleted, and agents
-are forked. Every minute the weights are loaded into the engine again, every other time different
-ones (``bench.soak.clients``). Both servers run at the same time, each with its own copy of these
-clients, which send the same prompts. At the end the cache is reset, and then:
+lasts. Some turns hang up in mid-answer or carry nonsensical hints. Newcomers arrive at a fixed
+pace. One client sends all of its traffic under one session id, another leaves all its jobs open, a
+third lies about its tools. Snapshots of agents are taken, restored and deleted, and agents are
+forked. Every minute weights are loaded into the engine, alternating between the same and different
+weights (``bench.soak.clients``). Both servers run concurrently, each with its own copy of these
+clients, which send the same prompts. At the end the cache is reset. The result has:
 
-- ``requests``, ``errors``: turns sent, and failures of any call. Neither a client that hangs up nor
-  a refusal of the snapshot routes is one (``refused`` has their reasons).
+- ``requests``, ``errors``: turns sent, and failed calls. Clients that hang up and refusals by the
+  snapshot routes are not counted as failures (``refused`` has the reasons).
 - ``crowded``: fraction of samples at which more turns were open than the server has seats.
 - ``snapshots``, ``updates``: snapshots, restores and forks done; weight updates.
-- ``overtaken``: turns that waited longer than ``admission_max_wait_s`` and ``service_s`` (the
-  longest wait for a first token on stock) while a turn that was sent later got its first token.
+- ``overtaken``: turns that waited longer than ``admission_max_wait_s`` plus ``service_s`` (the
+  longest wait for a first token on stock) while a turn sent later got its first token.
 - ``compared``, ``different``: answers to prompts that both servers computed with the same weights,
-  and those that differ from stock's where stock was sure of the token.
-- ``leaked``, ``left``: whether the server holds more than after the warm-up, and of what: pages in
-  CPU memory, pinned blocks and orders, threads and file descriptors. Jobs and pages on SSD are not
-  checked.
-- ``newcomers``, ``newcomer_s``: jobs that arrived during the run, and the median time to their
-  first token; ``newcomer_ratio``: over stock's. ``newcomer_s_tenths``: medians of each tenth of
-  them. ``newcomer_ratio_end``: the ratio for the last three tenths of the newcomers.
-- ``admission``: jobs and turns that were held back so far, and the percentage of the pool that new
-  jobs could take at the end.
-- ``compression``, ``failures``: counters of pages in CPU memory, and of pages of ours that could
+  and answers that differ where stock was sure of the token.
+- ``leaked``, ``left``: whether the server holds more resources than after the warm-up, and which:
+  pages in CPU memory, pinned blocks and orders, threads and file descriptors. Jobs and pages on SSD
+  are not checked.
+- ``newcomers``, ``newcomer_s``: jobs that arrived during the run, and their median time to first
+  token; ``newcomer_ratio``: the latter over stock's. ``newcomer_s_tenths``: medians of each tenth
+  of the newcomers. ``newcomer_ratio_end``: the ratio for the last three tenths.
+- ``admission``: jobs and turns that were held back, and the percentage of the pool open to new jobs
+  at the end.
+- ``compression``, ``failures``: counters of compressed pages in CPU memory, and of pages that could
   not be copied, compressed or decoded, or were bad on SSD.
-- ``rss_slope``: MiB that the server's memory grows in a minute, over the second half of the run.
+- ``rss_slope``: growth of the server's memory in MiB per minute, over the second half of the run.
   ``rss_mib``: its memory at the start and after each tenth of the run.
 - ``stock``: the same figures of stock vLLM, where it has them.
 
-On CPU PyTorch and oneDNN keep something for each number of tokens that they met: in a separate
-process, 500 of them on four layers of SmolLM2-135M took 1.1 GiB, and nothing with both caches off.
-A server of a soak keeps few.
+On CPU, PyTorch and oneDNN cache data for every batch size in tokens: in a separate process, 500
+sizes on four layers of SmolLM2-135M took 1.1 GiB, and nothing with both caches off. Servers in a
+soak test keep these caches small.
 """
 
 from __future__ import annotations
@@ -93,16 +93,17 @@ GAUGES = ("cpu_pages", "pinned_blocks", "orders_in_flight")
 COMPRESSION = ("pages_compressed", "pages_decompressed", "pages_evicted")
 FAILURES = ("save_failures", "restore_failures", "compression_failures", "ssd_pages_bad")
 SLACK = {"threads": 9, "descriptors": 8}
-"""Surplus that a server may have at the end: connections that are kept for a while, four idle
-threads that serve routes, and the five threads of ours that start when first used (two compress
-pages, two decompress them, one writes what a policy has learned)."""
+"""Permitted surplus at the end: connections that are kept alive for a while, four idle threads that
+serve routes, and five threads of tiered-kv that start on first use (two compress pages, two
+decompress them, one writes what a policy has learned)."""
 FEW_SHAPES = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
-"""Settings of PyTorch and oneDNN: see the module."""
+"""Settings that keep the caches of PyTorch and oneDNN small; see the module docstring."""
 SNAPSHOTS, OTHER_WEIGHTS = "snapshots", "other-weights"
 NEGATED = "model.layers.20.self_attn.v_proj.weight"
-"""A late layer: with the first one negated, bf16 and fp32 disagree on tokens that lead by a nat."""
+"""A late layer. With the first layer negated, bf16 and fp32 disagree even on tokens that lead by a
+nat."""
 LAST = 0.3
-"""Part of the newcomers that ``newcomer_ratio_end`` is about."""
+"""Fraction of the newcomers that ``newcomer_ratio_end`` covers."""
 
 
 async def soak(
@@ -115,8 +116,8 @@ async def soak(
     """Run the clients of all servers concurrently, and sample each server's memory.
 
     Args:
-        folder: as ``prepare`` left it.
-        tick: called at every sample.
+        folder: folder created by ``prepare``.
+        tick: called for every sample.
     """
     began = time.monotonic()
 
@@ -144,8 +145,9 @@ async def soak(
 
 
 def prepare(folder: Path, model: Path) -> None:
-    """Create a folder for snapshots, and other weights for the model: the same but for the values
-    of one layer's attention, which are negated."""
+    """Create a folder for snapshots, and different weights for the model: the value projection of
+    one attention layer is negated.
+    """
     (folder / SNAPSHOTS).mkdir()
     shutil.copytree(model, folder / OTHER_WEIGHTS)
     path = folder / OTHER_WEIGHTS / "model.safetensors"
@@ -157,7 +159,7 @@ def prepare(folder: Path, model: Path) -> None:
 
 
 def holdings(server: VllmServer) -> dict[str, int]:
-    """Holdings of the server now, by name."""
+    """The resources that the server holds now, by name."""
     found = counted(server.metrics_text(), GAUGES)
     threads = descriptors = 0
     for pid in group_members(server.pid or 0):
@@ -174,7 +176,7 @@ def settle(server: VllmServer) -> None:
         while time.monotonic() < deadline:
             client.post("/reset_prefix_cache")
             ask = Ask(prompt=[1, 2, 3], max_tokens=18)
-            ask_over(client, MODEL_NAME, ask)  # gauges are reported in steps
+            ask_over(client, MODEL_NAME, ask)  # gauges are updated in steps
             held = holdings(server)
             if not held["pinned_blocks"] and not held["orders_in_flight"]:
                 return
@@ -182,14 +184,15 @@ def settle(server: VllmServer) -> None:
 
 
 def leaks(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    """Find what there is more of than before, beyond what may be."""
+    """Find resources that have grown by more than the permitted surplus."""
     found = {name: after[name] - before[name] - SLACK.get(name, 0) for name in before}
     return {name: amount for name, amount in found.items() if amount > 0}
 
 
 def with_every_tier(stock: ServerOptions, folder: Path) -> ServerOptions:
-    """Options of the same server with the connector and its scheduler. The SSD tier and the
-    snapshots are in ``folder``."""
+    """Add the connector and its scheduler to a server's options. The SSD tier and the snapshots are
+    in ``folder``.
+    """
     return with_connector(
         with_args(stock, "--scheduler-cls", SCHEDULER),
         TIERED_KV_CPU_GIB=f"{CPU_GIB:g}",
@@ -210,7 +213,7 @@ def counted(metrics: str, names: Sequence[str]) -> dict[str, int]:
 def measure(
     minutes: float, seed: int, logs: Path, tick: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """One soak of a server with every tier, and of stock vLLM beside it. Both log in ``logs``."""
+    """Run a soak test of a server with every tier, next to stock vLLM. Both log in ``logs``."""
     mine, theirs = halves(sorted(os.sched_getaffinity(0)))
     stock = ServerOptions(
         model=small_model(),
@@ -237,7 +240,7 @@ def measure(
         deadline = time.monotonic() + SETTLE_S
         settle(ours)
         while leaks(before, holdings(ours)) and time.monotonic() < deadline:
-            time.sleep(1.0)  # an idle server ends the surplus threads of its pools
+            time.sleep(1.0)  # an idle server ends surplus threads of its pools
             settle(ours)
         after = holdings(ours)
         for server in servers.values():
@@ -271,8 +274,9 @@ def measure(
 
 
 def halves(cores: Sequence[int]) -> tuple[str, str]:
-    """Each server's cores, in vLLM's notation: as many for one as for the other, since models that
-    share a core spend much of it waiting for each other. A single core is shared."""
+    """Each server's cores, in vLLM's notation: the same number for both, because models that share
+    a core spend much of its time waiting for each other. A single core is shared.
+    """
     half = len(cores) // 2
     if not half:
         return all_cores(cores), all_cores(cores)
@@ -301,8 +305,9 @@ def main(
     seed: Annotated[int, typer.Option(help="Random seed of the agents.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Run it. Exit with 1 if a request or a page failed, an answer differs, a turn was overtaken,
-    or something was left behind."""
+    """Run a soak test. Exits with 1 if a request or a page failed, an answer differs, a turn was
+    overtaken, or resources leaked.
+    """
     logs = ROOT / ".replay"
     logs.mkdir(exist_ok=True)
     samples = 2 * 60 * minutes / SAMPLE_EVERY_S

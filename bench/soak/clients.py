@@ -1,9 +1,9 @@
-"""The clients of a soak: agents that never end, newcomers, and several that a fair server must not
-let harm the others.
+"""The clients of a soak test: agents that never end, newcomers, and clients whose behaviour must
+not harm the others.
 
-The same seed makes the same clients, so those of two servers send the same prompts in the same
-order. Each client has its own ``cache_salt``, like the tenants of a gateway; agents and newcomers
-share one.
+The same seed gives the same clients, so the clients of two servers send the same prompts in the
+same order. Each client has its own ``cache_salt``, like the tenants of a gateway, except that
+agents and newcomers share one.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ SEATS = 4
 """``--max-num-seqs`` of the servers."""
 AGENTS = 6
 PROXY_TURNS = 3
-"""Turns that the client with one job id keeps open at a time."""
+"""Number of concurrent turns of the client that uses a single job id."""
 MAX_LEN = 2_048
 LONGEST_CONTEXT, HEAD, TAIL = 1_600, 256, 512
-"""An agent whose context is longer keeps only its head and tail, in tokens."""
+"""Maximum context of an agent, and the head and tail that it keeps when it exceeds the maximum, in
+tokens."""
 NEWCOMER_EVERY_S, SNAPSHOT_EVERY_S, UPDATE_EVERY_S = 4.0, 5.0, 60.0
 LEAVES_S = 2.0, 8.0
-"""Between two jobs of the client that leaves them open."""
+"""Time between two jobs of the client that abandons its jobs."""
 HANG_UP_SHARE, NONSENSE_SHARE = 0.08, 0.08
 OPERATION_S = 300.0
-"""Timeout of a snapshot, restore or fork: they wait for a turn, which waits for a seat."""
+"""Timeout of a snapshot, restore or fork, each of which waits for a turn that waits for a seat."""
 REFUSALS = (404, 409, 429)
-"""Statuses by which the routes refuse what cannot be done now (docs/snapshots.md)."""
+"""Statuses with which the routes refuse a call that is not possible now (docs/snapshots.md)."""
 NONSENSE: Sequence[Any] = (
     {"job_id": {"a": 1}},
     {"job_id": "j", "is_last_step": "perhaps"},
@@ -53,21 +54,21 @@ LIES: Sequence[dict[str, Any]] = (
     {"tool_name": "bash", "tool_command": "true"},
     {"is_last_step": True},
 )
-"""Reported of tools, or of the turn, whatever comes after it."""
+"""False hints about tools or turns."""
 
 
 @dataclass(slots=True)
 class Site:
-    """One server, as its clients see it.
+    """A server as seen by its clients.
 
     Attributes:
-        openai: sends turns. http: calls the other routes.
-        until: monotonic seconds at which they stop.
-        weights: folders of the weights that it serves in turn; the first at the start.
+        openai: client for turns. http: client for the other routes.
+        until: monotonic time at which the clients stop, seconds.
+        weights: folders of the weights to serve alternately, starting with the first.
         snapshots: folder of its snapshots; None for stock vLLM, which has none.
-        live: the context of each agent, by job.
-        serving: the weights served now; None during an update.
-        generation: part of each ``cache_salt``, so that nothing older is found.
+        live: context of each agent, by job.
+        serving: the current weights; None during an update.
+        generation: part of each ``cache_salt``, so that no older KV is found.
     """
 
     openai: OpenAIClient
@@ -82,18 +83,19 @@ class Site:
     generation: int = 0
 
     def goes_on(self) -> bool:
-        """Return False once time is up."""
+        """True until the time is up."""
         return time.monotonic() < self.until
 
     async def pause(self, seconds: float) -> None:
-        """Sleep, but not beyond the end."""
+        """Sleep, at most until the time is up."""
         await asyncio.sleep(max(0.0, min(seconds, self.until - time.monotonic())))
 
     async def call(self, path: str, body: Mapping[str, Any] | None = None) -> bool:
-        """POST to a route that is not the model's. Count a refusal or an error.
+        """POST to one of the connector's or vLLM's management routes, and count refusals and
+        errors.
 
         Returns:
-            True if it was done.
+            True if the call succeeded.
         """
         try:
             answer = await self.http.post(path, json=body)
@@ -112,7 +114,7 @@ class Client:
     """One client of a server.
 
     Attributes:
-        salt: its ``cache_salt``. session: sent as ``X-Session-ID``, if any.
+        salt: its ``cache_salt``. session: its ``X-Session-ID``, if any.
     """
 
     site: Site
@@ -133,7 +135,7 @@ class Client:
         *,
         newcomer: bool = False,
     ) -> None:
-        """Send a turn and read its answer. Hang up after ``patience_s``."""
+        """Send a turn and read its answer. Hangs up after ``patience_s``."""
         site = self.site
         ask = Ask(
             prompt=prompt,
@@ -150,7 +152,7 @@ class Client:
             async with asyncio.timeout(patience_s) as patience:
                 answer = await site.openai.ask(ask)
         except Exception as error:
-            if not patience.expired():  # otherwise it has hung up
+            if not patience.expired():  # otherwise the client has hung up
                 site.tally.errors.append(f"a turn {trouble(error)}")
             return
         finally:
@@ -173,8 +175,9 @@ class Client:
 
 
 async def work(client: Client, name: str) -> None:
-    """An agent that never ends. Its context grows turn by turn, and is trimmed when it is long.
-    Sometimes it hangs up, sends nonsense, or sends no hints."""
+    """Play an agent that never ends. Its context grows turn by turn, and is trimmed when it gets
+    too long. Sometimes the agent hangs up, sends nonsense, or sends no hints.
+    """
     rng, site = client.rng, client.site
     context = client.tokens(rng.randrange(20, 900))
     while site.goes_on():
@@ -194,7 +197,7 @@ async def work(client: Client, name: str) -> None:
 
 
 async def proxy(client: Client) -> None:
-    """One conversation after the other, of a proxy that sends all of them with one session."""
+    """Play a proxy that sends one conversation after another under a single session id."""
     rng = client.rng
     while client.site.goes_on():
         context = client.tokens(rng.randrange(100, 600))
@@ -206,7 +209,7 @@ async def proxy(client: Client) -> None:
 
 
 async def newcomers(site: Site) -> None:
-    """New jobs at a fixed pace, however long the earlier ones wait."""
+    """Start new jobs at a fixed pace, however long the earlier ones wait."""
     began, number = time.monotonic(), 0
     async with asyncio.TaskGroup() as group:
         while site.goes_on():
@@ -217,7 +220,7 @@ async def newcomers(site: Site) -> None:
 
 
 async def _newcomer(client: Client, name: str) -> None:
-    """A job of two turns."""
+    """Play a job of two turns."""
     context = client.tokens(client.rng.randrange(20, 900))
     await client.ask(context, 8, {"job_id": name, "is_last_step": False}, newcomer=True)
     await client.site.pause(client.rng.uniform(0.5, 4.0))
@@ -227,7 +230,7 @@ async def _newcomer(client: Client, name: str) -> None:
 
 
 async def abandon(client: Client) -> None:
-    """One job after the other starts, announces its next turn in a second, and never sends it."""
+    """Start one job after another that announces its next turn in a second and never sends it."""
     while client.site.goes_on():
         hints = {
             "job_id": f"left-{client.rng.getrandbits(48):x}",
@@ -240,7 +243,7 @@ async def abandon(client: Client) -> None:
 
 
 async def lie(client: Client) -> None:
-    """Jobs of several turns, with hints about tools that are all false."""
+    """Play jobs of several turns whose hints about tools are all false."""
     rng = client.rng
     while client.site.goes_on():
         name, context = f"lies-{rng.getrandbits(48):x}", client.tokens(rng.randrange(100, 600))
@@ -254,8 +257,9 @@ async def lie(client: Client) -> None:
 
 
 async def keep(client: Client) -> None:
-    """Take a snapshot of an agent, running or waiting, restore it as another job, delete it, and
-    fork the agent. One turn of each new job follows. On stock vLLM, only these turns are sent."""
+    """Take snapshots of running or waiting agents, restore them as other jobs, delete them, and
+    fork agents. Each new job sends one turn. On stock vLLM, only these turns are sent.
+    """
     site, rng = client.site, client.rng
     number = 0
     while site.goes_on():
@@ -278,11 +282,12 @@ async def keep(client: Client) -> None:
 
 
 async def update(site: Site) -> None:
-    """Load weights into the server at a fixed pace: the same again, then other ones, and so on.
+    """Load weights into the server at a fixed pace, alternating between the current and different
+    weights.
 
-    Other weights come with a reset, as vLLM wants it. vLLM alone refuses a reset while requests
-    run. So its clients change their ``cache_salt`` at every update, after which it finds as little
-    of before as a server that was reset.
+    Different weights come with a cache reset, as vLLM requires. Stock vLLM refuses a reset while
+    requests run, so its clients change their ``cache_salt`` at every update, which has the same
+    effect as a reset.
     """
     every_s = min(UPDATE_EVERY_S, (site.until - time.monotonic()) / 3)
     began = time.monotonic()
@@ -307,7 +312,7 @@ async def _load(site: Site, weights: Path, number: int) -> None:
 
 
 async def all_clients(site: Site) -> None:
-    """Run all clients of one server until its time is up and their last turns are answered."""
+    """Run all clients of a server until the time is up and their last turns are answered."""
     await _load(site, site.weights[0], 0)
 
     def client(salt: str, number: int, session: str | None = None) -> Client:

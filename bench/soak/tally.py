@@ -1,4 +1,4 @@
-"""Observations of the clients of one server, and the conclusions that a soak draws from them."""
+"""Observations of a server's clients, and the conclusions that a soak test draws from them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 import numpy as np
 
 SURE_NATS = 1.0
-"""Logprob by which a token must lead the second best to be compared. In bf16, KV that was computed
-in batches of another shape moves logprobs by some tenths."""
+"""Lead in logprob over the second best that a token needs to be compared. In bf16, KV computed in
+batches of another shape shifts logprobs by a few tenths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn that was answered in full.
+    """A completely answered turn.
 
     Attributes:
-        sent_at: monotonic seconds. wait_s: time to the first token.
-        prompt: differs between prompts.
-        weights: the weights that computed it; None if they changed meanwhile.
-        tokens: ids of the answer. margins: logprob of each over the second best.
-        newcomer: True for the first turn of a newcomer.
+        sent_at: monotonic time of sending, seconds. wait_s: time to first token.
+        prompt: hash of the prompt and of the requested answer length.
+        weights: weights that computed it; None if they changed meanwhile.
+        tokens: token ids of the answer. margins: lead in logprob of each over the second best.
+        newcomer: True for a newcomer's first turn.
     """
 
     sent_at: float
@@ -35,22 +35,22 @@ class Turn:
 
     @property
     def first_token_at(self) -> float:
-        """Monotonic seconds of the first token."""
+        """Monotonic time of the first token, seconds."""
         return self.sent_at + self.wait_s
 
 
 @dataclass(slots=True)
 class Tally:
-    """Observations of the clients of one server.
+    """Observations of a server's clients.
 
     Attributes:
-        requests: number of turns sent. open: turns that are being answered.
-        turns: those answered in full, in the order of their ends.
-        snapshots: snapshots, restores and forks that succeeded. refused: reasons of those that
-            the server refused.
-        updates: weight updates.
-        open_turns: numbers of open turns, sampled.
-        samples: seconds, and bytes of the server's memory.
+        requests: number of turns sent. open: number of turns being answered.
+        turns: completely answered turns, in the order in which they finished.
+        snapshots: number of snapshots, restores and forks that succeeded. refused: reasons of
+            refusals.
+        updates: number of weight updates.
+        open_turns: samples of ``open``.
+        samples: times in seconds with the server's memory in bytes.
     """
 
     requests: int = 0
@@ -64,14 +64,15 @@ class Tally:
     samples: list[tuple[float, int]] = field(default_factory=list)
 
     def newcomer_waits(self) -> list[float]:
-        """Seconds to the first token of each newcomer, in the order of their arrival."""
+        """Time to first token of each newcomer, in order of arrival, seconds."""
         arrived = sorted(self.turns, key=lambda turn: turn.sent_at)
         return [turn.wait_s for turn in arrived if turn.newcomer]
 
 
 def overtaken(turns: Iterable[Turn], limit_s: float) -> int:
-    """Count the turns that waited for longer than ``limit_s`` for their first token, while a turn
-    that was sent later got its own."""
+    """Count the turns that waited longer than ``limit_s`` for their first token while a turn sent
+    later got its own.
+    """
     by_first = sorted(turns, key=lambda turn: turn.first_token_at)
     return sum(
         any(
@@ -87,7 +88,7 @@ def compare(ours: Iterable[Turn], stock: Iterable[Turn]) -> tuple[int, int]:
     """Compare the answers to prompts that both servers computed with the same weights.
 
     Returns:
-        The number of answers compared, and how many of them first differ where stock was sure.
+        The number of compared answers, and how many differ where stock was sure of the token.
     """
     theirs = {(turn.prompt, turn.weights): turn for turn in stock if turn.weights is not None}
     pairs = [
@@ -99,7 +100,7 @@ def compare(ours: Iterable[Turn], stock: Iterable[Turn]) -> tuple[int, int]:
 
 
 def _differs(turn: Turn, control: Turn) -> bool:
-    """True if the first difference is at a token of which the control was sure."""
+    """True if the answers first differ at a token of which the control was sure."""
     for token, other, margin in zip(turn.tokens, control.tokens, control.margins, strict=False):
         if token != other:
             return margin >= SURE_NATS
@@ -107,7 +108,7 @@ def _differs(turn: Turn, control: Turn) -> bool:
 
 
 def slope(samples: Sequence[tuple[float, int]]) -> float:
-    """MiB a minute, over the second half of the samples."""
+    """Growth over the second half of the samples, MiB per minute."""
     late = np.array(samples[len(samples) // 2 :], dtype=float)
     if len(late) < 2:
         return 0.0
@@ -115,13 +116,13 @@ def slope(samples: Sequence[tuple[float, int]]) -> float:
 
 
 def tenths(samples: Sequence[tuple[float, int]]) -> list[int]:
-    """MiB after each tenth of the samples, from the first to the last."""
+    """Memory at the start and after each tenth of the samples, MiB."""
     at = np.linspace(0, len(samples) - 1, 11).astype(int) if samples else ()
     return [round(samples[n][1] / 2**20) for n in at]
 
 
 def medians(values: Sequence[float]) -> list[float]:
-    """Medians of each tenth of the values, from the first to the last."""
+    """Median of each tenth of the values, in order."""
     parts = np.array_split(np.array(values), 10)
     return [round(float(np.median(part)), 3) for part in parts if len(part)]
 
@@ -129,10 +130,11 @@ def medians(values: Sequence[float]) -> list[float]:
 def ratio_of_medians(
     values: Sequence[float], control: Sequence[float], last: float = 1.0
 ) -> float | None:
-    """Median of the last part of the values over the control's; None where one is missing.
+    """Ratio of the medians over the last part of the values, to the control; None if either is
+    empty.
 
     Args:
-        last: that part, from 0 to 1.
+        last: size of that part, from 0 to 1.
     """
     late, control_late = (part[len(part) - round(last * len(part)) :] for part in (values, control))
     return float(np.median(late) / np.median(control_late)) if late and control_late else None

@@ -1,1 +1,1 @@
-"""Engines on a virtual clock: machines, workers, vLLM's scheduler, and a run of jobs."""
+"""Engines on a virtual clock: machines, workers, vLLM's scheduler, and the driver of a run."""

@@ -1,4 +1,4 @@
-"""One run: the jobs of a workload, with their turns and gaps, on one engine until all finish."""
+"""The driver of a run: plays a workload's jobs, with their turns and gaps, on one engine."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from .metrics import JobRecord, Outcome, TurnRecord
 from .virtual_clock_engine import BEGIN_S, Engine
 
 POLL_S = 0.01
-"""Seconds between steps while the engine waits for nothing that has a known time."""
+"""Seconds between steps while the engine waits for an event without a known time."""
 STALLED_S = 600.0
 """Seconds without progress after which a run has failed."""
 DRAIN_S = 120.0
-"""Seconds for copies under way after the last job."""
+"""Seconds allowed for pending copies after the last job."""
 TOKENS_APART = 1_000
-"""Token ids for each job: one for every turn."""
+"""Token ids reserved for each job, one per turn."""
 
 
 class Stalled(AssertionError):
-    """Requests wait, and no event is left that could admit them."""
+    """Requests are waiting, and no remaining event could admit them."""
 
 
 @dataclass(slots=True)
 class _Running:
-    """A job under way.
+    """A running job.
 
     Attributes:
-        program: its own name, or the name of the job that started it.
+        program: the job's name, or the name of the job that started it.
         children: number of sub-agents that its next turn waits for.
         chain, tokens: block hashes and token ids of its context.
     """
@@ -77,7 +77,7 @@ def simulate(
         trace: file of the connector's trace, if the server has a connector; None writes none.
 
     Raises:
-        ValueError: a job does not fit into the machine.
+        ValueError: a job does not fit on the machine.
         Stalled: a request waits forever.
         AssertionError: blocks, orders or turns were not released at the end.
     """
@@ -130,7 +130,7 @@ class _Run:
             trace=trace,
         )
         self._gate = Gate(machine.pool_tokens if server.gated else math.inf)
-        # With long blocks, contexts that differ may have no full one. Their tokens tell them apart.
+        # Short contexts may have no full block. Only their tokens distinguish them.
         distinct = everyone if machine.groups else []
         self._first_token = {one.name: n * TOKENS_APART for n, one in enumerate(distinct)}
         self._ordering = Ordering(server.order)
@@ -144,7 +144,7 @@ class _Run:
         heapq.heappush(self._events, (when, next(self._tie), act))
 
     def until_all_finish(self) -> Outcome:
-        """Run until all jobs have finished, and check what is left in the engine."""
+        """Run until all jobs have finished, then check that the engine released everything."""
         engine = self.engine
         for job in self._workload.jobs:
             self._at(BEGIN_S + job.arrives_s, partial(self._begin, job, None))
@@ -176,7 +176,7 @@ class _Run:
         return self._events[0][0] if self._events else math.inf
 
     def _wait(self) -> None:
-        """Advance to the next event, as nothing could be computed."""
+        """Advance to the next event, because nothing can be computed now."""
         engine = self.engine
         when = min(self._next_arrival, engine.next_event)
         if engine.scheduler.has_requests():
@@ -236,7 +236,7 @@ class _Run:
             running.chain = running.chain[: turn.shared // self._block]
         blocks = range(len(running.chain), (turn.prompt + turn.output) // self._block)
         running.chain += _hashes(job.name, number, blocks)
-        del running.tokens[turn.shared :]  # the request that used the list has finished
+        del running.tokens[turn.shared :]  # no request uses the list any more
         running.tokens += [self._first_token.get(job.name, 0) + number + 1] * turn.added
         priority = self._ordering.asked(job.name, request_id, self.engine.now)
         self._asked[request_id] = running

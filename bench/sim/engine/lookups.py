@@ -1,8 +1,8 @@
 """Cache of prefix lookups.
 
-vLLM looks up the prefix of the request at the head of its queue in every step; in the simulator
-that is half of all work. A result is valid until one of the found blocks is evicted, or the first
-missing one is cached. It is remembered until then.
+vLLM looks up the prefix of the request at the head of its queue in every step, which is half of the
+simulator's work. A result is cached while it is valid: until a found block is evicted, or the first
+missing block is cached.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST = 16
-"""Number of remembered lookups: a queue's head, and requests that a connector holds in it."""
+"""Maximum number of cached lookups: the head of the queue, and requests that a connector holds
+back."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A lookup.
+    """A cached lookup.
 
     Attributes:
-        hashes: of the request's blocks; the list itself, so that its id stays unique.
-        asked: number of hashes, and of tokens that might be found.
-        found: blocks of each group, and the coordinator's two counts.
-        decides: keys of the found blocks, and of the first missing one.
+        hashes: hashes of the request's blocks. Kept as the list object, so that its id stays
+            unique.
+        asked: number of hashes, and maximum number of tokens to find.
+        found: blocks found in each group, and the coordinator's two counts.
+        decides: keys of the found blocks and of the first missing block.
     """
 
     hashes: Sequence[bytes]
@@ -33,22 +35,23 @@ class _Known:
 
 
 class RememberedLookups:
-    """Replaces the lookup of a KV cache manager with one group of full attention. Its prefix cache
-    must not be reset."""
+    """Replaces the lookup of a KV cache manager that has a single group of full attention. Its
+    prefix cache must not be reset.
+    """
 
     def __init__(self, manager: Any) -> None:
         from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
         self._key = make_block_hash_with_group_id
         self._known: dict[int, _Known] = {}
-        self._deciding: set[bytes] = set()  # keys that decide any of them, and perhaps others
+        self._deciding: set[bytes] = set()  # keys that any of them depends on, possibly more
         self._look_up = manager.coordinator.find_longest_cache_hit
         manager.coordinator.find_longest_cache_hit = self.find
         cached = manager.block_pool.cached_block_hash_to_block
         cached.insert, cached.pop = self._forgetting(cached.insert), self._forgetting(cached.pop)
 
     def find(self, hashes: Sequence[bytes], most: int) -> tuple[Any, ...]:
-        """Find a hit, as the coordinator's ``find_longest_cache_hit``."""
+        """Find a hit, like the coordinator's ``find_longest_cache_hit``."""
         asked = len(hashes), most
         known = self._known.get(id(hashes))
         if known is None or known.asked != asked:
@@ -70,7 +73,9 @@ class RememberedLookups:
         return known
 
     def _forgetting(self, change: Callable[[bytes, Any], Any]) -> Callable[[bytes, Any], Any]:
-        """Return a change of the pool's index that forgets the lookups which its key decides."""
+        """Wrap a change of the pool's index so that it drops the lookups that depend on the changed
+        key.
+        """
 
         def changed(key: bytes, what: Any) -> Any:
             if key in self._deciding:

@@ -1,8 +1,8 @@
-"""Machines: a model on GPUs, with a KV pool and links to the tiers below it.
+"""Machines: a model on GPUs, with a KV pool and links to lower tiers.
 
 The duration of a step comes from ``tiered_kv.sizing.step_cost``, or is fitted to a real server
 (``validate``). Published figures are ratios between servers on the same machine, so they do not
-depend on the assumed fractions of data sheet values.
+depend on the assumed fractions of data-sheet values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Bytes of the tiers below VRAM, for servers that have them."""
+    """Sizes of the tiers below VRAM in bytes, for servers that have them."""
 
     cpu: float = 64 * GIB
     ssd: float = 512 * GIB
@@ -37,23 +37,23 @@ class Tiers:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A server: a model on some GPUs.
+    """A model on some GPUs.
 
     Attributes:
-        pool_tokens: capacity of the KV pool in VRAM, in blocks of one page group.
-        kv_bytes: bytes of a token in such a block, over all ranks.
-        link: bytes/s between VRAM and host memory, each way, over all ranks.
-        ssd_read, ssd_write: bytes/s of pages, as the codec stores them.
-        encode, decode: bytes/s of pages that are compressed in CPU memory: four cores, 2.0 and 4.5
-            GB/s each (``bench.codec``).
-        shrinks: False if pages are not compressed there.
-        batched_tokens, max_seqs: vLLM's limits of a step.
-        long_prefill: most tokens of a prompt in a step that other requests share (vLLM's
+        pool_tokens: capacity of the KV pool in VRAM, counted in blocks of one page group.
+        kv_bytes: bytes per token in such a block, over all ranks.
+        link: bytes/s between VRAM and host memory in each direction, over all ranks.
+        ssd_read, ssd_write: bytes/s of encoded pages.
+        encode, decode: speed of compressing pages in CPU memory, bytes/s: four cores with 2.0 and
+            4.5 GB/s each (``bench.codec``).
+        shrinks: False if pages are not compressed in CPU memory.
+        batched_tokens, max_seqs: vLLM's limits per step.
+        long_prefill: maximum prompt tokens per request in a shared step (vLLM's
             ``--long-prefill-token-threshold``); 0 for no limit.
-        prefix_caching: False if a request finds nothing of an earlier one.
-        overhead_s: seconds that a client sees per request in addition to the engine's steps.
-        groups: types of KV; empty for models with only full attention.
-        block: tokens of a block; 0 for the workload's.
+        prefix_caching: False if requests do not find the KV of earlier requests.
+        overhead_s: seconds per request that a client sees in addition to the engine's steps.
+        groups: KV types; empty for models with only full attention.
+        block: tokens per block; 0 uses the workload's.
     """
 
     name: str
@@ -76,8 +76,9 @@ class Machine:
     block: int = 0
 
     def beside(self, block: int) -> int:
-        """Return the pool space in tokens that a context needs beyond full attention: for its
-        windows, or for its state and a state kept for the next turn."""
+        """Return the pool space in tokens that a context needs in addition to full attention: for
+        its windows, or for its state and a state kept for the next turn.
+        """
         narrow = [one for one in self.groups if one.kind is not KvKind.FULL]
         return block * sum(max(2, 1 - (-one.span // block)) for one in narrow)
 
@@ -86,10 +87,10 @@ def machine(gpu: str, model: str, *, ranks: int = 1, pool_tokens: int | None = N
     """Return ``ranks`` GPUs with a model.
 
     Args:
-        pool_tokens: capacity of the KV pool; None: the space that the weights leave.
+        pool_tokens: capacity of the KV pool; None uses the VRAM left by the weights.
 
     Raises:
-        ValueError: no such GPU or model, or the model does not fit.
+        ValueError: the GPU or model is unknown, or the model does not fit.
     """
     for what, name, known in (("GPU", gpu, GPUS), ("model", model, MODELS)):
         if name not in known:

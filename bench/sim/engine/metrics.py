@@ -1,4 +1,4 @@
-"""Measurements of a run."""
+"""Measurements of a simulated run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ TIERS = ("vram", "cpu", "ssd", "recomputed")
 
 @dataclass(slots=True)
 class TurnRecord:
-    """A turn. Times are on the run's clock.
+    """A turn. Times are in seconds on the run's clock.
 
     Attributes:
         shared: prompt tokens that the job's previous turn had.
         after_agents: True if sub-agents ran before it.
-        admitted_s: time at which it was allocated blocks.
-        first_s: time of its first token.
-        vram, cpu, ssd: prompt tokens found there; the rest was computed.
+        admitted_s: when blocks were allocated to it.
+        first_s: when its first token was produced.
+        vram, cpu, ssd: prompt tokens found in each tier; the rest was computed.
         preempted: number of preemptions.
     """
 
@@ -46,8 +46,8 @@ class JobRecord:
     """A job.
 
     Attributes:
-        is_agent: another job started it.
-        ended_s: end of its latest turn.
+        is_agent: True if another job started it.
+        ended_s: when its latest turn ended.
     """
 
     name: str
@@ -67,13 +67,13 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run.
+    """The outcome of a run.
 
     Attributes:
-        steps: of the scheduler, each leap counted once.
-        seconds: of virtual time. moved: bytes over each link of the connector's worker.
-        promoted_used, promoted_wasted: pages promoted from SSD that reached VRAM, and those that
-            were evicted before.
+        steps: number of scheduler steps, counting each leap once.
+        seconds: duration in virtual time. moved: bytes over each link of the connector's worker.
+        promoted_used, promoted_wasted: pages promoted from SSD that reached VRAM, and pages that
+            were evicted first.
     """
 
     server: str
@@ -85,10 +85,11 @@ class Outcome:
     promoted_wasted: int
 
     def summary(self) -> dict[str, float]:
-        """Return completion times of the jobs that no other job started, times to first token, and
-        fractions of prompt tokens by origin. ``parents_found`` is the fraction of their contexts
-        that jobs found again when their sub-agents had ended, ``promoted_wasted`` a fraction of the
-        pages promoted from SSD, ``makespan_s`` the time until all jobs have finished."""
+        """Return completion times of top-level jobs, times to first token, and fractions of prompt
+        tokens by origin. ``parents_found`` is the fraction of their contexts that jobs found again
+        when their sub-agents had ended, ``promoted_wasted`` a fraction of the pages promoted from
+        SSD, ``makespan_s`` the time until all jobs have finished.
+        """
         took = [job.took_s for job in self.jobs if not job.is_agent]
         turns = [turn for job in self.jobs for turn in job.turns]
         prompt = sum(turn.prompt for turn in turns)

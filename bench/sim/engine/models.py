@@ -1,9 +1,9 @@
-"""Models: what a token costs, and the types of KV that layers keep.
+"""Models: cost per token, and the KV types of their layers.
 
-Where layers keep KV of several types, vLLM puts them into page groups with the same number of
-layers, whose pages have one size (``_get_kv_cache_groups_uniform_page_size``). The group size is
-the layer count of the type with the fewest layers. With states, blocks are long enough that a page
-of attention is no smaller than a state (``Platform.update_block_size_for_backend``).
+If layers have several KV types, vLLM divides them into page groups with the same number of layers
+and the same page size (``_get_kv_cache_groups_uniform_page_size``). The group size is the layer
+count of the type with the fewest layers. With states, blocks are long enough that an attention page
+is no smaller than a state (``Platform.update_block_size_for_backend``).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from tiered_kv.testing.vllm.groups import GroupSpec
 BF16, FP32 = 2, 4
 """Size of an element, bytes."""
 KERNEL_BLOCK = 16
-"""Blocks are multiples of this many tokens (``CacheConfig.DEFAULT_BLOCK_SIZE``)."""
+"""Block sizes are multiples of this many tokens (``CacheConfig.DEFAULT_BLOCK_SIZE``)."""
 ALIKE = 1.5
-"""Types whose numbers of layers differ by a smaller factor share the larger group size."""
+"""If the layer counts of two types differ by a smaller factor, the larger one is the group size."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayers:
-    """Layers that keep a state.
+    """Layers that keep a state instead of KV per token.
 
     Attributes:
-        nbytes: of the state of one.
+        nbytes: state size per layer.
     """
 
     count: int
@@ -36,10 +36,10 @@ class StateLayers:
 
 @dataclass(frozen=True, slots=True)
 class WindowLayers:
-    """Layers of sliding-window attention, with the heads of the others.
+    """Layers of sliding-window attention, with the same heads as the full-attention layers.
 
     Attributes:
-        span: tokens of the window.
+        span: window length, tokens.
     """
 
     count: int
@@ -51,10 +51,10 @@ class Model:
     """A dense model in bf16.
 
     Attributes:
-        max_len: tokens of the longest request.
-        layers: number of layers of full attention.
-        states, windows: further layers; None without any.
-        reduced: number of all-reduces in a step; 0 for two per layer with KV.
+        max_len: maximum request length, tokens.
+        layers: number of full-attention layers.
+        states, windows: further layers; None if there are none.
+        reduced: number of all-reduces per step; 0 means two per layer with KV.
     """
 
     parameters: float
@@ -70,12 +70,12 @@ class Model:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of a token's keys and values in one layer."""
+        """Bytes per token of keys and values in one layer."""
         return 2 * BF16 * self.kv_heads * self.head
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of a token: keys and values of all layers of full attention."""
+        """Bytes per token of keys and values in all full-attention layers."""
         return self.layers * self.layer_bytes
 
     @property
@@ -84,37 +84,38 @@ class Model:
 
     @property
     def all_reduces(self) -> int:
-        """Number of all-reduces in a step of several ranks."""
+        """Number of all-reduces per step with several ranks."""
         return self.reduced or 2 * (self.layers + (self.windows.count if self.windows else 0))
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a request's states."""
+        """State size per request, bytes."""
         return self.states.count * self.states.nbytes if self.states else 0
 
     @property
     def group_layers(self) -> int:
-        """Layers of a page group."""
+        """Number of layers in a page group."""
         counts = [self.layers, *(one.count for one in (self.states, self.windows) if one)]
         fewest, most = min(counts), max(counts)
         return most if most < ALIKE * fewest else fewest
 
     @property
     def group_kv_bytes(self) -> int:
-        """Bytes of a token in a page group of attention."""
+        """Bytes per token in an attention page group."""
         return self.group_layers * self.layer_bytes
 
     @property
     def block(self) -> int:
-        """Tokens of a block; 0 if any number will do."""
+        """Tokens per block; 0 if any size is possible."""
         if self.states is None:
             return 0
         return KERNEL_BLOCK * -(-self.states.nbytes // (KERNEL_BLOCK * self.layer_bytes))
 
     @property
     def groups(self) -> tuple[GroupSpec, ...]:
-        """Types of KV, one per page group, without a block size; empty for models with only full
-        attention."""
+        """KV types, one per page group, without block size; empty for models with only full
+        attention.
+        """
         if self.states is None and self.windows is None:
             return ()
         size = self.group_layers
@@ -131,14 +132,15 @@ class Model:
 
 
 def _split(layers: int, size: int) -> list[int]:
-    """Layers of each of the groups of up to ``size``, as even as can be."""
+    """Sizes of groups of at most ``size`` layers, as even as possible."""
     groups = -(-layers // size)
     return [len(range(at, layers, groups)) for at in range(groups)]
 
 
 def mamba2_bytes(*, heads: int, head: int, state: int, groups: int, kernel: int) -> int:
-    """Bytes of a Mamba-2 layer's state: the last inputs of its convolution in bf16, and the state
-    proper in float32, vLLM's default for Nemotron-H."""
+    """State size of a Mamba-2 layer, bytes: the last inputs of its convolution in bf16, and the SSM
+    state in float32, vLLM's default for Nemotron-H.
+    """
     inner = heads * head
     return (inner + 2 * groups * state) * (kernel - 1) * BF16 + inner * state * FP32
 

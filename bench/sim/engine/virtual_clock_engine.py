@@ -1,4 +1,5 @@
-"""An engine on a virtual clock: vLLM's scheduler, our scheduler half, and a stand-in worker.
+"""An engine on a virtual clock: vLLM's scheduler, the connector's scheduler half, and a stand-in
+worker.
 
 Time passes in steps, whose duration ``StepCost`` determines. While only decoding can happen,
 several steps are taken together (a leap): every running request produces the tokens that it would
@@ -47,22 +48,23 @@ from .metrics import TurnRecord
 from .worker import SimWorker
 
 BEGIN_S = 1000.0
-"""Start of the clock: connectors may take 0 for never."""
+"""Start of the clock. Not 0, which connectors may interpret as never."""
 LONGEST_LEAP = 64
-"""Most decode steps of a leap."""
+"""Maximum number of decode steps per leap."""
 LEAP_WAITING_S = 0.25
-"""Longest leap while requests wait: the connector admits them by the clock, that much later."""
+"""Longest leap while requests wait, seconds. It may delay the connector's timed admissions by that
+much."""
 EPOCH_S = 1.8e9 - BEGIN_S
-"""Seconds since the epoch at 0 of the clock: a trace has the same times in every run."""
+"""Seconds since the epoch at clock time 0, so that traces have the same times in every run."""
 LONGEST_WAIT_S = 86_400.0
-"""Largest limit that can be set on holding a job back. No run lasts as long."""
+"""Largest admission limit that can be set. No run lasts that long."""
 
 
 class LeapTimer(StepTimer):
-    """Counts a leap as the number of steps that a real engine would run.
+    """Counts a leap as the number of steps of a real engine.
 
     Args:
-        decoded: returns the number of steps so far, including the steps within leaps.
+        decoded: returns the number of steps so far, including steps within leaps.
     """
 
     def __init__(self, decoded: Callable[[], int]) -> None:
@@ -77,7 +79,7 @@ class LeapTimer(StepTimer):
 
 @dataclass(frozen=True, slots=True)
 class ChunkedRestore(AlwaysRestore):
-    """Restores that end at a chunk of tokens, and have no partial tail."""
+    """Restores whole chunks of tokens, without a partial tail."""
 
     chunk: int
 
@@ -99,7 +101,7 @@ def connector_settings(
     if server.ssd:
         (folder / "ssd").mkdir()
     said = {
-        "policy": "lru" if server.policy == CLAIRVOYANT else server.policy,  # it is replaced
+        "policy": "lru" if server.policy == CLAIRVOYANT else server.policy,  # it is replaced below
         "cpu_gib": tiers.cpu / GIB if server.cpu else 0,
         "eviction": server.eviction,
         "admission": "off" if server.open else None,
@@ -116,18 +118,18 @@ class _Live:
     request: Any
     turn: TurnRecord
     cached: int = 0
-    ahead: int = 0  # tokens produced in a leap, whose time has passed
+    ahead: int = 0  # tokens produced in a leap, whose time has already passed
 
 
 class Engine:
-    """One server.
+    """A server on a virtual clock.
 
     Args:
         folder: an empty folder, for vLLM's model and the SSD tier.
-        pool_blocks: size of the pool in VRAM, without the null block. held_blocks: blocks that
-            running requests may hold together.
+        pool_blocks: size of the VRAM pool, without the null block. held_blocks: maximum number of
+            blocks that all running requests may hold.
         policy: replaces the server's policy.
-        job_forecast: replaces the forecast of how jobs continue.
+        job_forecast: replaces the forecast of each job's further turns.
         trace: file of the connector's trace; None writes none.
 
     Raises:
@@ -193,7 +195,7 @@ class Engine:
             self._introduce(page_bytes)
 
     def _change(self, found: Dependencies) -> Dependencies:
-        """Replace the parts of the connector that depend on time, files or the server's variant."""
+        """Replace the connector's dependencies on time, files and the server's variant."""
         found.policy_state.close()
         found.notebook.close()
         policy = self._policy or found.policy
@@ -214,7 +216,7 @@ class Engine:
         )
 
     def _introduce(self, page_bytes: tuple[int, ...]) -> None:
-        """Report what workers would have measured to the connector."""
+        """Report the speeds that workers would have measured to the connector."""
         server, machine, groups = self._server, self.machine, range(len(page_bytes))
         hello = Handshake(
             Speeds(copy=machine.link if server.cpu else 0.0, flops=0.0),
@@ -238,7 +240,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """True if a step could compute or receive a report, now or after ``next_event``."""
+        """True if a step, now or after ``next_event``, could compute or receive a report."""
         if self.scheduler.has_requests():
             return True
         return self.worker is not None and self.half.orders_under_way
@@ -262,10 +264,10 @@ class Engine:
         """Add an arriving request.
 
         Args:
-            turn: its record, which the engine fills in except for the end.
-            chain: block hashes of its context, prompt and answer.
-            tokens: of the prompt.
-            params: its kv_transfer_params; None without hints.
+            turn: the turn's record. The engine fills in everything but the end.
+            chain: block hashes of its context, including the answer.
+            tokens: prompt tokens.
+            params: kv_transfer_params; None without hints.
             priority: lower values run first.
         """
 
@@ -313,7 +315,7 @@ class Engine:
             if decoding and not output.scheduled_new_reqs:
                 leap = self._leap(len(counts), step_s, next_arrival)
             self.decoded_steps += leap
-            # Every step of a leap reads one token more of each context than the one before.
+            # Each step of a leap reads one more token of each context than the previous step.
             grows = self.machine.cost.kv * len(counts) * leap * (leap - 1) / 2
             self.now += step_s * leap + grows
             said = {request_id: self._computed(request_id, leap) for request_id in counts}
@@ -332,7 +334,7 @@ class Engine:
         return [self._finish(one) for one in outputs if one.finish_reason is not None]
 
     def _cost(self, counts: Mapping[str, int]) -> tuple[float, bool]:
-        """Return the seconds of one step of this batch, and whether all of it is decoding."""
+        """Return the duration of one step with this batch, and whether the batch only decodes."""
         cost = self.machine.cost
         tokens, pairs, read, near, decoding = 0, 0.0, 0, 0.0, True
         for request_id, count in counts.items():
@@ -349,20 +351,21 @@ class Engine:
         return cost.seconds(tokens, pairs, read, len(counts)) + near, decoding
 
     def _computed(self, request_id: str, leap: int) -> list[int]:
-        """Record what a step computed of a request. Returns the tokens that it sampled."""
+        """Record the progress of a request in a step. Returns the sampled tokens."""
         live = self._live[request_id]
         live.ahead = leap - 1
         if live.request.num_computed_tokens < live.request.num_tokens:
             return []
-        if leap > 1:  # none of these is the last one
+        if leap > 1:  # none of these is its last token
             live.request.append_output_token_ids([0] * live.ahead)
         if live.turn.first_s < 0:
             live.turn.first_s = self.now
         return [0]
 
     def _leap(self, running: int, step_s: float, next_arrival: float) -> int:
-        """Return the number of decode steps until something else can happen: an arrival, an end,
-        a transfer, or a shortage of blocks."""
+        """Return the number of decode steps until the next event: an arrival, an end, a transfer,
+        or a shortage of blocks.
+        """
         scheduler = self.scheduler
         if running != len(scheduler.running):
             return 1
@@ -375,8 +378,10 @@ class Engine:
         return int(max(1, min(LONGEST_LEAP, by_time, left, self._room(running), by_budget)))
 
     def _room(self, running: int) -> int:
-        """Return the tokens that each running request can add before blocks run short. With states,
-        a leap ends with the block, because vLLM takes several tokens for a prefill."""
+        """Return the number of tokens that each running request can add before blocks run out. With
+        states, a leap ends at the block boundary, because vLLM would treat several tokens as a
+        prefill.
+        """
         groups = self.machine.groups
         if any(group.kind is KvKind.STATE for group in groups):
             requests = self.scheduler.running

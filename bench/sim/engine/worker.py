@@ -1,8 +1,8 @@
-"""A worker on a simulated machine: orders take the time of the machine's links.
+"""A worker on a simulated machine. The machine's links determine how long orders take.
 
-It reports what the real worker half (``tiered_kv.connectors.runtime.worker``) does: a result for
-every order, requests whose async restore has finished, blocks that a restore did not fill, and
-segments that a full SSD store would delete.
+It makes the same reports as the real worker half (``tiered_kv.connectors.runtime.worker``): a
+result for every order, requests whose async restore has finished, blocks that a restore did not
+fill, and segments that a full SSD store would delete.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from tiered_kv.tiers import SSD, StoreId
 from .machines import Machine
 
 COPY_LATENCY_S, SSD_LATENCY_S = 20e-6, 100e-6
-"""Seconds that each transfer takes in addition to its bytes."""
+"""Fixed latency of each transfer, seconds."""
 
 
 class SimWorker:
-    """All ranks of a machine together.
+    """The worker of all ranks of a machine.
 
     Args:
-        page_bytes: size of a page of each group over all ranks.
+        page_bytes: page size of each group, over all ranks.
         ssd_bytes: capacity of the SSD tier, divided equally among the groups; 0 without one.
 
     Attributes:
-        lines: links from (``up``) and to (``down``) CPU memory, and of the SSD.
+        lines: links from (``up``) and to (``down``) CPU memory, and to the SSD.
     """
 
     def __init__(self, machine: Machine, page_bytes: Sequence[int], ssd_bytes: int) -> None:
@@ -57,9 +57,9 @@ class SimWorker:
         copies = CopyLines(save=down, load=up, encode=encode, decode=decode)
         self._worker = VirtualWorker(page_bytes, copies, stores)
         self._one_group = len(page_bytes) == 1
-        self._loading: dict[OrderId, str] = {}  # request of each async restore under way
-        self._more: set[str] = set()  # requests whose restore has further orders to come
-        self._finished: set[str] = set()  # requests of which a part has arrived, or never will
+        self._loading: dict[OrderId, str] = {}  # request of each async restore in flight
+        self._more: set[str] = set()  # requests whose restore needs further orders
+        self._finished: set[str] = set()  # requests of which a part has arrived or failed
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()
 
@@ -69,8 +69,9 @@ class SimWorker:
         return self._worker.next_event
 
     def restore(self, orders: Orders, now: float) -> float:
-        """Start a step's orders except its saves. Returns the time at which the step may compute:
-        after its sync restores."""
+        """Start a step's orders except its saves. Returns the time from which the step may compute,
+        after its sync restores.
+        """
         for load in orders.loads:
             if load.mode is RestoreMode.ASYNC:
                 self._loading[load.order_id] = load.request_id
@@ -80,7 +81,7 @@ class SimWorker:
             self._finished.add(refused.request_id)
             if self._one_group:
                 self._bad_blocks.update(refused.blocks)
-            else:  # vLLM cannot distinguish the blocks of several groups
+            else:  # vLLM cannot tell blocks of several groups apart
                 self._failed.add(refused.request_id)
         return self._worker.carry_out(replace(orders, saves=()), now)
 
@@ -89,7 +90,7 @@ class SimWorker:
         self._worker.carry_out(Orders(saves=orders.saves), now)
 
     def report(self, now: float) -> Any:
-        """Return vLLM's ``KVConnectorOutput`` of what finished since the last call."""
+        """Return vLLM's ``KVConnectorOutput`` for the work that finished since the last call."""
         reports = self._worker.take_reports(now)
         done = self._loading.keys() & (reports.orders if reports is not None else ())
         self._finished.update(self._loading.pop(order_id) for order_id in done)

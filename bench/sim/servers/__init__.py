@@ -1,1 +1,1 @@
-"""Servers that are compared: policies, and schedulers that others describe."""
+"""Servers to compare: policies, and schedulers described by other systems."""

@@ -1,14 +1,15 @@
 """Handling of arriving turns outside the engine, as described by other systems.
 
-``Ordering`` sets the priorities of requests: by job, or Autellix's PLAS, in which the job with the
-least service so far goes first. PLAS has levels whose bounds double, and a job returns to the first
-level once it has waited ``STARVED`` times as long as it was served.
+``Ordering`` sets the priorities of requests: by job, or by Autellix's PLAS, which serves the job
+    with the least service so far first. PLAS has levels whose bounds double, and a job returns to
+    the first level once it has waited ``STARVED`` times as long as it was served.
 
 ``Gate`` pauses and resumes whole programs by the size of their contexts, as ThunderAgent does. An
 admitted program keeps its place in VRAM through its tools, as far as vLLM's prefix cache allows.
-Every five seconds the contexts of the admitted programs are added up. While they exceed the pool,
-the last program to arrive is paused: its next turns are held back. While there is space, the first
-of those held back is admitted, paused programs before new ones. A program alone is never held.
+Every five seconds the contexts of the admitted programs are summed. While they exceed the pool, the
+program that arrived last is paused, and its next turns are held back. While there is space, the
+oldest held program is admitted, paused programs before new ones. A single program is never held
+back.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from enum import Enum
 from typing import Any
 
 FIRST_QUANTUM_S = 1.0
-"""Service of the first level; each level has twice the one before."""
+"""Service bound of the first level. Each level doubles it."""
 STARVED = 8.0
-"""β: waiting over service from which a job is put first."""
+"""β: ratio of waiting to service from which a job goes first."""
 CHECK_EVERY_S = 0.5
 GATE_EVERY_S = 5.0
 
 
 class Order(Enum):
-    """Order of requests."""
+    """Orders in which requests are served."""
 
     ARRIVAL = "arrival"
     JOB = "job"
@@ -35,23 +36,23 @@ class Order(Enum):
 
 
 class Ordering:
-    """Priorities of requests; the lower goes first. vLLM takes equals in order of arrival."""
+    """Priorities of requests. Lower goes first; vLLM serves equal ones in order of arrival."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
         self._rank: dict[str, int] = {}
         self._served_s: dict[str, float] = {}
         self._waited_s: dict[str, float] = {}
-        self._waiting: dict[str, tuple[str, float]] = {}  # request -> job, since
+        self._waiting: dict[str, tuple[str, float]] = {}  # request -> job, waiting since
         self._checked_at = -math.inf
 
     def began(self, job: str, parent: str | None) -> None:
-        """Register a job that starts; a sub-agent counts as its parent."""
+        """Register a starting job. A sub-agent counts as its parent."""
         rank = self._rank[parent] if parent is not None else len(self._rank)
         self._rank[job] = rank
 
     def asked(self, job: str, request_id: str, now: float) -> int:
-        """Return the priority of the request of an arriving turn."""
+        """Return the priority of an arriving turn's request."""
         self._waiting[request_id] = (job, now)
         if self._order is Order.JOB:
             return self._rank[job]
@@ -71,7 +72,7 @@ class Ordering:
         return max(0, math.ceil(math.log2(served / FIRST_QUANTUM_S))) if served > 0 else 0
 
     def put_starved_first(self, scheduler: Any, now: float) -> None:
-        """Put requests that starve first in vLLM's queue."""
+        """Move starving requests to the front of vLLM's queue."""
         if self._order is not Order.ATTAINED or now - self._checked_at < CHECK_EVERY_S:
             return
         self._checked_at = now
@@ -86,10 +87,10 @@ class Ordering:
 
 
 class Gate:
-    """Admission of one server's programs.
+    """Admission control for the programs of one server.
 
     Args:
-        pool_tokens: limit of the contexts of all admitted programs; infinite to admit all.
+        pool_tokens: limit on the contexts of all admitted programs; infinite to admit all.
     """
 
     def __init__(self, pool_tokens: float) -> None:
@@ -99,7 +100,7 @@ class Gate:
         self._held: dict[str, list[Callable[[], None]]] = {}
 
     def ask(self, program: str, tokens: int, send: Callable[[], None]) -> None:
-        """Call ``send`` for a turn of a program, now or once the program is admitted."""
+        """Call ``send`` for a program's turn, now or once the program is admitted."""
         if program in self._active:
             self._active[program] = tokens
             send()
@@ -120,12 +121,12 @@ class Gate:
             send()
 
     def grew(self, program: str, tokens: int) -> None:
-        """Record the context at the end of a turn."""
+        """Record a program's context size at the end of a turn."""
         if program in self._active:
             self._active[program] = tokens
 
     def over(self, program: str) -> None:
-        """Forget a program that has finished."""
+        """Forget a finished program."""
         self._active.pop(program, None)
         self._paused.pop(program, None)
 

@@ -1,5 +1,5 @@
 """Policies that know a workload in advance, and the default policy without one of its parts. They
-show how much a better forecast could gain, and how much each part contributes.
+show how much a better forecast would gain, and how much each part contributes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tiered_kv.policies.tier_choice import Occupancy, unpriced, without_pin
 
 
 class Clairvoyant(StatelessPolicy):
-    """The upper bound of all policies: pins for exactly the gap unless that costs more than it
-    saves, B >= λ X.
+    """The upper bound of all policies: pins for exactly the gap X if that saves more than it costs,
+    B >= λ X.
 
     Attributes:
         gap_s: gap after the next turn to decide on, seconds.
@@ -36,10 +36,10 @@ class Clairvoyant(StatelessPolicy):
 
 
 class KnownGaps(Clairvoyant):
-    """Knows every gap of a workload, by the job's name and the number of the turn.
+    """Knows every gap of a workload by job name and turn number.
 
     Args:
-        jobs: of the workload, sub-agents included.
+        jobs: jobs of the workload, sub-agents included.
     """
 
     def __init__(self, jobs: Sequence[SimJob]) -> None:
@@ -61,7 +61,7 @@ class KnownJobs(JobForecast):
     context is assumed to grow evenly.
 
     Args:
-        jobs: of the workload, sub-agents included.
+        jobs: jobs of the workload, sub-agents included.
         block: tokens of a block.
     """
 
@@ -88,7 +88,7 @@ class KnownJobs(JobForecast):
 
 
 class Unpinned(Occupancy):
-    """Pins nothing. A context that would be pinned goes to another tier."""
+    """Pins nothing. Contexts that would be pinned go to another tier."""
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         found = super().decide(turn, costs)
@@ -106,7 +106,7 @@ class Late(Occupancy):
 
 
 class Blind(Occupancy):
-    """Knows nothing of a gap: neither its tool, nor how long others were."""
+    """Knows nothing about gaps: neither the tool nor earlier gaps."""
 
     reads_tools: ClassVar[bool] = False
 

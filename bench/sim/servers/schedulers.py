@@ -1,22 +1,22 @@
 """Variants of vLLM's scheduler: a pool without eviction, and static batches.
 
-``ReachScheduler`` schedules over a large pool of which running requests may hold little::
+``ReachScheduler`` schedules over a large pool, of which running requests may hold only a small
+part::
 
     vllm serve MODEL --num-gpu-blocks-override LARGE --scheduler-cls \\
         tiered_kv.bench.sim.servers.schedulers.ReachScheduler \\
         --additional-config '{"reach_blocks": N}'
 
-It is a bound that a policy could reach: whatever was computed is found again at no cost, but no
-more contexts run concurrently than in a pool of N blocks. The pool reports the size of the small
-one, and as many free blocks as that would have next to those that requests hold. So vLLM admits and
-preempts as it does in a pool of N blocks. A free block keeps its KV, because the large pool has
-blocks that were never used. Of a preempted request, only the last block, which is not full, is
-recomputed.
+This is a bound that a policy could reach: all computed KV is found again at no cost, but no more
+    contexts run concurrently than in a pool of N blocks. The pool reports the size of the small
+    pool, and the free blocks that the small pool would have. So vLLM admits and preempts as with N
+    blocks. A free block keeps its KV, because the large pool has blocks that were never used. After
+    a preemption, only the request's partial last block is recomputed.
 
-``StaticBatchScheduler`` has static batches, as servers had before Orca (Yu et al., OSDI 2022) let
-requests join at every step. When nothing runs, the waiting requests are a batch, as many of them as
-may run. No other request starts before the last of them has ended. An answer is sent when it is
-complete, and not with those of its batch.
+``StaticBatchScheduler`` has static batches, like servers before Orca (Yu et al., OSDI 2022) let
+requests join at every step. When nothing runs, the waiting requests form a batch, up to the limit
+of running requests. No other request starts before the whole batch has finished. Each answer is
+sent when it is complete, not with the batch.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 REACH_BLOCKS = "reach_blocks"
-"""Key of ``--additional-config``: blocks of the small pool, vLLM's null block included."""
+"""Key in ``--additional-config`` for the blocks of the small pool, vLLM's null block included."""
 
 
 class _WithinReach:
-    """The change to both of vLLM's schedulers."""
+    """The change, shared by both of vLLM's schedulers."""
 
     kv_cache_manager: Any
 
@@ -54,7 +54,7 @@ class ReachScheduler(_WithinReach, Scheduler):  # type: ignore[misc]
     """vLLM's scheduler with a pool without eviction."""
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the asynchronous scheduler where vLLM would have chosen its own."""
+        """Return the asynchronous variant where vLLM would choose its own."""
         if cls is ReachScheduler and vllm_config.scheduler_config.async_scheduling:
             return AsyncReachScheduler(vllm_config, *args, **kwargs)
         return super().__new__(cls)
@@ -75,7 +75,7 @@ class StaticBatchScheduler(Scheduler):  # type: ignore[misc]
         self._batch: frozenset[str] = frozenset()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Schedule a step, in which only requests of the batch may start."""
+        """Schedule a step in which only requests of the batch may start."""
         left = self._batch & self.requests.keys()
         if not left:
             waiting = [request.request_id for request in self.waiting]

@@ -1,28 +1,27 @@
 """Servers to compare: policies by name, and models of other systems.
 
 A name is a base and the tiers below VRAM: ``occupancy``, ``occupancy+cpu``, ``occupancy+cpu+ssd``.
-``@`` and an eviction rule of ``TIERED_KV_EVICTION`` may follow: ``occupancy+cpu@lru``. Policies of
-``TIERED_KV_POLICY`` and any ``module:Class`` run the connector. The other bases are:
+    ``@`` and a value of ``TIERED_KV_EVICTION`` may follow: ``occupancy+cpu@lru``. Values of
+    ``TIERED_KV_POLICY`` and any ``module:Class`` run the connector. The other bases are:
 
 - ``fcfs``: stock vLLM, requests in order of arrival.
 - ``job-fcfs``: stock vLLM, requests in the order in which their jobs arrived.
 - ``autellix``, ``thunderagent``: see ``arrivals``.
 - ``lmcache``: CPU memory, filled as KV is computed and evicted in LRU order; restores in chunks of
   256 tokens, before the step that needs them.
-- ``clairvoyant``: pins for exactly the gap, which it knows.
-- ``infinite``: stock vLLM with a pool that holds everything.
+- ``clairvoyant``: knows each gap and pins for exactly that time.
+- ``infinite``: stock vLLM with a pool for everything.
 - ``in-batches``: stock vLLM with static batches, see ``schedulers``.
-- ``reach``: ``infinite``, but only as many contexts run concurrently as the machine's pool holds.
+- ``reach``: ``infinite``, but no more contexts run concurrently than the machine's pool holds.
   ``job-reach``: the same, in the order in which jobs arrived.
 
-``occupancy`` runs ``ContinuumScheduler``, ``occupancy-alone`` the connector under vLLM's scheduler.
-``occupancy-patient`` has clients that never time out, as those of ``thunderagent`` must not.
+``occupancy`` runs ``ContinuumScheduler``, and ``occupancy-alone`` the connector under vLLM's
+scheduler. ``occupancy-patient`` assumes clients that never time out, as ``thunderagent`` requires.
 ``occupancy-open`` holds no job back, ``occupancy-unpinned`` pins nothing, ``occupancy-late``
-promotes nothing before a job returns, and ``occupancy-blind`` forecasts every gap alike.
-``occupancy-orphans`` does not learn which job started a sub-agent.
-``occupancy-knowing`` knows how many turns each job takes and how long its context gets.
-``continuum`` and ``continuum-fixed`` take requests in the order of their jobs, as in their paper.
-``lru+cpu`` is plain offloading.
+promotes nothing before a job returns, and ``occupancy-blind`` makes the same forecast for every
+gap. ``occupancy-orphans`` does not learn which job started a sub-agent. ``occupancy-knowing`` knows
+each job's number of turns and final context length. ``continuum`` and ``continuum-fixed`` serve
+requests in job order, as in their paper. ``lru+cpu`` is plain offloading.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from .arrivals import Order
 from .foresight import Blind, Late, Unpinned
 
 CHUNK = 256
-"""Tokens of a chunk of LMCache."""
+"""Chunk size of LMCache, tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +45,21 @@ class Server:
     """A server to compare.
 
     Attributes:
-        policy: the connector's; None for stock vLLM.
+        policy: the connector's policy; None for stock vLLM.
         cpu, ssd: whether it has these tiers.
-        infinite: its pool never evicts.
-        within_reach: running requests must still fit into the machine's pool.
-        gated: whole programs are paused, as in ThunderAgent.
-        chunk: restores whole chunks of this many tokens, before a step; 0: restores like tiered-kv.
-        in_job_order: it runs ``ContinuumScheduler``.
-        patient: it may hold a job back for any time.
-        open: it holds no job back.
-        variant: creates what runs in place of its policy; None for the policy itself.
-        in_batches: it has static batches.
-        knowing: admission knows how many turns every job takes, and how long its context gets.
-        orphans: clients do not name the parents of sub-agents.
-        eviction: rule by which pages leave CPU memory; None for the default.
+        infinite: True if its pool never evicts.
+        within_reach: True if running requests must still fit into the machine's pool.
+        gated: True to pause whole programs, as in ThunderAgent.
+        chunk: tokens per chunk if whole chunks are restored before a step; 0 restores like
+            tiered-kv.
+        in_job_order: True to run ``ContinuumScheduler``.
+        patient: True if a job may be held back for any time.
+        open: True if no job is held back.
+        variant: creates the replacement for its policy; None uses the policy itself.
+        in_batches: True for static batches.
+        knowing: True if admission knows each job's number of turns and final context length.
+        orphans: True if clients do not name the parents of sub-agents.
+        eviction: eviction rule of CPU memory; None for the default.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Server:
 
     @property
     def outside(self) -> frozenset[str]:
-        """Modules of its policy and eviction rule, if they come from other packages."""
+        """Modules of its policy and eviction rule, if these come from other packages."""
         parts = (self.policy or "", self.eviction or "")
         return frozenset(part.partition(":")[0] for part in parts if ":" in part)
 

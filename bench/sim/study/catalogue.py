@@ -1,4 +1,4 @@
-"""Published studies by name: tables, presets of sweeps, folds, and studies of one question."""
+"""Published studies by name: tables, sweep presets, folds, and studies of a single question."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLACES = (
     Place("h100-80", LARGE, ranks=4),
     Place("a100-40", LARGE, ranks=8),
 )
-"""Machines with the models that fit them."""
+"""Machines, each with a model that fits."""
 BLOCK = 16
 AMPLE = Place("rtx5090-32", SMALL, pool_tokens=5_402 * BLOCK, cpu_gib=256.0)
 TIGHT = Place("rtx4090-24", SMALL, pool_tokens=3_000 * BLOCK, cpu_gib=256.0)
@@ -43,7 +43,7 @@ LOADS = (0.5, 0.7, 0.9, 1.0, 1.1, 1.3)
 SEARCH_SEEDS = 2
 
 HELD_OUT = 100
-"""First of the seeds on which nothing was tuned. Those below are for tuning."""
+"""First seed that was not used for tuning. Lower seeds are for tuning."""
 FOLD_SEEDS = range(HELD_OUT, HELD_OUT + 6)
 STUDY_SEEDS = range(HELD_OUT, HELD_OUT + 10)
 LOAD = 1.2
@@ -59,8 +59,8 @@ def sweep(
     seeds: int,
     stable_for: tuple[str, ...] = (),
 ) -> Study:
-    """A sweep of servers over loads, for each scene. Stock vLLM and infinite VRAM are added to the
-    servers.
+    """A sweep of servers over loads, for each scene. Stock vLLM and infinite VRAM are always
+    included.
 
     Args:
         loads: arrival rates, as multiples of the highest stable rate of stock vLLM.
@@ -101,14 +101,15 @@ def paper(traces: str) -> Study:
 
 
 def limits(traces: str) -> Study:
-    """Loads past the collapse of stock vLLM: the gain of knowing each job in advance, and of
-    clients that never time out."""
+    """Loads beyond the collapse of stock vLLM: the gain from knowing each job in advance, and from
+    clients that never time out.
+    """
     servers = ("continuum", "thunderagent", "occupancy", "occupancy-knowing", "occupancy-patient")
     return _everywhere("limits", traces, servers, (1.1, 1.3))
 
 
 def hybrid(traces: str) -> Study:
-    """Coding agents on a model of states and full attention, small enough to take minutes."""
+    """Coding agents on a model with states and full attention, small enough to run in minutes."""
     place = Place("rtx4090-24", HYBRID, cpu_gib=16.0, ssd_gib=64.0)
     servers = ("occupancy", *WITH_OFFLOAD, "lru+cpu+ssd", "occupancy+cpu+ssd")
     return sweep("hybrid", [((place, Source(CODING_AGENTS, 24, traces)), servers)], (1.1,), 1)
@@ -124,8 +125,9 @@ def _everywhere(name: str, traces: str, servers: Sequence[str], loads: Sequence[
 
 
 def folds(traces: str, seeds: Sequence[int] = FOLD_SEEDS) -> Study:
-    """The default policy against all others with the same tiers, on machines, jobs and seeds not
-    used for tuning."""
+    """The default policy compared with all others with the same tiers, on machines, jobs and seeds
+    not used for tuning.
+    """
     coding = Source(CODING_AGENTS, CODING_JOBS, traces)
     groups = (
         fold(RTX4090, coding),
@@ -141,8 +143,9 @@ def folds(traces: str, seeds: Sequence[int] = FOLD_SEEDS) -> Study:
 
 
 def fold(place: Place, source: Source, tiers: str = "") -> Group:
-    """One fold: the default policy, the same without admission control, the others, and finally the
-    bound."""
+    """A fold: the default policy, the same without admission control, the other policies, and the
+    bound.
+    """
     others = ["continuum", "infercept", "lru"] if tiers else ["continuum", "infercept"]
     stock = () if tiers else ("job-fcfs", "autellix", "thunderagent")
     ours = [name + tiers for name in ("occupancy", "occupancy-open")]
@@ -177,8 +180,9 @@ def _question(
 
 
 def ablation(traces: str) -> Study:
-    """Value of each part of the default policy: without tiers, with CPU memory, and with an SSD
-    below it."""
+    """Value of each part of the default policy: without tiers, with CPU memory, and with CPU memory
+    and SSD.
+    """
     coding = Source(CODING_AGENTS, CODING_JOBS, traces)
     parts = {
         "all of it": "occupancy",
@@ -212,7 +216,7 @@ def ssd(traces: str) -> Study:
 
 
 def batches(traces: str) -> Study:
-    """vLLM's limits of a step: tokens, requests, and the part of a long prompt."""
+    """vLLM's limits per step: tokens, requests, and tokens of a long prompt."""
     places = {
         "8,192 tokens a step": H100,
         "2,048 tokens a step": replace(H100, batched_tokens=2_048),
@@ -230,8 +234,8 @@ def batches(traces: str) -> Study:
 
 
 def turns(traces: str) -> Study:
-    """Gain over stock by the number of a job's turns."""
-    # The same number of jobs: with fewer, arrivals end before a queue has grown.
+    """Gain over stock vLLM by the number of turns per job."""
+    # The same number of jobs, because with fewer the arrivals end before a queue has grown.
     groups = [
         (f"{count} turns", TIGHT, Source(f"turns-{count}", 100), PINS_AND_OFFLOADING)
         for count in TURNS
@@ -240,15 +244,16 @@ def turns(traces: str) -> Study:
 
 
 def gpus(traces: str) -> Study:
-    """Pins against offloading on small and large GPUs."""
+    """Pins compared with offloading, on small and large GPUs."""
     names = ("rtx4090-24", "rtx5090-32", "a100-40", "l40s-48", "h100-80", "h200-141")
     groups = [(gpu, Place(gpu, SMALL), SWE, PINS_AND_OFFLOADING) for gpu in names]
     return _question("gpus", "Pins against offloading", groups)
 
 
 def rollouts(traces: str) -> Study:
-    """A step of reinforcement learning: twelve prompts with a group of agents each, all started
-    together, until all have ended."""
+    """A reinforcement learning step: a group of agents for each of twelve prompts, all started
+    together, until all have finished.
+    """
     cases = (
         Case("stock vLLM", "fcfs"),
         Case("jobs in order", "job-fcfs"),
@@ -265,10 +270,11 @@ def rollouts(traces: str) -> Study:
 
 
 def basics(traces: str) -> Study:
-    """Value of prefix caching, chunks and batches on stock vLLM: mini-vLLM's questions. Contiguous
-    memory and static batches are emulated."""
+    """Value of prefix caching, chunked prefill and batching on stock vLLM, as asked by mini-vLLM.
+    Contiguous memory and static batches are emulated.
+    """
     uncached = replace(TIGHT, prefix_caching=False)
-    longest = 4_096  # what a request would reserve, at least the longest context
+    longest = 4_096  # tokens that a request would reserve, at least the longest context
     contiguous = replace(uncached, max_seqs=(TIGHT.pool_tokens or 0) // longest)
     short = (
         Case("stock vLLM", "fcfs"),
@@ -308,4 +314,4 @@ def families(traces: str) -> Study:
 STUDIES: Mapping[str, Callable[[str], Study]] = {
     one.__name__: one for one in (ablation, ssd, families, batches, turns, gpus, rollouts, basics)
 }
-"""Each is made from the path of the recorded sessions."""
+"""Functions that make a study from the path of the recorded sessions."""

@@ -1,7 +1,7 @@
 """Cells: single runs of a server on a machine, carried out in processes and kept in files.
 
-A cell describes its run completely: the same cell gives the same figures under the same code. A
-stored result is therefore reused instead of repeating its run.
+A cell describes its run completely: with the same code, the same cell gives the same figures. A
+    stored result is therefore reused instead of repeating the run.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ FAMILIES = "families"
 """The coding agents that start sub-agents."""
 RECORDED = (CODING_AGENTS, FAMILIES)
 LEFT_OUT = "left_out_"
-"""Prefix of the figures that count what was left out of a workload."""
+"""Prefix of figures that count what was left out of a workload."""
 GC_THRESHOLDS = 50_000, 20, 100
-"""Python looks for cycles less often than by default: a run has few cycles and many objects."""
+"""Thresholds that make Python's cycle collector run rarely, because a run has few cycles and many
+objects."""
 
 Summary = Mapping[str, float]
 Key = TypeVar("Key", bound=Hashable)
@@ -47,7 +48,7 @@ def code_digest(outside: frozenset[str] = frozenset()) -> str:
     """Digest of the code that a run depends on: this package, and vLLM's version.
 
     Args:
-        outside: names of further modules.
+        outside: names of further modules to include.
     """
     import vllm
 
@@ -66,8 +67,8 @@ class Place:
     """Hardware, model and the tiers below VRAM.
 
     Attributes:
-        pool_tokens: size of the KV pool; None: what the weights leave.
-        batched_tokens, max_seqs, long_prefill: see ``Machine``; 0 for its defaults.
+        pool_tokens: size of the KV pool; None uses the VRAM left by the weights.
+        batched_tokens, max_seqs, long_prefill: see ``Machine``; 0 uses its defaults.
     """
 
     gpu: str
@@ -103,7 +104,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Source of jobs.
+    """Source of a run's jobs.
 
     Attributes:
         workload: name of a generated workload, or one of ``RECORDED``, from ``traces``.
@@ -115,7 +116,7 @@ class Source:
     traces: str = ""
 
     def jobs_for(self, place: Machine, seed: int) -> Workload:
-        """Return the jobs of a seed that fit into a machine."""
+        """Return a seed's jobs that fit on a machine."""
         made = self.workload not in RECORDED
         every = (
             generate(self.workload, self.jobs, seed) if made else coding_agents(Path(self.traces))
@@ -127,7 +128,7 @@ class Source:
             fit = replace(fit, jobs=tuple(families))
         if made or not fit.jobs:
             return fit
-        # Each seed starts at another session of the recording.
+        # Each seed starts at a different session of the recording.
         first, count = seed * self.jobs, len(fit.jobs)
         numbers = range(self.jobs)
         jobs = (_copied(fit.jobs[(first + at) % count], at // count) for at in numbers)
@@ -147,7 +148,7 @@ def _copied(job: SimJob, copy: int) -> SimJob:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run: a server on a machine, its jobs, and their arrival rate."""
+    """A single run: a server on a machine, its jobs, and their arrival rate."""
 
     place: Place
     source: Source
@@ -159,7 +160,7 @@ class Cell:
     def of(
         cls, place: Place, source: Source, server_name: str, jobs_per_s: float, seed: int
     ) -> Cell:
-        """Return the cell. The size of a tier that the server lacks does not distinguish cells.
+        """Return the cell. Sizes of tiers that the server lacks do not distinguish cells.
 
         Raises:
             ValueError: there is no such server.
@@ -198,8 +199,7 @@ class Cell:
         return {**outcome.summary(), "dropped": float(workload.dropped), **left_out}
 
     def result(self, folder: Path) -> Summary:
-        """Return the result that the folder keeps of this cell. Without one, simulates and keeps
-        it."""
+        """Return this cell's result from the folder. If there is none, simulate and store it."""
         path = folder / f"{self.key}.json"
         if not path.exists():
             part = path.with_suffix(".part")
@@ -211,11 +211,11 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Runs cells in processes.
+    """Runs cells in separate processes.
 
     Attributes:
-        folder: keeps the results.
-        on_done: called with every cell whose result exists.
+        folder: folder of the results.
+        on_done: called with every cell once its result exists.
     """
 
     processes: Executor
@@ -223,7 +223,9 @@ class Bench:
     on_done: Callable[[Cell], None]
 
     def run(self, wanted: Mapping[Key, Sequence[Cell]]) -> dict[Key, list[Summary]]:
-        """Run the cells of each key, or read their results. An interrupt loses no finished run."""
+        """Run the cells of each key, or read their stored results. An interrupt loses no finished
+        run.
+        """
         cells = dict.fromkeys(cell for some in wanted.values() for cell in some)
         futures = {self.processes.submit(cell.result, self.folder): cell for cell in cells}
         found = dict[Cell, Summary]()
@@ -254,7 +256,9 @@ def means(results: Sequence[Summary]) -> dict[str, float]:
 
 
 def _prepare_process() -> None:
-    """Import vLLM once per process. The import takes longer than a run, and is never garbage."""
+    """Import vLLM once per process, because the import takes longer than a run, and exclude its
+    objects from garbage collection.
+    """
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     os.environ["OMP_NUM_THREADS"] = "1"
     importlib.import_module("tiered_kv.bench.sim.engine.driver")

@@ -52,7 +52,9 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _loads_table(scene: Sequence[str], rows: Sequence[Row]) -> str:
-    """Mean completion time and P95 in seconds, and the closed part, of each policy at each load."""
+    """Mean completion time and P95 in seconds, and the fraction of the gap closed, of each policy
+    at each load.
+    """
     workload, gpu, model, cpu = scene
     loads = sorted({row["load"] for row in rows})
     cells: dict[str, dict[float, str]] = {row["policy"]: dict.fromkeys(loads, "") for row in rows}
@@ -116,8 +118,8 @@ def _ratio(over: Mapping[str, float | None]) -> str:
 def plot(result: Mapping[str, Any], folder: Path) -> list[Path]:
     """Draw a result as PNG and SVG. Existing files are replaced.
 
-    Servers over loads give a figure per scene: mean, P95 and speed-up over FCFS by load, and the
-    tiers that prompts came from at the highest one. Cases give one figure of bars with intervals.
+    A sweep over loads gives a figure per scene: mean, P95 and speed-up over FCFS by load, and the
+        sources of prompt tokens at the highest load. Cases give one bar chart with intervals.
 
     Raises:
         PlotError: matplotlib is missing, or there is nothing to draw.
@@ -188,7 +190,7 @@ def _draw_tiers(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _draw_bars(result: Mapping[str, Any], base: Path) -> list[Path]:
-    """A panel per group. Groups of the same cases have one scale."""
+    """Draw a panel per group. Groups with the same cases share a scale."""
     groups = dict[str, list[Row]]()
     for row in result["rows"]:
         groups.setdefault(row["group"], []).append(row)
@@ -207,7 +209,7 @@ def _draw_bars(result: Mapping[str, Any], base: Path) -> list[Path]:
                 [abs((one[end] or one["value"]) - one["value"]) for one in over] for end in ENDS
             ]
             axes.barh(cases, values, color=COLOURS, xerr=bars, error_kw=ERROR_BARS)
-            axes.invert_yaxis()  # the first on top, as in the table
+            axes.invert_yaxis()  # the first case on top, as in the table
             axes.axvline(1.0, color=COLOURS[0], linewidth=0.8)
             axes.grid(alpha=0.3, axis="x")
             axes.set_title(group, loc="left", fontsize=9)

@@ -17,13 +17,13 @@ from tiered_kv.bench.sim.engine.metrics import TIERS
 from .cells import LEFT_OUT, Bench, Cell, Key, Place, Source, Summary, means
 
 FCFS, INFINITE = "fcfs", "infinite"
-"""Stock vLLM, whose collapse sets every load, and with unlimited VRAM."""
+"""Stock vLLM, whose collapse sets every load, and stock vLLM with unlimited VRAM."""
 STABLE_TIMES = 3.0
-"""A server is stable while its mean job takes at most this many times as long as a job alone."""
+"""A server is stable while the mean job time is at most this many times that of a job alone."""
 ALONE_JOBS_PER_S = 1e-5
-"""Arrival rate at which no two jobs meet."""
+"""Arrival rate at which no two jobs overlap."""
 STEP = 1.04
-"""Factor within which the rate of collapse is found."""
+"""Precision of the search for the collapse rate, as a factor."""
 STRIDE, MOST_STRIDES = 16, 12
 ROW_FIGURES = ("mean_s", "p95_s", "p50_s", "p99_s", "ttft_s", *TIERS, "preempted", "dropped")
 FIGURES = (
@@ -33,7 +33,7 @@ FIGURES = (
 
 
 Scene = tuple[Place, Source]
-"""A machine with the jobs that arrive there."""
+"""A machine and the jobs that arrive there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Case:
     """A server on a machine.
 
     Attributes:
-        label: unique in its group.
+        label: name, unique in the group.
         place: the machine; None for the group's.
     """
 
@@ -56,8 +56,8 @@ class Group:
 
     Attributes:
         place: machine on which stock vLLM sets the load.
-        load: arrival rate, as a multiple of the highest stable rate of stock vLLM; None for jobs
-            that all arrive at the start.
+        load: arrival rate, as a multiple of the highest stable rate of stock vLLM; None if all jobs
+            arrive at the start.
     """
 
     label: str
@@ -76,8 +76,8 @@ class Load:
     """Limits of a scene.
 
     Attributes:
-        alone_s: mean completion time of a job that has stock vLLM to itself.
-        stable: highest rate at which each server is stable, jobs/s, by its name.
+        alone_s: mean completion time of a job alone on stock vLLM.
+        stable: highest stable rate of each server, jobs/s, by server name.
     """
 
     alone_s: float
@@ -89,7 +89,7 @@ class Measured:
     """Results of a group.
 
     Attributes:
-        limits: of its scene; None without a load.
+        limits: limits of its scene; None without a load.
         runs: summaries of each case by its label, one per seed.
     """
 
@@ -102,19 +102,19 @@ class Measured:
         return means(self.runs[label])[figure]
 
     def over(self, label: str, other: str, figure: str = "mean_s") -> PairedRatio:
-        """Ratio of a figure of two cases."""
+        """Ratio of a figure between two cases."""
         ours, theirs = ([one[figure] for one in self.runs[name]] for name in (label, other))
         return PairedRatio.of(ours, theirs)
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """Groups to run, and how to summarize the results.
+    """Groups to run, and the function that summarizes the results.
 
     Attributes:
-        name: of its files.
-        seeds: of jobs and arrivals.
-        search: seeds on which loads are found.
+        name: name of its files.
+        seeds: seeds of jobs and arrivals.
+        search: seeds used to find the loads.
         result: returns the JSON object of the measured groups.
         stable_for: servers whose highest stable load is also determined.
     """
@@ -128,7 +128,7 @@ class Study:
 
     @property
     def total_runs(self) -> int:
-        """Number of runs, without those that search for loads."""
+        """Number of runs, excluding the search for loads."""
         return len(self.seeds) * sum(len(group.cases) for group in self.groups)
 
 
@@ -173,8 +173,9 @@ def find_loads(
     seeds: Sequence[int],
     servers: Sequence[str] = (FCFS,),
 ) -> dict[Scene, Load]:
-    """Find what each of the servers bears in each scene. All searches run concurrently, because
-    the next rate of one is known only after its last run."""
+    """Find the highest stable load of each server in each scene. All searches run concurrently,
+    because each must wait for a run before it knows its next rate.
+    """
 
     def cells(scene: Scene, server: str, rate: float) -> list[Cell]:
         return [Cell.of(*scene, server, rate, seed) for seed in seeds]
@@ -206,7 +207,9 @@ def find_loads(
 
 def first_guess(scene: Scene, alone_s: float) -> float:
     """Return the rate at which the contexts of concurrent jobs would fill VRAM if all were kept,
-    jobs/s. By Little's law as many jobs run as arrive during one."""
+    jobs/s. By Little's law, the number of concurrent jobs is the arrival rate times a job's
+    duration.
+    """
     place, source = scene
     machine = place.machine()
     workload = source.jobs_for(machine, 0)
@@ -216,8 +219,9 @@ def first_guess(scene: Scene, alone_s: float) -> float:
 
 
 def search(guess: float) -> Generator[float, bool, float]:
-    """Yield rates, and receive whether each is stable. Returns the highest stable one, within a
-    factor of ``STEP``. Rates are powers of STEP, so that kept runs are found again."""
+    """Yield rates, and receive whether each is stable. Returns the highest stable rate, within a
+    factor of ``STEP``. Rates are powers of ``STEP``, so that stored runs can be reused.
+    """
     at: float = round(math.log(guess) / math.log(STEP))
     low, high = -math.inf, math.inf
     for _ in range(MOST_STRIDES):
@@ -244,8 +248,8 @@ def search(guess: float) -> Generator[float, bool, float]:
 def over_loads(study: Study, measured: Sequence[Measured]) -> dict[str, Any]:
     """Servers over a range of loads: means over seeds, one row per server and load.
 
-    ``closed`` is the part of the gap between stock vLLM and infinite VRAM that a server closes. It
-    is None where stock vLLM has not collapsed, or infinite VRAM has.
+    ``closed`` is the fraction of the gap between stock vLLM and infinite VRAM that a server closes.
+    It is None if stock vLLM has not collapsed, or infinite VRAM has.
     """
     limits = {one.group.scene: one.limits for one in measured if one.limits is not None}
     scenes = [_scene(scene, found, study.stable_for) for scene, found in limits.items()]
@@ -300,7 +304,7 @@ def _load_row(one: Measured, label: str) -> dict[str, Any]:
 def over_first(
     title: str, figure: str, study: Study, measured: Sequence[Measured]
 ) -> dict[str, Any]:
-    """Ratio of each case to the first case of its group, for one figure."""
+    """Ratio of each case to the first case of its group, for a single figure."""
     return {
         "title": title,
         "figure": figure,
@@ -321,8 +325,9 @@ def _case_row(one: Measured, label: str, figure: str) -> dict[str, Any]:
 
 
 def over_best(study: Study, measured: Sequence[Measured]) -> dict[str, Any]:
-    """The first case of each group over the best of the others, over the second case (itself
-    without holding), and over the last (a bound)."""
+    """Ratios of each group's first case to the best of the others, to the second case (the same
+    without holding), and to the last case (a bound).
+    """
     folds = [_fold_row(one) for one in measured]
     over = [fold["over_best"] for fold in folds]
     return {

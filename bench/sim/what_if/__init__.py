@@ -1,1 +1,1 @@
-"""Recorded jobs through the simulator, under another policy than the one that served them."""
+"""Simulates recorded jobs under a policy other than the one that served them."""

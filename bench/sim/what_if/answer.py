@@ -36,7 +36,7 @@ from .recording import (
 STOCK = "stock"
 """vLLM without a connector."""
 OBSERVE = "observe"
-"""Mode of a connector that moves nothing: vLLM serves as without it."""
+"""Connector mode that moves nothing, so that vLLM serves as without the connector."""
 MOST_SPAN_S = 10 * 365 * 86_400.0
 ALWAYS = (
     "Arrivals, gaps, prompts and answers are taken to be the same under the other policy: clients "
@@ -53,7 +53,8 @@ class Figures:
     """Figures of recorded or simulated jobs.
 
     Attributes:
-        mean_s, p50_s, p95_s: completion times, from a job's first arrival to its last end.
+        mean_s, p50_s, p95_s: completion times, from a job's first arrival to the end of its last
+            turn.
         vram, cpu, ssd, recomputed: fractions of prompt tokens by origin.
         again: tokens recomputed although an earlier turn of the job had computed them.
     """
@@ -73,8 +74,8 @@ class JobTimes:
     """Completion times of a job, seconds.
 
     Attributes:
-        job: its client's name for it; empty for a turn without a job.
-        simulated_s, what_if_s: simulated under its own policy and the other.
+        job: the client's name for it; empty for a turn without a job.
+        simulated_s, what_if_s: simulated under the recorded policy and under the other.
     """
 
     job: str
@@ -88,13 +89,14 @@ class WhatIf:
     """Estimated result of serving the same jobs with another policy.
 
     Attributes:
-        recorded_policy, policy: the two that are compared.
-        job_order: True if requests go in the order of their jobs, under the recorded and the other.
-        recorded, simulated, what_if: figures of the trace, and of its simulations.
+        recorded_policy, policy: the two compared policies.
+        job_order: True if requests are served in job order, under the recorded policy and the
+            other.
+        recorded, simulated, what_if: figures of the trace, and of the two simulations.
         simulated_over_recorded: ratios that show how accurate the simulation is.
         what_if_over_simulated: ratios of the other policy to the recorded one, both simulated.
-        costs: of a step of the engine, seconds; ``error`` is their median relative error.
-        limits: what this cannot know, a sentence each.
+        costs: step costs of the engine, seconds; ``error`` is their median relative error.
+        limits: limits of the estimate, one sentence each.
     """
 
     path: str
@@ -126,16 +128,16 @@ def what_if(
     """Simulate the jobs of a trace under its own policy and under another one.
 
     Args:
-        recorded: the trace's own policy, where that is a ``module:Class``; None: the policy named
+        recorded: the policy of the trace, if it is a ``module:Class``; None uses the policy named
             in the trace.
         policy: name of a policy, ``module:Class``, or ``stock`` for vLLM without a connector.
-        job_order: True if the other server takes requests in the order of their jobs
-            (``ContinuumScheduler``); None: as the recorded one does.
-        most: turns that are simulated.
+        job_order: True if the other server serves requests in job order (``ContinuumScheduler``);
+            None keeps the recorded order.
+        most: maximum number of turns to simulate.
 
     Raises:
         FileNotFoundError: there is no such trace.
-        WhatIfError: the trace does not hold what a simulation needs.
+        WhatIfError: the trace lacks data that a simulation needs.
         ConfigError: there is no such policy.
     """
     recording = read_recording(path, most)
@@ -151,7 +153,7 @@ def what_if(
         raise WhatIfError(f"the jobs of {path} span more than ten years: cut the trace")
     try:
         with _quiet():
-            # Names of simulated jobs are in the order of the workload, and so are outcomes.
+            # Names of simulated jobs and outcomes are in the order of the workload.
             runs = [
                 simulate(place.machine, one, found.workload, place.tiers).jobs for one in servers
             ]
@@ -193,7 +195,7 @@ def what_if(
 
 
 def _costs(cost: StepCost) -> dict[str, float]:
-    """Costs of a step by name, seconds."""
+    """Step costs by name, seconds."""
     return {
         "step_s": cost.step + cost.weights,
         "token_s": cost.token,
@@ -204,10 +206,10 @@ def _costs(cost: StepCost) -> dict[str, float]:
 
 
 def _recorded_policy(header: TraceHeader, asked: str) -> str:
-    """The policy that served the jobs. A trace is no reason to import a module.
+    """The policy that served the jobs. A module named only in the trace is not imported.
 
     Raises:
-        WhatIfError: it is of another package, and the caller has not named it.
+        WhatIfError: the policy is from another package, and the caller has not named it.
     """
     if header.mode == OBSERVE:
         return STOCK
@@ -220,7 +222,7 @@ def _recorded_policy(header: TraceHeader, asked: str) -> str:
 
 
 def _server(header: TraceHeader, policy: str, job_order: bool) -> Server:
-    """The recorded server, with a policy. Only the default one holds jobs."""
+    """The recorded server, with the given policy. Only the default policy holds jobs back."""
     if policy == STOCK:
         return Server(STOCK)
     registry.policy(policy)
@@ -237,8 +239,9 @@ def _server(header: TraceHeader, policy: str, job_order: bool) -> Server:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the operator's settings out of the simulated servers, and what vLLM prints out of the
-    result."""
+    """Keep the operator's settings out of the simulated servers, and vLLM's output out of the
+    result.
+    """
     names = [name for name in os.environ if name.startswith(ENV_PREFIX)]
     kept = {name: os.environ.pop(name) for name in names}
     try:
@@ -253,7 +256,7 @@ def _figures(
     jobs: Sequence[Sequence[SimulatedTurn | TurnTokens]],
     found: RecordedJobs,
 ) -> Figures:
-    """Return the figures of jobs.
+    """Return the figures of some jobs.
 
     Args:
         took: completion time of each job, seconds.
@@ -271,7 +274,7 @@ def _figures(
 
 
 def _ratios(figures: Figures, base: Figures) -> dict[str, float]:
-    """Ratios of times; those over nothing are left out."""
+    """Ratios of times. Ratios to zero are left out."""
     times = {name: f"{name}_s" for name in ("mean", "p50", "p95")}
     return {
         name: getattr(figures, time_s) / getattr(base, time_s)
@@ -281,7 +284,9 @@ def _ratios(figures: Figures, base: Figures) -> dict[str, float]:
 
 
 def _limits(recording: Recording, found: RecordedJobs, policy: str) -> Iterator[str]:
-    """Yield what the answer cannot know of this trace, and what it leaves out, a sentence each."""
+    """Yield what the answer cannot know about this trace, and what it leaves out, one sentence
+    each.
+    """
     header = recording.header
     if header.tiers_bytes.get(CPU):
         yield COMPRESSED

@@ -11,7 +11,7 @@ from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workl
 from tiered_kv.trace.turn_record import StoryEnd, TurnRecord
 
 SHELL = "bash"
-"""First name of a shell's commands in a record (``policies.tools``)."""
+"""First part of the name of a shell command in a record (``policies.tools``)."""
 NO_TOOL = "(no tool)"
 EXAMPLES = {
     "<path>::<name>": "a/b.py::c",
@@ -20,7 +20,7 @@ EXAMPLES = {
     "<url>": "https://a",
     "<n>": "1",
 }
-"""Words for the masks of a recorded command: they are masked alike."""
+"""Words to replace the masks of a recorded command. They are masked again in the same way."""
 SAYS_LAST = (StoryEnd.OVER, StoryEnd.NO_GAP)
 
 
@@ -29,8 +29,8 @@ class RecordedJob:
     """A job of a recording.
 
     Attributes:
-        name: the client's name for it; empty for turns without a job.
-        turns: in their order; each ended before the next one arrived.
+        name: the client's name for the job; empty for turns without a job.
+        turns: turns in order. Each ended before the next one arrived.
     """
 
     name: str
@@ -61,7 +61,7 @@ LEFT = {
         "others of their client."
     ),
 }
-"""Sentences about what cannot be simulated as it was, by the names of their counts."""
+"""Sentences about features that cannot be simulated, by the names of their counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def _jobs(turns: Iterable[TurnRecord], left: Counter[str]) -> Iterable[RecordedJ
                 left["beside"] += 1
                 yield RecordedJob(name, (one,))
                 continue
-            if job and one.turn <= job[-1].turn:  # a name that begins anew is another job
+            if job and one.turn <= job[-1].turn:  # a name that starts over is another job
                 yield RecordedJob(name, tuple(job))
                 job = []
             job.append(one)
@@ -125,16 +125,18 @@ def _jobs(turns: Iterable[TurnRecord], left: Counter[str]) -> Iterable[RecordedJ
 
 
 def _found(turn: TurnRecord) -> int:
-    """Tokens of its prompt that were found somewhere."""
+    """Number of prompt tokens that were found in any tier."""
     return max(0, turn.tokens.vram + turn.tokens.cpu + turn.tokens.ssd)
 
 
 def _shared_tokens(jobs: Sequence[RecordedJob], block: int) -> Iterator[int]:
-    """Tokens of each job's first prompt that other jobs of its client have, as far as it shows.
+    """Tokens of each job's first prompt that are shared with other jobs of its client, as far as
+    known.
 
-    A job has what its first turn found. One that found nothing came first, or what it shares was
-    gone, or it shares nothing: where most jobs of a client found something, it is taken to have
-    the least that one of them found. What a job found that had begun before may be its own.
+    A job shares the tokens that its first turn found. A job that found nothing may have been first,
+    its shared prefix may have been evicted, or it shares nothing. If most jobs of a client found
+    something, such a job is assumed to share the smallest amount found. Tokens found by a job that
+    started before the trace may be its own.
     """
     by_client: dict[str, list[int]] = defaultdict(list)
     found = [_found(job.turns[0]) if job.turns[0].turn == 1 else 0 for job in jobs]
@@ -165,7 +167,7 @@ def _sim_job(name: str, job: RecordedJob, arrives_s: float, shared: int) -> SimJ
 def _sim_turn(before: TurnRecord | None, one: TurnRecord, gap_s: float) -> SimTurn:
     tokens, kept = one.tokens, 0
     if before is not None:
-        # What was not found and is not lost is not the same text.
+        # Text that was neither found nor lost has changed.
         known = min(before.tokens.prompt + before.tokens.output, _found(one) + tokens.lost)
         kept = max(0, min(known, tokens.prompt - 1))
     command, name = "", one.tool[0] if one.tool and one.tool[0] != NO_TOOL else ""

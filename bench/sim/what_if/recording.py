@@ -1,4 +1,4 @@
-"""Recording of one engine, and its machine: sizes from the header, speeds from the turns."""
+"""The recording of an engine and its machine: sizes from the header, speeds from the turns."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from tiered_kv.trace.trace_reader import BadLine, TraceReader
 from tiered_kv.trace.turn_record import TurnRecord
 
 MOST_TURNS = 10_000
-"""Turns that are simulated, the first of a trace: so that time and memory have an end."""
+"""Maximum number of turns to simulate, from the start of the trace. It bounds time and memory."""
 
 Engine = tuple[int, float]
-"""An engine: its index among data-parallel ones, and when it began with the trace."""
+"""An engine: its data-parallel index, and when its trace started."""
 FULL = "full"
-"""Kind of KV of full attention."""
+"""KV type of full attention."""
 CPU, SSD = "cpu", "ssd"
 ASSUMED_KV_BYTES = 64 << 10
-"""Bytes of a token, if the trace lacks them. Only its ratio to other sizes counts."""
+"""KV bytes per token, if the trace lacks them. Only ratios to other sizes matter."""
 ASSUMED_RUNNING = 256
 ASSUMED_COPY_S = 10e-6
-"""Seconds to copy a token's KV up from CPU memory."""
+"""Seconds to copy a token's KV from CPU memory to VRAM, if the trace lacks it."""
 SSD_TIMES = 4.0
-"""Seconds to read a token's KV from SSD over those to copy it, if the trace lacks it."""
+"""Time to read a token's KV from SSD, relative to copying it, if the trace lacks it."""
 WRITE_SHARE = 0.8
-"""Speed of writing to SSD over that of reading."""
+"""Speed of writing to SSD relative to reading."""
 LEAST_KV = 8
-"""Bytes of a token are a multiple of these in the simulator."""
+"""KV bytes per token are a multiple of this in the simulator."""
 NO_END_BYTES = 1 << 44
 MOST_BLOCKS, MOST_BLOCK_TOKENS, MOST_CONTEXT = 4_000_000, 65_536, 4_000_000
-"""Largest sizes that are simulated, far beyond those of any engine."""
+"""Maximum sizes to simulate, far beyond those of any engine."""
 
 
 class WhatIfError(TieredKVError):
@@ -46,12 +46,12 @@ class WhatIfError(TieredKVError):
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Turns of one engine, in the order in which their gaps ended.
+    """Turns of an engine, in the order in which their gaps ended.
 
     Attributes:
-        left_out: turns of other engines.
+        left_out: number of turns of other engines.
         cut: True if the trace has more turns than were read.
-        bad_lines: number of lines that are no records. bad: the first of them.
+        bad_lines: number of invalid lines. bad: the first invalid line.
     """
 
     path: Path
@@ -64,14 +64,14 @@ class Recording:
 
 
 def read_recording(path: Path, most: int = MOST_TURNS) -> Recording:
-    """Read the first turns in a trace, from the engine with the most turns.
+    """Read the first turns of a trace, from the engine with the most turns.
 
     Args:
-        most: turns that are read.
+        most: maximum number of turns to read.
 
     Raises:
         FileNotFoundError: there is no such trace.
-        WhatIfError: it has no turns, or does not identify their engine.
+        WhatIfError: the trace has no turns, or does not identify their engine.
     """
     reader = TraceReader(path)
     turns, headers = defaultdict[Engine, list[TurnRecord]](list), dict[Engine, TraceHeader]()
@@ -99,10 +99,10 @@ def read_recording(path: Path, most: int = MOST_TURNS) -> Recording:
 
 @dataclass(frozen=True, slots=True)
 class RecordedMachine:
-    """A machine that stands for the recorded one.
+    """A simulated stand-in for the recorded machine.
 
     Attributes:
-        assumed: what is not in the trace, a sentence each.
+        assumed: assumptions for data that the trace lacks, one sentence each.
     """
 
     machine: Machine
@@ -118,10 +118,10 @@ def longest_context(header: TraceHeader) -> int:
 
 
 def recorded_machine(recording: Recording) -> RecordedMachine:
-    """Describe the machine of a recording.
+    """Derive the machine of a recording.
 
     Raises:
-        WhatIfError: the simulator has no such machine, or there are too few turns.
+        WhatIfError: the simulator cannot represent the machine, or there are too few turns.
     """
     header, assumed = recording.header, list[str]()
     block, blocks, pool = (
@@ -150,7 +150,7 @@ def recorded_machine(recording: Recording) -> RecordedMachine:
     if others := sorted(header.tiers_bytes.keys() - {CPU, SSD}):
         assumed.append(f"Tiers that the simulator lacks are left out: {', '.join(others)}.")
     step_tokens, running = header.step_tokens, header.running
-    if not (1 <= running <= step_tokens <= MOST_CONTEXT):  # so vLLM has it
+    if not (1 <= running <= step_tokens <= MOST_CONTEXT):  # as vLLM defines it
         step_tokens, running = STEP_TOKENS, ASSUMED_RUNNING
         assumed.append(
             f"A step is taken to compute up to {step_tokens:,} tokens of up to {running} requests."
@@ -178,8 +178,8 @@ def fit_turns(turns: Sequence[TurnRecord], step_tokens: int, copy_s_per_token: f
     """Fit the cost of a step to the turns of one engine.
 
     Args:
-        step_tokens: most tokens that a step computes.
-        copy_s_per_token: seconds to copy a token's KV up from CPU memory.
+        step_tokens: maximum tokens per step. copy_s_per_token: seconds to copy a token's KV from
+            CPU memory to VRAM.
 
     Raises:
         WhatIfError: there are too few turns with times and answers.
@@ -211,7 +211,7 @@ def fit_turns(turns: Sequence[TurnRecord], step_tokens: int, copy_s_per_token: f
 def _copies(
     turns: Sequence[TurnRecord], header: TraceHeader, assumed: list[str]
 ) -> tuple[float, float]:
-    """Seconds to copy a token's KV up from CPU memory, and to read it from SSD."""
+    """Seconds to copy a token's KV from CPU memory to VRAM, and to read it from SSD."""
     copies, reads = list[float](), list[float]()
     for one in turns:
         context, costs = one.tokens.prompt + one.tokens.output, one.decision
@@ -224,7 +224,7 @@ def _copies(
     copy_s = float(np.median(copies)) if copies else ASSUMED_COPY_S
     if not copies:
         assumed.append("Speed of copies from CPU memory is not in the trace, and is assumed.")
-    # Others in the queue make a read longer: the shorter ones show the disk's speed.
+    # Queueing prolongs reads, so the shorter ones show the disk's speed.
     read_s = float(np.quantile(reads, 0.25)) if reads else SSD_TIMES * copy_s
     if not reads and SSD in header.tiers_bytes:
         assumed.append("Speed of the SSD is not in the trace, and is assumed.")

@@ -1,1 +1,1 @@
-"""Workloads of a simulation: generated or recorded jobs, fixed before the first run."""
+"""Workloads for simulations: generated or recorded jobs, fixed before the first run."""

@@ -1,17 +1,17 @@
-"""Generated workloads, each from a seed, after published ones where they exist:
+"""Generated workloads, each from a seed, modelled on published workloads where these exist:
 
-- ``original``: Continuum's benchmark (arXiv 2511.02230): eight turns that grow to 2,900 tokens, six
-  gaps of 50 to 300 ms and one of 2 to 5 s. As in ``bench.replay``.
-- ``swe-agent``: 25 turns on average after a prompt of 4,000 tokens that all share. Nine commands
-  of ten are fast: recorded calls of SWE-agent (SWE-agent/SWE-agent @3ea751c, 40 calls) took 0.12 to
-  1.2 s, 0.24 s at the median. The tenth runs tests or builds, for 8 to 60 s.
-- ``chat``: people who read and type, half a minute at the median.
-- ``mixed``: half of them each.
+- ``original``: Continuum's benchmark (arXiv 2511.02230), as in ``bench.replay``: eight turns that
+  grow to 2,900 tokens, six gaps of 50 to 300 ms and one of 2 to 5 s.
+- ``swe-agent``: 25 turns on average after a shared prompt of 4,000 tokens. Nine of ten commands are
+  fast: recorded calls of SWE-agent (SWE-agent/SWE-agent @3ea751c, 40 calls) took 0.12 to 1.2 s,
+  with a median of 0.24 s. Every tenth runs tests or builds, for 8 to 60 s.
+- ``chat``: people who read and type, with a median gap of half a minute.
+- ``mixed``: half ``swe-agent``, half ``chat``.
 - ``burst``: ``original``, twenty jobs at a time.
 - ``turns-4`` to ``turns-32``: ``original`` with that many turns, and a long gap per seven of them.
-- ``rollouts``: a step of reinforcement learning. Jobs of ``swe-agent``, eight per prompt, all
-  started together; the step ends with the last of them.
-- ``wrong-hints``, ``no-hints``: ``original`` whose clients give wrong hints or none.
+- ``rollouts``: a reinforcement learning step. Jobs of ``swe-agent``, eight per prompt, all start
+  together, and the step ends with the last job.
+- ``wrong-hints``, ``no-hints``: ``original`` with clients that send wrong hints or none.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ from .workload import Hints, SimJob, SimTurn, Workload
 
 Rng = np.random.Generator
 Step = tuple[int, int, float, str]
-"""A turn: tokens that it adds, tokens of the answer, the gap after it in seconds, and its tool."""
+"""A turn: tokens added, answer tokens, the gap after it in seconds, and its tool."""
 
 SHORT_TOOL, LONG_TOOL = "cat notes.txt", "pytest -q"
 SWE_SHARED, SWE_TURNS, SWE_MOST_TURNS = 4_000, 25, 60
 SWE_SLOW = 0.1
 BURST = 20
 ROLLOUTS = 8
-"""Jobs of one prompt."""
+"""Jobs per prompt."""
 TURNS = (4, 8, 16, 32)
 BLOCK, LARGE_BLOCK = 16, 64
-"""vLLM's, and one for contexts of 20,000 tokens, of which every block costs the simulator time."""
+"""Tokens per block: vLLM's default, and a larger size for contexts of 20,000 tokens, because every
+block costs the simulator time."""
 
 
 def _original(rng: Rng, name: str) -> SimJob:
@@ -83,7 +84,7 @@ def _rollout(rng: Rng, name: str) -> SimJob:
     prompt = SWE_SHARED + int(np.random.default_rng(group).uniform(500, 2_500))
     job = _swe_agent(rng, name)
     first = replace(job.turns[0], added=prompt)
-    more = prompt - job.turns[0].added  # of every later context, too
+    more = prompt - job.turns[0].added  # also of every later context
     rest = tuple(replace(turn, shared=turn.shared + more) for turn in job.turns[1:])
     return replace(job, turns=(first, *rest), prefix=f"task-{group}", prefix_tokens=prompt)
 
@@ -117,7 +118,7 @@ def _tokens(rng: Rng, median: float, sigma: float) -> int:
 
 
 ALL = 0
-"""Burst of all jobs."""
+"""Burst size for all jobs at once."""
 _MAKERS: Mapping[str, tuple[Callable[[Rng, str], SimJob], Hints, int, int]] = {
     "original": (_original, Hints.RIGHT, 1, BLOCK),
     "swe-agent": (_swe_agent, Hints.RIGHT, 1, LARGE_BLOCK),
@@ -132,7 +133,7 @@ _MAKERS: Mapping[str, tuple[Callable[[Rng, str], SimJob], Hints, int, int]] = {
     "wrong-hints": (_original, Hints.WRONG, 1, BLOCK),
     "no-hints": (_original, Hints.NONE, 1, BLOCK),
 }
-"""Each with its hints, jobs that arrive together, and tokens of a block."""
+"""Maker of each workload's jobs, with its hints, burst size, and tokens per block."""
 GENERATED = tuple(_MAKERS)
 
 
@@ -140,7 +141,7 @@ def generate(name: str, count: int, seed: int) -> Workload:
     """Create ``count`` jobs of a workload.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such workload.
     """
     if name not in _MAKERS:
         raise ValueError(f"no workload {name!r}: write one of {', '.join(_MAKERS)}")
@@ -153,7 +154,7 @@ def generate(name: str, count: int, seed: int) -> Workload:
 
 
 def _misled(job: SimJob) -> SimJob:
-    """Name the other tool in each turn."""
+    """Swap the tool names, so that every hint is wrong."""
     other = {SHORT_TOOL: LONG_TOOL, LONG_TOOL: SHORT_TOOL}
     turns = tuple(replace(turn, tool=other.get(turn.tool, "")) for turn in job.turns)
     return replace(job, turns=turns)

@@ -1,14 +1,15 @@
 """Recorded sessions of coding agents as jobs of a simulation.
 
-The file has one session a line (see ``bench.gaps``): of every request its tokens, those
-shared with the request before, and the gap before it; of every sub-agent its own requests and
-how long it took. A sub-agent begins when the request before it ends, and its parent goes on when
-it is done, as much later as it did in the record.
+The file has one session per line (see ``bench.gaps``). A request has its tokens, the tokens shared
+with the previous request, and the gap before it; a sub-agent has its requests and its duration. A
+sub-agent starts when the request before it ends. Its parent continues after it has finished, with
+the same delay as in the record.
 
-A session is cut at a gap of over ten minutes: its user was away, and what follows is another job.
-It is also cut where a gap, or the tokens shared with the previous request, are null. A request
-without its tokens is left out, and so is what follows it in a sub-agent. A sub-agent of unknown
-duration is left out: its time is part of its parent's gap. What is left out is counted.
+A session is split at gaps of over ten minutes, because the user was away, and the rest is another
+job. It is also split where a gap, or the tokens shared with the previous request, are null. A
+request without tokens is left out, and so are the requests after it in a sub-agent. A sub-agent of
+unknown duration is left out, and its time is part of its parent's gap. Everything left out is
+counted.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ from .workload import Hints, SimJob, SimTurn, Workload
 
 AWAY_S = 600.0
 MOST_TURNS = 60
-"""Turns of a job; the others are left out, so that no single session decides a run."""
+"""Maximum turns per job. Further turns are left out, so that no single session dominates a run."""
 FEWEST_TURNS = 3
 BLOCK = 128
-"""Tokens of a block: contexts have up to 100,000 tokens, and every block costs the simulator time.
-docs/simulation.md says how far results differ from those with blocks of 64."""
+"""Tokens per block: contexts have up to 100,000 tokens, and every block costs the simulator time.
+docs/simulation.md has the difference from blocks of 64."""
 NO_TOOL_STOP = "end_turn"
 NUMBERS: Mapping[str, Callable[[Row, str], float]] = {
     **dict.fromkeys(("in", "out", "lcp"), whole),
     **dict.fromkeys(("gap", "dur_ms"), real),
 }
-"""Readers of a request's numbers, by their names."""
+"""Parsers of a request's numbers, by field name."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A request of a session, and the sub-agents that began behind it."""
+    """A request of a session, and the sub-agents that started after it."""
 
     request: Row
     agents: list[_Agent] = field(default_factory=list)
@@ -57,7 +58,7 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Agent:
-    """A sub-agent, and those of its requests that can be played."""
+    """A sub-agent, and its requests that can be played."""
 
     name: object
     took_s: float
@@ -69,21 +70,21 @@ def coding_agents(path: Path) -> Workload:
     """All jobs of a recording, in the order of the file.
 
     Raises:
-        bench.agents.recorded_rows.RecordingError: it cannot be read, is no such recording, or has
-            no job.
+        bench.agents.recorded_rows.RecordingError: it cannot be read, is not such a recording, or
+            has no job.
     """
     sessions = read_rows(path, _session)
     return workload_of([one for one in sessions if not one.get("dup")], path.name)
 
 
 def workload_of(sessions: Sequence[Row], name: str) -> Workload:
-    """All jobs of these sessions, in their order.
+    """All jobs of these sessions, in order.
 
     Args:
-        name: of the recording.
+        name: name of the recording.
 
     Raises:
-        bench.agents.recorded_rows.RecordingError: a value is none, or there is no job.
+        bench.agents.recorded_rows.RecordingError: a value is invalid, or there is no job.
     """
     jobs, nulls, too_short = list[SimJob](), LeftOut(), LeftOut()
     for at, session in enumerate(sessions):
@@ -119,7 +120,7 @@ def _parts(session: Row) -> tuple[list[list[_Turn]], int]:
     nulls, cut = 0, True
     for row in _rows(session):
         if row.get("k") == "sub":
-            asked = [one for one in _rows(row) if one.get("in") != 0]  # 0 tokens are no request
+            asked = [one for one in _rows(row) if one.get("in") != 0]  # 0 tokens are not a request
             known = [] if row.get("dur_ms") is None else list(_known_ones(asked))
             nulls += len(asked) - len(known)
             if parts and known:
@@ -137,8 +138,9 @@ def _parts(session: Row) -> tuple[list[list[_Turn]], int]:
 
 
 def _rows(record: Row) -> list[Row]:
-    """Requests of a session or sub-agent, with their numbers checked; of one that is null nothing
-    is known."""
+    """Requests of a session or sub-agent, with validated numbers. A null request has no known
+    numbers.
+    """
     return [
         {**row, **{name: known(row, name, read) for name, read in NUMBERS.items() if name in row}}
         for row in rows_in(record, "reqs")
@@ -146,7 +148,7 @@ def _rows(record: Row) -> list[Row]:
 
 
 def _known_ones(asked: Sequence[Row]) -> Iterator[Row]:
-    """Yield a sub-agent's requests up to the first of which too little is known."""
+    """Yield a sub-agent's requests up to the first incomplete one."""
     for at, row in enumerate(asked):
         if _lacks_tokens(row) or (at and _is_apart(row)):
             return
@@ -158,7 +160,7 @@ def _lacks_tokens(row: Row) -> bool:
 
 
 def _is_apart(row: Row) -> bool:
-    """True if it is not known how a request follows the one before."""
+    """True if the record lacks the relation of a request to the previous one."""
     return row.get("gap") is None or row.get("lcp") is None
 
 

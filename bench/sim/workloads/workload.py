@@ -1,4 +1,4 @@
-"""Jobs of a simulation: fixed before the first run, and the same for every policy."""
+"""Jobs of a simulation, fixed before the first run and the same for every policy."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ TOO_LONG = "too_long"
 
 
 class Hints(Enum):
-    """Hints of clients about their jobs."""
+    """Hints that clients send about their jobs."""
 
     RIGHT = "right"
-    """The job's name, and which turn is its last."""
+    """The job's name, and a mark on its last turn."""
     WRONG = "wrong"
-    """The name, but every turn is marked as the last, and tools are named wrongly."""
+    """The job's name, but every turn is marked as the last, and tools are named wrongly."""
     NONE = "none"
 
 
@@ -28,14 +28,14 @@ class SimTurn:
     """A request, and the pause after it.
 
     Attributes:
-        shared: leading tokens of the job's context that the prompt keeps.
-        added: tokens of the prompt after them.
-        output: tokens of the answer.
-        gap_s: seconds from the end of the answer, and of the sub-agents that it started, to the
-            job's next turn; 0 after the last.
-        tool: command of the tool that runs then; may be empty. tool_name: its name; empty for a
+        shared: number of leading context tokens that the prompt keeps.
+        added: number of prompt tokens after the shared ones.
+        output: answer length, tokens.
+        gap_s: seconds from the end of the answer and of the sub-agents that it started to the job's
+            next turn; 0 after the last turn.
+        tool: command that runs in the gap; may be empty. tool_name: name of the tool; empty for a
             shell.
-        agents: sub-agents that it starts, ``arrives_s`` after its end.
+        agents: sub-agents that it starts, each ``arrives_s`` after its end.
     """
 
     shared: int
@@ -56,10 +56,10 @@ class SimJob:
     """An agent's work.
 
     Attributes:
-        name: unique in its workload.
-        arrives_s: when it starts.
-        prefix: jobs with the same prefix share their first ``prefix_tokens``; empty for none.
-        says_last: its client marks its last turn.
+        name: name, unique in the workload.
+        arrives_s: arrival time of its first turn, seconds.
+        prefix: jobs with the same value share their first ``prefix_tokens``; empty for none.
+        says_last: True if its client marks its last turn.
     """
 
     name: str
@@ -71,7 +71,7 @@ class SimJob:
 
     @property
     def longest(self) -> int:
-        """Tokens of its longest context, sub-agents included."""
+        """Length of its longest context, sub-agents included, tokens."""
         own = max(turn.prompt + turn.output for turn in self.turns)
         return max([own, *(agent.longest for turn in self.turns for agent in turn.agents)])
 
@@ -85,12 +85,12 @@ class SimJob:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Jobs that are the same for every server.
+    """Jobs to play, the same for every server.
 
     Attributes:
-        block: tokens of a block that suits its contexts.
-        burst: jobs that arrive together.
-        left_out: counts by reason. ``too_long``: jobs that no server could hold.
+        block: tokens per block that suits its contexts.
+        burst: number of jobs that arrive together.
+        left_out: counts by reason. ``too_long`` counts jobs that no server could hold.
     """
 
     name: str
