@@ -147,7 +147,7 @@ def whole(row: Row, name: str) -> int:
     """A whole number, 0 or more."""
     found = real(row, name)
     if found != int(found):
-        raise ValueError(f"{name}: {found:g} is no whole number")
+        raise ValueError(f"{name}: {found:g} is not a whole number")
     return int(found)
 
 

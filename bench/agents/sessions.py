@@ -93,8 +93,8 @@ def _turn(row: Row) -> dict[str, Any]:
     """A turn's validated fields; None if one is null."""
     if not row.keys() >= FIELDS:
         raise ValueError(
-            f"it has no {', '.join(sorted(FIELDS - row.keys()))}, but {names(row)}: it is no turn "
-            "of LMCache's agent traces"
+            f"it has no {', '.join(sorted(FIELDS - row.keys()))}, but {names(row)}: it is not a "
+            "turn of LMCache's agent traces"
         )
     return {name: known(row, name, read) for name, read in READERS.items()}
 

@@ -141,7 +141,7 @@ class Comparison:
         if max(busy) > BUSY_CORES:
             lines.append(
                 f"THE MACHINE WAS BUSY: other programs used {busy[0]:.1f} cores meanwhile, "
-                f"{busy[1]:.1f} in stock's run; on a CPU a neighbour can triple a step"
+                f"{busy[1]:.1f} in stock's run; on a CPU, other load can triple step times"
             )
         return [*lines, self._about_answers()]
 
@@ -156,8 +156,8 @@ class Comparison:
         own, own_jobs = differing_answers(self.stock.run, self.control.run)
         return (
             f"{said}; stock vLLM differs from itself in {own} answers, in {own_jobs} jobs, when "
-            f"the jobs start in another order: in {self.dtype} the shape of a batch decides "
-            "between tokens that are as good as equal, and later turns follow"
+            f"the jobs start in another order: in {self.dtype} the batch shape decides between "
+            "nearly equal tokens, and later turns then differ too"
         )
 
     def as_json(self) -> dict[str, object]:

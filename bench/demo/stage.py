@@ -132,7 +132,7 @@ def so_far(done: Sequence[TurnDone], before: Sequence[TurnDone]) -> str:
     """A sentence that compares a run in progress with the other server at the same turn count."""
     later = [turn for turn in done if turn.turn > 1]
     if not later:
-        return "  the agents' first prompts are computed"
+        return "  computing the agents' first prompts"
     prompt = sum(turn.prompt_tokens for turn in later)
     computed = prompt - sum(turn.cached_tokens for turn in later)
     stock_s = later_ttft_s(before[: len(done)])

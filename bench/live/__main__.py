@@ -134,11 +134,11 @@ def bench(
     if context.invoked_subcommand is not None:
         return 0
     if not url:
-        raise typer.BadParameter("write the address of a running server", param_hint="--url")
+        raise typer.BadParameter("give the address of a running server", param_hint="--url")
     if len(name) > len(url):
         raise typer.BadParameter(f"{len(name)} names, but {len(url)} servers", param_hint="--name")
     if bool(jps) == bool(sessions):
-        raise typer.BadParameter("write either --jps or --sessions", param_hint="--jps")
+        raise typer.BadParameter("use either --jps or --sessions", param_hint="--jps")
     loads = [Load(Arriving.JPS, level, duration) for level in jps]
     loads += [Load(Arriving.SESSIONS, level, duration) for level in sessions]
 

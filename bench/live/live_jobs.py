@@ -69,8 +69,7 @@ def load_jobs(source: str, *, count: int, seed: int) -> LiveJobs:
     path = Path(source)
     if not path.exists():
         raise ValueError(
-            f"no workload {source!r}: write one of {', '.join(GENERATED)}, or the path of a "
-            "recording"
+            f"no workload {source!r}: use one of {', '.join(GENERATED)}, or the path of a recording"
         )
     if path.is_dir():
         return _of(tester_traces(path), whole=True)
@@ -117,7 +116,7 @@ def fitting(
     if not made:
         raise ValueError(
             f"no job of {jobs.name} fits: the first turns need more than {most_tokens} tokens; "
-            "write --scale below 1, or serve a longer context"
+            "use --scale below 1, or serve a longer context"
         )
     left_out = {**jobs.left_out, **({CUT: cut} if cut.sessions else {})}
     return replace(jobs, jobs=tuple(made), unit=Unit.TOKENS, left_out=left_out)

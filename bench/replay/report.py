@@ -33,7 +33,7 @@ Row: TypeAlias = Mapping[str, Any]
 REASONS = {
     "nulls": "values that are null",
     "too_short": "too few turns that continue one another",
-    "too_long": "a context that the pool or the model does not hold",
+    "too_long": "contexts longer than the pool or the model allows",
 }
 """Reasons for leaving out sessions."""
 SHOWN = ("load", "server", "jobs", "mean_s", "p50_s", "p95_s", "ttft_s")

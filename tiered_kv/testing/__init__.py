@@ -1,4 +1,4 @@
-"""Test suites and fakes, shipped so that other packages can test their parts.
+"""Test suites and fakes, shipped so that other packages can test their own components.
 
 Conformance suites are pytest classes to subclass. A subclass names or creates the class under test
 and inherits every test. They are in ``conformance``:
@@ -11,7 +11,7 @@ and inherits every test. They are in ``conformance``:
 - ``eviction.EvictionConformance``: eviction rules.
 - ``policy.PolicyConformance``: policies.
 
-Fakes replace parts that a test cannot use:
+Fakes replace components that a test cannot use:
 
 - ``faults.FaultyTransfer``: a transfer backend whose copies fail, or deliver wrong bytes, on
   request.

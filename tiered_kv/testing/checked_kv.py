@@ -43,7 +43,7 @@ def sample(cells: Cells) -> int:
 
 
 def text(tokens: int, seed: int) -> list[int]:
-    """Token ids that share no block with the token ids of another seed."""
+    """Token ids that share no block with those of another seed."""
     return [int(t) for t in np.random.default_rng(seed).integers(1, VOCABULARY, tokens)]
 
 

@@ -44,7 +44,7 @@ class FairnessWatch:
 
     def _allocated(self, request_id: str, _num_external: int) -> None:
         found = self._waiting.pop(request_id, None)
-        if found is None:  # admitted before: its restore has finished, or it was preempted
+        if found is None:  # already admitted once: its restore has finished, or it was preempted
             return
         request, arrived_at = found
         now = self._clock()

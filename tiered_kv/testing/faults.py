@@ -9,17 +9,17 @@ from dataclasses import replace
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
 
 NO_SLOT = -1
-"""A slot that no pool has: its copy fails."""
+"""A slot number that no pool has, so that its copy fails."""
 
 
 class FaultyTransfer(TransferBackend):
     """Passes jobs on to ``inner``, except for requested faults.
 
-    Each fault affects one job. Faults may be requested from any thread; all else is as in every
-    backend.
+    Each fault affects one job. Faults may be requested from any thread. Otherwise the rules for all
+    backends apply.
 
     Attributes:
-        struck: number of faults that have happened, so that a test can check its own.
+        struck: number of faults that have occurred, so that a test can check that its fault did.
         held: jobs held back.
     """
 
@@ -34,17 +34,17 @@ class FaultyTransfer(TransferBackend):
         self._kept_back: deque[CopyJob] = deque()
 
     def fail_next(self, direction: Direction, indices: Collection[int] | None = None) -> None:
-        """Let the next job in that direction fail at ``indices``, or everywhere.
+        """Make the next job in that direction fail at ``indices``, or everywhere.
 
         Nothing is copied there, so the destination keeps its old bytes.
         """
         self._failures[direction].append(None if indices is None else frozenset(indices))
 
     def corrupt_next_load(self) -> None:
-        """Let the next load deliver wrong bytes and report success.
+        """Make the next load deliver wrong bytes and report success.
 
-        Each page of the load receives the bytes of the previous page, with which a model can
-        compute. A single page is not copied: its block keeps its old bytes.
+        Each page of the load receives the bytes of the previous page, which are plausible KV. A
+        load of a single page copies nothing: the block keeps its old bytes.
         """
         self._corruptions.append(None)
 
@@ -54,7 +54,7 @@ class FaultyTransfer(TransferBackend):
         self._slow = direction
 
     def let_go(self) -> None:
-        """Start the copies that were held back, and hold back no more."""
+        """Start the copies that were held back, and stop holding copies back."""
         self._slow = None
         while self._kept_back:
             self.inner.submit(self._kept_back.popleft())

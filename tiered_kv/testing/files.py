@@ -39,12 +39,13 @@ class _Fault:
 class FaultyFiles:
     """Passes everything on to ``inner``, except for requested faults. Thread-safe.
 
-    Operations are named as the methods are; ``open`` is ``create``, ``open_to_write`` or ``open``.
+    Operations have the names of the methods; ``open`` stands for ``create``, ``open_to_write`` and
+    ``open``.
 
     Attributes:
-        struck: number of faults that have happened, so that a test can check its own.
-        calls: how often each operation was called.
-        most_bytes: maximum number of bytes that one read or write reports.
+        struck: number of faults that have occurred, so that a test can check that its fault did.
+        calls: number of calls of each operation.
+        most_bytes: maximum number of bytes that a read or write transfers.
     """
 
     def __init__(self, inner: FileLayer | None = None) -> None:
@@ -58,7 +59,7 @@ class FaultyFiles:
         self._mutex = threading.Lock()
 
     def fail(self, operation: str, error: int, *, after: int = 0, times: float = 1) -> None:
-        """Let calls of a method fail with an errno, after ``after`` more calls."""
+        """Make calls of a method fail with an errno, after ``after`` more calls."""
         with self._mutex:
             self._faults[operation] = _Fault(error, after, times)
 
@@ -176,10 +177,10 @@ class FaultyFiles:
 
 
 class SmallDisk(FaultyFiles):
-    """A disk with that many bytes. Writes beyond them fail.
+    """A disk of limited size. Writes beyond it fail.
 
     Args:
-        folder: everything in it is on the disk.
+        folder: folder whose contents are on the disk.
         tells: True if the disk reports its free space. A quota does not.
     """
 
@@ -224,7 +225,7 @@ class UnsafeFiles(RealFiles):
 
 
 class Crash(Enum):
-    """Possible fates of changes that were not synced."""
+    """What happens to changes that were not synced."""
 
     KILLED = "the process was killed: all were made, the last one in part"
     POWER_CUT = "the power was cut: none were made"
@@ -253,8 +254,8 @@ class Step:
 
 
 class RecordedFiles(FaultyFiles):
-    """Records all changes in order, so that the disk after a crash at any of them can be recreated:
-    ``steps[:n]`` were issued, and only some of them may have arrived.
+    """Records all changes in order, so that the disk after a crash at any point can be recreated:
+    ``steps[:n]`` were issued, but not all of them need have reached the disk.
 
     With one I/O thread the order is the same in every run, except for the sync of a folder, which
     runs concurrently with the first writes to a new segment.
@@ -353,7 +354,7 @@ class _Disk:
         self.pending = waiting
 
     def settle(self, crash: Crash, rng: random.Random) -> None:
-        """Decide the fate of all changes that were not synced."""
+        """Decide which of the unsynced changes reached the disk."""
         for step, dying in self.pending:
             if crash is Crash.POWER_CUT or (crash is Crash.TORN and rng.random() < 0.5):
                 continue

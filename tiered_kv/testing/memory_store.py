@@ -1,4 +1,4 @@
-"""A page store in a mapping, and one whose answers are late, partial, wrong or missing."""
+"""A page store in a mapping, and a faulty one whose answers are late, partial, wrong or missing."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class StoredPage:
 
 
 Pages = MutableMapping[PageKey, StoredPage]
-"""The medium of a store: what it finds again when it is opened once more."""
+"""The medium of a store. A store that is opened later finds the pages in it."""
 
 
 class MemoryStore(PageStore):
-    """Pages in a mapping that no other store writes.
+    """A store over a mapping that no other store writes.
 
     Args:
         pages: the medium.
@@ -88,18 +88,17 @@ class MemoryStore(PageStore):
 
 
 class FaultyStore(MemoryStore):
-    """Pages in a mapping that other stores also write, behind a faulty link.
+    """A store over a mapping that other stores also write, behind a faulty link.
 
-    It obeys the contract despite its faults: every call returns, and the passed pages are not
-    accessed afterwards.
+    It keeps the store contract despite its faults: every call returns, and the passed pages are not
+        accessed afterwards.
 
     Args:
         pages: the medium, shared with the stores of other ranks or engines.
         latency_s: time from a call to its answer, seconds.
         missing: pages that it reports as missing.
         corrupt: pages of which each ``get`` flips a byte.
-        hang: event that calls wait for before they are answered; None: calls are answered
-            immediately.
+        hang: event that calls wait for before they are answered; None answers immediately.
         timeout_s: seconds after which ``put`` and ``get`` give up.
     """
 

@@ -1,4 +1,4 @@
-"""Policies for tests of the runtime, which carries out their decisions."""
+"""Policies for tests of the runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine under test with its connector: what all engines offer to tests."""
+"""An engine under test with its connector: the interface that all engines offer to tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from .policies import FixedPin, SwitchedPolicy
 
 class RigSize(Protocol):
     """Size of an engine: blocks, tokens per block and per request; and the connector's settings,
-    None without a connector."""
+    which are None without a connector.
+    """
 
     @property
     def blocks(self) -> int: ...
@@ -36,15 +37,15 @@ class RigSize(Protocol):
 
 
 class EngineRig(ABC):
-    """An engine to drive step by step, and names for the parts of its connector.
+    """An engine that tests drive step by step, with access to the components of its connector.
 
     Attributes:
-        now: seconds on the clock of the engine and its connector; tests set it.
+        now: clock of the engine and its connector, seconds. Tests set it.
         prompts, outputs: tokens of each request.
-        finished: finished requests, with the engine's finish status.
+        finished: finished requests, each with the engine's finish status.
         steps: number of steps so far.
         free_at_start: number of free blocks at the start.
-        switch: the policy in force.
+        switch: the policy, which tests can replace.
     """
 
     options: RigSize
@@ -142,13 +143,13 @@ class EngineRig(ABC):
         return self.outputs[request_id]
 
     def fill(self, rounds: int = 2, *, tag: str = "rival") -> None:
-        """Run rival prompts until the whole VRAM pool has been reused."""
+        """Run competing prompts until the whole VRAM pool has been reused."""
         tokens = self.options.max_model_len - 8
         for i in range(rounds * self.options.blocks // self.kept_blocks(tokens) + 1):
             self.ask(f"{tag}-{self.steps}-{i}", text(tokens, seed=self.steps * 1000 + i))
 
     def kept_blocks(self, tokens: int) -> int:
-        """Minimum number of blocks in which a context of that many tokens can be found."""
+        """Minimum number of blocks needed to find a context of that many tokens."""
         return tokens // self.options.block_size
 
     def inject(self, wrap: Callable[[Any], Any]) -> Any:
@@ -158,7 +159,7 @@ class EngineRig(ABC):
         return half.backend
 
     def wait_for_worker(self) -> None:
-        """Wait until the worker has carried out its orders. The next step receives the reports."""
+        """Wait until the worker has carried out its orders. The next step delivers the reports."""
         half = self.worker_half
         if half.backend is not None:
             half.backend.drain()
@@ -167,7 +168,7 @@ class EngineRig(ABC):
         if half.snapshots is not None:
             half.snapshots.drain()
         for tier in half.stores.values():
-            tier.io.wake()  # the rig's clock has advanced, so some may be due
+            tier.io.wake()  # the rig's clock has advanced, so some orders may be due
             assert tier.io.wait_idle(300.0), "the I/O thread is stuck"
 
     def settle(self) -> None:

@@ -33,7 +33,7 @@ from .segments import SegmentFile
 
 
 def store_options(root: Path, **changes: object) -> StoreOptions:
-    """A small store: sixteen segments of about eight to thirty pages."""
+    """Options for a small store: sixteen segments of about eight to thirty pages each."""
     options = StoreOptions(
         root=root,
         fingerprint=FINGERPRINT,
@@ -49,7 +49,7 @@ def store_options(root: Path, **changes: object) -> StoreOptions:
 
 @dataclass(frozen=True, slots=True)
 class ToyCodec:
-    """Stores the even bytes raw and the odd bytes as a frame, and adds its training."""
+    """Stores the even bytes raw and the odd bytes as a frame, plus its training data."""
 
     page_format: PageFormat
     table: bytes = b""
@@ -84,7 +84,7 @@ class ToyCodec:
 
 @dataclass
 class SegmentBench(StoreBench[SegmentStore]):
-    """A segment store that is reopened repeatedly, and its expected pages."""
+    """A segment store that can be reopened repeatedly, and the pages that it should contain."""
 
     options: StoreOptions = field(kw_only=True)
     files: FileLayer | None = None
@@ -265,7 +265,7 @@ class SegmentStoreConformance(StoreConformance):
         bench.check()
 
     def test_a_closed_store_leaves_its_memory_at_once(self, tmp_path: Path) -> None:
-        """Python collects cycles at any time. A cycle would keep every buffer until then."""
+        """A reference cycle would keep every buffer until Python's next collection."""
         options = store_options(tmp_path / "root")
         files: FileLayer | None = RealFiles()
         bench: SegmentBench | None = SegmentBench.of(self, options, files)

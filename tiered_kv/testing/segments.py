@@ -1,4 +1,4 @@
-"""Segment files, read by a test while a store may have them open."""
+"""Reads segment files for tests, even while a store has them open."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SegmentFile:
     Attributes:
         header: its header.
         sealed: True if it has a footer.
-        entries: positions of its records, in the order of writing.
+        entries: positions of its records, in the order in which they were written.
 
     Raises:
         FormatError: the file is not a segment.

@@ -1,5 +1,4 @@
-"""A codec that shrinks any page. KV that can be checked is random, and incompressible for other
-codecs."""
+"""A codec that shrinks any page. Checkable KV is random, so other codecs cannot compress it."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from tiered_kv.codecs.base import Bytes, Codec, CodecError, EncodedPage, PageFor
 NAME = f"{__name__}:Shrinking"
 """Name of the codec in settings."""
 LEAST, MOST = 0.25, 0.75
-"""Shares of a page to which it shrinks, by its content."""
+"""Minimum and maximum compressed size, as fractions of a page. The content decides."""
 DIGEST_BYTES = 16
 
 
@@ -22,8 +21,7 @@ DIGEST_BYTES = 16
 class Shrinking:
     """Remembers pages, and stores only a name that depends on the content.
 
-    All codecs of a process share their pages. The input of ``decode`` must be right to the last
-    byte.
+    All codecs of a process share their pages. ``decode`` accepts only exactly what was stored.
     """
 
     page_format: PageFormat
@@ -62,7 +60,7 @@ _PAGES: dict[bytes, bytes] = {}
 
 
 def forget_pages() -> None:
-    """Forget the pages of the process. They can no longer be decoded."""
+    """Forget all pages of the process, which can then no longer be decoded."""
     _PAGES.clear()
 
 

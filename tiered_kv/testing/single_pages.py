@@ -1,4 +1,6 @@
-"""The page index for single pages. The product moves whole orders, tests move single pages."""
+"""Calls of the page index for single pages. The runtime uses whole orders, but tests use single
+pages.
+"""
 
 from __future__ import annotations
 

@@ -18,13 +18,12 @@ NO_LIMIT = "0"
 
 
 class ValkeyServer:
-    """A server process, which ends with the ``with`` block and loses its data.
+    """A server process. It ends, and its data is lost, with the ``with`` block.
 
     Args:
         folder: folder for its log and its user file.
-        most: its memory limit, in the syntax of ``maxmemory``.
-        eviction: its ``maxmemory-policy``.
-        password: password of its default user; empty admits every client.
+        most: memory limit, in the syntax of ``maxmemory``. eviction: its ``maxmemory-policy``.
+        password: password of the default user; empty requires none.
         port: its port; None chooses a free one.
     """
 
@@ -89,7 +88,7 @@ class ValkeyServer:
         raise RuntimeError(f"Valkey did not start: {log.read_text()[-2000:]}")
 
     def pause(self) -> None:
-        """Suspend the server: connections are accepted, but nothing is answered."""
+        """Suspend the server. It still accepts connections, but answers nothing."""
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -97,15 +96,16 @@ class ValkeyServer:
         self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill the server and lose its data. Idempotent."""
+        """Kill the server. Its data is lost. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
 
     def talk(self, *words: bytes) -> bytes:
-        """Return the raw answer to a command, for commands that the product's client never
-        sends."""
+        """Send a command and return the raw answer, for commands that the connector's client never
+        sends.
+        """
         with socket.create_connection(("127.0.0.1", self.port), START_S) as connection:
             if self._password:
                 connection.sendall(_command(b"AUTH", self._password.encode()))

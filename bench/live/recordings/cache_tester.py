@@ -69,7 +69,7 @@ def _check_blocks(requests: Sequence[Row], block: int) -> None:
     if hashed > MOST_HASHED * (tokens + block * len(counted)):
         raise ValueError(
             f"its hash_ids stand for {hashed:,} tokens of {tokens:,} with {block} tokens each: "
-            "write the right block_size"
+            "set the right block_size"
         )
 
 

@@ -94,7 +94,7 @@ def machine(gpu: str, model: str, *, ranks: int = 1, pool_tokens: int | None = N
     """
     for what, name, known in (("GPU", gpu, GPUS), ("model", model, MODELS)):
         if name not in known:
-            raise ValueError(f"no {what} {name!r}: write one of {', '.join(known)}")
+            raise ValueError(f"no {what} {name!r}: use one of {', '.join(known)}")
     card, net = GPUS[gpu], MODELS[model]
     left = ranks * (UTILISATION * card.memory - RESERVED_BYTES) - net.weight_bytes
     if pool_tokens is None:

@@ -136,7 +136,7 @@ def server(name: str) -> Server:
     if not ours or tiers not in ([], ["cpu"], ["cpu", "ssd"]) or (at and not tiers):
         known = ", ".join(BASES)
         raise ValueError(
-            f"no server {name!r}: write one of {known}, or module:Class, then +cpu or +cpu+ssd, "
+            f"no server {name!r}: use one of {known}, or module:Class, then +cpu or +cpu+ssd, "
             "then @ and an eviction rule"
         )
     if base in _STOCK:

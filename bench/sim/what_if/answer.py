@@ -39,13 +39,15 @@ OBSERVE = "observe"
 """Connector mode that moves nothing, so that vLLM serves as without the connector."""
 MOST_SPAN_S = 10 * 365 * 86_400.0
 ALWAYS = (
-    "Arrivals, gaps, prompts and answers are taken to be the same under the other policy: clients "
-    "that wait, give up or ask otherwise on a slower server are not known.",
-    "What a policy had learned before this trace is not in it: both begin anew.",
-    "Costs of a step are those with the recorded connector at work; the other's own are not known.",
-    "What contexts share beyond what was found in the trace is not known.",
+    "Arrivals, gaps, prompts and answers are assumed to be the same under the other policy. "
+    "Clients that wait, give up or change their requests on a slower server are not modelled.",
+    "The trace lacks what a policy had learned before it, so both policies start untrained.",
+    "Step costs include the recorded connector's own cost. The other policy's cost is unknown.",
+    "Prefixes that contexts share are known only as far as the trace found them.",
 )
-COMPRESSED = "Speeds of compression in CPU memory are assumed: they count only where that is full."
+COMPRESSED = (
+    "Compression speeds in CPU memory are assumed. They matter only when that memory is full."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,13 +293,13 @@ def _limits(recording: Recording, found: RecordedJobs, policy: str) -> Iterator[
     if header.tiers_bytes.get(CPU):
         yield COMPRESSED
     if header.eviction and header.eviction not in registry.EVICTION:
-        yield f"Pages leave CPU memory by the default rule, not by {header.eviction!r:.60}."
+        yield f"CPU memory evicts pages by the default rule, not by {header.eviction!r:.60}."
     if ":" in policy:
-        yield f"{policy} runs as it is: what it reads from elsewhere is not simulated."
+        yield f"{policy} runs unchanged. Its external inputs, if any, are not simulated."
     if recording.cut:
         yield (
             f"Only the first {len(recording.turns):,} turns are simulated, of {len(found.jobs):,} "
-            "jobs: the trace goes on, and what ran beside the last of them is missing."
+            "jobs. The trace continues, so load that ran next to the last jobs is missing."
         )
     if recording.left_out:
         yield (

@@ -49,16 +49,18 @@ class RecordedJob:
 
 LEFT = {
     "empty": "{:,} turns without an answer are left out.",
-    "too_long": "{:,} jobs are left out, since their contexts fill the whole pool.",
+    "too_long": "{:,} jobs are left out, because their contexts fill the whole pool.",
     "beside": (
-        "{:,} turns ran beside others of their job: they are taken for jobs of their own, and "
+        "{:,} turns overlapped with other turns of their job. They count as separate jobs that "
         "share nothing with it."
     ),
-    "begun": ("{:,} jobs had begun before the trace: their first turns in it are computed whole."),
-    "open": "{:,} jobs were still waited for at its end: they end with their last turn.",
+    "begun": (
+        "{:,} jobs had started before the trace. Their first turns in it are computed completely."
+    ),
+    "open": "{:,} jobs were still expected back at the end. They end with their last turn.",
     "shared": (
-        "{:,} jobs found some of their first prompts: they are taken to share that much with the "
-        "others of their client."
+        "{:,} jobs found part of their first prompt cached. They are assumed to share that much "
+        "with other jobs of their client."
     ),
 }
 """Sentences about features that cannot be simulated, by the names of their counts."""

@@ -89,7 +89,7 @@ def read_recording(path: Path, most: int = MOST_TURNS) -> Recording:
             count += 1
     if not turns:
         raise WhatIfError(
-            f"{path} holds no turn behind a header, which has the size of the engine: "
+            f"{path} contains no turn after a header, and only a header has the engine's size: "
             "nothing can be simulated"
         )
     chosen, found = max(turns.items(), key=lambda one: len(one[1]))
@@ -132,12 +132,12 @@ def recorded_machine(recording: Recording) -> RecordedMachine:
     if not (1 <= block <= MOST_BLOCK_TOKENS and 1 <= blocks <= MOST_BLOCKS):
         raise WhatIfError(
             f"the header of the trace names {blocks:,} blocks of VRAM with {block:,} tokens each: "
-            "no such engine is simulated"
+            "the simulator supports no such engine"
         )
     if header.groups and header.groups != (FULL,):
         raise WhatIfError(
-            f"the engine keeps KV of several kinds ({', '.join(header.groups)}), and a trace does "
-            "not describe them fully: only models of full attention can be simulated"
+            f"the engine keeps several types of KV ({', '.join(header.groups)}), which a trace "
+            "does not describe fully: only models with full attention alone can be simulated"
         )
     kv_bytes = max(LEAST_KV, header.page_bytes // block // LEAST_KV * LEAST_KV)
     cpu = float(header.tiers_bytes.get(CPU, 0))
@@ -146,14 +146,18 @@ def recorded_machine(recording: Recording) -> RecordedMachine:
         kv_bytes = ASSUMED_KV_BYTES
         every = sum(max(0, one.tokens.new + one.tokens.output) for one in recording.turns)
         cpu = ssd = 2.0 * kv_bytes * (every + pool)
-        assumed.append("Bytes of a token are not in the trace: tiers are taken to hold everything.")
+        assumed.append(
+            "The trace lacks the KV size per token. Tiers are assumed to hold everything."
+        )
     if others := sorted(header.tiers_bytes.keys() - {CPU, SSD}):
-        assumed.append(f"Tiers that the simulator lacks are left out: {', '.join(others)}.")
+        assumed.append(
+            f"Tiers that the simulator does not support are left out: {', '.join(others)}."
+        )
     step_tokens, running = header.step_tokens, header.running
     if not (1 <= running <= step_tokens <= MOST_CONTEXT):  # as vLLM defines it
         step_tokens, running = STEP_TOKENS, ASSUMED_RUNNING
         assumed.append(
-            f"A step is taken to compute up to {step_tokens:,} tokens of up to {running} requests."
+            f"A step is assumed to compute up to {step_tokens:,} tokens of {running} requests."
         )
     copy_s, read_s = _copies(recording.turns, header, assumed)
     fitted = fit_turns(recording.turns, step_tokens, copy_s)
@@ -223,9 +227,9 @@ def _copies(
     reads = [read_s for read_s in reads if read_s > 0]
     copy_s = float(np.median(copies)) if copies else ASSUMED_COPY_S
     if not copies:
-        assumed.append("Speed of copies from CPU memory is not in the trace, and is assumed.")
+        assumed.append("The trace lacks the speed of copies from CPU memory, which is assumed.")
     # Queueing prolongs reads, so the shorter ones show the disk's speed.
     read_s = float(np.quantile(reads, 0.25)) if reads else SSD_TIMES * copy_s
     if not reads and SSD in header.tiers_bytes:
-        assumed.append("Speed of the SSD is not in the trace, and is assumed.")
+        assumed.append("The trace lacks the speed of the SSD, which is assumed.")
     return copy_s, read_s

@@ -144,7 +144,7 @@ def generate(name: str, count: int, seed: int) -> Workload:
         ValueError: there is no such workload.
     """
     if name not in _MAKERS:
-        raise ValueError(f"no workload {name!r}: write one of {', '.join(_MAKERS)}")
+        raise ValueError(f"no workload {name!r}: use one of {', '.join(_MAKERS)}")
     make, hints, burst, block = _MAKERS[name]
     rng = np.random.default_rng([seed, 0])
     jobs = tuple(make(rng, f"{name}-{number}") for number in range(count))

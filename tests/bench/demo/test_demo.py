@@ -129,7 +129,7 @@ def test_a_line_shows_during_a_run_what_later_turns_gain(comparison: Comparison)
     first, second = ([one.turns[at] for one in comparison.tiered.run.jobs] for at in (0, 1))
     half = [replace(one, cached_tokens=150) for one in second]
     before = [one.turns[at] for at in (0, 1) for one in comparison.stock.run.jobs]
-    assert so_far(first, before) == "  the agents' first prompts are computed"
+    assert so_far(first, before) == "  computing the agents' first prompts"
     line = so_far([*first, half[0]], before)
     assert "first token after 1.0 s (stock: 4.0 s), 50% of prompts computed" in line
     assert "first token after 0.8 s (stock: 3.0 s)" in so_far([*first, *half], before)

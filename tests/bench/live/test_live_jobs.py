@@ -263,7 +263,7 @@ def test_tracelab_s_rounds_are_the_turns_of_their_sessions(tmp_path: Path) -> No
     ("row", "said"),
     [
         ("7,3,-1,36,20,9000", "line 7: prefix_len: -1.0 is below 0"),
-        ("7,3,1.5,36,20,9000", "line 7: prefix_len: 1.5 is no whole number"),
+        ("7,3,1.5,36,20,9000", "line 7: prefix_len: 1.5 is not a whole number"),
         ("7,3,nan,36,20,9000", "line 7: prefix_len: nan is above"),
         ("7,3,long,36,20,9000", "line 7: prefix_len: 'long' is not a number"),
         ("7,3,64,36", "line 7: it has no output_len, tool_wait_after_ms"),
@@ -326,7 +326,7 @@ def test_a_number_that_is_none_is_refused_with_its_line(
         ('{"requests": [3]}', "it is not a JSON object"),
         ('{"id": "s", "requests": [{"t": 1}]}', "it has no type, but t"),
         ('{"id": "s", "requests": []}', "0 turns of 0 sessions are in shorter ones"),
-        (json.dumps({**TRACE, "block_size": 1024}), "write the right block_size"),
+        (json.dumps({**TRACE, "block_size": 1024}), "set the right block_size"),
         ('{"id": "s", "reqs": [[]]}', "it is not a JSON object"),
         (json.dumps({**TEXTS[0], "input": []}), "input: .* is not a string"),
     ],

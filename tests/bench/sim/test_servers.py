@@ -28,7 +28,7 @@ def test_every_server_can_be_named_and_others_are_refused() -> None:
         assert server(base).name == base
     assert server("occupancy+cpu+ssd").ssd
     assert server("lmcache").cpu
-    with pytest.raises(ValueError, match="write one of"):
+    with pytest.raises(ValueError, match="use one of"):
         server("ocupancy")
     with pytest.raises(ValueError, match="stock vLLM"):
         server("fcfs+cpu")
@@ -55,7 +55,7 @@ def test_every_machine_of_the_list_holds_its_model() -> None:
         assert place.machine().pool_tokens > 10_000
     with pytest.raises(ValueError, match="does not fit"):
         machine("rtx4090-24", "llama-3.1-70b")
-    with pytest.raises(ValueError, match="write one of"):
+    with pytest.raises(ValueError, match="use one of"):
         machine("gtx", "llama-3.1-8b")
     assert MODELS["llama-3.1-8b"].kv_bytes == 131_072
 

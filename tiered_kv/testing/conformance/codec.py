@@ -30,8 +30,8 @@ FORMATS = (
     PageFormat.of([Section(ElementType.BF16, 1280), Section(ElementType.FP32, 6912)] * 2, 0),
     PageFormat.of([Section(ElementType.OPAQUE, 77), Section(ElementType.FP8_E4M3, 4019)], 16),
 )
-"""Pages of all types; of whole blocks, of none, and of channels that do not come out even; and of
-several types."""
+"""Page formats: each KV type; with whole compression blocks, without any, and with uneven channels;
+and several types in one page."""
 
 
 def noise(page_format: PageFormat, seed: int) -> Bytes:
@@ -61,8 +61,9 @@ class CodecConformance:
     formats: Sequence[PageFormat] = FORMATS
 
     def codecs(self, page_format: PageFormat) -> list[Codec]:
-        """An untrained codec, trained codecs, and each as recreated by a reader; empty if the
-        format is refused."""
+        """An untrained codec, trained codecs, and a reader's copy of each; empty if the format is
+        refused.
+        """
         try:
             codec = self.codec_class(page_format)
         except ValueError:
@@ -122,7 +123,7 @@ class CodecConformance:
         kept = page.copy()
         first = codec.encode(page)
         page[:] = 0
-        codec.encode(page)  # reuses the scratch memory of this thread
+        codec.encode(page)  # this call reuses the thread's scratch memory
         codec.decode(first, out)
         assert np.array_equal(out, kept)
 
@@ -174,13 +175,13 @@ class CodecConformance:
 
 
 def _stored(encoded: EncodedPage) -> EncodedPage:
-    """The parts as read from a disk: read-only, in separate memory."""
+    """The stored parts as if read from a disk: read-only, in separate memory."""
     parts = (np.frombuffer(part.tobytes(), np.uint8) for part in (encoded.plane, encoded.frame))
     return EncodedPage(*parts)
 
 
 def _damage(part: Bytes, rng: np.random.Generator) -> Bytes:
-    """The part, changed, truncated, extended or unchanged."""
+    """Return the part: changed, truncated, extended or unchanged."""
     kind = rng.integers(4)
     if kind == 1 and part.nbytes:
         part = part.copy()

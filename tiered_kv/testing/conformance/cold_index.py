@@ -255,7 +255,9 @@ class ColdIndexConformance:
 
 
 class _Script:
-    """Random calls, and the content of each slot: a page, part of a bundle, or garbage."""
+    """Makes random calls, and tracks the content of each slot: a page, part of a bundle, or
+    garbage.
+    """
 
     def __init__(self, index: PageIndex, rng: random.Random) -> None:
         self.index, self.rng = CheckedIndex(index), rng
@@ -263,7 +265,7 @@ class _Script:
         self.saving: list[tuple[PageKey, int]] = []
         self.packing: list[tuple[Sequence[PageKey], list[int]]] = []
         self.reading: list[tuple[PageKey, int, object]] = []
-        self.slots_of: dict[int, list[int]] = {}  # of the bundle whose first slot this is
+        self.slots_of: dict[int, list[int]] = {}  # pages of the bundle that starts in this slot
 
     def act(self) -> None:
         key, do = self.rng.choice([*ALL, *MORE]), self.rng.randrange(12)
@@ -286,7 +288,7 @@ class _Script:
             self.index.clear() if self.rng.random() < 0.1 else self.index.forget(key)
 
     def content(self, key: PageKey, place: int) -> object:
-        """Content for a reader, checked: the complete page, or its complete bundle."""
+        """Check and return what a reader gets: the complete page, or its complete bundle."""
         if place >= 0:
             assert self.holds[place] == key, "a wrong page"
             return key

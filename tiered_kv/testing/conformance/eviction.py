@@ -18,7 +18,7 @@ A, B, C, D = PAGES = tuple(PageKey(name.encode() * 20) for name in "ABCD")
 
 @dataclass(frozen=True, slots=True)
 class Evenly:
-    """A gap with a uniform length of up to ``most_s`` seconds; 0: it never ends."""
+    """A gap that is uniformly distributed up to ``most_s`` seconds; 0 means that it never ends."""
 
     most_s: float
 
@@ -27,7 +27,7 @@ class Evenly:
 
 
 class Pool:
-    """A rule with its index and its clock.
+    """An eviction rule with its index and its clock.
 
     Args:
         num_slots: capacity of the index in pages.
@@ -213,6 +213,8 @@ class EvictionConformance:
 
 
 def _context(rng: random.Random) -> list[PageKey]:
-    """A random prefix of one of a few texts, as pages. A key stands for everything before it."""
+    """The page keys of a random prefix of one of a few texts. A key stands for everything before
+    it.
+    """
     text = rng.choice(["x", "xy", "xyz"])
     return [PageKey(f"{text[:n]}{n}".encode()) for n in range(1, rng.randrange(2, 10))]

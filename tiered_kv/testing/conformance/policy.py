@@ -35,7 +35,7 @@ TURN = TurnEnd(
     output_tokens=100,
     ended_at=50.0,
 )
-"""A turn of a known job that will go on."""
+"""A turn of a known job that will continue."""
 COSTS = Costs(recompute_s=10.0, cpu_s=0.5, tiers_s={SSD: 1.0})
 """All tiers, each faster than computing the context again."""
 TOOLS: tuple[ToolUse | None, ...] = (
@@ -112,7 +112,7 @@ class PolicyConformance:
     policy: Callable[[], TurnPolicy]
 
     def make(self, *, told: bool = False) -> TurnPolicy:
-        """Create a policy. With ``told``, it has observed some gaps of each tool."""
+        """Create a policy. With ``told``, the policy has observed some gaps of each tool."""
         policy = type(self).policy()
         if told:
             self._tell(policy, random.Random(0))
@@ -187,7 +187,7 @@ class PolicyConformance:
             assert policy.dump() == before
 
     def test_odd_files_are_refused_or_usable(self) -> None:
-        """Load what another version saved. Every error must be a ValueError."""
+        """A policy loads what another version saved, or raises a ValueError."""
         policy = self.make(told=True)
         before = policy.dump()
         odd: list[object] = [None, 0, -1, math.nan, [], {}, [None], [[1]], {"a": None}, {"a": [1]}]

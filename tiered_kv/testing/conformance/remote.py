@@ -16,7 +16,7 @@ LONGEST = 1 << 20
 
 
 def soon() -> float:
-    """A deadline that no call should reach."""
+    """A deadline that no call should need."""
     return time.monotonic() + SOON_S
 
 
@@ -38,7 +38,7 @@ def put_all(store: RemoteStore, keys: Sequence[RemoteKey], values: Sequence[byte
 def read_all(
     store: RemoteStore, keys: Sequence[RemoteKey], most: int = LONGEST
 ) -> dict[int, Outcome | bytes]:
-    """Values by the index of their keys, or the outcome of the read."""
+    """Read the values of keys, by index. A failed read is returned as its outcome."""
     buffer = memoryview(bytearray(most))
     found: dict[int, Outcome | bytes] = {}
     for at, outcome, nbytes in store.get(keys, buffer, soon()):

@@ -32,25 +32,24 @@ def page_key(name: int, fingerprint: bytes = FINGERPRINT) -> PageKey:
 
 
 def page_bytes(key: PageKey, version: int = 0, nbytes: int = PAGE_FORMAT.page_bytes) -> Bytes:
-    """The page of a key, different for each key and version."""
+    """The page bytes of a key, different for each key and version."""
     seed = int.from_bytes(key, "big") * 1000 + version
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
 def coded_page(key: PageKey, codec: Codec | None, version: int = 0) -> CodedPage:
-    """The page of a key as the codec encodes it."""
+    """The page of a key as encoded by the codec."""
     page = page_bytes(key, version)
     return CodedPage(codec, EncodedPage(page, NOTHING) if codec is None else codec.encode(page))
 
 
 @dataclass
 class StoreBench(Generic[S]):
-    """A store that is reopened repeatedly, and its expected pages.
+    """A store that can be reopened repeatedly, and the pages that it should contain.
 
     Attributes:
         make: opens the store.
-        knowledge: how the pages of the store are known.
-        expected: pages put and not removed, by key.
+        knowledge: how the store's pages are known. expected: pages put and not removed, by key.
     """
 
     make: Callable[[], S]
@@ -112,7 +111,7 @@ class StoreConformance:
 
     Attributes:
         knowledge: how the pages of the store are known.
-        lasts: True if a store that is opened later finds the pages.
+        lasts: True if a store opened later finds the pages.
     """
 
     knowledge = Knowledge.KNOWN
@@ -173,7 +172,7 @@ class StoreConformance:
             assert np.array_equal(out, bench.expected[key])
 
     def test_a_page_may_change_once_it_is_put(self, bench: StoreBench[PageStore]) -> None:
-        """The page's memory is a slot, which will soon hold another page."""
+        """The caller may reuse the page's memory, a slot, immediately after the put."""
         slots = np.stack([page_bytes(page_key(name)) for name in range(8)])
         assert not bench.store.put([(page_key(name), slots[name]) for name in range(8)])
         slots[:] = 0xA5

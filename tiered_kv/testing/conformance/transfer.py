@@ -61,7 +61,7 @@ class TransferBench:
         return bytes(self.pool.slots[slot])
 
     def finish(self, *jobs: CopyJob) -> dict[int, CopyResult]:
-        """Submit jobs, wait, and return what ``poll`` reports."""
+        """Submit jobs, wait, and return the results from ``poll``."""
         for job in jobs:
             self.backend.submit(job)
         self.backend.drain()
@@ -96,7 +96,7 @@ class TransferConformance:
         return CpuPool(AnonymousMemory(num_slots * page_bytes), page_bytes)
 
     def make_storage(self, nbytes: int) -> Any:
-        """Create the replacement for the engine's KV allocation."""
+        """Create the memory that stands in for the engine's KV allocation."""
         return np.zeros(nbytes, dtype=np.uint8)
 
     def read(self, storage: Any) -> Bytes:
@@ -117,7 +117,7 @@ class TransferConformance:
         storage = self.make_storage(layout.storage_bytes + 32)  # some bytes belong to no page
         self.write(storage, rng.integers(0, 256, layout.storage_bytes + 32, dtype=np.uint8))
         pool = self.make_pool(NUM_SLOTS, layout.page_bytes)
-        with closing(pool):  # also without a backend: memory must not stay pinned
+        with closing(pool):  # even without a backend, because memory must not stay pinned
             pool.slots[:] = rng.integers(0, 256, pool.slots.shape, dtype=np.uint8)
             with closing(self.make_backend([layout], storage, pool)) as backend:
                 yield TransferBench(

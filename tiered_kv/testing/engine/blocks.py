@@ -1,5 +1,6 @@
-"""VRAM blocks with reference counts. Cached blocks are found by hash, and reused least recent
-first."""
+"""VRAM blocks with reference counts. Cached blocks are found by hash, and the least recently used
+are reused first.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ class Block:
 
 
 class Blocks:
-    """The pool.
+    """The block pool.
 
     Args:
-        count: number of blocks, all of which can be allocated.
+        count: number of blocks, all allocatable.
 
     Attributes:
         tables: blocks of each request, first to last.
@@ -66,8 +67,9 @@ class Blocks:
             self._free.pop(block.block_id, None)
 
     def release(self, blocks: Iterable[Block]) -> None:
-        """Drop references. Unreferenced blocks are reused in this order, and blocks that no request
-        can find before all others."""
+        """Drop references. Unreferenced blocks are reused in the given order, after blocks that no
+        request can find.
+        """
         unfindable = []
         for block in blocks:
             block.ref_cnt -= 1

@@ -1,8 +1,8 @@
 """A small inference engine: continuous batching over paged KV, with prefix caching.
 
 A step has a token budget. Running requests are served first, then waiting requests are admitted. If
-a request lacks a block, the youngest request is preempted, and recomputes its tokens later. Other
-requests can find blocks once they are computed.
+a request lacks a block, the youngest request is preempted and recomputes its tokens later. Blocks
+can be found by other requests once they are computed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class EngineSize:
 
 
 class Engine:
-    """The engine. One thread.
+    """The engine. Not thread-safe.
 
     Args:
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
 
     Attributes:
         offload: hooks. Set them before the first request.
-        waiting, running: requests in order. loading: requests whose blocks are being filled.
+        waiting, running: requests in order. loading: requests whose blocks are being loaded.
     """
 
     def __init__(self, size: EngineSize, clock: Callable[[], float]) -> None:
@@ -117,7 +117,7 @@ class Engine:
         sampled = self.model.forward(work, bad)
         loads = self.offload.after_forward()
         bad |= loads.bad
-        for request in self.loading.values():  # part of a load may fail long before the load ends
+        for request in self.loading.values():  # a part of a load may fail long before the load ends
             self._rewind(request, bad)
         for request in batch:
             if self._rewind(request, bad):

@@ -34,13 +34,13 @@ from .requests import Request
 
 
 class Halves(Offload):
-    """Both halves of the connector, for one rank. Their errors are raised, so that tests see them.
+    """Both halves of the connector, for one rank. Errors are raised, so that tests see them.
 
     Args:
         engine: the engine, before its first request.
         config: the settings.
-        clock: monotonic seconds.
-        change: replaces dependencies.
+        clock: returns monotonic seconds.
+        change: replaces some of the connector's dependencies.
     """
 
     def __init__(

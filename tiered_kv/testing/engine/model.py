@@ -12,7 +12,7 @@ from tiered_kv.testing.checked_kv import CELL, Cells, WrongKV, extend, sample
 
 LAYERS = 2
 SHIFT = 101
-"""Added to a cell's bytes for each layer, so that no two layers hold the same."""
+"""Added to a cell's bytes for each layer, so that no two layers have equal contents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Work:
     Attributes:
         tokens: its tokens up to the last one to compute.
         table: ids of its blocks.
-        start: number of tokens whose KV the blocks already have.
+        start: number of tokens whose KV is already in the blocks.
         samples: True if a token is sampled.
     """
 
@@ -49,7 +49,7 @@ class PagedModel:
             (LAYERS, blocks, block_size, CELL), dtype=torch.uint8, device=device
         )
         self._size = block_size
-        self._right: dict[str, bytearray] = {}  # KV of each request, computed from its tokens alone
+        self._right: dict[str, bytearray] = {}  # KV of each request, computed only from its tokens
 
     def forward(self, batch: Sequence[Work], bad: Collection[int] = ()) -> dict[str, int]:
         """Compute a batch. Returns the sampled tokens.
@@ -58,7 +58,7 @@ class PagedModel:
             bad: blocks without valid KV. Requests that use one compute garbage, unchecked.
 
         Raises:
-            WrongKV: a request attended to KV that is not of its context.
+            WrongKV: a request attended to KV of another context.
         """
         sampled = {}
         for work in batch:
@@ -77,8 +77,9 @@ class PagedModel:
         self._right.pop(request_id, None)
 
     def _read(self, work: Work, tokens: int) -> Cells:
-        """KV of a request's first tokens, uint8 ``[LAYERS, tokens, CELL]``; the shifts of the
-        layers are removed where the KV is right."""
+        """KV of a request's first tokens, uint8 ``[LAYERS, tokens, CELL]``, with the layers' shifts
+        subtracted.
+        """
         blocks = torch.tensor(work.table[: -(-tokens // self._size)], device=self.cache.device)
         seen: Cells = self.cache[:, blocks.long()].cpu().numpy()
         return seen.reshape(LAYERS, -1, CELL)[:, :tokens] - _shifts()

@@ -13,7 +13,7 @@ class Loads:
     """Finished loads.
 
     Attributes:
-        requests: ids of requests whose blocks were being filled, successfully or not.
+        requests: ids of requests whose load finished, successfully or not.
         bad: blocks that could not be filled.
     """
 
@@ -22,7 +22,7 @@ class Loads:
 
 
 class Offload:
-    """Keeps no KV: the engine without a connector."""
+    """No-op hooks: an engine without a connector."""
 
     @property
     def busy(self) -> bool:
@@ -60,7 +60,7 @@ class Offload:
         return Loads()
 
     def step_over(self) -> None:
-        """Called when the step's requests have received their tokens."""
+        """Called after the step's requests have received their tokens."""
 
     def ended(self, request: Request) -> None:
         """Called when a request has finished and still owns its blocks."""

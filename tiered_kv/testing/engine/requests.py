@@ -34,7 +34,7 @@ class Request:
         tokens: prompt and answer.
         hashes: hashes of its full blocks so far.
         table: its blocks, first to last.
-        computed: number of tokens whose KV the blocks have.
+        computed: number of tokens whose KV is in the blocks.
         published: number of its full blocks that other requests can find.
         unwanted: True if the KV being loaded for it is no longer needed.
         params: the client's hints, unread.

@@ -30,7 +30,7 @@ class RigOptions(EngineSize):
 
 
 class SecondRig(EngineRig):
-    """The second engine, to drive step by step."""
+    """The small engine, driven step by step."""
 
     options: RigOptions
 
@@ -70,7 +70,7 @@ class SecondRig(EngineRig):
         return request
 
     def abort(self, request_id: str, *, late: bool = False) -> None:
-        self.engine.cancel(self.requests[request_id])  # none of its steps outlasts a call of step()
+        self.engine.cancel(self.requests[request_id])  # no step continues after step() returns
         self._hear()
 
     def aborted(self, request_id: str) -> bool:

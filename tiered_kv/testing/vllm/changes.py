@@ -1,4 +1,4 @@
-"""Dependencies by which a test or a simulation replaces the connector's own."""
+"""Replaces dependencies of the connector in tests and simulations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from tiered_kv.connectors.runtime.dependencies import Clock, Dependencies
 
 Change = Callable[[Dependencies], Dependencies]
-"""Puts something else in place of some dependencies, and closes what it leaves out."""
+"""Returns the dependencies with some of them replaced, and closes the replaced ones."""
 
 clock: ContextVar[Clock] = ContextVar("clock", default=time.monotonic)
 change: ContextVar[Change | None] = ContextVar("change", default=None)

@@ -1,6 +1,6 @@
-"""The connector with dependencies of a test or a simulation.
+"""The connector with dependencies from a test or a simulation.
 
-It has the product's own class name. vLLM finds it by its module.
+It has the same class name as the real connector. vLLM finds it by module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import changes
 
 
 class TieredContinuumConnector(connector.TieredContinuumConnector):
-    """The product's connector, with changed dependencies."""
+    """The real connector with changed dependencies."""
 
     @classmethod
     def clock(cls) -> Clock:

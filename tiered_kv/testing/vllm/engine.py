@@ -26,17 +26,18 @@ class EngineSize:
 
     Attributes:
         blocks: blocks of the VRAM pool, vLLM's null block included.
-        block_size: block size of the only group, of full attention, where ``groups`` is empty.
-        kv_bytes: KV size of a token, a multiple of 8. With several groups, of a token in the
-            largest blocks.
+        block_size: block size of the only, full-attention group if ``groups`` is empty.
+        kv_bytes: KV bytes per token, a multiple of 8. With several groups, per token in the group
+            with the largest blocks.
         policy: vLLM's order of requests, ``fcfs`` or ``priority``.
         vocabulary: number of token ids.
         ahead: True for asynchronous scheduling.
-        groups: kinds of KV.
-        retention: vLLM's ``prefix_cache_retention_interval``: distance in tokens of the windows
-            and states that can be found again; 0: only those at the ends of prompts; None: all.
-        match_unit: vLLM's ``prefix_match_unit``: tokens per block hash; None: a common divisor of
-            all block sizes.
+        groups: KV types.
+        retention: vLLM's ``prefix_cache_retention_interval``: distance in tokens between windows
+            and states that can be found again. 0 keeps only those at the ends of prompts, None
+            keeps all.
+        match_unit: vLLM's ``prefix_match_unit``: tokens per block hash; None uses a common divisor
+            of all block sizes.
         long_prefill: vLLM's ``long_prefill_token_threshold``.
         prefix_caching: vLLM's ``enable_prefix_caching``.
     """
@@ -71,7 +72,7 @@ def engine_config(
     """A ``VllmConfig``.
 
     Args:
-        folder: where the model's config.json is written.
+        folder: folder for the model's config.json.
         extra: the connector's settings, or None for stock vLLM.
         around: builds the engine's transfer configuration from the connector's, if there are other
             connectors.
@@ -130,8 +131,9 @@ def engine_config(
 
 
 def kv_config(size: EngineSize) -> Any:
-    """A ``KVCacheConfig`` with one layer per group, which has all KV of a token or all of the
-    state."""
+    """A ``KVCacheConfig`` with one layer per group, which contains a token's whole KV, or the whole
+    state.
+    """
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
     groups = size.pages()
@@ -159,7 +161,7 @@ def resolve_block_sizes(config: Any, kv_cache_config: Any) -> tuple[int, int]:
 
     sizes = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, config)
     scheduled, hashed = sizes
-    if hasattr(kv_cache_utils, "resolve_cache_hit_alignment_tokens"):  # 0.32 on
+    if hasattr(kv_cache_utils, "resolve_cache_hit_alignment_tokens"):  # since vLLM 0.32
         kv_cache_config.hash_block_size = hashed
         kv_cache_config.cache_hit_alignment_tokens = (
             kv_cache_utils.resolve_cache_hit_alignment_tokens(
@@ -172,8 +174,9 @@ def resolve_block_sizes(config: Any, kv_cache_config: Any) -> tuple[int, int]:
 def make_scheduler(
     config: Any, kv_cache_config: Any, *, log_stats: bool, in_job_order: bool = False
 ) -> Any:
-    """The scheduler that the configuration names, or ``ContinuumScheduler``. It creates its
-    connector."""
+    """Create the configured scheduler, or ``ContinuumScheduler``. The scheduler creates the
+    connector.
+    """
     from tiered_kv.connectors.vllm.engine_scheduler import ContinuumScheduler
 
     structured = SimpleNamespace(
@@ -209,5 +212,5 @@ def _write_model(folder: Path, size: EngineSize) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     weights = folder / "model.safetensors"
-    if not weights.exists():  # a test may have replaced them
+    if not weights.exists():  # a test may have replaced the results
         weights.write_bytes(b"never loaded: they make the model one that can be recognised")

@@ -1,4 +1,4 @@
-"""KV of one group, which the model writes and checks.
+"""KV of one group, written and checked by the model.
 
 A token's KV also depends on the group, so KV of another group is wrong.
 """
@@ -19,7 +19,7 @@ from tiered_kv.testing.checked_kv import CELL, Cells, WrongKV
 from .groups import GroupPages
 
 NULL = 0
-"""Id of vLLM's null block, which stands where there is none."""
+"""Id of vLLM's null block, a placeholder for a missing block."""
 
 
 class Pass(NamedTuple):
@@ -75,10 +75,10 @@ class GroupKv(ABC):
 
     @abstractmethod
     def check_before(self, one: Pass) -> None:
-        """Check the existing KV before the pass writes.
+        """Check the existing KV before the pass writes its own.
 
         Raises:
-            WrongKV: the KV is not of the context.
+            WrongKV: the KV belongs to another context.
         """
 
     @abstractmethod
@@ -91,10 +91,10 @@ class GroupKv(ABC):
 
     @abstractmethod
     def check_after(self, one: Pass) -> None:
-        """Check the attended KV, after all requests of the pass have written theirs.
+        """Check the attended KV after all requests of the pass have written their KV.
 
         Raises:
-            WrongKV: the KV is not of the context.
+            WrongKV: the KV belongs to another context.
         """
 
     @abstractmethod

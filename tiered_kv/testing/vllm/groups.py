@@ -18,12 +18,12 @@ CONV_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """Kind of KV of some layers.
+    """KV type of some layers.
 
     Attributes:
-        kind: kind of KV.
-        block_size: length of a block, tokens. A state needs that of the smallest blocks: vLLM ends
-            the parts of a prefill there, and caches the states that it finds.
+        kind: KV type.
+        block_size: tokens per block. States need the smallest block size, because vLLM splits
+            prefills at those blocks and caches the states there.
         span: length of the window or chunk, tokens; 0 for other kinds.
         state_bytes: size of a state, a multiple of 8; 0: three quarters of a page.
     """
@@ -45,9 +45,9 @@ class GroupPages:
 
     Attributes:
         index: vLLM's number of the group.
-        spec: kind of KV.
-        page_bytes: space that a page takes, equal for all groups.
-        used_bytes: number of these bytes that hold KV.
+        spec: KV type.
+        page_bytes: size of a page, equal for all groups.
+        used_bytes: bytes of a page that contain KV.
     """
 
     index: int
@@ -120,7 +120,8 @@ def group_pages(specs: Sequence[GroupSpec], token_bytes: int) -> tuple[GroupPage
     """Pages of the groups, all of the same size, as vLLM requires.
 
     The largest blocks have ``token_bytes`` per token. Smaller blocks have the largest multiple of
-    that which fits; the rest is unused. A state without a given size uses three quarters of a page.
+    ``token_bytes`` per token that fits, and the rest is unused. A state without a given size uses
+    three quarters of a page.
 
     Raises:
         ValueError: a state's blocks are not the smallest, or a state does not fit into a page.

@@ -1,9 +1,9 @@
 """vLLM's real scheduler and the real connector around a model that checks its KV.
 
 The rig needs no weights and no GPU: a step takes microseconds. Its "model" writes, for each token,
-8 bytes that depend on every token before it, and reads them back whenever the token is attended to
-(``runner``). So a page with wrong bytes is detected in the step that uses it. The sampled tokens
-are a function of the context alone, so outputs with and without the connector can be compared.
+    8 bytes that depend on every token before it, and reads them back whenever the token is attended
+    to (``runner``). So a page with wrong bytes is detected in the step that uses it. The sampled
+    tokens depend only on the context, so outputs with and without the connector can be compared.
 
 vLLM and torch are imported when a rig is created.
 """
@@ -39,11 +39,11 @@ class RigOptions(EngineSize):
         extra: the connector's settings, or None for stock vLLM.
         in_job_order: True for ``ContinuumScheduler``.
         configure: changes vLLM's configuration before it is used.
-        check_kv: True to write and check KV, and to check fairness. Without it the model generates
-            the same tokens for every prompt, and large engines are fast.
+        check_kv: True to write and check KV, and to check fairness. False makes large engines fast:
+            the model then generates the same tokens for every prompt.
         tools: reads tool calls; None: the connector's own reader.
         around: builds the engine's transfer configuration from the connector's, if there are other
-            connectors, or another one takes its place.
+            connectors or another connector replaces it.
     """
 
     extra: dict[str, Any] | None = field(default_factory=lambda: {"cpu_gib": 0.001})
@@ -55,11 +55,11 @@ class RigOptions(EngineSize):
 
 
 class Rig(EngineRig):
-    """An engine to drive step by step.
+    """A vLLM engine driven step by step.
 
     Args:
         folder: where the model's config.json is written.
-        options: its size.
+        options: size and settings of the engine.
     """
 
     options: RigOptions
@@ -84,7 +84,7 @@ class Rig(EngineRig):
         self.memory = torch.zeros(page * opts.blocks, dtype=torch.int8)
         pages = self.memory.numpy().view(np.uint8).reshape(opts.blocks, page)
         self.runner = CheckingRunner(self.groups, pages)
-        self._unheard: deque[tuple[Any, Any]] = deque()  # steps and their results
+        self._unheard: deque[tuple[Any, Any]] = deque()  # steps with their results
         self._late_aborts: list[str] = []
         self.worker: Any = None
         self.worker_ahead_s = 0.0
@@ -102,7 +102,7 @@ class Rig(EngineRig):
                 FairnessWatch(self.half, lambda: self.now)
         self._requests: dict[str, Any] = {}
         self.scheduler_s = 0.0
-        """CPU seconds that the scheduler itself took in the last step."""
+        """CPU seconds of the scheduler itself in the last step."""
         self.last_stats: Any = None
         """vLLM's SchedulerStats of the last step."""
         self.free_at_start = self.free_blocks
@@ -210,7 +210,7 @@ class Rig(EngineRig):
         half = self.worker_half
         backend = None if half is None else half.backend
         if backend is not None and not self.options.check_kv:
-            backend.drain()  # copies of a worker do not block the scheduler's interpreter
+            backend.drain()  # a real worker's copies do not block the scheduler's interpreter
         executed = time.thread_time()
         self._unheard.append((output, result))
         if not self.options.ahead or len(self._unheard) > 1 or not self.scheduler.has_requests():

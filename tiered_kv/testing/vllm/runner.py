@@ -25,7 +25,7 @@ class _Request:
     prompt: int
     tokens: list[int]
     tables: list[list[int]]
-    """Ids of the blocks, by group. Blocks that left a window stay, as in vLLM's runners."""
+    """Block ids by group. Blocks that left a window stay listed, as in vLLM's runners."""
     computed: int
     _cells: bytearray = field(default_factory=bytearray)
 
@@ -103,7 +103,7 @@ class CheckingRunner:
             The token that each request samples, if any.
 
         Raises:
-            WrongKV: a request attended to KV that is not of its context.
+            WrongKV: a request attended to KV of another context.
         """
         stops = {name: self._requests[name].computed + n for name, n in scheduled.items()}
         passes = [
@@ -115,8 +115,9 @@ class CheckingRunner:
             if not any(set(bad) & set(t) for t in self._requests[one.request_id].tables)
             and self.is_checked(one.request_id)
         ]
-        # Requests of a batch attend to blocks that others of it fill: write all, then read. A
-        # state is read before it is overwritten, and nobody's who computes it in this pass.
+        # Requests of a batch attend to blocks that other requests of the batch fill, so write all,
+        # then read. A state is read before it is overwritten, and never read by another request in
+        # the pass that computes it.
         for group, one in checked:
             group.check_before(one)
         for group, one in passes:

@@ -93,7 +93,7 @@ def test_a_server_without_tiers_in_the_order_of_jobs_tells_of_one_in_that_of_arr
 def test_a_policy_of_ones_own_is_named_by_its_module(trace: Path) -> None:
     own = what_if(trace, "tiered_kv.policies.baselines.unpinned:Lru")
     assert own.what_if == own.simulated
-    assert any("what it reads from elsewhere" in one for one in own.limits)
+    assert any("external inputs" in one for one in own.limits)
     with pytest.raises(ConfigError, match="nobody"):
         what_if(trace, "nobody")
 
@@ -132,8 +132,8 @@ def test_a_trace_of_an_earlier_version_is_simulated_with_what_it_lacks_named(
     new = ("page_bytes", "groups", "step_tokens", "running", "context_tokens", "eviction")
     found = what_if(rewritten(trace, tmp_path, **dict.fromkeys(new)), "stock")
     assert found.what_if.mean_s == pytest.approx(what_if(trace, "stock").what_if.mean_s, rel=0.02)
-    assert any("tiers are taken to hold everything" in one for one in found.limits)
-    assert any("up to 2,048 tokens of up to 256 requests" in one for one in found.limits)
+    assert any("Tiers are assumed to hold everything" in one for one in found.limits)
+    assert any("up to 2,048 tokens of 256 requests" in one for one in found.limits)
 
 
 def test_what_cannot_be_simulated_is_refused_with_the_reason(trace: Path, tmp_path: Path) -> None:
@@ -145,15 +145,15 @@ def test_what_cannot_be_simulated_is_refused_with_the_reason(trace: Path, tmp_pa
     later = [json.loads(one) | {"arrived": 1e10, "job": "later"} for one in lines[1:2]]
     far.write_text("".join([*lines, *(json.dumps(one) + "\n" for one in later)]))
     for path, said in (
-        (empty, "no turn behind a header"),
-        (headless, "no turn behind a header"),
+        (empty, "no turn after a header"),
+        (headless, "no turn after a header"),
         (few, "record more turns"),
         (far, "more than ten years: cut the trace"),
-        (rewritten(trace, tmp_path, groups=["full", "state"]), "KV of several kinds"),
+        (rewritten(trace, tmp_path, groups=["full", "state"]), "several types of KV"),
     ):
         with pytest.raises(WhatIfError, match=said):
             what_if(path, "stock")
-    with pytest.raises(WhatIfError, match="no turn behind a header"):
+    with pytest.raises(WhatIfError, match="no turn after a header"):
         what_if(rewritten(trace, tmp_path, vram_blocks=-1), "stock")
     for blocks in (0, 2**50):
         with pytest.raises(WhatIfError, match=f"names {blocks:,} blocks of VRAM"):
