@@ -1,1 +1,1 @@
-"""Serving engines this project plugs into."""
+"""Connectors for inference engines."""

@@ -72,7 +72,6 @@ class TierConfig:
         trace_steps: True to trace engine steps as well, in files next to the trace of turns.
         harmless_calls: worker methods that change no weights, in addition to vLLM's own. A call of
             any other method starts a new generation of pages.
-            of any other starts a new generation of pages.
     """
 
     cpu_gib: float = 4.0

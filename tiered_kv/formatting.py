@@ -6,7 +6,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 
 NONE = "-"
-"""Shown for a missing value."""
+"""Placeholder for a missing value."""
 
 
 def size(nbytes: float) -> str:

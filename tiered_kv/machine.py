@@ -55,8 +55,8 @@ def usable_cores(group: str | None = None, mounted: Path = CGROUPS) -> int:
 
 
 def run_beside(name: str, threads: int, nice: int = 0) -> ThreadPoolExecutor:
-    """Create threads that run next to the engine's thread, on all cores of this process even if the
-    engine's thread is bound to one.
+    """Create threads that run in addition to the engine's thread, on all cores of this process even
+    if the engine's thread is bound to one.
 
     Args:
         name: name of the threads, after ``tiered-kv-``.

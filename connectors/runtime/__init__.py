@@ -1,1 +1,1 @@
-"""The engine-independent part of the product: turns, gaps, pins, admission, saves and restores."""
+"""The engine-independent part of the connector: turns, pins, admission, saves and restores."""

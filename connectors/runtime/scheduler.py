@@ -422,7 +422,7 @@ class SchedulerHalf:
 
     def on_scheduler_failed(self) -> None:
         """Count a failure of the job order. The engine's scheduler continues without it."""
-        self.errors.add("ordering requests", "those held are let in")
+        self.errors.add("ordering requests", "held requests are admitted")
 
     def _release_first(self, turn: Turn) -> None:
         """Let the blocks of a finished job be reused before those of unfinished jobs: the engine

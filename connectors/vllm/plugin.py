@@ -24,8 +24,9 @@ MODULE = "tiered_kv.connectors.vllm.connector"
 
 
 def share_logging() -> None:
-    """Send our log to vLLM's handlers. vLLM configures only its own logger, so our INFO messages
-    would be lost."""
+    """Send tiered-kv's log to vLLM's handlers. vLLM configures only its own logger, so INFO
+    messages would be lost.
+    """
     ours, theirs = logging.getLogger("tiered_kv"), logging.getLogger("vllm")
     if theirs.handlers and not ours.handlers:
         ours.setLevel(theirs.level)

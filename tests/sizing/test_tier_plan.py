@@ -112,7 +112,7 @@ def test_cpu_memory_is_sized_to_the_jobs(tmp_path: Path) -> None:
 def test_a_tier_without_room_for_a_context_is_told_what_that_takes(tmp_path: Path) -> None:
     plan = planned(tmp_path, cpu_gib=1.5)
     assert plan.tiers[1].break_even_s == 0
-    assert "CPU memory has no room for a whole context: it takes 4 GiB." in plan.notes
+    assert "CPU memory cannot hold a whole context, which takes 4 GiB." in plan.notes
 
 
 def test_without_cpu_memory_there_is_no_such_tier(tmp_path: Path) -> None:

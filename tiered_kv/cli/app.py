@@ -1,8 +1,8 @@
 """The command line: ``tiered-kv``.
 
-``tiered-kv doctor``: what is wrong with a machine, its settings or a running server.
+``tiered-kv doctor`` checks a machine, its settings and a running server.
 
-``tiered-kv top``: a running server, live in the terminal.
+``tiered-kv top`` shows a running server live in the terminal.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def root(
 
 
 def main() -> None:
-    """Run the command that the arguments name."""
+    """Run the command given by the process's arguments."""
     app()
 
 

@@ -24,10 +24,10 @@ from .terminal import exit_unless, one_sentence, print_json, print_table, refuse
 
 @contextmanager
 def needs_packages(command: str) -> Iterator[None]:
-    """Say in a sentence which package a command needs that is not installed.
+    """Exit with a message if a command needs a package that is not installed.
 
     Raises:
-        typer.Exit: it is not.
+        typer.Exit: the package is not installed.
     """
     try:
         yield
@@ -55,12 +55,12 @@ class Benchmark:
     summary: str
 
     def run(self, arguments: list[str]) -> None:
-        """Run it with these arguments, as ``python -m`` would.
+        """Run the benchmark with these arguments, as ``python -m`` would.
 
         Raises:
             typer.Exit: packages that it needs are not installed.
         """
-        with needs_packages(self.name):  # it imports some only once it knows what to do
+        with needs_packages(self.name):  # the benchmark imports some packages late
             app = importlib.import_module(self.module).app
             app(arguments, prog_name=f"tiered-kv {self.name}")
 
@@ -81,7 +81,7 @@ BENCHMARKS = (
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add the benchmarks to a command line. Every word, ``--help`` included, is theirs."""
+    """Add the benchmarks to a command line. They receive all arguments, including ``--help``."""
     for benchmark in BENCHMARKS:
         settings: dict[str, Any] = {
             "allow_extra_args": True,
@@ -100,9 +100,9 @@ def _command(benchmark: Benchmark) -> Callable[[typer.Context], None]:
 
 
 MODULE = "tiered_kv.bench.sim.what_if.answer"
-"""Module of the simulator that answers. It imports vLLM, and is imported when it is asked."""
+"""Module that computes the answer. It imports vLLM, so it is imported only on demand."""
 BELIEVED = 0.15
-"""Error of the simulation from which on a warning is printed."""
+"""Error of the simulation above which a warning is printed."""
 
 
 def answer_what_if(
@@ -112,7 +112,7 @@ def answer_what_if(
 
     Args:
         recorded: the trace's own policy, if it is a ``module:Class``.
-        job_order: order of requests under the other policy; None: as recorded.
+        job_order: True for job order under the other policy; None keeps the recorded order.
 
     Raises:
         typer.Exit: 1 if a line is no record, 2 if nothing can be simulated.
@@ -134,7 +134,7 @@ def answer_what_if(
 
 @contextmanager
 def _errors_only() -> Iterator[None]:
-    """Keep vLLM's words about a machine without a GPU off the terminal."""
+    """Keep vLLM's messages about the missing GPU off the terminal."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -180,7 +180,7 @@ def _print(found: Mapping[str, Any]) -> None:
 
 
 def _names(found: Mapping[str, Any]) -> tuple[str, str]:
-    """The two servers; with their order of requests, if that is not the same."""
+    """Names of the two servers, with their order of requests if it differs."""
     names, orders = (found["recorded_policy"], found["policy"]), found["job_order"]
     if orders[0] == orders[1] or found["policy"] == "stock":
         return names

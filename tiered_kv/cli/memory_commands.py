@@ -39,7 +39,7 @@ COLUMNS = {
     "newest": True,
     "open in": False,
 }
-"""Columns of ``ls``: True if they hold numbers."""
+"""Columns of ``ls``: True for columns of numbers."""
 
 NANOSECONDS = 1e9
 

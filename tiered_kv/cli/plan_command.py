@@ -1,8 +1,10 @@
-"""``tiered-kv plan``: what a server of a model would hold, and the flags to start it with.
+"""``tiered-kv plan``: how much KV each tier of a server would hold, and the flags to start the
+server.
 
-Reports of ``tiered-kv plan``: as JSON, and as tables.
+Prints the plan as JSON or as tables.
 
-Environment and arguments that start a server as planned; the README has the same by hand.
+Also prints the environment and the arguments that start a server as planned, in the form that the
+README uses.
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ TRANSFER = {
 }
 """Value of ``--kv-transfer-config``."""
 SCHEDULER = "tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler"
-"""Class that takes requests in the order in which their jobs began."""
+"""Class that serves requests in the order in which their jobs started."""
 SSD_FOLDER = "/nvme/tiered-kv"
-"""Folder for pages on SSD, for the operator to replace."""
+"""Placeholder for the folder of pages on SSD, which the operator replaces."""
 SHUTDOWN_S = 30
-"""Seconds for requests in flight and for the last pages on their way to SSD."""
+"""Shutdown timeout for requests in flight and the final flush to SSD, seconds."""
 
 
 def environment(cpu_gib: float, ssd_gib: float) -> dict[str, str]:
@@ -67,13 +69,13 @@ def arguments(
     kv_dtype: str,
     utilization: float | None,
 ) -> list[str]:
-    """Words of the command.
+    """Arguments of the command.
 
     Args:
-        fits: True if VRAM holds the model's longest context; vLLM refuses to start otherwise.
-        ssd: True if there is a folder to flush to at the end.
-        dtype, kv_dtype: as requested; vLLM's defaults are left out.
-        utilization: share of VRAM; None for vLLM's default.
+        fits: True if VRAM holds the model's longest context. Otherwise vLLM refuses to start.
+        ssd: True if there is a folder for the final flush.
+        dtype, kv_dtype: requested types; vLLM's defaults are left out.
+        utilization: fraction of VRAM; None for vLLM's default.
     """
     folder = model if model.is_dir() else model.parent
     words = ["vllm", "serve", str(folder)]
@@ -94,8 +96,9 @@ def arguments(
 
 
 def in_shell(variables: dict[str, str], words: list[str]) -> str:
-    """Lines for a shell: one that exports the variables, and one that starts the server, broken
-    before its long options."""
+    """Shell commands: one exports the variables, the other starts the server, with line breaks
+    before long options.
+    """
     exported = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
     quoted = shlex.join(words)
     for option in (" --kv-transfer-config", " --scheduler-cls"):
@@ -111,7 +114,7 @@ GROUP_COLUMNS = {
     "block size": True,
     "groups": True,
 }
-"""Columns of kinds of KV: True if they hold numbers."""
+"""Columns of the KV types: True for columns of numbers."""
 
 TIER_COLUMNS = {
     "tier": False,
@@ -121,7 +124,7 @@ TIER_COLUMNS = {
     "time to restore": True,
     "break-even gap": True,
 }
-"""Columns of tiers: True if they hold numbers."""
+"""Columns of the tiers: True for columns of numbers."""
 
 
 def describe_plan(plan: Plan, variables: dict[str, str], words: Sequence[str]) -> dict[str, object]:
@@ -184,17 +187,17 @@ def describe_plan(plan: Plan, variables: dict[str, str], words: Sequence[str]) -
 
 
 def token_bytes(plan: Plan) -> float:
-    """Bytes of a token in all layers of attention, over all ranks."""
+    """KV bytes per token in all attention layers, over all ranks."""
     return plan.shape.ranks * sum(one.layers * one.token_bytes for one in plan.shape.kv)
 
 
 def state_bytes(plan: Plan) -> int:
-    """Bytes of a state in all layers that have one, over all ranks."""
+    """State size in all layers that have one, over all ranks, bytes."""
     return plan.shape.ranks * sum(one.layers * one.state_bytes for one in plan.shape.kv)
 
 
 def heading(plan: Plan) -> list[str]:
-    """Lines above the tables."""
+    """Lines to print above the tables."""
     shape, setup = plan.shape, plan.setup
     cards = setup.gpu if shape.ranks == 1 else f"{shape.ranks} {setup.gpu}"
     weights = shape.weights
@@ -209,7 +212,7 @@ def heading(plan: Plan) -> list[str]:
 
 
 def group_rows(plan: Plan) -> list[list[str]]:
-    """Rows of kinds of KV, under ``GROUP_COLUMNS``."""
+    """Rows of the KV types, under ``GROUP_COLUMNS``."""
     rows, shape = [], plan.shape
     for one in shape.kv:
         groups = [group for group in shape.layout.groups if one.words in group.words.split(" and ")]
@@ -242,7 +245,7 @@ def tier_row(tier: TierPlan) -> list[str]:
 
 
 def assumptions(plan: Plan) -> list[str]:
-    """Sentences on what the figures are computed from."""
+    """Sentences about the assumptions behind the figures."""
     gpu, setup = GPUS[plan.setup.gpu], plan.setup
     found = [
         f"Computing: {plan.setup.gpu} has {gpu.flops / 1e12:,.0f} TFLOP/s and "
@@ -263,11 +266,12 @@ def assumptions(plan: Plan) -> list[str]:
 
 
 CONTEXT = 32_768
-"""Tokens of a job's context, unless the model's end sooner: a coding agent's after a while."""
+"""Default context length, tokens, unless the model's limit is lower. Typical of a coding agent
+after a while."""
 CPU_GIB = TierConfig().cpu_gib
-"""CPU memory for KV that the connector takes by default, GiB."""
+"""The connector's default CPU memory for KV, GiB."""
 SSD_GBPS = 3.0
-"""GB/s that reads of an SSD reach, unless told: three quarters of four lanes of PCIe 3."""
+"""Default read rate of an SSD, GB/s: three quarters of four PCIe 3 lanes."""
 
 
 def plan_command(

@@ -94,7 +94,7 @@ def report_on(
         odd: reasons for skipped paths.
 
     Raises:
-        typer.Exit: the result is not good, or something had to be skipped.
+        typer.Exit: the result is not good, or a path was skipped.
     """
     left_out = skipped(odd)
     result = {"path": str(path), **fields, "skipped": left_out}
@@ -284,7 +284,7 @@ def parse_key(digits: str) -> PageKey:
     """Parse a page's key from hexadecimal digits.
 
     Raises:
-        typer.Exit: ``digits`` is no key.
+        typer.Exit: ``digits`` is not a key.
     """
     try:
         key = bytes.fromhex(digits)

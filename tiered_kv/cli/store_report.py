@@ -31,7 +31,7 @@ STORE_COLUMNS = {
     "last use": True,
     "open in": False,
 }
-"""Columns of ``ls``: True if they hold numbers."""
+"""Columns of ``ls``: True for columns of numbers."""
 
 
 def store_name(store: StoreInfo) -> str:

@@ -1,7 +1,7 @@
 """Output of the ``tiered-kv`` commands: results on standard output, messages on standard error.
 
-A command prints one JSON object with ``--json``, and readable text otherwise. A caller's mistake is
-one sentence on standard error, and exit code 2.
+A command prints one JSON object with ``--json``, and readable text otherwise. A caller's mistake
+gives one sentence on standard error and exit code 2.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Token = Annotated[
 
 
 class Command(TyperCommand):
-    """Command that names its arguments by their metavars. Typer puts required ones in braces."""
+    """Command that shows its arguments by their metavars, without the braces that Typer adds."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = [param for param in self.params if param.param_type_name == "argument"]
@@ -52,7 +52,7 @@ class Command(TyperCommand):
 
 @contextmanager
 def one_sentence() -> Iterator[None]:
-    """Turn errors that the caller can fix into one sentence and exit code 2."""
+    """Convert errors that the caller can fix to one sentence and exit code 2."""
     try:
         yield
     except (StoreError, TieredKVError, OSError) as error:
@@ -60,7 +60,7 @@ def one_sentence() -> Iterator[None]:
 
 
 def sentence_of(error: Exception) -> str:
-    """Say what an error is: one of the system with the file that it is about."""
+    """Describe an error in a sentence. Errors of the operating system include the file."""
     if not isinstance(error, OSError):
         return str(error)
     where = f"{error.filename}: " if error.filename else ""
@@ -68,7 +68,7 @@ def sentence_of(error: Exception) -> str:
 
 
 def take_any_text() -> None:
-    """Have names with any characters printed, also where the terminal's encoding lacks them."""
+    """Let any characters in names be printed, even if the terminal's encoding lacks them."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -85,7 +85,7 @@ def refuse(sentence: str) -> NoReturn:
 
 
 def skipped(odd: Mapping[Path, str]) -> dict[str, str]:
-    """Print skipped paths on standard error; return them as ``--json`` gives them."""
+    """Print skipped paths on standard error. Returns them for ``--json``."""
     for path, reason in odd.items():
         typer.echo(f"skipped: {path}: {reason}", err=True)
     return {str(path): reason for path, reason in odd.items()}
@@ -120,7 +120,7 @@ def exit_unless(good: bool) -> None:
     """Exit with 1 unless the result of a command is good.
 
     Raises:
-        typer.Exit: it is not.
+        typer.Exit: the result is not good.
     """
     if not good:
         raise typer.Exit(1)
@@ -130,7 +130,7 @@ def print_table(columns: Mapping[str, bool], rows: Iterable[Sequence[str]]) -> N
     """Print a table.
 
     Args:
-        columns: True for columns that hold numbers, by name.
+        columns: for each name, True if the column contains numbers.
     """
     table = Table(box=None, pad_edge=False)
     for name, is_number in columns.items():
@@ -142,8 +142,9 @@ def print_table(columns: Mapping[str, bool], rows: Iterable[Sequence[str]]) -> N
 
 @contextmanager
 def bar(what: str, total: float) -> Iterator[Callable[[float], None]]:
-    """Show a progress bar on standard error, if that is a terminal. The result is called with
-    each increment of ``total``."""
+    """Show a progress bar on standard error if it is a terminal. Call the result with each
+    increment towards ``total``.
+    """
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),

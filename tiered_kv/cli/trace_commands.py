@@ -117,10 +117,10 @@ class _Trace(NamedTuple):
 
 @contextmanager
 def _reading(paths: Sequence[Path], *, quiet: bool = False) -> Iterator[list[_Trace]]:
-    """Read traces. At the end, lines that are no records are printed unless ``quiet``.
+    """Read traces. At the end, invalid lines are reported unless ``quiet``.
 
     Raises:
-        typer.Exit: 1 if there are such lines, 2 if a trace cannot be read.
+        typer.Exit: with 1 if there are invalid lines, with 2 if a trace cannot be read.
     """
     with one_sentence():
         traces = [
@@ -200,8 +200,9 @@ def report_command(
 
 
 def _write(out: Path | None, texts: Iterator[str]) -> None:
-    """Write a file as private as the trace, or to standard output. Nothing is written before the
-    first text, for which the trace is read."""
+    """Write to standard output, or to a file as private as the trace. Nothing is written until the
+    first text is available, so errors while reading the trace leave no file.
+    """
     whole = chain([next(texts)], texts)
     if out is None:
         sys.stdout.writelines(whole)
@@ -245,7 +246,7 @@ def _recorder(reader: TraceReader) -> Iterator[str]:
 
 
 def _chrome(events: Iterable[Event]) -> Iterator[str]:
-    """One JSON object, an event a line."""
+    """One JSON object, with one event per line."""
     before = '{"traceEvents":[\n'
     for event in events:
         yield before + json.dumps(event)

@@ -32,7 +32,7 @@ def print_figures(title: str, figures: Figures) -> None:
 
 
 def headline(figures: Figures) -> dict[str, str]:
-    """The figures to be seen first, by name."""
+    """The most important figures, by name."""
     found = {"jobs": f"{figures.jobs.jobs:,}", "turns": f"{figures.turns:,}"}
     for name, spread in _spreads(figures).items():
         if spread is not None:
@@ -56,7 +56,7 @@ def _found_in(figures: Figures) -> dict[str, float | None]:
 
 
 def figure_tables(title: str, figures: Figures) -> list[TextTable]:
-    """The figures of one trace as tables, without those that are empty."""
+    """The figures of one trace as tables, without empty tables."""
     jobs, prompts, moved = figures.jobs, figures.prompts, figures.promotions
     waits, saved_s = figures.waits, figures.prompts.prefill_saved_s
     rows = [
@@ -124,7 +124,7 @@ def _sources(figures: Figures) -> str:
 
 
 def _would_have_saved(figures: Figures) -> list[list[str]]:
-    """A row for an engine that was only observed, if it would have been spared anything."""
+    """Row with the savings that an observed engine would have had, if any."""
     would = figures.would_have_saved
     if not would.tokens:
         return []

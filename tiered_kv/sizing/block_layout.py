@@ -11,9 +11,9 @@ STATES = 2
 """Number of states kept per context: the running one, and the one that the next turn restores."""
 
 SHORT_BLOCK = 32
-"""Longest block that is called short, tokens: vLLM's own choice is 16 on CUDA with dense models."""
+"""Largest short block size, tokens. vLLM's default is 16 on CUDA with dense models."""
 LONG_CONTEXT, VERY_LONG_CONTEXT = 1 << 17, 1 << 19
-"""Contexts from which blocks of 64 and of 128 are advised, tokens."""
+"""Context lengths from which blocks of 64 and of 128 tokens are advised."""
 
 
 def advise_block_size(block: int, max_len: int) -> str | None:

@@ -202,7 +202,7 @@ def _notes(
     for one in tiers[1:]:
         if one.contexts < 1:
             needed = math.ceil(one.nbytes / one.contexts / GIB)
-            notes.append(f"{one.name} has no room for a whole context: it takes {needed:,} GiB.")
+            notes.append(f"{one.name} cannot hold a whole context, which takes {needed:,} GiB.")
         elif one.restore_s >= compute_s:
             notes.append(f"Computing is faster than a restore from {one.name}.")
     if setup.jobs is not None:

@@ -258,7 +258,6 @@ class IoThread:
 
         Returns:
             Number of the last pages that are durable.
-            Number of the last pages that are durable.
         """
         deadline = self._clock() + budget_s
         with self._changed:

@@ -92,7 +92,7 @@ def each_key_at_once(fd: int) -> Iterator[Keyboard]:
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGWINCH)
 """Signals that are waited for, in place of their default actions."""
 NEWS = 0
-"""Represents news among the signal numbers."""
+"""Stands for news among the signal numbers."""
 
 
 class Wakeups:

@@ -95,8 +95,7 @@ def live(first: ServerState, look: Look, view: View, every_s: float, keys: int |
 
 
 def _shown(seen: Looks, view: View, bell: Wakeups, keys: int | None) -> tuple[View, int]:
-    """Show a server until a key or a signal ends this. Returns the last view, and the signal, or 0
-    for a key."""
+    """Show a server until a key or a signal. Returns the last view, and the signal; 0 for a key."""
     console = full_size_console()
     with ExitStack() as stack:
         keyboard = stack.enter_context(each_key_at_once(keys)) if keys is not None else None

@@ -18,7 +18,7 @@ from .trace_header import TraceHeader
 from .turn_record import TurnRecord
 
 MOST_NAMED = 20
-"""Number of bad lines that are reported; further ones are only counted."""
+"""Maximum number of bad lines that are reported. Further ones are only counted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,7 @@ class Captures:
 
     def _named(self, tokens: Sequence[int], salt: str | None) -> Generator[Wait, None, Turn]:
         naming = self._files.submit(self._names.name, tokens, salt)
-        return (yield from file_work("the context is named", naming))
+        return (yield from file_work("computing the context's page keys", naming))
 
     # -- capture of a job -------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class Captures:
             turn = self._turns.by_id.get(request_id)
             if turn is not None:
                 turn.request.end_after_next_token()
-        yield Wait("the turn runs to its end", lambda: not job.running, LONGEST_TURN_S)
+        yield Wait("waiting for the turn to finish", lambda: not job.running, LONGEST_TURN_S)
 
     def of(self, job: Job, held: HeldPages, *, exact: bool) -> Generator[Wait, None, Captured]:
         """Capture a job, whether it runs or is between two turns.
@@ -185,7 +185,7 @@ class Captures:
     def _boundary(self, turn: Turn) -> Wait:
         live = self._turns.by_id
         return Wait(
-            "the turn gets its first token",
+            "waiting for the turn's first token",
             lambda: live.get(turn.request_id) is not turn or self._has_boundary(turn),
             LONGEST_TURN_S,
         )
@@ -383,12 +383,12 @@ class Captures:
 
 
 def _arrival(held: HeldPages, keys: Sequence[PageKey]) -> Wait:
-    return Wait("pages are copied to CPU memory", held.arrival(keys))
+    return Wait("copying pages to CPU memory", held.arrival(keys))
 
 
 def _no_room(pages: int) -> SnapshotError:
     return SnapshotError(
-        f"CPU memory has no room for {pages} pages now: try again, or set TIERED_KV_CPU_GIB higher."
+        f"CPU memory has no space for {pages} pages now: try again, or raise TIERED_KV_CPU_GIB."
     )
 
 

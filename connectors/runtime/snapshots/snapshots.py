@@ -192,7 +192,7 @@ class Snapshots:
     def _take(self, job: Job, to: str, wait_turn: bool, stop: bool, exact: bool) -> Steps:
         started = self._clock()
         with self._captures.hold_nothing() as held, self._files.draft(to) as drafting:
-            draft = yield from file_work("the folder is made", drafting)
+            draft = yield from file_work("creating the folder", drafting)
             self._files.identity()
             if stop or wait_turn:
                 yield from self._captures.turn_over(job, stop=stop)
@@ -200,14 +200,14 @@ class Snapshots:
             captured = yield from self._captures.of(job, held, exact=exact)
             pause_s = self._clock() - pausing
             writing = self.orders.write(str(draft.folder), captured.pages, held)
-            yield Wait("pages are written", lambda: writing.over)
+            yield Wait("writing pages", lambda: writing.over)
             if writing.failed:
                 raise SnapshotError(
                     f"{writing.failed} pages could not be written: see the engine's log, and "
                     "check the folder's free space."
                 )
             sealing = self._files.seal(draft, captured, job.key.name, exact, self._wall())
-            manifest = yield from file_work("the manifest is written", sealing)
+            manifest = yield from file_work("writing the manifest", sealing)
         self._counters.add("snapshots_taken")
         return SnapshotMade(
             engine=self._facts.replica,
@@ -226,7 +226,7 @@ class Snapshots:
     def _restore(self, name: str, job: str | None, salt: str | None) -> Steps:
         started = self._clock()
         opening = self._files.open(name, salt)
-        opened = yield from file_work("the snapshot is looked at", opening)
+        opened = yield from file_work("opening the snapshot", opening)
         manifest, named = opened.manifest, opened.named
         key = JobKey(job_scope(opened.salt), job or manifest.job)
         before = self._turns_of(key)
@@ -300,7 +300,7 @@ class Snapshots:
         while missing := held.hold(by_key):
             absent = [by_key[key] for key in missing if not self._index.state(key).moving]
             if not absent:
-                yield Wait("pages are copied to CPU memory", held.arrival(missing))
+                yield Wait("copying pages to CPU memory", held.arrival(missing))
                 continue
             if len(missing) >= least:
                 raise SnapshotError(
@@ -415,7 +415,7 @@ class Snapshots:
 
 
 def _all_read(reading: SnapshotFlight, arrived: Callable[[], bool]) -> Wait:
-    return Wait("pages are read", lambda: arrived() and reading.over)
+    return Wait("reading pages", lambda: arrived() and reading.over)
 
 
 def build_snapshots(

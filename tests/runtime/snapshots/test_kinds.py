@@ -148,7 +148,7 @@ def test_pages_that_are_being_compressed_are_waited_for(make: MakeOne, held: Hel
         here.half.snapshots.drain()
         here.step()
     said = ask(here, "operation", engine=0, id=begun["operation"])
-    assert said["doing"] == "pages are copied to CPU memory"
+    assert said["doing"] == "copying pages to CPU memory"
     held.let_go()
     taken = result(here, begun)
 

@@ -388,17 +388,17 @@ ENDS = {
     "error": "see the engine's log",
 }
 GATES = {
-    "the folder is made": (SnapshotDraft, "begin"),
-    "the context is named": (ContextNames, "name"),
-    "pages are written": (PageWriter, "add"),
-    "the manifest is written": (SnapshotDraft, "seal"),
-    "the snapshot is looked at": (ContextNames, "name"),
-    "pages are read": (Snapshot, "read_page"),
+    "creating the folder": (SnapshotDraft, "begin"),
+    "computing the context's page keys": (ContextNames, "name"),
+    "writing pages": (PageWriter, "add"),
+    "writing the manifest": (SnapshotDraft, "seal"),
+    "opening the snapshot": (ContextNames, "name"),
+    "reading pages": (Snapshot, "read_page"),
 }
 """The call that an operation waits for, by its words for that."""
 
 
-COPIED = "pages are copied to CPU memory"
+COPIED = "copying pages to CPU memory"
 
 
 class Gate:
@@ -435,21 +435,21 @@ def until_waiting(rig: EngineRig, begun: dict[str, Any], doing: str, gate: Gate)
 @pytest.mark.parametrize(
     ("how", "doing", "number"),
     [
-        ("running", "the folder is made", 1),
-        ("running", "the context is named", 1),
-        ("running", "pages are written", 1),
-        ("running", "the manifest is written", 1),
-        ("exact", "the context is named", 1),
-        ("exact", "pages are written", 1),
-        ("exact", "the manifest is written", 1),
-        ("exact fork", "the context is named", 1),
-        ("waiting", "the context is named", 1),
-        ("waiting", "the context is named", 2),
-        ("waiting", "pages are written", 1),
-        ("waiting", "the manifest is written", 1),
-        ("waiting fork", "the context is named", 2),
-        ("restore", "the snapshot is looked at", 1),
-        ("restore", "pages are read", 1),
+        ("running", "creating the folder", 1),
+        ("running", "computing the context's page keys", 1),
+        ("running", "writing pages", 1),
+        ("running", "writing the manifest", 1),
+        ("exact", "computing the context's page keys", 1),
+        ("exact", "writing pages", 1),
+        ("exact", "writing the manifest", 1),
+        ("exact fork", "computing the context's page keys", 1),
+        ("waiting", "computing the context's page keys", 1),
+        ("waiting", "computing the context's page keys", 2),
+        ("waiting", "writing pages", 1),
+        ("waiting", "writing the manifest", 1),
+        ("waiting fork", "computing the context's page keys", 2),
+        ("restore", "opening the snapshot", 1),
+        ("restore", "reading pages", 1),
     ],
 )
 def test_an_operation_that_ends_in_the_middle_holds_nothing(
@@ -490,7 +490,7 @@ def test_an_operation_that_ends_in_the_middle_holds_nothing(
     rig.run()
 
     assert said["state"] == "failed"
-    assert ENDS[end] in said["why"] or doing in ("pages are written", "pages are read")
+    assert ENDS[end] in said["why"] or doing in ("writing pages", "reading pages")
     clean(rig)
     if "exact" in how and end != "reset":
         assert len(rig.index) <= 25, "pages are kept that no job can ask for"
@@ -681,7 +681,7 @@ def forget_vram(rig: EngineRig) -> None:
 
 def until_named_twice(rig: EngineRig, begun: dict[str, Any], gate: Gate) -> None:
     """Step until a capture of a waiting job holds its pages, and names them once more."""
-    until_waiting(rig, begun, "the context is named", gate)
+    until_waiting(rig, begun, "computing the context's page keys", gate)
     assert rig.index.in_use > 10
 
 
@@ -753,7 +753,7 @@ def test_a_job_that_continues_during_its_restore_is_left_alone(
     result(here, take(here, "agent", "night"))
     gate = Gate(monkeypatch, Snapshot, "read_page", 1)
     begun = restore(there, "night")
-    until_waiting(there, begun, "pages are read", gate)
+    until_waiting(there, begun, "reading pages", gate)
     prompt = text(200, seed=9)
     there.add("r0", prompt, max_tokens=4 if ends else 60, params=JOB)  # its client goes on
     there.step()
@@ -814,7 +814,7 @@ def test_a_capture_gives_its_blocks_back_when_the_engine_needs_all(
     until_answering(rig, "turn 1", 5)
     gate = Gate(monkeypatch, ContextNames, "name", 1)
     begun = take(rig, "agent", "night", exact=True)
-    until_waiting(rig, begun, "the context is named", gate)
+    until_waiting(rig, begun, "computing the context's page keys", gate)
     rig.abort("turn 1")
     rig.wait_for_worker()
     rig.step()

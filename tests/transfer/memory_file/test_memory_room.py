@@ -35,7 +35,7 @@ def test_where_there_is_no_room_a_sentence_says_how_much(
     with pytest.raises(ConfigError) as said:
         open_in(folder, slots=1 << 20, slot_bytes=1 << 20)
     sentence = str(said.value)
-    assert f"{folder} has room for 0.06 GiB" in sentence
+    assert f"{folder} has space for 0.06 GiB" in sentence
     assert "rank 0 takes 1024.13 GiB" in sentence
     assert "--shm-size" in sentence
     assert "TIERED_KV_CPU_GIB" in sentence

@@ -18,20 +18,20 @@ from tiered_kv.storage.disk.files import RealFiles
 
 
 def is_path(text: str) -> bool:
-    """True for the path of a snapshot; other texts are names in the server's folder."""
+    """True if the text is a path. Otherwise it is a name in the server's folder."""
     return "/" in text or text.endswith(ZIP)
 
 
 def new_name() -> str:
-    """A name that no snapshot has."""
+    """A new, unused name for a snapshot."""
     return f"cli-{secrets.token_hex(8)}"
 
 
 def check_new(path: Path) -> None:
-    """Check that a snapshot can be put at a path.
+    """Check that a snapshot can be created at a path.
 
     Raises:
-        SnapshotError: it cannot.
+        SnapshotError: it cannot be created there.
     """
     if os.path.lexists(path):
         raise SnapshotError(f"{path} already exists: choose another path")
@@ -44,13 +44,13 @@ def check_new(path: Path) -> None:
 
 
 class ServerFolder:
-    """The server's folder.
+    """The server's snapshot folder.
 
     Args:
         path: its path on the server's machine.
 
     Raises:
-        SnapshotError: it is not there, or not for this user.
+        SnapshotError: the folder does not exist, or this user has no access.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,10 +67,10 @@ class ServerFolder:
         self._path = path
 
     def take_out(self, name: str, path: Path) -> None:
-        """Move a snapshot to a path, where nothing is: as one file if that ends in ``.zip``.
+        """Move a snapshot to an unused path, as one file if the path ends in ``.zip``.
 
         Raises:
-            SnapshotError, OSError: it cannot be moved, and is still here.
+            SnapshotError, OSError: the snapshot cannot be moved, and is still in the folder.
         """
         folder = self._path / name
         if not (folder / MANIFEST).is_file():
@@ -91,10 +91,10 @@ class ServerFolder:
         self.remove(name)
 
     def bring_in(self, path: Path) -> str:
-        """Bring a snapshot in; returns its name here.
+        """Copy a snapshot into the folder. Returns its name there.
 
         Raises:
-            SnapshotError, OSError: it is not a snapshot, or cannot be copied.
+            SnapshotError, OSError: the path is not a snapshot, or cannot be copied.
         """
         with open_snapshot(path) as snapshot:
             digests = list(snapshot.files)
@@ -108,7 +108,7 @@ class ServerFolder:
             make_folder(folder / PAGES)
             for digest in digests:
                 _link(path / PAGES / digest, folder / PAGES / digest)
-            _link(path / MANIFEST, folder / MANIFEST)  # the last one: it makes this a snapshot
+            _link(path / MANIFEST, folder / MANIFEST)  # last: it makes this a snapshot
         except BaseException:
             self.remove(name)
             raise
@@ -124,7 +124,7 @@ class ServerFolder:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Have a file at a second place: linked where the file system can, else copied."""
+    """Give a file a second path: a hard link if possible, otherwise a copy."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:

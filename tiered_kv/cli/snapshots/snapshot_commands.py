@@ -56,7 +56,7 @@ Timeout = Annotated[
     ),
 ]
 COLUMNS = {"": False, " ": False}
-"""Columns of the answers of a server."""
+"""Columns of the server's answers."""
 Where = Annotated[Path, typer.Argument(metavar="PATH", help="A snapshot: a folder or a zip file.")]
 
 
@@ -244,7 +244,7 @@ def add_to(app: typer.Typer) -> None:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Turn what fails into one sentence, made harmless, and exit code 2."""
+    """Convert errors to one sanitized sentence and exit code 2."""
     take_any_text()
     try:
         yield

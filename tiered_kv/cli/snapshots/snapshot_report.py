@@ -1,5 +1,4 @@
-"""Reports of what a server has done with jobs, and of what snapshots hold: as JSON, and as rows of
-tables."""
+"""Reports of operations on jobs and of the contents of snapshots, as JSON and as table rows."""
 
 from __future__ import annotations
 
@@ -18,19 +17,19 @@ Object = Mapping[str, Any]
 Rows = list[list[str]]
 
 MOST_NAMES = 20
-"""Names that are shown of a long list."""
+"""Maximum number of names shown from a long list."""
 _ID_CHARS = 1_000
-"""Characters that are shown of a job's id or a salt: more than any has."""
+"""Maximum length of a job id or a salt in a report, longer than any real one."""
 
 
 def made_rows(said: Object, place: str) -> Rows:
-    """Rows of the server's answer after a snapshot.
+    """Rows of the server's answer to a snapshot request.
 
     Args:
         place: name or path of the snapshot.
 
     Raises:
-        RouteError: the answer has another form; so do the other functions for answers.
+        RouteError: the answer has an unexpected form. The other functions for answers raise it too.
     """
     made = read_answer(SnapshotMade, said, _ID_CHARS)
     return [
@@ -46,7 +45,7 @@ def made_rows(said: Object, place: str) -> Rows:
 
 
 def restored_rows(said: Object) -> Rows:
-    """Rows of the server's answer after a restore: of each engine."""
+    """Rows of the server's answer to a restore request, for each engine."""
     first = read_answer(JobsRestored, said, _ID_CHARS)
     rows = [["job", first.job]]
     for one, theirs in zip((first, *first.others), (said, *said.get("others", ())), strict=True):
@@ -59,7 +58,7 @@ def restored_rows(said: Object) -> Rows:
 
 
 def forked_rows(said: Object) -> Rows:
-    """Rows of the server's answer after a fork."""
+    """Rows of the server's answer to a fork request."""
     forked = read_answer(JobForked, said, _ID_CHARS)
     return [
         *(["job", job] for job in forked.jobs),
@@ -74,7 +73,7 @@ def _of_engine(done: SnapshotMade | JobRestored | JobForked) -> Rows:
 
 
 def _salt(done: JobRestored | JobForked, said: Object) -> Rows:
-    """Row of the salt that turns have to send; none if they need none."""
+    """Row of the cache salt that turns must send; no row if they need none."""
     if done.cache_salt is None:
         return []
     if done.cache_salt != said["cache_salt"]:
@@ -83,7 +82,7 @@ def _salt(done: JobRestored | JobForked, said: Object) -> Rows:
 
 
 def describe_snapshot(manifest: Manifest) -> dict[str, object]:
-    """Describe a snapshot for ``inspect --json``: without the conversation and the salt."""
+    """Describe a snapshot for ``inspect --json``, without the conversation and the salt."""
     return {
         "created": manifest.created,
         "tiered_kv": manifest.tiered_kv,
@@ -118,7 +117,7 @@ def _describe_group(group: SnapshotGroup) -> dict[str, object]:
 
 
 def raw_bytes(manifest: Manifest) -> int:
-    """Size of all pages, decoded."""
+    """Size of all decoded pages, bytes."""
     sizes = [group.page_format.page_bytes for group in manifest.groups]
     return sum(sizes[page.group] for page in manifest.pages)
 
@@ -156,7 +155,7 @@ def _group_line(group: SnapshotGroup) -> str:
 
 
 def difference_rows(found: Difference) -> Rows:
-    """Rows of ``diff``: a name, and what is of each snapshot."""
+    """Rows of ``diff``: a name, and the value in each snapshot."""
     common, common_pages = f"{found.common_tokens:,}", f"{found.common_pages:,}"
     return [
         ["tokens in common", common, common],
@@ -180,7 +179,7 @@ def _value(value: object) -> str:
 
 
 def _some(names: tuple[str, ...]) -> Iterator[str]:
-    """The last of them: those nearest to the job."""
+    """The last of these names, which are closest to the job."""
     if len(names) > MOST_NAMES:
         yield "…"
     yield from map(harmless, names[-MOST_NAMES:])

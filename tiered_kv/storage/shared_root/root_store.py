@@ -122,7 +122,7 @@ class SharedRoot:
         if Outcome.STORED in outcomes:
             self._writes.worked()
         elif Outcome.REFUSED in outcomes:
-            self._refused("its file system has no room, or this engine's share of it is used up")
+            self._refused("its file system has no space, or this engine's share of it is used up")
         return outcomes
 
     def delete(self, keys: Sequence[RemoteKey], deadline: float) -> bool:

@@ -238,7 +238,6 @@ def histogram_chart(
         times: True if the values are seconds, False if they are tokens.
         names: names of the histograms in the legend; None for no legend.
         spread: distribution whose median and 95th percentile are marked.
-        spread: whose median and 95th percentile are marked.
     """
     found = histograms(values, LEAST_S if times else 1.0)
     if found is None:

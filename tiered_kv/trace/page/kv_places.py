@@ -43,7 +43,7 @@ _FOUND = {
 }
 """Fields of the next turn that show where the KV was."""
 _MEANT = {"cpu": Place.CPU, "store": Place.SSD, "drop": Place.NOWHERE}
-"""Places by decision, for KV that no next turn looked for."""
+"""Places by decision, for KV that no later turn searched for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -37,7 +37,7 @@ from .page_style import CLASS_COLOURS, SOURCE_COLOURS
 MOST_WORST = 10
 """Number of worst turns that are kept."""
 MOST_JOBS = 8_192
-"""Number of jobs whose last turn is remembered, which is the most that an engine expects."""
+"""Maximum number of jobs whose last turn is remembered. No engine expects more jobs."""
 _TELLING = 0.05
 """Fraction of a wait from which a reason is reported."""
 

@@ -307,7 +307,7 @@ def _map(path: Path, fd: int, size: int) -> mmap.mmap:
 
 def _no_room(path: Path, geometry: Geometry) -> ConfigError:
     free, wanted = RealFiles().free(path.parent), geometry.nbytes
-    has = f"has room for {free / GIB:.2f} GiB" if free < wanted else "gives no more memory"
+    has = f"has space for {free / GIB:.2f} GiB" if free < wanted else "gives no more memory"
     return ConfigError(
         f"{path.parent} {has}, and the CPU memory of rank {geometry.rank} takes "
         f"{wanted / GIB:.2f} GiB: lower TIERED_KV_CPU_GIB, make the file system larger (a "

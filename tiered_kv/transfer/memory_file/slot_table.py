@@ -36,7 +36,6 @@ The note at the start of a bundle's first slot lists its pages, their locations 
 
 Little-endian. The headers of the bundle's slots have a digest of the note. Parsing is total: any
 bytes either give a value or raise ``FormatError``.
-bytes give a value or raise ``FormatError``.
 """
 
 from __future__ import annotations
