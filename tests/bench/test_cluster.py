@@ -1,4 +1,4 @@
-"""Faults of a store, and turns of a job on one replica or on any."""
+"""Faults of a store, and a job's turns on one replica or on several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The codec benchmark's figures are what they say."""
+"""The codec benchmark's figures mean what their names say."""
 
 from __future__ import annotations
 

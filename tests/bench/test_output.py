@@ -1,4 +1,4 @@
-"""Words and exit status of a benchmark, however it ends."""
+"""Output and exit status of a benchmark, however it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy benchmark reads what it is given and counts what it says."""
+"""The policy benchmark reads recordings correctly, and its figures mean what their names say."""
 
 from __future__ import annotations
 

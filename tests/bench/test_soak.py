@@ -1,4 +1,4 @@
-"""Conclusions that a soak draws, and the servers that it compares."""
+"""Conclusions of a soak test, and the servers that it compares."""
 
 from __future__ import annotations
 

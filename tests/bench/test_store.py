@@ -1,4 +1,4 @@
-"""The store benchmark's figures are what they say."""
+"""The store benchmark's figures mean what their names say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A large trace is one that ``trace analyze`` reads whole."""
+"""``trace analyze`` reads a large trace completely."""
 
 from __future__ import annotations
 

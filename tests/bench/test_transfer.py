@@ -1,4 +1,4 @@
-"""``bench.transfer``: real pages, honest jobs, and the worst row counts."""
+"""``bench.transfer``: real pages, valid copy jobs, and the minimum over all rows."""
 
 from __future__ import annotations
 

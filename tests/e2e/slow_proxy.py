@@ -1,4 +1,4 @@
-"""A proxy that slows a server down: each part of an answer arrives later by a factor."""
+"""A proxy that slows a server down by a factor: each part of an answer arrives that much later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Agents under pressure on a real server with every tier, and each figure by all that report it.
+"""Agents under memory pressure on a real server with every tier, and each figure from every source
+that reports it.
 
 These are the clients, the trace, ``trace analyze``, ``/metrics``, the routes, and vLLM's own
 counters.

@@ -1,4 +1,4 @@
-"""The golden files are those that 913b4b9 wrote, to the last byte."""
+"""The golden files are byte for byte the files that 913b4b9 wrote."""
 
 from __future__ import annotations
 

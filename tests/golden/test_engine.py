@@ -1,4 +1,4 @@
-"""An engine of today continues with the files of one of 913b4b9.
+"""A current engine continues with the files of an engine of 913b4b9.
 
 Its keys are those of ``tiered_kv.testing.engine``: whoever changes how that engine names its model
 or its blocks makes these files unreadable, as a change of the product's own keys would.

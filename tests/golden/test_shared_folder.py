@@ -1,4 +1,4 @@
-"""A shared folder of 913b4b9: packs of both codecs, of which two were deleted, and one page too."""
+"""A shared folder of 913b4b9: packs of both codecs, two of them deleted, and a deleted page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that commit 913b4b9 wrote, and what their pages hold: ``README.md`` has the rest."""
+"""Files written by commit 913b4b9, and the contents of their pages; see ``README.md``."""
 
 from __future__ import annotations
 

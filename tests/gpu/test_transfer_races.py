@@ -1,5 +1,6 @@
-"""Races provoked on purpose: the GPU is kept behind the CPU while jobs are submitted, so that
-whatever is not ordered by an event happens too early. Skipped, and said so, without CUDA."""
+"""Provoked races: the GPU is kept behind the CPU while jobs are submitted, so that anything not
+ordered by an event happens too early. Skipped without CUDA.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine that carries out a planner's orders on bytes, and knows what must come of it.
+"""A machine that carries out an order book's orders on bytes, and checks the results.
 
 ``OrdersMachine`` is a Hypothesis state machine. Its rules are what a scheduler may do and
 what can happen to a worker, in any order: saves, restores, packs, cancels, resets, copies that

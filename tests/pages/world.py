@@ -1,4 +1,4 @@
-"""The world of ``OrdersMachine``: what each key must hold, and real bytes of every rank."""
+"""The state of ``OrdersMachine``: the expected page of each key, and real bytes on every rank."""
 
 from __future__ import annotations
 

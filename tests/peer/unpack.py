@@ -1,4 +1,4 @@
-"""The tests of the vLLM that is installed: from its source package, since no wheel has them."""
+"""The installed vLLM's tests, from its source package, because no wheel contains them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Engines in turn, of which each finds what those before it left: in one folder, or in a place that
-they share and that must be asked. Whatever happened to either, outputs are right, and no engine
-sees KV of a generation that a reset ended."""
+"""A sequence of engines, each of which finds the pages of its predecessors in a folder, or in a
+shared store that must be queried. Whatever happened to either, outputs are right, and no engine
+finds KV from before a reset.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runtime in an engine that does not depend on vLLM."""
+"""The runtime in an engine other than vLLM."""
 
 from __future__ import annotations
 

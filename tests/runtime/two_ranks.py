@@ -1,5 +1,6 @@
-"""Two ranks of one engine. The model runs on the first; the second has the same KV with other bits,
-so that its pages are encoded to other sizes."""
+"""Two ranks of one engine. The model runs on the first. The second has the same KV with other bits,
+so that its pages are encoded to different sizes.
+"""
 
 from __future__ import annotations
 

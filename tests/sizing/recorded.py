@@ -1,4 +1,4 @@
-"""vLLM's answers about models, recorded, so that tests of what is made of them take no minutes.
+"""Recorded answers of vLLM about models, so that tests do not have to wait minutes for vLLM.
 
 ``python -m tests.sizing.recorded`` asks vLLM what is not recorded yet, or everything with
 ``--again``, and runs the tests. ``test_vllm_kv.py`` and ``test_published.py`` ask vLLM itself and

@@ -1,4 +1,4 @@
-"""Configurations that somebody got wrong are read, or refused in a sentence; nothing else."""
+"""Faulty configurations are either read or refused with a sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published models: each is planned as vLLM serves it, or refused with what is not known."""
+"""Published models: each is planned as vLLM serves it, or refused with the missing facts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan's figures against those that can be worked out by hand."""
+"""A plan's figures, compared with manual calculations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of a token and of a state are exactly those that vLLM computes where it really runs.
+"""Bytes per token and per state equal those that a running vLLM computes.
 
 ``plan`` asks vLLM as it is on a GPU, with what needs one replaced. Here vLLM's CPU build is asked
 with nothing replaced, about tiny models.

@@ -1,4 +1,4 @@
-"""Size of weights: of files as they are served, of an index, or estimated."""
+"""Size of weights: as served from files, from an index, or estimated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts: a snapshot is there whole or not at all, and shares what others have."""
+"""Drafts: a snapshot is complete or does not exist, and shares pages with other snapshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts: whatever is not in order is refused in a sentence, and leaves nothing."""
+"""Drafts: anything invalid is refused with a sentence, and leaves nothing behind."""
 
 from __future__ import annotations
 

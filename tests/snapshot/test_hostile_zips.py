@@ -1,4 +1,4 @@
-"""Zip files that no snapshot wrote are refused in a sentence."""
+"""Zip files that are not snapshots are refused with a sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifests: what is written is read, and what is not in order is refused."""
+"""Manifests: a written manifest is read back, and an invalid one is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Differences between a snapshot and an engine: each is told, with what would be needed."""
+"""Mismatches between a snapshot and an engine: each is reported, with what would be needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots as zip files, made here or by others: whole, or refused."""
+"""Snapshots as zip files, created here or elsewhere: complete, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of pages: bit for bit what was written, or refused."""
+"""Page files: read back bit for bit as written, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Snapshots of one root: pages that several have are one file, and each stays whole alone."""
+"""Snapshots of one root: common pages are one file, and each snapshot stays complete without the
+others.
+"""
 
 from __future__ import annotations
 

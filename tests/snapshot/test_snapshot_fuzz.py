@@ -1,4 +1,4 @@
-"""Whatever a snapshot is changed to, it is refused or gives just the bytes that were written."""
+"""A modified snapshot is refused, or returns exactly the bytes that were written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A maker that is killed at any moment leaves no half a snapshot, and takes nothing with it."""
+"""A process killed at any moment leaves no partial snapshot, and destroys no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots that ask for much memory get little."""
+"""Snapshots that would need much memory get only a little."""
 
 from __future__ import annotations
 

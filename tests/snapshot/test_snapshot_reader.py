@@ -1,4 +1,4 @@
-"""Folders of snapshots that anybody may have made: whole, or refused."""
+"""Snapshot folders of unknown origin: complete, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real terminal: a tmux server of its own, with a command in its only window."""
+"""A real terminal: a separate tmux server with a command in its only window."""
 
 from __future__ import annotations
 

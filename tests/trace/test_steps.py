@@ -1,4 +1,4 @@
-"""Steps in the trace: short lines in files of their own, means over time, tracks for Perfetto."""
+"""Steps in the trace: short lines in separate files, time-weighted means, tracks for Perfetto."""
 
 from __future__ import annotations
 

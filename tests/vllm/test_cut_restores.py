@@ -1,6 +1,7 @@
-"""vLLM 0.33 may drop a restore that it was offered: where it returns the experts of each token
-(``--enable-return-routed-experts``), a hit must end with a block, and not beyond the blocks whose
-experts it knows."""
+"""vLLM 0.33 may drop an offered restore: if it returns the experts of each token
+(``--enable-return-routed-experts``), a hit must end at a block boundary, and not beyond the blocks
+with known experts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reach of each kind of KV is what vLLM itself keeps, and gives room for, of a context."""
+"""The reach of each KV type matches the blocks that vLLM itself keeps and allocates."""
 
 from __future__ import annotations
 

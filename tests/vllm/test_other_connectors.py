@@ -1,5 +1,6 @@
-"""Other connectors in vLLM's ``MultiConnector``: refused unless they only produce, and then
-everything works as without them."""
+"""Other connectors in vLLM's ``MultiConnector`` are refused unless they only produce. With
+producers everything works as without them.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""``--prefill-schedule-interval N`` (one engine: since vLLM 0.33): after a step with a prefill, the
-next N - 1 steps decode only. Requests wait that are neither short of blocks nor of seats."""
+"""``--prefill-schedule-interval N`` (with one engine: since vLLM 0.33): after a step with a
+prefill, the next N - 1 steps only decode. Requests then wait although blocks and seats are free.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A request that vLLM refuses leaves its job between turns: the gap goes on, no turn is counted and
-the pin stays.
+"""A request that vLLM refuses leaves its job between turns: the gap continues, no turn is counted,
+and the pin stays.
 
 vLLM refuses requests in two places, and passes each through the scheduler, so that connectors may
 free what they hold for it: the server when it rejects one, and since 0.33 a paused engine.

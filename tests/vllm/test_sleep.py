@@ -1,5 +1,6 @@
-"""vLLM's hooks around a sleep, in which it frees its KV cache, and a newer runner's order of hooks
-(both since 0.33)."""
+"""vLLM's hooks around a sleep, in which it frees its KV cache, and the hook order of its newer
+model runner (both since 0.33).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract tests again, on the other versions of vLLM that we support.
+"""The contract tests, repeated on the other supported versions of vLLM.
 
 ``scripts/test`` unpacks them next to the environment; each runs in a process of its own. vLLM 0.33
 has no CPU build: its Python sources run on the compiled modules of the environment's vLLM. That

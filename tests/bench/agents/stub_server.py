@@ -1,5 +1,6 @@
-"""A server with OpenAI's routes, for tests of their clients. Words are its tokens, or the ids of a
-prompt; it remembers every prompt, as a prefix cache without limits would."""
+"""A server with OpenAI's routes, for tests of their clients. Its tokens are words, or the ids of a
+prompt. It remembers every prompt, like an unlimited prefix cache.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs on a server with OpenAI's routes: the requests it gets, when, and what is recorded."""
+"""Jobs on a server with OpenAI's routes: which requests it receives, when, and what is recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tiered-kv bench``: servers that run are measured, compared and drawn."""
+"""``tiered-kv bench``: running servers are measured, compared and plotted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of measured runs, and servers in pairs."""
+"""Figures of measured runs, and paired comparisons of servers."""
 
 from __future__ import annotations
 

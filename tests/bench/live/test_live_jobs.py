@@ -1,4 +1,4 @@
-"""Jobs out of generators and out of recordings in the formats of others."""
+"""Jobs from generators, and from recordings in third-party formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A workload's turns, tokens, gaps and tools are told as they are."""
+"""Statistics of a workload's turns, tokens, gaps and tools are right."""
 
 from __future__ import annotations
 

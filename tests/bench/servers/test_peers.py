@@ -1,4 +1,4 @@
-"""Peers' processes stand around a server while it is measured, and are gone afterwards."""
+"""Peers' processes run next to a server while it is measured, and end afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated models that keep states or windows beside full attention."""
+"""Simulated models that keep states or windows in addition to full attention."""
 
 from __future__ import annotations
 

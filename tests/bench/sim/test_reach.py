@@ -1,4 +1,4 @@
-"""The bound that can be reached: vLLM's real scheduler over a pool that forgets nothing."""
+"""The reachable bound: vLLM's real scheduler over a pool that never evicts."""
 
 from __future__ import annotations
 

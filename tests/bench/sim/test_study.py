@@ -1,4 +1,4 @@
-"""Studies: every case can be run, is compared with others of its group, and is drawn."""
+"""Studies: every case can be run, is compared with the others in its group, and is plotted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Row of a tiny model: what was restored of it, found in a process of its own."""
+"""The result row of a tiny model: what was restored, measured in a separate process."""
 
 from __future__ import annotations
 

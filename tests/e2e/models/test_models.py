@@ -1,4 +1,4 @@
-"""A tiny model of each architecture, in a process of its own, is restored from every tier."""
+"""A tiny model of each architecture, in a separate process, is restored from every tier."""
 
 from __future__ import annotations
 

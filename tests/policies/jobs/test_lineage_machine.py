@@ -1,4 +1,4 @@
-"""Any conversations of any clients, with one right job for each turn."""
+"""Random conversations of random clients, in which each turn has exactly one right job."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tiers below CPU memory, as the scheduler half drives them."""
+"""Tiers below CPU memory, driven by the scheduler half."""

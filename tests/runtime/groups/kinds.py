@@ -1,4 +1,4 @@
-"""Models with several kinds of KV, and helpers for stories."""
+"""Models with several KV types, and helpers for stories."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""VRAM holds the beginning of a context, and the rest is restored: a model with states goes on from
-the state at the end of the restored part, and its output is that of a fresh computation.
+"""VRAM holds the start of a context, and the rest is restored. A model with states continues from
+the state at the end of the restored part, and its output equals that of a full computation.
 
 A state stands for every token before it. Reports on other connectors (LMCache#4247) describe wrong
 text in exactly this case.

@@ -1,5 +1,6 @@
-"""A job's next turn on another engine finds its context in the remote store, whatever kinds of KV
-its model keeps."""
+"""A job's next turn on another engine finds its context in the remote store, whatever KV types its
+model keeps.
+"""
 
 from __future__ import annotations
 

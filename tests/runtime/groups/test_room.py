@@ -1,4 +1,4 @@
-"""Space for contexts with several kinds of KV: pins are released for everything a request needs."""
+"""Space for contexts with several KV types: pins are released for everything a request needs."""
 
 from __future__ import annotations
 

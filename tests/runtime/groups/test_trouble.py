@@ -1,4 +1,4 @@
-"""Failures of one kind of KV cost time, and never change an answer."""
+"""Failures of one KV type cost time, and never change an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job's context is restored completely, whatever kinds of KV its model keeps."""
+"""A job's context is restored completely, whatever KV types its model keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two hosts with the same model give its pages the same keys, wherever its files are."""
+"""Two hosts with the same model use the same page keys, wherever the model's files are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Agents under pressure, the same on every engine: jobs of several turns with tools between."""
+"""Agents under memory pressure, the same on every engine: jobs of several turns with tools in
+between.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ends of contexts: what may be kept of a finished request, and where its prompt has a boundary."""
+"""Ends of contexts: which KV of a finished request may be kept, and its prompt boundaries."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A store that many engines share, as a tier: real pages in a store that fails in every way its
-contract allows.
+"""A tier shared by many engines: real pages in a store that fails in every way its contract allows.
 
 It is configured by ``TIERED_KV_TIERS=tests.runtime.pages.troubled_place:…``.
 """

@@ -1,4 +1,4 @@
-"""Ghost pins reserve blocks on paper only: the engine's blocks are never touched."""
+"""Ghost pins reserve no real blocks: the engine's blocks are never touched."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A job continues in another engine, whatever kinds of KV its model keeps and wherever they
-were."""
+"""A job continues in another engine, whatever KV types its model keeps and wherever the KV was."""
 
 from __future__ import annotations
 

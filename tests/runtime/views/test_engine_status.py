@@ -1,4 +1,4 @@
-"""The status of an engine is what its parts hold."""
+"""An engine's status matches the state of its components."""
 
 from __future__ import annotations
 

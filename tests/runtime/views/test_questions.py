@@ -1,4 +1,4 @@
-"""Questions from outside: each has an answer, or is none."""
+"""External queries: each is answered, or rejected as malformed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics that an engine tells are what happened."""
+"""An engine's metrics match what happened."""
 
 from __future__ import annotations
 

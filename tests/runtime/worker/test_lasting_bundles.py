@@ -1,4 +1,5 @@
-"""Compressed pages in a memory file: what the next engine finds of them, whenever one is killed.
+"""Compressed pages in a memory file: which pages the next engine finds, whenever an engine is
+killed.
 
 An engine is "killed" by looking at a copy of its file: that is what a killed process leaves.
 """

@@ -1,5 +1,6 @@
-"""The last flush: what slots and bundles hold that is nowhere else, under its own key or not at
-all."""
+"""The final flush: pages that exist only in slots and bundles are written under their own key, or
+not at all.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory for direct I/O: it begins where a disk wants it to, and is used again."""
+"""Memory for direct I/O is aligned, and reused."""
 
 from __future__ import annotations
 

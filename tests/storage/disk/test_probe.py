@@ -1,4 +1,4 @@
-"""The speed of a disk, measured with a file that is gone afterwards."""
+"""The speed of a disk is measured with a file that is deleted afterwards."""
 
 from __future__ import annotations
 

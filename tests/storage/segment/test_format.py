@@ -1,4 +1,4 @@
-"""The bytes of segments: what is packed is parsed, and nothing else is."""
+"""The bytes of segments: packed bytes are parsed, and no others."""
 
 from __future__ import annotations
 

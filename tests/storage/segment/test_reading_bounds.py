@@ -1,4 +1,4 @@
-"""Opening a segment reads and takes no more than a segment can hold, in few reads."""
+"""Opening a segment needs few reads, and no more memory than a segment can hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index of a writer's folder: any bytes are read, up to the first entry that is not whole."""
+"""The index of a writer's folder: any bytes are read, up to the first incomplete entry."""
 
 from __future__ import annotations
 

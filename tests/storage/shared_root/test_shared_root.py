@@ -1,4 +1,4 @@
-"""A shared folder as a remote store: writers add, readers follow, and what goes wrong is a miss."""
+"""A shared folder as a remote store: writers add values, readers see them, failures are misses."""
 
 from __future__ import annotations
 

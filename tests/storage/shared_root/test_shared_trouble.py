@@ -1,4 +1,4 @@
-"""Shared folders that are full, old, or written by somebody odd."""
+"""Shared folders that are full, old, or contain unexpected files."""
 
 from __future__ import annotations
 

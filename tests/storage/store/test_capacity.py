@@ -1,4 +1,4 @@
-"""Several stores under one root keep to one capacity, and each to its share."""
+"""Several stores under one root stay within one capacity, and each within its share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Whatever moment a process or a machine dies at, the store opens and serves what was durable."""
+"""After a crash of the process or the machine at any moment, the store opens and returns all
+durable pages.
+"""
 
 from __future__ import annotations
 

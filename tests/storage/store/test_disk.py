@@ -1,4 +1,4 @@
-"""A store takes the disk and the clock as they are."""
+"""A store works with unusual disks and clocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that fails: pages are refused or gone, nothing raises, a counter moves."""
+"""A failing disk: pages are refused or lost, nothing raises, and a counter rises."""
 
 from __future__ import annotations
 

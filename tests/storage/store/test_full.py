@@ -1,4 +1,4 @@
-"""A disk that is full before the capacity is used up means less room, and nothing worse."""
+"""A disk that is full before the capacity is reached only means less space."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Pages that move between their owner's memory and the disk without a copy, and pages that
-cannot."""
+"""Pages that are transferred between the caller's memory and the disk without a copy, and pages
+that cannot be.
+"""
 
 from __future__ import annotations
 

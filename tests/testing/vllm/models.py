@@ -1,4 +1,4 @@
-"""Kinds of models, by the KV groups that vLLM creates for them."""
+"""Types of models, by the KV groups that vLLM creates for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A connector that has the KV of every context, which shows what vLLM needs."""
+"""A connector that has the KV of every context, to show which KV vLLM needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""External KV: what vLLM needs of each group, and what it leaves of a turn to save."""
+"""External KV: which pages of each group vLLM needs, and which it leaves to save."""
 
 from __future__ import annotations
 

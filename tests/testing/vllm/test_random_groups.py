@@ -1,5 +1,6 @@
-"""Random clients of vLLM alone, without our connector: with several groups of KV as well, the rig
-finds nothing wrong in what vLLM's own scheduler does."""
+"""Random clients of vLLM without the connector: the rig reports no error in vLLM's own scheduler,
+even with several KV groups.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Staged copies with memory of the CPU in place of VRAM, and a runtime that copies at once: which
-bytes go where. What streams do is found out in tests/gpu."""
+"""Staged copies, with CPU memory in place of VRAM and a runtime that copies immediately: which
+bytes go where. tests/gpu tests the streams.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Access to the routes: with a token, or from the machine of a server that others cannot reach."""
+"""Access to the routes: with a token, or locally from the machine of a server that no other machine
+can reach.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces of simulated servers, for tests of what is read out of them."""
+"""Traces of simulated servers, for tests of what-if analyses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers told from a trace alone, beside what the other server then does."""
+"""Answers computed from a trace alone, compared with a real run of the other server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of a recording, as the simulator takes them."""
+"""Recorded jobs, converted for the simulator."""
 
 from __future__ import annotations
 
