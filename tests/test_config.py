@@ -90,7 +90,7 @@ def test_a_misspelt_key_is_refused_with_the_one_that_was_meant() -> None:
     assert "(TIERED_KV_CPU_GIB): did you mean cpu_gib?" in sentence
 
 
-def test_what_kubernetes_says_of_a_service_of_that_name_is_no_setting() -> None:
+def test_variables_that_kubernetes_sets_for_a_service_are_no_settings() -> None:
     said = {
         "TIERED_KV_SERVICE_HOST": "10.0.0.1",
         "TIERED_KV_SERVICE_PORT": "8000",
@@ -157,7 +157,7 @@ def test_an_empty_trace_is_refused(value: str | None) -> None:
     assert load_config({}, {"trace": value}).trace is None
 
 
-def test_steps_are_traced_if_that_is_said(tmp_path: Path) -> None:
+def test_steps_are_traced_if_enabled(tmp_path: Path) -> None:
     trace = str(tmp_path / "trace.jsonl")
     on, off = ("1", True, 1, "true", "True"), ("0", "", False, 0, "false", "FALSE")
     for said, steps in ((said, said in on) for said in (*on, *off)):
@@ -190,7 +190,7 @@ def test_steps_without_a_trace_have_no_place() -> None:
 
 
 @given(st.dictionaries(st.sampled_from(["cpu_gib", "pin_fraction", "trace", "x"]), JSON_VALUES))
-def test_whatever_json_says_is_taken_or_refused(extra: dict[str, object]) -> None:
+def test_any_json_is_accepted_or_refused(extra: dict[str, object]) -> None:
     try:
         config = load_config({}, extra)
     except ConfigError:

@@ -139,7 +139,7 @@ def test_padding_at_the_end_of_a_layers_page_travels_with_it() -> None:
     assert layout.page_bytes == 128
 
 
-def test_the_description_tells_pages_of_different_make_apart() -> None:
+def test_the_description_distinguishes_pages_of_different_composition() -> None:
     def describe(order: str) -> str:
         return build(order, [(4, 32)], num_blocks=5, heads=2).layout.describe()
 

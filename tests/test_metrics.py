@@ -80,7 +80,7 @@ def test_what_was_observed_is_handed_over_once() -> None:
         counters.observe("held_for", 1.0)
 
 
-def test_an_engine_whose_statistics_nobody_takes_keeps_the_latest_observations() -> None:
+def test_an_engine_whose_statistics_are_never_taken_keeps_the_latest_observations() -> None:
     counters = Counters()
     for at in range(3 * MOST_OBSERVED):
         counters.observe("gap_over_median", at)

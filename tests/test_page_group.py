@@ -36,7 +36,7 @@ def test_sections_that_are_no_page_are_refused() -> None:
         PageGroup(0, 384, LAYOUT, sections=(CONV, SSM))
 
 
-def test_a_fingerprint_is_told_the_types_only_where_there_are_several() -> None:
+def test_a_fingerprint_contains_the_types_only_if_there_are_several() -> None:
     """Pages of one type keep the fingerprints that they had before there were sections."""
     plain = PageGroup(0, 16, LAYOUT, ElementType.BF16, arrangement="NHD")
     assert plain.describe() == "2x1024 NHD"

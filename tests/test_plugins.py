@@ -70,7 +70,7 @@ def test_a_class_or_a_function_of_another_module(attribute: str) -> None:
         (f"{HERE}:Unfinished", "lacks greet"),
     ],
 )
-def test_what_cannot_be_used_is_told_with_what_to_write(name: str, said: str) -> None:
+def test_unusable_input_is_refused_with_a_remedy(name: str, said: str) -> None:
     contract = Base if "Unfinished" in name else Greeter
     with pytest.raises(ConfigError) as raised:
         load("greeter", name, KNOWN, contract)

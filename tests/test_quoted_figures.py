@@ -64,7 +64,7 @@ def test_a_line_quotes_the_results_that_it_links_to(page: str, line: str, names:
 
 
 @pytest.mark.parametrize("path", sorted(DATA.glob("*.json")), ids=lambda path: path.name)
-def test_a_result_tells_what_it_was_measured_on_and_with_which_code(path: Path) -> None:
+def test_a_result_states_the_machine_and_the_code_that_it_was_measured_with(path: Path) -> None:
     measured = json.loads(path.read_text()).get("measured")
     if measured is not None:  # otherwise it is of a study that is over
         assert re.fullmatch("[0-9a-f]{40}", measured["commit"]), "measured with changed files"

@@ -83,7 +83,9 @@ def test_without_json_a_result_is_tables(capfd: pytest.CaptureFixture[str]) -> N
         assert words in out
 
 
-def test_a_benchmark_that_fails_says_why_in_a_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_benchmark_gives_the_reason_in_a_sentence(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     assert run("--fails") == 1
     said = capfd.readouterr()
     assert said.out == ""
@@ -109,7 +111,7 @@ def fail() -> int:
     raise LookupError("no :key: in " + "a" * 200)
 
 
-def test_a_command_ends_with_its_own_code_or_says_what_failed(
+def test_a_command_ends_with_its_own_code_or_reports_what_failed(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert run_command(lambda: 3, (LookupError,), "stopped") == 3

@@ -52,7 +52,7 @@ def test_memory_that_grew_at_first_and_stays_has_no_slope() -> None:
     assert tenths(grew) == [0, 60, 120, 180, 240, 300, 300, 300, 300, 300, 300]
 
 
-def test_memory_that_goes_on_growing_has() -> None:
+def test_memory_that_keeps_growing_is_detected() -> None:
     assert slope([(float(s), s * MIB) for s in range(0, 600, 2)]) == pytest.approx(60.0)
 
 

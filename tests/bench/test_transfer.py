@@ -45,7 +45,7 @@ def test_a_batch_names_every_page_once_as_long_as_there_are_enough() -> None:
     assert len(more.blocks) == 30
 
 
-def test_saves_and_loads_at_once_share_neither_block_nor_slot() -> None:
+def test_concurrent_saves_and_loads_share_neither_block_nor_slot() -> None:
     save, load = jobs_of("both", 30, 20)
     assert not set(save.blocks) & set(load.blocks)
     assert not set(save.slots) & set(load.slots)

@@ -26,7 +26,7 @@ def said(*arguments: object, code: int = 0) -> str:
     return result.output
 
 
-def test_it_says_its_version() -> None:
+def test_the_version_is_printed() -> None:
     assert said("--version") == f"tiered-kv {version('tiered-kv')}\n"
 
 

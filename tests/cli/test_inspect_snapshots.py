@@ -32,7 +32,7 @@ def spoil(page: Path) -> None:
     page.write_bytes(data)
 
 
-def test_what_a_snapshot_holds_is_told_without_its_secrets(tmp_path: Path) -> None:
+def test_a_snapshot_is_described_without_its_secrets(tmp_path: Path) -> None:
     make_snapshot(tmp_path, "s", range(700, 740), ranks=2, cache_salt="secret", parents=("p", "q"))
     pack(tmp_path / "s", tmp_path / "z.zip")
     for path in (tmp_path / "s", tmp_path / "z.zip"):
@@ -55,7 +55,7 @@ def test_what_a_snapshot_holds_is_told_without_its_secrets(tmp_path: Path) -> No
         assert "good" not in found
 
 
-def test_tokens_are_told_to_whoever_asks(tmp_path: Path) -> None:
+def test_tokens_are_reported_on_request(tmp_path: Path) -> None:
     make_snapshot(tmp_path, "s", range(700, 740))
     assert told("inspect", tmp_path / "s", "--tokens")["token_ids"] == list(range(700, 740))
     lines = invoke("inspect", tmp_path / "s", "--tokens").stdout.splitlines()
@@ -94,7 +94,7 @@ def test_names_from_elsewhere_are_made_harmless(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nothing", "folder", "text", "damaged", "link"])
-def test_what_is_no_snapshot_is_told_in_a_sentence(tmp_path: Path, kind: str) -> None:
+def test_a_path_that_is_no_snapshot_is_refused_in_a_sentence(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "s"
     match kind:
         case "folder":

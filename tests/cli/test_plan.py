@@ -90,7 +90,7 @@ def test_the_lines_for_a_shell_are_the_command(tmp_path: Path) -> None:
     assert shlex.split(line) == as_json(folder, "--gpu", "h100")["command"]
 
 
-def test_weights_may_be_told(tmp_path: Path) -> None:
+def test_the_size_of_weights_may_be_given(tmp_path: Path) -> None:
     found = as_json(write(tmp_path, LLAMA_8B), "--gpu", "h100", "--weights-gib", 8)
     assert found["weights_bytes"] == 8 << 30
     assert found["weights_source"] == "--weights-gib"

@@ -139,7 +139,9 @@ def test_a_segment_with_room_for_its_footer_and_no_more_is_not_cut_off(disk: Dis
     assert (result["good"], result["pages"]) == (True, 10)
 
 
-def test_pages_are_told_in_the_order_they_were_written(disk: Disk, live: SegmentStore) -> None:
+def test_pages_are_listed_in_the_order_in_which_they_were_written(
+    disk: Disk, live: SegmentStore
+) -> None:
     disk.put(live, 3, version=1)
     order = [page_key(name) for name in (*range(3), *range(4, 20), 3)]
     assert list(disk.inventory.pages) == live.keys() == order

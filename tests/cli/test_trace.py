@@ -99,7 +99,7 @@ def test_an_invalid_line_among_the_steps_is_named(path: Path) -> None:
     assert "step: 'first' is not a whole number" in result.stderr
 
 
-def test_perfetto_gets_the_tracks_of_steps_beside_those_of_jobs(path: Path) -> None:
+def test_perfetto_gets_tracks_of_steps_next_to_tracks_of_jobs(path: Path) -> None:
     write_steps(path)
     result = CliRunner().invoke(app, ["trace", "export", str(path), "--perfetto"])
     assert result.exit_code == 0, result.output

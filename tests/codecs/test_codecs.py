@@ -257,7 +257,7 @@ def test_numba_is_imported_only_to_encode() -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-def test_planes_beside_a_codec_that_has_none_are_refused() -> None:
+def test_planes_of_a_codec_without_planes_are_refused() -> None:
     page_format = PageFormat(ElementType.FP8_E4M3, 1024, 16)
     page, stray = synthetic_page(page_format), np.zeros(3, dtype=np.uint8)
     for codec in (ZstdCodec(page_format), CentredCodec(page_format)):

@@ -56,7 +56,7 @@ def test_scripts_of_its_steps_are_scripts() -> None:
         subprocess.run(["bash", "-n", "-c", one.value[0]], check=True)
 
 
-def test_the_health_check_tells_a_server_that_is_up_from_one_that_is_not() -> None:
+def test_the_health_check_distinguishes_a_running_server() -> None:
     (check,) = instructions("HEALTHCHECK")
     found = re.search(r"CMD (\[.*\])\s*$", check.original, re.DOTALL)
     assert found is not None
@@ -75,7 +75,7 @@ def test_the_health_check_tells_a_server_that_is_up_from_one_that_is_not() -> No
         assert run(url) != 0
 
 
-def test_the_command_in_it_is_told_to_stop_in_time() -> None:
+def test_the_command_in_it_receives_the_stop_signal_in_time() -> None:
     words = " ".join(line.strip("# \\") for line in FILE.read_text().splitlines()).split()
     stop = int(words[words.index("--stop-timeout") + 1])
     assert stop >= int(words[words.index("--shutdown-timeout") + 1]) + 20

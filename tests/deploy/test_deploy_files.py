@@ -39,7 +39,7 @@ def test_alerts_come_when_they_should_and_else_not() -> None:
     assert "FAILED" not in said
 
 
-def test_every_alert_says_how_bad_it_is_and_what_to_do() -> None:
+def test_every_alert_has_a_severity_and_says_what_to_do() -> None:
     for group in yaml.safe_load(RULES.read_text())["groups"]:
         for rule in group["rules"]:
             assert rule["labels"]["severity"] in ("critical", "warning", "info")
@@ -88,7 +88,7 @@ def test_the_dashboard_shows_every_part() -> None:
     }
 
 
-def test_panels_lie_beside_each_other() -> None:
+def test_panels_lie_side_by_side() -> None:
     taken: dict[tuple[int, int], str] = {}
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)

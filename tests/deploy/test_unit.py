@@ -42,7 +42,7 @@ def on_this_machine(folder: Path, more: str = "") -> Path:
     return unit
 
 
-def test_systemd_knows_every_line(tmp_path: Path) -> None:
+def test_systemd_accepts_every_line(tmp_path: Path) -> None:
     assert verify(on_this_machine(tmp_path)) == ""
 
 

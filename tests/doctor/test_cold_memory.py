@@ -83,7 +83,7 @@ def test_a_container_s_share_counts_and_not_the_machine_s_cores() -> None:
     assert found.verdict.value == "warn"
 
 
-def test_the_ratio_and_the_time_are_told() -> None:
+def test_the_ratio_and_the_time_are_logged() -> None:
     found = check_cold_pages(FULL)
     assert found.verdict.value == "ok"
     assert found.seen == (

@@ -45,7 +45,7 @@ def test_this_machine_is_examined_with_the_server_s_environment(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_beside_a_running_server_the_memory_that_is_left_does_not_count() -> None:
+def test_next_to_a_running_server_available_memory_does_not_count() -> None:
     found = by_check(examine(BASE, beside=True))
     assert found["CPU memory"].seen.endswith("GiB in all")
 

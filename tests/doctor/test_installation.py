@@ -22,7 +22,7 @@ def versions(**found: str | None) -> dict[str, str]:
     return {name: one.verdict.value for name, one in by_check(findings).items()}
 
 
-def test_this_environment_is_told_as_it_is() -> None:
+def test_this_environment_is_reported_correctly() -> None:
     found = by_check(check_installation({}))
     assert found["python"].verdict is Verdict.OK
     assert found["plugin"].verdict is Verdict.OK
@@ -61,7 +61,7 @@ def test_python_must_be_one_that_is_tested(python: tuple[int, int], verdict: str
 @pytest.mark.parametrize(
     ("chosen", "verdict"), [("lora,tiered_kv", "ok"), ("lora", "fail"), ("", "fail")]
 )
-def test_vllm_may_have_been_told_to_leave_the_plugin_out(chosen: str, verdict: str) -> None:
+def test_vllm_may_be_configured_without_the_plugin(chosen: str, verdict: str) -> None:
     found = by_check(check_installation({"VLLM_PLUGINS": chosen}))
     assert found["plugin"].verdict.value == verdict
 

@@ -38,7 +38,7 @@ def test_policies_have_their_names() -> None:
     assert "worth" in advice("LMCACHE_CACHE_POLICY", "LFU")
 
 
-def test_what_nobody_knows_does_nothing() -> None:
+def test_unknown_jobs_and_pages_change_nothing() -> None:
     assert advice("LMCACHE_NOVELTY", "1") == "Nothing here does the same."
 
 

@@ -51,7 +51,7 @@ def test_without_a_list_nothing_is_known(tmp_path: Path) -> None:
     assert find_mount(tmp_path, tmp_path / "none") is None
 
 
-def test_this_machine_says_what_a_folder_is_on(tmp_path: Path) -> None:
+def test_the_file_system_of_a_folder_is_found_on_this_machine(tmp_path: Path) -> None:
     found = find_mount(tmp_path)
     assert found is not None
     assert tmp_path.resolve().is_relative_to(found.point)

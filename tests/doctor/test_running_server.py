@@ -84,7 +84,7 @@ def test_a_server_that_has_just_started_is_well() -> None:
     assert {one.verdict.value for one in found.values()} == {"ok"}
 
 
-def test_a_server_without_the_connector_is_told_how_to_get_it() -> None:
+def test_a_server_without_the_connector_is_reported_with_instructions() -> None:
     plain = re.sub(r"(?m)^.*tiered_kv.*\n", "", metrics())
     found = asked(plain)["connector"]
     assert (found.verdict.value, found.seen) == ("fail", "vLLM runs without it")

@@ -37,7 +37,7 @@ def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_room_that_the_disk_does_not_have_is_told(tmp_path: Path) -> None:
+def test_missing_disk_space_is_reported(tmp_path: Path) -> None:
     found = by_check(check_ssd(TierConfig(ssd_path=tmp_path, ssd_gib=1 << 20)))
     assert found["SSD space"].verdict.value == "warn"
     assert found["SSD space"].advice.startswith("TIERED_KV_SSD_GIB=")

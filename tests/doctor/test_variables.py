@@ -56,7 +56,7 @@ def test_a_name_that_is_nearly_ours_is_noticed() -> None:
     assert found["TIERD_KV_CPU_GIB"].advice == "Did you mean TIERED_KV_CPU_GIB?"
 
 
-def test_variables_of_kubernetes_are_nobodys_mistake() -> None:
+def test_variables_set_by_kubernetes_are_not_errors() -> None:
     env = {"TIERED_KV_SERVICE_HOST": "10.0.0.1", "TIERED_KV_PORT_8000_TCP": "tcp://10.0.0.1:8000"}
     assert verdicts(check_variables(env)) == {"settings": "ok"}
 

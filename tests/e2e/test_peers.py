@@ -33,7 +33,7 @@ INSTALLED_AS = {LMCACHE: LMCACHE, ROUTER: "vllm-router", BEHIND_ROUTER: "vllm-ro
 
 
 @pytest.mark.parametrize("name", INSTALLED_AS)
-def test_a_peer_says_what_was_recorded_and_finds_what_was_computed(
+def test_a_peer_generates_the_recorded_answers_and_finds_earlier_prompts(
     name: str, tmp_path: Path
 ) -> None:
     if not (peers.FOLDER / INSTALLED_AS[name]).is_dir():

@@ -50,7 +50,7 @@ def test_without_the_connector_they_say_what_to_do(
 
 
 @pytest.mark.parametrize("given", [None, "", "Bearer", "Bearer s3cre", "Basic s3cret", "Bearer ü"])
-def test_without_the_token_nobody_is_answered(client: httpx.Client, given: str | None) -> None:
+def test_without_the_token_no_request_is_answered(client: httpx.Client, given: str | None) -> None:
     headers = {} if given is None else {b"Authorization": given.encode()}
     for path in ROUTES:
         answer = client.get(f"/tiered_kv/{path}", headers=headers)

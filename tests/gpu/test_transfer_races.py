@@ -103,7 +103,7 @@ def test_a_block_is_saved_and_loaded_back_to_back_without_a_pause(way: str) -> N
         assert wrong.item() == 0
 
 
-def test_saves_and_loads_at_once_do_not_mix(way: str) -> None:
+def test_concurrent_saves_and_loads_do_not_mix(way: str) -> None:
     half = BLOCKS // 2
     with vram(way, LAYOUT, BLOCKS) as gpu:
         kv(gpu)[:, :half].fill_(1)

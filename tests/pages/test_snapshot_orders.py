@@ -71,7 +71,7 @@ def test_pages_that_are_not_held_are_not_written(index: PageIndex) -> None:
 
 
 @pytest.mark.parametrize("failed", [frozenset(), frozenset({0})])
-def test_results_that_nobody_asks_for_are_not_kept(
+def test_results_that_are_never_requested_are_not_kept(
     index: PageIndex, failed: frozenset[int]
 ) -> None:
     orders = Orders(index, ranks=1)

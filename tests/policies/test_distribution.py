@@ -31,7 +31,7 @@ def test_the_grid_reaches_from_a_blink_to_hours_in_small_steps() -> None:
 
 
 @pytest.mark.parametrize("round_s", [0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 3600])
-def test_waits_that_programs_are_told_are_points_of_the_grid(round_s: float) -> None:
+def test_round_waits_of_programs_are_points_of_the_grid(round_s: float) -> None:
     """A time to live that ends just short of a `sleep 30` waits for nothing."""
     assert round_s in GRID.tolist()
 

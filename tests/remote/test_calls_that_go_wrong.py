@@ -126,7 +126,7 @@ def test_values_may_be_in_parts_of_any_items(server: ValkeyServer) -> None:
     store.close()
 
 
-def test_a_deletion_is_told_to_be_repeated_if_values_may_yet_come(server: ValkeyServer) -> None:
+def test_a_deletion_must_be_repeated_if_values_may_still_arrive(server: ValkeyServer) -> None:
     store, (a,) = filled(server, "a")
     server.pause()
     assert store.put([(a, [b"new"])], time.monotonic() + 0.2) == [LATE]

@@ -47,7 +47,7 @@ def test_every_restore_is_async_as_vllm_cannot_go_back_on_a_sync_one(make_rig: M
     rig.check_clean()
 
 
-def test_a_turn_that_stops_while_its_next_token_is_computed_keeps_no_more_than_it_said(
+def test_a_turn_that_stops_while_its_next_token_is_computed_keeps_only_its_answer(
     make_rig: MakeRig,
 ) -> None:
     """The step that was scheduled ahead writes the KV of one token more."""

@@ -430,7 +430,7 @@ def test_a_long_salt_is_kept_as_its_digest(make_rig: MakeRig) -> None:
     assert not +sizes([rig.gaps])["JobTable._jobs[] (characters)"]
 
 
-def test_jobs_that_are_over_do_not_queue_for_a_disk_that_hangs(tmp_path: Path) -> None:
+def test_finished_jobs_do_not_queue_for_a_hung_disk(tmp_path: Path) -> None:
     gate = threading.Event()
     notebook = Notebook(tmp_path / "notes.jsonl", keep=True)
     held_back(gate, notebook, "_append")

@@ -30,7 +30,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoRankRig]:
         yield made
 
 
-def test_the_rank_with_the_larger_bundle_says_what_is_free(rig: TwoRankRig) -> None:
+def test_the_rank_with_the_larger_bundle_determines_what_is_free(rig: TwoRankRig) -> None:
     fill_cpu(rig, JOBS)
     filled = rig.ranks.filled.values()
     assert any(first < second for first, second in filled)

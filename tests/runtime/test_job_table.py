@@ -33,7 +33,7 @@ def test_equal_names_under_other_salts_are_strangers() -> None:
     assert (mine.turns, yours.turns) == (1, 1)
 
 
-def test_a_job_that_is_over_is_forgotten() -> None:
+def test_a_finished_job_is_forgotten() -> None:
     table = JobTable()
     job = table.turn_arrived(KEY, "r1", 0.0, blocks=1)
     table.turn_ended(job, "r1", over=True)
@@ -63,7 +63,7 @@ def test_a_turn_that_ends_twice_is_no_mistake() -> None:
     assert len(table) == 0
 
 
-def test_the_job_not_heard_of_for_longest_is_forgotten_when_there_are_too_many(
+def test_the_least_recently_active_job_is_forgotten_when_there_are_too_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(jobs, "MAX_JOBS", 3)

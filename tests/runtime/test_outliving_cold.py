@@ -93,7 +93,7 @@ def test_pages_that_are_compressed_before_they_are_hashed_are_found(
         second.check_clean()
 
 
-def test_compressed_contexts_go_on_being_found_over_several_lives(tmp_path: Path) -> None:
+def test_compressed_contexts_are_found_by_several_engines_in_sequence(tmp_path: Path) -> None:
     """Killed at random moments, with pages under way and being compressed."""
     chance, folder, restored = random.Random(3), tmp_path / "0", 0
     for life in range(4):

@@ -153,7 +153,7 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path) -> None:
     assert loaded(tmp_path) == 7
 
 
-def test_two_engines_of_one_process_number_save_at_once(
+def test_two_engines_with_one_process_number_save_concurrently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The engines of two containers both have number 1."""

@@ -62,9 +62,7 @@ def blocks_of(rig: Rig, request_id: str) -> set[int]:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_what_a_restore_brings_after_a_reset_is_found_by_nobody(
-    make_rig: MakeRig, ahead: bool
-) -> None:
+def test_blocks_restored_after_a_reset_are_not_found(make_rig: MakeRig, ahead: bool) -> None:
     """It is of the past generation. vLLM hashes its blocks when it has come."""
     rig = make_rig(ahead=ahead)
     rig.pages.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
@@ -94,7 +92,7 @@ def test_what_a_restore_brings_after_a_reset_is_found_by_nobody(
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_what_a_request_goes_on_filling_after_a_reset_is_found_by_nobody(
+def test_blocks_that_a_request_fills_after_a_reset_are_not_found(
     make_rig: MakeRig, ahead: bool
 ) -> None:
     rig = make_rig(max_batched_tokens=64, ahead=ahead)
@@ -121,7 +119,7 @@ def test_what_a_request_goes_on_filling_after_a_reset_is_found_by_nobody(
     rig.check_clean()
 
 
-def test_a_request_that_begins_anew_after_a_refused_reset_is_like_any_other(
+def test_a_request_that_starts_over_after_a_refused_reset_is_like_any_other(
     make_rig: MakeRig,
 ) -> None:
     rig = make_rig()

@@ -50,7 +50,7 @@ def test_windows_take_no_more_than_their_span(tmp_path: Path) -> None:
     assert made.held(160) == 6 * 10, "a short context lies in all of them"
 
 
-def test_blocks_beside_states_are_as_long_as_a_state_makes_them(tmp_path: Path) -> None:
+def test_attention_blocks_are_as_long_as_states_require(tmp_path: Path) -> None:
     made = layout(tmp_path, NEMOTRON_9B)
     model = MODELS["nemotron-nano-9b-v2"]
     attention = [group for group in made.groups if group.reach.kind is KvKind.FULL]

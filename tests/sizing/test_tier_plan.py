@@ -109,7 +109,9 @@ def test_cpu_memory_is_sized_to_the_jobs(tmp_path: Path) -> None:
     assert "VRAM holds the contexts of all 10 jobs." in planned(tmp_path, jobs=10).notes
 
 
-def test_a_tier_without_room_for_a_context_is_told_what_that_takes(tmp_path: Path) -> None:
+def test_a_tier_without_space_for_a_context_is_reported_with_the_space_needed(
+    tmp_path: Path,
+) -> None:
     plan = planned(tmp_path, cpu_gib=1.5)
     assert plan.tiers[1].break_even_s == 0
     assert "CPU memory cannot hold a whole context, which takes 4 GiB." in plan.notes

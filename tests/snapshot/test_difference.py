@@ -31,7 +31,7 @@ def test_a_job_that_went_on_has_more() -> None:
     assert found.fields["kv_tokens"] == (32, 69)
 
 
-def test_fields_are_told_by_their_names() -> None:
+def test_errors_name_the_fields() -> None:
     config: Any = GROUPS[0].fingerprint["config"]
     other = replace(GROUPS[0], fingerprint={**GROUPS[0].fingerprint, "config": {**config, "x": 1}})
     found = difference(

@@ -209,7 +209,7 @@ def test_a_lock_that_a_killed_maker_left_in_its_snapshot_is_swept(tmp_path: Path
     assert (tmp_path / "other" / "lock").exists(), "a folder of somebody else"
 
 
-def test_writers_whose_draft_was_swept_are_told(tmp_path: Path) -> None:
+def test_writers_whose_draft_was_swept_get_an_error(tmp_path: Path) -> None:
     draft = SnapshotDraft.begin(tmp_path, "one")
     writer = written(draft.folder)
     draft.abandon()

@@ -99,7 +99,7 @@ def test_a_difference_is_reported_with_the_required_value(what: str) -> None:
     assert all(one.islower() or ": " in one for one in found)
 
 
-def test_what_all_groups_share_is_told_once() -> None:
+def test_mismatches_shared_by_all_groups_are_listed_once() -> None:
     assert len(mismatches(MANIFEST, with_fingerprint(model="b" * 32))) == 1
 
 

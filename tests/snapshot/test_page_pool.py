@@ -164,7 +164,7 @@ def test_a_root_without_links_holds_snapshots(
             check_whole(snapshot)
 
 
-def test_many_makers_at_once_in_one_root_all_succeed(tmp_path: Path) -> None:
+def test_many_concurrent_makers_in_one_root_all_succeed(tmp_path: Path) -> None:
     def story(maker: int) -> None:
         for turn in range(8):
             name = f"m{maker}-{turn}"

@@ -124,7 +124,7 @@ def test_a_huge_manifest_is_refused_before_it_is_read(tmp_path: Path) -> None:
     assert "more than the maximum" in refusal(tmp_path / "one")
 
 
-def test_what_is_beside_the_snapshot_does_not_matter(tmp_path: Path) -> None:
+def test_files_next_to_the_snapshot_do_not_matter(tmp_path: Path) -> None:
     make(tmp_path, "one")
     (tmp_path / "one" / "notes").write_text("mine")
     (tmp_path / "one" / "pages" / ".DS_Store").write_text("of a file browser")

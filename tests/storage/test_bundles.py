@@ -249,7 +249,7 @@ def test_pages_that_cannot_be_encoded_stay_and_are_a_bundle_all_the_same() -> No
         assert np.array_equal(found, before[name])
 
 
-def test_a_page_saved_anew_is_found_in_its_new_bundle() -> None:
+def test_a_page_saved_again_is_found_in_its_new_bundle() -> None:
     pool = Pool(ZSTD, 8)
     old, new = repetitive(SMALL, 1), repetitive(SMALL, 2)
     pool.pack([old, old], [0, 1], [1, 2])
@@ -345,7 +345,7 @@ def test_pages_are_encoded_like_the_peer_once_its_codec_is_known() -> None:
         assert all(pool.whole(first, range(first, first + 8)))
 
 
-def test_pages_are_compressed_even_if_somebody_else_stores_them_as_they_are() -> None:
+def test_pages_are_compressed_even_if_a_lower_tier_stores_them_raw() -> None:
     pool = Pool(CentredCodec(BF16))
     pool.bundles.encode_like(lambda: RawCodec(BF16))
     kept = pool.pack([synthetic_page(BF16, seed) for seed in range(8)], range(8), range(8))

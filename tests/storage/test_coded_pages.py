@@ -149,7 +149,7 @@ def test_a_table_for_pages_of_another_size_is_not_taken(bench: StoreBench[Segmen
     bench.store.close()
 
 
-def test_pages_of_another_table_are_encoded_anew(bench: StoreBench[SegmentStore]) -> None:
+def test_pages_of_another_table_are_encoded_again(bench: StoreBench[SegmentStore]) -> None:
     codec = own(bench)
     other = Counting(PAGE_FORMAT, bytes([99]) * 5000)
     assert other != codec
@@ -162,7 +162,7 @@ def test_pages_of_another_table_are_encoded_anew(bench: StoreBench[SegmentStore]
     bench.store.close()
 
 
-def test_untrained_pages_of_before_are_read_beside_trained_ones(
+def test_earlier_untrained_pages_are_read_next_to_trained_ones(
     bench: StoreBench[SegmentStore],
 ) -> None:
     bench.put_coded(*range(100, 140), codecs=[Counting(PAGE_FORMAT)])

@@ -214,7 +214,7 @@ def test_hugetlbfs_cannot_hold_jobs_which_is_logged_once(
     assert "TIERED_KV_SSD_PATH" in said
 
 
-def test_a_folder_without_writes_is_told_where_there_is_no_hugetlbfs(
+def test_a_folder_without_writes_is_reported_even_without_hugetlbfs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(**_: object) -> None:

@@ -46,7 +46,9 @@ def give_away(path: Path) -> None:
     os.chown(path, OTHER, OTHER, follow_symlinks=False)
 
 
-def test_what_anybody_could_have_made_must_be_ours(everybodys: Path, theirs: Path) -> None:
+def test_files_that_any_user_could_have_created_must_belong_to_this_user(
+    everybodys: Path, theirs: Path
+) -> None:
     with pytest.raises(PermissionError, match="belongs to another user"):
         check_owner(theirs)
     (ours := everybodys / "ours").mkdir()

@@ -69,7 +69,7 @@ def test_what_one_rank_lacks_is_absent_there_alone(pages: Pages) -> None:
     assert whole.exists(KEYS, 1.0) == whole.get(slots()) == frozenset()
 
 
-def test_wrong_bytes_are_told_from_a_page_and_never_reach_the_slot(pages: Pages) -> None:
+def test_wrong_bytes_are_detected_and_never_reach_the_slot(pages: Pages) -> None:
     store, wanted = FaultyStore(pages, corrupt=KEYS[2:]), slots()
     assert store.exists(KEYS, 1.0) == frozenset(), "the name is there"
     assert store.get(wanted) == {2, 3}

@@ -28,7 +28,7 @@ def test_a_restarted_server_has_not_shrunk() -> None:
     assert flow.add(at(6, 4)) == Growth(1.0, {"turns": 3})
 
 
-def test_a_clock_that_stands_still_tells_nothing() -> None:
+def test_a_clock_that_stands_still_measures_nothing() -> None:
     flow = Flow()
     flow.add(at(0, 1))
     assert flow.add(at(0, 2)) is None

@@ -30,7 +30,7 @@ def typed(pipe: tuple[Keyboard, int], *pieces: bytes) -> list[Action | JobOrder]
     return found
 
 
-def test_keys_are_known_one_by_one_and_all_at_once(pipe: tuple[Keyboard, int]) -> None:
+def test_keys_are_looked_up_singly_and_all_together(pipe: tuple[Keyboard, int]) -> None:
     wanted = [
         Action.NEXT_PAGE,
         JobOrder.CONTEXT,

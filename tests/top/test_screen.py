@@ -151,7 +151,7 @@ def test_several_engines_are_added_up_or_looked_at_one_by_one() -> None:
     assert not [line for line in lines if line.startswith("job-1")]
 
 
-def test_a_problem_is_told_above_what_was_before() -> None:
+def test_a_problem_is_shown_above_the_last_state() -> None:
     gone = replace(server(job()), problem="It does not answer: is the server up?")
     lines = shown(gone, 60, 24)
     assert " ".join(line.strip() for line in lines[1:3]) == (

@@ -88,7 +88,7 @@ def test_of_two_engines_both_are_seen(
     assert seen.of_engine(1).total.tiers.vram.blocks == 63
 
 
-def test_what_counters_have_grown_by_is_told_from_the_second_look_on(
+def test_growth_of_counters_is_shown_from_the_second_poll_on(
     make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = busy_rig(make_rig, tmp_path)

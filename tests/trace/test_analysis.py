@@ -57,7 +57,7 @@ def test_a_job_takes_from_its_first_arrival_to_its_last_end() -> None:
     assert found.jobs.completion_s.p99 == pytest.approx(2 + 0.99 * 12)
 
 
-def test_a_name_that_begins_anew_is_another_job_and_so_is_one_of_another_client() -> None:
+def test_a_name_that_starts_over_is_another_job_and_so_is_a_name_of_another_client() -> None:
     table = of(
         turn("a", 1, 0.0),
         turn("a", 2, 2.0),
@@ -247,7 +247,7 @@ def test_a_spread_leaves_out_what_is_unknown() -> None:
 # -- what an observed engine would have been spared -----------------------------------------------
 
 
-def test_what_would_have_been_saved_is_told_by_tier_and_as_time() -> None:
+def test_would_be_savings_are_reported_by_tier_and_as_time() -> None:
     prompt = TurnTokens(prompt=100, vram=20, recomputed=80, output=100)
     decided = PricedDecision("cpu", recompute_s=4.0)
     seen = [WouldHave(vram=16, cpu=32), WouldHave(ssd=2)]
@@ -264,7 +264,7 @@ def test_what_would_have_been_saved_is_told_by_tier_and_as_time() -> None:
     assert found.prefill_s == pytest.approx(4.0 * 50 / 200), "as a share of each context"
 
 
-def test_of_an_engine_that_is_managed_nothing_is_said() -> None:
+def test_a_managed_engine_has_no_such_samples() -> None:
     found = analyze(of(turn("a", 1, 0.0, tokens=TurnTokens(prompt=9, recomputed=9))))
     assert found.would_have_saved.tokens == 0
     assert found.would_have_saved.prefill_s == 0

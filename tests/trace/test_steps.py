@@ -51,7 +51,7 @@ def test_any_step_fits_and_reads_as_it_was_written(one: StepRecord) -> None:
     assert again.at == pytest.approx(one.at, abs=1e-4)
 
 
-def test_what_a_later_version_says_of_a_step_is_passed_over() -> None:
+def test_unknown_fields_of_later_versions_are_ignored_in_steps() -> None:
     found = json.loads(step(3, 0.0, running=2).to_line()) | {"weather": {"rain": [1]}}
     assert StepRecord.from_json(found) == step(3, 0.0, running=2)
 

@@ -132,7 +132,7 @@ def test_packed_steps_are_found(path: Path) -> None:
     assert [one.step for one in StepReader(packed)] == [1]
 
 
-def test_a_packed_file_that_was_cut_off_is_told_with_what_it_holds(path: Path) -> None:
+def test_a_truncated_gzip_file_is_reported_and_read_as_far_as_it_goes(path: Path) -> None:
     fill(path, 3)
     pack(path)
     packed = path.with_name("trace.jsonl.gz")

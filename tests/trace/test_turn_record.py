@@ -70,7 +70,7 @@ def test_a_job_has_one_name_in_all_its_records(job: str, other: TurnRecord) -> N
     assert read(few.to_line()).job == read(many.to_line()).job
 
 
-def test_a_time_that_never_came_is_not_one_that_came_at_once() -> None:
+def test_a_time_that_never_came_differs_from_time_zero() -> None:
     never, at_once = record(), record(times=TurnTimes(admitted_s=0.0))
     assert read(never.to_line()).times.admitted_s is None
     assert read(at_once.to_line()).times.admitted_s == 0.0

@@ -95,7 +95,7 @@ def test_memory_that_cannot_be_had_is_an_error_and_not_a_crash() -> None:
         CpuPool(AnonymousMemory((1 << 22) * (1 << 40)), 1 << 40)
 
 
-def test_the_slab_is_in_memory_before_anybody_saves_to_it() -> None:
+def test_the_slab_is_in_memory_before_the_first_save() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 

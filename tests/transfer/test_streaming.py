@@ -17,7 +17,7 @@ gaps = st.integers(0, 2 * VECTOR)
 
 
 @given(st.lists(st.tuples(lengths, gaps, gaps), max_size=6), st.integers(0, 99))
-def test_every_run_arrives_and_nothing_beside_it_changes(
+def test_every_run_is_copied_and_no_other_byte_changes(
     runs: list[tuple[int, int, int]], seed: int
 ) -> None:
     rng = np.random.default_rng(seed)

@@ -56,7 +56,7 @@ def test_there_are_servers_in_the_documents() -> None:
 
 
 @pytest.mark.parametrize("block", [*servers(), *deployed()])
-def test_vllm_knows_every_flag_and_we_know_every_variable(block: str, tmp_path: Path) -> None:
+def test_vllm_accepts_every_flag_and_tiered_kv_every_variable(block: str, tmp_path: Path) -> None:
     check(block, tmp_path)
 
 

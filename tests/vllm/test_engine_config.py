@@ -167,7 +167,7 @@ def test_a_vllm_without_prefill_context_parallelism_is_no_mistake() -> None:
     refuse_unsupported(old)
 
 
-def test_the_load_failure_policy_must_be_said() -> None:
+def test_the_load_failure_policy_must_be_set() -> None:
     """vLLM's default fails the request."""
     silent = config()
     del silent.kv_transfer_config.kv_load_failure_policy
@@ -370,7 +370,7 @@ def test_groups_say_what_a_hit_needs_and_full_attention_comes_first() -> None:
 
 
 @pytest.mark.usefixtures("without_vllm")
-def test_restores_beside_other_groups_are_async() -> None:
+def test_restores_with_several_groups_are_async() -> None:
     assert not read_engine(config(), kv_config(FullAttentionSpec, MambaSpec)).sync_restores
     assert not read_engine(config(), kv_config(SlidingWindowSpec)).sync_restores
 

@@ -83,7 +83,7 @@ def test_an_adapter_in_the_home_folder_is_found(
     assert digested(fingerprints, adapter("~")) is not None
 
 
-def test_an_adapter_loaded_in_place_has_keys_at_once_and_is_read_by_no_request(
+def test_an_adapter_loaded_in_place_has_keys_immediately_and_is_not_read_by_requests(
     fingerprints: Fingerprints, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM keeps the flag on every later request of the adapter."""
@@ -153,7 +153,7 @@ def test_an_adapter_loaded_by_no_call_where_another_was_has_no_keys(
     assert digested(fingerprints, adapter(weights.parent, 2)) is None
 
 
-def test_a_name_alone_tells_adapters_from_each_other_where_vllm_hashes_nothing_else(
+def test_adapters_differ_by_name_alone_if_vllm_hashes_nothing_else(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
     """As vLLM 0.30 does."""
@@ -179,7 +179,9 @@ def test_loads_are_forgotten_at_last(
     assert len(fingerprints._loads) == 8  # noqa: SLF001 - nothing else grows
 
 
-def test_models_whose_configuration_was_overridden_are_told_apart(make_rig: MakeRig) -> None:
+def test_models_with_overridden_configurations_have_different_fingerprints(
+    make_rig: MakeRig,
+) -> None:
     """By ``--hf-overrides``: the files are equal."""
     rig = make_rig()
     before = fingerprint(rig).config
@@ -197,7 +199,7 @@ def test_models_whose_configuration_was_overridden_are_told_apart(make_rig: Make
         (lambda config: config, True),
     ],
 )
-def test_overrides_beside_the_text_model_count_where_there_are_any(
+def test_overrides_outside_the_text_model_count_if_there_are_any(
     make_rig: MakeRig, overrides: Any, told_apart: bool
 ) -> None:
     """And nowhere else: pages of others stay valid."""
@@ -210,7 +212,7 @@ def test_overrides_beside_the_text_model_count_where_there_are_any(
 
 
 @pytest.mark.parametrize(("load_format", "found"), [("auto", True), ("dummy", False)])
-def test_weights_that_were_not_loaded_from_their_files_are_not_told_by_them(
+def test_weights_not_loaded_from_files_are_not_identified_by_files(
     make_rig: MakeRig, tmp_path: Path, load_format: str, found: bool
 ) -> None:
     """``--load-format dummy`` creates other weights every time, whatever files exist."""

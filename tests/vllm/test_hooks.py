@@ -126,7 +126,7 @@ def test_a_restore_that_cannot_be_ordered_is_recomputed(
     assert rig.count("hook_errors") == 1
 
 
-def test_the_client_is_told_where_its_prompt_came_from(make_rig: MakeRig) -> None:
+def test_the_answer_reports_where_its_prompt_came_from(make_rig: MakeRig) -> None:
     rig = make_rig()
     prompt = text(200, seed=1)
     rig.ask("t1", prompt, params={"job_id": "j"})

@@ -101,7 +101,7 @@ def test_a_hit_gets_the_blocks_that_it_needs(groups: list[Group], tokens: int) -
     st.integers(1, 10),
     st.integers(1, LONGEST // 2),
 )
-def test_so_does_one_that_goes_on_from_vram(
+def test_so_does_one_that_continues_from_vram(
     groups: list[Group], whole_blocks: int, more: int
 ) -> None:
     found, aligned = coordinator(groups)

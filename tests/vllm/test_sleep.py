@@ -34,7 +34,7 @@ def wake_up(rig: Rig) -> None:
     )
 
 
-def test_vllm_is_told_that_the_engine_may_sleep() -> None:
+def test_vllm_receives_that_the_engine_may_sleep() -> None:
     assert TieredContinuumConnector.supports_sleep_mode(None)
 
 

@@ -49,7 +49,7 @@ def test_states_are_warned_of_with_a_way_out(
 
 @pytest.mark.skipif(not LOOKAHEAD, reason="since vLLM 0.33")
 @pytest.mark.parametrize(("method", "lost"), [("eagle", True), ("mtp", True), ("ngram", False)])
-def test_the_block_that_vllm_drops_for_any_connector_is_told(
+def test_the_block_that_vllm_drops_for_any_connector_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str, lost: bool
 ) -> None:
     config = speculating(tmp_path, (FULL,), method)
@@ -61,7 +61,7 @@ def test_the_block_that_vllm_drops_for_any_connector_is_told(
     assert (config.num_hash_lookahead_tokens > 0) is lost
 
 
-def test_without_speculation_nothing_is_said(
+def test_without_speculation_nothing_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = speculating(tmp_path, (FULL, STATE), "ngram")

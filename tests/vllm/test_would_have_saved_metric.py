@@ -35,7 +35,7 @@ def samples(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
     }
 
 
-def test_tokens_are_told_by_tier_and_engine() -> None:
+def test_tokens_are_counted_by_tier_and_engine() -> None:
     registry = CollectorRegistry()
     metrics = made(registry)
     metrics.observe({"turns": 2, "would_have_saved_vram": 16, "would_have_saved_cpu": 0})

@@ -98,13 +98,13 @@ def test_vllm_takes_it_for_a_logits_processor() -> None:
     assert not Batch().processor.is_argmax_invariant(), "it must run for greedy requests too"
 
 
-def test_a_request_says_its_tokens_and_then_what_it_likes() -> None:
+def test_a_request_declares_its_tokens_and_then_anything() -> None:
     batch = Batch()
     batch.change(set(), [Request([3, 1, 4]), Request(None)])
     assert [batch.step() for _ in range(4)] == [[3, OWN], [1, OWN], [4, OWN], [OWN, OWN]]
 
 
-def test_a_request_that_was_preempted_goes_on_where_it_was() -> None:
+def test_a_preempted_request_resumes_where_it_was() -> None:
     batch = Batch()
     preempted = Request([3, 1, 4])
     batch.change(set(), [preempted])
@@ -143,7 +143,7 @@ def test_what_is_no_list_of_ids_is_refused_when_it_comes_in(bad: Any) -> None:
 
 
 @pytest.mark.parametrize("bad", [*BAD, [3, VOCABULARY]])
-def test_what_cannot_be_forced_disturbs_nobody(bad: Any) -> None:
+def test_invalid_forced_tokens_do_not_disturb_other_requests(bad: Any) -> None:
     batch = Batch()
     batch.change(set(), [Request(None), Request([3, 1])])
     batch.processor.update_state(BatchUpdate(3, [], [(2, params(bad), None, [])], []))

@@ -90,14 +90,14 @@ def test_copies_of_a_session_share_nothing_but_their_turns(trace: Path) -> None:
     assert all(copies[at].turns == originals[at % 2].turns for at in range(4))
 
 
-def test_the_seed_says_in_which_order_sessions_come(trace: Path) -> None:
+def test_the_seed_determines_the_order_of_sessions(trace: Path) -> None:
     orders = {tuple(made(trace, seed=seed)) for seed in range(20)}
     assert orders == {("fix", "add"), ("add", "fix")}
     assert made(trace, seed=7) == made(trace, seed=7)
 
 
 @pytest.mark.parametrize("broken", ["Another chat.", "Fix"])
-def test_a_session_whose_prompts_do_not_go_on_is_left_out(tmp_path: Path, broken: str) -> None:
+def test_a_session_whose_prompts_do_not_continue_is_left_out(tmp_path: Path, broken: str) -> None:
     rows = [*ADD, *FIX[:2], row("fix", 13.0, broken, "done")]
     path = tmp_path / "sessions.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
@@ -188,7 +188,7 @@ def test_synthetic_jobs_have_the_gaps_and_contexts_they_promise(
 
 
 @given(count=st.integers(0, 30), rate=st.floats(0.01, 100), seed=st.integers(0, 99))
-def test_arrivals_begin_at_once_and_go_on(count: int, rate: float, seed: int) -> None:
+def test_arrivals_start_immediately_and_continue(count: int, rate: float, seed: int) -> None:
     times = arrivals(count, rate, seed)
     assert times == arrivals(count, rate, seed)
     assert len(times) == count
@@ -203,6 +203,6 @@ def test_arrivals_are_poisson() -> None:
     assert fmean((gap - mean) ** 2 for gap in between) == pytest.approx(mean**2, rel=0.1)
 
 
-def test_a_prompt_is_all_that_was_said_before() -> None:
+def test_a_prompt_contains_the_whole_conversation() -> None:
     job = Job("j", "", (Turn((1, 2), (3,), 0.1), Turn((4,), (5, 6), 0.2), Turn((), (7,), 0.0)))
     assert [job.prompt(at) for at in range(3)] == [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]

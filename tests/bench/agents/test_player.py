@@ -190,7 +190,7 @@ def test_a_plain_request_has_only_openai_s_own_fields() -> None:
     assert not any("x-session-id" in head for head in server.headers)
 
 
-def test_a_number_of_sessions_is_live_until_the_time_is_over(
+def test_a_fixed_number_of_sessions_is_live_until_the_time_is_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     jobs = (job(f"job-{at}", turns=TWO_TURNS[:1]) for at in count())
@@ -209,7 +209,7 @@ def test_a_number_of_sessions_is_live_until_the_time_is_over(
     assert max(one.began_s for one in done) <= 30
 
 
-def test_a_job_whose_request_fails_ends_and_the_others_go_on() -> None:
+def test_a_job_whose_request_fails_ends_and_the_others_continue() -> None:
     bad = job("bad", turns=(TWO_TURNS[0], Turn((666,), (12,), 0.0)))
     with running(StubServer(refuses="666")) as server:
         good, failed = driven(server, job("good"), bad)

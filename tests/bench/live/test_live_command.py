@@ -109,7 +109,9 @@ def test_without_json_the_result_is_tables(server: StubServer, tmp_path: Path) -
         (("--url", "http://x", "--jps", "1", "--workload", "nothing"), "no workload"),
     ],
 )
-def test_what_cannot_be_measured_is_said(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_measured_is_reported(
+    words: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
     done = call(*words, *(() if "verify-pin" in words else ("--out", tmp_path)))
     assert done.exit_code not in (0, 130)
     assert said in " ".join(done.output.replace("│", "").split())

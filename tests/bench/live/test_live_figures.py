@@ -57,7 +57,7 @@ def test_rates_are_over_the_time_from_start_to_end_with_sub_agents() -> None:
     assert row["num_jobs"] == 2
 
 
-def test_hits_are_told_where_the_server_tells_them() -> None:
+def test_hits_are_reported_if_the_server_reports_them() -> None:
     counts = {"asked": 200, "vram": 50, "connector": 100}
     (row,) = live_rows([run("a", 0, job("x", 1.0), counts=counts)])
     assert row["hit_ratio"] == pytest.approx(0.3)
@@ -67,7 +67,7 @@ def test_hits_are_told_where_the_server_tells_them() -> None:
     assert dumb["hits_by_counter"] is None
 
 
-def test_servers_are_told_against_the_first_over_the_jobs_that_finished_on_both() -> None:
+def test_servers_are_compared_with_the_first_over_jobs_that_finished_on_both() -> None:
     runs = []
     for number, factor in enumerate((1.1, 1.2, 1.3)):
         runs += [

@@ -100,7 +100,7 @@ def test_mooncakes_requests_are_joined_to_jobs_by_their_prompts_blocks(tmp_path:
     assert [job.prefix_tokens for job in jobs] == [1_024, 512, 1_024]
 
 
-def test_texts_of_agents_are_kept_and_a_prompt_that_does_not_go_on_is_sent_whole(
+def test_texts_of_agents_are_kept_and_a_prompt_that_does_not_continue_is_sent_whole(
     tmp_path: Path,
 ) -> None:
     def row(us: int, prompt: str, answer: str) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def test_a_few_odd_requests_are_left_out_and_counted(tmp_path: Path) -> None:
     assert sum(len(job.turns) for job in found.jobs) == 199
 
 
-def test_times_in_another_unit_leave_no_gaps_and_are_told(tmp_path: Path) -> None:
+def test_times_in_another_unit_leave_no_gaps_and_are_reported(tmp_path: Path) -> None:
     grown = [hashed(n, 600 * n, -(-600 * n // 512)) for n in range(1, 6)]
     with pytest.raises(ValueError, match=r"no gaps between turns.* must be in milliseconds"):
         load(lines(tmp_path / "seconds.jsonl", grown))
@@ -339,7 +339,7 @@ def test_another_file_is_refused_with_what_is_wrong(text: str, said: str, tmp_pa
     str(caught.value).encode()  # it can be printed
 
 
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "other"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="line 1: it is"):
@@ -351,7 +351,7 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
         load(tmp_path / "missing")
 
 
-def test_sessions_of_aiperf_are_told_what_they_lack(tmp_path: Path) -> None:
+def test_sessions_of_aiperf_are_refused_with_what_they_lack(tmp_path: Path) -> None:
     rows = [hashed(0, 600, 2), hashed(0, 1_200, 3, delay=500)]
     del rows[1]["timestamp"]
     with pytest.raises(ValueError, match="line 2: it has a delay in place of a timestamp"):

@@ -54,7 +54,7 @@ def test_tools_are_named_by_their_name_or_first_word() -> None:
     assert workload_statistics(JOBS)["tools"] == pytest.approx({"git": 2 / 3, "browser": 1 / 3})
 
 
-def test_what_is_told_fits_a_terminal() -> None:
+def test_the_output_fits_a_terminal() -> None:
     found = workload_statistics(load_jobs("swe-agent", count=20, seed=0))
     assert max(map(len, text(found).splitlines())) <= 80
     assert any(line.startswith("tools: cat") for line in statistics_lines(found))

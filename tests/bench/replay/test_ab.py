@@ -117,7 +117,7 @@ def test_bounds_may_run_in_the_first_round_alone(tmp_path: Path) -> None:
     assert len(machine.measured) <= total_runs(KINDS, preset)
 
 
-def test_a_router_is_told_what_stocks_steps_cost_and_is_not_run_before_that_is_known(
+def test_a_router_gets_the_costs_of_stock_steps_and_does_not_run_before_they_are_known(
     tmp_path: Path,
 ) -> None:
     turns = tuple(
@@ -151,7 +151,7 @@ def test_pressure_is_where_stock_is_as_slow_as_wanted_and_beyond_is_more(
     assert rates["beyond"] == BEYOND_TIMES * rates["pressure"] > rates["pressure"]
 
 
-def test_stopped_and_resumed_is_as_measured_at_once(tmp_path: Path) -> None:
+def test_a_resumed_measurement_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     at_once = Machine()
     whole = harness(tmp_path / "whole", at_once)
     whole.run_all()
@@ -170,7 +170,7 @@ def test_stopped_and_resumed_is_as_measured_at_once(tmp_path: Path) -> None:
     assert sorted(map(str, read)) == sorted(map(str, whole.kept))
 
 
-def test_more_rounds_go_on_from_those_there_are_but_another_plan_does_not(tmp_path: Path) -> None:
+def test_more_rounds_resume_existing_runs_but_another_plan_does_not(tmp_path: Path) -> None:
     few, more = harness(tmp_path, Machine()), Machine()
     few.run_all()
     plan = Ledger(tmp_path, {"seed": 0}, resume=True)
@@ -351,5 +351,5 @@ def test_a_pin_holds_if_blocks_rise_stay_and_go() -> None:
         (Verdict((), 0), "nothing is held after the first turn"),
     ],
 )
-def test_a_pin_that_does_not_hold_is_told_by_its_fault(verdict: Verdict, fault: str) -> None:
+def test_a_pin_that_does_not_hold_is_reported_with_the_reason(verdict: Verdict, fault: str) -> None:
     assert fault in verdict.faults

@@ -115,7 +115,7 @@ def test_a_round_counts_with_the_jobs_that_finished_on_both_servers() -> None:
     assert compare([run("reach", [9], failed=[0]), run("tiered", [9])], "tiered", "reach") is None
 
 
-def test_ours_are_told_against_each_server_under_each_load_but_idle() -> None:
+def test_tiered_kv_is_compared_with_each_server_under_each_load_but_idle() -> None:
     names = ("stock", "tiered", "reach", "bound", "control")
     runs = [run(name, [2.0, 4.0], load=load) for load in ("idle", "beyond") for name in names]
     runs += [run(name, [3.0, 9.0], load="beyond", number=1) for name in ("stock", "tiered")]
@@ -187,7 +187,7 @@ def test_another_answer_is_no_agreement() -> None:
     assert agreement(other, [one, replace(one, load="idle"), other]) is False
 
 
-def test_without_a_second_run_of_stock_nothing_is_said() -> None:
+def test_without_a_second_run_of_stock_there_is_no_verdict() -> None:
     one, ours = spoken("stock", 0.0, seed=1), spoken("tiered", 0.0, seed=2)
     assert agreement(ours, [one, ours]) is None
     assert row("tiered", "pressure", [one, ours], forced=True)["agrees"] is None

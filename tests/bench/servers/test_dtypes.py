@@ -53,7 +53,7 @@ def test_a_machine_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu_dtype() is found
 
 
-def test_a_broken_torch_is_an_error_that_shows_what_it_said(
+def test_a_broken_torch_is_an_error_that_shows_its_output(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('no such library')\n")

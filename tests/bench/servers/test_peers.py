@@ -129,7 +129,7 @@ def install_python(peers: Path) -> None:
     (peers / "lmcache" / "bin" / "python").symlink_to(sys.executable)
 
 
-def test_a_peer_that_is_not_installed_says_how_to_install_it(tmp_path: Path, peers: Path) -> None:
+def test_the_error_for_a_missing_peer_says_how_to_install_it(tmp_path: Path, peers: Path) -> None:
     for deploy, name in ((BehindRouter(1, 1), "vllm-router"), (WithCacheServer(1.0), "lmcache")):
         with (
             pytest.raises(ServerError, match=f"{name} is not installed.*scripts/install-peers"),

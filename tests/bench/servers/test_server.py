@@ -64,7 +64,7 @@ def child_of(server: VllmServer) -> int:
     return int(server.log_text().split("child ")[1].split()[0])
 
 
-def test_the_command_line_says_what_the_options_say() -> None:
+def test_the_command_line_matches_the_options() -> None:
     options = ServerOptions(
         model="/models/small",
         kv_blocks=220,

@@ -130,7 +130,7 @@ def test_a_shared_prefix_counts_once(make_rig: MakeRig) -> None:
     rig.run()
 
 
-def test_the_cache_can_be_reset_and_its_use_is_told_of_the_small_pool(make_rig: MakeRig) -> None:
+def test_the_cache_can_be_reset_and_usage_is_relative_to_the_small_pool(make_rig: MakeRig) -> None:
     rig = reach_rig(make_rig)
     rig.add("a", [3] * 184, 8)
     rig.step()

@@ -70,7 +70,7 @@ def test_lookups_that_are_remembered_change_nothing(
     assert run(name) == remembered
 
 
-def test_more_room_and_tiers_beside_vram_make_jobs_faster() -> None:
+def test_more_space_and_tiers_below_vram_make_jobs_faster() -> None:
     stock, tiered, infinite = (run(name).summary() for name in ("fcfs", "lru+cpu", "infinite"))
     assert infinite["mean_s"] < stock["mean_s"]
     assert tiered["mean_s"] < 0.8 * stock["mean_s"]
@@ -119,7 +119,7 @@ def test_pages_come_back_from_ssd_when_cpu_memory_is_short() -> None:
     assert run("occupancy+cpu+ssd", tiers=tiers).summary()["ssd"] > 0, "most of it stays in VRAM"
 
 
-def test_a_parent_goes_on_when_its_sub_agents_are_done() -> None:
+def test_a_parent_continues_when_its_sub_agents_are_done() -> None:
     agent = SimJob("parent/agent", 1.0, (SimTurn(0, 500, 400, 0.0),))
     first = SimTurn(0, 1_000, 10, 2.0, "task", (agent,))
     parent = SimJob("parent", 0.0, (first, SimTurn(1_010, 100, 10, 0.0)))

@@ -63,7 +63,7 @@ def test_every_machine_of_the_list_holds_its_model() -> None:
 # -- arriving turns --------------------------------------------------------------------
 
 
-def test_a_program_is_paused_when_contexts_grow_too_much_and_goes_on_before_new_ones() -> None:
+def test_a_program_is_paused_when_contexts_grow_too_much_and_resumes_before_new_ones() -> None:
     gate, sent = Gate(pool_tokens=100), list[str]()
     gate.ask("a", 40, lambda: sent.append("a1"))
     gate.ask("b", 40, lambda: sent.append("b1"))

@@ -16,7 +16,7 @@ from tiered_kv.bench.sim.workloads.workload import Hints, Workload
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_generated_jobs_are_the_same_for_a_seed_and_go_on_from_one_another(name: str) -> None:
+def test_generated_jobs_are_the_same_for_a_seed_and_prompts_continue_one_another(name: str) -> None:
     made = generate(name, 30, seed=1)
     assert made == generate(name, 30, seed=1)
     assert made.jobs != generate(name, 30, seed=2).jobs

@@ -78,7 +78,7 @@ def test_gc_deletes_files_of_dead_owners_alone(tmp_path: Path) -> None:
     assert "deleted" in run("gc", tmp_path)
 
 
-def test_what_is_not_ours_is_left_out_and_said(tmp_path: Path) -> None:
+def test_foreign_files_are_skipped_and_reported(tmp_path: Path) -> None:
     (tmp_path / "0-0.slots").write_bytes(b"a diary")
     (tmp_path / "1-0.slots").symlink_to(tmp_path / "0-0.slots")
     (tmp_path / "2-0.slots").mkdir()

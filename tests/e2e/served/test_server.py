@@ -24,7 +24,7 @@ def drain(client: httpx.Client) -> None:
         client.post("/reset_prefix_cache").raise_for_status()
 
 
-def test_the_connector_is_found_by_name_and_says_what_it_has(server: VllmServer) -> None:
+def test_the_connector_is_found_by_name_and_reports_its_content(server: VllmServer) -> None:
     log = server.log_text()
     assert "CPU tier of rank 0: " in log
     assert "TieredContinuumConnector" in log
@@ -105,7 +105,7 @@ def test_invalid_hints_disturb_no_request(client: httpx.Client, server: VllmServ
     server.check()
 
 
-def test_two_turns_of_a_job_at_once_are_served(client: httpx.Client) -> None:
+def test_two_concurrent_turns_of_a_job_are_served(client: httpx.Client) -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(ask, client, [900 + i] * 40, 12, **job("twice")) for i in range(2)]
         assert all(future.result()["choices"] for future in asked)

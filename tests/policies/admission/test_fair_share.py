@@ -29,7 +29,7 @@ def test_a_client_that_is_alone_gets_half() -> None:
     assert fair.of_others("alone", anywhere=False) == 0.0
 
 
-def test_nothing_is_left_out_before_anybody_waits() -> None:
+def test_nothing_is_left_out_before_any_job_waits() -> None:
     assert FairShare().of_others("new", anywhere=True) == 0.0
 
 

@@ -71,7 +71,7 @@ def test_a_job_has_room_wherever_a_larger_one_has(
         assert fits(Room(vram + 1, cpu + 1), peak + more, peak + elsewhere + more)
 
 
-def test_too_little_is_given_out_if_nobody_wants_what_is_free_beside_a_held_job() -> None:
+def test_too_little_is_admitted_if_blocks_stay_free_while_a_job_is_held() -> None:
     assert not gives_too_little(free=20, need=10.0, loose=0.0)
     assert gives_too_little(free=21, need=10.0, loose=0.0)
     assert not gives_too_little(free=21, need=10.0, loose=1.0), "a job that is away comes back"

@@ -45,7 +45,7 @@ def test_a_job_needs_vram_for_its_turns() -> None:
     assert pace.vram_share(18.0) == pytest.approx(0.1), "it has been away for longer than most"
 
 
-def test_a_turn_comes_back_after_it_was_served_and_its_gap_is_over() -> None:
+def test_a_turn_returns_after_it_was_served_and_its_gap_has_passed() -> None:
     pace = TurnPace()
     pace.on_turn(10.0, served_s=2.0)
     pace.on_gap(6.0)

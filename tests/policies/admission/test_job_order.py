@@ -26,7 +26,7 @@ def test_those_that_hold_something_are_admitted_first() -> None:
     assert order == [preempted, pinned, OLD, YOUNG]
 
 
-def test_the_victim_is_the_youngest_job_that_goes_on() -> None:
+def test_the_victim_is_the_youngest_job_that_continues() -> None:
     last = QueuePosition(9.0, 9.0, is_last_step=True)
     assert max([OLD, last, YOUNG], key=running_rank) == YOUNG
     assert max([OLD, last], key=running_rank) == OLD

@@ -58,7 +58,7 @@ def test_of_many_moments_some_are_looked_at() -> None:
     )
 
 
-def test_pace_is_told_by_how_turns_differ() -> None:
+def test_pace_is_derived_from_differences_between_turns() -> None:
     pace = TurnCadence()
     assert pace.spread == 0
     for _ in range(200):
@@ -84,7 +84,7 @@ def test_a_job_that_waits_elsewhere_counts_for_the_time_that_it_runs() -> None:
 
 @given(st.lists(demands, min_size=1, max_size=150), st.data())
 @settings(max_examples=30, deadline=None)
-def test_jobs_that_change_count_as_if_all_were_counted_anew(
+def test_changed_jobs_count_as_if_all_jobs_were_counted_again(
     found: list[JobDemand], data: st.DataObject
 ) -> None:
     """Including sums over a prefix of the jobs."""
@@ -121,7 +121,7 @@ def test_only_the_latest_jobs_count() -> None:
     assert lengths.left(1) == 2
 
 
-def test_a_job_of_one_turn_counts_and_one_of_none_takes_nobody_s_place() -> None:
+def test_a_job_of_one_turn_counts_and_a_job_without_turns_displaces_none() -> None:
     lengths = JobLengths()
     for turns in (1, 3):
         lengths.ended(turns)

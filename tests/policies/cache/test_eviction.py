@@ -192,7 +192,7 @@ def test_a_context_without_a_forecast_is_kept_as_one() -> None:
     assert pool.order.context("job") == [A, B], "its next turn need not name these pages anew"
 
 
-def test_what_only_a_job_that_is_over_had_goes_first() -> None:
+def test_pages_of_finished_jobs_alone_are_evicted_first() -> None:
     pool = Pool(A, B, C)
     pool.waits("over", [A], SOON)
     pool.waits("later", [B], LATER)

@@ -28,7 +28,7 @@ def test_a_single_request_delays_no_other() -> None:
     assert choose(copy_s=10.0, step_s=0.001, others=0) is SYNC
 
 
-def test_a_short_copy_is_over_before_an_async_one_would_be_seen() -> None:
+def test_a_short_copy_finishes_before_an_async_one_would_be_noticed() -> None:
     assert choose(copy_s=0.001, step_s=0.05, others=8) is SYNC
 
 
@@ -51,7 +51,7 @@ def test_the_mode_chosen_is_the_one_that_costs_less(cost: RestoreCost) -> None:
 
 
 @given(COSTS, st.integers(0, 512))
-def test_more_requests_beside_it_never_turn_async_into_sync(cost: RestoreCost, more: int) -> None:
+def test_more_concurrent_requests_never_turn_async_into_sync(cost: RestoreCost, more: int) -> None:
     if FasterRestore().choose(cost) is ASYNC:
         busier = replace(cost, others=cost.others + more)
         assert FasterRestore().choose(busier) is ASYNC

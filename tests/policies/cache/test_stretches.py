@@ -72,7 +72,7 @@ def test_pages_of_no_context_are_left_out() -> None:
     assert order.said("stu") == order.said("") == []
 
 
-def test_a_job_that_is_over_leaves_no_context() -> None:
+def test_a_finished_job_leaves_no_context() -> None:
     order = Order(one="abcde", other="abcxy")
     order.on_job_ended("one")
     assert sorted("".join(order.said("abcdexy"))) == sorted("abcxy")

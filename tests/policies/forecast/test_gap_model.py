@@ -83,7 +83,7 @@ def test_an_unknown_command_takes_what_the_subcommand_took() -> None:
     )
 
 
-def test_an_unknown_subcommand_takes_what_the_tool_took_but_nobody_is_sure() -> None:
+def test_an_unknown_subcommand_is_forecast_like_its_tool_but_less_certainly() -> None:
     model = taught({PYTEST: 20.0, LS: 0.2, ToolUse(("Read",)): 0.01})
     forecast = model.forecast(turn_end(tool=ToolUse(("bash", "awk", "awk"))))
     assert forecast.quantile(0.1) < 1 < forecast.quantile(0.9)
@@ -131,7 +131,7 @@ def test_bounds_of_the_command_hold_whatever_was_learned() -> None:
     assert model.forecast(turn_end(tool=stopped)).within(6) == pytest.approx(1)
 
 
-def test_who_says_how_long_it_takes_is_mostly_believed() -> None:
+def test_a_clients_estimate_mostly_counts() -> None:
     model = taught({PYTEST: 20.0}, spread=1.0)
     said = ToolUse(PYTEST.path, expected_s=90.0)
     assert median(model, PYTEST) < median(model, said) <= 90
@@ -212,7 +212,7 @@ def test_what_models_invent_does_not_grow_without_end(monkeypatch: pytest.Monkey
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(turn_ends, gaps_s, st.booleans()), max_size=12), turn_ends)
-def test_whatever_is_told_a_forecast_stays_a_distribution(
+def test_whatever_is_observed_a_forecast_stays_a_distribution(
     past: list[tuple[TurnEnd, float, bool]], turn: TurnEnd
 ) -> None:
     model = GapModel()

@@ -62,7 +62,7 @@ def test_a_client_may_say_what_runs_next() -> None:
 # -- places to say it in ------------------------------------------------------------
 
 
-def test_the_first_place_that_says_something_usable_counts() -> None:
+def test_the_first_usable_hint_counts() -> None:
     params = {"job_id": "params", "is_last_step": False, "tool_name": "", "expected_tool_s": None}
     xargs = {"job_id": "xargs", "is_last_step": 1, "tool_name": "bash", "expected_tool_s": 2}
     assert read_hints(params, xargs, "session") == TurnHints(

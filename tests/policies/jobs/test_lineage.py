@@ -90,7 +90,7 @@ def test_of_very_many_samples_the_latest_are_compared(agents: Agents) -> None:
     assert agents.asked([*question(7), 90, 91, 299 + 3 * MAX_TWINS, *TOOL]).job == latest.job
 
 
-def test_twins_that_nothing_tells_apart_go_on_in_order(agents: Agents) -> None:
+def test_indistinguishable_twins_continue_in_order(agents: Agents) -> None:
     """Two runs of the same task, whose answers are cut: any single choice may be wrong, but not
     both."""
     first, second = agents.ask(question(7)), agents.ask(question(7))
@@ -135,7 +135,7 @@ def test_a_client_cannot_name_an_inferred_job(agents: Agents) -> None:
     assert (hints.job_id, hints.ignored) == (None, 1)
 
 
-def test_a_job_that_is_over_has_no_next_turn(agents: Agents) -> None:
+def test_a_finished_job_has_no_next_turn(agents: Agents) -> None:
     job = agents.asked(question(7)).job
     agents.lineage.forget(job)
     agents.lineage.forget(job)
@@ -144,7 +144,7 @@ def test_a_job_that_is_over_has_no_next_turn(agents: Agents) -> None:
     assert agents.asked([*question(7), *TOOL]).job != job
 
 
-def test_the_job_longest_unheard_of_is_forgotten(
+def test_the_least_recently_active_job_is_forgotten(
     agents: Agents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_JOBS", 3)

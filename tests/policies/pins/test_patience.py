@@ -44,7 +44,7 @@ def test_a_dead_worker_is_not_awaited() -> None:
     assert not worth_waiting_for_saves(SAVES_PATIENCE_S)
 
 
-def test_pins_go_one_by_one_for_an_async_restore_that_is_refused_beside_free_blocks() -> None:
+def test_pins_are_released_one_by_one_for_an_async_restore_refused_despite_free_blocks() -> None:
     assert needs_one_more(RestoreMode.ASYNC, refused=True, released=0)
     assert not needs_one_more(RestoreMode.ASYNC, refused=True, released=2), "it may do now"
     assert not needs_one_more(RestoreMode.ASYNC, refused=False, released=0)
@@ -52,7 +52,7 @@ def test_pins_go_one_by_one_for_an_async_restore_that_is_refused_beside_free_blo
     assert not needs_one_more(None, refused=True, released=0)
 
 
-def test_pins_go_one_by_one_where_nothing_runs_and_windows_take_more_than_is_told() -> None:
+def test_pins_are_released_one_by_one_if_nothing_runs_and_windows_need_more_than_reported() -> None:
     assert needs_one_more(None, refused=True, released=0, stuck=True)
     assert not needs_one_more(None, refused=True, released=1, stuck=True)
     assert not needs_one_more(None, refused=False, released=0, stuck=True)

@@ -166,7 +166,9 @@ def test_what_was_not_found_again_makes_waiting_outside_vram_less_sure() -> None
 
 
 @given(st.floats(0, 1), st.lists(st.tuples(st.integers(-5, 10**6), st.integers(-5, 10**6))))
-def test_survival_stays_a_share_whatever_is_told(first: float, told: list[tuple[int, int]]) -> None:
+def test_survival_stays_a_fraction_whatever_is_observed(
+    first: float, told: list[tuple[int, int]]
+) -> None:
     survival = Survival(first)
     for found, wanted in told:
         survival.observe(found, wanted)

@@ -60,14 +60,14 @@ def test_a_pin_is_charged_for_the_time_it_is_held_not_for_its_deadline() -> None
     assert utility(forecast, 20.0, 1.0).max() == pytest.approx(20 - 10, abs=0.5)
 
 
-def test_nobody_waits_on_through_a_lull_that_costs_more_than_what_comes_after() -> None:
+def test_no_wait_lasts_through_a_lull_that_costs_more_than_it_saves() -> None:
     forecast = forecast_of({1.0: 0.6, 300.0: 0.4})
     assert best_wait(forecast, 10.0, 1.0) <= 1.25
     assert best_wait(forecast_of({300.0: 1.0}), 10.0, 1.0) == 0
     assert best_wait(forecast_of({}), 10.0, 1.0) == 0, "it never comes"
 
 
-def test_room_that_nobody_wants_is_free_but_not_for_ever() -> None:
+def test_unused_space_is_free_but_not_for_ever() -> None:
     forecast = forecast_of({5.0: 0.5, 3000.0: 0.5})
     assert best_wait(forecast, 20.0, 1.0) == pytest.approx(5, abs=0.5)
     assert best_wait(forecast_of({15.0: 0.1}), 20.0, 1.0) == 0
@@ -141,5 +141,5 @@ def test_a_restore_holds_up_its_own_job_at_least_and_no_more_than_run(
     assert 0.999 < found < max(1, running) * 1.001
 
 
-def test_where_nothing_takes_time_nobody_is_held_up() -> None:
+def test_if_nothing_takes_time_no_request_is_delayed() -> None:
     assert held_up(0.0, 0.0, wait_s=0.0, survival=1.0, running=8) == 0

@@ -121,7 +121,7 @@ def test_an_agent_that_submits_does_not_come_back_soon(said: str) -> None:
     assert median_s(said) > median_s("pip install a")
 
 
-def test_nothing_is_made_up_about_the_unheard_of() -> None:
+def test_nothing_is_invented_about_unknown_commands() -> None:
     assert known_command(["frobnicate", "-x"]) == ("frobnicate", None)
     assert known_command(["./frobnicate"]).rule is not None, "some program, at least"
 

@@ -170,7 +170,7 @@ def test_what_runs_in_the_background_is_not_waited_for(
     assert bounds(command)[0] == least_s
 
 
-def test_a_loop_runs_as_often_as_it_says() -> None:
+def test_a_loop_runs_as_often_as_its_words_say() -> None:
     def times(command: str) -> list[int]:
         return [segment.times for segment in take_apart(command).segments]
 

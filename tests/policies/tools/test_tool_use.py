@@ -95,7 +95,7 @@ def test_segments_add_up() -> None:
     assert capped.median_s == pytest.approx(2 + OVERHEAD_S)
 
 
-def test_nothing_is_said_of_an_unknown_command() -> None:
+def test_nothing_is_assumed_about_an_unknown_command() -> None:
     use = shell("frobnicate --all")
     assert use.rule is None
     assert use.path == ("bash", "frobnicate", "frobnicate --all")
@@ -132,7 +132,7 @@ def test_a_tool_s_own_timeout_caps(arguments: dict[str, object], most_s: float) 
     assert shell("sleep 999", **arguments).least_s == min(999, most_s)
 
 
-def test_what_runs_in_the_background_returns_at_once() -> None:
+def test_background_commands_return_immediately() -> None:
     for use in (
         shell("python server.py &"),
         shell("make", run_in_background=True),
@@ -172,7 +172,7 @@ def test_of_parallel_calls_the_slowest_decides() -> None:
         (ToolCall("editor", {"command": 3}), ("editor",)),
     ],
 )  # fmt: skip
-def test_other_tools_go_by_their_name_and_what_they_are_told_to_do(
+def test_other_tools_are_classified_by_name_and_action(
     call: ToolCall, path: tuple[str, ...]
 ) -> None:
     assert tool_use([call]).path == path

@@ -76,7 +76,7 @@ def test_jobs_left_open_hold_others_no_longer_than_their_chance_to_return(
     rig.run()
 
 
-def test_one_that_returns_after_long_says_nothing_of_others(make_rig: MakeRig) -> None:
+def test_a_late_return_says_nothing_about_other_jobs(make_rig: MakeRig) -> None:
     rig = served(make_rig)
     rig.ask("late", text(TOKENS, seed=50), params={"job_id": "late"}, salt="one")
     rig.now += 8 * 3600.0

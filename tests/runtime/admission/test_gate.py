@@ -55,7 +55,7 @@ def test_a_small_job_does_not_overtake_one_that_is_held(make_rig: MakeRig) -> No
 
 
 @pytest.mark.parametrize("in_job_order", [True, False])
-def test_without_admission_nobody_is_held(make_rig: MakeRig, in_job_order: bool) -> None:
+def test_without_admission_control_no_job_is_held(make_rig: MakeRig, in_job_order: bool) -> None:
     rig = holding_rig(make_rig, in_job_order=in_job_order, admission="off")
     for name in "abcdefgh":
         begin(rig, name)
@@ -205,7 +205,7 @@ def test_a_job_is_not_held_when_there_is_nothing_else_to_do(make_rig: MakeRig) -
     rig.run()
 
 
-def test_jobs_that_arrive_at_once_are_counted_before_they_run(make_rig: MakeRig) -> None:
+def test_jobs_that_arrive_together_are_counted_before_they_run(make_rig: MakeRig) -> None:
     rig = holding_rig(make_rig, in_job_order=True)
     for name in "abcdef":
         begin(rig, name)
@@ -231,7 +231,7 @@ def test_a_client_that_hangs_up_is_held_no_longer(make_rig: MakeRig, whose: str 
     rig.check_clean()
 
 
-def test_vllm_s_own_queue_holds_eight_at_once(make_rig: MakeRig) -> None:
+def test_vllm_s_own_queue_holds_eight_jobs(make_rig: MakeRig) -> None:
     rig = holding_rig(make_rig, in_job_order=False)
     for number in range(3 + 10):
         begin(rig, f"job{number}", seed=100 + number)

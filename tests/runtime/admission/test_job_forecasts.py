@@ -28,7 +28,7 @@ def turn(rig: Rig, number: int, tokens: int, *, last: bool = False) -> None:
     rig.ask(f"t{number}", prompt, params={"job_id": "j", "is_last_step": last})
 
 
-def test_a_job_that_ended_tells_how_many_turns_jobs_have(rig: Rig) -> None:
+def test_finished_jobs_show_how_many_turns_jobs_have(rig: Rig) -> None:
     for number in range(3):
         turn(rig, number, 160 + 16 * number, last=number == 2)
     assert len(jobs(rig)) == 0

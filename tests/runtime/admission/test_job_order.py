@@ -91,7 +91,7 @@ def cached_blocks(rig: Rig, context: list[int]) -> int:
     return found.index(False) if False in found else len(found)
 
 
-def test_who_began_last_is_preempted_but_nobody_in_the_last_turn(make_rig: MakeRig) -> None:
+def test_the_latest_job_is_preempted_but_no_last_turn(make_rig: MakeRig) -> None:
     rig = make_rig(blocks=20, max_model_len=256, max_batched_tokens=256, in_job_order=True)
     for name, last in (("old", False), ("ends", True), ("young", False)):
         rig.now += 1
@@ -138,7 +138,7 @@ def test_a_job_whose_kv_is_held_goes_before_older_ones(make_rig: MakeRig) -> Non
     assert finished.index("pinned2") < finished.index("older2")
 
 
-def test_a_scheduler_that_cannot_ask_goes_on_as_vllm_s_own(
+def test_a_scheduler_that_cannot_query_the_connector_continues_as_vllm_s_own(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = holding_rig(make_rig, in_job_order=True)

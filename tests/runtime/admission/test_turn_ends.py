@@ -35,7 +35,7 @@ def test_a_turn_that_met_a_stop_string_ended_by_itself(make_rig: MakeRig) -> Non
     assert len(rig.gate.jobs) == 1
 
 
-def test_one_with_stop_strings_that_said_nothing_was_cancelled(make_rig: MakeRig) -> None:
+def test_a_request_with_stop_strings_and_no_output_was_cancelled(make_rig: MakeRig) -> None:
     rig = make_rig(extra=VRAM_ONLY)
     rig.add("j", text(100, seed=1), params={"job_id": "j"}, stop=("Observation:",))
     rig.abort("j")
@@ -78,7 +78,7 @@ def test_jobs_whose_clients_hung_up_are_forgotten_in_the_end(
     assert back == [2, 3, 4], "one client's push out none of another's"
 
 
-def test_turns_of_a_job_that_came_at_once_begin_with_the_first(
+def test_turns_of_a_job_that_arrive_together_start_with_the_first(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None of them may be held back as a new job, or take the space of the others when it ends."""

@@ -197,7 +197,7 @@ def test_a_context_that_cpu_memory_lost_lets_fewer_jobs_begin(make_rig: MakeRig)
     assert rig.gaps.costs.survival.share < 1.0
 
 
-def test_what_is_computed_again_holds_up_everybody_and_a_copy_nobody(rig: Rig) -> None:
+def test_recomputing_delays_every_request_and_a_copy_delays_none(rig: Rig) -> None:
     """With 8 running requests, by what happens to KV without a pin."""
     prices = rig.gaps.costs
     rig.gaps.prefills.fit.observe(0, 320, 10.0)

@@ -89,7 +89,7 @@ def test_a_verdict_about_a_pin_that_had_to_give_way_pins_nothing(rig: Rig) -> No
     assert pinned(rig) == 0, "the blocks may be somebody else's"
 
 
-def test_what_cannot_be_read_is_decided_at_once(rig: Rig) -> None:
+def test_an_unreadable_tool_call_is_decided_immediately(rig: Rig) -> None:
     reader(rig).full = True
     rig.ask("t1", CONTEXT, params=JOB)
     rig.now += 20.0
@@ -247,7 +247,7 @@ def test_a_job_is_away_when_the_last_of_its_turns_has_ended(rig: Rig) -> None:
     assert rig.count("concurrent_turns") == 1
 
 
-def test_a_straggler_of_a_job_that_is_over_is_not_waited_for(rig: Rig) -> None:
+def test_a_straggler_of_a_finished_job_is_not_awaited(rig: Rig) -> None:
     rig.add("long", CONTEXT, max_tokens=30, params=JOB)
     rig.add("last", text(100, seed=2), max_tokens=2, params={**JOB, "is_last_step": True})
     rig.run()

@@ -83,7 +83,7 @@ class Waiting:
 
 
 @pytest.mark.parametrize("unread", [LATE, None])
-def test_a_tool_call_that_was_read_tells_anew_when_pages_are_wanted(
+def test_a_parsed_tool_call_updates_when_pages_are_needed(
     unread: Forecast | None,
 ) -> None:
     waiting = Waiting(Forecasts(unread, SOON))
@@ -93,7 +93,7 @@ def test_a_tool_call_that_was_read_tells_anew_when_pages_are_wanted(
     assert waiting.chance() == SOON.within(5.0) == 0.5
 
 
-def test_a_job_of_which_nothing_is_forecast_any_more_is_nobody_s() -> None:
+def test_pages_of_a_job_without_a_forecast_belong_to_no_job() -> None:
     waiting = Waiting(Forecasts(None, SOON))
     waiting.ends(1, tool=TOOL, pages=PAGES)
     assert waiting.chance() == 0.5

@@ -77,7 +77,7 @@ def telling(rig: Rig, told: list[Any]) -> Callable[..., Any]:
     return hook
 
 
-def test_vllm_is_told_from_which_tier_tokens_came(
+def test_vllm_receives_the_tier_that_tokens_came_from(
     rig: Rig, make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = pytest.importorskip("vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 asks")
@@ -119,7 +119,7 @@ def test_promotions_ahead_leave_most_slots_to_others(rig: Rig) -> None:
     assert rig.pages.book.promote_seconds(SSD, 1) * 1e9 < 10 * rig.half.facts.slot_bytes
 
 
-def test_a_job_that_is_over_is_not_brought_back(rig: Rig) -> None:
+def test_a_finished_job_is_not_promoted(rig: Rig) -> None:
     rig.ask("t1", CONTEXT, params=JOB)
     rig.gaps.manager.prefetch.expect(JobKey("", "j"), rig.now + 1, ())
     rig.gaps.manager.give_up(JobKey("", "j"))

@@ -36,7 +36,9 @@ def rivals(rig: Rig, first: int, last: int) -> None:
         rig.now += 5
 
 
-def test_pages_that_leave_cpu_memory_in_the_gap_are_told(make_rig: MakeRig, tmp_path: Path) -> None:
+def test_pages_evicted_from_cpu_memory_in_the_gap_are_recorded(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
     rig = small_rig(make_rig, tmp_path, Tier.CPU)
     rig.ask("t1", CONTEXT, params=JOB)
     rig.now += 1
@@ -52,7 +54,7 @@ def test_pages_that_leave_cpu_memory_in_the_gap_are_told(make_rig: MakeRig, tmp_
     assert 0 < told <= evictions
 
 
-def test_a_job_whose_pages_stay_tells_of_none(make_rig: MakeRig, tmp_path: Path) -> None:
+def test_a_job_whose_pages_stay_reports_no_evictions(make_rig: MakeRig, tmp_path: Path) -> None:
     rig = small_rig(make_rig, tmp_path, Tier.CPU)
     rig.ask("t1", CONTEXT, params=JOB)
     rig.now += 1
@@ -63,7 +65,7 @@ def test_a_job_whose_pages_stay_tells_of_none(make_rig: MakeRig, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_pages_that_a_store_gives_up_are_told_too(make_rig: MakeRig, tmp_path: Path) -> None:
+def test_pages_that_a_store_evicts_are_reported_too(make_rig: MakeRig, tmp_path: Path) -> None:
     below = {"ssd_path": str(tmp_path / "ssd"), "ssd_gib": 0.004, "codec": "raw"}
     rig = small_rig(make_rig, tmp_path, Tier.STORE, **below)
     rig.ask("t1", CONTEXT, params=JOB)

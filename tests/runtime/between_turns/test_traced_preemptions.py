@@ -67,7 +67,7 @@ def preempted_one(make_rig: MakeRig, tmp_path: Path) -> TurnRecord:
     return max(traced(rig).values(), key=lambda one: one.preempted.count)
 
 
-def test_other_programs_and_people_are_told(make_rig: MakeRig, tmp_path: Path) -> None:
+def test_other_programs_and_people_are_recognized(make_rig: MakeRig, tmp_path: Path) -> None:
     one = preempted_one(make_rig, tmp_path)
     count, at_s, back_s = one.preempted.count, one.preempted.at_s[0], one.preempted.back_s[0]
 

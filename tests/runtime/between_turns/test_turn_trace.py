@@ -97,7 +97,7 @@ def test_a_decision_is_traced_with_all_its_inputs(rig: Rig) -> None:
     assert made.cpu_stay_s is None, "nothing is evicted"
 
 
-def test_the_tool_that_is_read_later_is_the_one_that_is_told(rig: Rig) -> None:
+def test_the_tool_that_is_parsed_later_is_recorded(rig: Rig) -> None:
     rig.ask("t1", CONTEXT, params=JOB)
     reader(rig).says("t1", LONG)
     rig.step()
@@ -202,7 +202,7 @@ def test_a_job_that_is_silent_for_hours_is_then_traced(rig: Rig) -> None:
     assert traced(rig)["t1"].gap.end is StoryEnd.GIVEN_UP
 
 
-def test_stories_that_are_open_when_the_engine_ends_are_told_as_far_as_they_are_known(
+def test_open_records_are_written_as_far_as_known_when_the_engine_stops(
     rig: Rig,
 ) -> None:
     for n in range(3):
@@ -213,7 +213,7 @@ def test_stories_that_are_open_when_the_engine_ends_are_told_as_far_as_they_are_
     assert {one.pin.end for one in found.values()} == {PinEnd.CLOSED}
 
 
-def test_turns_that_run_when_the_engine_ends_are_told_as_they_are(rig: Rig) -> None:
+def test_turns_that_run_when_the_engine_stops_are_recorded_as_they_are(rig: Rig) -> None:
     rig.add("runs", CONTEXT, params=JOB)
     rig.step()
     rig.add("waits", text(100, seed=1))
@@ -225,7 +225,7 @@ def test_turns_that_run_when_the_engine_ends_are_told_as_they_are(rig: Rig) -> N
     assert found["waits"].times == TurnTimes(end_s=2)
 
 
-def test_turns_after_which_nobody_is_waited_for_are_told_at_once(rig: Rig) -> None:
+def test_turns_of_jobs_that_are_not_expected_back_are_recorded_immediately(rig: Rig) -> None:
     rig.add("one", text(100, seed=1), max_tokens=2, params=JOB)
     rig.add("beside", text(100, seed=2), max_tokens=8, params=JOB)
     rig.add("hopeless", text(100, seed=3), params={"job_id": "aborted"})
@@ -243,7 +243,7 @@ def test_turns_after_which_nobody_is_waited_for_are_told_at_once(rig: Rig) -> No
 # -- when things happened ---------------------------------------------------------------------
 
 
-def test_moments_are_told_as_the_scheduler_sees_them(rig: Rig) -> None:
+def test_times_are_reported_as_the_scheduler_observes_them(rig: Rig) -> None:
     """A prompt of two steps, and an answer of three tokens; a second between two steps."""
     rig.add("t1", CONTEXT, max_tokens=3, params=LAST)
     rig.now += 2.0
@@ -330,7 +330,7 @@ def test_pages_that_come_up_for_a_turn_are_its_own(rig: Rig) -> None:
     assert (tokens.vram, tokens.cpu, tokens.ssd, tokens.recomputed) == (0, 0, 320, 9)
 
 
-def test_pages_that_come_up_ahead_are_told_with_the_gap(rig: Rig) -> None:
+def test_pages_promoted_in_advance_are_recorded_with_the_gap(rig: Rig) -> None:
     gone_to_ssd(rig)
     rig.now += 60.5
     rig.wait_for_worker()
@@ -343,7 +343,7 @@ def test_pages_that_come_up_ahead_are_told_with_the_gap(rig: Rig) -> None:
     assert found["t2"].tokens.cpu == 320, "they were in CPU memory when it came"
 
 
-def test_what_a_job_had_and_lost_is_told_with_the_turn_that_lacks_it(
+def test_tokens_that_a_job_lost_are_recorded_with_the_turn_that_recomputes_them(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
     extra = {"cpu_gib": 0.0, "trace": str(tmp_path / "trace.jsonl")}

@@ -30,7 +30,7 @@ def take_all_but(rig: Rig, free: int) -> list[Any]:
 
 @pytest.mark.parametrize("free", FREE)
 @GROUPS
-def test_pins_give_way_to_a_restored_turn_that_goes_on_from_states(
+def test_pins_give_way_to_a_restored_turn_that_continues_from_states(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...], free: int
 ) -> None:
     """A state that was restored stays beside the one that is computed from it."""

@@ -199,7 +199,7 @@ def test_a_reset_fails_orders_from_before_it(book: OrderBook, worker: VirtualWor
     assert reports.stores[SSD][0].stored_bytes == 0
 
 
-def test_a_full_store_proposes_a_segment_and_tells_who_is_gone(
+def test_a_full_store_proposes_a_segment_and_reports_lost_pages(
     book: OrderBook, worker: VirtualWorker
 ) -> None:
     news, proposal = filled(book, worker)

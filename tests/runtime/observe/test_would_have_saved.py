@@ -109,7 +109,7 @@ def test_a_pin_that_would_have_given_way_saves_nothing() -> None:
         assert crowded(managed) == alone
 
 
-def test_a_pin_whose_time_is_over_saves_nothing() -> None:
+def test_an_expired_pin_saves_nothing() -> None:
     with rig("observe", 0, admission="off") as observed:
         observed.policy = FixedPin(ttl_s=2.0)
         context = text(240, seed=1)

@@ -83,7 +83,7 @@ def test_more_pages_than_slots_are_held_and_all_of_them_are_right(rig: Rig) -> N
     rig.check_clean()
 
 
-def test_a_context_that_comes_back_twice_at_once_is_right_for_both(rig: Rig) -> None:
+def test_a_context_that_returns_twice_concurrently_is_right_for_both(rig: Rig) -> None:
     fill_cpu(rig, JOBS)
     for name in ("one", "two"):
         rig.add(name, prompt(0))
@@ -289,7 +289,7 @@ def broken(self: Shrinking, page: Bytes | EncodedPage, out: Bytes | None = None)
     raise CodecError("injected")
 
 
-def test_pages_whose_copy_fails_beside_compressed_pages_are_recomputed(rig: Rig) -> None:
+def test_pages_whose_copy_fails_next_to_compressed_pages_are_recomputed(rig: Rig) -> None:
     fill_cpu(rig, JOBS)
     faulty, orders = inject_cold(rig), cold_restores(rig)
     for job in range(JOBS):

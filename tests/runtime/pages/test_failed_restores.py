@@ -60,7 +60,7 @@ def test_who_holds_a_bad_block_is_not_saved(rig: Rig) -> None:
     rig.check_clean()
 
 
-def test_who_only_ran_beside_it_is_saved_in_the_next_step(rig: Rig) -> None:
+def test_requests_that_only_ran_alongside_are_saved_in_the_next_step(rig: Rig) -> None:
     """Blocks that the workers refused are offered again."""
     rig.add("restores", PROMPT)
     rig.add("beside", text(200, seed=2), max_tokens=40)

@@ -77,7 +77,9 @@ def test_what_vram_still_has_is_not_read_from_ssd(rig: Rig) -> None:
     assert rig.count("prompt_tokens_vram") >= 304
 
 
-def test_what_there_is_is_told_before_anybody_asks(make_rig: MakeRig, tmp_path: Path) -> None:
+def test_the_contents_are_reported_before_the_first_query(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
     """vLLM exports gauges with steps only, so an engine makes one as soon as it has started."""
     first = make_rig(extra=tiers(tmp_path, slots=200))
     first.ask("first", CONTEXT)
@@ -244,7 +246,7 @@ def test_orders_that_fail_together_are_one_failure(rig: Rig) -> None:
     rig.check_clean()
 
 
-def test_what_the_store_counted_is_told_once_whatever_is_reset(
+def test_counts_of_a_store_are_reported_once_despite_resets(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> frozenset[int]:

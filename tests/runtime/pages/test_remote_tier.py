@@ -155,9 +155,7 @@ def test_new_pages_alone_are_written(make_rig: MakeRig, server: ValkeyServer) ->
     rig.check_clean()
 
 
-def test_a_job_that_is_over_leaves_nothing_for_others(
-    make_rig: MakeRig, server: ValkeyServer
-) -> None:
+def test_a_finished_job_leaves_nothing_for_others(make_rig: MakeRig, server: ValkeyServer) -> None:
     rig = make_rig(extra=remote(server), max_batched_tokens=64)
     ask(rig, "only", job_id="job", is_last_step=True)
     settle(rig)
@@ -165,7 +163,7 @@ def test_a_job_that_is_over_leaves_nothing_for_others(
     rig.check_clean()
 
 
-def test_a_begin_that_two_jobs_share_is_written_though_both_are_over(
+def test_a_prefix_that_two_jobs_share_is_written_although_both_have_ended(
     make_rig: MakeRig, server: ValkeyServer
 ) -> None:
     rig = make_rig(extra=remote(server), max_batched_tokens=64)

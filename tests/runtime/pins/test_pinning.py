@@ -133,7 +133,7 @@ def test_jobs_of_other_salts_do_not_share_a_pin(make_rig: MakeRig) -> None:
     assert len(rig.pins) == 1
 
 
-def test_two_turns_of_a_job_at_once_are_counted_and_balance(make_rig: MakeRig) -> None:
+def test_two_concurrent_turns_of_a_job_are_counted_and_balance(make_rig: MakeRig) -> None:
     rig = make_rig(extra=VRAM_ONLY)
     rig.add("left", text(100, seed=1), params=turn("job"))
     rig.add("right", text(80, seed=2), params=turn("job"), max_tokens=20)

@@ -71,7 +71,7 @@ def most_preempted_at_once(rig: Rig, young: int) -> int:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("in_job_order", [False, True])
 @pytest.mark.parametrize("young", [1, 8])
-def test_no_more_are_preempted_at_once_than_by_stock_vllm(
+def test_no_more_are_preempted_together_than_by_stock_vllm(
     make_rig: MakeRig, ahead: bool, in_job_order: bool, young: int
 ) -> None:
     size = {"blocks": 64, "max_model_len": 1024, "max_batched_tokens": 2048, "ahead": ahead}

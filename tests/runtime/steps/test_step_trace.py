@@ -57,7 +57,7 @@ def test_a_request_is_seen_in_each_of_its_steps(make_rig: MakeRig, tmp_path: Pat
     assert (found[-1].running, found[-1].scheduled) == (0, 0), "an idle engine is seen to be idle"
 
 
-def test_waiting_and_held_requests_are_told_apart(make_rig: MakeRig, tmp_path: Path) -> None:
+def test_waiting_and_held_requests_are_distinguished(make_rig: MakeRig, tmp_path: Path) -> None:
     rig = make_rig(
         **options(tmp_path, admission="auto", cpu_gib=0), max_num_seqs=1, in_job_order=True
     )

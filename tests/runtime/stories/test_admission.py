@@ -37,7 +37,7 @@ def test_a_job_waits_until_another_has_ended(make_engine: MakeEngine) -> None:
     rig.check_clean()
 
 
-def test_without_admission_nobody_is_held(make_engine: MakeEngine) -> None:
+def test_without_admission_control_no_job_is_held(make_engine: MakeEngine) -> None:
     rig = holding(make_engine, admission="off")
     for name in "abcdefgh":
         begin(rig, name)

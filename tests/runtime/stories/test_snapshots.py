@@ -314,7 +314,7 @@ def test_what_only_vram_holds_is_taken_from_there(engine: Any) -> None:
     clean(rig)
 
 
-def test_one_whose_kv_is_gone_says_so(engine: Any) -> None:
+def test_a_job_whose_kv_was_evicted_reports_it(engine: Any) -> None:
     page = engine().half.facts.slot_bytes
     rig = engine(cpu_gib=(30 * page + 1) / (1 << 30))
     answered(rig)
@@ -337,7 +337,7 @@ def test_a_reset_ends_what_is_under_way(engine: Any) -> None:
     clean(rig)
 
 
-def test_names_that_nobody_knows_or_that_are_taken(engine: Any) -> None:
+def test_unknown_and_taken_names_are_refused(engine: Any) -> None:
     rig = engine()
     answered(rig)
     assert take(rig, "stranger", "x")["operation"] is None
@@ -627,7 +627,7 @@ def test_a_capture_needs_slots_for_just_its_pages(engine: Any) -> None:
     clean(rig)
 
 
-def test_a_capture_next_to_held_pages_says_that_there_is_no_room(engine: Any) -> None:
+def test_a_capture_next_to_held_pages_reports_that_there_is_no_space(engine: Any) -> None:
     page = engine().half.facts.slot_bytes
     rig = engine(cpu_gib=(30 * page + 1) / (1 << 30), codec="raw")
     rig.ask("other", text(200, seed=3), max_tokens=4, params={"job_id": "other"})

@@ -148,7 +148,7 @@ def test_a_job_that_is_silent_for_long_is_not_waited_for(rig: Rig) -> None:
     assert said["gap"] is None
 
 
-def test_a_job_that_is_over_is_not_there(rig: Rig) -> None:
+def test_a_finished_job_is_not_found(rig: Rig) -> None:
     rig.ask("t1", CONTEXT, params=JOB)
     rig.ask("t2", CONTEXT, params={**JOB, "is_last_step": True})
     assert JobView(rig.half).named("j", 10) == []

@@ -34,7 +34,7 @@ def test_each_question_has_its_answer(rig: Rig) -> None:
     assert ids(answer(rig.half, {"ask": "job", "id": "job 7"})) == []
 
 
-def test_a_list_goes_on_from_engine_to_engine(rig: Rig) -> None:
+def test_a_list_continues_from_engine_to_engine(rig: Rig) -> None:
     """This one is the first: behind it come those of the second."""
     assert len(answer(rig.half, {"ask": "jobs", "limit": 9, "after": [0, 0]})["jobs"]) == 4
     assert answer(rig.half, {"ask": "jobs", "limit": 9, "after": [1, 0]})["jobs"] == []

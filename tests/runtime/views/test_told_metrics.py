@@ -124,7 +124,7 @@ def test_pages_are_moved_with_their_bytes_in_some_time(rig: Rig) -> None:
     assert (gauges["cpu_bytes_most"], gauges["ssd_bytes_most"]) == (200 * page, 1 << 30)
 
 
-def test_waits_for_room_are_told_with_those_who_wait(
+def test_waits_for_space_are_recorded_with_the_waiting_turns(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = holding_rig(make_rig, in_job_order=True)

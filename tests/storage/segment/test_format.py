@@ -228,7 +228,7 @@ def test_the_format_does_not_change_unnoticed() -> None:
     assert xxhash.xxh3_64_hexdigest(everything) == "b2a51352e5b93e28"
 
 
-def test_what_is_wrong_with_a_header_is_said() -> None:
+def test_faults_of_a_header_are_reported() -> None:
     packed = pack_segment_header(HEADER)
     with pytest.raises(FormatError, match="not a segment"):
         parse_segment_header(b"TKVSEG\0\1" + packed[8:])

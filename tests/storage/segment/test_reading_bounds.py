@@ -208,7 +208,7 @@ def little_memory() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("little_memory")
-def test_a_store_with_such_files_in_it_opens_at_once_and_serves(tmp_path: Path) -> None:
+def test_a_store_with_such_files_in_it_opens_and_serves(tmp_path: Path) -> None:
     store = open_store(tmp_path, files=UnsafeFiles())
     key = page_key(1)
     assert store.put([(key, page_bytes(key))]) == frozenset()

@@ -93,7 +93,7 @@ def test_what_one_writes_others_find_and_neither_waits_for_a_lock(open_store: Op
         assert read_all(store, [mine[3], other[5]]) == {0: b"ours", 1: b"theirs"}
 
 
-def test_a_value_is_read_though_nobody_looked_it_up(open_store: Open) -> None:
+def test_a_value_is_read_without_an_earlier_lookup(open_store: Open) -> None:
     ours, theirs = open_store(), open_store()
     assert theirs.exists(keys("page"), soon()) == [MISS]
     put_all(ours, keys("page"), [b"value"])
@@ -145,7 +145,7 @@ def test_a_reader_follows_a_rewritten_index(
     assert theirs.exists(keys("page 57", "page 58", "page 59"), soon()) == [MISS, MISS, HIT]
 
 
-def test_when_there_is_no_time_the_next_look_goes_on(
+def test_without_time_left_the_next_poll_continues(
     root: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writers = [open_store() for _ in range(4)]

@@ -159,7 +159,7 @@ def test_on_a_full_disk_the_oldest_values_make_room_for_new_ones(
     reader.close()
 
 
-def test_on_a_full_disk_a_process_opens_its_folder_and_goes_on(
+def test_on_a_full_disk_a_process_opens_its_folder_and_continues(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It rewrites the index, and keeps correspondingly fewer values."""

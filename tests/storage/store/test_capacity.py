@@ -99,7 +99,7 @@ def test_proposals_begin_before_a_put_fails(open_store: Opener) -> None:
     assert store.stats.no_room == 0
 
 
-def test_stores_that_nobody_has_open_go_first_and_the_longest_unused_of_them(
+def test_unused_stores_are_deleted_first_the_longest_unused_of_them_before_others(
     open_store: Opener, tmp_path: Path
 ) -> None:
     for number, age in ((1, 1000), (2, 3000), (3, 2000)):
@@ -129,7 +129,7 @@ def test_stores_that_nobody_has_open_go_first_and_the_longest_unused_of_them(
     assert len(again) == 0
 
 
-def test_a_newcomer_gets_one_segment_at_once_and_its_share_in_the_end(
+def test_a_newcomer_gets_one_segment_immediately_and_eventually_its_share(
     open_store: Opener, tmp_path: Path
 ) -> None:
     old = open_store(0)

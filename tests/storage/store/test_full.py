@@ -134,7 +134,7 @@ def test_a_disk_smaller_than_the_capacity_is_a_smaller_capacity(
 
 
 @pytest.mark.parametrize("segments", [2.2, 5.5, 8])
-def test_a_quota_that_nothing_tells_of_is_a_smaller_capacity(
+def test_an_unreported_quota_is_a_smaller_capacity(
     tmp_path: Path, segments: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is detected by failed writes, which costs the pages of one put per segment, and one
@@ -173,7 +173,7 @@ def test_a_disk_that_others_fill_takes_pages_as_long_as_it_has_any_room(
 
 
 @pytest.mark.parametrize("tells", [True, False])
-def test_on_a_full_disk_stores_that_nobody_has_open_go_first(tmp_path: Path, tells: bool) -> None:
+def test_on_a_full_disk_unused_stores_are_deleted_first(tmp_path: Path, tells: bool) -> None:
     """A server switched to another model, and the pages of the old one fill the disk."""
     old = small_life(tmp_path, 6, tells=tells, fingerprint=bytes(16))
     while old.put() == 8:
@@ -303,7 +303,7 @@ def test_a_disk_that_is_full_at_any_one_write_takes_pages_again(
     assert calls > 0
 
 
-def test_a_store_begins_on_a_full_disk_in_the_place_of_one_that_nobody_has_open(
+def test_a_store_starts_on_a_full_disk_by_replacing_an_unused_store(
     tmp_path: Path,
 ) -> None:
     """There is not even space for its folder."""

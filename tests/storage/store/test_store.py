@@ -44,7 +44,7 @@ class TestStoreWithTrainedCodec(SegmentStoreConformance):
             SegmentFile(path).header.table for path in sorted(bench.options.folder.glob("*.seg"))
         ]
 
-    def test_a_large_first_put_is_trained_at_once(self, bench: SegmentBench) -> None:
+    def test_a_large_first_put_trains_the_codec_immediately(self, bench: SegmentBench) -> None:
         bench.put(*range(20))
         assert all(table == bytes([21]) * 5000 for table in self.tables(bench))
         bench.check()

@@ -280,7 +280,7 @@ def test_what_is_no_plain_file_is_no_segment(open_store: Opener, tmp_path: Path,
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
-def test_another_store_whose_lock_is_no_plain_file_hangs_nobody(
+def test_a_store_whose_lock_is_not_a_plain_file_blocks_no_other_store(
     open_store: Opener, tmp_path: Path, kind: str
 ) -> None:
     folder = tmp_path / "root" / ("ff" * 16) / "0-0"

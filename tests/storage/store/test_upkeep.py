@@ -173,7 +173,7 @@ def test_segments_of_no_use_are_counted_and_deleted(options: StoreOptions) -> No
     store.close()
 
 
-def test_a_store_with_too_little_room_says_how_much_it_takes(tmp_path: Path) -> None:
+def test_a_store_with_too_little_space_reports_how_much_it_needs(tmp_path: Path) -> None:
     large = PageFormat(PAGE_FORMAT.element, 64 << 20, 16)
     options = store_options(tmp_path, page_format=large, capacity_bytes=1 << 20)
     needed = 2 * options.segment_bytes / (1 << 30)
@@ -185,7 +185,7 @@ def test_a_store_with_too_little_room_says_how_much_it_takes(tmp_path: Path) -> 
 # -- locks ----------------------------------------------------------------------------------
 
 
-def test_a_lock_that_somebody_only_looks_at_is_had_a_moment_later(
+def test_a_lock_that_another_process_only_tests_is_acquired_a_moment_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looker = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)

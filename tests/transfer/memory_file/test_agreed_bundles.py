@@ -31,7 +31,7 @@ def test_one_rank_agrees_with_itself_the_oldest_first() -> None:
     assert agreed_bundles([]) == []
 
 
-def test_the_rank_that_needs_most_slots_says_which_are_taken() -> None:
+def test_the_rank_that_needs_most_slots_determines_which_are_taken() -> None:
     ranks = [rank(bundle((4, 2), 1, 2)), rank(bundle((4, 2, 9), 1, 2))]
     assert names_in(agreed_bundles(ranks)) == [((4, 2, 9), [1, 2])]
 

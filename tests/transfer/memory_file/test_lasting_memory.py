@@ -289,7 +289,7 @@ def test_slots_overwritten_while_they_are_hashed_are_never_wrong(memory: Lasting
     again.close()
 
 
-def test_the_geometry_tells_where_slots_are() -> None:
+def test_the_geometry_determines_where_slots_are() -> None:
     one = Geometry(bytes(16), 0, 1, 0, slots=33, slot_bytes=100)
     assert one.slots_at == 4096 + 8192
     assert one.nbytes == 4096 + 8192 + 3300

@@ -146,7 +146,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         process.stdout.close()
 
 
-def test_who_waits_while_the_file_is_made_is_told_whose_it_is(
+def test_a_process_that_waits_while_the_file_is_created_learns_its_owner(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Allocating 100 GiB takes a minute."""
@@ -176,9 +176,7 @@ def test_an_empty_file_that_others_could_read_is_for_its_owner_alone(folder: Pat
     assert (folder / NAME).stat().st_mode & 0o777 == 0o600
 
 
-def test_somebody_who_only_looks_keeps_nobody_out(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_blocks_no_other_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_in(folder).close()
     looker = os.open(folder / NAME, os.O_RDONLY)
     fcntl.flock(looker, fcntl.LOCK_SH)

@@ -27,7 +27,7 @@ from tiered_kv.transfer.memory_file.opening import open_memory
 NAME = "0-0.slots"
 
 
-def test_where_there_is_no_room_a_sentence_says_how_much(
+def test_a_lack_of_space_is_reported_with_the_amount(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replacement for a container's /dev/shm, because tests cannot mount file systems."""

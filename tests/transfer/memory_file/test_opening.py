@@ -218,7 +218,7 @@ def test_a_damaged_file_is_recreated(
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK])
-def test_what_a_maker_left_that_was_killed_at_once_is_made_anew(folder: Path, size: int) -> None:
+def test_leftovers_of_a_killed_creation_are_created_again(folder: Path, size: int) -> None:
     folder.mkdir()
     write_file(folder / NAME, bytes(size))
     memory = open_in(folder)

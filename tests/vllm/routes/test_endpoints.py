@@ -66,7 +66,7 @@ def job(number: int, engine: int = 0) -> dict[str, Any]:
     return {"id": f"job {number}", "engine": engine, "number": number}
 
 
-def test_each_engine_tells_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_engine_reports_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
     _, ask = serve(monkeypatch, FakeCore({"engine": 0}, {"engine": 1}))
     answer = ask("/tiered_kv/status")
     assert answer.status_code == 200

@@ -97,7 +97,7 @@ def test_of_several_jobs_of_one_id_none_is_touched(
     assert not core.begun
 
 
-def test_a_job_that_comes_to_a_second_engine_meanwhile_is_told_of(
+def test_a_job_that_moves_to_a_second_engine_meanwhile_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Core(WorkingCore):
@@ -109,7 +109,7 @@ def test_a_job_that_comes_to_a_second_engine_meanwhile_is_told_of(
     assert sentence(post(ask, FORKS), 409) == SEVERAL
 
 
-def test_what_is_refused_or_fails_is_told_in_the_engines_words(
+def test_refusals_and_failures_are_reported_in_the_engines_words(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     core = WorkingCore(["j"])
@@ -204,7 +204,9 @@ def test_a_snapshot_needs_only_the_engine_that_has_the_job(
     assert sentence(post(ask, RESTORES), 409) == "Set a folder first.", "which needs all of them"
 
 
-def test_what_takes_longer_than_somebody_waits_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_continues_after_its_client_stops_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     core = WorkingCore(["j"])
     core.looks = 10**9
     _, ask = serve(monkeypatch, core)

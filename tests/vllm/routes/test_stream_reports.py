@@ -140,7 +140,7 @@ def test_the_last_chunk_of_an_answer_has_the_report(path: str) -> None:
     assert when == [1, 2, 3, 4], "each goes on before the next is made"
 
 
-def test_messages_have_it_in_the_event_that_tells_why_they_end() -> None:
+def test_messages_have_the_report_in_the_event_with_the_stop_reason() -> None:
     text = event("content_block_delta", delta={"text": TRAP.replace("finish", "stop")})
     end = event("message_delta", delta={"stop_reason": "end_turn"}, usage={"output_tokens": 2})
     events = [event("message_start"), text, end, event("message_stop")]
@@ -186,7 +186,7 @@ def test_an_event_of_another_form_is_left_as_it_is(last: str) -> None:
     assert answer(CHAT, [last], [SAID["kv_transfer_params"]])[0] == [last]
 
 
-def test_several_prompts_in_one_request_are_not_told_apart() -> None:
+def test_several_prompts_in_one_request_give_no_report() -> None:
     events = [chunk("", "stop"), "data: [DONE]\n\n"]
     assert answer(COMPLETIONS, events, [SAID["kv_transfer_params"]], prompts=2)[0] == events
 
@@ -198,7 +198,7 @@ def test_only_the_connectors_report_is_passed_on() -> None:
     assert said["kv_transfer_params"] == SAID["kv_transfer_params"]
 
 
-def test_vllm_tells_the_report_with_the_outputs_of_its_engine_client() -> None:
+def test_vllm_passes_the_report_with_the_outputs_of_its_engine_client() -> None:
     assert inspect.isasyncgenfunction(AsyncLLM.generate)
     assert "kv_transfer_params" in inspect.signature(RequestOutput).parameters
     client: Any = object.__new__(AsyncLLM)

@@ -78,7 +78,7 @@ def test_the_answer_is_the_same_every_time(trace: Path, stock: WhatIf) -> None:
     assert what_if(trace, "stock") == stock
 
 
-def test_a_server_without_tiers_in_the_order_of_jobs_tells_of_one_in_that_of_arrival(
+def test_a_server_without_tiers_in_job_order_predicts_one_in_arrival_order(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "trace.jsonl"
@@ -90,7 +90,7 @@ def test_a_server_without_tiers_in_the_order_of_jobs_tells_of_one_in_that_of_arr
     assert found.what_if.mean_s == pytest.approx(truth["mean_s"], rel=0.1)
 
 
-def test_a_policy_of_ones_own_is_named_by_its_module(trace: Path) -> None:
+def test_a_third_party_policy_is_named_by_its_module(trace: Path) -> None:
     own = what_if(trace, "tiered_kv.policies.baselines.unpinned:Lru")
     assert own.what_if == own.simulated
     assert any("external inputs" in one for one in own.limits)
@@ -116,7 +116,7 @@ def test_of_a_long_trace_the_first_turns_are_simulated(trace: Path) -> None:
     assert any(one.startswith("Only the first 60 turns are simulated") for one in found.limits)
 
 
-def test_a_trace_that_was_cut_off_tells_what_is_left_of_it(trace: Path, tmp_path: Path) -> None:
+def test_a_truncated_trace_is_read_as_far_as_it_goes(trace: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut.jsonl"
     whole = trace.read_bytes()
     cut.write_bytes(whole[: 2 * len(whole) // 3])
@@ -186,7 +186,7 @@ def test_settings_of_the_operator_stay_out_of_the_simulated_servers(
     assert os.environ["TIERED_KV_TRACE"] == str(mine)
 
 
-def test_the_trace_tells_the_machine(trace: Path) -> None:
+def test_the_trace_describes_the_machine(trace: Path) -> None:
     header = TraceHeader.from_json(lines_of(trace)[0])
     assert (header.page_bytes, header.groups) == (16 * 23_040, ("full",))
     assert (header.step_tokens, header.running) == (2_048, 64)

@@ -126,7 +126,7 @@ def test_a_recorded_command_is_of_the_same_kind_again(command: str) -> None:
     assert again == path
 
 
-def test_tools_that_are_no_shell_are_told_by_name() -> None:
+def test_tools_other_than_shells_are_recognized_by_name() -> None:
     (job,) = made(turn(1, 0.0, 100, tool=("edit", "edit insert")), turn(2, 5.0, 200, tool=()))
     assert [(one.tool_name, one.tool) for one in job.turns] == [("edit", ""), ("", "")]
     assert unmasked("cat <path> <n>") == "cat a/b.py 1"
