@@ -41,7 +41,7 @@ from tiered_kv.machine import system_memory
 SECONDS = 210.0
 """Planned duration of both servers' runs together."""
 PATIENCE = 4.0
-"""How long a client waits, as a multiple of the planned time, since the machine may be busy."""
+"""Patience of a client, as a multiple of the planned time, because the machine may be busy."""
 FAILURES = (DemoError, DtypeError, ModelError, SpeedError)
 
 

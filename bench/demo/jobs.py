@@ -27,8 +27,8 @@ Arrivals: TypeAlias = Sequence[tuple[float, Job]]
 
 SYSTEM = "You are a coding agent. You read source files and answer in one short sentence."
 CHARS_PER_TOKEN = 3.4
-"""For code in SmolLM2's tokenizer: 3.3 to 4.0, depending on the file. Larger vocabularies need
-fewer tokens."""
+"""Characters of code per token in SmolLM2's tokenizer: 3.3 to 4.0, depending on the file. Larger
+vocabularies need fewer tokens."""
 TEMPLATE_TOKENS = 16
 """Approximate number of tokens that a chat template adds to a message and its answer."""
 SHORTEST_FILE = 2_000

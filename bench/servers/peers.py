@@ -53,7 +53,7 @@ def program(peer: str, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a deployment needs to start.
+    """Requirements of a deployment.
 
     Attributes:
         start: function that creates a server from options.

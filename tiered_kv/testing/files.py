@@ -225,7 +225,7 @@ class UnsafeFiles(RealFiles):
 
 
 class Crash(Enum):
-    """What happens to changes that were not synced."""
+    """Fate of changes that were not synced."""
 
     KILLED = "the process was killed: all were made, the last one in part"
     POWER_CUT = "the power was cut: none were made"

@@ -19,7 +19,7 @@ BF16, FP32 = 2, 4
 KERNEL_BLOCK = 16
 """Block sizes are multiples of this many tokens (``CacheConfig.DEFAULT_BLOCK_SIZE``)."""
 ALIKE = 1.5
-"""If the layer counts of two types differ by a smaller factor, the larger one is the group size."""
+"""Factor of layer counts below which the larger count is the group size."""
 
 
 @dataclass(frozen=True, slots=True)

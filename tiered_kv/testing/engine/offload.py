@@ -22,7 +22,7 @@ class Loads:
 
 
 class Offload:
-    """No-op hooks: an engine without a connector."""
+    """Hooks that do nothing: an engine without a connector."""
 
     @property
     def busy(self) -> bool:
