@@ -64,8 +64,19 @@ PCIE4, PCIE5 = 24 * GB, 52 * GB
 GPUS: Mapping[str, Gpu] = {
     "l4-24": Gpu(24 * GB, 300 * GB, 121e12, PCIE4, "NVIDIA L4 data sheet, 2023", (8, 9)),
     "a10-24": Gpu(24 * GB, 600 * GB, 125e12, PCIE4, "NVIDIA A10 data sheet, 2021", (8, 6)),
+    "rtx3090-24": Gpu(
+        24 * GIB, 936 * GB, 71e12, PCIE4, "NVIDIA Ampere GA102 architecture, v2.0", (8, 6)
+    ),
     "rtx4090-24": Gpu(24 * GIB, 1008 * GB, 165e12, PCIE4, "NVIDIA Ada architecture, v2.1", (8, 9)),
     "rtx5090-32": Gpu(32 * GIB, 1792 * GB, 209e12, PCIE5, "NVIDIA RTX Blackwell, v1.1", (12, 0)),
+    "rtxpro6000-96": Gpu(
+        96 * GIB,
+        1792 * GB,
+        504e12,
+        PCIE5,
+        "NVIDIA RTX Blackwell PRO architecture, v1.1 (Workstation Edition)",
+        (12, 0),
+    ),
     "a100-40": Gpu(40 * GIB, 1555 * GB, 312e12, PCIE4, "NVIDIA A100 data sheet, 2021", (8, 0)),
     "a100-80": Gpu(
         80 * GIB, 2039 * GB, 312e12, PCIE4, "NVIDIA A100 data sheet, 2021 (SXM)", (8, 0)
@@ -76,6 +87,10 @@ GPUS: Mapping[str, Gpu] = {
     ),
     "h200-141": Gpu(
         141 * GB, 4800 * GB, 989e12, PCIE5, "NVIDIA H200 data sheet, 2024 (SXM)", (9, 0)
+    ),
+    # Sold as 180 GB; the driver reports 183,359 MiB. Hosts of this PCIe 6 device have PCIe 5.
+    "b200-180": Gpu(
+        179 * GIB, 7700 * GB, 2250e12, PCIE5, "NVIDIA HGX B200 data sheet, 2025", (10, 0)
     ),
 }
 
