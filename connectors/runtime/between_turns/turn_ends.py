@@ -246,7 +246,7 @@ class KvPlacement:
 
     def pages(self, gap: OpenGap) -> Sequence[PageKey]:
         """Pages of the gap's context, as far as they are still known."""
-        if gap.pages or gap.end.job is None:
+        if gap.pages or not gap.saved or gap.end.job is None:
             return gap.pages
         return self._order.context(gap.end.job)
 
