@@ -314,8 +314,7 @@ class PageIndex:
             for unreadable in filterfalse(self.readable, keys):
                 self.acquire(unreadable)  # raises
             return [self.acquire(key) for key in keys]
-        np.add.at(self._readers, np.asarray(slots, np.intp), 1)
-        self._reading += len(slots)
+        self._count_readers(slots, 1)
         return slots
 
     def release_all(self, keys: Sequence[PageKey], slots: Sequence[int], used: bool = True) -> None:
@@ -326,12 +325,7 @@ class PageIndex:
             for key, place in zip(keys, slots, strict=True):
                 self.release(key, place, used=used)
             return
-        places = np.asarray(slots, np.intp)
-        np.subtract.at(self._readers, places, 1)
-        if self._readers[places].min() < 0:
-            np.add.at(self._readers, places, 1)
-            raise ValueError("a page was released without being acquired")
-        self._reading -= len(slots)
+        self._count_readers(slots, -1)
         owners = list(map(self._resident.get, keys))
         if owners != list(slots):  # some were forgotten in the meantime
             pages = list(zip(keys, slots, owners, strict=True))
@@ -340,6 +334,22 @@ class PageIndex:
             keys = [key for key, slot, owner in pages if slot == owner]
         if used:
             self._eviction.touched_all(keys)
+
+    def _count_readers(self, slots: Sequence[int], more: int) -> None:
+        """Add ``more`` readers to each slot.
+
+        Raises:
+            ValueError: a slot would have fewer than none. In this case nothing changes.
+        """
+        places = np.fromiter(slots, np.intp, len(slots))
+        if len(set(slots)) == len(slots):  # ``np.add.at`` takes 20 times as long
+            self._readers[places] += more
+        else:
+            np.add.at(self._readers, places, more)
+        if more < 0 and self._readers[places].min() < 0:
+            np.add.at(self._readers, places, -more)
+            raise ValueError("a page was released without being acquired")
+        self._reading += more * len(slots)
 
     def least_valuable(self, among: int) -> Iterator[PageKey]:
         """The first ``among`` pages in eviction order, without the pages in use."""
