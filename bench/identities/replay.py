@@ -229,6 +229,6 @@ def judge(sent: Sequence[Sent], found: Iterable[TurnRecord]) -> dict[str, Recogn
             1,
             record.job is not None and alone,
             one.parent is not None,
-            one.parent is not None and jobs[*run, one.parent] == {record.parent},
+            one.parent is not None and jobs[*run, one.parent] == {record.parent} != {None},
         )
     return dict(results)

@@ -25,6 +25,7 @@ from tiered_kv.policies.jobs.identity import (
     CLIENT,
     HEADERS,
     SYSTEM,
+    USER_AGENT,
     claim,
 )
 
@@ -93,7 +94,7 @@ def carry(body: bytes, path: str, headers: Iterable[tuple[bytes, bytes]] = ()) -
     new = {name: request[name] for name in NAMES if name in request}
     if path == MESSAGES and SESSION in request:  # vLLM reads it on the other paths
         new[SESSION] = request[SESSION]
-    if told or not BODY_FIELDS.isdisjoint(request):
+    if told.keys() - {USER_AGENT} or not BODY_FIELDS.isdisjoint(request):
         stated = claim(told, request)
         if stated.ids:
             new[CLIENT] = stated.ids

@@ -4,8 +4,8 @@ A job is (scope, session, agent). The scope is the cache salt and nothing else: 
 of a client, and clients without a salt trust each other. Session, agent and parent are each read
 from the first row of ``SOURCES`` that has them. Two rules apply on top:
 
-- A client's own session, if it differs from the session of an earlier row, is added to it. So a
-  router that sends one ``X-Session-ID`` for several clients does not merge their jobs.
+- A client's session, if it differs from the session of an earlier row, is added to it. So a router
+  or gateway that sends one session id for several clients does not merge their jobs.
 - A ``job_id`` or ``program_id`` names a job completely, and nothing is added to it.
 
 ``claim`` runs in the API server and reads what vLLM drops: headers and body fields. The middleware
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import sha256
@@ -36,7 +36,7 @@ CLIENT = "client"
 
 _DIGEST_PREFIX = "(sha256) "
 _OWN, _AGENT = "/session:", "/agent:"
-_LONG_PART = 128
+_LONG_PART = 100
 _MAX_IGNORED = 16
 _MAPPINGS = (dict, Mapping)
 """Types of an object. Almost all are a ``dict``; the check for another ``Mapping`` is slow."""
@@ -67,6 +67,7 @@ class Source:
         parent_job, parent_session, parent_agent: the same, of the agent that started this one.
         follows: name the response that this request continues.
         last: true if no turn follows.
+        own: True if no gateway sends this session on behalf of several clients.
         root: True if an agent without a parent is a child of the session's main agent.
         user_agent: start of the header ``User-Agent`` of this client; empty for any.
         pattern: form of the session ids; None for any.
@@ -82,6 +83,7 @@ class Source:
     parent_agent: tuple[str, ...] = ()
     follows: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
+    own: bool = False
     root: bool = False
     user_agent: str = ""
     pattern: re.Pattern[str] | None = None
@@ -115,6 +117,7 @@ SOURCES = (
         session=("x-claude-code-session-id",),
         agent=("x-claude-code-agent-id",),
         parent_agent=("x-claude-code-parent-agent-id",),
+        own=True,
         root=True,
     ),
     Source(
@@ -139,13 +142,14 @@ SOURCES = (
         last=("x-dynamo-session-final",),
     ),
     Source(Place.HEADER, "aiperf", session=("x-correlation-id",), user_agent="aiperf"),
-    Source(Place.BODY, "Claude Code", session=("metadata.user_id.session_id",)),
+    Source(Place.BODY, "Claude Code", session=("metadata.user_id.session_id",), own=True),
     Source(
         Place.BODY,
         "Codex",
         session=("client_metadata.session_id",),
         agent=("client_metadata.thread_id",),
         parent_agent=("client_metadata.x-codex-parent-thread-id",),
+        own=True,
     ),
     Source(
         Place.BODY,
@@ -260,6 +264,8 @@ class _Ids:
         if source.root and found.get("agent"):
             found.setdefault("parent_agent", "")
         self.found = found | self.found
+        if source.own and found.get("session", session := self.found.get("session")) != session:
+            self.found.setdefault("own", found["session"])
 
 
 def _inner(value: object, path: tuple[str, ...]) -> object:
@@ -416,30 +422,32 @@ def _composed(ids: _Ids, known: str | None, client: Mapping[Any, Any]) -> Identi
         client: the claim that the middleware carried.
     """
     found = ids.found
-    own = {name: ids.usable(client.get(name)) for name in ("session", "parent_session")}
+    session, own, above_session = (
+        ids.usable(client.get(name)) for name in ("session", "own", "parent_session")
+    )
     ids.ignored += min(_MAX_IGNORED, _count(client.get("ignored")))
-    session = known or own["session"]
-    added = own["session"] if own["session"] != session else None
-    agent = found["agent"] if "agent" in found else ids.agent(client.get("agent"))
-    root = _name(session, added, None)
-    job = _name(session, added, agent or None)
+    given = ids.agent(client.get("agent"))
+    agent = found.get("agent", given) or None
+    sessions = [*dict.fromkeys(one for one in (known, session, own) if one is not None)]
+    root = _name(sessions)
+    job = _name(sessions, agent) if agent else root
     parent = found.get("parent_job")
     above = ids.agent(client.get("parent_agent"))
-    if parent is None and ("parent_session" in found or "parent_agent" in found):
-        other = found.get("parent_session")
-        parent = _name(
-            other or session, None if other else added, found.get("parent_agent") or None
-        )
-    elif parent is None and (other := own["parent_session"]) is not None:
-        parent = _name(session, other, None) if added else _name(other, None, None)
+    if parent is None and "parent_session" in found:
+        parent = _name([found["parent_session"]], found.get("parent_agent"))
+    elif parent is None and "parent_agent" in found:
+        parent = _name(sessions, found["parent_agent"])
+    elif parent is None and above_session is not None:
+        replaced = known if session is None else session
+        parent = _name([above_session if one == replaced else one for one in sessions])
     elif parent is None and above is not None:
-        parent = _name(session, added, above or None)
-    elif parent is None and not agent and client.get("subagent") is True:
+        parent = _name(sessions, above) if above else root
+    elif parent is None and agent is None and client.get("subagent") is True:
         job, parent = None, root
     return Identity(
         job,
         root,
-        agent or None,
+        agent,
         parent if parent != job else None,
         ids.usable(client.get("follows")) if job is None else None,
         bool(client),
@@ -451,21 +459,22 @@ def _count(value: object) -> int:
     return value if type(value) is int and value > 0 else 0
 
 
-def _name(session: str | None, added: str | None, agent: str | None) -> str | None:
+def _name(sessions: Sequence[str], agent: str | None = None) -> str | None:
     """Id of a job, at most ``MAX_JOB_ID_CHARS`` long; None without any part. Different parts give
-    different ids."""
-    if session is None and agent is None:
+    different ids.
+
+    Args:
+        sessions: different names of its session.
+        agent: None or empty for the main agent.
+    """
+    if not sessions and not agent:
         return None
-    most = MAX_JOB_ID_CHARS
-    for _ in range(2):
-        name = _part(session or "", most)
-        if added is not None:
-            name += _OWN + _part(added, most)
-        if agent is not None:
+    for most in (MAX_JOB_ID_CHARS, _LONG_PART):
+        name = _OWN.join(_part(one, most) for one in sessions)
+        if agent:
             name += _AGENT + _part(agent, most)
         if len(name) <= MAX_JOB_ID_CHARS:
             break
-        most = _LONG_PART
     return name
 
 

@@ -172,6 +172,15 @@ def test_one_session_for_all_does_not_merge_clients_and_agents() -> None:
     assert who(child, session_id="R").parent == parent.job
 
 
+def test_one_gateway_header_for_all_does_not_hide_the_clients_own_session() -> None:
+    """LiteLLM, for example, in front of Claude Code."""
+    gateway = {"x-litellm-session-id": "G"}
+    bodies = [{"metadata": {"user_id": json.dumps({"session_id": one})}} for one in "ST"]
+    assert [who(gateway, one).job for one in bodies] == ["G/session:S", "G/session:T"]
+    assert who(gateway, bodies[0], session_id="R").job == "R/session:G/session:S"
+    assert who({"session-id": "S"}, {"client_metadata": {"session_id": "S"}}).job == "S"
+
+
 def test_a_job_id_is_used_as_it_is() -> None:
     """The documents promise that requests with the same one are turns of one job."""
     for headers in (CLAUDE, SUBAGENT, {}):
@@ -355,7 +364,7 @@ def test_arbitrary_ids_name_bounded_jobs_and_raise_nothing(seeds: range) -> None
 
 # -- costs --------------------------------------------------------------------------
 
-MOST_CALLS = 300
+MOST_CALLS = 400
 """Python and C calls for the identity of a request, about 0.1 µs each."""
 
 

@@ -1,0 +1,65 @@
+"""bench.identities: what it counts as recognised, and the requests that it makes up."""
+
+from __future__ import annotations
+
+import pytest
+
+from tiered_kv.bench.identities.recorded import Client, clients
+from tiered_kv.bench.identities.replay import Recognised, Sent, judge
+from tiered_kv.trace.turn_record import TurnRecord
+
+MAIN, CHILD = ("main", None), ("child", "main")
+
+
+def judged(*turns: tuple[tuple[str, str | None], str | None, str | None]) -> Recognised:
+    """The result for turns of one client: its agent and parent, the job and parent found."""
+    sent = [Sent("c", 0, "/v1/messages", agent, parent) for (agent, parent), _, _ in turns]
+    records = [
+        TurnRecord(turn=1, request="r", arrived=float(number), job=job, parent=parent)
+        for number, (_, job, parent) in enumerate(turns)
+    ]
+    return judge(sent, reversed(records))["c"]
+
+
+def test_an_agent_with_a_job_of_its_own_is_known() -> None:
+    found = judged((MAIN, "S", None), (CHILD, "T", "S"), (MAIN, "S", None))
+    assert found == Recognised(turns=3, known=3, told=1, parent_known=1)
+
+
+@pytest.mark.parametrize(
+    ("turns", "known", "parent_known"),
+    [
+        ([(MAIN, "S", None), (CHILD, "S", None)], 0, 0),  # merged
+        ([(MAIN, "S", None), (CHILD, "T", "U")], 2, 0),  # of another parent
+        ([(MAIN, "S", None), (MAIN, "T", None), (CHILD, "U", "S")], 1, 0),  # split
+        ([(MAIN, None, None), (CHILD, "T", None)], 1, 0),  # without a job
+    ],
+)
+def test_other_jobs_are_not(
+    turns: list[tuple[tuple[str, str | None], str | None, str | None]],
+    known: int,
+    parent_known: int,
+) -> None:
+    found = judged(*turns)
+    assert (found.turns, found.known) == (len(turns), known)
+    assert (found.told, found.parent_known) == (1, parent_known)
+
+
+def test_a_trace_that_lacks_a_turn_is_no_result() -> None:
+    with pytest.raises(RuntimeError, match="0 turns of 1 requests"):
+        judge([Sent("c", 0, "/v1/messages", "main", None)], [])
+
+
+@pytest.mark.parametrize("client", clients(), ids=lambda one: one.name)
+def test_recorded_parents_send_requests_too(client: Client) -> None:
+    agents = {turn.agent for turn in client.turns}
+    assert set(client.parents) | set(client.parents.values()) <= agents
+    assert client.turns[0].agent == "main"
+
+
+def test_a_second_user_differs_in_ids_only() -> None:
+    for client in clients():
+        again = client.again()
+        assert [one.agent for one in again.turns] == [one.agent for one in client.turns]
+        assert not client.ids & again.ids
+        assert len(again.ids) == len(client.ids)
