@@ -240,4 +240,6 @@ def _common(one: Sequence[PageKey], other: Sequence[PageKey]) -> int:
 
 def _leading(keys: Sequence[PageKey], known: set[PageKey]) -> int:
     """Length of the longest prefix whose keys are all known."""
-    return next((i for i, key in enumerate(keys) if key not in known), len(keys))
+    if known.issuperset(keys):
+        return len(keys)
+    return next(i for i, key in enumerate(keys) if key not in known)

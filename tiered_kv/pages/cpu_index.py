@@ -205,18 +205,13 @@ class PageIndex:
 
     def missing(self, pages: Mapping[PageKey, T]) -> Mapping[PageKey, T]:
         """Return the missing pages among ``pages``, with their values, in the same order."""
-        resident, being_written, cold = present = (
-            self._resident.keys(),
-            self._being_written.keys(),
-            self.cold.pages,
-        )
+        present = (self._resident.keys(), self._being_written.keys(), self.cold.pages)
         if all(keys.isdisjoint(pages) for keys in present):
             return pages
-        return {
-            key: it
-            for key, it in pages.items()
-            if key not in resident and key not in being_written and key not in cold
-        }
+        left: Iterable[PageKey] = pages
+        for keys in present:
+            left = filterfalse(keys.__contains__, left)
+        return {key: pages[key] for key in left}
 
     def place(self, key: PageKey) -> int | None:
         """Place of a readable page: its slot, or the ``cold_place`` of its bundle. None if the page

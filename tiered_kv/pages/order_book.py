@@ -42,7 +42,7 @@ from .tier_index import TierIndex, TierPages
 
 MIN_SAMPLE = 1 << 22
 """Minimum size of a promotion that updates the bandwidth estimate, bytes."""
-SETTLED_AT_ONCE = 3072
+SETTLED_AT_ONCE = 2048
 """Approximate number of pages of reported orders settled per step. Others wait a step longer."""
 
 AnyOrder = TypeVar("AnyOrder", bound=Order)

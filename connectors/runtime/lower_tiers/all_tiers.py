@@ -212,8 +212,8 @@ class Somewhere:
 
     def run(self, keys: Sequence[PageKey], start: int, stop: int) -> int:
         """End of the run of available pages that starts at ``start``, at most ``stop``."""
-        for at in range(start, stop, 256):
-            part = keys[at : min(at + 256, stop)]
+        for at in range(start, stop, 2048):
+            part = keys[at : min(at + 2048, stop)]
             left: Collection[PageKey] = [*filterfalse(self.readable, part)]
             for pages in self.indices:
                 left = pages.absent(left) if left else left

@@ -37,9 +37,9 @@ for a disk to reach full speed. The copy of the last piece, which overlaps with 
 milliseconds."""
 
 
-PAGES_A_STEP = 2048
+PAGES_A_STEP = 1024
 """Number of pages that all restores in pieces together order in a step."""
-TOUCHED_A_STEP = 4096
+TOUCHED_A_STEP = 2048
 """Number of pages of a restore that count as used in a step."""
 _ID = attrgetter("block_id")
 

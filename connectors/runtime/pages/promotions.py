@@ -32,7 +32,7 @@ TURNS_SHARE = 2
 """One slot in this many may be reserved for turns that have arrived. The others serve saves."""
 AHEAD_SHARE = 4
 """One slot in this many may be reserved for promotions that are not due yet."""
-PAGES_A_STEP = 2048
+PAGES_A_STEP = 1024
 """Number of pages whose promotion is ordered in a step, for all turns together."""
 
 
