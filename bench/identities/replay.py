@@ -6,6 +6,7 @@ Prompts are made up: each agent's next prompt extends its last one, as long as t
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 import httpx
 
 from tiered_kv.bench.servers.vllm_server import MODEL_NAME
-from tiered_kv.policies.jobs.identity import BODY_FIELDS, SYSTEM, claim
+from tiered_kv.policies.jobs.identity import BODY_FIELDS, SYSTEMS, claim
 from tiered_kv.trace.turn_record import TurnRecord
 
 from .recorded import Client, Request
@@ -31,7 +32,7 @@ FOLLOWS = "previous_response_id"
 SHARED = {"x-session-id": "one for all"}
 """Header of a router that gives all clients the same session."""
 
-_IDS = (BODY_FIELDS - {SYSTEM, FOLLOWS}) | {
+_IDS = (BODY_FIELDS - {*SYSTEMS, FOLLOWS}) | {
     "job_id",
     "is_last_step",
     "kv_transfer_params",
@@ -147,20 +148,19 @@ class Player:
             if answer.is_error:
                 raise httpx.HTTPError(f"{client.title}, {path}: {answer.text[:300]}")
             last = answer.json().get("id", "") if FOLLOWS in turn.body or not last else last
-            parent = self._stated_parent(client, turn, path)
+            parent = self._stated_parent(client, turn, path, body)
             self.sent.append(Sent(client.name, user, path, turn.agent, parent))
 
-    def _stated_parent(self, client: Client, turn: Request, path: str) -> str | None:
+    def _stated_parent(
+        self, client: Client, turn: Request, path: str, body: Mapping[str, Any]
+    ) -> str | None:
         """The parent, if what reaches the server names it."""
         parent = client.parents.get(turn.agent)
         arrives = {} if self._routed and path in HEADERLESS else turn.headers
-        body = turn.body if path == MESSAGES else {**turn.body, SYSTEM: None}
-        if isinstance(body.get(SYSTEM), list):
-            body = {**body, SYSTEM: str(body[SYSTEM])}
-        ids = claim(arrives, body).ids
-        named = ids.keys() & {"parent_agent", "parent_session"} or "parent_" in str(
-            body.get("vllm_xargs")
-        )
+        systems = {name: json.dumps(body[name]) for name in SYSTEMS if name in body}
+        ids = claim(arrives, {**body, **systems}).ids
+        named = bool(ids.keys() & {"parent_agent", "parent_session"})
+        named = named or "parent_program_id" in str(body.get("vllm_xargs"))
         marked = "subagent" in ids and parent == "main"  # names no agent: its session is meant
         return parent if named or marked else None
 
@@ -176,8 +176,13 @@ def _body(turn: Request, path: str, texts: Sequence[str], last: str) -> dict[str
     body = {
         name: value
         for name, value in turn.body.items()
-        if (own and name not in _OF_MODEL) or name in _IDS or (name == SYSTEM and path == MESSAGES)
+        if (own and name not in _OF_MODEL) or name in _IDS
     }
+    system = turn.body.get("system")
+    if system and path == MESSAGES:
+        body["system"] = system
+    elif system and path == RESPONSES:
+        body["instructions"] = "\n".join(block["text"] for block in system)
     body |= {"model": MODEL_NAME, "temperature": 0, "stream": False}
     body.pop("stream_options", None)
     talk = [

@@ -24,7 +24,7 @@ from tiered_kv.policies.jobs.identity import (
     BODY_FIELDS,
     CLIENT,
     HEADERS,
-    SYSTEM,
+    SYSTEMS,
     USER_AGENT,
     claim,
 )
@@ -41,14 +41,15 @@ MAX_BODY_BYTES = 16 << 20
 _START_BYTES = 512
 """Length of the start of a system prompt that is read."""
 _HEADERS = {name.encode(): name for name in HEADERS}
-_PLAIN = (*NAMES, SESSION, *sorted(BODY_FIELDS - {SYSTEM}))
+_RAW = (*SYSTEMS, PARAMS)
+_PLAIN = (*NAMES, SESSION, *sorted(BODY_FIELDS - {*SYSTEMS}))
 
 # Skips all other fields, and so reads a body several times faster than ``json``.
 _Body = msgspec.defstruct(
     "_Body",
     [
         *((name, Any, None) for name in _PLAIN),
-        *((name, msgspec.Raw, msgspec.Raw()) for name in (SYSTEM, PARAMS)),
+        *((name, msgspec.Raw, msgspec.Raw()) for name in _RAW),
     ],
 )
 _decode = msgspec.json.Decoder(_Body).decode
@@ -114,7 +115,7 @@ def _read(body: bytes) -> dict[str, Any] | None:
     except (UnicodeDecodeError, RecursionError):
         return None
     request = {name: value for name in _PLAIN if (value := getattr(found, name)) is not None}
-    for name in (SYSTEM, PARAMS):
+    for name in _RAW:
         if start := bytes(memoryview(getattr(found, name))[:_START_BYTES]):
             request[name] = start.decode("latin-1")
     return request
@@ -130,9 +131,7 @@ def _read_slowly(body: bytes) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         return None
     request = {name: found[name] for name in _PLAIN if found.get(name) is not None}
-    raw = {
-        name: json.dumps(found[name])[:_START_BYTES] for name in (SYSTEM, PARAMS) if name in found
-    }
+    raw = {name: json.dumps(found[name])[:_START_BYTES] for name in _RAW if name in found}
     return request | raw
 
 

@@ -191,10 +191,12 @@ _PARAMS, _XARGS, _CONTEXT = (_row(one) for one in SOURCES[:3])
 _FOLLOWS = next(one.follows[0] for one in SOURCES if one.follows)
 _LAST = next(one.last[0] for one in SOURCES if one.last)
 
-USER_AGENT, SYSTEM, AGENTIC_CONTEXT = "user-agent", "system", "agentic_context"
+USER_AGENT, AGENTIC_CONTEXT = "user-agent", "agentic_context"
+SYSTEMS = ("system", "instructions")
+"""Fields of system prompts: of Messages, and of Responses."""
 HEADERS = _tops(Place.HEADER) | {USER_AGENT, _LAST}
 """Names of the headers that ``claim`` reads, in lower case."""
-BODY_FIELDS = _tops(Place.BODY) | {_FOLLOWS, SYSTEM}
+BODY_FIELDS = _tops(Place.BODY) | {_FOLLOWS, *SYSTEMS}
 """Names of the top-level body fields that ``claim`` reads."""
 PARAMS_FIELDS = _tops(Place.PARAMS) | {CLIENT, AGENTIC_CONTEXT}
 """Names of the fields of ``kv_transfer_params`` that ``identify`` reads."""
@@ -314,8 +316,8 @@ def claim(headers: Mapping[str, str], body: Mapping[str, object]) -> Claim:
 
     Args:
         headers: by name in lower case; others than ``HEADERS`` are ignored.
-        body: top-level fields; others than ``BODY_FIELDS`` are ignored. ``system`` may be the start
-            of its JSON text.
+        body: top-level fields; others than ``BODY_FIELDS`` are ignored. System prompts may be the
+            start of their JSON text.
     """
     ids = _Ids()
     for row in _CARRIED:
@@ -323,7 +325,7 @@ def claim(headers: Mapping[str, str], body: Mapping[str, object]) -> Claim:
         if values and headers.get(USER_AGENT, "").startswith(row.source.user_agent):
             ids.read(row, values)
     carried: dict[str, object] = dict(ids.found)
-    if "agent" not in carried and _is_subagent(body.get(SYSTEM)):
+    if "agent" not in carried and any(_is_subagent(body.get(name)) for name in SYSTEMS):
         carried["subagent"] = True
     response = body.get(_FOLLOWS)
     if isinstance(response, str) and 0 < len(response) <= MAX_JOB_ID_CHARS:

@@ -136,6 +136,8 @@ def test_a_subagent_without_an_id_is_inferred_below_its_session() -> None:
     assert who({}, body)[:4] == (None, "S", None, "S")
     assert who(SUBAGENT, body).job == "S/agent:a1"
     assert who({}, {**body, "system": "x" * 600 + MARK}).job == "S", "the mark is at the start"
+    translated = {"metadata": body["metadata"], "instructions": MARK}
+    assert who({}, translated)[:4] == (None, "S", None, "S"), "by a gateway, to Responses"
 
 
 def test_aiperfs_header_is_read_from_aiperf_only() -> None:
