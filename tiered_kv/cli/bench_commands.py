@@ -115,7 +115,7 @@ def answer_what_if(
         job_order: True for job order under the other policy; None keeps the recorded order.
 
     Raises:
-        typer.Exit: 1 if a line is no record, 2 if nothing can be simulated.
+        typer.Exit: 1 if a line is not a record, 2 if nothing can be simulated.
     """
     with needs_packages("trace analyze --what-if"), one_sentence(), _errors_only():
         found = asdict(

@@ -250,7 +250,7 @@ def assumptions(plan: Plan) -> list[str]:
     found = [
         f"Computing: {plan.setup.gpu} has {gpu.flops / 1e12:,.0f} TFLOP/s and "
         f"{gpu.bandwidth / GB:,.0f} GB/s ({gpu.source}), of which {COMPUTE_SHARE:.0%} and "
-        f"{MEMORY_SHARE:.0%} are taken to be reached, in steps of {BATCHED_TOKENS:,} tokens.",
+        f"{MEMORY_SHARE:.0%} are assumed to be reached, in steps of {BATCHED_TOKENS:,} tokens.",
         f"Restores from CPU memory: {plan.link / GB:,.0f} GB/s over PCIe.",
         f"VRAM: {setup.utilization:g} of {size(gpu.memory)}, less weights and "
         f"{RESERVED_BYTES / GB:g} GB for activations, on each GPU.",

@@ -52,14 +52,14 @@ def check_spare_cores(
     others = count(gpus, "rank") if gpus else "the model"
     left = usable - (gpus or _taken_by_model(env, usable, cores))
     if left > 0:
-        return ok(CORES_CHECK, f"{left} of {usable} cores left for it, beside {others}")
+        return ok(CORES_CHECK, f"{left} of {usable} cores left for it, next to {others}")
     advice = (
         f"Give the server's container or service {gpus + 1} cores or more: one more than it has "
         f"ranks. {RAW}."
         if gpus
         else f"On a machine with more cores leave it one: {BIND} names the model's. {RAW}."
     )
-    return warn(CORES_CHECK, f"no core of {usable} left for it, beside {others}", advice)
+    return warn(CORES_CHECK, f"no core of {usable} left for it, next to {others}", advice)
 
 
 def check_cold_pages(seen: Mapping[str, float]) -> Finding:
@@ -87,7 +87,7 @@ def check_cold_pages(seen: Mapping[str, float]) -> Finding:
     if not seen["pages_evicted"] and seen["cpu_pages"] < HAS_ROOM * seen["cpu_slots"]:
         return ok(PAGES_CHECK, "none yet: slots are free")
     advice = (
-        "See the server's log: at start it says whether CPU memory is compressed. It is not with "
+        "See the server's log: it reports at startup if CPU memory is compressed. It is not with "
         "TIERED_KV_CODEC=raw, TIERED_KV_EVICTION=lru, fewer than 32 slots, or pages of 8 or 16 "
         "bits that shrink too little (fp8, fp16, states)."
     )

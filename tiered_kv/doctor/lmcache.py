@@ -64,7 +64,7 @@ EQUIVALENTS: Mapping[str, Advice] = {
     "SAVE_UNFULL_CHUNK": _always("Nothing to set: partly filled blocks are saved at a turn's end."),
     "REMOTE_SERDE": _always("TIERED_KV_CODEC picks the codec of pages on SSD."),
     "REMOTE_URL": _always("TIERED_KV_TIERS names a tier of another package: docs/extending.md."),
-    "USE_LAYERWISE": _always("Nothing to set: copies run beside the forward pass."),
+    "USE_LAYERWISE": _always("Nothing to set: copies overlap the forward pass."),
     "PRE_CACHING_HASH_ALGORITHM": _always("Nothing to set: pages go by vLLM's block hashes."),
     "CONFIG_FILE": _always("Settings are variables or kv_connector_extra_config: see the docs."),
     "LOCAL_CPU_USE_HUGEPAGES": _always("Nothing to set: huge pages are requested."),

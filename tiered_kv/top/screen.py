@@ -94,7 +94,7 @@ def _sentences(state: ServerState, view: View, canvas: Canvas) -> list[Text]:
     if engines > 1 and view.engine is None:
         found += _wrapped(f"{engines} engines, added up: e shows each alone.", "yellow", canvas)
     elif engines > 1:
-        words = f"Engine {view.engine} of {engines}: e goes on to the next, and then to all."
+        words = f"Engine {view.engine} of {engines}: e shows the next engine, then all."
         found += _wrapped(words, "yellow", canvas)
     return found
 

@@ -144,7 +144,7 @@ def lane_chart(lanes: Lanes, names: Sequence[str], told: Sequence[str]) -> Chart
             "marker": {"symbol": "triangle-right", "size": 8, "color": PLAIN},
             "text": [_shown(one) for one in told],
             "hovertemplate": "%{text}<extra></extra>",
-            "name": "begin of the job",
+            "name": "start of the job",
         }
     )
     since = "the job's first arrival" if lanes.apart else "the first arrival of the trace"
@@ -187,8 +187,8 @@ def stacked_charts(curves: OverTime) -> tuple[Chart, Chart]:
     names = {place: place.value for place in PLACES}
     of_prompts = (curves.prompts, SOURCE_NAMES, SOURCE_COLOURS)
     return (
-        _stacked(curves.at, curves.resting, names, PLACE_COLOURS, "tokens of KV", "tokens"),
-        _stacked(curves.at, *of_prompts, "tokens of prompts, each second", "tokens/s"),
+        _stacked(curves.at, curves.resting, names, PLACE_COLOURS, "KV tokens", "tokens"),
+        _stacked(curves.at, *of_prompts, "prompt tokens per second", "tokens/s"),
     )
 
 
