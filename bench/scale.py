@@ -128,7 +128,7 @@ class Scenario:
         block: tokens per block.
         pins: pin every finished turn, not only those selected by the default policy.
         tier: ``ssd`` or ``remote``, the tier below CPU memory; empty for none.
-        has_peer: True to play it with vLLM's offloading connector, too.
+        has_peer: True to also play it with vLLM's offloading connector.
         context: group of long-context scenarios to which it belongs; empty for none.
     """
 

@@ -627,7 +627,7 @@ class _Operator:
 
 
 class _Idle:
-    """Stand-in for objects that only a GPU gives meaning: CUDA streams, events, kernel names."""
+    """Stand-in for objects that only make sense on a GPU: CUDA streams, events, kernel names."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.device = None

@@ -292,7 +292,7 @@ class JobForecast:
             grown: growth since the first turn, blocks.
 
         Returns:
-            Growth per turn in blocks, and number of turns after those that have started.
+            Growth per turn in blocks, and number of further turns.
         """
         return (grown + self.growth.mean) / max(1, turns), self.lengths.left(turns)
 
@@ -470,8 +470,8 @@ class TurnPace:
         self.gap_s = _mean(self.gap_s, min(seconds, SOON_S))
 
     def vram_share(self, away_s: float) -> float:
-        """Fraction of the time until the end of its next turn in which a job needs VRAM. It needs
-        VRAM while a turn runs.
+        """Fraction of time, until its next turn ends, that a job needs VRAM: it needs VRAM only
+        while a turn runs.
 
         Args:
             away_s: time since its last turn ended, seconds; 0 at the start of a gap.

@@ -31,7 +31,7 @@ ALL: Tool = ()
 
 
 class _Gaps:
-    """The last gaps of one tool, in order of arrival and sorted by length."""
+    """The last gaps of one tool, kept both in order of arrival and sorted by length."""
 
     def __init__(self, seconds: Sequence[float] = ()) -> None:
         self.latest = deque(seconds)

@@ -144,7 +144,7 @@ def test_several_engines_are_added_up_or_looked_at_one_by_one() -> None:
     assert "running 20% pinned 5% cached 10% free 65% of 114 GiB" in lines[2]
     assert lines[-1].startswith("1-2 of 2 ")
     lines = shown(both, 120, 30, View(engine=1))
-    assert lines[1].startswith("Engine 1 of 2: e goes on")
+    assert lines[1].startswith("Engine 1 of 2: e shows")
     assert "running 0%" in lines[2]
     assert lines[-1].startswith("1-1 of 1 ")
     assert row(lines, "other")

@@ -329,7 +329,7 @@ class TurnRecord:
 
 
 def _fitted(whole: Mapping[str, Any], room: _Room) -> dict[str, Any]:
-    """A record as JSON knows it, with its texts cut."""
+    """A record as JSON values, with its texts cut to fit."""
     fitted = dict(whole)
     for name, most in (*_ROOM_OF.items(), ("request", room.request)):
         if name in fitted:

@@ -94,7 +94,7 @@ def _rows(requests: Sequence[Row], block: int) -> list[dict[str, Any]]:
 
 
 def _once(requests: Sequence[Row]) -> Iterator[Row]:
-    """The requests, without those whose prompt is repeated by the next one."""
+    """The requests, except requests whose prompt is repeated by the next request."""
     for at, request in enumerate(requests):
         later = requests[at + 1] if at + 1 < len(requests) else {}
         sent = request.get("hash_ids")

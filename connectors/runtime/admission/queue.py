@@ -148,8 +148,9 @@ class JobQueue:
         return sorted(ranks, key=ranks.__getitem__)
 
     def _blocks_by_salt(self, salts: set[str]) -> dict[str, float]:
-        """Blocks of the jobs of each salt among those of the parked requests; empty with fewer than
-        two salts, so that only arrival counts."""
+        """Blocks of the jobs of each parked request's salt; empty with fewer than two salts, so
+        that only arrival counts.
+        """
         self._salts = salts
         if len(salts) < 2:
             return {}

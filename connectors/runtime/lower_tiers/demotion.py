@@ -79,7 +79,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 @dataclass(frozen=True, slots=True)
 class LookAhead:
-    """Demotion in advance: the pages that a tier keeps before they are evicted.
+    """Early demotion: how many pages are copied to a tier before they are evicted.
 
     Attributes:
         window: number of pages next in line for eviction that are also kept in the tier.

@@ -140,8 +140,8 @@ class HitFinder:
     def _end(self, turn: Turn, at: int, start: int, limit: int, run: Run) -> int:
         """Tokens covered by the run of a group's pages.
 
-        The last tokens are excluded if a drafter's KV depends on the tokens behind them, which may
-        differ from those it was computed with.
+        The last tokens are excluded if a drafter's KV depends on later tokens, because these may
+        have changed since the KV was computed.
         """
         group, keys = self._facts.groups[at], turn.page_keys(at)
         first = start // group.block_size
@@ -241,8 +241,9 @@ def aligned_tail(turn: Turn, group: int, tokens: int) -> PageKey | None:
 
 
 def _common(pages: TurnPages, hashes: Sequence[bytes], before: Sequence[PageKey]) -> list[PageKey]:
-    """The first keys of an earlier context that a prompt with these hashes has, too. A hash covers
-    all tokens before it, so the last common key is found by bisection."""
+    """The leading keys that an earlier context shares with a prompt with these hashes. A hash
+    covers all tokens before it, so the last common key is found by bisection.
+    """
     (fingerprint,), (stride,) = pages.fingerprints, pages.strides
     last = min(len(before), len(hashes) // stride)
     common = bisect_left(

@@ -1,4 +1,4 @@
-"""Restores in pieces, for two kinds of contexts.
+"""Restores in pieces, for two types of contexts.
 
 Restoring a long context in a single step would block the scheduler's thread for too long. It is
 ordered over several steps, and its blocks are hashed as they arrive, because the engine would hash
@@ -205,7 +205,7 @@ class RestorePieces:
 
         Args:
             runs: in the order of the context, group by group.
-            tokens: tokens that they hold beyond those in VRAM.
+            tokens: number of tokens that the pages add to the prefix in VRAM.
             until: deadline for all pages, seconds. Missing pages are then prefilled. None if all
                 pages are in CPU memory.
         """

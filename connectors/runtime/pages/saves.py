@@ -282,7 +282,7 @@ class Saves:
             self._touch(reversed(context))
 
     def _touch(self, pages: Iterable[PageKey] = ()) -> None:
-        """Count these pages, and those that wait, as just used, as far as the step allows."""
+        """Count these and earlier waiting pages as just used, up to the limit per step."""
         self._used.extend(pages)
         few = min(len(self._used), self._touches_left)
         self._touches_left -= few
