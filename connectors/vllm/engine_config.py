@@ -103,7 +103,7 @@ def report_speculation(vllm_config: Any) -> None:
 
 
 def report_block_size(facts: EngineFacts) -> None:
-    """Log that longer blocks would suit the engine's contexts better, if they would."""
+    """Log the advice to use longer blocks, if they would suit the engine's contexts better."""
     for group in facts.groups[:1]:
         if group.reach.kind is KvKind.FULL:
             advice = advise_block_size(group.block_size, facts.limits.context_tokens)

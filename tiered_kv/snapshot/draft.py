@@ -239,9 +239,9 @@ class SnapshotDraft:
             The manifest as written.
 
         Raises:
-            SnapshotError: parts are missing or disagree, the name exists by now, or the disk
-                failed. There is no snapshot then, unless only the last step failed, which makes the
-                name durable.
+            SnapshotError: parts are missing or disagree, the name has been taken meanwhile, or the
+                disk failed. No snapshot exists then, except if only the last step failed, the sync
+                of the name.
         """
         with disk_errors(f"the snapshot {self._path.name} cannot be made"):
             parts = self._parts(manifest.ranks)
