@@ -62,16 +62,17 @@ class Hints(Enum):
     """
     NONE = "none"
 
-    def body(self, job_id: str, is_last_step: bool, tool: Mapping[str, str] = {}) -> dict[str, Any]:
+    def body(self, job_id: str, is_last_step: bool, more: Mapping[str, str] = {}) -> dict[str, Any]:
         """Fields of a request's body.
 
         Args:
-            tool: ``tool_name`` and ``tool_command`` of the tool that runs after the turn.
+            more: ``tool_name`` and ``tool_command`` of the tool that runs after the turn, and
+                ``parent_job_id`` of a sub-agent.
         """
         hint = {"job_id": job_id, "is_last_step": is_last_step}
         bodies: dict[Hints, dict[str, Any]] = {
-            Hints.KV_PARAMS: {"kv_transfer_params": {**hint, **tool}},
-            Hints.XARGS: {"vllm_xargs": {**hint, **tool}},
+            Hints.KV_PARAMS: {"kv_transfer_params": {**hint, **more}},
+            Hints.XARGS: {"vllm_xargs": {**hint, **more}},
             Hints.SESSION: {"session_id": job_id},
             Hints.TOP_LEVEL: hint,
             Hints.NONE: {},

@@ -137,13 +137,17 @@ class Player:
         played = [job for seat in await together(seat() for _ in range(count)) for job in seat]
         return tuple(sorted(played, key=lambda job: (job.began_s, job.name)))
 
-    async def job(self, job: Job) -> JobDone:
-        """Play one job, starting now."""
+    async def job(self, job: Job, parent: str = "") -> JobDone:
+        """Play one job, starting now.
+
+        Args:
+            parent: name of the job that started this sub-agent.
+        """
         began_s, turns, error = self._now_s(), list[TurnDone](), None
         context = Conversation(job.system) if job.is_text else TokenContext()
         for number, turn in enumerate(job.turns, start=1):
             context.add(turn)
-            ask = self._ask(job, number, turn, context.prompt(self.api))
+            ask = self._ask(job, parent, number, turn, context.prompt(self.api))
             try:
                 answer = await self.client.ask(ask)
             except Exception as failure:
@@ -152,16 +156,17 @@ class Player:
             context.answered(answer)
             turns.append(self._done(number, answer))
             self.on_turn(job.name, turns[-1])
-            self.agents += await together(map(self.job, turn.agents))
+            self.agents += await together(self.job(agent, job.name) for agent in turn.agents)
             await asyncio.sleep(turn.gap_s)
         return JobDone(job.name, began_s, self._now_s(), tuple(turns), error)
 
-    def _ask(self, job: Job, number: int, turn: Turn, prompt: Prompt) -> Ask:
+    def _ask(self, job: Job, parent: str, number: int, turn: Turn, prompt: Prompt) -> Ask:
         if self.plain:
             return Ask(prompt=prompt, max_tokens=turn.output, salt=job.salt or None, plain=True)
         name = f"{self.prefix}{job.name}"
-        tool = {"tool_name": turn.tool_name, "tool_command": turn.tool}
-        known = {key: value for key, value in tool.items() if value}
+        more = {"tool_name": turn.tool_name, "tool_command": turn.tool}
+        more["parent_job_id"] = f"{self.prefix}{parent}" if parent else ""
+        known = {key: value for key, value in more.items() if value}
         extra = self.hints.body(name, number == len(job.turns), known)
         if not job.is_text:
             extra["request_id"] = request_id(name, number)

@@ -175,6 +175,11 @@ def test_the_server_gets_the_job_its_tool_and_its_last_turn_and_sub_agents_run_b
     told = [body["kv_transfer_params"] for body in by_job(server)["n1-talk"]]
     assert [one["is_last_step"] for one in told] == [False, False, True]
     assert [one.get("tool_command") for one in told] == ["ls", None, None]
+    parents = {
+        name: {one["kv_transfer_params"].get("parent_job_id") for one in bodies}
+        for name, bodies in by_job(server).items()
+    }
+    assert parents == {"n1-talk": {None}, "n1-agent": {"n1-talk"}}
     assert {head["x-session-id"] for head in server.headers} == {"n1-talk", "n1-agent"}
     assert [agent.name for agent in player.agents] == ["agent", "agent"]
     for agent in player.agents:
