@@ -31,6 +31,9 @@ TOGETHER = 16
 finishes, and lost when it is preempted: at most 272 tokens or a block."""
 TOUCHED_A_STEP = 4096
 """Number of pages that are counted as just used in a step; others wait a step longer."""
+ENDS_TOGETHER = 64
+"""Number of pages from which the last pages of a turn no longer join those of the turns that ended
+before it in the same step."""
 LOOKED_AT = 4096
 """Maximum number of blocks of a turn that a step adds to those to be saved. A prefix that VRAM has
 and CPU memory has lost may be longer."""
@@ -499,22 +502,28 @@ class Saves:
         for at, pages in enumerate(filled):
             if not pages:
                 continue
-            before = self._ends.get(at) if ends else None
-            if before not in self.unsent:
-                before = None
+            before = self._unsent_ends(at) if ends else None
             order = self._book.plan_save(pages, at, before)
             if order is None:
                 continue
-            fresh = order.blocks[len(before.blocks) if before is not None else 0 :]
-            self._pool.hold([self._pool.blocks[block] for block in fresh])
+            fresh = order.blocks
             if before is not None:
+                fresh = fresh[len(before.blocks) :]
                 self.unsent.remove(before)
+            self._pool.hold([self._pool.blocks[block] for block in fresh])
             if ends:
                 self._ends[at] = order
             self.unsent.append(order)
             orders.append(order)
             self._latest = order.order_id
         return orders
+
+    def _unsent_ends(self, group: int) -> SaveOrder | None:
+        """The unsent order of turns that just ended, if another turn's last pages may join it."""
+        order = self._ends.get(group)
+        if order is None or len(order.keys) >= ENDS_TOGETHER or order not in self.unsent:
+            return None
+        return order
 
     def _give_up(self, block_ids: Sequence[int]) -> None:
         blocks = self._pool.blocks

@@ -38,3 +38,24 @@ def test_a_few_blocks_are_saved_together(make_rig: MakeRig, block_size: int, str
     rig.abort("long")
     rig.run()
     rig.check_clean()
+
+
+def test_turns_that_end_in_one_step_share_an_order(make_rig: MakeRig) -> None:
+    rig = make_rig(blocks=64)
+    for name in "abc":
+        rig.add(name, text(20, seed=ord(name)), max_tokens=3, params={"job_id": name})
+    ends = list[int]()
+    while rig.scheduler.has_requests() or rig.orders_under_way:
+        running = len(rig.turns)
+        saves = rig.step().kv_connector_metadata.orders.saves
+        if not running:
+            ends += [len(order.blocks) for order in saves]
+    assert ends == [3], "the partial block of each"
+    assert rig.count("pages_saved") == 6
+    rig.half.release_all()
+    rig.pool.evict_blocks(set(range(64)))
+    for name in "abc":
+        rig.ask(f"{name}2", [*text(20, seed=ord(name)), *text(9, seed=9)], params={"job_id": name})
+    assert rig.count("prompt_tokens_cpu") >= 3 * 20
+    rig.half.release_all()
+    rig.check_clean()
