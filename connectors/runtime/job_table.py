@@ -232,6 +232,8 @@ class KnownJobs:
 
     def note(self, job: Job) -> None:
         """Record a job after one of its turns has ended."""
+        if not self._notebook.stores:
+            return
         age_s = self._clock() - job.started_at
         fact: dict[str, object] = {
             "turns": job.turns,

@@ -164,6 +164,8 @@ def test_a_tail_in_a_full_page_is_not_noted() -> None:
     noted = list[str]()
 
     class Noting(NoNotebook):
+        stores = True
+
         def note(self, name: str, fact: Fact) -> None:
             noted.append(name)
 

@@ -72,7 +72,7 @@ class TailIndex:
         tail = Tail(key or tail_key(parent, tokens, extra), tuple(tokens))
         other = _digest(extra)
         self._remember(parent, other, tail)
-        if key is not None:
+        if key is not None or not self._notebook.stores:
             return tail
         fact = {"parent": parent.hex(), "extra": other.hex(), "tokens": tail.tokens}
         self._notebook.note(PREFIX + tail.key.hex(), fact)

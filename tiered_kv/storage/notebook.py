@@ -21,7 +21,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import xxhash
 
@@ -48,7 +48,13 @@ _Said = Mapping[str, Any]
 
 
 class NoNotebook:
-    """A notebook that stores nothing."""
+    """A notebook that stores nothing.
+
+    Attributes:
+        stores: True if facts are stored. Otherwise they need not be collected.
+    """
+
+    stores: ClassVar[bool] = False
 
     def facts(self, prefix: str) -> dict[str, Fact]:
         """Return nothing."""
@@ -79,6 +85,8 @@ class Notebook(NoNotebook):
         PermissionError: the file belongs to another user.
         OSError: the file cannot be opened.
     """
+
+    stores: ClassVar[bool] = True
 
     def __init__(self, path: Path, *, keep: bool) -> None:
         self.path = path
