@@ -102,3 +102,17 @@ def test_a_page_released_too_often_is_an_error() -> None:
     with pytest.raises(ValueError, match="without being"):
         index.release(key, slot)
     index.check_integrity()
+
+
+def test_a_page_that_is_acquired_twice_at_a_time_has_two_readers() -> None:
+    index = PageIndex(2, LeastRecentlyUsed())
+    keys = [PageKey(b"a"), PageKey(b"b")]
+    index.commit_all(keys, index.reserve_all(keys))
+    several = [*keys, keys[0]]
+    slots = index.acquire_all(several)
+    assert index.in_use == 3
+    with pytest.raises(ValueError, match="without being acquired"):
+        index.release_all([keys[1]] * 2, [slots[1]] * 2)
+    index.release_all(several, slots)
+    assert index.in_use == 0
+    index.check_integrity()

@@ -206,7 +206,7 @@ class PageIndex:
     def missing(self, pages: Mapping[PageKey, T]) -> Mapping[PageKey, T]:
         """Return the missing pages among ``pages``, with their values, in the same order."""
         present = (self._resident.keys(), self._being_written.keys(), self.cold.pages)
-        if all(keys.isdisjoint(pages) for keys in present):
+        if all(not keys or keys.isdisjoint(pages) for keys in present):
             return pages
         left: Iterable[PageKey] = pages
         for keys in present:

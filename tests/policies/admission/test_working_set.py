@@ -92,6 +92,11 @@ def test_changed_jobs_count_as_if_all_jobs_were_counted_again(
     demand = Demand([share._replace(blocks=7.0) for share in found[:had]])
     for place, share in enumerate(found):
         demand.put(place, share)
+        if data.draw(st.booleans()):
+            demand.peak()
+    for anywhere in (False, True):
+        assert demand.peak(anywhere=anywhere) <= demand.most[anywhere] * (1 + 1e-9)
+    assert demand.most == pytest.approx(Demand(found).most)
     first = data.draw(st.integers(0, len(found)))
     wanted = Demand(found[:first]).peak()
     assert len(demand) == len(found)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.policies.turn_ends import gaps_s, turn_end, turn_ends
 from tiered_kv.policies.base import NO_TOOL, JobKey, Rule, ToolUse, TurnEnd
 from tiered_kv.policies.distribution import GRID
+from tiered_kv.policies.forecast import gap_model
 from tiered_kv.policies.forecast import job_history as history
 from tiered_kv.policies.forecast import tool_hierarchy as hierarchy
 from tiered_kv.policies.forecast.gap_model import GapModel
@@ -145,6 +146,22 @@ def test_a_job_that_has_been_quick_so_far_is_expected_back_sooner() -> None:
         model.observe(turn_end("quick", number), 2.0, ended=True)
         model.observe(turn_end("slow", number), 200.0, ended=True)
     assert median(model, None, "quick") < median(model, None) < median(model, None, "slow")
+
+
+def test_every_gap_changes_the_forecast_for_new_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their forecast is kept only until the next gap."""
+    monkeypatch.setattr(gap_model, "MOST_KEPT", 1)
+    model = taught({LS: 1.0, PYTEST: 60.0})
+    before = model.forecast(turn_end("new", tool=LS))
+    assert model.forecast(turn_end("other", tool=LS)) is before
+    assert model.forecast(turn_end("new", tool=PYTEST)) != before
+    model.observe(turn_end("old", tool=LS), 500.0, ended=True)
+    after = model.forecast(turn_end("new", tool=LS))
+    assert after.within(100.0) < before.within(100.0)
+    learned = GapModel()
+    assert learned.forecast(turn_end("new", tool=LS)) != after
+    learned.load(json.loads(json.dumps(model.dump())))
+    assert learned.forecast(turn_end("new", tool=LS)) == after
 
 
 def test_a_job_s_answers_of_one_length_are_followed_by_gaps_of_one_length() -> None:
