@@ -49,7 +49,7 @@ def test_a_wheel_holds_every_module_and_file(wheel: Path) -> None:
         f"{to}/{path.relative_to(ROOT / top)}"
         for top, to in places.items()
         for path in (ROOT / top).rglob("*")
-        if path.is_file() and path.suffix in (".py", ".typed", ".cu")
+        if path.is_file() and path.suffix in (".py", ".typed", ".cu", ".json")
     }
     assert packed == wanted
 

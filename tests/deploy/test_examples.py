@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import tomllib
 from collections.abc import Callable
@@ -114,7 +113,6 @@ def test_the_script_starts_two_engines_a_store_and_a_router() -> None:
 
 READERS: dict[str, Callable[[str], object]] = {
     "python": ast.parse,
-    "json": json.loads,
     "toml": tomllib.loads,
     "yaml": yaml.safe_load,
 }

@@ -338,6 +338,8 @@ def _fitted(whole: Mapping[str, Any], room: _Room) -> dict[str, Any]:
         fitted["tool"] = tool
     if "preempted" in fitted:
         fitted["preempted"] = _first(fitted["preempted"], FIRST_PREEMPTIONS * room.whole)
+        if not fitted["preempted"]:
+            del fitted["preempted"]
     if "evicted" in fitted.get("pages", {}):
         left = list(fitted["pages"]["evicted"].items())[:_MOST_TIERS]
         evicted = {cut(name, _WORD_ROOM): pages for name, pages in left}
