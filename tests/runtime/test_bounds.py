@@ -313,15 +313,19 @@ def shared(folder: Path) -> str:
     return f"{(folder / 'shared').as_uri()}?gib=1"
 
 
-def held_back(gate: threading.Event, owner: Any, *names: str) -> None:
-    """Have calls of these methods wait until the gate is open."""
+def held_back(gate: threading.Event, owner: Any, *names: str) -> threading.Event:
+    """Have calls of these methods wait until the gate is open. Returns an event that the first of
+    them sets."""
+    waits = threading.Event()
 
     def call(usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        waits.set()
         gate.wait()
         return usual(*args, **kwargs)
 
     for name in names:
         setattr(owner, name, functools.partial(call, getattr(owner, name)))
+    return waits
 
 
 def check_that_nothing_grows(rig: Rig) -> Counter[str]:
@@ -433,7 +437,9 @@ def test_a_long_salt_is_kept_as_its_digest(make_rig: MakeRig) -> None:
 def test_finished_jobs_do_not_queue_for_a_hung_disk(tmp_path: Path) -> None:
     gate = threading.Event()
     notebook = Notebook(tmp_path / "notes.jsonl", keep=True)
-    held_back(gate, notebook, "_append")
+    waits = held_back(gate, notebook, "_append")
+    notebook.note("first", {"turns": 1})
+    assert waits.wait(300), "from here on nothing is taken from the queue"
     for number in range(3 * MOST_QUEUED):
         notebook.note(f"{number}", {"turns": 1})
         notebook.strike(f"{number}")
