@@ -14,7 +14,7 @@ from tests.sizing.recorded import answer_recorded
 from tiered_kv.bench.sim.engine.machines import machine
 from tiered_kv.errors import ConfigError
 from tiered_kv.sizing.model_shape import read_shape
-from tiered_kv.sizing.step_cost import GB, GIB, GPUS, UTILISATION, find_gpu
+from tiered_kv.sizing.step_cost import GB, GIB, GPUS, UTILISATION, StepCost, find_gpu
 from tiered_kv.sizing.tier_plan import Plan, Setup, make_plan
 
 SETUP = Setup("h100-80", 32_768, None, None, 0.0, 3.0, UTILISATION)
@@ -65,6 +65,14 @@ def test_windows_cost_a_plan_what_they_cost_the_simulator(tmp_path: Path) -> Non
     assert plan.cost.span == simulated.cost.span == 1024
     assert plan.cost.near_pair == pytest.approx(simulated.cost.near_pair)
     assert plan.compute_s == pytest.approx(simulated.cost.whole_prefill(32_768), rel=0.02)
+
+
+def test_a_layer_with_a_window_never_reads_more_than_the_window() -> None:
+    cost = StepCost(0, 0, 0, 0, 0, 0, span=4, near_pair=1.0, near_kv=10.0)
+    assert cost.near(1, 3) == 30, "one decoded token reads the whole short context"
+    assert cost.near(1, 900) == 40, "and only the window of a long one"
+    assert cost.near(3, 3) == 4.5, "a prefill within the window is a triangle"
+    assert cost.near(2, 900) == 8, "and later every new token attends to one window"
 
 
 def test_restores_go_as_fast_as_the_links(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from tests.runtime.admission.admitting import BLOCKS, begin
 from tests.runtime.conftest import MakeRig
 from tiered_kv.connectors.runtime.admission.active_jobs import ActiveJobs
+from tiered_kv.policies.admission.working_set import TurnCadence
 from tiered_kv.testing.checked_kv import text
 from tiered_kv.testing.vllm.rig import Rig
 
@@ -53,6 +54,16 @@ def test_contexts_grow_by_what_a_turn_adds_and_never_shrink(rig: Rig) -> None:
         ((_, member),) = jobs(rig).items()
         assert jobs(rig).job_forecast.growth.mean == pytest.approx(mean, rel=0.03), "of all turns"
         assert member.grown == min(number, 1) * 5.0
+
+
+def test_intervals_between_turns_measure_how_regular_a_job_is(rig: Rig) -> None:
+    for number, later_s in enumerate([0.0, 10.0, 30.0]):
+        rig.now += later_s
+        turn(rig, number, 160 + 16 * number)
+    known = TurnCadence()
+    for interval_s in (10.0, 30.0):
+        known.observe(interval_s)
+    assert jobs(rig).cadence.spread == pytest.approx(known.spread, rel=0.01) != 0
 
 
 @pytest.mark.parametrize(("tokens", "waiting"), [(31 * 16, []), (31 * 16 + 1, ["b"])])
