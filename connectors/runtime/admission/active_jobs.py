@@ -3,8 +3,7 @@
 A job has *started* once one of its turns was allocated blocks. From then on each of its turns
 *runs* from its arrival to its end. A job that started earlier is *older*. A job that may have ended
 (its client disconnected, or has been silent for long) is *dormant*: it takes no space. If it
-returns, it counts as started, and is the youngest. Blocks that jobs share are counted once per
-family of jobs.
+returns, it counts as started, and is the youngest. Blocks that jobs share are counted once.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class ActiveJob:
         running: number of turns running now.
         blocks: unshared blocks of its context at the end of the current or last turn.
         shared: number of blocks that it found in VRAM when it started.
-        family: hash of the first block that it shares; equal for all jobs of a family.
+        start: hash of the first block that it shares; equal for all jobs that share it.
         asked: arrival of its last turn, seconds.
         since: when its last finished turn ended, seconds.
         ended: unshared blocks of its context when its last turn ended.
@@ -71,7 +70,7 @@ class ActiveJob:
     running: int
     blocks: float
     shared: int
-    family: bytes
+    start: bytes
     asked: float
     since: float
     ended: float = 0.0
@@ -118,60 +117,53 @@ class Scopes:
             del silent[next(iter(silent))]
 
 
-class Families:
-    """Jobs that begin with the same blocks. One job of a family counts the shared blocks. One
-    thread.
-
-    Attributes:
-        blocks: total number of blocks shared in families.
-    """
+class SharedStarts:
+    """Jobs that begin with the same blocks. One of the jobs with a start counts its blocks. One
+    thread."""
 
     def __init__(self) -> None:
-        self.blocks = 0.0
         self._sizes: dict[bytes, int] = {}
         self._counts: dict[JobKey, tuple[bytes, float]] = {}
 
     def count_all(
         self, members: Mapping[JobKey, ActiveJob], demands: Mapping[JobKey, JobDemand]
     ) -> None:
-        """Count all jobs that share blocks again. The shared blocks of a family are weighted by the
-        highest chance among its jobs."""
-        self.blocks, self._sizes, self._counts = 0.0, {}, {}
+        """Count all jobs that share blocks again. The blocks of a start are weighted by the highest
+        chance among its jobs."""
+        self._sizes, self._counts = {}, {}
         needed: dict[bytes, float] = {}
         for key, member in members.items():
-            needed[member.family] = max(demands[key].chance, needed.get(member.family, 0.0))
+            needed[member.start] = max(demands[key].chance, needed.get(member.start, 0.0))
         largest: dict[bytes, int] = {}
         for key, member in members.items():
-            more = max(0, member.shared - largest.get(member.family, 0))
-            self._enter(key, member.family, more * needed[member.family])
-            largest[member.family] = more + largest.get(member.family, 0)
+            more = max(0, member.shared - largest.get(member.start, 0))
+            self._enter(key, member.start, more * needed[member.start])
+            largest[member.start] = more + largest.get(member.start, 0)
 
     def counted_with(self, key: JobKey, member: ActiveJob) -> float:
-        """Blocks that a job counts for its family. Adds the job to the family if necessary."""
+        """Blocks that a job counts for its start. Adds the job to the start's jobs if necessary."""
         if not member.shared:
             return 0.0
         if key not in self._counts:
-            known = member.family in self._sizes
-            self._enter(key, member.family, 0.0 if known else member.shared)
+            known = member.start in self._sizes
+            self._enter(key, member.start, 0.0 if known else member.shared)
         return self._counts[key][1]
 
     def leave(self, key: JobKey) -> float:
         """Remove a job. Returns the number of blocks that the remaining jobs still share in its
         place."""
-        family, blocks = self._counts.pop(key, (b"", 0.0))
-        if not family:
+        start, blocks = self._counts.pop(key, (b"", 0.0))
+        if not start:
             return 0.0
-        self._sizes[family] -= 1
-        if self._sizes[family]:
+        self._sizes[start] -= 1
+        if self._sizes[start]:
             return blocks
-        del self._sizes[family]
-        self.blocks -= blocks
+        del self._sizes[start]
         return 0.0
 
-    def _enter(self, key: JobKey, family: bytes, blocks: float) -> None:
-        self._sizes[family] = self._sizes.get(family, 0) + 1
-        self._counts[key] = family, blocks
-        self.blocks += blocks
+    def _enter(self, key: JobKey, start: bytes, blocks: float) -> None:
+        self._sizes[start] = self._sizes.get(start, 0) + 1
+        self._counts[key] = start, blocks
 
 
 COUNTED_S = 2e-4
@@ -225,7 +217,7 @@ class ActiveJobs:
         self._entering: dict[str, JobDemand] = {}  # admitted, without blocks yet; by request
         self._demand = Demand()
         self._places: dict[JobKey | str, int] = {}  # position in ``_demand``
-        self._families = Families()
+        self._starts = SharedStarts()
         self._changed: dict[JobKey | str, None] = {}  # changed since they were counted
         self._counted: dict[JobKey, JobDemand] = {}  # as last counted
         self._uncounted: list[JobKey] = []  # what the full count under way has yet to count
@@ -268,10 +260,10 @@ class ActiveJobs:
         """Record that the first turn of a job was allocated its first blocks."""
         shared = self._facts.blocks(turn.vram_tokens)
         hashes = turn.request.block_hashes
-        family = bytes(hashes[0]) if shared and hashes else b""
+        start = bytes(hashes[0]) if shared and hashes else b""
         blocks = self._blocks_of(turn) - shared
         now = self._clock()
-        self._members[job] = ActiveJob(1, 1, blocks, shared, family, now, now)
+        self._members[job] = ActiveJob(1, 1, blocks, shared, start, now, now)
         self._changed[job] = None
         self._shared.observe(shared)
 
@@ -477,10 +469,10 @@ class ActiveJobs:
     def _add_up(self) -> None:
         """Add up the demands of all jobs as last counted."""
         counted = self._counted = {key: self._counted.get(key, NO_DEMAND) for key in self._members}
-        family = {key: member for key, member in self._members.items() if member.shared}
-        self._families.count_all(family, counted)
-        for key, member in family.items():
-            shared = self._families.counted_with(key, member)
+        sharing = {key: member for key, member in self._members.items() if member.shared}
+        self._starts.count_all(sharing, counted)
+        for key, member in sharing.items():
+            shared = self._starts.counted_with(key, member)
             counted[key] = counted[key]._replace(shared=shared)
         demands = list(counted.values())
         self._demand = Demand([*demands, *self._entering.values()], self.cadence.spread)
@@ -506,11 +498,11 @@ class ActiveJobs:
         if isinstance(key, str):
             demand = self._entering.get(key, NO_DEMAND)
         elif (member := self._members.get(key)) is None:
-            left = self._families.leave(key)
+            left = self._starts.leave(key)
             demand = JobDemand(0.0, 0.0, 0.0, shared=left) if left else NO_DEMAND
         else:
             chance = self._chance(key, member, now)
-            shared = self._families.counted_with(key, member)
+            shared = self._starts.counted_with(key, member)
             demand = self._counted[key] = self._demand_of(key, member, chance, shared, now)
         if place is None and demand is not NO_DEMAND:
             place = self._places[key] = len(self._demand)
