@@ -60,7 +60,7 @@ class Client:
         return frozenset(value for value in found if isinstance(value, str) and value)
 
     def again(self) -> Client:
-        """The same run with other ids, as of a second user."""
+        """Return a copy of the run with different ids, as if a second user had made it."""
         text = json.dumps([[one.agent, one.path, one.headers, one.body] for one in self.turns])
         for number, id_ in enumerate(sorted(self.ids)):
             text = text.replace(id_, f"{id_[:-4]}bee{number}")

@@ -122,8 +122,8 @@ def _read(body: bytes) -> dict[str, Any] | None:
 
 
 def _read_slowly(body: bytes) -> dict[str, Any] | None:
-    """The same for bodies that vLLM accepts and ``msgspec`` does not: with NaN, or with half of an
-    emoji, as clients send that cut texts."""
+    """Read a body as ``_read`` does, but with ``json``. vLLM accepts some bodies that ``msgspec``
+    rejects: those with NaN, or with half of an emoji, from clients that truncate texts."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):

@@ -242,7 +242,7 @@ class _Ids:
             return None
 
     def agent(self, value: object) -> str | None:
-        """The same for the id of an agent."""
+        """Check an agent's id, as ``usable`` does. The id of a main agent is empty."""
         return "" if value in _MAIN_AGENTS else self.usable(value)
 
     def read(self, row: _Row, values: Mapping[Any, Any]) -> None:

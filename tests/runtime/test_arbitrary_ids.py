@@ -1,4 +1,5 @@
-"""Whatever ids clients send, the engine answers, and no job is shared between salts."""
+"""The engine answers requests with arbitrary ids, and clients with different salts never share a
+job."""
 
 from __future__ import annotations
 
