@@ -162,10 +162,6 @@ class LowerTier:
 
     # -- promotions ---------------------------------------------------------------
 
-    def has(self, key: PageKey) -> bool:
-        """True if the tier has the page."""
-        return key in self.pages.index
-
     @property
     def answers(self) -> bool:
         """False while the store has not finished an order that its turn gave up long ago, or while
