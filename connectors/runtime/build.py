@@ -112,6 +112,7 @@ def build_pages(deps: Dependencies, engine: EngineState) -> Pages:
         for store, spec in stores.items()
     }
     tiers = Tiers(lower, book, most_after=slots)
+    index.unsaved = tiers.unsaved if tiers.own else None
     settlements = Settlements(index, wanted=config.cpu_path is not None)
     pieces = RestorePieces(engine, tiers, book, restores)
     return Pages(

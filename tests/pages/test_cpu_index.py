@@ -116,3 +116,40 @@ def test_a_page_that_is_acquired_twice_at_a_time_has_two_readers() -> None:
     index.release_all(several, slots)
     assert index.in_use == 0
     index.check_integrity()
+
+
+def full_index(slots: int, unsaved: set[int]) -> tuple[PageIndex, list[PageKey]]:
+    """A full index over a lower tier that lacks some pages, and its pages, the oldest first."""
+    index = PageIndex(slots, LeastRecentlyUsed())
+    keys = [PageKey(n.to_bytes(2, "big") * 10) for n in range(slots)]
+    index.commit_all(keys, index.reserve_all(keys))
+    lacking = {keys[n] for n in unsaved}
+    index.unsaved = lambda some: [key for key in some if key in lacking]
+    return index, keys
+
+
+def evicted(index: PageIndex, keys: list[PageKey], count: int) -> list[int]:
+    """Numbers of the pages that are evicted for ``count`` new ones."""
+    new = [PageKey(bytes([n]) * 30) for n in range(count)]
+    assert len(index.reserve_all(new)) == count
+    index.check_integrity()
+    return [n for n, key in enumerate(keys) if index.state(key) is PageState.MISSING]
+
+
+def test_pages_that_a_lower_tier_has_are_evicted_before_pages_that_it_lacks() -> None:
+    index, keys = full_index(16, unsaved={0, 2})
+    assert evicted(index, keys, 3) == [1, 3, 4]
+    assert index.spared == 2
+
+
+def test_only_a_part_of_memory_is_passed_over_for_a_lower_tier() -> None:
+    index, keys = full_index(16, unsaved=set(range(10)))
+    assert evicted(index, keys, 3) == [4, 5, 6], "four of sixteen slots are passed over"
+
+
+def test_pages_that_a_lower_tier_lacks_are_evicted_if_no_others_are_left() -> None:
+    index, keys = full_index(16, unsaved={0, 1})
+    held = index.acquire_all(keys[3:])
+    assert evicted(index, keys, 2) == [0, 2]
+    index.release_all(keys[3:], held)
+    index.check_integrity()

@@ -27,6 +27,8 @@ from .cold_pages import Bundle, ColdPages
 
 T = TypeVar("T")
 
+SPARED_SHARE = 4
+"""One slot in this many may have a page that is passed over until a lower tier has it."""
 STAY_EVERY_S = 5.0
 """Minimum time between two measurements, seconds."""
 
@@ -110,6 +112,9 @@ class PageIndex:
         taken: slots allocated so far, slots of evicted pages included.
         cold: pages that are compressed or being compressed.
         promoted: pages promoted from a lower tier.
+        spared: pages passed over by evictions so far, because a lower tier is to get them first.
+        unsaved: returns the pages among some that a lower tier lacks and would take; None without
+            lower tiers.
         on_evicted: called with the pages that are evicted.
     """
 
@@ -122,6 +127,8 @@ class PageIndex:
         self.num_slots = num_slots
         self.evictions = 0
         self.taken = 0
+        self.spared = 0
+        self.unsaved: Callable[[Sequence[PageKey]], Sequence[PageKey]] | None = None
         self._eviction = eviction
         self._clock = clock
         self._ranked_at = -math.inf
@@ -433,7 +440,7 @@ class PageIndex:
         Cold pages are evicted with their whole bundle."""
         reads, cold, resident = self._reads, self.cold, self._resident
         victims, bundles, found = list[PageKey](), dict[Bundle, None](), 0
-        order = self._in_order()
+        order = self._saved_first(self._in_order())
         while found < count and (first := [*islice(order, min(count - found, 256))]):
             places = [*map(resident.get, first)]
             if None not in places and not self._readers[np.asarray(places, np.intp)].any():
@@ -460,6 +467,32 @@ class PageIndex:
             self.on_evicted(victims)
         self._free += slots[count:]
         return slots[:count]
+
+    def _saved_first(self, order: Iterator[PageKey]) -> Iterator[PageKey]:
+        """The pages of an eviction order, but an unsaved page only after the next saved ones.
+
+        A forecast can make pages the least valuable ones before a lower tier has got them. Only a
+        part of the slots may be passed over, so that the order holds when the tier is slow.
+        """
+        if self.unsaved is None:
+            return order
+        return chain.from_iterable(self._in_two_passes(order, self.unsaved))
+
+    def _in_two_passes(
+        self, order: Iterator[PageKey], unsaved: Callable[[Sequence[PageKey]], Sequence[PageKey]]
+    ) -> Iterator[Iterable[PageKey]]:
+        left, spared = self.num_slots // SPARED_SHARE, list[PageKey]()
+        while left > 0 and (first := [*islice(order, 64)]):
+            later = unsaved(first)[:left]
+            if later:
+                left -= len(later)
+                self.spared += len(later)
+                spared += later
+                yield [*filterfalse(set(later).__contains__, first)]
+            else:
+                yield first
+        yield spared
+        yield order
 
     def _gone(self, keys: Sequence[PageKey]) -> None:
         """Record that pages are no longer readable."""

@@ -118,6 +118,13 @@ class Tiers(Mapping[StoreId, LowerTier]):
         for shared in self._share_after.pop(order_id, _NO_CONTEXTS).each:
             self._share(shared)
 
+    def unsaved(self, keys: Sequence[PageKey]) -> Sequence[PageKey]:
+        """The pages among ``keys`` that no tier of this engine's own has, in the same order; none
+        while one of these tiers takes no pages."""
+        for tier in self.own:
+            keys = [*tier.pages.index.unwritten(keys)] if tier.takes else ()
+        return keys
+
     def _demote(self, keys: Sequence[PageKey]) -> None:
         for tier in self.own:
             tier.demote(keys)

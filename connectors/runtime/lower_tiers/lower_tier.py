@@ -111,6 +111,7 @@ class LowerTier:
         self._look_ahead = LookAhead.of(self._index.num_slots, pages)
         self._looked_at = -self._look_ahead.window  # number of slots taken by then
         self._ahead = 0  # number of pages demoted in advance
+        self._spared = 0  # number of pages that evictions had passed over then
         self._expected_bandwidth = self.pages.bandwidth
         self._pause_until = 0.0
         self._pause_s = FIRST_PAUSE_S
@@ -231,6 +232,11 @@ class LowerTier:
 
     # -- demotions ----------------------------------------------------------------
 
+    @property
+    def takes(self) -> bool:
+        """False while the tier is paused after a failure, or holds pages that none can find."""
+        return self._serves and self._clock() >= self._pause_until
+
     def demote(self, keys: Sequence[PageKey]) -> None:
         """Demote the pages that are in CPU memory and not in the tier, a limited number at a time.
         Others are queued, up to the number that CPU memory may keep for the tier. The limit matters
@@ -239,7 +245,7 @@ class LowerTier:
         Args:
             keys: for a shared tier, pages of a context from its start.
         """
-        if not self._serves or self._clock() < self._pause_until:
+        if not self.takes:
             return
         self._feed()
         context, room = self._mine(keys), self._room
@@ -265,8 +271,8 @@ class LowerTier:
         """Demote the pages that would be evicted next, if it is time."""
         self._feed()
         index, look = self._index, self._look_ahead
-        taken = index.taken
-        if not look.due(
+        taken, spared = index.taken, index.spared
+        if spared == self._spared and not look.due(
             free=index.free_slots,
             num_slots=index.num_slots,
             taken=taken,
@@ -275,11 +281,11 @@ class LowerTier:
         ):
             return
         room = look.most_demoting - len(self.pages.demoting)
-        if room <= 0 or self._clock() < self._pause_until:
+        if room <= 0 or not self.takes:
             return
         victims = self._mine([*self.pages.index.unwritten(index.least_valuable(look.window))])
         if len(victims) <= room:
-            self._looked_at = taken
+            self._looked_at, self._spared = taken, spared
         self._ahead += min(len(victims), room)
         self.demote(victims[:room])
 

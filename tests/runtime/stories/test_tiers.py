@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.runtime.stories.conftest import MakeEngine
 from tiered_kv.policies.base import Decision, Tier
+from tiered_kv.policies.distribution import GRID, Forecast
 from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.policies import Always
 from tiered_kv.testing.rig import EngineRig
@@ -130,4 +132,28 @@ def test_a_cache_reset_invalidates_what_is_on_disk(rig: EngineRig) -> None:
     push_out(rig)
     assert rig.ask("third", CONTEXT) == expected(CONTEXT, 4)
     assert rig.count("prompt_tokens_ssd") >= 256, "the new generation has its own pages"
+    rig.check_clean()
+
+
+def test_a_context_that_suddenly_is_worth_least_reaches_ssd_before_it_is_evicted(
+    rig: EngineRig,
+) -> None:
+    """Its job ends, so that its pages are evicted next, before the next look for such pages."""
+    push_out(rig)
+    rig.policy = Always(Decision(Tier.CPU, forecast=Forecast(np.linspace(0.0, 1.0, len(GRID)))))
+    rig.ask("first", CONTEXT[:190], params={"job_id": "first"})
+    order, index = rig.half.pages.order, rig.index
+    ssd = rig.half.pages.tiers.own[0].pages.index
+    job = rig.half.gaps.manager.jobs.named("first", 1)[0].key
+    pages = list(order.context(job))
+    assert len(pages) == 13
+    assert all(map(index.readable, pages))
+    assert len(ssd.absent(pages)) >= 6, "they were the last to be evicted"
+
+    order.on_job_ended(job)
+    push_out(rig)
+
+    assert not any(map(index.readable, pages))
+    assert not ssd.absent(pages)
+    assert index.spared > 0
     rig.check_clean()
