@@ -25,6 +25,7 @@ from unittest.mock import patch
 import numpy as np
 
 from tests.conftest import BATCH
+from tiered_kv.connectors.runtime import hint_actions
 from tiered_kv.connectors.runtime.between_turns import turn_ends
 from tiered_kv.connectors.runtime.pages import pieces, promotions, restores, saves
 from tiered_kv.orders import RestoreMode
@@ -34,6 +35,7 @@ from tiered_kv.policies.base import NO_TOOL, Costs, Decision, Tier, ToolUse, Tur
 from tiered_kv.policies.baselines.unpinned import StatelessPolicy
 from tiered_kv.policies.cache.restore_mode import AlwaysRestore, FasterRestore
 from tiered_kv.policies.distribution import GRID, Forecast
+from tiered_kv.policies.jobs.kv_hints import Intent, KvHint, Target
 from tiered_kv.testing.checked_kv import VOCABULARY, expected, text
 from tiered_kv.testing.faults import FaultyTransfer
 from tiered_kv.testing.rig import EngineRig
@@ -85,6 +87,7 @@ def work_in_pieces(seed: int) -> Iterator[None]:
             (pieces, "TOUCHED_A_STEP", 3),
             (promotions, "PAGES_A_STEP", 3),
             (turn_ends, "PAGES_A_STEP", 3),
+            (hint_actions, "PAGES_A_STEP", 2),
             (saves, "TOUCHED_A_STEP", 3),
             (saves, "LOOKED_AT", 2),
             (order_book, "SETTLED_AT_ONCE", 3),
@@ -214,6 +217,38 @@ class Script:
         with suppress(RuntimeError):  # vLLM's refusal while restores are in flight
             return self.rig.reset_cache(running=running)
         return False
+
+    def hint(self) -> None:
+        """Have something done with the KV of a job, or of a context, perhaps of a live request."""
+        rng = self.rng
+        hints = [self.some_hint() for _ in range(rng.choice([1, 1, 3]))]
+        live = rng.choice([*self.sent, "nobody"][-8:])
+        request = live if rng.random() < 0.3 else None
+        scope = rng.choice(["", "", None, "somebody"])
+        if self.rig.half is not None:
+            results = self.rig.half.kv_hints.carry_out(scope, hints, request)
+            assert [one.action_id for one in results] == [one.action_id for one in hints]
+
+    def some_hint(self) -> KvHint:
+        rng, job = self.rng, self.rng.randrange(len(self.contexts))
+        context = self.contexts[job]
+        named = [Target(job=f"job{job}"), Target(number=rng.randrange(1, 6)), Target(own=True)]
+        named += [Target(tokens=tuple(context[: rng.randrange(1, len(context) + 1)]))]
+        if self.rig.half is not None:
+            deps = self.rig.half.deps
+            hashes = deps.make_request(context, None, deps.facts.hash_tokens).block_hashes
+            end = rng.choice([slice(None), slice(-8, None)])
+            named += [Target(hashes=tuple(one[end] for one in hashes))]
+        return KvHint(
+            action_id=f"{rng.random()}",
+            intent=rng.choice(list(Intent)),
+            target=rng.choice([named[0], *named]),
+            ttl_s=rng.choice([None, 0.5, 5.0, 1e6]),
+            priority=rng.choice([-1, 0, 1]),
+            expected_s=rng.choice([None, 0.0, 1.0, 1e3]),
+            progress=rng.choice([None, 0.0, 0.5]),
+            done=rng.random() < 0.3,
+        )
 
     def wait(self) -> None:
         """Let the workers finish their copies."""

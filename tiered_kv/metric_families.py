@@ -15,9 +15,12 @@ from .metrics import (
     DECIDED,
     GAP_CLASSES,
     GAUGES,
+    HINT_INTENTS,
+    HINT_OUTCOMES,
     HISTOGRAMS,
     WOULD_HAVE_SAVED,
     decision_event,
+    hint_event,
 )
 
 PREFIX = "vllm:tiered_kv_"
@@ -133,6 +136,12 @@ FAMILIES: Mapping[str, Family] = {
         Family("pins_ended", _C, "Ended pins, by reason."),
         Family("pins_refused", _C, COUNTERS["pins_refused"]),
         Family("decisions", _C, "Gaps, by class and by the tier chosen for their KV."),
+        Family(
+            "hints",
+            _C,
+            "KV hints, by intent and outcome. A deferred hint is counted again with its final "
+            "outcome.",
+        ),
         Family("hints_ignored", _C, COUNTERS["hints_ignored"]),
         Family("jobs_inferred", _C, COUNTERS["jobs_inferred"]),
         Family("turns_unnamed", _C, COUNTERS["turns_unnamed"]),
@@ -273,6 +282,11 @@ SERIES: Mapping[str, Series] = {
         )
         for gap_class in GAP_CLASSES
         for tier in DECIDED
+    },
+    **{
+        hint_event(intent, outcome): Series("hints", {"intent": intent, "outcome": outcome})
+        for intent in HINT_INTENTS
+        for outcome in HINT_OUTCOMES
     },
     **_plain("turns", "restores_in_pieces", "pins", "pins_refused", "hints_ignored"),
     **_plain("snapshots_taken", "snapshots_restored", "jobs_forked"),

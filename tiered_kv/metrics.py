@@ -18,6 +18,15 @@ DECIDED = ("pin", "cpu", "store", "drop")
 """Decisions of a policy: where a turn's KV waits."""
 
 
+HINT_INTENTS = ("retain", "pin", "prefetch", "demote", "release", "revise")
+HINT_OUTCOMES = ("accepted", "clipped", "deferred", "rejected", "missing")
+
+
+def hint_event(intent: str, outcome: str) -> str:
+    """Counter name of hints with this intent and outcome."""
+    return f"hints_{intent}_{outcome}"
+
+
 def decision_event(tier: str, gap_class: str) -> str:
     """Counter name of this decision for gaps of this class."""
     return f"decided_{tier}_{gap_class}"
@@ -97,12 +106,17 @@ COUNTERS: Mapping[str, str] = {
     "pins_ended_returned": "Pins ended because the job's next turn arrived.",
     "pins_ended_expired": "Pins that expired.",
     "pins_ended_pressure": "Pins released for a request that needed the blocks more.",
-    "pins_ended_revised": "Pins released because the parsed tool call did not justify them.",
+    "pins_ended_revised": "Pins released because a tool call or a client revised the decision.",
     "pins_ended_given_up": "Pins released because their job is no longer expected.",
     "pins_ended_reset": "Pins released by a cache reset, the watchdog, or a failed hook.",
     "pins_ended_closed": "Pins released because the engine stopped.",
     "pins_refused": "Pins refused or reduced because the pin budget was exhausted.",
     "hints_ignored": "Invalid hints from clients.",
+    **{
+        hint_event(intent, outcome): f"Hints to {intent} KV that were {outcome}."
+        for intent in HINT_INTENTS
+        for outcome in HINT_OUTCOMES
+    },
     "jobs_inferred": "Jobs inferred from requests without a job id.",
     "turns_unnamed": "Turns whose request named no job.",
     "ids_carried": "Turns whose ids the middleware took from headers and body fields.",

@@ -115,7 +115,12 @@ class JobTable:
         """Finish a turn; ``over`` if the client declared it the job's last."""
         job.running.discard(request_id)
         job.over = job.over or over
-        if job.over and not job.running and self._jobs.get(job.key) is job:
+        if job.over and not job.running:
+            self.end(job)
+
+    def end(self, job: Job) -> None:
+        """Forget a job that has no running turn. Does nothing if it is forgotten already."""
+        if self._jobs.get(job.key) is job:
             self._forget(job)
 
     def turn_lost(self, job: Job, request_id: str) -> None:

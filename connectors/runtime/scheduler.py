@@ -21,11 +21,13 @@ from tiered_kv.connectors.runtime.observe.observation import Observation
 from tiered_kv.connectors.runtime.snapshots.snapshots import build_snapshots
 from tiered_kv.messages import Handshake, Orders, Reports
 from tiered_kv.page_group import CONTEXT
+from tiered_kv.policies.base import job_scope
 from tiered_kv.policies.jobs.hints import TurnHints
 
 from .base import BlockPool, KeptState, Request
 from .build import build_admission, build_engine, build_gaps, build_pages
 from .dependencies import Dependencies
+from .hint_actions import HintActions
 from .hook_guard import HookErrors
 from .scheduler_stats import Stats
 from .turn import Turn
@@ -100,6 +102,7 @@ class SchedulerHalf:
         admission: components that allocate VRAM.
         gaps: components that decide between turns.
         snapshots: exports jobs and imports them.
+        kv_hints: carries KV hints out.
         observation: records what turns would have been saved; None unless in observe mode.
         errors: errors of hooks.
         step: number of steps built so far.
@@ -121,6 +124,9 @@ class SchedulerHalf:
         self.admission = build_admission(deps, engine, self.pages, gaps, prefills.fit)
         self.gaps = build_gaps(deps, engine, self.pages, self.admission, gaps, prefills)
         self.snapshots = build_snapshots(deps, engine, self.pages, self.gaps)
+        self.kv_hints = HintActions(
+            deps, engine, self.pages, self.admission, self.gaps, self.errors
+        )
         self.observation: Observation | None = None
         if deps.config.observes:
             self.observation = Observation(engine, self.pages, self.admission, prefills.fit)
@@ -187,6 +193,9 @@ class SchedulerHalf:
         self.turns.add(turn)
         if self.admission.gate.on_arrived(turn) and turn.job is not None:
             self.gaps.manager.jobs.begin_anew(turn.job, arrived_at)
+        if hints.kv_hints:
+            scope = job_scope(request.cache_salt)
+            self.kv_hints.carry_out(scope, hints.kv_hints, request.request_id)
         return turn
 
     def match(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
@@ -336,6 +345,8 @@ class SchedulerHalf:
                 self._look_at = now + POLL_EVERY_S
                 gaps.costs.measure_demand()
                 gaps.manager.poll()
+                if self.kv_hints.retained:
+                    self.kv_hints.poll()
         if self._answers:
             gaps.manager.apply_tool_calls()
         if admission.pins:
@@ -353,6 +364,8 @@ class SchedulerHalf:
         admission.boundaries.step(scheduled)
         pages.saves.step(self.step, scheduled)
         self.snapshots.advance()
+        if self.kv_hints.works:
+            self.kv_hints.advance()
         return pages.dispatch.take()
 
     def _give_everything_up(self) -> None:
@@ -462,6 +475,7 @@ class SchedulerHalf:
         pages.book.forget_all()
         pages.settlements.on_reset()
         pages.tails.clear()
+        self.kv_hints.reset()
         self.gaps.manager.reset()
         for turn in self.turns.by_id.values():
             turn.forget_pages()
@@ -474,7 +488,10 @@ class SchedulerHalf:
         """True while an otherwise idle engine must keep stepping, because copies have not been
         reported or operations need steps. Always False in observe mode."""
         self.gaps.manager.on_idle()
-        needs_steps = self.pages.dispatch.on_idle()
+        hints = self.kv_hints
+        if hints.works:
+            hints.advance()
+        needs_steps = self.pages.dispatch.on_idle() or (bool(hints.works) and hints.needs_steps)
         just_started = not self.step  # gauges are only exported with steps
         return self.observation is None and (
             just_started or self.snapshots.under_way or needs_steps
@@ -492,6 +509,7 @@ class SchedulerHalf:
             self.gaps.manager.close_all()
         finally:
             self.deps.close()
+            self.kv_hints.close()
             self.gaps.log.close()
             for tier in self.pages.tiers.values():
                 tier.close()

@@ -14,6 +14,7 @@ from tiered_kv.keys import PageKey, page_keys, rekeyed
 from tiered_kv.orders import OrderId, RestoreMode
 from tiered_kv.page_group import CONTEXT
 from tiered_kv.policies.jobs.hints import TurnHints
+from tiered_kv.policies.jobs.kv_hints import HintResult
 from tiered_kv.tiers import StoreId
 
 from .base import Block, Request
@@ -321,6 +322,7 @@ class Turn:
         number: 1 for the job's first turn.
         arrived_at: seconds on the scheduler's clock.
         gap: gap that the turn ended.
+        hint_results: what became of the request's KV hints so far.
     """
 
     request: Request
@@ -339,6 +341,7 @@ class Turn:
     pressure: PressureState = field(default_factory=PressureState)
     start: StartState = field(default_factory=StartState)
     promoted: PromotedState = field(default_factory=PromotedState)
+    hint_results: list[HintResult] = field(default_factory=list)
 
     @property
     def request_id(self) -> str:

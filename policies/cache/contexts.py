@@ -7,7 +7,7 @@ pages before it, and no page behind the point where they diverge.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
 
@@ -118,6 +118,14 @@ class ContextTree:
     def pages(self, context: Context) -> list[PageKey]:
         """Pages of the context, first to last."""
         return list(chain.from_iterable(run.keys for run in reversed(_path(context.leaf))))
+
+    def owners(self, run: Run) -> Iterator[Context]:
+        """Contexts that have the pages of a run."""
+        left = [run]
+        while left:
+            one = left.pop()
+            yield from one.ends
+            left += one.below
 
     def change(self, context: Context) -> None:
         """Mark all runs of the context as changed."""

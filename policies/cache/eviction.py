@@ -232,6 +232,13 @@ class ByWorth(EvictionOrder):
         context = self._contexts.get(job)
         return self._tree.pages(context) if context is not None else ()
 
+    def private(self, keys: Sequence[PageKey], mine: Callable[[Hashable], bool]) -> list[PageKey]:
+        runs, known = self._tree.runs, dict[Run | None, bool]({None: True})
+        for run in dict.fromkeys(map(runs.get, keys)):
+            if run is not None:
+                known[run] = all(mine(context.job) for context in self._tree.owners(run))
+        return [key for key in keys if known[runs.get(key)]]
+
     def stretches(self, keys: Sequence[PageKey]) -> list[list[PageKey]]:
         by_run = dict[Run, set[PageKey]]()
         for key in keys:

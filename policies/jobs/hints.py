@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from tiered_kv.json_fields import real, string
 
 from .identity import NOBODY, PARAMS_FIELDS, Identity, identify
+from .kv_hints import KvHint
 
 MAX_TOOL_NAME_CHARS = 256
 MAX_TOOL_COMMAND_CHARS = 16_384
@@ -35,6 +36,7 @@ class TurnHints(NamedTuple):
         expected_s: expected duration of the tool, seconds.
         ignored: number of unusable values.
         who: the job's session, agent and parent.
+        kv_hints: what is asked to be done with KV.
     """
 
     job_id: str | None = None
@@ -44,6 +46,7 @@ class TurnHints(NamedTuple):
     expected_s: float | None = None
     ignored: int = 0
     who: Identity = NOBODY
+    kv_hints: tuple[KvHint, ...] = ()
 
 
 def read_hints(

@@ -34,7 +34,7 @@ def _processor_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_memory, "measure_flops", lambda *_: 0.0)
 
 
-ACTS = {"turn": 70, "abort": 10, "fail_copy": 8, "fail_store": 7, "reset": 5}
+ACTS = {"turn": 70, "abort": 10, "fail_copy": 8, "fail_store": 7, "reset": 5, "hint": 12}
 
 
 def watch_the_order(rig: Rig) -> None:

@@ -160,6 +160,15 @@ class EvictionOrder(ABC):
         them. The caller need not compute their keys again."""
         return ()
 
+    def private(self, keys: Sequence[PageKey], mine: Callable[[Hashable], bool]) -> list[PageKey]:
+        """Return the pages among ``keys`` that no context of another job has, as far as the rule
+        knows, in the same order.
+
+        Args:
+            mine: returns True for the jobs that do not count as others.
+        """
+        return list(keys)
+
     def stretches(self, keys: Sequence[PageKey]) -> list[list[PageKey]]:
         """Split pages into stretches that are contiguous in a context, in context order. Pages
         whose context is not known are left out.

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import OrderId
@@ -43,6 +44,18 @@ class PrefixSketch:
         )
 
 
+class Retention(NamedTuple):
+    """Key of a retained context in the eviction order, where jobs have their own.
+
+    Attributes:
+        job: the job whose context is retained; the name is empty if only pages were named.
+        last: last retained page if only pages were named; empty for a job.
+    """
+
+    job: JobKey
+    last: bytes = b""
+
+
 @dataclass(slots=True)
 class OpenGap:
     """A job whose last turn ended. Written by ``turn_ends``.
@@ -57,8 +70,11 @@ class OpenGap:
         sketch: sketch of the context.
         save: order after which all pages are in CPU memory; None if they already are.
         since: when the turn ended, seconds on the scheduler's clock.
-        news_at: when the gap was last decided: at its start, or when the first of the job's
-            children started, or the last one ended. The decision's times count from then.
+        news_at: when the gap was last decided: at its start, when the first of the job's children
+            started or the last one ended, or when a client revised it. The decision's times count
+            from then.
+        learned: the end, and the time, from which the policy learns the gap's length, if a client
+            revised the gap. A client's news must not be learned as a shorter gap.
         children: jobs that started in this gap as children of this job, and have not ended.
         unread: True while the tool call is being read.
         saved: True if the context has pages outside VRAM.
@@ -80,6 +96,7 @@ class OpenGap:
     children: set[JobKey] = field(default_factory=set)
     pinned: int = 0
     sent_down: int = 0
+    learned: tuple[TurnEnd, float] | None = None
 
 
 class OpenGaps:

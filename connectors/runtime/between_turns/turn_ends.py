@@ -133,6 +133,8 @@ class PrefetchQueue:
         return taken
 
 
+TOOL_OVER = ToolUse(path=("(tool over)",), rule=Rule(median_s=0.5, sigma=1.5))
+"""The rest of a gap after the client reported that the tool has ended."""
 CHILDREN_OVER = ToolUse(path=("(sub-agents over)",), rule=Rule(median_s=0.5, sigma=1.5))
 """The rest of a gap after the last child ended: the client sends the parent's next turn at once."""
 
@@ -206,7 +208,25 @@ class KvPlacement:
         if gap is None:
             return None
         gap.unread = False
+        if gap.learned is not None:  # the client's news is later than the tool call
+            gap.learned = replace(gap.learned[0], tool=tool), gap.learned[1]
+            return gap
         self._decide_again(gap, while_children_run(tool) if gap.children else tool)
+        return gap
+
+    def on_news(self, job: JobKey, rest: ToolUse) -> OpenGap | None:
+        """Decide again because the client has revised the job's gap. Returns the gap; None if the
+        job has none.
+
+        Args:
+            rest: the rest of the gap, from now on.
+        """
+        gap = self._gaps.get(job)
+        if gap is None:
+            return None
+        gap.learned = gap.learned or (gap.end, gap.news_at)
+        gap.news_at = self._clock()
+        self._decide_again(gap, rest)
         return gap
 
     def on_child_began(self, parent: JobKey, child: JobKey) -> OpenGap | None:
@@ -219,7 +239,7 @@ class KvPlacement:
         gap.children.add(child)
         if not first or gap.unread:
             return None
-        gap.news_at = self._clock()
+        gap.news_at, gap.learned = self._clock(), None
         self._decide_again(gap, while_children_run(gap.end.tool))
         return gap
 
@@ -233,11 +253,15 @@ class KvPlacement:
         if gap.children or gap.unread:
             return None
         now = self._clock()
-        if not gap.end.aborted:
-            self._policy.observe(gap.end, now - gap.news_at, ended=True)
-        gap.news_at = now
+        self._learn(gap, now, ended=True)
+        gap.news_at, gap.learned = now, None
         self._decide_again(gap, CHILDREN_OVER)
         return gap
+
+    def _learn(self, gap: OpenGap, now: float, *, ended: bool) -> None:
+        end, since = gap.learned or (gap.end, gap.news_at)
+        if not end.aborted:  # after an abort, the next turn is a client's retry
+            self._policy.observe(end, now - since, ended=ended)
 
     def _decide_again(self, gap: OpenGap, tool: ToolUse) -> None:
         gap.end = replace(gap.end, tool=tool)
@@ -280,10 +304,9 @@ class KvPlacement:
         gap = self._gaps.close(job)
         if gap is None:
             return None
-        gap_s = self._clock() - gap.news_at
-        if not gap.end.aborted:  # after an abort, the next turn is a client's retry
-            self._policy.observe(gap.end, gap_s, ended=ended)
-        return gap, gap_s
+        now = self._clock()
+        self._learn(gap, now, ended=ended)
+        return gap, now - gap.news_at
 
     def forget_pages(self) -> None:
         """Forget all pages after a cache reset. The gaps stay open."""
@@ -318,6 +341,8 @@ class TurnEnds:
         open: open gaps of jobs.
         prefetch: contexts in lower tiers that are to be promoted in time.
         decided: recent final decisions.
+        at_end: by job, what to do once when the last of its running turns has ended, before that
+            turn is reported.
     """
 
     def __init__(
@@ -334,6 +359,7 @@ class TurnEnds:
         self.open = gaps
         self.prefetch = PrefetchQueue()
         self.decided = RecentDecisions()
+        self.at_end: dict[JobKey, list[Callable[[Turn], None]]] = {}
         self._facts = engine.facts
         self._lineage = Lineage(engine.facts.hash_tokens)
         self._policy, self._pages = deps.policy, pages
@@ -472,6 +498,9 @@ class TurnEnds:
                 self._on_answered(job, pages)
         if not away and has_kv:
             self._pages.tiers.share(pages[: self._found_by_others(turn)], self._while_saving(save))
+        if job is not None and not job.running:
+            for act in self.at_end.pop(job.key, ()):
+                act(turn)
         return self._log.turn(turn, gap)
 
     def _found_by_others(self, turn: Turn) -> int:
@@ -494,7 +523,7 @@ class TurnEnds:
             return self._pin(job, turn, gap, min(PROVISIONAL_S, decision.ttl_s or PROVISIONAL_S))
         if decision.tier is Tier.PIN:
             return self._pin(job, turn, gap, decision.ttl_s)
-        self._pins.release(job.key, PinEnd.REVISED)
+        self._pins.revoke(job.key, self._clock())
         self._send_down(gap)
         return 0
 
@@ -570,7 +599,7 @@ class TurnEnds:
             value = pin_value(made.forecast, gap.costs, made.ttl_s)
             self._pins.revise(job, gap.news_at + made.ttl_s, value)
         else:
-            self._pins.release(job, PinEnd.REVISED)
+            self._pins.revoke(job, self._clock())
             self._send_down(gap)
 
     def _on_answered(self, job: Job, pages: Sequence[PageKey]) -> None:
@@ -590,8 +619,37 @@ class TurnEnds:
         if parent is None or gap is None:
             return
         self._carry_out_again(parent, gap)
-        if parent not in self._pins and self._pages.book.stores:
-            self.prefetch.expect(parent, self._clock(), self._placement.pages(gap))
+        self._expect_now(parent, gap)
+
+    # -- hints ------------------------------------------------------------------------
+
+    def pages_of(self, job: JobKey) -> Sequence[PageKey]:
+        """Pages of a job's last context, as far as they are known."""
+        gap = self.open.get(job)
+        return self._placement.pages(gap) if gap is not None else self._pages.order.context(job)
+
+    def revise_gap(self, job: JobKey, rest: ToolUse) -> OpenGap | None:
+        """Decide again where a job's KV waits for the ``rest`` of its gap. Returns the gap; None if
+        the job has none."""
+        gap = self._placement.on_news(job, rest)
+        if gap is None:
+            return None
+        self._carry_out_again(job, gap)
+        if rest is TOOL_OVER:
+            self._expect_now(job, gap)
+        return gap
+
+    def end_job(self, job: Job) -> None:
+        """Finish a job between turns, as if its client had declared its last turn the last one."""
+        self.give_up(job.key, StoryEnd.OVER)
+        self._known.forget(job.key)
+        self._lineage.forget(job.key)
+        self._child_over(job)
+        self.jobs.end(job)
+
+    def _expect_now(self, job: JobKey, gap: OpenGap) -> None:
+        if job not in self._pins and self._pages.book.stores:
+            self.prefetch.expect(job, self._clock(), self._placement.pages(gap))
 
     def _while_saving(self, save: OrderId | None) -> OrderId | None:
         """Return the save if it is unfinished, None otherwise."""

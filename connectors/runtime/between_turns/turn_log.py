@@ -34,7 +34,7 @@ from tiered_kv.trace.turn_record import (
     WouldHave,
 )
 
-from .open_gaps import OpenGap, OpenGaps
+from .open_gaps import OpenGap, OpenGaps, Retention
 
 
 @dataclass(slots=True)
@@ -148,7 +148,8 @@ class TurnTrace:
         """Count evictions from a tier in the records of the jobs that the pages belong to. O(1) per
         page."""
         for key in keys:
-            story = self._open.get(self._waits_for(key))
+            job = self._waits_for(key)
+            story = self._open.get(job.job if isinstance(job, Retention) else job)
             if story is not None:
                 story.evicted[tier] = story.evicted.get(tier, 0) + 1
 

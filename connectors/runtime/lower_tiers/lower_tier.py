@@ -132,6 +132,7 @@ class LowerTier:
         self._expedited = Outbox[OrderId]()
         self._fingerprints = Outbox[bytes]()  # fingerprint since the last reset
         self._lost = Outbox[PageKey]()
+        self._released = Outbox[PageKey]()
         self._invalidated = Outbox[OrderId]()
         self._reclaims = Reclaims(self.pages.index, facts.ranks, chance, clock)
 
@@ -139,7 +140,8 @@ class LowerTier:
     def outboxes(self) -> tuple[Sized, ...]:
         """All unsent orders, by type. The objects stay the same for the tier's lifetime."""
         orders = self._demotes, self._promotes, self._lookups, self._expedited, self._lost
-        return *orders, self._invalidated, self._fingerprints, self._reclaims.unsent
+        others = self._released, self._invalidated, self._fingerprints, self._reclaims.unsent
+        return *orders, *others
 
     @property
     def has_more(self) -> bool:
@@ -155,6 +157,7 @@ class LowerTier:
             lookups=self._lookups.take(),
             fingerprint=next(iter(self._fingerprints.take()), None),
             lost=self._lost.take(),
+            released=self._released.take(),
             reclaims=self._reclaims.take(),
             invalidated=self._invalidated.take(),
             expedited=self._expedited.take(),
@@ -390,6 +393,13 @@ class LowerTier:
             if report.proposal is not None:
                 self._reclaims.answer(rank, report.proposal)
 
+    def forget(self, keys: Sequence[PageKey]) -> None:
+        """Forget pages that no job needs any more, none of which is being demoted, and let the
+        stores forget them."""
+        mine = self._mine(keys)
+        self.pages.index.discard(mine)
+        self._released += mine
+
     def invalidate(self, saves: Iterable[OrderId]) -> None:
         """Exclude the slots of these saves from flushes, because their content may be invalid."""
         self._invalidated += saves
@@ -428,6 +438,7 @@ class LowerTier:
             self._book.cancel(order)
         for outbox in self._demotes, self._promotes, self._lookups, self._expedited, self._lost:
             outbox.clear()
+        self._released.clear()
         self._backlog.clear()
         self._reclaims.clear()
         self._fingerprints[:] = [fingerprint]

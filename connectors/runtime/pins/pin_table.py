@@ -26,11 +26,24 @@ from tiered_kv.trace.turn_record import PinEnd
 _ID = attrgetter("block_id")
 
 
+class Lease(NamedTuple):
+    """A time for which a hint keeps a job's pin, whatever is decided meanwhile.
+
+    Attributes:
+        until: end of the lease, seconds on the scheduler half's clock.
+        value: value of the pin while only the lease keeps it.
+    """
+
+    until: float
+    value: PinValue
+
+
 @dataclass(slots=True)
 class _Pin:
     blocks: list[Block]
     deadline: float
     view: PinView
+    lease: Lease | None = None
 
 
 class PinFacts(NamedTuple):
@@ -38,7 +51,8 @@ class PinFacts(NamedTuple):
 
     Attributes:
         blocks: number of blocks that the pin holds.
-        deadline: seconds on the scheduler half's clock; infinite while the job's turn is queued.
+        deadline: seconds on the scheduler half's clock, lease included; infinite while the job's
+            turn is queued.
     """
 
     blocks: int
@@ -78,7 +92,10 @@ class PinTable:
     def look(self, job: JobKey) -> PinFacts | None:
         """Return the size and deadline of a job's pin; None if the job has no pin."""
         pin = self._pins.get(job)
-        return PinFacts(len(pin.blocks), pin.deadline) if pin is not None else None
+        if pin is None:
+            return None
+        until = pin.deadline if pin.lease is None else max(pin.deadline, pin.lease.until)
+        return PinFacts(len(pin.blocks), until)
 
     def blocks(self) -> dict[JobKey, int]:
         """Number of blocks of each pin."""
@@ -112,15 +129,56 @@ class PinTable:
         kept = self._within_budget(blocks)
         if not kept or (whole and len(kept) < len(blocks)):
             return 0
-        self._pool.hold(kept)
-        held = self._held
-        ids = dict.fromkeys(map(_ID, kept), 1)
-        if not held.keys().isdisjoint(ids):
-            ids.update([(one, held[one] + 1) for one in ids.keys() & held.keys()])
-        held.update(ids)
+        self._hold(kept)
         self._pins[job] = _Pin(kept, deadline, PinView(value, len(kept), started_at))
         self._next_deadline = min(self._next_deadline, deadline)
         return len(kept)
+
+    def _hold(self, blocks: Sequence[Block]) -> None:
+        self._pool.hold(blocks)
+        held = self._held
+        ids = dict.fromkeys(map(_ID, blocks), 1)
+        if not held.keys().isdisjoint(ids):
+            ids.update([(one, held[one] + 1) for one in ids.keys() & held.keys()])
+        held.update(ids)
+
+    def lease(self, job: JobKey, blocks: Sequence[Block], lease: Lease, started_at: float) -> int:
+        """Pin a job's blocks until the end of the lease, or extend its pin: by the blocks that it
+        lacks, and to that time. Arguments and result as for ``pin``."""
+        pin = self._pins.get(job)
+        if pin is None:
+            self.pin(job, blocks, lease.until, started_at, lease.value)
+            pin = self._pins.get(job)
+        else:
+            mine = set(map(_ID, pin.blocks))
+            more = self._within_budget([one for one in blocks if one.block_id not in mine])
+            self._hold(more)
+            pin.blocks += more
+            pin.view = replace(pin.view, blocks=len(pin.blocks))
+        if pin is None:
+            return 0
+        if pin.lease is None or pin.lease.until < lease.until:
+            pin.lease = lease
+        return len(pin.blocks)
+
+    def leased_blocks(self, salt: str, *, besides: JobKey) -> int:
+        """Number of blocks of the pins with a lease whose jobs have this salt, except one job's."""
+        leased = (job for job, pin in self._pins.items() if pin.lease is not None)
+        jobs = [job for job in leased if job.salt == salt and job != besides]
+        return sum(len(self._pins[job].blocks) for job in jobs)
+
+    def revoke(self, job: JobKey, now: float) -> None:
+        """Release a job's pin because the decision for it has changed, unless a lease keeps it."""
+        if not self._falls_back(job, now):
+            self.release(job, PinEnd.REVISED)
+
+    def _falls_back(self, job: JobKey, now: float) -> bool:
+        """True if only its lease keeps the job's pin from now on."""
+        pin = self._pins.get(job)
+        if pin is None or pin.lease is None or pin.lease.until <= now:
+            return False
+        self.revise(job, *pin.lease)
+        return True
 
     def _within_budget(self, blocks: Sequence[Block]) -> list[Block]:
         room, held = self.budget - len(self._held), self._held
@@ -164,12 +222,14 @@ class PinTable:
         return True
 
     def expire(self, now: float) -> int:
-        """Release every pin whose deadline has passed. Returns their number."""
+        """Release every pin whose deadline has passed, lease included. Returns the number of passed
+        deadlines."""
         if now < self._next_deadline:
             return 0
         late = [job for job, pin in self._pins.items() if pin.deadline <= now]
         for job in late:
-            self.release(job, PinEnd.EXPIRED)
+            if not self._falls_back(job, now):
+                self.release(job, PinEnd.EXPIRED)
         self._next_deadline = min(
             (pin.deadline for pin in self._pins.values()), default=float("inf")
         )

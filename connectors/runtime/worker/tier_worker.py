@@ -112,6 +112,12 @@ class TierWorker:
                 self._bundles[first] = [page for page in pages if page[1] not in invalid]
         if orders.lost:
             self.io.drop(orders.lost)
+        if orders.released:
+            self.io.drop(orders.released)
+            released = frozenset(orders.released)
+            self._holds = {at: page for at, page in self._holds.items() if page[0] not in released}
+            for first, pages in self._bundles.items():
+                self._bundles[first] = [page for page in pages if page[0] not in released]
         if (dying := orders.reclaims.get(self._site.rank)) is not None:
             self.io.reclaim(dying.segment, dying.survivors)
         for lookup in orders.lookups:

@@ -1,0 +1,743 @@
+"""KV hints, carried out: pages are retained, pinned, prefetched, demoted or released, gaps revised.
+
+A hint acts only on jobs and pages of its caller's scope, and its result tells only of these. Page
+keys cover the cache salt, so no two scopes have a page in common. Work on many pages is divided
+into portions, one per step, and a hint that has to wait is continued in later steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+from tiered_kv.connectors.runtime.between_turns.open_gaps import Retention
+from tiered_kv.connectors.runtime.between_turns.turn_ends import TOOL_OVER
+from tiered_kv.connectors.runtime.pins.pin_table import Lease
+from tiered_kv.connectors.runtime.snapshots.context_pages import ContextNames, context_pages
+from tiered_kv.keys import DIGEST_BYTES, PageKey
+from tiered_kv.metrics import hint_event
+from tiered_kv.policies.base import MAX_SALT_CHARS, JobKey, Tier, ToolUse, job_scope
+from tiered_kv.policies.jobs.kv_hints import HintResult, Intent, KvHint, Outcome, Target
+from tiered_kv.policies.pins.release_order import PinState, PinValue, pin_value
+from tiered_kv.trace.turn_record import PinEnd
+
+from .base import Block
+from .build import GapGroup
+from .dependencies import Dependencies
+from .engine_state import EngineState
+from .hook_guard import HookErrors
+from .job_table import Job
+from .parts import AdmissionGroup, Pages
+from .turn import Turn
+
+PAGES_A_STEP = 512
+"""Number of pages that all hints together handle in a step, which takes a few milliseconds."""
+SEARCHED_PER_PAGE = 32
+"""Number of keys that are compared with block hashes in the time of handling one page."""
+HINTS_A_STEP = 64
+"""Number of unfinished hints that are continued in a step."""
+MOST_HINTS = 4096
+"""Maximum number of retentions, of unfinished hints, and of jobs whose hints wait for the end of a
+turn."""
+MOST_OF_A_JOB = 16
+"""Maximum number of hints that wait for the end of a job's turn."""
+TOKENS_AT_ONCE, MOST_TOKENS = 4096, 1 << 20
+"""Length of a token prefix that is hashed immediately, and of one that is hashed at all, on another
+thread."""
+MOST_NAMED = 16
+"""Maximum number of token prefixes that are hashed or wait for it."""
+TTL_S = 300.0
+"""Default duration of a retention or a pin, seconds."""
+LONGEST_RETENTION_S, LONGEST_PIN_S = 86_400.0, 600.0
+RETAINED_SHARE, RETAINED_SHARE_OF_SCOPE = 2, 4
+"""One slot of CPU memory in this many may be retained, in total and for one scope."""
+LEASED_SHARE_OF_SCOPE = 2
+"""One block of the pin budget in this many may be pinned by the hints of one scope."""
+PREFETCHED_SHARE = 2
+"""One slot of CPU memory in this many may be reserved for promotions while a hint orders more."""
+MOST_PRIORITY = 4.0
+"""Factor on the worth of pages that are retained with priority 1; its inverse applies with -1."""
+LOOKUP_S = 0.5
+"""Time for a store to answer a lookup, seconds."""
+PATIENCE_S, EAGER_S = 60.0, 5.0
+"""Longest wait for pages in use, and the time for which an otherwise idle engine keeps stepping for
+a hint that waits for copies, seconds."""
+AGAIN_S = 0.25
+"""Seconds between two attempts while pages are in use by running requests."""
+
+LEAST_REST_S = 0.05
+"""Shortest rest of a gap that is forecast, seconds."""
+
+_NOT_FOUND = "There is no such job, and there are no such pages."
+_AT_TURN_END = (Intent.RETAIN, Intent.PIN, Intent.DEMOTE, Intent.RELEASE)
+
+Carrying: TypeAlias = Generator[bool, None, HintResult]
+"""A hint being carried out. It yields where it goes on in a later step: True if an idle engine
+should make one for it."""
+_Item = TypeVar("_Item")
+
+
+class _Refused(Exception):
+    """Ends a hint."""
+
+    def __init__(self, outcome: Outcome, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Until:
+    """Forecast of a retention: its pages are needed at any time until it ends."""
+
+    ttl_s: float
+
+    def within(self, t: float) -> float:
+        return min(1.0, max(0.0, t / self.ttl_s))
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Pages that a hint is about.
+
+    Attributes:
+        salt: scope of the pages.
+        job: the job whose context they are; None if the pages themselves were named.
+        ended: the job's turn that has just ended, whose blocks are still allocated; None between
+            turns.
+    """
+
+    salt: str
+    pages: Sequence[PageKey]
+    job: Job | None = None
+    ended: Turn | None = None
+
+    def is_mine(self, owner: Hashable) -> bool:
+        """True if an owner of pages does not count as another one."""
+        key = owner.job if isinstance(owner, Retention) else owner
+        assert isinstance(key, JobKey)
+        return key.salt == self.salt if self.job is None else owner == self.job.key
+
+
+@dataclass(slots=True)
+class _Work:
+    hint: KvHint
+    steps: Carrying
+    report: Callable[[HintResult], None]
+    eager: bool = True
+
+
+@dataclass(slots=True)
+class _Retained:
+    pages: int
+    until: float
+
+
+class HintActions:
+    """Carries hints out. One thread, the scheduler's.
+
+    Attributes:
+        works: unfinished hints.
+        retained: retentions by their key in the eviction order.
+    """
+
+    def __init__(
+        self,
+        deps: Dependencies,
+        engine: EngineState,
+        pages: Pages,
+        admission: AdmissionGroup,
+        gaps: GapGroup,
+        errors: HookErrors,
+    ) -> None:
+        self.works: deque[_Work] = deque()
+        self.retained: dict[Retention, _Retained] = {}
+        self._observes = deps.config.observes
+        self._facts = engine.facts
+        self._counters = engine.counters
+        self._pool = engine.pool
+        self._turns = engine.turns.by_id
+        self._clock = engine.clock
+        self._pages = pages
+        self._index = pages.index
+        self._order = pages.order
+        self._pins = admission.pins
+        self._boundaries = admission.boundaries
+        self._manager = gaps.manager
+        self._costs = gaps.costs
+        self._log = gaps.log
+        self._group_of = deps.fingerprints.group_of
+        self._errors = errors
+        self._names = ContextNames(engine.facts, pages.names, deps.make_request)
+        self._thread: ThreadPoolExecutor | None = None
+        self._named = 0  # token prefixes on the thread
+        self._left = PAGES_A_STEP
+        self._acts: dict[Intent, Callable[[KvHint, _Found], HintResult | Carrying]] = {
+            Intent.RETAIN: self._retain,
+            Intent.PIN: self._pin,
+            Intent.PREFETCH: self._prefetch,
+            Intent.DEMOTE: self._demote,
+            Intent.RELEASE: self._release,
+            Intent.REVISE: self._revise,
+        }
+
+    # -- hints in, results out ------------------------------------------------------------
+
+    def carry_out(
+        self, scope: str | None, hints: Sequence[KvHint], request_id: str | None = None
+    ) -> list[HintResult]:
+        """Carry hints out as far as possible now. Never raises.
+
+        Args:
+            scope: job scope of the caller (``job_scope``); None for an operator, who may name any
+                job.
+            request_id: the request that carries the hints, if one does. Its turn keeps the results,
+                and those of deferred hints once they are known.
+
+        Returns:
+            The result of each hint. A deferred hint is counted again with its final outcome.
+        """
+        turn = self._turns.get(request_id) if request_id is not None else None
+        results = turn.hint_results if turn is not None else []
+        start = len(results)
+        for at, hint in enumerate(hints, start):
+            results.append(_result(hint, Outcome.DEFERRED))
+            report = partial(results.__setitem__, at)
+            try:
+                result = self._begin(scope, hint, turn, report)
+            except Exception as error:
+                result = self._failed(hint, error)
+            self._count(result)
+            results[at] = result
+        return results[start:]
+
+    def _begin(
+        self,
+        scope: str | None,
+        hint: KvHint,
+        turn: Turn | None,
+        report: Callable[[HintResult], None],
+    ) -> HintResult:
+        if self._observes:
+            raise _Refused(Outcome.REJECTED, "In observe mode no KV is moved.")
+        job = self._job_of(scope, hint.target, turn)
+        if job is None or not job.running or hint.intent not in _AT_TURN_END:
+            finding = self._find(scope, hint, job, turn)
+            return self._start(_Work(hint, self._carry(hint, finding), report))
+        at_end = self._manager.at_end
+        waiting = at_end.get(job.key, [])
+        if len(waiting) >= MOST_OF_A_JOB or len(at_end) >= MOST_HINTS:
+            raise _Refused(Outcome.REJECTED, "Too many hints wait for the end of a turn.")
+        at_end[job.key] = [*waiting, partial(self._at_turn_end, job, hint, report)]
+        if hint.intent is Intent.RELEASE:
+            job.over = True
+        return _result(hint, Outcome.DEFERRED, "It is carried out when the job's turn ends.")
+
+    def _at_turn_end(
+        self, job: Job, hint: KvHint, report: Callable[[HintResult], None], turn: Turn
+    ) -> None:
+        """Carry out a hint that waited for the end of a job's turn."""
+        pages = turn.save.pages or self._manager.pages_of(job.key)
+        found = _Found(job.key.salt, pages, job, turn if turn.has_kv else None)
+        result = self._start(_Work(hint, self._carry(hint, found), report))
+        self._count(result)
+        report(result)
+
+    def _start(self, work: _Work) -> HintResult:
+        if len(self.works) >= MOST_HINTS:
+            raise _Refused(Outcome.REJECTED, "Too many hints are being carried out.")
+        result = self._go_on(work)
+        if result is None:
+            self.works.append(work)
+            result = _result(work.hint, Outcome.DEFERRED, "It is being carried out.")
+        return result
+
+    def _go_on(self, work: _Work) -> HintResult | None:
+        """Continue a hint. Returns its result; None if it is unfinished."""
+        try:
+            work.eager = next(work.steps)
+        except StopIteration as done:
+            result: HintResult = done.value
+            return result
+        except Exception as error:
+            return self._failed(work.hint, error)
+        return None
+
+    def _failed(self, hint: KvHint, error: Exception) -> HintResult:
+        if isinstance(error, _Refused):
+            return _result(hint, error.outcome, str(error))
+        self._errors.add("a KV hint", "it is rejected")
+        return _result(hint, Outcome.REJECTED, "It failed; see the engine's log.")
+
+    def _count(self, result: HintResult) -> None:
+        assert result.intent is not None
+        self._counters.add(hint_event(result.intent.value, result.outcome.value))
+
+    def advance(self) -> None:
+        """Continue unfinished hints, as far as a step allows."""
+        self._left = PAGES_A_STEP
+        for _ in range(min(len(self.works), HINTS_A_STEP)):
+            if not self._left:
+                break
+            work = self.works.popleft()
+            result = self._go_on(work)
+            if result is None:
+                self.works.append(work)
+            else:
+                self._count(result)
+                work.report(result)
+
+    @property
+    def needs_steps(self) -> bool:
+        """True if an otherwise idle engine should make a step for an unfinished hint."""
+        return any(work.eager for work in self.works)
+
+    def poll(self) -> None:
+        """End the retentions whose time is over."""
+        now = self._clock()
+        for key in [key for key, one in self.retained.items() if one.until <= now]:
+            self._end_retention(key)
+
+    def reset(self) -> None:
+        """Drop every retention and unfinished hint: existing KV is invalid."""
+        for key in [*self.retained]:
+            self._end_retention(key)
+        works, self.works = self.works, deque()
+        for work in works:
+            work.steps.close()
+            result = _result(work.hint, Outcome.REJECTED, "The cache was reset meanwhile.")
+            self._count(result)
+            work.report(result)
+
+    def close(self) -> None:
+        """Stop the thread. Idempotent."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    # -- targets ----------------------------------------------------------------------------
+
+    def _job_of(self, scope: str | None, target: Target, turn: Turn | None) -> Job | None:
+        """The job that a hint names; None if it names pages."""
+        jobs = self._manager.jobs
+        found: Sequence[Job | None]
+        if target.own:
+            found = [turn.job if turn is not None else None]
+        elif target.number is not None:
+            after = jobs.after(target.number - 1, 1) if scope is None else ()
+            found = [job for job in after if job.number == target.number]
+        elif target.job is None:
+            return None
+        elif scope is not None:
+            found = [jobs.get(JobKey(scope, target.job))]
+        else:
+            found = jobs.named(target.job, 2)
+        if len(found) > 1:
+            reason = "Several jobs have this id, under different salts: name the job's number."
+            raise _Refused(Outcome.REJECTED, reason)
+        if not found or found[0] is None:
+            raise _Refused(Outcome.MISSING, _NOT_FOUND)
+        return found[0]
+
+    def _find(
+        self, scope: str | None, hint: KvHint, job: Job | None, turn: Turn | None
+    ) -> Generator[bool, None, _Found]:
+        """Find the pages of a hint."""
+        target = hint.target
+        if job is not None:
+            return _Found(job.key.salt, self._manager.pages_of(job.key), job)
+        if hint.intent is Intent.REVISE:
+            raise _Refused(Outcome.REJECTED, "A gap is named by its job.")
+        if target.tokens:
+            salt = turn.request.cache_salt if turn is not None else scope or None
+            pages = yield from self._hashed(target.tokens, salt)
+            if hint.intent is not Intent.PREFETCH:  # stores that are queried may have any page
+                pages = yield from self._existing(pages)
+            found = _Found(job_scope(salt), pages)
+        else:
+            found = yield from self._search(scope, hint)
+        if not found.pages:
+            raise _Refused(Outcome.MISSING, _NOT_FOUND)
+        return found
+
+    def _hashed(
+        self, tokens: Sequence[int], salt: str | None
+    ) -> Generator[bool, None, Sequence[PageKey]]:
+        """Pages of the whole blocks of a token prefix, as the base model has them."""
+        if salt is not None and len(salt) > MAX_SALT_CHARS:
+            raise _Refused(Outcome.REJECTED, "The cache salt is too long: name a job instead.")
+        tokens = tokens[: len(tokens) // self._facts.block_size * self._facts.block_size]
+        if not tokens or not self._index.num_slots:
+            return ()
+        if len(tokens) <= TOKENS_AT_ONCE:
+            named = self._names.name(tokens, salt)
+        else:
+            if len(tokens) > MOST_TOKENS or self._named >= MOST_NAMED:
+                reason = "The token prefix is too long, or too many are being hashed: name a job."
+                raise _Refused(Outcome.REJECTED, reason)
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "tiered-kv-hints")
+            naming = self._thread.submit(self._names.name, tokens, salt)
+            self._named += 1
+            try:
+                while not naming.done():
+                    yield True
+            finally:
+                self._named -= 1
+                naming.cancel()
+            named = naming.result()
+        return [page.key for page in context_pages(named, self._facts)]
+
+    def _existing(self, pages: Sequence[PageKey]) -> Generator[bool, None, Sequence[PageKey]]:
+        """The pages up to the last one that some tier has."""
+        at = last = 0
+        for part in self._portions(pages):
+            if not part:
+                yield True
+            for key in part:
+                at += 1
+                if self._is_outside(key) or self._in_vram(key) is not None:
+                    last = at
+        return pages[:last]
+
+    def _search(self, scope: str | None, hint: KvHint) -> Generator[bool, None, _Found]:
+        """The pages with given block hashes in the contexts of the scope's jobs between turns.
+
+        Hints that need whole prefixes get the longest one. A hash of 8 bytes is the end of a longer
+        one, as vLLM's events have it.
+        """
+        wanted = {one[-8:]: one for one in hint.target.hashes if len(one) >= 8}
+        whole = hint.intent not in (Intent.DEMOTE, Intent.RELEASE)
+        best, named = _Found("", ()), dict[PageKey, None]()
+        for job in self._manager.open.jobs() if wanted else ():
+            if scope is not None and job.salt != scope:
+                continue
+            if named and job.salt != best.salt:  # an operator's hashes of one scope
+                continue
+            pages = self._order.context(job)
+            last = 0
+            for at in range(0, len(pages), PAGES_A_STEP):
+                if not self._left:
+                    yield True
+                part = pages[at : at + PAGES_A_STEP]
+                self._left = max(0, self._left - 1 - len(part) // SEARCHED_PER_PAGE)
+                for place, key in enumerate(part, at + 1):
+                    one = wanted.get(key[-8:])
+                    if one is not None and key[DIGEST_BYTES:].endswith(one):
+                        named[key], last = None, place
+            if last > len(best.pages):
+                best = _Found(job.salt, pages[:last])
+            if len(named) >= len(wanted):
+                break
+        return best if whole else _Found(best.salt, [*named])
+
+    # -- helpers ----------------------------------------------------------------------------
+
+    def _portions(self, items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
+        """Divide work into what steps allow. An empty portion means that no more is allowed now."""
+        at = 0
+        while at < len(items):
+            part = items[at : at + self._left]
+            self._left -= len(part)
+            at += len(part)
+            yield part
+
+    def _in_vram(self, key: PageKey) -> Block | None:
+        group = self._group_of(key)
+        return None if group is None else self._pool.cached(key[DIGEST_BYTES:], group)
+
+    def _is_below(self, key: PageKey) -> bool:
+        return any(key in tier.pages.index for tier in self._pages.tiers.own)
+
+    def _is_outside(self, key: PageKey) -> bool:
+        """True if CPU memory or a lower tier has the page, or is about to."""
+        state = self._index.state(key)
+        tiers = self._pages.tiers.values()
+        return state.readable or state.moving or any(key in tier.pages.index for tier in tiers)
+
+    def _is_demoting(self, key: PageKey) -> bool:
+        return any(key in tier.pages.demoting for tier in self._pages.tiers.values())
+
+    def _end_retention(self, key: Retention) -> None:
+        if self.retained.pop(key, None) is not None:
+            self._order.on_job_ended(key)
+
+    # -- intents ----------------------------------------------------------------------------
+
+    def _carry(self, hint: KvHint, finding: _Found | Generator[bool, None, _Found]) -> Carrying:
+        found = finding if isinstance(finding, _Found) else (yield from finding)
+        made = self._acts[hint.intent](hint, found)
+        return made if isinstance(made, HintResult) else (yield from made)
+
+    def _retain(self, hint: KvHint, found: _Found) -> HintResult:
+        """Enter the pages into the eviction order as one more context, which is sure to be needed
+        before the retention ends."""
+        slots, now = self._index.num_slots, self._clock()
+        if not self._order.by_context or not slots:
+            reason = "Retention needs CPU memory, and TIERED_KV_EVICTION=worth."
+            raise _Refused(Outcome.REJECTED, reason)
+        if not found.pages:
+            raise _Refused(Outcome.MISSING, "No pages of this job are known.")
+        ttl_s, clipped = _ttl(hint, LONGEST_RETENTION_S)
+        job = found.job
+        key = Retention(job.key) if job else Retention(JobKey(found.salt, ""), found.pages[-1])
+        others = {one: held for one, held in self.retained.items() if one != key}
+        mine = sum(held.pages for one, held in others.items() if one.job.salt == found.salt)
+        room = slots // RETAINED_SHARE - sum(held.pages for held in others.values())
+        room = min(room, slots // RETAINED_SHARE_OF_SCOPE - mine)
+        if room <= 0 or len(others) >= MOST_HINTS:
+            raise _Refused(Outcome.REJECTED, "The space for retained pages is used up.")
+        pages = found.pages[:room]
+        factor = MOST_PRIORITY ** min(1.0, max(-1.0, hint.priority))
+        page_s = self._costs.costs(len(pages) * self._facts.block_size).recompute_s / len(pages)
+        self.retained[key] = _Retained(len(pages), now + ttl_s)
+        self._order.on_gap_begun(key, pages, _Until(ttl_s), now, page_s * factor)
+        if len(pages) < len(found.pages):
+            reason = f"Only the first {len(pages)} pages: the space for retained pages is used up."
+            return _result(hint, Outcome.CLIPPED, reason, len(pages), ttl_s)
+        return _timed(hint, len(pages), ttl_s, clipped=clipped)
+
+    def _pin(self, hint: KvHint, found: _Found) -> Carrying:
+        """Lease the job's pin, or pin the leading pages whose blocks are still in VRAM."""
+        pins, now, job = self._pins, self._clock(), found.job
+        ttl_s, clipped = _ttl(hint, LONGEST_PIN_S)
+        key = JobKey(found.salt, f"(pages to {found.pages[-1].hex()})") if not job else job.key
+        gap, held = self._manager.open.get(key), pins.look(key)
+        value = pin_value(gap.decision.forecast, gap.costs, ttl_s) if gap else None
+        # Other requests never wait for a pin that only a hint keeps.
+        lease = Lease(now + ttl_s, PinValue(PinState.HELD, value.saves_s if value else 0.0))
+        started_at = job.started_at if job is not None else now
+        most = pins.budget // LEASED_SHARE_OF_SCOPE - pins.leased_blocks(found.salt, besides=key)
+        if most < max(1, held.blocks if held is not None else 0):
+            raise _Refused(Outcome.REJECTED, "The scope's share of the pin budget is used up.")
+        wanted = pinned = 0
+        if found.ended is not None:
+            blocks = self._boundaries.of(found.ended)
+            wanted = len(blocks)
+            if wanted <= most or not self._facts.narrow:
+                pinned = pins.lease(key, blocks[:most], lease, started_at)
+        else:
+            wanted = pinned = pins.lease(key, (), lease, started_at)
+            # Of other models the blocks at the end of the prompt are needed, and not known now.
+            pages = () if self._facts.narrow else found.pages
+            taken, wanted = 0, max(pinned, len(pages))
+            for part in self._portions(pages):
+                if not part:
+                    yield True
+                    if job is not None and job.running:
+                        raise _Refused(Outcome.REJECTED, "The job's next turn has arrived.")
+                    continue
+                cached = [*map(self._in_vram, part)]
+                end = cached.index(None) if None in cached else len(cached)
+                blocks = [one for one in cached[: min(end, most - taken)] if one is not None]
+                pinned = pins.lease(key, blocks, lease, started_at)
+                taken += len(blocks)
+                if len(blocks) < len(part):
+                    wanted -= taken + 1 == wanted  # the partial page at the end is not in VRAM
+                    break
+        if gap is not None:
+            gap.pinned = max(gap.pinned, pinned)
+        after = pins.look(key)
+        if after is None:
+            reason = "Its blocks are no longer in VRAM, or the pin budget is used up."
+            raise _Refused(Outcome.REJECTED, reason)
+        until_s = min(after.deadline, now + LONGEST_PIN_S) - now
+        if pinned < wanted:
+            reason = f"Only the first {pinned} blocks: others are not in VRAM, or over budget."
+            return _result(hint, Outcome.CLIPPED, reason, pinned, until_s)
+        return _timed(hint, pinned, until_s, clipped=clipped)
+
+    def _prefetch(self, hint: KvHint, found: _Found) -> Carrying:
+        """Promote the leading pages that a tier has, as far as CPU memory has space."""
+        book, index, covered = self._pages.book, self._index, 0
+        if not index.num_slots:
+            raise _Refused(Outcome.REJECTED, "This engine keeps no KV in CPU memory.")
+        why = ""
+        for part in self._portions(found.pages):
+            if not part:
+                yield True
+                continue
+            lacking = [key for key in part if not self._is_here(key)]
+            yield from self._looked_up(lacking, found.pages)
+            reach = self._pages.tiers.by_tier(lacking)
+            known = {key for keys in reach.values() for key in keys}
+            end = next((i for i, key in enumerate(part) if not self._is_here(key, known)), None)
+            wanted = [key for key in part[:end] if key in known]
+            room = index.num_slots // PREFETCHED_SHARE - len(book.promoting)
+            ordered = self._pages.promotions.promote_ahead(wanted[: max(0, room)], self._clock())
+            if found.job is not None:
+                self._log.trace.brought_up(found.job.key, ordered)
+            if ordered < len(wanted):
+                covered += part.index(wanted[ordered])
+                why = "CPU memory has no more space for promotions."
+                break
+            index.touch(reversed(part[:end]))  # so that other promotions do not evict them
+            covered += len(part[:end])
+            if end is not None:
+                why = "No tier has the pages after these."
+                break
+        if not why:
+            outcome = Outcome.ACCEPTED if covered else Outcome.MISSING
+            return _result(hint, outcome, "" if covered else _NOT_FOUND, covered)
+        if not covered and "space" not in why:
+            raise _Refused(Outcome.MISSING, _NOT_FOUND)
+        return _result(hint, Outcome.CLIPPED if covered else Outcome.REJECTED, why, covered)
+
+    def _is_here(self, key: PageKey, also: frozenset[PageKey] | set[PageKey] = frozenset()) -> bool:
+        state = self._index.state(key)
+        return key in also or state.readable or state.moving or self._in_vram(key) is not None
+
+    def _looked_up(
+        self, keys: Sequence[PageKey], context: Sequence[PageKey]
+    ) -> Generator[bool, None, None]:
+        """Query the tiers whose pages are not known here, and wait for their answers."""
+        tiers = self._pages.tiers.values() if keys else ()
+        orders = [tier.ask(keys, context, LOOKUP_S) for tier in tiers if tier.answers]
+        while any(order is not None and self._pages.book.under_way(order) for order in orders):
+            yield False
+
+    def _demote(self, hint: KvHint, found: _Found) -> Carrying:
+        """Copy pages to the engine's own tiers, and drop them from CPU memory once a copy is whole.
+        Pages of other jobs stay."""
+        tiers, job, index = self._pages.tiers, found.job, self._index
+        if not tiers.own:
+            raise _Refused(Outcome.REJECTED, "There is no tier below CPU memory.")
+        if job is not None:
+            self._end_retention(Retention(job.key))
+            self._pins.release(job.key, PinEnd.REVISED)
+        moved, left, sent, until = 0, found.pages, set[PageKey](), self._clock() + EAGER_S
+        while left:
+            waiting = list[PageKey]()
+            for part in self._portions(left):
+                if not part:
+                    yield True
+                if job is not None and job.running:
+                    return _result(hint, Outcome.CLIPPED, "The job's next turn arrived.", moved)
+                down = list[PageKey]()
+                for key in self._order.private(part, found.is_mine):
+                    state = index.state(key)
+                    if self._is_below(key):
+                        index.forget(key)
+                        moved += 1
+                    elif state.moving or self._is_demoting(key):
+                        waiting.append(key)
+                    elif state.readable and key not in sent:
+                        down.append(key)
+                    elif state.readable and any(tier.has_more for tier in tiers.own):
+                        waiting.append(key)
+                tiers.send_down(down, after=None)
+                sent.update(down)
+                waiting += down
+            left = waiting
+            if left:
+                yield self._clock() < until
+        if not moved:
+            raise _Refused(Outcome.REJECTED, "All its pages are shared, or no tier took them.")
+        whole = moved == len(found.pages)
+        reason = "" if whole else "Pages that are shared, or that no tier took, stay."
+        return _result(hint, Outcome.ACCEPTED if whole else Outcome.CLIPPED, reason, moved)
+
+    def _release(self, hint: KvHint, found: _Found) -> Carrying:
+        """Finish the job, and delete its pages everywhere, except pages that other contexts have.
+        Pages in use are deleted once they are unused."""
+        job, first = found.job, frozenset[PageKey]()
+        if job is not None:
+            self._end_retention(Retention(job.key))
+            # Jobs of other engines may begin with the same prompt.
+            first = frozenset(found.pages[: job.first_blocks])
+            if found.ended is None:
+                self._manager.end_job(job)
+            elif not job.over:
+                raise _Refused(Outcome.REJECTED, "The job went on with another turn.")
+        gone, left, began = 0, found.pages, self._clock()
+        while left:
+            waiting, moving = list[PageKey](), False
+            for part in self._portions(left):
+                if not part:
+                    yield True
+                    continue
+                free = list[PageKey]()
+                for key in self._order.private(part, found.is_mine):
+                    moves = self._index.state(key).moving or self._is_demoting(key)
+                    moving |= moves
+                    unused = not moves and self._forget_in_vram(key)
+                    (free if unused else waiting).append(key)
+                self._forget(free, first)
+                gone += len(free)
+            left, tried = waiting, self._clock()
+            if not left or tried - began > PATIENCE_S:
+                break
+            yield tried - began < EAGER_S and moving
+            while not moving and self._clock() - tried < AGAIN_S and self._turns:
+                yield False
+        if left:
+            return _result(hint, Outcome.CLIPPED, "Requests that run use the other pages.", gone)
+        reason = "" if gone == len(found.pages) else "Pages that other jobs have stay."
+        return _result(hint, Outcome.ACCEPTED, reason, gone)
+
+    def _forget_in_vram(self, key: PageKey) -> bool:
+        """Remove unused blocks of a page from the prefix cache. Returns False if one is in use."""
+        while (block := self._in_vram(key)) is not None:
+            if block.ref_cnt:
+                return False
+            self._pool.forget([block.block_id])
+        return True
+
+    def _forget(self, keys: Sequence[PageKey], first: frozenset[PageKey]) -> None:
+        """Forget pages in CPU memory and in lower tiers; of tiers that other engines use too, not
+        those among ``first``."""
+        for key in keys:
+            self._index.forget(key)
+        for tier in self._pages.tiers.values() if keys else ():
+            tier.forget([key for key in keys if key not in first] if tier.spec.shared else keys)
+
+    def _revise(self, hint: KvHint, found: _Found) -> HintResult:
+        """Decide again for the rest of the job's gap."""
+        assert found.job is not None
+        key, progress, now = found.job.key, hint.progress, self._clock()
+        gap = self._manager.open.get(key)
+        if gap is None:
+            raise _Refused(Outcome.MISSING, "The job is not between turns.")
+        rest_s = hint.expected_s
+        if rest_s is None and progress is not None and progress > 0:
+            rest_s = max(0.0, (now - gap.since) * (1 - progress) / progress)
+        if hint.done or (progress is not None and progress >= 1):
+            rest = TOOL_OVER
+        elif rest_s is not None:
+            rest = ToolUse(path=("(revised)",), expected_s=max(rest_s, LEAST_REST_S))
+        else:
+            raise _Refused(
+                Outcome.REJECTED, "It says neither how long, how far, nor that it ended."
+            )
+        self._manager.revise_gap(key, rest)
+        pin = self._pins.look(key)
+        if pin is None:
+            where = "is not pinned" if gap.decision.tier is Tier.PIN else "waits outside VRAM"
+            return _result(hint, Outcome.ACCEPTED, f"Its KV {where}.")
+        return _result(hint, Outcome.ACCEPTED, "Its KV is pinned.", pin.blocks, pin.deadline - now)
+
+
+def _ttl(hint: KvHint, longest_s: float) -> tuple[float, bool]:
+    """Duration of a hint in seconds, and True if it is shorter than what was asked for."""
+    asked_s = TTL_S if hint.ttl_s is None else hint.ttl_s
+    if not asked_s > 0:
+        raise _Refused(Outcome.REJECTED, "Its duration is not positive.")
+    return min(asked_s, longest_s), asked_s > longest_s
+
+
+def _timed(hint: KvHint, pages: int, until_s: float, *, clipped: bool) -> HintResult:
+    reason = f"At most {until_s:g} seconds are allowed." if clipped else ""
+    outcome = Outcome.CLIPPED if clipped else Outcome.ACCEPTED
+    return _result(hint, outcome, reason, pages, until_s)
+
+
+def _result(
+    hint: KvHint,
+    outcome: Outcome,
+    reason: str = "",
+    pages: int = 0,
+    until_s: float | None = None,
+) -> HintResult:
+    return HintResult(hint.action_id, hint.intent, outcome, reason, pages, until_s)
