@@ -221,10 +221,10 @@ class Script:
     def hint(self) -> None:
         """Have something done with the KV of a job, or of a context, perhaps of a live request."""
         rng = self.rng
-        hints = [self.some_hint() for _ in range(rng.choice([1, 1, 3]))]
+        hints = [self.some_hint() for _ in range(rng.choice([1, 3]))]
         live = rng.choice([*self.sent, "nobody"][-8:])
         request = live if rng.random() < 0.3 else None
-        scope = rng.choice(["", "", None, "somebody"])
+        scope = rng.choice(["", "", "", "", None, "somebody"])
         if self.rig.half is not None:
             results = self.rig.half.kv_hints.carry_out(scope, hints, request)
             assert [one.action_id for one in results] == [one.action_id for one in hints]
@@ -242,7 +242,7 @@ class Script:
         return KvHint(
             action_id=f"{rng.random()}",
             intent=rng.choice(list(Intent)),
-            target=rng.choice([named[0], *named]),
+            target=rng.choice([named[0], named[0], *named]),
             ttl_s=rng.choice([None, 0.5, 5.0, 1e6]),
             priority=rng.choice([-1, 0, 1]),
             expected_s=rng.choice([None, 0.0, 1.0, 1e3]),

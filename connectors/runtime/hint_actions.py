@@ -20,7 +20,7 @@ from tiered_kv.connectors.runtime.pins.pin_table import Lease
 from tiered_kv.connectors.runtime.snapshots.context_pages import ContextNames, context_pages
 from tiered_kv.keys import DIGEST_BYTES, PageKey
 from tiered_kv.metrics import hint_event
-from tiered_kv.policies.base import MAX_SALT_CHARS, JobKey, Tier, ToolUse, job_scope
+from tiered_kv.policies.base import JobKey, Tier, ToolUse, job_scope
 from tiered_kv.policies.jobs.kv_hints import HintResult, Intent, KvHint, Outcome, Target
 from tiered_kv.policies.pins.release_order import PinState, PinValue, pin_value
 from tiered_kv.trace.turn_record import PinEnd
@@ -106,7 +106,7 @@ class _Found:
     Attributes:
         salt: scope of the pages.
         job: the job whose context they are; None if the pages themselves were named.
-        ended: the job's turn that has just ended, whose blocks are still allocated; None between
+        ended: the job's turn that has just ended, whose blocks may still be allocated; None between
             turns.
     """
 
@@ -241,14 +241,14 @@ class HintActions:
     ) -> None:
         """Carry out a hint that waited for the end of a job's turn."""
         pages = turn.save.pages or self._manager.pages_of(job.key)
-        found = _Found(job.key.salt, pages, job, turn if turn.has_kv else None)
+        found = _Found(job.key.salt, pages, job, turn)
         result = self._start(_Work(hint, self._carry(hint, found), report))
         self._count(result)
         report(result)
 
     def _start(self, work: _Work) -> HintResult:
         if len(self.works) >= MOST_HINTS:
-            raise _Refused(Outcome.REJECTED, "Too many hints are being carried out.")
+            return _result(work.hint, Outcome.REJECTED, "Too many hints are being carried out.")
         result = self._go_on(work)
         if result is None:
             self.works.append(work)
@@ -366,8 +366,6 @@ class HintActions:
         self, tokens: Sequence[int], salt: str | None
     ) -> Generator[bool, None, Sequence[PageKey]]:
         """Pages of the whole blocks of a token prefix, as the base model has them."""
-        if salt is not None and len(salt) > MAX_SALT_CHARS:
-            raise _Refused(Outcome.REJECTED, "The cache salt is too long: name a job instead.")
         tokens = tokens[: len(tokens) // self._facts.block_size * self._facts.block_size]
         if not tokens or not self._index.num_slots:
             return ()
@@ -513,7 +511,7 @@ class HintActions:
         if most < max(1, held.blocks if held is not None else 0):
             raise _Refused(Outcome.REJECTED, "The scope's share of the pin budget is used up.")
         wanted = pinned = 0
-        if found.ended is not None:
+        if found.ended is not None and found.ended.has_kv:
             blocks = self._boundaries.of(found.ended)
             wanted = len(blocks)
             if wanted <= most or not self._facts.narrow:
@@ -651,6 +649,9 @@ class HintActions:
                 self._manager.end_job(job)
             elif not job.over:
                 raise _Refused(Outcome.REJECTED, "The job went on with another turn.")
+        if not found.pages:
+            reason = "The job has ended. Its pages are not known, and will be evicted."
+            return _result(hint, Outcome.CLIPPED, reason)
         gone, left, began = 0, found.pages, self._clock()
         while left:
             waiting, moving = list[PageKey](), False
