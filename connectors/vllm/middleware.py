@@ -4,7 +4,8 @@
 
 Claude Code, Codex, OpenCode and others name their session, their agent and its parent in headers
 and body fields (``tiered_kv.policies.jobs.identity`` has the table). Continuum's clients put hints
-at the top level of the body. vLLM drops all of these silently. This middleware adds them to
+at the top level of the body, and clients of Anthropic's, OpenAI's and Dynamo's APIs state in it how
+long their KV is to be kept. vLLM drops all of these silently. This middleware adds them to
 ``kv_transfer_params`` before vLLM reads the body. It changes nothing else, so streamed answers stay
 streams, and it never sets a cache salt.
 
@@ -15,6 +16,7 @@ header ``X-Session-ID`` too, and a top-level ``session_id`` on all paths except 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
@@ -27,6 +29,14 @@ from tiered_kv.policies.jobs.identity import (
     SYSTEMS,
     USER_AGENT,
     claim,
+)
+from tiered_kv.policies.jobs.kv_hints import (
+    CACHE_CONTROL,
+    CARRIED,
+    DEFAULT_TTL,
+    RETENTION,
+    seconds,
+    stated,
 )
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -42,7 +52,12 @@ _START_BYTES = 512
 """Length of the start of a system prompt that is read."""
 _HEADERS = {name.encode(): name for name in HEADERS}
 _RAW = (*SYSTEMS, PARAMS)
-_PLAIN = (*NAMES, SESSION, *sorted(BODY_FIELDS - {*SYSTEMS}))
+_PLAIN = (*NAMES, SESSION, RETENTION, *sorted(BODY_FIELDS - {*SYSTEMS}))
+
+_CONTROL_NAME = f'"{CACHE_CONTROL}"'.encode()
+_CONTROL = re.compile(rb"\s*:\s*(\{[^{}]{0,256}\})")
+_MOST_CONTROLS = 64
+"""Maximum number of ``cache_control`` fields that are read. Anthropic allows four."""
 
 # Skips all other fields, and so reads a body several times faster than ``json``.
 _Body = msgspec.defstruct(
@@ -96,14 +111,50 @@ def carry(body: bytes, path: str, headers: Iterable[tuple[bytes, bytes]] = ()) -
     if path == MESSAGES and SESSION in request:  # vLLM reads it on the other paths
         new[SESSION] = request[SESSION]
     if told.keys() - {USER_AGENT} or not BODY_FIELDS.isdisjoint(request):
-        stated = claim(told, request)
-        if stated.ids:
-            new[CLIENT] = stated.ids
-        if stated.last:
+        claimed = claim(told, request)
+        if claimed.ids:
+            new[CLIENT] = claimed.ids
+        if claimed.last:
             new.setdefault("is_last_step", True)
+    ttl = _cache_control(body) if path == MESSAGES and _CONTROL_NAME in body else None
+    if (ttl is not None or "nvext" in request or RETENTION in request) and (
+        kept := stated(request, ttl)
+    ):
+        new[CARRIED] = kept
     if not new:
         return body
     return _merged(body, new) if PARAMS in request else _spliced(body, new)
+
+
+def _cache_control(body: bytes) -> object:
+    """The longest time of Anthropic's ``cache_control`` in a body, in any of its blocks; None
+    without any.
+
+    Found by its name in the bytes, so that no message is parsed: JSON escapes quotes in a text.
+    """
+    longest, longest_s, at = None, -1.0, 0
+    for _ in range(_MOST_CONTROLS):
+        at = body.find(_CONTROL_NAME, at) + len(_CONTROL_NAME)
+        if at < len(_CONTROL_NAME):
+            break
+        found = _CONTROL.match(body, at)
+        try:
+            control = msgspec.json.decode(found[1]) if found is not None else {}
+            if control.get("type") == "ephemeral":
+                ttl = control.get("ttl", DEFAULT_TTL)
+                if (ttl_s := _seconds(ttl)) > longest_s:
+                    longest, longest_s = ttl, ttl_s
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+    return longest
+
+
+def _seconds(ttl: object) -> float:
+    """Seconds of a time; 0 if it is none."""
+    try:
+        return seconds(ttl)
+    except ValueError:
+        return 0.0
 
 
 def _read(body: bytes) -> dict[str, Any] | None:

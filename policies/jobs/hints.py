@@ -2,7 +2,7 @@
 
 Hints are read in ``kv_transfer_params`` of the request's body, then in ``vllm_xargs``, which vLLM
 passes on as ``SamplingParams.extra_args``. The first usable value of each name counts. ``identity``
-finds the job.
+finds the job, and ``kv_hints`` what is asked to be done with its KV.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from tiered_kv.json_fields import real, string
 
 from .identity import NOBODY, PARAMS_FIELDS, Identity, identify
-from .kv_hints import KvHint
+from .kv_hints import FIELDS, HintResult, KvHint, read_request
 
 MAX_TOOL_NAME_CHARS = 256
 MAX_TOOL_COMMAND_CHARS = 16_384
@@ -37,6 +37,7 @@ class TurnHints(NamedTuple):
         ignored: number of unusable values.
         who: the job's session, agent and parent.
         kv_hints: what is asked to be done with KV.
+        kv_answered: results of KV hints that cannot be carried out.
     """
 
     job_id: str | None = None
@@ -47,16 +48,20 @@ class TurnHints(NamedTuple):
     ignored: int = 0
     who: Identity = NOBODY
     kv_hints: tuple[KvHint, ...] = ()
+    kv_answered: tuple[HintResult, ...] = ()
 
 
 def read_hints(
-    kv_transfer_params: object, xargs: object = None, session_id: object = None
+    kv_transfer_params: object,
+    xargs: object = None,
+    session_id: object = None,
+    kv_hints: object = None,
 ) -> TurnHints:
     """Read a request's hints. Unusable values are counted; nothing is raised.
 
     ``is_last_step`` is a bool, or 0 or 1 (vLLM turns the booleans of ``vllm_xargs`` into numbers).
     ``tool_name`` and ``tool_command`` are non-empty strings. ``expected_tool_s`` is a number of
-    seconds from 0 to a week.
+    seconds from 0 to a week. ``kv_hints`` is vLLM's field of the request.
 
     An unknown key of ``kv_transfer_params`` counts as ignored. Unknown keys of ``xargs`` do not,
     because they may be meant for others.
@@ -80,14 +85,17 @@ def read_hints(
     if isinstance(kv_transfer_params, _MAPPINGS):
         ignored += len(kv_transfer_params.keys() - _KNOWN)
     who = identify(kv_transfer_params, xargs, session_id)
+    asked = read_request(kv_hints, kv_transfer_params, xargs)
     return TurnHints(
         who.job,
-        found.get("is_last_step", False),
+        found.get("is_last_step", asked.is_last_step),
         found.get("tool_name"),
         found.get("tool_command"),
         found.get("expected_tool_s"),
-        ignored + who.ignored,
+        ignored + who.ignored + len(asked.answered),
         who,
+        asked.hints,
+        asked.answered,
     )
 
 
@@ -105,4 +113,4 @@ _READERS: dict[str, Callable[[object], Any]] = {
 }
 
 # Answers contain tiered_kv: a client may legitimately send an answer's parameters back.
-_KNOWN = frozenset({*_READERS, *PARAMS_FIELDS, "tiered_kv"})
+_KNOWN = PARAMS_FIELDS | FIELDS | {*_READERS, "tiered_kv"}

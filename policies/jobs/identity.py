@@ -275,16 +275,16 @@ def _inner(value: object, path: tuple[str, ...]) -> object:
     parsed."""
     for name in path[1:]:
         if isinstance(value, str):
-            value = _opened(value)
+            value = opened(value)
         if not isinstance(value, _MAPPINGS):
             return None
         value = value.get(name)
     return value
 
 
-def _opened(text: str) -> object:
-    """JSON in a string; None if it is something else. Claude Code's user ids before 2.1.78 are no
-    JSON, but end with the session."""
+def opened(text: str) -> object:
+    """Parse JSON in a string; None if it is something else. Claude Code's user ids before 2.1.78
+    are no JSON, but end with the session."""
     if len(text) > MAX_NESTED_CHARS:
         return None
     if text[:1] == "{":
@@ -389,9 +389,9 @@ def identify(params: object, xargs: object = None, session_id: object = None) ->
     for row, values in given:
         ids.read(row, values)
         if (context := values.get(AGENTIC_CONTEXT)) is not None:
-            opened = _opened(context) if isinstance(context, str) else context
-            if isinstance(opened, _MAPPINGS):
-                contexts.append(opened)
+            found_context = opened(context) if isinstance(context, str) else context
+            if isinstance(found_context, _MAPPINGS):
+                contexts.append(found_context)
             else:
                 ids.ignored += 1
     for context in contexts:

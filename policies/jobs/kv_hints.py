@@ -2,16 +2,40 @@
 
 A hint names an intent and a target. Carrying it out is the engine's choice: every hint ends with an
 outcome and its reason. No hint changes an answer.
+
+``HintReader`` reads the envelope that vLLM and SGLang share, and lists of its actions. An action
+that cannot be read ends as rejected, and never as an error. ``read_request`` finds everything that
+a request says; ``stated`` runs in the API server and reads what vLLM drops, fields of the body,
+which the middleware carries to the engine.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any, NamedTuple
+
+from tiered_kv.json_fields import cut, flag, mapping, plain_text, read_json, real, said
+from tiered_kv.status import Cursor
+
+from .identity import AGENTIC_CONTEXT, identify, opened
+
+MAX_ACTIONS = 64
+"""Maximum number of actions of a request, or of a call of the route."""
+MAX_TOKENS, MAX_HASHES = 1 << 18, 1 << 14
+"""Maximum number of token ids and of block hashes in them."""
+MAX_MESSAGE_CHARS = 2 << 20
+"""Maximum length of a message that is JSON in a string."""
+MAX_ID_BYTES = 128
+"""Maximum length of an action's name. A longer one is shortened."""
+MAX_SECONDS = 1e9
+"""Maximum duration that is read. The engine keeps nothing that long."""
 
 
 class Intent(StrEnum):
-    """What a hint asks for."""
+    """The purpose of a hint."""
 
     RETAIN = "retain"
     """Keep the pages longer than their forecast alone would, for a limited time."""
@@ -28,13 +52,13 @@ class Intent(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What became of a hint."""
+    """The fate of a hint."""
 
     ACCEPTED = "accepted"
     CLIPPED = "clipped"
     """Carried out in part, or for a shorter time."""
     DEFERRED = "deferred"
-    """It is carried out later: when the job's running turn ends, or a copy has."""
+    """Carried out later: when the job's running turn ends, or a copy has."""
     REJECTED = "rejected"
     MISSING = "missing"
     """The caller's scope has no such job and no such pages."""
@@ -42,13 +66,14 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a hint is about: exactly one of these.
+    """Subject of a hint: exactly one of these.
 
     Attributes:
         job: id of a job in the caller's scope.
         number: number of a job in any scope, from ``/tiered_kv/jobs``; only from operators.
         tokens: token ids from the start of a context.
-        hashes: block hashes, each of which covers all tokens before its end too.
+        hashes: block hashes, each of which covers all tokens before its end too. One of 8 bytes is
+            the end of a longer hash: vLLM's KV events may have such numbers.
         own: True for the job of the request that carries the hint.
     """
 
@@ -70,6 +95,7 @@ class KvHint:
         expected_s: seconds until the running tool ends, for ``REVISE``; None if unknown.
         progress: fraction of the running tool that is done, for ``REVISE``; None if unknown.
         done: True if the running tool has ended, for ``REVISE``.
+        note: a warning for the sender, which the result's reason repeats.
     """
 
     action_id: str
@@ -80,11 +106,12 @@ class KvHint:
     expected_s: float | None = None
     progress: float | None = None
     done: bool = False
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class HintResult:
-    """What became of a hint.
+    """The fate of a hint.
 
     Attributes:
         action_id: the sender's name for the hint.
@@ -100,3 +127,377 @@ class HintResult:
     reason: str = ""
     pages: int = 0
     until_s: float | None = None
+
+
+# -- messages -----------------------------------------------------------------------------
+
+_INTENTS = {
+    **{intent.value: intent for intent in Intent},
+    "fetch": Intent.PREFETCH,  # vLLM's; its source is not needed, because shared tiers are known
+    "evict": Intent.RELEASE,  # drafts of vLLM and Dynamo
+    "deref": Intent.RELEASE,  # SGLang's draft
+}
+_VERSIONS = (None, "", "0.1", "1.0")
+_ENVELOPE = ("protocol_version", "message_id", "actions")
+_ACTION = ("action_id", "action_type", "action_version", "payload")
+_OWN = Target(own=True)
+_DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?(ms|s|m|h|d)?")
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_HASH = re.compile(r"(?P<number>[0-9]{1,20})|(?:0x|hex:)?(?P<digits>(?:[0-9a-fA-F]{2}){8,64})")
+
+
+class HintReader:
+    """Reads messages of one request, or of one call of the route. Never raises.
+
+    Args:
+        engine: index of this engine for a call of the route, whose hints may name a job by its
+            number and have no request; None for a request.
+
+    Attributes:
+        found: a hint that can be carried out, or the result of an action that cannot; in the order
+            of the actions.
+    """
+
+    def __init__(self, engine: int | None = None) -> None:
+        self.found: list[KvHint | HintResult] = []
+        self._engine = engine
+        self._left, self._tokens, self._hashes = MAX_ACTIONS, MAX_TOKENS, MAX_HASHES
+
+    @property
+    def hints(self) -> tuple[KvHint, ...]:
+        """The hints that can be carried out."""
+        return tuple(one for one in self.found if isinstance(one, KvHint))
+
+    @property
+    def answered(self) -> tuple[HintResult, ...]:
+        """The results of actions that cannot be carried out."""
+        return tuple(one for one in self.found if isinstance(one, HintResult))
+
+    def add(self, message: object) -> None:
+        """Read an envelope, a list of actions, one action, or JSON of one of these in a string."""
+        try:
+            version, actions = _opened(message)
+        except ValueError as error:
+            version, actions = None, [error]
+        note = "" if version in _VERSIONS else "The protocol's version is unknown: read as 1.0."
+        for at, action in enumerate(actions):
+            self._left -= 1
+            if self._left < 0:
+                if self._left == -1:  # one result for all of the rest
+                    self._read(ValueError(f"only {MAX_ACTIONS} actions are read"), at, "")
+                break
+            note = self._read(action, at, note)
+
+    def _read(self, action: object, at: int, note: str) -> str:
+        """Read an action. Returns the note if no hint has taken it."""
+        name, intent = f"#{at}", None
+        try:
+            if isinstance(action, ValueError):
+                raise action
+            fields = _fields(action, _ACTION)
+            name = _action_id(fields.get("action_id")) or name
+            kind = fields.get("action_type")
+            intent = _INTENTS.get(kind.removeprefix("kv.")) if isinstance(kind, str) else None
+            if intent is None:
+                raise ValueError(f"action_type is not one of {', '.join(_INTENTS)}")
+            payload = fields.get("payload")
+            payload = mapping(payload) if payload is not None else fields
+            hint = _hint(KvHint(name, intent, self._target(payload), note=note), payload)
+            if not note and fields.get("action_version") not in _VERSIONS:
+                hint = replace(hint, note=f"This version of {intent} is unknown: read as 1.0.")
+            self.found.append(hint)
+        except _ElsewhereError as error:
+            self.found.append(HintResult(name, intent, Outcome.MISSING, f"{error}."))
+        except ValueError as error:
+            reason = f"The hint cannot be read: {error}."
+            self.found.append(HintResult(name, intent, Outcome.REJECTED, reason))
+            return note
+        return ""
+
+    def _target(self, payload: Mapping[str, Any]) -> Target:
+        if (number := payload.get("number")) is not None:
+            return Target(number=self._number(number))
+        who = identify(payload, {AGENTIC_CONTEXT: payload})
+        if who.job is not None:
+            return Target(job=who.job)
+        if who.ignored:
+            raise ValueError("the id of its job is unusable")
+        if (tokens := _first(payload, "token_ids", "tokens")) is not None:
+            self._tokens = _left(self._tokens, tokens, "token ids", MAX_TOKENS)
+            if set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) >= 1 << 32:
+                raise ValueError("token_ids has something that is no token id")
+            return Target(tokens=tuple(tokens))
+        hashes = _first(payload, "block_hashes", "hashes")
+        if hashes is not None and payload.get("include_current_request") is not True:
+            self._hashes = _left(self._hashes, hashes, "block hashes", MAX_HASHES)
+            return Target(hashes=tuple(map(_block_hash, hashes)))
+        if self._engine is not None:
+            raise ValueError("name a job, its number, token_ids or block_hashes")
+        return _OWN
+
+    def _number(self, value: object) -> int:
+        if self._engine is None:
+            raise ValueError("a job's number is for the route /tiered_kv/hints only")
+        found = job_number(str(value) if type(value) is int else value)
+        if found.engine != self._engine:
+            raise _ElsewhereError(f"The engine of job {found} is another one")
+        return found.number
+
+    def retain(self, terms: Mapping[str, object]) -> None:
+        """Add one hint to retain the request's own job: for the longest of some times, with a
+        priority.
+
+        Args:
+            terms: ``PRIORITY``, or the time, by the name of the field that states it.
+        """
+        ttl_s, longest, priority = None, "", 0.0
+        for name, value in terms.items():
+            try:
+                if name == PRIORITY:
+                    priority = _priority(value)
+                elif (ttl := seconds(value)) > (ttl_s or 0.0):
+                    ttl_s, longest = ttl, name
+            except ValueError as error:
+                reason = f"The hint cannot be read: {error}."
+                self.found.append(HintResult(name, Intent.RETAIN, Outcome.REJECTED, reason))
+        if longest or priority:
+            name = longest or PRIORITY
+            self.found.append(KvHint(name, Intent.RETAIN, _OWN, ttl_s, priority))
+
+
+def job_number(text: object) -> Cursor:
+    """Read ``ENGINE.NUMBER`` of a job, or its number in the first engine.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    try:
+        return Cursor.from_json(text if isinstance(text, str) and "." in text else f"0.{text:.20}")
+    except (ValueError, TypeError):
+        raise ValueError("the number is neither a job's number nor ENGINE.NUMBER") from None
+
+
+class _ElsewhereError(ValueError):
+    """The target is not of this engine."""
+
+
+def _opened(message: object) -> tuple[object, Sequence[object]]:
+    """Version and actions of a message."""
+    if isinstance(message, str):
+        if len(message) > MAX_MESSAGE_CHARS:
+            raise ValueError(f"the message has more than {MAX_MESSAGE_CHARS} characters")
+        try:
+            message = read_json(message)
+        except ValueError:
+            raise ValueError("the message is not JSON") from None
+    if isinstance(message, list):
+        return None, message
+    envelope = _fields(message, _ENVELOPE)
+    if envelope.get("actions") is None and envelope.get("action_type") is not None:
+        return None, [envelope]
+    actions = envelope.get("actions")
+    if not isinstance(actions, list):
+        raise ValueError("the message has no list of actions")
+    return envelope.get("protocol_version"), actions
+
+
+def _fields(value: object, names: Iterable[str]) -> Mapping[str, Any]:
+    """Fields of an object, or of vLLM's struct with these names."""
+    if isinstance(value, Mapping):
+        return value
+    found = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    if not found:
+        raise ValueError("it is neither an envelope nor an action")
+    return found
+
+
+def _action_id(value: object) -> str:
+    text = str(value) if isinstance(value, str) or type(value) is int else ""
+    return plain_text(cut(text, MAX_ID_BYTES))
+
+
+def _hint(hint: KvHint, payload: Mapping[str, Any]) -> KvHint:
+    """A hint with the terms of its intent."""
+    match hint.intent:
+        case Intent.RETAIN | Intent.PIN:
+            ttl = _first(payload, "ttl_s", "ttl_seconds", "ttl", "duration")
+            return replace(
+                hint,
+                ttl_s=seconds(ttl) if ttl is not None else None,
+                priority=_priority(payload.get("priority", 0)),
+            )
+        case Intent.REVISE:
+            expected, progress = payload.get("expected_tool_s"), payload.get("progress")
+            done = payload.get("done", False)
+            if expected is None and progress is None and not done:
+                raise ValueError("revise needs expected_tool_s, progress or done")
+            total = real(payload.get("total", 1))
+            return replace(
+                hint,
+                expected_s=real(expected, 0, MAX_SECONDS) if expected is not None else None,
+                progress=real(progress, 0, total) / (total or 1) if progress is not None else None,
+                done=flag(bool(done) if done in (0, 1) else done),
+            )
+    return hint
+
+
+def seconds(value: object) -> float:
+    """Read a duration: seconds, or a text such as ``5m``, ``1h`` and ``24h``.
+
+    Raises:
+        ValueError: it is none, or not above 0.
+    """
+    if isinstance(value, str):
+        found = _DURATION.fullmatch(value)
+        if found is None:
+            raise ValueError('a duration is neither seconds nor a text such as "5m"')
+        value = float(found[1]) * _UNITS[found[2] or "s"]
+    found_s = real(value, 0, MAX_SECONDS)
+    if not found_s:
+        raise ValueError("a duration is 0")
+    return found_s
+
+
+def _priority(value: object) -> float:
+    """Priority from -1 to 1. Senders have scales of their own: order and sign stay."""
+    given = real(value, -MAX_SECONDS, MAX_SECONDS)
+    return given / (1 + abs(given))
+
+
+def _block_hash(value: object) -> bytes:
+    """A hash as bytes; or as a number, its last 8 bytes; or one of these as a text."""
+    if isinstance(value, str) and (found := _HASH.fullmatch(value)) is not None:
+        value = int(value) if found["number"] else bytes.fromhex(found["digits"])
+    if type(value) is int and -(1 << 63) <= value < 1 << 64:
+        return (value & (1 << 64) - 1).to_bytes(8, "big")
+    if isinstance(value, bytes) and 8 <= len(value) <= 64:
+        return value
+    raise ValueError("the block hashes are neither numbers nor hexadecimal digits")
+
+
+def _first(payload: Mapping[str, Any], *names: str) -> Any:
+    """Value of the first of these fields that has one."""
+    return next((payload[name] for name in names if payload.get(name) is not None), None)
+
+
+def _left(left: int, values: object, what: str, most: int) -> int:
+    """Number that may follow these values."""
+    if not isinstance(values, list) or not values:
+        raise ValueError(f"the {what} are not a list, or it is empty")
+    if len(values) > left:
+        raise ValueError(f"more than {most} {what} in a message: name the job instead")
+    return left - len(values)
+
+
+# -- requests -----------------------------------------------------------------------------
+
+CARRIED = "client_hints"
+"""Field of ``kv_transfer_params`` in which the middleware carries what ``stated`` returns."""
+RETENTION = "prompt_cache_retention"
+"""OpenAI's field of a body."""
+CACHE_CONTROL, PRIORITY = "cache_control", "nvext.agent_hints"
+DEFAULT_TTL = "5m"
+"""Time that Anthropic's ``cache_control`` lasts by default."""
+
+MESSAGE_FIELDS = ("kv_hint", "kv_hints")
+"""Fields of ``kv_transfer_params`` and ``vllm_xargs`` that have a message."""
+FIELDS = frozenset({*MESSAGE_FIELDS, CARRIED, AGENTIC_CONTEXT})
+"""Fields of ``kv_transfer_params`` and ``vllm_xargs`` that ``read_request`` reads."""
+_NVEXT = ("cache_control", "agent_hints")
+_TERMS = (CACHE_CONTROL, RETENTION, "nvext.cache_control", PRIORITY)
+_ROUTER_TTL = ("kv_retention_ttl_seconds", "kv_retention_ttl")
+_SCALAR_CHARS = 32
+_MAPPINGS = (dict, Mapping)
+"""Types of an object. Almost all are a ``dict``; the check for another ``Mapping`` is slow."""
+
+
+def stated(body: Mapping[str, Any], cache_control: object = None) -> dict[str, object]:
+    """The retention that a body states. Never raises.
+
+    Args:
+        body: top-level fields.
+        cache_control: the longest time of Anthropic's ``cache_control``; None without any.
+    """
+    nvext = body.get("nvext")
+    parts = [nvext.get(name) if isinstance(nvext, dict) else None for name in _NVEXT]
+    control, hints = (one if isinstance(one, dict) else None for one in parts)
+    terms = (
+        cache_control,
+        "24h" if body.get(RETENTION) == "24h" else None,
+        control.get("ttl", DEFAULT_TTL) if control is not None else None,
+        hints.get("priority") if hints is not None else None,
+    )
+    return {
+        name: value if _is_short(value) else ""
+        for name, value in zip(_TERMS, terms, strict=True)
+        if value is not None
+    }
+
+
+def _is_short(value: object) -> bool:
+    if isinstance(value, str):
+        return len(value) <= _SCALAR_CHARS
+    return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
+
+
+class RequestHints(NamedTuple):
+    """Everything that a request asks to be done with KV.
+
+    Attributes:
+        hints: can be carried out.
+        answered: results of actions that cannot.
+        is_last_step: True if vLLM's router does not expect the job back.
+    """
+
+    hints: tuple[KvHint, ...] = ()
+    answered: tuple[HintResult, ...] = ()
+    is_last_step: bool = False
+
+
+NO_HINTS = RequestHints()
+"""Hints of a request without any."""
+
+
+def read_request(envelope: object, params: object, xargs: object) -> RequestHints:
+    """Read all hints of a request. Never raises.
+
+    Args:
+        envelope: vLLM's ``Request.kv_hints``. params: ``kv_transfer_params``. xargs:
+            ``vllm_xargs``.
+    """
+    given = (one for one in (params, xargs) if one and isinstance(one, _MAPPINGS))
+    sources = [one for one in given if not FIELDS.isdisjoint(one)]
+    if envelope is None and not sources:
+        return NO_HINTS
+    reader, terms, is_last = HintReader(), dict[str, object](), False
+    messages = [source.get(name) for source in sources for name in MESSAGE_FIELDS]
+    for message in (envelope, *messages):
+        if message is not None:
+            reader.add(message)
+    for source in sources:
+        context = source.get(AGENTIC_CONTEXT)
+        context = opened(context) if isinstance(context, str) else context
+        if isinstance(context, _MAPPINGS):
+            terms |= {name: context[name] for name in _ROUTER_TTL if context.get(name) is not None}
+            is_last = is_last or context.get("expected_resume") is False
+    carried = params.get(CARRIED) if isinstance(params, _MAPPINGS) else None
+    if isinstance(carried, _MAPPINGS):
+        terms |= {name: carried[name] for name in _TERMS if carried.get(name) is not None}
+    reader.retain(terms)
+    return RequestHints(reader.hints, reader.answered, is_last)
+
+
+# -- answers ------------------------------------------------------------------------------
+
+
+def results_json(
+    results: Iterable[HintResult], hints: Iterable[KvHint] = ()
+) -> list[dict[str, object]]:
+    """Results as JSON, each with the note of its hint."""
+    notes = {hint.action_id: hint.note for hint in hints if hint.note}
+    return [
+        said(replace(one, reason=f"{notes[one.action_id]} {one.reason}".strip()))
+        if one.action_id in notes
+        else said(one)
+        for one in results
+    ]

@@ -19,6 +19,7 @@ from tiered_kv.json_fields import cut
 from tiered_kv.keys import PageKey
 from tiered_kv.metrics import GAP_CLASSES, Counters, decision_event
 from tiered_kv.policies.base import JobKey
+from tiered_kv.policies.jobs.kv_hints import results_json
 from tiered_kv.trace.trace_writer import TraceWriter
 from tiered_kv.trace.turn_record import (
     JOB_ROOM,
@@ -294,7 +295,7 @@ class TurnLog:
 
     def turn(self, turn: Turn, gap: OpenGap) -> dict[str, Any] | None:
         """Report a finished turn. Returns the answer to its client; None unless the client named a
-        job."""
+        job or sent KV hints."""
         tokens = _tokens(turn)
         came_up = tokens.cpu + tokens.ssd  # pages from lower tiers pass through CPU memory
         remote = min(turn.source.remote_tokens, tokens.ssd)
@@ -311,9 +312,12 @@ class TurnLog:
         if turn.hold.refused:
             self._counters.observe("hold_seconds", held_s(turn, self._clock()))
         self.trace.ended(turn, gap, tokens, waits=self._gaps.holds(gap))
-        if turn.hints.job_id is None:
+        results = (*turn.hints.kv_answered, *turn.hint_results)
+        if turn.hints.job_id is None and not results:
             return None
-        explained = {f"{name}_tokens": count for name, count in came_from.items()}
+        explained: dict[str, Any] = {f"{name}_tokens": n for name, n in came_from.items()}
+        if results:
+            explained["hints"] = results_json(results, turn.hints.kv_hints)
         return {"tiered_kv": {"prompt_tokens": tokens.prompt, **explained}}
 
     def pin_ended(self, job: JobKey, why: PinEnd) -> None:

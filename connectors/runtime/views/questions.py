@@ -9,10 +9,12 @@ A query is ``{"ask": ASK}`` with these fields:
 - ``snapshot``: ``job``, ``name``, ``wait_turn``, ``stop``, ``exact``.
 - ``restore``: ``name``, ``job`` or null, ``salt``: a cache salt for an exact restore, or null.
 - ``fork``: ``job``, ``as`` with the names of the new jobs, ``exact``.
+- ``hints``: ``message`` with KV hints as JSON, and ``salt``: the cache salt of the jobs and pages
+  that they may concern, or null for any.
 - ``operation``: ``engine`` and ``id``, as in the reply to one of the previous three.
 
-``snapshot``, ``restore`` and ``fork`` start an operation and change the engine. The others are
-read-only.
+``snapshot``, ``restore`` and ``fork`` start an operation and change the engine, and so does
+``hints``, within the query. The others are read-only.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from typing import Any
 
 from tiered_kv.connectors.runtime.scheduler import SchedulerHalf
 from tiered_kv.connectors.runtime.snapshots.snapshots import NoFolderError, NoSnapshots, Snapshots
+from tiered_kv.policies.base import job_scope
+from tiered_kv.policies.jobs.kv_hints import HintReader, KvHint, Outcome, results_json
 from tiered_kv.snapshot.manifest import SnapshotError
 
 from .engine_status import status
@@ -50,6 +54,8 @@ def answer(half: SchedulerHalf, question: Mapping[str, Any]) -> dict[str, Any]:
         case "job":
             jobs = JobView(half).named(str(question["id"]), MOST_NAMESAKES)
             return {**_now(half), "jobs": jobs}
+        case "hints":
+            return {"engine": half.facts.replica, "results": _hints(half, question)}
         case "snapshot" | "restore" | "fork" | "operation":
             engine = half.facts.replica
             if question.get("engine", engine) != engine:  # an operation of another engine
@@ -89,6 +95,18 @@ def _of_snapshots(
     except SnapshotError as error:
         return {"refused": str(error), "status": 501 if isinstance(error, NoFolderError) else 409}
     return {"operation": begun}
+
+
+def _hints(half: SchedulerHalf, question: Mapping[str, Any]) -> list[dict[str, object]]:
+    """Carry out hints. Returns a result for each action, in their order."""
+    reader, salt = HintReader(half.facts.replica), question["salt"]
+    reader.add(str(question["message"]))
+    wrong = sum(one.outcome is Outcome.REJECTED for one in reader.answered)
+    half.counters.add("hints_ignored", wrong)
+    scope = job_scope(str(salt)) if salt is not None else None
+    carried_out = iter(half.kv_hints.carry_out(scope, reader.hints))
+    results = [next(carried_out) if isinstance(one, KvHint) else one for one in reader.found]
+    return results_json(results, reader.hints)
 
 
 def _now(half: SchedulerHalf) -> dict[str, float]:

@@ -93,7 +93,9 @@ def hints_of(request: Any) -> TurnHints:
     """Read the hints that the client sent with the prompt."""
     sampling = request.sampling_params
     xargs = sampling.extra_args if sampling is not None else None
-    return read_hints(request.kv_transfer_params, xargs, getattr(request, "session_id", None))
+    session_id = getattr(request, "session_id", None)
+    kv_hints = getattr(request, "kv_hints", None)  # earlier versions of vLLM have none
+    return read_hints(request.kv_transfer_params, xargs, session_id, kv_hints)
 
 
 class UnreadIds:

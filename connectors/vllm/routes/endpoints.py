@@ -1,5 +1,5 @@
 """The endpoint plugin: ``/tiered_kv/status``, ``/tiered_kv/jobs`` and ``/tiered_kv/jobs/ID``, and
-the routes for snapshots.
+the routes for KV hints and for snapshots.
 
 vLLM loads it only if ``VLLM_PLUGINS`` names it. It also adds the job-hint middleware, and reports
 in streamed answers.
@@ -26,6 +26,7 @@ from tiered_kv.status import Cursor
 
 from .access import NO_JOB, Access, Refusal, read_nothing, read_page
 from .engine_calls import EngineCalls
+from .hint_routes import HintRoutes
 from .snapshot_routes import Answer, SnapshotRoutes
 from .stream_reports import ReportMiddleware, listen
 
@@ -63,6 +64,7 @@ class TieredEndpoints:
             ("GET", "/tiered_kv/status", self._status),
             ("GET", "/tiered_kv/jobs", self._jobs),
             ("GET", "/tiered_kv/jobs/{job:tiered_kv_job}", self._job),
+            *HintRoutes(self._ask).answers(),
             *SnapshotRoutes(self._ask, os.environ).answers(),
         ):
             guarded = self._guarded(answer)

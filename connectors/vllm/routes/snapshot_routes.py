@@ -122,16 +122,10 @@ FORK = {"job": Field(_job_id, _JOB), "as": Field(_new_job_ids, _NEW_JOBS), **_OF
 async def read_body(request: Request, fields: Mapping[str, Field]) -> dict[str, Any]:
     """Read the body of a request: a JSON object with these fields.
 
-    The content type must be JSON. Web pages cannot send that type to another origin without its
-    permission.
-
     Raises:
         Refusal: the body is invalid.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise Refusal(415, "The body must be JSON: send Content-Type: application/json.")
-    return read_fields(await _bytes(request), fields)
+    return read_fields(await read_bytes(request, MAX_BODY_BYTES), fields)
 
 
 def read_fields(body: bytes, fields: Mapping[str, Field]) -> dict[str, Any]:
@@ -140,10 +134,7 @@ def read_fields(body: bytes, fields: Mapping[str, Field]) -> dict[str, Any]:
     Raises:
         Refusal: the object is invalid.
     """
-    try:
-        given = mapping(parse(body))
-    except ValueError:
-        raise Refusal(400, "The body is not a JSON object, or has a duplicate name.") from None
+    given = read_object(body)
     if not given.keys() <= fields.keys():
         raise Refusal(
             400, f"The body has an unknown field: the known fields are {', '.join(fields)}."
@@ -157,6 +148,18 @@ def read_fields(body: bytes, fields: Mapping[str, Field]) -> dict[str, Any]:
     }
 
 
+def read_object(body: bytes) -> Mapping[str, Any]:
+    """Parse a JSON object.
+
+    Raises:
+        Refusal: the body is something else.
+    """
+    try:
+        return mapping(parse(body))
+    except ValueError:
+        raise Refusal(400, "The body is not a JSON object, or has a duplicate name.") from None
+
+
 def _checked(name: str, field: Field, value: object) -> Any:
     try:
         return field.check(value)
@@ -164,15 +167,25 @@ def _checked(name: str, field: Field, value: object) -> Any:
         raise Refusal(400, f"{name} must be {field.expected}.") from None
 
 
-async def _bytes(request: Request) -> bytes:
-    """Read the whole body. Stops reading as soon as the body is too long."""
+async def read_bytes(request: Request, most: int) -> bytes:
+    """Read the whole body. Stops reading as soon as it has more than ``most`` bytes.
+
+    The content type must be JSON. Web pages cannot send that type to another origin without its
+    permission.
+
+    Raises:
+        Refusal: the body is too long or incomplete, or has another type.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refusal(415, "The body must be JSON: send Content-Type: application/json.")
     pieces, length = [], 0
     try:
         async with aclosing(request.stream()) as stream:
             async for piece in stream:
                 length += len(piece)
-                if length > MAX_BODY_BYTES:
-                    raise Refusal(413, f"The body is larger than {MAX_BODY_BYTES >> 10} KiB.")
+                if length > most:
+                    raise Refusal(413, f"The body is larger than {most >> 10} KiB.")
                 pieces.append(piece)
     except ClientDisconnect:
         raise Refusal(400, "The body is incomplete.") from None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import httpx
 import pytest
+from mcp import StdioServerParameters
 
-from tests.e2e.asking import trace
+from tests.e2e.asking import ask, job, trace
 from tiered_kv.bench.servers.vllm_server import VllmServer
 
 pytestmark = pytest.mark.e2e
@@ -78,3 +81,49 @@ def test_rollouts_share_kv_within_a_policy_and_never_across(
         for prompt in (policy[:2], policy[2:]):
             assert max(computed(turns[0]) for turns in prompt) > 0.8
     assert computed(again[0]) > 0.8, "no KV of old weights is left"
+
+
+SERVER = """
+from mcp.server.mcpserver import Context, MCPServer
+
+server = MCPServer("build")
+
+@server.tool()
+async def build(files: int, ctx: Context) -> str:
+    for file in range(1, files + 1):
+        await ctx.report_progress(file, files)
+    return f"built {files}"
+
+server.run()
+"""
+
+
+def test_the_progress_of_an_mcp_server_reaches_its_jobs_gap(
+    server: VllmServer,
+    client: httpx.Client,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mcp_progress = load("mcp_progress")
+    monkeypatch.setattr(mcp_progress, "EVERY_S", 0.0)
+    program = tmp_path / "server.py"
+    program.write_text(SERVER)
+    command = StdioServerParameters(command=sys.executable, args=[str(program)])
+    ask(client, list(range(300)), **job("mcp"))
+
+    result = asyncio.run(mcp_progress.call_tool(server.url, "mcp", command, "build", {"files": 2}))
+    absent = asyncio.run(mcp_progress.call_tool(server.url, "gone", command, "build", {"files": 1}))
+
+    assert result.content[0].text == "built 2"
+    assert absent.content[0].text == "built 1"
+    told = capsys.readouterr().out.splitlines()
+    assert [line.partition("}")[0] for line in told] == [
+        "{'progress': 1.0, 'total': 2.0",
+        "{'progress': 2.0, 'total': 2.0",
+        "{'done': True",
+        "{'progress': 1.0, 'total': 1.0",
+        "{'done': True",
+    ]
+    assert ["'accepted'" in line for line in told] == [True] * 3 + [False] * 2
+    assert all("'missing'" in line for line in told[3:])

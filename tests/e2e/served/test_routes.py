@@ -149,7 +149,11 @@ HOSTILE = (
     ("GET", "tiered_kv/jobs/../../etc/passwd", 404),
     ("GET", "tiered_kv/nothing", 404),
     ("POST", "tiered_kv/status", 405),
-    ("DELETE", "tiered_kv/jobs/j", 405),
+    ("DELETE", "tiered_kv/jobs/no-such-job", 404),
+    ("DELETE", "tiered_kv/jobs/j?number=1.2.3", 400),
+    ("DELETE", "tiered_kv/jobs", 405),
+    ("POST", "tiered_kv/hints", 415),
+    ("GET", "tiered_kv/hints", 405),
     ("PUT", "tiered_kv/jobs", 405),
 )
 """Hostile calls: method, path, and the status that each must get."""
