@@ -1,1 +1,1 @@
-"""The demo and the benchmarks, which play agent-like jobs on real servers with a real model."""
+"""The demo, the benchmarks and the simulator."""

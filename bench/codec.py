@@ -1,17 +1,18 @@
 """Compression ratio and speed of KV page codecs: the centred codec and zstd.
 
-    python -m bench.codec --json
+  python -m bench.codec --json
 
 Pages come from the small real model, in the layout of the worker's CPU pool. The codec is trained
-on source code and measured on prose that it has not seen. bf16 and fp16 pages each come from an
-engine of that dtype (cast from bf16, fp16 would have three mantissa bits that are always zero). fp8
-pages are bf16 pages cast with scale 1, which vLLM uses without calibration.
+on source code and measured on prose that is not in the training pages. bf16 and fp16 pages each
+come from an engine of that dtype (cast from bf16, fp16 would have three mantissa bits that are
+always zero). fp8 pages are bf16 pages cast with scale 1, which vLLM uses without calibration.
 
 ``ratio`` is raw over stored bytes. ``*_mbs`` is MB of raw pages per second of CPU time on one core,
-the best of many interleaved rounds; ``*_vs_zstd1`` is the same relative to zstd level 1 on the same
-pages in the same rounds. ``entropy_bound`` is the ratio at the order-0 entropy of the measured
-pages' symbols, centred by these pages' own centres, with one static code for all and the rest
-stored uncompressed. No static code and no training text can exceed it.
+the best of many interleaved rounds; ``*_vs_zstd1`` is this speed relative to zstd level 1 on the
+same pages in the same rounds. ``entropy_bound`` is the ratio at the order-0 entropy of the measured
+pages' symbols. For the bound, the symbols are centred by these pages' own centres, one static code
+encodes all of them, and the remainders are stored uncompressed. No static code and no training text
+can exceed the bound.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ Pages = list[Bytes]
 
 
 def prose(model: Path, tokens: int) -> list[int]:
-    """Token ids of the part of Python's reference manual that ``help()`` ships with."""
+    """Return ``tokens`` token ids from the part of Python's reference manual that ``help()`` ships
+    with.
+    """
     from pydoc_data.topics import topics
 
     from transformers import AutoTokenizer
@@ -51,7 +54,7 @@ def prose(model: Path, tokens: int) -> list[int]:
 
 
 def saved_pages(running: Engine, prompt: list[int]) -> Pages:
-    """Run a prompt. Returns the pages that the prompt adds to the CPU pool.
+    """Run a prompt, and return the pages that it adds to the CPU pool.
 
     Raises:
         RuntimeError: the prompt fills an unexpected number of pages.
@@ -62,12 +65,12 @@ def saved_pages(running: Engine, prompt: list[int]) -> Pages:
     running.settle()
     pages = [slot.copy() for slot in slots[slots.any(axis=1) & ~before]]
     if len(pages) != len(prompt) // PAGE_TOKENS:
-        raise RuntimeError(f"{len(pages)} pages were saved of a prompt of {len(prompt)} tokens")
+        raise RuntimeError(f"a prompt of {len(prompt)} tokens saved {len(pages)} pages")
     return pages
 
 
 def real_pages(model: Path, dtype: str) -> tuple[Pages, Pages]:
-    """Training pages and held-out pages, from an engine with that dtype."""
+    """Return training pages and held-out pages, from an engine with that dtype."""
     code = real_texts(model, [TRAINING_PAGES * PAGE_TOKENS])[0]
     options = {"dtype": dtype, "block_size": PAGE_TOKENS}
     with engine(model, connector=True, extra={"cpu_gib": 0.1}, **options) as running:
@@ -84,14 +87,14 @@ def cast(pages: Pages, dtype: str) -> Pages:
 
 
 def entropy_bits(symbols: NDArray[np.uint8]) -> float:
-    """Order-0 entropy in bits per symbol."""
+    """Return the order-0 entropy in bits per symbol."""
     counts = np.bincount(symbols.reshape(-1), minlength=256)
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log2(shares)).sum())
 
 
 def entropy_bound(pages: Pages, page_format: PageFormat) -> float:
-    """The best ratio of a static code with the best centres; see the module docstring."""
+    """Return the ratio that no static code can exceed; see the module docstring."""
     codec = CentredCodec(page_format).trained(pages)
     encoded = [codec.encode(page) for page in pages]
     unpack = zstandard.ZstdDecompressor().decompress
@@ -101,7 +104,8 @@ def entropy_bound(pages: Pages, page_format: PageFormat) -> float:
 
 
 def race(codecs: Mapping[str, Codec], pages: Sequence[Bytes], rounds: int) -> dict[str, Result]:
-    """Every codec's ``ratio``, ``encode_mbs`` and ``decode_mbs``.
+    """Run all codecs on the same pages, interleaved. Returns ``ratio``, ``encode_mbs`` and
+    ``decode_mbs`` of each codec.
 
     Raises:
         RuntimeError: a decoded page differs from the original.
@@ -122,7 +126,7 @@ def race(codecs: Mapping[str, Codec], pages: Sequence[Bytes], rounds: int) -> di
                 seconds[name][turn] = between - start, end - between
                 continue
             if not all(map(np.array_equal, outs, pages)):
-                raise RuntimeError(f"{name} did not reproduce the pages that it encoded")
+                raise RuntimeError(f"{name} decoded a page that differs from the original")
             stored[name] = sum(one.nbytes for one in encoded)
             for out in outs:
                 out.fill(0)  # so that the next codec cannot pass with this codec's output
@@ -138,7 +142,9 @@ def race(codecs: Mapping[str, Codec], pages: Sequence[Bytes], rounds: int) -> di
 
 
 def compare(training: Pages, pages: Pages, element: ElementType) -> Result:
-    """Measure all figures of one dtype."""
+    """Measure all figures of one dtype. The codec is trained on ``training`` and measured on
+    ``pages``.
+    """
     page_format = PageFormat(element, pages[0].nbytes, PAGE_TOKENS)
     untrained = CentredCodec(page_format)
     contestants: dict[str, Codec] = {
@@ -162,7 +168,7 @@ def compare(training: Pages, pages: Pages, element: ElementType) -> Result:
 
 
 def measure(model: Path, tick: Tick) -> dict[str, Result]:
-    """Measure all dtypes."""
+    """Measure all dtypes. Returns the figures of each by its name."""
     bf16 = real_pages(model, "bfloat16")
     tick("bf16 pages")
     fp16 = real_pages(model, "float16")

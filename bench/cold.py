@@ -1,13 +1,13 @@
 """Effect of compressing idle pages in CPU memory that is too small.
 
-    python -m bench.cold --json
+  python -m bench.cold --json
 
-Real servers, one run. Twenty texts of 3,000 tokens are sent in turn, several times over, to a
-server whose CPU memory has space for fifteen and a half of them and whose KV pool holds one. The
-same server with ``TIERED_KV_CODEC=raw`` compresses nothing. On both, a request then decodes while
-pages are compressed. A third server has space for all texts. Its ``unannounced_ratio`` is the time
-of requests with compressed pages, over the time of requests with uncompressed pages plus the time
-to decode that many bytes at the speed that the server measured at startup.
+Uses real servers and one run. Twenty texts of 3,000 tokens are sent in turn, several times over, to
+a server whose CPU memory has space for fifteen and a half of them, and whose KV pool holds one. The
+same server with ``TIERED_KV_CODEC=raw`` compresses nothing. On both servers, a request then decodes
+while pages are compressed. A third server has space for all texts. ``unannounced_ratio`` is the
+time of requests with compressed pages, over the sum of the time of requests with uncompressed pages
+and the time to decode that many bytes at the speed that the server measured at startup.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from tiered_kv.config import GIB
 CONTEXTS, SPACE = 20, 15.5
 """Number of contexts sent, and number that fit into CPU memory uncompressed."""
 MORE = 3
-"""Further contexts, sent last so that the pages exceed the memory."""
+"""Number of further contexts, sent last so that the pages exceed the memory."""
 ROUNDS = 3
 """Number of rounds. The first one fills the tiers and is not counted."""
 HOT = 4
-"""Contexts sent to the server that has space for all."""
+"""Number of contexts sent to the server that has space for all of them."""
 GAP_S = 0.2
 """Tool time between two requests, seconds."""
 DECODED = 96
@@ -54,13 +54,14 @@ DECODES = re.compile(r"decodes (\S+) GB/s on each of (\d+) threads")
 
 
 def context_bytes(tokens: int) -> float:
-    """Size of a context's pages."""
+    """Return the size of a context's pages, bytes."""
     return tokens * BYTES_A_TOKEN[machine_dtype().name]
 
 
 def options_of(model: Path, tokens: int, space: float, env: Mapping[str, str]) -> ServerOptions:
-    """Options of a server with CPU memory for ``space`` contexts and a KV pool for little more than
-    one. The server pins nothing, so KV that leaves VRAM must be restored from another tier.
+    """Return the options of a server with CPU memory for ``space`` contexts and a KV pool for
+    little more than one. The server pins nothing, so KV that leaves VRAM must be restored from
+    another tier.
     """
     settings = {
         "TIERED_KV_CPU_GIB": f"{space * context_bytes(tokens) / GIB:.4f}",
@@ -76,7 +77,7 @@ def options_of(model: Path, tokens: int, space: float, env: Mapping[str, str]) -
 
 
 def send(client: httpx.Client, prompts: Sequence[list[int]], tick: Tick, what: str) -> list[float]:
-    """Send contexts with a pause before each. Returns the seconds that each took."""
+    """Send contexts with a pause before each. Returns the latency of each request, seconds."""
     times = list[float]()
     for prompt in prompts:
         tick(what)
@@ -89,11 +90,13 @@ def play(options: ServerOptions, tokens: int, folder: Path, tick: Tick) -> dict[
     """Send the contexts in turn, round after round.
 
     Returns:
-        ``pages_ratio``: pages in CPU memory over its slots, when it is full; ``recomputed``: prompt
-            tokens recomputed in the counted rounds; ``times``: seconds of their requests;
-            ``token_ms``: median time per token decoded while pages are compressed; ``compressed``:
-        pages compressed so far; ``decode_rate``: speed at which the server decodes pages, bytes a
-        second, 0 if it compresses none.
+        ``pages_ratio``: pages in CPU memory over its slots, when the memory is full.
+        ``recomputed``: prompt tokens recomputed in the counted rounds.
+        ``times``: latencies of the requests in the counted rounds, seconds.
+        ``token_ms``: median time per token decoded while pages are compressed.
+        ``compressed``: pages compressed so far.
+        ``decode_rate``: speed at which the server decodes pages, bytes per second; 0 if the server
+            compresses no pages.
     """
     with served(options, folder) as (server, client):
         prompts = texts(client, CONTEXTS, tokens)
@@ -101,7 +104,7 @@ def play(options: ServerOptions, tokens: int, folder: Path, tick: Tick) -> dict[
         before = counters(client)
         times = send(client, prompts * (ROUNDS - 1), tick, "rounds")
         after = counters(client)
-        tick("decoding")  # after a new context, which causes the others' pages to be compressed
+        tick("decoding")  # after a new context, for which other contexts' pages are compressed
         new, *more = [[*reversed(prompt)] for prompt in prompts[: 1 + MORE]]
         arrived = ask(client, new, tokens=DECODED, on_token=lambda _: None).times
         send(client, more, tick, "more than fits")
@@ -122,7 +125,7 @@ def measure(model: Path, tokens: int, tick: Tick) -> dict[str, Any]:
     """Measure without compression, with compression, and with space for all contexts.
 
     Raises:
-        RuntimeError: the server compresses nothing.
+        RuntimeError: the server with compression compresses no pages.
     """
     with tempfile.TemporaryDirectory() as name:
         raw, cold = (
@@ -135,7 +138,8 @@ def measure(model: Path, tokens: int, tick: Tick) -> dict[str, Any]:
             prompts = texts(client, HOT, tokens) * ROUNDS * 2
             hot_s = statistics.median(send(client, prompts, tick, "with space for all")[HOT:])
     mean_s, mean_raw_s = statistics.mean(cold["times"]), statistics.mean(raw["times"])
-    cold_s = statistics.median(cold["times"])  # if any find everything, most do
+    # A median is robust here: if any request finds all of its KV, most do.
+    cold_s = statistics.median(cold["times"])
     return {
         "pages_ratio": cold["pages_ratio"] / raw["pages_ratio"],
         "recomputed_ratio": cold["recomputed"] / max(1, raw["recomputed"]),
@@ -159,7 +163,7 @@ def main(
     as_json: AsJson = False,
 ) -> None:
     """Measure the gain from compressing CPU memory."""
-    title = "CPU memory with its waiting pages compressed, over without"
+    title = "CPU memory with idle pages compressed, relative to uncompressed"
     steps = 2 * (CONTEXTS * ROUNDS + 1 + MORE) + 2 * ROUNDS * HOT
     with served_benchmark(title, steps, model, as_json=as_json) as run:
         run.result = measure(run.model, tokens, run.tick)

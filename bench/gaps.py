@@ -56,11 +56,11 @@ class Session:
 
     @property
     def names_tools(self) -> bool:
-        """True if the client named a tool anywhere."""
+        """True if the client named a tool in any turn."""
         return any(gap.turn.tool not in (None, NO_TOOL) for gap in self.gaps)
 
     def without_tools(self) -> Session:
-        """Return the session as recorded from a client that names no tools. A server can still
+        """Return the session as a client that names no tools would have sent it. A server can still
         detect that an answer calls no tool.
         """
         gaps = [
@@ -71,8 +71,8 @@ class Session:
 
 
 def read_sources(folder: Path) -> dict[str, list[Session]]:
-    """Read the sessions of each file in a folder, by file stem and in file order. Files without
-    sessions are reported on standard error.
+    """Read the sessions of each file in a folder. Returns them by file stem, in file order. Files
+    without sessions are reported on standard error.
 
     Raises:
         OSError: the folder cannot be read.
@@ -82,7 +82,7 @@ def read_sources(folder: Path) -> dict[str, list[Session]]:
         try:
             sessions = [session for session in _read(path) if session.gaps]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            print(f"{path.name} holds no sessions", file=sys.stderr)
+            print(f"{path.name} contains no sessions", file=sys.stderr)
         else:
             found[path.name.partition(".")[0]] = sessions
     return {name: sessions for name, sessions in found.items() if sessions}

@@ -1,17 +1,17 @@
 """Agents under memory pressure, on models with several KV groups: tiered-kv and stock vLLM.
 
-    python -m bench.hybrid --json
-    python -m bench.hybrid --only gemma3 --rounds 1
-    python -m bench.hybrid --quick
+  python -m bench.hybrid --json
+  python -m bench.hybrid --only gemma3 --rounds 1
+  python -m bench.hybrid --quick
 
 A variant of ``bench.replay``: models with random weights, jobs of random tokens that share a system
-    prompt, and a KV pool that holds a third of the jobs' contexts. Stock vLLM caches windows and
-    states only up to the end of a prompt; ``stock_dense`` caches them at every block; ``bound`` is
-    stock vLLM with a pool that holds everything. ``reach`` is ``stock_dense`` with such a pool, but
-    runs no more requests concurrently than the small pool holds: no policy that keeps all KV could
-    be faster. Answers are forced, so all servers get the same prompts, and logprobs show whether
-    they agree. ``wrong_page_nats`` is the change that a wrong page causes in stock's first answer.
-    If it is below the tolerance of ``agrees``, a wrong page would go unnoticed.
+prompt, and a KV pool that holds a third of the jobs' contexts. Stock vLLM caches windows and states
+only up to the end of a prompt; ``stock_dense`` caches them at every block; ``bound`` is stock vLLM
+with a pool that holds everything. ``reach`` is ``stock_dense`` with such a pool, but with no more
+concurrent requests than the small pool can hold: no policy that keeps all KV can be faster. Answers
+are forced, so all servers get the same prompts, and their logprobs can be compared.
+``wrong_page_nats`` is the change that a wrong page causes in stock vLLM's first answer. If it is
+below the tolerance of ``agrees``, a wrong page would go unnoticed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ MIDDLE = Load(
     gap_limit_s=10.0,
     apart_s=2.0,
 )
-"""Load with final contexts of about 2,200 tokens."""
+"""Load whose final contexts have about 2,200 tokens."""
 QUICK = Load(
     jobs=5,
     turns=3,
@@ -88,7 +88,7 @@ QUICK = Load(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A model and its KV groups: one of full attention, and some of windows or states.
+    """A model and its KV groups: one group of full attention, and groups of windows or states.
 
     Attributes:
         block: tokens per block, in every group.
@@ -107,18 +107,19 @@ class Shape:
 
     @property
     def groups(self) -> str:
-        """A description of the groups."""
+        """Description of the groups."""
         windows = f", {self.windows} with a window of {self.window}" if self.windows else ""
         return f"1 full{windows}" + (f", {self.states} with states" if self.states else "")
 
     def context_blocks(self, tokens: int) -> int:
-        """Blocks that a context occupies until its next turn: all blocks of full attention, one
-        window, and the final state together with the state that continues from it.
+        """Return the number of blocks that a context occupies until its next turn: all blocks of
+        full attention, one window, and the final state together with the state that continues from
+        it.
         """
         return self._blocks(tokens, self.window - 1, 2)
 
     def request_blocks(self, tokens: int) -> int:
-        """Maximum number of blocks that a request of ``tokens`` occupies while it runs."""
+        """Return the maximum number of blocks that a running request of ``tokens`` occupies."""
         return self._blocks(tokens, self.window - 1 + self.chunk, 3)
 
     def whole_blocks(self, tokens: int, turns: int) -> int:
@@ -130,7 +131,9 @@ class Shape:
         return full * (1 + self.windows + self.states) + ends
 
     def _blocks(self, tokens: int, reach: int, states: int) -> int:
-        """Number of blocks: of full attention, of windows that ``reach`` back, and of states."""
+        """Return the number of blocks of full attention, of windows that extend ``reach`` tokens
+        back, and of ``states`` states per group.
+        """
         window = -(-reach // self.block) + 1
         return -(-tokens // self.block) + self.windows * window + self.states * states
 
@@ -140,7 +143,7 @@ _FULL, _SLIDING, _STATE = "full_attention", "sliding_attention", "linear_attenti
 
 
 def _wide(name: str, **settings: object) -> TinyModel:
-    """A medium-sized model with about 90 M parameters."""
+    """Return a medium-sized variant of a model, with about 90 M parameters."""
     wide = {
         "hidden_size": 768,
         "intermediate_size": 2304,
@@ -197,7 +200,13 @@ QUICK_SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """KV pool sizes in blocks, and the maximum request length in tokens."""
+    """KV pool sizes and the maximum request length.
+
+    Attributes:
+        longest: maximum request length, tokens.
+        pressed: blocks of the small pool.
+        unlimited: blocks of the pool that holds everything.
+    """
 
     longest: int
     pressed: int
@@ -206,7 +215,11 @@ class Pools:
 
 def pools_for(shape: Shape, contexts: Sequence[int], turns: int) -> Pools:
     """Size a pool for a third of the jobs' contexts that still fits the longest request, and a pool
-    for everything.
+    that holds everything.
+
+    Args:
+        contexts: final context length of each job, tokens.
+        turns: turns per job.
     """
     longest = -(-(max(contexts) + 1) // 256) * 256
     one = shape.request_blocks(longest) + 2  # vLLM reserves a block
@@ -216,7 +229,8 @@ def pools_for(shape: Shape, contexts: Sequence[int], turns: int) -> Pools:
 
 
 def make_servers(model: Path, dtype: str, shape: Shape, pools: Pools, *, alone: bool) -> list[Kind]:
-    """Make stock vLLM, tiered-kv, stock vLLM that keeps every window and state, and two bounds.
+    """Return the servers to compare: stock vLLM, tiered-kv, stock vLLM that keeps every window and
+    state, and two bounds.
 
     Args:
         alone: run tiered-kv under vLLM's own scheduler instead of ``ContinuumScheduler``.
@@ -258,11 +272,12 @@ def compare_servers(
     alone: bool,
 ) -> dict[str, Any]:
     """Measure one model on every server in every round. Returns its row: ``replay.report.summary``
-    plus the model.
+    and a description of the model.
 
     Args:
         folder: receives the weights and a log of every run.
         tick: called after every run.
+        alone: run tiered-kv under vLLM's own scheduler.
     """
     name, dtype = shape.model.name, machine_dtype().name
     jobs = make_jobs(load, seed, VOCABULARY)
@@ -296,8 +311,8 @@ def compare_servers(
 
 
 def mistake_nats(server: VllmServer, job: Job, block: int) -> float:
-    """Mean change that a wrong page in the middle of the prompt causes in the logprobs of a job's
-    first answer, nats per token.
+    """Return the mean change that a wrong page in the middle of the prompt causes in the logprobs
+    of a job's first answer, nats per token.
     """
     half = len(job.turns[0].added) // 2
     jobs = [
@@ -310,7 +325,9 @@ def mistake_nats(server: VllmServer, job: Job, block: int) -> float:
 
 
 def mistaken(job: Job, at: int, count: int) -> Job:
-    """A job's first turn with ``count`` tokens replaced from ``at`` on, to imitate a wrong page."""
+    """Return a job's first turn with ``count`` tokens replaced, starting at ``at``, to imitate a
+    wrong page.
+    """
     first = job.turns[0]
     other = tuple(FIRST_WORD + token % (VOCABULARY - FIRST_WORD) for token in first.added)
     added = (*first.added[:at], *other[at : at + count], *first.added[at + count :])
@@ -318,11 +335,14 @@ def mistaken(job: Job, at: int, count: int) -> Job:
 
 
 def chosen(every: Sequence[Shape], only: Sequence[str], *, bf16: bool) -> list[Shape]:
-    """Select shapes by name. Without names: a shape with windows, and the shape with states that
-    runs fast on this machine.
+    """Select shapes by name. Without names, selects the shapes without states, and those with
+    states that run fast on this machine.
+
+    Args:
+        bf16: True if the machine computes in bf16.
 
     Raises:
-        typer.BadParameter: no shape has such a name.
+        typer.BadParameter: no shape has one of the names.
     """
     names = [shape.model.name for shape in every]
     if unknown := [name for name in only if name not in names]:
@@ -348,14 +368,16 @@ def main(
     logs: Annotated[Path | None, typer.Option(help="Folder for logs.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare servers on models of several KV groups."""
+    """Compare servers on models with several KV groups."""
     every, load = (QUICK_SHAPES, QUICK) if quick else (MIDDLE_SHAPES, MIDDLE)
     began, dtype = time.monotonic(), machine_dtype()
     shapes = chosen(every, only or (), bf16=dtype.name == "bfloat16")
     count = 1 if quick else rounds
     steps = 5 * len(shapes) * count
     with (
-        benchmark("Models of several KV groups under pressure", steps, as_json=as_json) as run,
+        benchmark(
+            "Models with several KV groups under memory pressure", steps, as_json=as_json
+        ) as run,
         tempfile.TemporaryDirectory(prefix="hybrid-") as scratch,
     ):
         folder = logs or Path(scratch)

@@ -1,8 +1,8 @@
 """vLLM's own offloading connector, for machines on which it cannot copy.
 
-``OffloadingConnector`` as shipped with vLLM, with its CPU memory manager. Only the copying part is
-replaced, because vLLM's needs a GPU: here a transfer finishes as soon as it is submitted. vLLM
-loads this module by name.
+Uses ``OffloadingConnector`` as shipped with vLLM, with its CPU memory manager. Only the part that
+copies is replaced, because vLLM's needs a GPU: here a transfer moves no bytes, and finishes as soon
+as it is submitted. vLLM loads this module by name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
 class UncopiedSpec(CPUOffloadingSpec):
-    """vLLM's CPU memory tier without any copies."""
+    """vLLM's CPU memory tier, without copying any bytes."""
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         return _UncopiedWorker()

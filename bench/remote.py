@@ -1,14 +1,14 @@
 """Transfer speed of pages to and from a remote store, compared with the link alone.
 
-    python -m bench.remote --json
+  python -m bench.remote --json
 
-A Valkey server on loopback stores pages of 256 KiB of random bytes, coded ``raw``. They are written
-and read as by the I/O thread, one context at a time, and checked. ``get`` and ``put`` are the
-store's speed over the speed of one TCP stream between two Python processes that carries the same
-pages from and to the same memory, as medians over rounds. ``lookups_per_s``: lookup rate for
-100,000 keys, half of which exist. ``scheduler_ms``: additional time of the scheduler's thread for a
-request of 3,000 tokens with a remote store that is queried and written; ``asked_ms``: the part of
-it until the answer arrives.
+A Valkey server on loopback stores pages of 256 KiB of random bytes, with the codec ``raw``. They
+are written and read in the same way as by the I/O thread, one context at a time, and checked.
+``get`` and ``put`` are the store's speed over the speed of one TCP stream between two Python
+processes that carries the same pages from and to the same memory, as medians over rounds.
+``lookups_per_s``: lookup rate for 100,000 keys, half of which exist. ``scheduler_ms``: additional
+time of the scheduler's thread for a request of 3,000 tokens, with a remote store that is queried
+and written. ``asked_ms``: the part of ``scheduler_ms`` until the store's answer arrives.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ ROUNDS = 25
 LOOKUPS = 100_000
 REQUESTS, WARM_UP = 40, 10
 STEP_TOKENS, STEP_S, ANSWER_S = 256, 0.02, 0.003
-"""Tokens and duration of a step on the engine's clock, and the real seconds that each step leaves
-for the store's thread."""
+"""Tokens and duration of a step on the engine's clock, and the real time after each step for the
+thread that queries the store, seconds."""
 HOOKS = ("on_arrived", "match", "on_allocated", "build_orders", "on_reports", "on_finished")
 CONTEXT_TOKENS = 3_000
 FINGERPRINT = bytes(range(16))
@@ -56,7 +56,9 @@ def _key(number: int) -> PageKey:
 
 
 def _echo(connection: socket.socket) -> None:
-    """The other end of the stream: receives the announced number of pages, then sends them back."""
+    """Serve the other end of the stream: receive the announced number of pages, then send them
+    back.
+    """
     kept: list[memoryview] = []
     with connection:
         while head := connection.recv(8, socket.MSG_WAITALL):
@@ -77,7 +79,7 @@ def _receive(connection: socket.socket, page: memoryview) -> None:
 
 @contextmanager
 def stream() -> Iterator[socket.socket]:
-    """Open a TCP connection to another process on loopback."""
+    """Open a TCP connection to another process on loopback, which sends received pages back."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         connection = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()
@@ -94,8 +96,8 @@ def stream() -> Iterator[socket.socket]:
 def time_stream(
     connection: socket.socket, pages: Sequence[Bytes], slots: Sequence[Bytes]
 ) -> tuple[float, float]:
-    """Time to send and to receive the pages, seconds. Contexts pass through the slots one after
-    another.
+    """Return the seconds to send and to receive the pages. Contexts pass through the slots one
+    after another.
 
     Raises:
         RuntimeError: a received page differs.
@@ -119,7 +121,7 @@ def time_stream(
 def time_store(
     store: RemotePages, keys: Sequence[PageKey], pages: Sequence[Bytes], slots: Sequence[Bytes]
 ) -> tuple[float, float]:
-    """Time to write and to read the pages, seconds. Contexts pass through the slots one after
+    """Return the seconds to write and to read the pages. Contexts pass through the slots one after
     another.
 
     Raises:
@@ -147,7 +149,7 @@ def _check(slots: Sequence[Bytes], pages: Sequence[Bytes]) -> None:
 
 
 def look_up(store: RemotePages, existing: Sequence[PageKey]) -> float:
-    """Measure the lookup rate, keys per second.
+    """Return the lookup rate, keys per second. Half of the keys exist.
 
     Raises:
         RuntimeError: an answer is wrong.
@@ -208,11 +210,11 @@ class TimedRig:
         setattr(self._rig.half, name, run)
 
     def ask(self, number: int) -> tuple[float, float]:
-        """Run a request and time it.
+        """Run a request, and time the scheduler's thread.
 
         Returns:
-            CPU time of the scheduler's thread in milliseconds: the part until blocks are allocated,
-            including any query to the store, and the total, including later work on its pages.
+            CPU time until blocks are allocated, including any query to the store, and total CPU
+            time, including later work on the request's pages, in milliseconds.
         """
         from tiered_kv.testing.checked_kv import text
 
@@ -232,8 +234,8 @@ class TimedRig:
 
 
 def on_thread(url: str, folder: Path) -> tuple[float, float]:
-    """Additional time of a request with a store (see ``TimedRig.ask``), as medians over pairs of
-    requests with and without a store.
+    """Return the additional CPU time of a request with a store (see ``TimedRig.ask``),
+    milliseconds, as medians over pairs of requests with and without a store.
 
     Raises:
         RuntimeError: the store was not queried for each request.
@@ -248,7 +250,11 @@ def on_thread(url: str, folder: Path) -> tuple[float, float]:
 
 
 def measure(pages: int, rounds: int, tick: Tick) -> dict[str, float]:
-    """Compare store and stream in each round, and time the scheduler's thread."""
+    """Compare store and stream in each round, and time the scheduler's thread.
+
+    Args:
+        pages: pages per round.
+    """
     rng = np.random.default_rng(0)
     content = list(rng.integers(0, 256, (pages, PAGE_BYTES), dtype=np.uint8))
     slots = list(np.zeros((min(pages, CONTEXT_PAGES), PAGE_BYTES), dtype=np.uint8))

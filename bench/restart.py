@@ -1,14 +1,14 @@
 """Time to first token from CPU memory that outlived a killed engine.
 
-    python -m bench.restart --json
+  python -m bench.restart --json
 
 A real server keeps its CPU memory in a file. Eight contexts of 3,000 tokens are sent and saved.
-While other clients decode, the server's processes are killed. It is then restarted and warmed up
-with an unrelated request. ``adopted``: fraction of the pages in CPU memory that the next engine
-finds. ``first_ratio``: median time to first token when each context first returns, over the same
-median later, from CPU memory. A context from any other source is an error. ``jobs_found``: fraction
-of contexts whose job continued with its second turn. ``tails_found``: fraction of contexts whose
-last tokens, which fill no block, were found too.
+While other clients decode, the server's processes are killed. The server is then restarted and
+warmed up with an unrelated request. ``adopted``: fraction of the pages in CPU memory that the next
+engine finds. ``first_ratio``: median time to first token when each context first returns, over the
+median when it returns again. Both come from CPU memory; a context from any other source is an
+error. ``jobs_found``: fraction of contexts whose job continued with its second turn.
+``tails_found``: fraction of contexts whose last tokens, which fill no block, were found too.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from tiered_kv.bench.servers.vllm_server import VllmServer
 from tiered_kv.trace.trace_reader import TraceReader
 
 DECODING = 2
-ADOPTED = re.compile(r"CPU memory has (\d+) pages of the previous engine")
+ADOPTED = re.compile(r"CPU memory has (\d+) pages (?:of|from) the previous engine")
 
 
 @contextmanager
 def decoding(server: VllmServer) -> Iterator[None]:
-    """Run clients that keep a server decoding until it is killed."""
+    """Run clients that keep a server decoding, until the block kills the server."""
 
     def decode(at: int) -> None:
         with suppress(httpx.HTTPError), client_of(server) as client:
@@ -86,7 +86,11 @@ def from_cpu(client: httpx.Client, prompt: list[int]) -> Answer:
 
 
 def measure(model: Path, tokens: int, folder: Path, tick: Tick) -> dict[str, Any]:
-    """Kill a server, and measure what the next server finds."""
+    """Kill a server, and measure what the next server finds.
+
+    Args:
+        folder: folder for the memory file.
+    """
     with tempfile.TemporaryDirectory() as name:
         trace = Path(name) / "trace.jsonl"
         env = {
@@ -107,7 +111,7 @@ def measure(model: Path, tokens: int, folder: Path, tick: Tick) -> dict[str, Any
                 assert server.pid is not None
                 os.killpg(server.pid, signal.SIGKILL)
                 server.stop()
-            tick("restarting it")
+            tick("restarting the server")
             server.start()
             found = ADOPTED.search(server.log_text())
             with client_of(server) as client:

@@ -1,17 +1,17 @@
 """Time to first token by the place of the context's KV: nowhere, on SSD, in CPU memory, or in VRAM.
 
-    python -m bench.restore --json
+  python -m bench.restore --json
 
-Real servers, one run. Eight texts of 3,000 tokens are sent in turn, which is more than the KV pool
-holds. Each is then sent twice more: once after it has left VRAM (its pages come from CPU memory),
-and right after that (VRAM). The same is repeated with CPU memory for three texts, so that each
-comes from SSD, and again after a restart of that server. The connector reports the source of the
-tokens with each answer, and a sample from an unintended source is an error. Where computing is
-faster than the SSD, the connector computes. Such contexts are counted in ``computed``, and the time
-of a tier without samples is ``null``.
+Uses real servers and one run. Eight texts of 3,000 tokens are sent in turn, which is more than the
+KV pool holds. Each is then sent twice more: once after it has left VRAM (its pages come from CPU
+memory), and again right after that (its pages are in VRAM). The texts are also sent to a server
+with CPU memory for three of them, so that each comes from SSD, and once more after a restart of
+that server. The connector reports the source of the tokens with each answer, and a sample from an
+unintended source is an error. Where computing is faster than the SSD, the connector computes. Such
+contexts are counted in ``computed``, and the time of a tier without samples is ``null``.
 
-The client, the texts and the servers are also those of ``bench.restart``, ``bench.cold``,
-``bench.cluster`` and ``bench.snapshot``.
+``bench.restart``, ``bench.cold``, ``bench.cluster`` and ``bench.snapshot`` use the same client,
+texts and servers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from tiered_kv.sizing.model_shape import read_shape
 
 CONTEXTS = 8
 FIRST = 2
-"""Number of contexts that fill half of CPU memory. From then on pages are demoted."""
+"""Number of contexts that fill half of CPU memory. After that, pages are demoted."""
 BLOCK = 32
 """Tokens per block: the smallest size that vLLM's CPU build supports."""
 CHARACTERS = 6
@@ -65,7 +65,7 @@ SOURCES = {
     "ssd": SSD,
     "ssd_after_restart": SSD,
 }
-"""The connector's name for the token count of each source."""
+"""For each source, the connector's name for the number of tokens that came from it."""
 
 
 # -- the client and its texts --------------------------------------------------------------
@@ -74,8 +74,11 @@ SOURCES = {
 def texts(
     client: httpx.Client, count: int, tokens: int, model: str = MODEL_NAME
 ) -> list[list[int]]:
-    """Make prompts of exactly ``tokens`` token ids. Each starts with a different file of the
+    """Return prompts of exactly ``tokens`` token ids. Each starts with a different file of the
     standard library and continues with the following files.
+
+    Raises:
+        RuntimeError: the standard library has too little text.
     """
     found: list[list[int]] = []
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -87,11 +90,13 @@ def texts(
             found.append(ids[:tokens])
         if len(found) == count:
             return found
-    raise RuntimeError(f"the standard library has too little text for {count} of {tokens} tokens")
+    raise RuntimeError(
+        f"the standard library has too little text for {count} prompts of {tokens} tokens"
+    )
 
 
 def job_of(prompt: Sequence[int]) -> str:
-    """Name of the job that sends a prompt."""
+    """Return the default name of the job that sends a prompt."""
     return f"prompt-{hash(tuple(prompt)):x}"
 
 
@@ -113,7 +118,7 @@ def ask(
         logprobs, on_token: see ``Ask`` and ``ask_over``.
 
     Raises:
-        httpx.HTTPError: there was no answer.
+        httpx.HTTPError, AnswerError: see ``ask_over``.
     """
     hints = {"kv_transfer_params": {"job_id": job or job_of(prompt)}}
     turn = Ask(prompt=prompt, max_tokens=tokens, salt=salt, logprobs=logprobs, extra=hints)
@@ -121,18 +126,18 @@ def ask(
 
 
 def is_from(answer: Answer, source: str) -> bool:
-    """True if the prompt's KV came from this source, except for the last tokens."""
+    """Return True if at least 90% of the prompt's tokens came from this source."""
     return answer.sources[source] >= 0.9 * answer.prompt_tokens
 
 
 def median_ms(answers: Sequence[Answer]) -> float:
-    """Median time of answers, milliseconds."""
+    """Return the median latency of answers, milliseconds."""
     return statistics.median(one.ms for one in answers)
 
 
 def logprob_distance(one: Answer, other: Answer) -> float:
-    """Largest logprob difference between two answers to one prompt, up to the first differing
-    token, after which the contexts differ.
+    """Return the largest difference between the logprobs of two answers to one prompt, up to and
+    including the first differing token, after which the contexts differ.
     """
     largest = 0.0
     pairs = zip(one.tokens, other.tokens, one.logprobs, other.logprobs, strict=False)
@@ -144,13 +149,13 @@ def logprob_distance(one: Answer, other: Answer) -> float:
 
 
 def counters(client: httpx.Client) -> Mapping[str, float]:
-    """Values of the counters and gauges of a server's connector."""
+    """Return the values of the counters and gauges of a server's connector."""
     return events(client.get("/metrics").text)
 
 
 def settled(client: httpx.Client, *names: str, polls: int = 5) -> list[int]:
-    """Wait until all of a server's counters are above zero and ``polls`` consecutive polls find no
-    change. Returns the counters.
+    """Wait until the named counters are above zero and ``polls`` consecutive polls find no change.
+    Returns the counters.
 
     Raises:
         TimeoutError: the counters do not settle within a minute.
@@ -172,18 +177,22 @@ def settled(client: httpx.Client, *names: str, polls: int = 5) -> list[int]:
 
 
 def context_gib(model: Path, tokens: int) -> float:
-    """Size of a context's pages plus 10%, GiB, for a model with only full attention.
+    """Return the size of a context's pages plus 10%, GiB, for a model with only full attention.
 
     Raises:
-        ModelError: the size cannot be computed from its configuration.
+        ModelError: the size cannot be computed from the model's configuration.
     """
     layers = read_shape(model, gpu="h100-80", dtype=machine_dtype().name).kv
     return 1.1 * tokens * sum(one.layers * one.token_bytes for one in layers) / GIB
 
 
 def small_pool(model: Path, tokens: int, env: Mapping[str, str], *words: str) -> ServerOptions:
-    """Options of a server whose KV pool holds fewer contexts than are sent. The server pins
-    nothing, so evicted KV must be restored from another tier.
+    """Return the options of a server whose KV pool holds fewer contexts than are sent. The server
+    pins nothing, so evicted KV must be restored from another tier.
+
+    Args:
+        env: environment variables.
+        words: further command line arguments.
     """
     return ServerOptions(
         model=model,
@@ -198,7 +207,7 @@ def small_pool(model: Path, tokens: int, env: Mapping[str, str], *words: str) ->
 
 @contextmanager
 def client_of(server: VllmServer, headers: Mapping[str, str] = {}) -> Iterator[httpx.Client]:
-    """Open a client of a running server, after a warm-up request."""
+    """Open a client of a running server, and send a warm-up request."""
     with httpx.Client(base_url=server.url, timeout=TIMEOUT_S, headers=headers) as client:
         ask(client, WARM_UP, "warm-up")
         yield client
@@ -216,7 +225,7 @@ def served(options: ServerOptions, folder: Path) -> Iterator[tuple[VllmServer, h
 
 def measure(model: Path, tokens: int, load_format: str, tick: Tick) -> dict[str, Any]:
     """Measure three servers: with CPU memory for everything; with CPU memory for a few contexts and
-    an SSD; and the latter after a restart.
+    an SSD; and the second server after a restart.
 
     Raises:
         RuntimeError: the KV of a request did not come from the intended tier.
@@ -253,8 +262,8 @@ def measure(model: Path, tokens: int, load_format: str, tick: Tick) -> dict[str,
             send(client, "cold")
             send(client, "cpu", "vram")
         with served(tight, folder) as (_, client):
-            # The codec is trained on the first pages, on cores that the model needs. Pages that are
-            # evicted meanwhile are lost.
+            # The codec is trained on the first pages, on cores that the model also needs. Pages
+            # that are evicted during training are lost.
             ask(client, other)
             ask(client, one)
             settled(client, "ssd_pages")

@@ -1,9 +1,9 @@
-"""The client of every load generator: one turn over an OpenAI route, timed.
+"""Client of all load generators: sends one turn over an OpenAI route, and times the answer.
 
 A prompt is a list of messages (``/v1/chat/completions``), or a text or token ids
-(``/v1/completions``). ``Client`` streams over the OpenAI SDK. ``ask_over`` uses the caller's open
-connection, and reads the answer streamed or whole. A server without tiered-kv's plugin reports
-where a prompt's KV came from only if the answer is not streamed.
+(``/v1/completions``). ``Client`` streams over the OpenAI SDK. ``ask_over`` uses a connection that
+the caller has opened, and can read the answer streamed or whole. A server without tiered-kv's
+plugin reports where a prompt's KV came from only if the answer is not streamed.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
 """A text, token ids, or messages."""
 
 SILENCE_S = 900.0
-"""Longest wait for a server's next bytes: under load a turn waits for minutes."""
+"""Maximum wait for the next bytes of an answer, seconds. Under load, a turn can wait for minutes.
+"""
 KEEPALIVE_S = 2.0
-"""Connections idle for longer are not reused: vLLM's server closes them after 5 s, and a request
-sent at that moment would be lost."""
+"""Connections that were idle for longer, in seconds, are not reused: vLLM's server closes them
+after 5 s, and a request sent at that moment would be lost."""
 OPENAI_FIELDS = ("model", "messages", "prompt", "stream")
-"""Fields that the SDK takes as arguments. All others go into the body unchanged."""
+"""Request fields that the SDK takes as arguments. All other fields are added to the body unchanged.
+"""
 SESSION_HEADER = "X-Session-ID"
-"""Routers keep a job on one server by this header."""
+"""Header by which routers keep a job on one server."""
 
 
 class AnswerError(RuntimeError):
-    """A server's answer cannot be used; the message says why."""
+    """A server's answer cannot be used. The message gives the reason."""
 
 
 class Api(Enum):
@@ -63,11 +65,12 @@ class Hints(Enum):
     NONE = "none"
 
     def body(self, job_id: str, is_last_step: bool, more: Mapping[str, str] = {}) -> dict[str, Any]:
-        """Fields of a request's body.
+        """Return the body fields that carry the hints of a turn.
 
         Args:
+            is_last_step: True for the job's last turn.
             more: ``tool_name`` and ``tool_command`` of the tool that runs after the turn, and
-                ``parent_job_id`` of a sub-agent.
+                ``parent_job_id`` of a sub-agent. ``SESSION`` and ``TOP_LEVEL`` do not carry these.
         """
         hint = {"job_id": job_id, "is_last_step": is_last_step}
         bodies: dict[Hints, dict[str, Any]] = {
@@ -86,12 +89,13 @@ class Ask:
 
     Attributes:
         max_tokens: length of the answer, tokens. The model's end-of-text token is ignored.
-        session: value of ``X-Session-ID``; None sends none.
-        salt: ``cache_salt``; None sends none.
+        session: value of the header ``X-Session-ID``; None omits the header.
+        salt: value of ``cache_salt``; None omits the field.
         forced: token ids that the server must answer. The server needs ``forcing.SERVER_ARGS``.
         logprobs: number of alternatives per answered token; None requests no logprobs.
-        extra: further fields of the body, such as ``Hints.body``.
-        plain: send only what OpenAI's own API has. The answer may then end early.
+        extra: further fields of the body, such as those returned by ``Hints.body``.
+        plain: send only fields of OpenAI's own API. The model may then end the answer before
+            ``max_tokens``.
     """
 
     prompt: Prompt
@@ -114,7 +118,12 @@ class Ask:
         return not isinstance(self.prompt, str) and not self.is_chat
 
     def body(self, model: str, *, stream: bool) -> dict[str, Any]:
-        """The request's body."""
+        """Return the body of the request.
+
+        Args:
+            model: name under which the server serves the model.
+            stream: request a streamed answer.
+        """
         body: dict[str, Any] = {"model": model, "max_tokens": self.max_tokens, "temperature": 0}
         body["messages" if self.is_chat else "prompt"] = self.prompt
         if self.logprobs is not None:
@@ -136,7 +145,7 @@ class Ask:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the request."""
+        """Headers that the client adds to the request."""
         return {} if self.session is None else {SESSION_HEADER: self.session}
 
 
@@ -145,18 +154,18 @@ class Answer:
     """A complete answer.
 
     Attributes:
-        sent_at: time at which it was sent, as ``time.perf_counter``.
-        ttft_s: time from sending to the first token, or to the end of the answer if no token
-            decodes to text on its own, such as half a character.
-        latency_s: time from sending to the last token, seconds.
+        sent_at: time at which the request was sent, as ``time.perf_counter``.
+        ttft_s: seconds from sending to the first token, or to the end of the answer if no token
+            decodes to text on its own (for example half a character).
+        latency_s: seconds from sending to the last token.
         text: the answer without the model's reasoning.
         cached_tokens: prompt tokens that the server reports as cached; None if it reports none.
-        tokens: token ids, if the prompt was token ids. times: arrival of each token, on the same
-            clock as ``sent_at``.
-        logprobs: raw logprobs of these tokens, if requested. margins: lead of the best over the
-            second best alternative, in nats, if two were requested.
+        tokens: ids of the answer's tokens, if the prompt was token ids. times: arrival of each
+            token, on the same clock as ``sent_at``.
+        logprobs: raw logprobs of the answer's tokens, if requested. margins: lead of the best over
+            the second best alternative, in nats, if at least two alternatives were requested.
         sources: prompt tokens by the tier that held their KV, under the connector's names; empty
-            without the connector, and in streams without its plugin.
+            without the connector, and for streamed answers without its plugin.
     """
 
     sent_at: float
@@ -186,12 +195,12 @@ class Client:
     model: str
 
     async def ask(self, ask: Ask) -> Answer:
-        """Send a turn and read its answer. Cancelling closes the connection.
+        """Send a turn and read its answer. Cancellation closes the connection.
 
         Raises:
-            AnswerError: the answer lacks usage or token ids, or is not the forced one.
-            Exception: there is no answer, or an incomplete one. The SDK passes some connection
-                errors on unchanged; see ``trouble``.
+            AnswerError: the answer lacks usage or token ids, or differs from the forced tokens.
+            Exception: no answer arrived, or an incomplete one. The SDK passes some connection
+                errors on unchanged; ``trouble`` describes any of them.
         """
         api: Any = self.openai.chat.completions if ask.is_chat else self.openai.completions
         body, reading = ask.body(self.model, stream=True), Reading(ask)
@@ -211,7 +220,7 @@ async def open_client(
 
     Args:
         base_url: the server's URL without ``/v1``.
-        silence_s: maximum wait for the server's next bytes.
+        silence_s: maximum wait for the next bytes of an answer, seconds.
     """
     limits = httpx2.Limits(
         max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
@@ -230,14 +239,16 @@ def ask_over(
     *,
     on_token: Callable[[Reading], None] | None = None,
 ) -> Answer:
-    """Send a turn of token ids over an open connection, and block until it is answered.
+    """Send a turn of token ids over an open connection, and block until the answer is complete.
 
     Args:
-        on_token: called after each token with the answer so far. If given, the answer is streamed.
+        on_token: called after each received chunk, with the answer so far. If given, the answer is
+            streamed.
 
     Raises:
-        httpx.HTTPError: it was not answered, or refused.
-        AnswerError: as for ``Client.ask``.
+        httpx.HTTPError: the connection failed, or the server refused a request whose answer is not
+            streamed.
+        AnswerError: as for ``Client.ask``, or the server refused a streamed request.
     """
     body, reading = ask.body(model, stream=on_token is not None), Reading(ask)
     if on_token is None:
@@ -259,11 +270,11 @@ def ask_over(
 
 
 class Reading:
-    """A partial answer, received whole or in chunks. The request counts as sent when this is
-    created.
+    """An answer that is being received, whole or in chunks. The creation of this object counts as
+    the time at which the request was sent.
 
     Attributes:
-        tokens: ids so far.
+        tokens: token ids received so far.
     """
 
     def __init__(self, ask: Ask) -> None:
@@ -300,16 +311,16 @@ class Reading:
                 self._margins += map(_margin, choice.logprobs.top_logprobs or [])
 
     def answer(self) -> Answer:
-        """The complete answer.
+        """Return the complete answer.
 
         Raises:
-            AnswerError: it lacks usage or token ids, or is not the forced one.
+            AnswerError: the answer lacks usage or token ids, or differs from the forced tokens.
         """
         usage, ended_at = self._usage, time.perf_counter()
         if usage is None or not usage.completion_tokens:
-            raise AnswerError("an answer without usage: the server does not report its tokens")
+            raise AnswerError("the answer has no usage: the server does not report token counts")
         if self._ask.is_ids and not self.tokens:
-            raise AnswerError("an answer without token ids")
+            raise AnswerError("the answer has no token ids")
         if self._ask.forced is not None and self.tokens != list(self._ask.forced):
             raise AnswerError("the server did not answer with the forced tokens")
         details = usage.prompt_tokens_details
@@ -334,14 +345,14 @@ def trouble(error: Exception) -> str:
     name.
     """
     if isinstance(error, APITimeoutError):
-        return "got no answer for longer than a client waits"
+        return "timed out without an answer"
     if isinstance(error, APIStatusError):
         return f"was refused: {error.message}"
     return f"got no answer: {error!r}"
 
 
 def _text_of(choice: Any) -> tuple[str, str]:
-    """Text and reasoning in a chunk."""
+    """Return the text and the reasoning in a chunk."""
     if hasattr(choice, "text"):
         return choice.text or "", ""
     extra: Mapping[str, Any] = choice.delta.model_extra or {}
@@ -350,6 +361,8 @@ def _text_of(choice: Any) -> tuple[str, str]:
 
 
 def _margin(alternatives: Mapping[str, float]) -> float:
-    """Lead of the best alternative over the second best, nats; infinite if there is only one."""
+    """Return the lead of the best alternative over the second best, in nats; infinite if there is
+    only one alternative.
+    """
     best, *others = sorted(alternatives.values(), reverse=True)
     return best - others[0] if others else float("inf")

@@ -1,4 +1,4 @@
-"""Figures of runs: times, sources of prompts, and paired comparisons of two servers."""
+"""Figures of runs: times, tiers that prompts came from, and paired comparisons of two servers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from .paired import PairedRatio
 from .results import JobDone, Kept, Run, TurnDone
 
 BUSY_CORES = 0.15
-"""Cores used by other programs above which the results carry a note."""
+"""If other programs use more cores than this on average, the results contain a note."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Ratios of one server to another under one load, over the rounds that have both. In each
-    round, only jobs that finished on both are counted; tokens per second count all answers.
+    """Ratios of one server's figures to another's under one load, over the rounds in which both
+    ran. In each round, only jobs that finished on both servers are counted, except in
+    ``tokens_per_s``, which counts all answers.
 
     Attributes:
         rounds: ratio of mean completion times, one per round.
@@ -39,7 +40,9 @@ class Compared:
 
 
 def compare(runs: Iterable[Run], server: str, over: str) -> Compared | None:
-    """Compare two servers by runs of one load; None if no job finished on both in a round."""
+    """Compare ``server`` with ``over`` in the runs of one load. Returns None if there is no round
+    in which a job finished on both servers.
+    """
     by_name = {(run.server, run.round): run for run in runs}
     pairs: list[tuple[dict[str, float], dict[str, float]]] = []
     jobs = 0
@@ -74,26 +77,32 @@ def _figures(run: Run, among: frozenset[str]) -> dict[str, float]:
 
 
 def completions(run: Run, among: frozenset[str] | None = None) -> list[float]:
-    """Completion times of the run's finished jobs, seconds, sorted by job name."""
+    """Return the completion times of the run's finished jobs, seconds, sorted by job name.
+
+    Args:
+        among: names of the jobs to include; None means all.
+    """
     jobs = sorted(run.finished, key=lambda job: job.name)
     return [job.completion_s for job in jobs if among is None or job.name in among]
 
 
 def common(runs: Iterable[Run]) -> frozenset[str]:
-    """Names of the jobs that finished in every run."""
+    """Return the names of the jobs that finished in every run."""
     names = [{job.name for job in run.finished} for run in runs]
     return frozenset(set.intersection(*names))
 
 
 def sources_of(turn: TurnDone) -> dict[str, int]:
-    """Prompt tokens by tier; "cached" if the server does not report the tier."""
+    """Return a turn's prompt tokens by tier. If the server does not report tiers, the keys are
+    "cached" and "recomputed".
+    """
     if turn.sources:
         return dict(turn.sources)
     return {"cached": turn.cached_tokens, "recomputed": turn.prompt_tokens - turn.cached_tokens}
 
 
 def sum_sources(turns: Iterable[TurnDone]) -> dict[str, int]:
-    """Prompt tokens of all turns by tier."""
+    """Return the prompt tokens of all turns, summed by tier."""
     total: Counter[str] = Counter()
     for turn in turns:
         total.update(sources_of(turn))
@@ -101,7 +110,9 @@ def sum_sources(turns: Iterable[TurnDone]) -> dict[str, int]:
 
 
 def recomputed(job: JobDone) -> int:
-    """Prompt tokens that were computed although the previous turn's context held them."""
+    """Return the prompt tokens of a job that were recomputed although the previous turn's context
+    contained them.
+    """
     known = found = 0
     for turn in job.turns:
         new = turn.prompt_tokens - known
@@ -111,7 +122,7 @@ def recomputed(job: JobDone) -> int:
 
 
 def tpots(turns: Iterable[TurnDone]) -> list[float]:
-    """Seconds per token after the first, for each answer with more than one token."""
+    """Return the seconds per token after the first, for each answer with more than one token."""
     return [
         (turn.latency_s - turn.ttft_s) / (turn.output_tokens - 1)
         for turn in turns
@@ -120,12 +131,12 @@ def tpots(turns: Iterable[TurnDone]) -> list[float]:
 
 
 def tokens(turns: Iterable[TurnDone]) -> int:
-    """Tokens of prompts and answers."""
+    """Return the number of tokens in all prompts and answers."""
     return sum(turn.prompt_tokens + turn.output_tokens for turn in turns)
 
 
 def by_number(jobs: Iterable[JobDone]) -> dict[int, list[TurnDone]]:
-    """Turns grouped by their number in the job, from 1."""
+    """Group turns by their number in the job, from 1."""
     grouped: dict[int, list[TurnDone]] = defaultdict(list)
     for job in jobs:
         for turn in job.turns:
@@ -134,16 +145,18 @@ def by_number(jobs: Iterable[JobDone]) -> dict[int, list[TurnDone]]:
 
 
 def mean(values: Iterable[float]) -> float:
-    """The mean, or NaN without values."""
+    """Return the mean, or NaN if there are no values."""
     return float(np.mean(list(values) or [np.nan]))
 
 
 def unequal(kept: Sequence[Kept]) -> list[str]:
-    """Reasons why runs cannot be compared, one sentence each."""
+    """Return the reasons why runs cannot be compared, one sentence each."""
     found = []
     cores = {one.reserved_cpus for one in kept}
     if len(cores) > 1:
-        found.append(f"servers kept different cores for the framework: {sorted(map(str, cores))}")
+        found.append(
+            f"servers reserved different cores for the framework: {sorted(map(str, cores))}"
+        )
     busy = max((one.other_cores or 0.0 for one in kept), default=0.0)
     if busy > BUSY_CORES:
         found.append(f"other programs used up to {busy:.1f} cores during a run")

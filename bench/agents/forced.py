@@ -1,14 +1,14 @@
-"""A logits processor that makes the model produce recorded answers. Runs inside vLLM.
+"""A logits processor that forces recorded answers. It runs inside vLLM.
 
-    --logits-processors bench.agents.forced:ForcedTokens
+  --logits-processors bench.agents.forced:ForcedTokens
 
-A request whose ``vllm_xargs`` hold ``{"forced_tokens": [id, ...]}`` is answered with these ids;
-after the last of them, the model generates its own tokens. The model runs as usual; only the
-sampled tokens change. vLLM takes raw logprobs before any processor runs (``--logprobs-mode
-raw_logprobs``, its default), so those of the forced tokens are the model's own.
+A request whose ``vllm_xargs`` contain ``{"forced_tokens": [id, ...]}`` is answered with these ids.
+After the last id, the model generates its own tokens. The model runs as usual; only the sampled
+tokens change. vLLM computes raw logprobs before any processor runs (``--logprobs-mode
+raw_logprobs``, its default), so the logprobs of forced tokens are the model's own.
 
-The interface is defined by vLLM's V1 model runner; see ``forcing`` for a server's flags and
-environment.
+vLLM's V1 model runner defines the interface. ``forcing`` has the flags and the environment of the
+server.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .forcing import XARG
 
 
 class ForcedTokens(LogitsProcessor):  # type: ignore[misc]
-    """Forces the token ids of the requests that carry some.
+    """Logits processor that forces the output tokens of requests that have a token list.
 
-    A request's position is the length of its output, which vLLM keeps. This class counts nothing,
-    so that requests can be preempted and resumed.
+    The position in the list is the length of the request's output, which vLLM tracks, so preempted
+    requests resume correctly. A list with an id outside the vocabulary is ignored.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
@@ -38,7 +38,7 @@ class ForcedTokens(LogitsProcessor):  # type: ignore[misc]
         """Validate a new request. On an error, vLLM answers with status 400.
 
         Raises:
-            ValueError: the value is not a list of token ids.
+            ValueError: ``forced_tokens`` is not a list of token ids.
         """
         said = (sampling_params.extra_args or {}).get(XARG)
         if said is not None and not _are_ids(said):
@@ -51,7 +51,8 @@ class ForcedTokens(LogitsProcessor):  # type: ignore[misc]
         process_dict_updates(self._forced, batch_update, self._new)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Leave only one choice in each forced row, in place.
+        """Set all logits in each forced row to minus infinity, in place, except the next forced
+        token's.
 
         Args:
             logits: (requests, vocabulary), float32.
@@ -70,7 +71,8 @@ class ForcedTokens(LogitsProcessor):  # type: ignore[misc]
         self, params: SamplingParams, prompt: list[int] | None, output: list[int]
     ) -> tuple[list[int], list[int]] | None:
         forced: Any = (params.extra_args or {}).get(XARG)
-        # An id outside the vocabulary is only detected here, where an error would stop the engine.
+        # The vocabulary is unknown to validate_params, and an error here would stop the engine, so
+        # a list with an id outside the vocabulary is ignored.
         if not _are_ids(forced) or any(token >= self._vocabulary for token in forced):
             return None
         return forced, output

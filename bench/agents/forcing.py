@@ -1,4 +1,4 @@
-"""Names for forced outputs that the client shares with the processor inside the server.
+"""Names for forced outputs that the client and the logits processor in the server share.
 
 Imports neither vLLM nor torch.
 """
@@ -18,8 +18,9 @@ SERVER_ARGS = ("--logits-processors", "tiered_kv.bench.agents.forced:ForcedToken
 
 
 def server_env() -> dict[str, str]:
-    """Environment of such a server. It finds this package from any folder, and selects the model
-    runner whose interface the processor implements (the only one on CPU).
+    """Return the environment of a server that forces outputs. It lets the server import this
+    package from any folder, and selects the model runner whose interface the processor implements
+    (the only runner on CPUs).
     """
     path = os.environ.get("PYTHONPATH")
     ours = str(Path(tiered_kv.__file__).parents[1])

@@ -20,7 +20,8 @@ from .recorded_rows import gap_between
 from .sessions import Recorded, read_recording
 
 # Continuum's synthetic workload (arXiv 2511.02230): seven gaps, one of them long, and final
-# contexts of 2,900 tokens. The paper leaves their growth open: here the first turn adds a quarter.
+# contexts of 2,900 tokens. The paper does not specify how contexts grow. Here the first turn adds a
+# quarter of the final context.
 SHORT_GAPS, SHORT_S, LONG_S = 6, (0.05, 0.3), (2.0, 5.0)
 FIRST_TOKENS, ADDED_TOKENS, ANSWER_TOKENS = 750, 250, 50
 FIRST_WORD = 3
@@ -29,15 +30,15 @@ FIRST_WORD = 3
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request and the pause after it.
+    """A request and the gap after it.
 
     Attributes:
         added: token ids that the prompt gains after the previous prompt and its answer.
-        answer: token ids of the recorded answer; empty if there is none.
-        gap_s: seconds from the answer, or from the end of its sub-agents, to the next turn; 0 after
-            the last turn.
-        kept: leading fraction of the context that the prompt keeps, below 1 where an agent
-            compacted it. Only for turns that are texts.
+        answer: token ids of the recorded answer; empty if no answer is recorded.
+        gap_s: seconds from the answer, or from the end of the turn's sub-agents, to the next turn;
+            0 after the last turn.
+        kept: leading fraction of the context that the prompt keeps; below 1 if the agent compacted
+            the context. Only for turns that are texts.
         tool, tool_name: command and name of the tool that runs in the gap; may be empty.
         agents: sub-agents that start when the answer ends.
         length: answer length in tokens, if the answer is not recorded.
@@ -62,7 +63,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """An agent's work. Its turns are all token ids, or all texts.
+    """A job of an agent. Its turns are all token ids, or all texts.
 
     Attributes:
         name: unique in a workload.
@@ -77,7 +78,7 @@ class Job:
 
     @property
     def is_text(self) -> bool:
-        """True if its turns are texts."""
+        """True if the job's turns are texts."""
         return bool(self.turns[0].text)
 
     @property
@@ -86,7 +87,9 @@ class Job:
         return sum(len(turn.added) + turn.output for turn in self.turns)
 
     def prompt(self, turn_index: int) -> list[int]:
-        """The prompt of turn ``number`` (from 0), assuming the recorded answers."""
+        """Return the prompt of turn ``turn_index`` (from 0), assuming that earlier turns got their
+        recorded answers.
+        """
         context: list[int] = []
         for turn in self.turns[:turn_index]:
             context += [*turn.added, *turn.answer]
@@ -98,8 +101,9 @@ class RecordedJobs:
     """Jobs of a recording.
 
     Attributes:
-        left_out: counts by reason: ``nulls`` in the record, ``too_short`` (including prompts that
-            do not continue the previous one) and ``too_long``.
+        left_out: sessions and turns that are not played, by reason: ``nulls`` in the recording,
+            ``too_short`` (includes sessions with a prompt that does not continue the previous one)
+            and ``too_long``.
     """
 
     jobs: list[Job]
@@ -121,22 +125,23 @@ def mini_swe_jobs(
     seed: int,
     longest: int | None = None,
 ) -> RecordedJobs:
-    """Draw ``count`` jobs from recorded sessions, each with the session's first ``turns`` turns.
+    """Draw ``count`` jobs from recorded sessions. Each job has the first ``turns`` turns of a
+    session.
 
-    Sessions are left out and counted if they are shorter, if a prompt does not continue the one
-    before, or if a context gets too long. When fewer than ``count`` remain, they are repeated: each
-    copy has its own name and salt, and shares no KV with any other job.
+    A session is left out, and counted, if it has fewer turns, if a prompt does not continue the
+    previous one, or if a context gets too long. If fewer than ``count`` sessions remain, they are
+    repeated: each copy has its own name and salt, and shares no KV with any other job.
 
-    The record has request times only, so gaps are estimated by ``gap_between``.
+    The recording has request times only, so gaps are estimated by ``gap_between``.
 
     Args:
         path: JSON lines with ``session_id``, ``timestamp`` in µs, ``input`` and ``output``, plain
-            or gzipped. ``input`` may lack the answers, as that of mini-swe-agent does.
+            or gzipped. ``input`` may lack the answers, as in mini-swe-agent's recordings.
         longest: maximum context length, tokens; None means no limit.
 
     Raises:
-        RecordingError: the file cannot be read or is not such a recording.
-        ValueError: no session is left; the message says why.
+        RecordingError: the file cannot be read, or has another format.
+        ValueError: no session can be played. The message gives the reason.
     """
     record = read_recording(path)
     long_enough = [session[:turns] for session in record.sessions if _goes_on(session, turns)]
@@ -152,8 +157,8 @@ def mini_swe_jobs(
     }
     if not recorded:
         raise ValueError(
-            f"no session of {path.name} can be played: {len(short)} have no {turns} turns that go "
-            f"on from one another, {too_long} grow to more than {longest} tokens, and "
+            f"no session of {path.name} can be played: {len(short)} lack {turns} answered turns "
+            f"that continue each other, {too_long} grow to more than {longest} tokens, and "
             f"{record.nulls.sessions} have nulls"
         )
     jobs = recorded[:count]
@@ -165,7 +170,8 @@ def mini_swe_jobs(
 
 
 def synthetic_jobs(*, count: int, seed: int, vocabulary: int) -> list[Job]:
-    """Make ``count`` jobs of eight turns that grow to 2,900 tokens, the last answer included.
+    """Create ``count`` jobs of eight turns. The final context, including the last answer, has 2,900
+    tokens.
 
     Six gaps take 50 to 300 ms and one, at a random position, 2 to 5 s. All tokens are random ids
     below ``vocabulary``, so no two jobs share a prefix.
@@ -192,11 +198,11 @@ class Load:
     """Number and size of random jobs. Lengths in tokens, times in seconds.
 
     Attributes:
-        system: length of the prompt that all jobs start with.
-        task: mean length of what a job's first turn adds to it.
+        system: length of the system prompt that all jobs share.
+        task: mean number of tokens that a job's first turn adds to the system prompt.
         result: mean length of a tool's result, which each later turn adds.
         answer: length of every answer.
-        gap_s: median time of a tool; gaps are lognormal with ``gap_spread``, and at most
+        gap_s: median tool time. Gaps are lognormal with ``gap_spread``, and at most
             ``gap_limit_s``.
         apart_s: mean time between job starts.
     """
@@ -214,9 +220,9 @@ class Load:
 
 
 def make_jobs(load: Load, seed: int, vocabulary: int) -> tuple[Job, ...]:
-    """Make jobs of random token ids below ``vocabulary`` that share a system prompt.
+    """Create jobs of random token ids below ``vocabulary`` that share a system prompt.
 
-    Each turn adds 0.5 to 1.5 times the mean length, so that turns end anywhere in a block.
+    Each turn adds 0.5 to 1.5 times the mean length, so turns can end anywhere in a block.
     """
     rng = np.random.default_rng(seed)
 
@@ -238,20 +244,22 @@ def make_jobs(load: Load, seed: int, vocabulary: int) -> tuple[Job, ...]:
 
 
 def arrivals(count: int, jobs_per_s: float, seed: int) -> list[float]:
-    """Start of each job, seconds since the run began: a Poisson process that starts at 0."""
+    """Return the start time of each job, seconds since the start of the run. The times are a
+    Poisson process, shifted so that the first job starts at 0.
+    """
     between = np.random.default_rng(seed).exponential(1 / jobs_per_s, size=count)
     times: list[float] = (np.cumsum(between) - between[:1]).tolist()
     return times
 
 
 def digest(jobs: Sequence[object]) -> str:
-    """Digest of a workload. Equal workloads have equal digests."""
+    """Return a digest of a workload. Equal workloads have equal digests."""
     return hashlib.sha256(repr(list(jobs)).encode()).hexdigest()[:16]
 
 
 def _goes_on(session: Sequence[Recorded], turns: int) -> bool:
-    """True if a session has that many turns with answers, and each prompt continues the previous
-    turn.
+    """Return True if the session has at least ``turns`` turns, and if the first ``turns`` of them
+    have answers and each of their prompts starts with the previous prompt.
     """
     first = session[:turns]
     follows = all(later.prompt.startswith(turn.prompt) for turn, later in pairwise(first))

@@ -1,4 +1,4 @@
-"""The interval of every comparison: paired ratios, over rounds that have both servers."""
+"""Paired ratios of two servers over rounds, with the confidence interval of every comparison."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ T = TypeVar("T")
 class PairedRatio:
     """A ratio of positive figures, such as mean completion times, over pairs.
 
-    A pair is a round: both servers got the same jobs at nearly the same time, so they share the
-        machine's other load, which a ratio cancels. Slowdowns multiply times, so ratios are
-        averaged as logarithms. Then A over B is the inverse of B over A, including its interval.
-    There are three to ten rounds. A bootstrap over so few is too narrow (with three, one draw in
-    nine is a single round), and resampling the jobs of a round would treat concurrent jobs as
-    independent. Student's t is exact for few pairs if the logarithms are normal; ``drawn_order``
-    makes their errors independent and symmetric.
+    A pair is a round: both servers got the same jobs at nearly the same time, so the machine's
+    other load affects both and cancels in the ratio. Slowdowns multiply times, so ratios are
+    averaged as logarithms. Then A over B is the inverse of B over A, including its interval.
+
+    There are three to ten rounds. For so few, a bootstrap gives too narrow an interval (with three
+    rounds, one draw in nine is a single round), and resampling the jobs of a round would treat
+    concurrent jobs as independent. Student's t is exact for few pairs if the logarithms are normal;
+    ``drawn_order`` makes their errors independent and symmetric.
 
     Attributes:
         value: geometric mean of the ratios.
-        low, high: bounds of its 95% interval; None for a single pair, which has no spread.
+        low, high: bounds of the 95% interval; None for a single pair, which has no spread.
     """
 
     value: float
@@ -37,8 +38,10 @@ class PairedRatio:
 
     @classmethod
     def of(cls, ours: Sequence[float], theirs: Sequence[float]) -> PairedRatio:
-        """Raises:
-        ValueError: there is no pair, or a pair lacks one of its figures.
+        """Return the ratio of ``ours`` to ``theirs``. Each position is a pair.
+
+        Raises:
+            ValueError: there are no pairs, or the sequences differ in length.
         """
         logs = [math.log(one / other) for one, other in zip(ours, theirs, strict=True)]
         if not logs:
@@ -55,12 +58,12 @@ class PairedRatio:
 
 
 def drawn_order(servers: Sequence[T], seed: int, number: int) -> list[T]:
-    """Order of the servers in round ``number``: as given or reversed, by a coin toss seeded with
-    ``seed``.
+    """Return the order of the servers in round ``number``: as given or reversed, decided by a coin
+    toss that is seeded with ``seed``.
 
-    So differences between equal servers are as likely positive as negative, independently in each
-    round and whatever the noise, as the interval assumes. Strict alternation would put two runs of
-    one server next to each other, where one spell of noise affects both.
+    The coin toss makes differences between equal servers as likely positive as negative,
+    independently in each round and whatever the noise, as the interval assumes. Strict alternation
+    would put two runs of one server next to each other, where one period of noise affects both.
     """
     heads = np.random.default_rng([seed, number, 3]).integers(2)
     return list(reversed(servers)) if heads else list(servers)

@@ -1,8 +1,8 @@
 """The player: runs jobs on one server, by arrival times or with a fixed number of concurrent jobs.
 
-Each turn of a job is sent when the gap after the previous answer has passed. Jobs start at their
-arrival times, regardless of how many are running. The next prompt is the previous one, its answer,
-and the text that the turn adds.
+Each turn of a job is sent when the gap after the previous answer has passed. A job with an arrival
+time starts at that time, however many other jobs are running. The next prompt is the previous
+prompt, its answer, and the text that the turn adds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .results import JobDone, TurnDone
 
 T = TypeVar("T")
 OnTurn = Callable[[str, TurnDone], None]
-"""Called for each answered turn, with the job's name."""
+"""Called for each answered turn, with the job's name and the turn."""
 
 
 class TokenContext:
@@ -37,7 +37,7 @@ class TokenContext:
         self._ids += answer.tokens
 
     def prompt(self, _api: Api) -> Prompt:
-        """All ids."""
+        """Return all token ids. The route makes no difference."""
         return list(self._ids)
 
 
@@ -52,9 +52,9 @@ class Conversation:
         self._messages = [{"role": "system", "content": system}] if system else []
 
     def add(self, turn: Turn) -> None:
-        """Append a turn to the leading part of the context that it keeps. Roles alternate, as many
-        chat templates demand, so after a truncated user message the turn is appended to that
-        message.
+        """Truncate the context to the part that the turn keeps, and append the turn's text. Many
+        chat templates require alternating roles, so a text that follows a user message is appended
+        to that message.
         """
         if turn.kept < 1:
             kept = round(turn.kept * sum(len(one["content"]) for one in self._messages))
@@ -66,13 +66,13 @@ class Conversation:
         self._append("user", turn.text)
 
     def answered(self, answer: Answer) -> None:
-        """Append an answer. An empty answer becomes a blank, because some servers refuse empty
+        """Append an answer. An empty answer becomes a space, because some servers refuse empty
         messages.
         """
         self._append("assistant", answer.text or " ")
 
     def prompt(self, api: Api) -> Prompt:
-        """The messages, or their joined texts, depending on the route."""
+        """Return the messages for the chat route, and their joined texts for completions."""
         if api is Api.CHAT:
             return [dict(message) for message in self._messages]
         return "".join(message["content"] for message in self._messages)
@@ -85,15 +85,15 @@ class Conversation:
 
 @dataclass(slots=True)
 class Player:
-    """Plays one run of jobs on one server. The run's clock starts now.
+    """Plays one run of jobs on one server. The run's clock starts when this object is created.
 
     Attributes:
-        api: route for jobs of texts; token ids always go to completions.
+        api: route for jobs of texts. Token ids always go to completions.
         prefix: prepended to job names sent to the server.
-        sessions: also name each job in ``X-Session-ID``.
+        sessions: also send each job's name in the header ``X-Session-ID``.
         plain: send only fields of OpenAI's own API, without job names.
         force: force the recorded answers. Otherwise the model generates the same number of tokens.
-        logprobs: ask for the answers' logprobs.
+        logprobs: request the logprobs of the answers.
         agents: sub-agents that were played, in the order in which they finished.
         reports_cached: True if the server reported cached prompt tokens.
     """
@@ -138,10 +138,10 @@ class Player:
         return tuple(sorted(played, key=lambda job: (job.began_s, job.name)))
 
     async def job(self, job: Job, parent: str = "") -> JobDone:
-        """Play one job, starting now.
+        """Play one job, starting immediately. A failed request ends the job with an error.
 
         Args:
-            parent: name of the job that started this sub-agent.
+            parent: name of the job that started this sub-agent; empty for other jobs.
         """
         began_s, turns, error = self._now_s(), list[TurnDone](), None
         context = Conversation(job.system) if job.is_text else TokenContext()
@@ -200,7 +200,7 @@ class Player:
 
 
 def request_id(job: str, turn: int) -> str:
-    """The client's request id for a turn. ``turn`` counts from 1."""
+    """Return the client's request id for a turn. ``turn`` counts from 1."""
     return f"{job}.{turn}"
 
 
@@ -216,10 +216,12 @@ async def drive(
     session_header: bool = False,
     on_turn: Callable[[], None] = lambda: None,
 ) -> tuple[JobDone, ...]:
-    """Play jobs of token ids on the server at ``base_url``; see ``Player``.
+    """Play jobs of token ids on the server at ``base_url``; see ``Player``. Returns the results in
+    job order.
 
     Args:
-        arrivals_s: arrival time of each job; None plays one job at a time.
+        arrivals_s: arrival time of each job, seconds since the start; None plays one job at a time.
+        on_turn: called after each answered turn.
     """
     async with open_client(base_url, model) as client:
         player = Player(
@@ -236,7 +238,9 @@ async def drive(
 
 
 async def together(parts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently. If one raises or this is cancelled, the others are cancelled."""
+    """Run coroutines concurrently, and return their results in order. If one raises or the call is
+    cancelled, the others are cancelled.
+    """
     tasks = [asyncio.create_task(part) for part in parts]
     try:
         return list(await asyncio.gather(*tasks))

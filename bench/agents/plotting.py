@@ -11,9 +11,9 @@ from typing import Any
 
 COLOURS = ("#000000", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#999933")
 """Distinguishable with any colour vision: Okabe and Ito, "Color Universal Design", 2008. The last
-is darker than their yellow, which is hard to see on white."""
+colour replaces their yellow, which is hard to see on white."""
 MARKERS = "osD^vPX*<>hp"
-"""Markers, one per series, for prints in grey."""
+"""Markers that distinguish the series in greyscale prints."""
 
 
 class PlotError(RuntimeError):
@@ -21,10 +21,10 @@ class PlotError(RuntimeError):
 
 
 def matplotlib_modules() -> tuple[Any, Any]:
-    """``matplotlib`` and ``matplotlib.figure``.
+    """Import and return ``matplotlib`` and ``matplotlib.figure``.
 
     Raises:
-        PlotError: it is not installed.
+        PlotError: matplotlib is not installed.
     """
     try:
         return importlib.import_module("matplotlib"), importlib.import_module("matplotlib.figure")
@@ -33,7 +33,7 @@ def matplotlib_modules() -> tuple[Any, Any]:
 
 
 def looks(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Colour and marker of each name, as keyword arguments for ``plot``."""
+    """Return the colour and marker of each name, as keyword arguments for ``plot``."""
     return {
         name: {"color": COLOURS[at % len(COLOURS)], "marker": MARKERS[at % len(MARKERS)]}
         for at, name in enumerate(dict.fromkeys(names))
@@ -43,13 +43,14 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, str]]:
 @contextmanager
 def drawn(folder: Path, name: str, panels: int = 3) -> Iterator[tuple[list[Any], list[Path]]]:
     """Create a row of panels to draw on, and save them as ``name.png`` and ``name.svg`` when the
-    block ends. The legend below comes from the first panel. Equal drawings produce equal files.
+    block ends. The legend below the panels lists the series of the first panel. Equal drawings
+    produce equal files.
 
-    Returns:
-        The panels' axes, and the paths.
+    Yields:
+        The panels' axes, and the paths of the files.
 
     Raises:
-        PlotError: matplotlib is missing.
+        PlotError: matplotlib is not installed.
     """
     matplotlib, figures = matplotlib_modules()
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]
@@ -77,14 +78,18 @@ def draw_times(
     """Draw a line of means, with ``name`` in the legend, and a dotted line of a tail quantile.
 
     Args:
-        at: x position of each row. mean, tail: keys of the two values in a row.
+        at: x position of each row.
+        mean, tail: keys of the two values in a row.
+        look: colour and marker, as returned by ``looks``.
     """
     axes.plot(at, [row[mean] for row in rows], label=name, **look)
     axes.plot(at, [row[tail] for row in rows], linestyle=":", alpha=0.6, **look)
 
 
 def label(axes: Any, titles: Mapping[str, str]) -> None:
-    """Title and axis labels (``title``, ``xlabel``, ``ylabel``) of a panel, with a grid from 0."""
+    """Set a panel's title and axis labels (keys ``title``, ``xlabel`` and ``ylabel``), start its y
+    axis at 0, and add a grid.
+    """
     axes.set(**titles)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

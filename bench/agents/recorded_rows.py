@@ -18,12 +18,12 @@ Row = Mapping[str, Any]
 Read = TypeVar("Read")
 
 DECODE_TOKENS_PER_S = 60.0
-"""Assumed decoding speed of recorded answers, when only request times are recorded."""
+"""Assumed decoding speed of recorded answers, for recordings that have only request times."""
 LEAST_GAP_S = 0.05
 FEWEST_PAIRS = 3
 """Minimum number of request pairs for a check of their times."""
 MOST_SAID = 200
-"""Maximum length of names quoted in a message, characters."""
+"""Maximum length of the field names quoted in a message, characters."""
 MOST = 2**53
 """Largest accepted number. Doubles represent all whole numbers up to it."""
 
@@ -40,7 +40,8 @@ def read_rows(path: Path, read: Callable[[Row], Read]) -> list[Read]:
         read: converts a row, or raises ``ValueError``.
 
     Raises:
-        RecordingError: a line cannot be read. The message has its number.
+        RecordingError: the file or one of its lines cannot be read. The message has the line
+            number.
     """
     with _sentences(path) as at, open_lines(path) as file:
         return [read(row) for row in _rows(file, at)]
@@ -49,8 +50,11 @@ def read_rows(path: Path, read: Callable[[Row], Read]) -> list[Read]:
 def read_table(path: Path, read: Callable[[Row], Read]) -> list[Read]:
     """Read the rows of a CSV file with a header. Numeric values become numbers.
 
+    Args:
+        read: converts a row, or raises ``ValueError``.
+
     Raises:
-        RecordingError: a row cannot be read. The message has its line number.
+        RecordingError: the file or one of its rows cannot be read. The message has the line number.
     """
     with _sentences(path) as at, open_lines(path) as file:
 
@@ -71,10 +75,10 @@ def _value(text: str) -> float | str:
 
 
 def first_row(path: Path) -> Row:
-    """The first row of a file.
+    """Return the first row of a file.
 
     Raises:
-        RecordingError: the file has no rows.
+        RecordingError: the file cannot be read, or has no rows.
     """
     with _sentences(path) as at, open_lines(path) as file:
         row = next(_rows(file, at), None)
@@ -92,7 +96,7 @@ class _At:
 
 @contextmanager
 def _sentences(path: Path) -> Iterator[_At]:
-    """Turn errors into sentences that name the file and the line."""
+    """Convert errors to ``RecordingError``s whose messages name the file and the line."""
     at = _At()
     try:
         yield at
@@ -126,25 +130,31 @@ def _rows(file: IO[bytes], at: _At) -> Iterator[Row]:
 
 
 def as_row(found: object) -> Row:
-    """Return the value if it is a JSON object."""
+    """Return the value if it is a JSON object.
+
+    Raises:
+        ValueError: the value is not a JSON object.
+    """
     if not isinstance(found, dict):
         raise ValueError("it is not a JSON object")
     return found
 
 
 def rows_in(row: Row, name: str) -> list[Row]:
-    """A list of objects, where null stands for an empty object. A missing list is empty."""
+    """Return the list of objects in a field. A null in the list stands for an empty object. A
+    missing or null field is an empty list.
+    """
     found = _checked(row, name, json_fields.items) if row.get(name) is not None else []
     return [{} if one is None else as_row(one) for one in found]
 
 
 def real(row: Row, name: str) -> float:
-    """A number, 0 or more."""
+    """Return the number in a field. It must be 0 or more."""
     return _checked(row, name, lambda found: json_fields.real(found, most=MOST))
 
 
 def whole(row: Row, name: str) -> int:
-    """A whole number, 0 or more."""
+    """Return the whole number in a field. It must be 0 or more."""
     found = real(row, name)
     if found != int(found):
         raise ValueError(f"{name}: {found:g} is not a whole number")
@@ -152,17 +162,17 @@ def whole(row: Row, name: str) -> int:
 
 
 def text(row: Row, name: str) -> str:
-    """A text."""
+    """Return the text in a field."""
     return _checked(row, name, lambda found: json_fields.string(found, most=MOST))
 
 
 def identity(row: Row, name: str) -> int | str:
-    """An identifier: a whole number or a text."""
+    """Return the identifier in a field, which is a whole number or a text."""
     return _checked(row, name, _identity)
 
 
 def hashes(row: Row) -> tuple[int | str, ...]:
-    """Hashes of a prompt's blocks."""
+    """Return the hashes of a prompt's blocks."""
     return _checked(row, "hash_ids", lambda found: tuple(map(_identity, json_fields.items(found))))
 
 
@@ -173,7 +183,7 @@ def _identity(found: object) -> int | str:
 
 
 def known(row: Row, name: str, read: Callable[[Row, str], Read]) -> Read | None:
-    """A value as parsed by ``read``; None if it is null or missing."""
+    """Return the value of a field, parsed by ``read``; None if the field is null or missing."""
     return None if row.get(name) is None else read(row, name)
 
 
@@ -187,19 +197,19 @@ def _checked(row: Row, name: str, check: Callable[[object], Read]) -> Read:
 
 
 def names(row: Row) -> str:
-    """Names of a row's fields, in printable characters."""
+    """Return the names of a row's fields in printable characters, shortened if too long."""
     found = ", ".join(row).encode("ascii", "backslashreplace").decode()
     return (found if len(found) <= MOST_SAID else f"{found[:MOST_SAID]}...") or "no field"
 
 
 def common_blocks(one: Sequence[object], other: Sequence[object]) -> int:
-    """Number of leading hashes that two prompts have in common."""
+    """Return the number of leading hashes that two prompts have in common."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def gap_between(apart_s: float | None, output_tokens: float) -> float:
-    """Estimate the seconds from an answer to the next request from the request times alone.
+    """Estimate the seconds from an answer to the next request, from the times of both requests.
 
     Args:
         apart_s: seconds from request to request; None after the last request.
@@ -211,12 +221,13 @@ def gap_between(apart_s: float | None, output_tokens: float) -> float:
 
 
 def check_times(path: Path, unit: str, pairs: Iterable[tuple[float, float]]) -> None:
-    """Reject a recording in which every gap is negative: its times are most likely in another unit.
+    """Reject a recording in which every gap is negative, because its times are most likely in
+    another unit.
 
     Args:
-        unit: unit of the times in the file.
+        unit: unit that the times in the file should have.
         pairs: for each request with a successor in its job, the seconds until the successor and the
-            answer's tokens.
+            number of tokens in the answer.
 
     Raises:
         RecordingError: every request is followed by another before its answer can have ended.

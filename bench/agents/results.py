@@ -1,4 +1,4 @@
-"""Results of a load: turns, jobs and runs, as ``run_files`` keeps them in JSON."""
+"""Results of a load: turns, jobs and runs, in the form that ``run_files`` stores as JSON."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class TurnDone:
         turn: number of the turn, from 1.
         ttft_s: time from sending to the first token.
         latency_s: time from sending to the last token.
-        cached_tokens: prompt tokens that vLLM reports as cached, in VRAM or by a connector.
-        sources: prompt tokens by tier (vram, cpu, ssd, recomputed), if the server reports it.
+        cached_tokens: prompt tokens that vLLM reports as cached in VRAM or by a connector.
+        sources: prompt tokens by tier (vram, cpu, ssd, recomputed), if the server reports them.
         tokens: token ids of the answer.
         logprobs: raw logprobs of those tokens; empty unless requested.
         text: text of the answer.
     """
 
     signed: ClassVar[bool] = True
-    """Logprobs are negative: see ``json_fields.read``."""
+    """Makes ``json_fields.read`` accept negative numbers, because logprobs are negative."""
 
     turn: int
     sent_s: float
@@ -45,7 +45,7 @@ class JobDone:
     Attributes:
         began_s, ended_s: seconds since the start of the run. Their difference is the completion
             time.
-        error: reason why it did not finish; None if it finished.
+        error: reason why the job did not finish; None if it finished.
     """
 
     name: str
@@ -69,10 +69,12 @@ class Run:
         round: 0 for the first.
         flags: server flags. versions: package versions. Both are empty for a server that was
             already running.
-        cpu_s: processor time of the server during the run. rss_bytes: its memory at the end.
+        cpu_s: processor time of the server during the run. rss_bytes: resident memory of the server
+            at the end.
         agents: sub-agents as separate jobs. The times of their parent jobs include them.
         reports_cached: True if the server reported ``cached_tokens``. Otherwise they are 0.
-        counts: prompt tokens from the server's own counters: asked, vram, connector.
+        counts: prompt tokens by the server's own counters: all (``asked``), found in VRAM
+            (``vram``) and restored by the connector (``connector``).
     """
 
     server: str
@@ -100,7 +102,7 @@ class Run:
 
     @property
     def span_s(self) -> float:
-        """Seconds from the first job's start to the last one's end."""
+        """Seconds from the first job's start to the last job's end."""
         began = min((job.began_s for job in self.jobs), default=0.0)
         return max((job.ended_s for job in self.jobs), default=0.0) - began
 
@@ -111,7 +113,8 @@ class Kept:
 
     Attributes:
         reserved_cpus: cores that the CPU worker reserved, according to its log.
-        other_cores: average number of cores that other programs used meanwhile; None if unknown.
+        other_cores: average number of cores that other programs used during the run; None if
+            unknown.
     """
 
     run: Run

@@ -50,7 +50,8 @@ class Ledger:
         _write(plan_path, wanted)
 
     def get(self, load: str, number: int, server: str) -> Kept | str | None:
-        """Return a run, or the message of a server that did not start; None if neither exists.
+        """Return a stored run, or the stored message of a server that did not start; None if
+        neither exists.
 
         Raises:
             RunFileError: the file cannot be read.
@@ -80,7 +81,7 @@ class Ledger:
 
 
 def read_runs(folder: Path) -> list[Kept]:
-    """All runs kept under ``folder``, in order of load, round and server.
+    """Return all runs stored under ``folder``, sorted by load, round and server.
 
     Raises:
         RunFileError: there are no runs, or one cannot be read.
@@ -93,24 +94,24 @@ def read_runs(folder: Path) -> list[Kept]:
 
 
 def read_plan(folder: Path) -> dict[str, Any]:
-    """Plan of the runs under ``folder``.
+    """Return the plan of the runs under ``folder``.
 
     Raises:
-        RunFileError: it cannot be read.
+        RunFileError: the plan cannot be read.
     """
     return read_object(folder / "runs" / PLAN)
 
 
 def differing(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
-    """Keys under which two plans differ."""
+    """Return the keys under which two plans differ, sorted."""
     return sorted(key for key in {*one, *other} if one.get(key) != other.get(key))
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A file's JSON object.
+    """Read a file that contains a JSON object.
 
     Raises:
-        RunFileError: the file cannot be read, or holds something else.
+        RunFileError: the file cannot be read, or does not contain a JSON object.
     """
     try:
         said = json.loads(path.read_text())

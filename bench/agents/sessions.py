@@ -15,12 +15,17 @@ from .recorded_rows import RecordingError, Row, check_times, known, names, read_
 READERS = {"session_id": text, "timestamp": real, "input": text, "output": text}
 FIELDS = READERS.keys()
 CHARACTERS_PER_TOKEN = 4
-"""Assumed for recorded answers. Their decoding time is part of the time between two requests."""
+"""Assumed length of a token in recorded answers, to estimate their decoding time, which is part of
+the time between two requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A recorded turn; ``at`` is in µs."""
+    """A recorded turn.
+
+    Attributes:
+        at: time of the request, µs.
+    """
 
     session: str
     at: int
@@ -30,11 +35,11 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Contents of a file.
+    """Contents of a recording.
 
     Attributes:
         sessions: turns of each session, in order; no session is empty.
-        nulls: counts of sessions and turns left out because a value is null.
+        nulls: counts of sessions and turns that are left out because a value is null.
     """
 
     sessions: list[list[Recorded]]
@@ -42,13 +47,15 @@ class Recording:
 
 
 def recording(folder: Path, stem: str) -> Path:
-    """``stem.jsonl.gz``, or ``stem.jsonl`` where there is no such file."""
+    """Return the path of ``stem.jsonl.gz`` in the folder, or of ``stem.jsonl`` if there is no
+    gzipped file.
+    """
     packed = folder / f"{stem}.jsonl.gz"
     return packed if packed.exists() else folder / f"{stem}.jsonl"
 
 
 def read_sessions(path: Path) -> list[list[Recorded]]:
-    """The sessions of a file, as returned by ``read_recording``.
+    """Return only the sessions of ``read_recording``.
 
     Raises:
         RecordingError: as for ``read_recording``.
@@ -57,14 +64,14 @@ def read_sessions(path: Path) -> list[list[Recorded]]:
 
 
 def read_recording(path: Path) -> Recording:
-    """The sessions of a file, plain or gzipped.
+    """Read the sessions of a file, plain or gzipped, sorted by start.
 
-    A session is cut before its first turn with a null value. Sessions with a turn of unknown time
-    are left out, as are turns without a session.
+    A session is cut before its first turn with a null text. Sessions in which a turn has no time
+    are left out, and so are turns without a session.
 
     Raises:
-        RecordingError: there is no such file, its lines are not turns with texts, or all have
-            nulls.
+        RecordingError: the file does not exist, has lines that are not turns with texts, or has no
+            session without a null in its first turn.
     """
     by_session: dict[str | None, list[Row]] = defaultdict(list)
     for row in read_rows(path, _turn):
@@ -79,7 +86,10 @@ def read_recording(path: Path) -> Recording:
     ]
     sessions = sorted(filter(None, found), key=lambda turns: turns[0].at)
     if not sessions:
-        raise RecordingError(f"{path} has no session without nulls")
+        raise RecordingError(
+            f"no session in {path} is usable: each has a null id, a null timestamp, or a null text "
+            "in its first turn"
+        )
     apart = (
         ((later.at - turn.at) / 1e6, len(turn.answer) / CHARACTERS_PER_TOKEN)
         for session in sessions
@@ -90,7 +100,7 @@ def read_recording(path: Path) -> Recording:
 
 
 def _turn(row: Row) -> dict[str, Any]:
-    """A turn's validated fields; None if one is null."""
+    """Return a turn's validated fields. A field is None if its value is null."""
     if not row.keys() >= FIELDS:
         raise ValueError(
             f"it has no {', '.join(sorted(FIELDS - row.keys()))}, but {names(row)}: it is not a "
@@ -100,7 +110,9 @@ def _turn(row: Row) -> dict[str, Any]:
 
 
 def _known(name: str | None, turns: Sequence[Row]) -> list[Recorded]:
-    """The turns of a session up to its first null."""
+    """Return the turns of a session, by time, up to the first null text. Returns no turns if the
+    session's name or any time is null.
+    """
     if name is None or any(turn["timestamp"] is None for turn in turns):
         return []
     ordered = sorted(turns, key=lambda turn: float(turn["timestamp"]))

@@ -1,4 +1,4 @@
-"""Sources of each turn's prompt, by the connector's trace."""
+"""Adds the sources of each turn's prompt from the connector's trace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiered_kv.trace.trace_reader import TraceReader
 from .player import request_id
 from .results import JobDone
 
-# vLLM adds the request type, the prompt's number and a random suffix to the client's name.
+# vLLM adds the request type, the prompt's number and a random suffix to the client's request id.
 _REQUEST_ID = re.compile(r"cmpl-(?P<name>.*)-0-[0-9a-f]{8}", re.DOTALL)
 
 
@@ -21,9 +21,10 @@ def with_sources(jobs: Iterable[JobDone], trace: Path) -> tuple[JobDone, ...]:
     """Return the jobs with ``sources`` of the turns that the trace contains: tokens by vram, cpu,
     ssd and recomputed, which add up to the prompt.
 
-    A turn is found by the request name that the player sent, or by its job and number. If there are
-    several records, the last one counts. The connector records a turn when the next one arrives, so
-    stop the server first, or the last turns may be missing. Truncated lines are skipped.
+    A turn's record is found by the request id that the player sent, or by its job and number. If a
+    turn has several records, the last one counts. The connector records a turn when the next one
+    arrives, so stop the server before the call, or the last turns may be missing. Truncated lines
+    are skipped.
 
     Raises:
         OSError: the trace cannot be read.
@@ -47,6 +48,8 @@ def with_sources(jobs: Iterable[JobDone], trace: Path) -> tuple[JobDone, ...]:
 
 
 def client_name(request: str) -> str | None:
-    """Return the name that a client gave its request, by vLLM's id of it; None if it gave none."""
+    """Return the part of vLLM's request id that a client of the completions route sent; None if the
+    id has another form.
+    """
     named = _REQUEST_ID.fullmatch(request)
     return named["name"] if named else None

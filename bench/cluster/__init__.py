@@ -1,1 +1,1 @@
-"""Replicas that share a remote store: jobs that move between them, and faults of the store."""
+"""Replicas that share a remote store: jobs that move between replicas, and faults of the store."""

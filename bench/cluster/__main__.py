@@ -1,17 +1,17 @@
 """Replicas that share a remote store.
 
-    python -m bench.cluster --json
-    python -m bench.cluster --faults --json
-    python -m bench.cluster --ranks --json
-    python -m bench.cluster --folder --json
+  python -m bench.cluster --json
+  python -m bench.cluster --faults --json
+  python -m bench.cluster --ranks --json
+  python -m bench.cluster --folder --json
 
-Two real servers, each with its own core and CPU memory, and a Valkey server on loopback. A job's
-first turn goes to one and its second to the other (see ``move``). Then come jobs of four turns,
-each turn on a server drawn at random, compared with all turns of a job on one (``place``).
-``--faults`` sends second turns while the store has a fault, and compares them with a server that
-has no store (``faults``). ``--ranks`` uses one server with two data-parallel ranks instead of two
-servers, and selects the rank of each turn by vLLM's header. ``--folder`` uses a shared folder
-instead of the Valkey server.
+Runs two real servers, each with its own core and CPU memory, and a Valkey server on loopback. A
+job's first turn goes to one server and its second turn to the other (``move``). Then jobs of four
+turns run with each turn on a random server, and are compared with jobs that stay on one server
+(``place``). ``--faults`` sends second turns while the store has a fault, and compares them with
+turns on a server that has no store (``faults``). ``--ranks`` uses one server with two data-parallel
+ranks instead of two servers, and selects the rank of each turn by vLLM's header. ``--folder`` uses
+a shared folder instead of the Valkey server.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from tiered_kv.testing.valkey import ValkeyServer
 
 JOBS, COLD = 6, 3
 MOVED_ANSWER, MOVED_ADDED = 16, 40
-"""Tokens of the compared answers, and tokens that a job's second turn adds."""
+"""Length of the compared answers, and number of tokens that a job's second turn adds."""
 FAULT_JOBS, FAULT_TOKENS, MENDING = 8, 1_500, 12
 PLACED_JOBS, PLACED_TOKENS, TURNS, ADDED, ANSWER = 6, 1_500, 4, 150, 12
-"""Placed jobs: their number, the length of the last prompt, the turns, and the tokens that a turn
-adds and answers."""
+"""Jobs that ``place`` runs: number of jobs, length of the last prompt, turns per job, tokens that a
+turn adds, and tokens of its answer."""
 GAP_S = 2.0
 """Tool time, seconds. Pages reach the store two steps and a write after a turn ends. With steps of
-half a second, that takes at least a second."""
+half a second, this takes at least a second."""
 CONCURRENT = 4
 
 
@@ -69,7 +69,14 @@ def a_store(folder: Path, *, shared: bool) -> Iterator[str]:
 def measure(
     model: Path, tokens: int, rounds: int, seed: int, *, ranks: bool, shared: bool, tick: Tick
 ) -> dict[str, Any]:
-    """Measure jobs that move, then jobs placed at random."""
+    """Measure jobs that move and, if ``rounds`` is not 0, jobs placed at random. Returns the
+    results of ``move`` and ``place``.
+
+    Args:
+        tokens: length of the first prompt of a moved job, rounded down to whole blocks.
+        ranks: use two ranks of one server instead of two servers.
+        shared: use a shared folder instead of a Valkey server.
+    """
     whole = tokens // BLOCK * BLOCK
     longest = max(whole, PLACED_TOKENS) + 64 + MOVED_ANSWER
     shape = Shape(model=model, tokens=longest, contexts=2 * JOBS + COLD + 2)
@@ -97,18 +104,21 @@ def move(
     """Send first turns of jobs to one replica, and second turns to another.
 
     Args:
-        prompts: of the first turns, whole blocks.
+        prompts: prompts of the first turns. Each fills whole blocks.
         cold: prompts of the same length as the second turns.
 
     Returns:
         ``remote_share``: fraction of the first turns' tokens that the second replica read from the
-            store; ``equal``: True if both replicas give the same answers to second turns whose
-            first turn came entirely from the store, and from the first replica's own KV (both then
-            compute the same tokens in the same shapes; other shapes can flip a near tie);
-            ``compared``: tokens of these answers; ``logprob_difference``: largest difference
-            between them; ``cold_ms``, ``moved_ms``: median time to first token of prompts of that
-            length that no replica has, and of moved prompts; ``speedup``: ``cold_ms`` over
-            ``moved_ms``; ``pages``: pages that the first replica wrote to the store.
+            store.
+        ``equal``: True if both replicas give the same answers to second turns whose first turn came
+            entirely from the store. The first replica uses its own KV, so both replicas compute the
+            same tokens in the same shapes; other shapes can flip a near tie.
+        ``compared``: number of tokens in these answers.
+        ``logprob_difference``: largest difference between the logprobs of these answers.
+        ``cold_ms``, ``moved_ms``: median time to first token of prompts that no replica has, and of
+            moved prompts of the same length.
+        ``speedup``: ``cold_ms`` over ``moved_ms``.
+        ``pages``: number of pages that the first replica wrote to the store.
     """
     longer = [[*prompt, *prompt[100 : 100 + MOVED_ADDED]] for prompt in prompts]
     for at, prompt in enumerate(prompts):
@@ -127,7 +137,8 @@ def move(
         for prompt in (prompts[at], longer[at]):
             tick("the same turns without the store")
             first.ask(f"stays {at}", prompt, salt=f"stays {at}")
-    # After all of them: the end of each context, saved meanwhile, is then found on both replicas.
+    # These run after all other turns. By then the end of each context has been saved, so both
+    # replicas find it.
     pairs = list[tuple[Answer, Answer]]()
     for at in whole:
         tick("answers compared")
@@ -151,7 +162,8 @@ def place(servers: list[Replica], rounds: int, seed: int, tick: Tick) -> dict[st
     once with each turn on a random server, once with all turns of a job on one server.
 
     Returns:
-        Mean job times in seconds, and their ratio: the median over the rounds, and each round's.
+        ``random_s``, ``sticky_s``: mean job times, seconds. ``random_over_sticky``: median of their
+            ratios over the rounds. ``rounds``: the ratio in each round.
     """
     each = 2 * rounds * PLACED_JOBS
     found = texts(servers[0].client, each + JOBS + COLD, PLACED_TOKENS)[JOBS + COLD :]
@@ -181,7 +193,9 @@ def place(servers: list[Replica], rounds: int, seed: int, tick: Tick) -> dict[st
 
 
 def _run(job: str, text: Sequence[int], places: Sequence[Replica]) -> float:
-    """Run a job; returns its time including gaps, seconds."""
+    """Run a job with each turn on its replica in ``places``. Returns the time including gaps,
+    seconds.
+    """
     began = time.perf_counter()
     for turn, replica in enumerate(places):
         if turn:
@@ -191,7 +205,11 @@ def _run(job: str, text: Sequence[int], places: Sequence[Replica]) -> float:
 
 
 def measure_faults(model: Path, only: list[str], tick: Tick) -> dict[str, Any]:
-    """Measure each fault, one after the other."""
+    """Measure faults one after another, on the same replicas.
+
+    Args:
+        only: names of the faults; empty means all.
+    """
     whole = FAULT_TOKENS // BLOCK * BLOCK + 1
     names = only or list(faults.FAULTS)
     count, found = len(names) * FAULT_JOBS, dict[str, Any]()
@@ -224,11 +242,12 @@ def main(
     rounds: Annotated[int, typer.Option(min=0, help="Rounds per placement.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of the random placement.")] = 0,
     trouble: Annotated[
-        bool, typer.Option("--faults", help="Measure faults of the store instead.")
+        bool, typer.Option("--faults", help="Measure faults of the store instead of moved jobs.")
     ] = False,
     fault: Annotated[
-        list[str], typer.Option(help="With --faults, only this fault. Repeat for several.")
-    ] = [],  # noqa: B006 - typer reads it, nothing writes it
+        list[str],
+        typer.Option(help="Fault to measure with --faults. Repeat for several. Defaults to all."),
+    ] = [],  # noqa: B006 - typer only reads the default
     ranks: Annotated[
         bool, typer.Option("--ranks", help="Use two data-parallel ranks of one server.")
     ] = False,
@@ -241,8 +260,12 @@ def main(
     """Measure jobs that move between replicas."""
     if folder and trouble:
         raise typer.BadParameter("--faults needs the Valkey server: leave out --folder")
+    if fault and not trouble:
+        raise typer.BadParameter("--fault needs --faults")
     if unknown := set(fault) - faults.FAULTS.keys():
-        raise typer.BadParameter(f"{unknown} are not among {', '.join(faults.FAULTS)}")
+        raise typer.BadParameter(
+            f"unknown fault {', '.join(sorted(unknown))}: use {', '.join(faults.FAULTS)}"
+        )
     with served_benchmark("Jobs that move between replicas", None, model, as_json=as_json) as run:
         run.result = (
             measure_faults(run.model, fault, run.tick)

@@ -27,16 +27,17 @@ from .replicas import Replica
 DELAY_S, BYTES_PER_S = 0.2, 1_000_000
 PIECE, SLOW_PIECE = 64 << 10, 16 << 10
 LONG = 1_000
-"""Minimum length of a piece in which a byte is flipped, so that values are hit and not their
-framing."""
+"""Minimum length of a piece in which a byte is flipped, so that the byte belongs to a value and not
+to the protocol's framing."""
 ANSWER, ADDED = 8, 40
 RECOVERY_S = 150.0
 LOOKUPS_S, SLACK_S = 0.1, 0.02
-"""Longest wait for the store's answers, twice 50 ms, and tolerance."""
+"""Maximum wait for the store's answers (twice 50 ms), and the tolerance, seconds."""
 TRACED_S = 10.0
 POLL_S, BUSY_SHARE, MOST_BUSY_S = 0.3, 0.1, 60.0
 """A replica is idle if it used less than this fraction of a core for ``POLL_S`` seconds. vLLM's
-worker spins for a second after each step, and steps continue until all orders have finished."""
+worker spins for a second after each step, and steps continue until all store operations have
+finished."""
 
 
 class Link(Enum):
@@ -54,6 +55,7 @@ class Proxy:
     """A loopback port that forwards to another port; see ``proxied``.
 
     Attributes:
+        target: port to which it forwards.
         port: port on which it listens.
         link: current quality of the link.
     """
@@ -63,7 +65,7 @@ class Proxy:
     link: Link = Link.GOOD
 
     async def connect(self, reader: StreamReader, writer: StreamWriter) -> None:
-        """Forward both directions until one of them ends."""
+        """Forward both directions of a connection until one of them ends."""
         with suppress(OSError):
             there = asyncio.open_connection("127.0.0.1", self.target)
             back, to = await asyncio.wait_for(there, 1.0)
@@ -86,9 +88,9 @@ class Proxy:
 
 @contextmanager
 def proxied(target: int) -> Iterator[Proxy]:
-    """Run a proxy for a port, on its own thread, until the block ends."""
+    """Run a proxy for the port ``target`` on its own thread until the block ends."""
     proxy = Proxy(target)
-    with asyncio.Runner() as runner:  # cancels what still runs
+    with asyncio.Runner() as runner:  # cancels open connections at the end
         loop = runner.get_loop()
         listening = runner.run(_listen(proxy))
         thread = threading.Thread(target=loop.run_forever)
@@ -119,12 +121,12 @@ class Store:
         self.proxy.link = link
 
     def fill(self) -> None:
-        """Lower the memory limit, so that no value fits."""
+        """Lower the memory limit so that no new value fits."""
         self.server.talk(b"CONFIG", b"SET", b"maxmemory-policy", b"noeviction")
         self.server.talk(b"CONFIG", b"SET", b"maxmemory", b"1mb")
 
     def restart(self) -> None:
-        """Kill it and start it again."""
+        """Kill the server and start it again, empty."""
         self.server.kill()
         self.server.start()
 
@@ -147,11 +149,11 @@ FAULTS: dict[str, Callable[[Store], None]] = {
     "restarted empty": Store.restart,
     "killed": lambda store: store.server.kill(),
 }
-"""Faults of the store, which start after the first turns and before the second ones."""
+"""Faults of the store. They start after the first turns and before the second turns."""
 
 
 def longer(prompt: Sequence[int]) -> list[int]:
-    """Return the second turn's prompt."""
+    """Return the prompt of the second turn, from the prompt of the first."""
     return [*prompt, *prompt[50 : 50 + ADDED]]
 
 
@@ -165,18 +167,21 @@ def suffer(
     """Send first turns while the store works, and second turns while it has the fault.
 
     Args:
+        fault: name in ``FAULTS``.
         replicas: one for the first turns, one for the second turns, and one without a store that
             shares the second replica's core.
+        prompts: prompts of the first turns.
 
     Returns:
-        ``right``: True if all answers equal those of the replica without a store;
-            ``remote_tokens``: prompt tokens that came from the store nonetheless;
-            ``longest_wait_ms``: longest wait of a turn for the store; ``in_time``: True if no turn
-                waited longer than 120 ms plus the time to compute its prompt; ``p95_ratio``,
-                ``p50_ratio``: quantiles of times to first token over those without
-            a store; ``noise``: P95 over median of the times to first token without a store, about 1
-            on a quiet machine because all turns compute the same amount; ``first_ms``,
-            ``alone_ms``: the times to first token with and without a store.
+        ``right``: True if all answers equal those of the replica without a store.
+        ``remote_tokens``: prompt tokens that came from the store nonetheless.
+        ``longest_wait_ms``: longest time that a turn waited for the store.
+        ``in_time``: True if no turn waited longer than 120 ms plus the time to compute its prompt.
+        ``p95_ratio``, ``p50_ratio``: quantiles of times to first token, over the same quantiles
+            without a store.
+        ``noise``: P95 over median of the times to first token without a store. About 1 on a quiet
+            machine, because all turns compute the same number of tokens.
+        ``first_ms``, ``alone_ms``: the times to first token with and without a store.
     """
     first, second, alone = replicas
     turns = {f"{fault} {at}": prompt for at, prompt in enumerate(prompts)}
@@ -218,7 +223,8 @@ def suffer(
 
 
 def _rest(replica: Replica) -> None:
-    """Wait until the work after an answer is done, because the other replica shares the core.
+    """Wait until the replica is idle, because the work after its answer would slow the replica that
+    shares its core.
 
     Raises:
         TimeoutError: the replica stays busy.
@@ -237,7 +243,9 @@ def _rest(replica: Replica) -> None:
 
 
 def _waits(replica: Replica, fault: str, jobs: int) -> list[float]:
-    """Seconds that each turn waited for pages, from the trace. Waits until all jobs are in it."""
+    """Return how long each turn waited for pages, in seconds, from the trace. Waits until the trace
+    contains ``jobs`` turns, for at most ``TRACED_S`` seconds.
+    """
     until = time.monotonic() + TRACED_S
     while True:
         turns = [(turn.job or "", turn.times.pages_s) for turn in TraceReader(replica.trace)]
@@ -254,13 +262,13 @@ def mend(
     prompts: Sequence[Sequence[int]],
     tick: Tick,
 ) -> float:
-    """Repair the store, and wait until the second replica uses it. Returns the wait, seconds.
+    """Repair the store, and wait until the second replica reads from it. Returns the wait, seconds.
 
     Args:
         prompts: contexts for the trials, each used once.
 
     Raises:
-        TimeoutError: the replica does not use it.
+        TimeoutError: the replica does not read from the repaired store.
     """
     store.mend()
     began = time.monotonic()
@@ -275,4 +283,4 @@ def mend(
         if time.monotonic() - began > RECOVERY_S:
             break
         time.sleep(1.0)
-    raise TimeoutError("the store works again, but is not used")
+    raise TimeoutError("the store works again, but the replica does not read from it")

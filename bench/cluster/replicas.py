@@ -18,8 +18,8 @@ from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, VllmSe
 RANKS = 2
 RANK_HEADER = "X-data-parallel-rank"
 STEPS = ("--max-num-batched-tokens", "256")
-"""Maximum tokens per step. Orders and reports travel with the engine's steps, and one core computes
-256 tokens in half a second."""
+"""Maximum tokens per step. The connector's orders and reports travel with the engine's steps, and
+one core computes 256 tokens in half a second."""
 QUIET_POLLS = 10
 """Consecutive polls without a change that count as settled. An unanswered write is retried after a
 second."""
@@ -40,12 +40,14 @@ class Replica:
         return ask(self.client, prompt, job, tokens, salt=salt, logprobs=1)
 
     def shared_pages(self) -> int:
-        """Number of pages that it has shared. Waits until the number stops growing.
+        """Wait until the number of pages that the replica has written to the store stops growing,
+        and return it.
 
         Raises:
             TimeoutError: the number keeps growing.
         """
-        # Pages of a batch are counted when the last is written, bytes as they are sent.
+        # Pages are counted when the last page of their batch is written, and bytes as they are
+        # sent.
         names = ("pages_shared", "remote_bytes_written")
         return settled(self.client, *names, polls=QUIET_POLLS)[0]
 
@@ -64,11 +66,12 @@ class Shape:
     contexts: int
 
     def options(self, place: str, trace: Path, store: str | None) -> ServerOptions:
-        """Options of a replica.
+        """Return the server options of a replica.
 
         Args:
-            place: its cores, in vLLM's notation.
-            store: address of its remote store, if it has one.
+            place: the replica's cores, in vLLM's notation.
+            trace: path of the trace to write.
+            store: address of the replica's remote store; None for no store.
         """
         return ServerOptions(
             model=self.model,
@@ -90,9 +93,11 @@ class Shape:
 def replicas(
     shape: Shape, stores: Sequence[str | None], folder: Path, places: Sequence[int] = (0, 1)
 ) -> Iterator[list[Replica]]:
-    """Start replicas concurrently, one per remote store address; None means no remote store.
+    """Start replicas concurrently, one for each entry of ``stores``, and stop them when the block
+    ends.
 
     Args:
+        stores: address of each replica's remote store; None for no store.
         places: core index of each replica.
     """
     cores = sorted(os.sched_getaffinity(0))
@@ -110,8 +115,8 @@ def replicas(
 
 @contextmanager
 def ranks_of_one_server(shape: Shape, store: str, folder: Path) -> Iterator[list[Replica]]:
-    """Data-parallel ranks of one server, each presented as a replica and addressed by vLLM's
-    header. All write to one trace.
+    """Start one server with data-parallel ranks. Each rank is presented as a replica, which vLLM's
+    header selects. All ranks write to one trace.
     """
     cores, trace = sorted(os.sched_getaffinity(0))[:RANKS], folder / "trace.jsonl"
     options = shape.options("|".join(map(str, cores)), trace, store)

@@ -1,8 +1,8 @@
-"""scripts/demo: agent jobs on stock vLLM, then the same jobs with the connector, side by side.
+"""scripts/demo: agent jobs on stock vLLM, then the same jobs with the connector.
 
 The machine is measured first, and the jobs are sized so that both servers together run for about
-three and a half minutes. Both get the same model, the same cores and the same KV pool, which is too
-small for the jobs: while an agent waits for its tool, others push its KV out.
+three and a half minutes. Both servers get the same model, cores and KV pool size. The pool is too
+small for the jobs: while an agent waits for its tool, other agents' requests evict its KV.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ from tiered_kv.bench.servers.vllm_server import ServerOptions, runs_on_cpu
 from tiered_kv.machine import system_memory
 
 SECONDS = 210.0
-"""Planned duration of both servers' runs together."""
+"""Planned duration of both servers' runs together, seconds."""
 PATIENCE = 4.0
-"""Patience of a client, as a multiple of the planned time, because the machine may be busy."""
+"""Maximum wait for a silent server, as a multiple of the planned duration. It is generous because
+the machine may be busy."""
 FAILURES = (DemoError, DtypeError, ModelError, SpeedError)
 
 
 def prepare_model(given: str | None, console: Console) -> tuple[str | Path, str]:
-    """Folder or hub name of the model to serve, and its display name. Without ``given``, the small
-    model.
+    """Return the folder or hub name of the model to serve, and its display name. Prepares and uses
+    the small model if ``given`` is None.
 
     Raises:
         ModelError: the small model is missing and cannot be prepared.
@@ -62,10 +63,10 @@ def prepare_model(given: str | None, console: Console) -> tuple[str | Path, str]
 
 
 def with_all_sources(kept: Kept, trace: Path) -> Kept:
-    """Add the sources of the prompts, as traced by the connector, to a run.
+    """Add the tiers that prompts came from, as the connector traced them, to a run.
 
     Raises:
-        DemoError: the trace does not cover every prompt.
+        DemoError: the trace cannot be read, or does not cover every prompt token.
     """
     try:
         run = replace(kept.run, jobs=with_sources(kept.run.jobs, trace))
@@ -86,16 +87,17 @@ def main(
         str | None, typer.Option(help=f"Model folder or name. Defaults to {NAME}.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Data type of the model and its KV. float32 on a CPU.")
+        str | None,
+        typer.Option(help="Data type of the model and its KV. Defaults to float32 on a CPU."),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=1, help="Duration of both runs together.")
+        float, typer.Option(min=1, help="Planned duration of both runs together, seconds.")
     ] = SECONDS,
     jobs: Annotated[
         int | None,
         typer.Option(min=1, help="Number of agents. Defaults to what fits in --seconds."),
     ] = None,
-    turns: Annotated[int, typer.Option(min=1, help="Turns of an agent.")] = JobPlan().turns,
+    turns: Annotated[int, typer.Option(min=1, help="Turns per agent.")] = JobPlan().turns,
     seed: Annotated[int, typer.Option(help="Seed of the jobs.")] = 0,
     cpu_gib: Annotated[
         float | None,
@@ -104,7 +106,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Output folder for logs and trace.")] = ROOT / ".demo",
     as_json: AsJson = False,
 ) -> None:
-    """Run the demo. Exit with 1 on a failure that the message explains."""
+    """Run the demo. Exits with 1 on a failure, after a message that explains it."""
     console = Console(stderr=True, highlight=False)
     stage = Stage(console)
 
@@ -115,7 +117,7 @@ def main(
         trace.unlink(missing_ok=True)
         on_cpu = runs_on_cpu()
         path, name = prepare_model(model, console)
-        # On a CPU, float32 is exact enough that another batch shape seldom changes an answer.
+        # On a CPU, float32 is so exact that a different batch shape seldom changes an answer.
         chosen = dtype or (FLOAT32 if on_cpu else "auto")
         with console.status("Measuring this machine (35 seconds)"):
             speed = measure_speed(path, chosen)
@@ -129,7 +131,8 @@ def main(
         device = f"{len(os.sched_getaffinity(0))} cores" if on_cpu else "the GPU"
         console.print(
             f"{name} in {chosen} on {device}: {speed.prefill_tokens_s:,.0f} prompt tokens a second,"
-            f" {speed.decode_tokens_s:,.0f} answered. So {plan.jobs} agents with {plan.turns} turns"
+            f" {speed.decode_tokens_s:,.0f} answered. The demo runs {plan.jobs} agents "
+            f"with {plan.turns} turns"
             f" each, about {sizing.contexts_tokens:,} tokens of context at the end, and a KV pool "
             f"of {sizing.pool_tokens:,} tokens: about {planned_s / 60:.1f} minutes for both "
             "servers.",
@@ -144,7 +147,7 @@ def main(
             max_model_len=sizing.max_model_len,
             dtype=chosen,
             enforce_eager=on_cpu,
-            # GiB that the CPU build sets aside; the pool may be larger in float32.
+            # GiB that vLLM's CPU build reserves. A float32 pool can be larger than the default.
             env={"VLLM_CPU_KVCACHE_SPACE": str(max(2, math.ceil(gib)))},
         )
         tiered = with_connector(stock, TIERED_KV_CPU_GIB=f"{gib:g}", TIERED_KV_TRACE=str(trace))
@@ -158,7 +161,10 @@ def main(
         second = stage.run("tiered-kv", tiered, log, arrivals, patience_s=patience_s, before=ended)
         control = None
         if differing_answers(first.run, second.run)[0]:
-            console.print("Some answers differ. Do stock's own, with the jobs in another order?")
+            console.print(
+                "Some answers differ. Checking whether stock vLLM's own answers differ when the "
+                "jobs run in another order."
+            )
             log, others = folder / "again.log", in_other_order(arrivals)
             control = stage.run("stock again", stock, log, others, patience_s=patience_s)
         return Comparison(

@@ -1,9 +1,10 @@
 """The demo's jobs: agents that read source code, sized so that this machine finishes in time.
 
-An agent first reads lines of several files, as real agents start with their tool descriptions and
-task, and then of one file per turn. The files belong to this project or to Python's standard
-library. Each turn asks for a short answer. The pause before the next turn is the time of the next
-tool call. The KV pool is sized by the jobs, so the memory pressure is the same on every machine.
+An agent's first prompt contains lines of several files, as real agents start with their tool
+descriptions and task. Each later turn adds lines of one file. The files belong to this project or
+to Python's standard library. Each turn asks for a short answer. The gap before the next turn is the
+time of a tool call. The KV pool is sized by the jobs, so the memory pressure is the same on every
+machine.
 """
 
 from __future__ import annotations
@@ -40,14 +41,15 @@ _LIBRARY = (
 )
 
 POOL_SHARE = 0.4
-"""Size of the pool, as a fraction of all jobs' final contexts."""
+"""Size of the KV pool, as a fraction of all jobs' final contexts."""
 STOCK_SHARE = 0.92
 """Fraction of all prompt tokens that stock vLLM computes with a pool of that size, as measured."""
 OVERHEAD = 1.5
-"""Measured duration of a run, over the time that its tokens take alone. The difference is steps
-that mix prompts and answers, longer contexts, and gaps. Only the demo's length depends on it."""
+"""Measured duration of a run, over the predicted time of its tokens. The difference comes from
+steps that mix prompts and answers, from longer contexts, and from gaps. Only the demo's length
+depends on this factor."""
 MEMORY_SHARE = 0.4
-"""Fraction of free memory that KV may take, in both tiers together."""
+"""Fraction of free memory that KV may occupy, in both tiers together."""
 FEWEST_JOBS, MOST_JOBS = 4, 64
 SHORTEST_TURN = 130
 """Minimum tokens that a turn adds: a template, an answer, and a few lines of code."""
@@ -59,8 +61,9 @@ class JobPlan:
 
     Attributes:
         jobs: number of concurrent jobs. turns: turns per job.
+        seed: seed of the files, lines and gaps that are drawn.
         result_chars: minimum and maximum length of a tool result, characters.
-        first_results: tool results in an agent's first message. Later messages have one each.
+        first_results: tool results in an agent's first message. Each later message has one.
         gap_s: minimum and maximum duration of a tool call, seconds.
         start_s: period within which jobs start, seconds.
         max_tokens: length of an answer, tokens.
@@ -77,25 +80,25 @@ class JobPlan:
 
     @property
     def result_tokens(self) -> int:
-        """Tokens of a tool result, on average."""
+        """Mean length of a tool result, tokens."""
         return int(sum(self.result_chars) / 2 / CHARS_PER_TOKEN)
 
     @property
     def turn_tokens(self) -> int:
-        """Tokens that a later turn adds to a context, on average."""
+        """Mean number of tokens that a later turn adds to a context."""
         return self.result_tokens + TEMPLATE_TOKENS + self.max_tokens
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of an agent's final context, on average."""
+        """Mean length of an agent's final context, tokens."""
         return (self.first_results - 1) * self.result_tokens + self.turns * self.turn_tokens
 
     def kv_bytes(self, speed: Speed) -> int:
-        """KV bytes of all contexts together, and of the pool."""
+        """Return the KV bytes of all final contexts and of the pool together."""
         return int(self.jobs * self.context_tokens * speed.kv_token_bytes * (1 + POOL_SHARE))
 
     def predict_s(self, speed: Speed, stock_runs: int = 1) -> float:
-        """Predict the duration of ``stock_runs`` runs of stock vLLM and one with the connector,
+        """Predict the duration of ``stock_runs`` runs of stock vLLM and one run with the connector,
         seconds.
         """
         contexts = self.jobs * self.context_tokens
@@ -108,7 +111,11 @@ class JobPlan:
         return OVERHEAD * busy_s + (stock_runs + 1) * waits_s
 
     def scaled(self, scale: float, max_context_tokens: int) -> JobPlan:
-        """Return a plan with about ``scale`` times the total context tokens."""
+        """Return a plan with about ``scale`` times the total context tokens.
+
+        Args:
+            max_context_tokens: maximum context length of the model, which limits each job.
+        """
         side = math.sqrt(scale)
         longest = int(max_context_tokens * 0.8) // (self.turns + self.first_results)
         added = min(max(int(self.turn_tokens * side), SHORTEST_TURN), longest)
@@ -123,13 +130,15 @@ class JobPlan:
 def plan_for(
     speed: Speed, seconds: float, free_bytes: int, base: JobPlan, stock_runs: int = 1
 ) -> JobPlan:
-    """Find the largest plan like ``base`` that takes no longer than ``seconds``, as predicted.
+    """Return the largest plan like ``base`` that fits into ``seconds``, as predicted, and into
+    memory.
 
-    A larger plan has more and longer jobs. Even the smallest plan puts the pool under pressure, and
-    takes longer than ``seconds`` on a slow machine.
+    A larger plan has more and longer jobs. If no plan fits, returns the smallest plan, which still
+    puts the pool under pressure.
 
     Args:
         free_bytes: free memory, for KV and everything else.
+        stock_runs: number of runs of stock vLLM.
     """
     scales = [2 ** (step / 8) for step in range(-32, 64)]
     plans = [base.scaled(scale, speed.max_context_tokens) for scale in scales]
@@ -147,9 +156,9 @@ class Sizing:
     """KV pool and maximum request length, derived from the jobs.
 
     Attributes:
-        max_model_len: tokens.
-        kv_blocks: blocks of ``block_size`` tokens.
-        contexts_tokens: sum of the jobs' final contexts.
+        max_model_len: maximum request length, tokens.
+        kv_blocks: number of blocks in the pool. block_size: tokens per block.
+        contexts_tokens: sum of the jobs' final contexts, tokens.
     """
 
     max_model_len: int
@@ -159,12 +168,14 @@ class Sizing:
 
     @property
     def pool_tokens(self) -> int:
-        """Size of the pool in tokens."""
+        """Size of the pool, tokens."""
         return self.kv_blocks * self.block_size
 
 
 def size_for(arrivals: Arrivals, block_size: int) -> Sizing:
-    """Size a pool that is too small for the jobs together but large enough for each of them."""
+    """Return the size of a pool that is too small for all jobs together, but large enough for each
+    of them.
+    """
     contexts = [final_tokens(job) for _, job in arrivals]
     longest = -(-int(max(contexts) * 1.15) // 256) * 256
     # vLLM reserves a block, and a request of maximum length must fit.
@@ -173,14 +184,16 @@ def size_for(arrivals: Arrivals, block_size: int) -> Sizing:
 
 
 def final_tokens(job: Job) -> int:
-    """Estimate a job's final context length without a tokenizer. Seldom more than 5% too low."""
+    """Estimate a job's final context length without a tokenizer. The estimate is seldom more than
+    5% too low.
+    """
     text = sum(len(turn.text) for turn in job.turns) / CHARS_PER_TOKEN
     answers = sum(turn.output for turn in job.turns)
     return int(text) + (len(job.turns) + 1) * TEMPLATE_TOKENS + answers
 
 
 def source_files() -> list[Path]:
-    """The files that agents read: this project's own, then the standard library's, in order."""
+    """Return the files that agents read: this project's files, then the standard library's."""
     folders = ("tiered_kv", "connectors", "policies", "bench")
     own = sorted(path for folder in folders for path in (ROOT / folder).glob("**/*.py"))
     library = Path(sysconfig.get_path("stdlib"))
@@ -189,7 +202,7 @@ def source_files() -> list[Path]:
 
 
 def make_jobs(plan: JobPlan, files: Sequence[Path]) -> Arrivals:
-    """Draw the jobs of a plan. The same plan and files give the same jobs."""
+    """Draw the jobs of a plan. Equal plans and files give equal jobs."""
     rng = random.Random(plan.seed)
     order = list(files)
     arrivals = []
@@ -213,13 +226,15 @@ def make_jobs(plan: JobPlan, files: Sequence[Path]) -> Arrivals:
 
 
 def in_other_order(arrivals: Arrivals) -> Arrivals:
-    """Return the jobs in another order, which changes the shapes of the batches."""
+    """Return the jobs in reverse order of start, which changes the shapes of the batches."""
     latest = max(at_s for at_s, _ in arrivals)
     return [(latest - at_s, job) for at_s, job in arrivals]
 
 
 def _tool_result(path: Path, chars: int, rng: random.Random) -> str:
-    """A question about whole lines of ``path``, at most ``chars`` characters in total."""
+    """Return a message with whole lines of ``path`` (up to ``chars`` characters) and a question
+    about them.
+    """
     text = path.read_text(encoding="utf-8", errors="replace")
     starts = [0, *(at + 1 for at, char in enumerate(text) if char == "\n")]
     line = rng.randrange(max(1, sum(start + chars <= len(text) for start in starts)))

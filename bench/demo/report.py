@@ -1,4 +1,4 @@
-"""The demo's result: a table of 80 columns, a one-line summary, or a JSON object."""
+"""The demo's result, as a table of 80 columns, a one-line summary, and a JSON object."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from tiered_kv.bench.agents.results import Kept, Run, TurnDone
 
 
 def later_ttft_s(turns: Sequence[TurnDone]) -> float:
-    """Mean time to first token over all turns except first turns, which no server can speed up; 0
-    if there are none.
+    """Return the mean time to first token over all turns except first turns, which no cache can
+    speed up, in seconds; 0 if there are no later turns.
     """
     return mean([turn.ttft_s for turn in turns if turn.turn > 1] or [0.0])
 
 
 def mean_job_s(run: Run) -> float:
-    """Mean time from the run's start to a job's last answer, seconds."""
+    """Return the mean time from the run's start to a job's end, seconds."""
     return mean(job.ended_s for job in run.jobs)
 
 
 def wall_s(run: Run) -> float:
-    """Seconds from the run's start to the last job's end."""
+    """Return the seconds from the run's start to the last job's end."""
     return max(job.ended_s for job in run.jobs)
 
 
 def rows(run: Run) -> list[dict[str, Any]]:
-    """One row per turn number, in order, and a row over all turns, whose ``turn`` is None."""
+    """Return one row per turn number, in order, and a last row over all turns, whose ``turn`` is
+    None.
+    """
     by_turn = [_row(number, turns) for number, turns in by_number(run.jobs).items()]
     return [*by_turn, _row(None, run.turns)]
 
@@ -39,7 +41,7 @@ def _row(number: int | None, turns: Sequence[TurnDone]) -> dict[str, Any]:
     times = [turn.ttft_s for turn in turns]
     sources = dict.fromkeys(("vram", "cpu", "recomputed"), 0)
     for turn in turns:
-        # Runs without a trace are stock vLLM, whose usage counts the tokens found in VRAM.
+        # A run without a trace is one of stock vLLM, whose usage reports the tokens found in VRAM.
         vram = turn.sources.get("vram", turn.cached_tokens)
         cpu = turn.sources.get("cpu", 0) + turn.sources.get("ssd", 0)
         sources["vram"] += vram
@@ -55,15 +57,16 @@ def _row(number: int | None, turns: Sequence[TurnDone]) -> dict[str, Any]:
 
 
 def recomputed_share(run: Run) -> float:
-    """Fraction of all prompt tokens that were computed, 0 to 1."""
+    """Return the fraction of all prompt tokens that were computed, 0 to 1."""
     total: Mapping[str, int] = rows(run)[-1]["sources"]
     return total["recomputed"] / sum(total.values())
 
 
 def differing_answers(first: Run, second: Run) -> tuple[int, int]:
-    """Number of turns whose text differs in ``second``, and number of jobs with such a turn.
+    """Return the number of turns whose text differs in ``second``, and the number of jobs with such
+    a turn.
 
-    After a job's first such turn, its later prompts and answers differ as well.
+    After the first differing answer of a job, its later prompts and answers differ too.
     """
     texts = {(job.name, turn.turn): turn.text for job in second.jobs for turn in job.turns}
     differing = [
@@ -83,7 +86,8 @@ class Comparison:
         model: display name of the model. dtype: dtype of both servers.
         turns: turns per job.
         pool_tokens: size of each KV pool.
-        control: stock vLLM again with the jobs in another order; None if all answers are the same.
+        control: a second run of stock vLLM with the jobs in another order; None if all answers of
+            the first two runs are the same.
     """
 
     model: str
@@ -95,7 +99,9 @@ class Comparison:
     control: Kept | None = None
 
     def table(self) -> str:
-        """The rows in 80 columns: tokens summed over the jobs, TTFT in seconds."""
+        """Return the rows as text of 80 columns. Tokens are summed over the jobs, and TTFT is in
+        seconds.
+        """
         lines = [
             f"{'':4}{'with tiered-kv':>24}{'':23}{'stock vLLM':>21}",
             "turn  prompt   VRAM    CPU  computed  TTFT   p95     VRAM  computed  TTFT   p95",
@@ -114,7 +120,7 @@ class Comparison:
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """One line to quote."""
+        """Return a one-line summary that can be quoted."""
         ours, theirs = self.tiered.run, self.stock.run
         return (
             f"{len(theirs.jobs)} agents, {self.turns} turns each, {self.model}, KV pool of "
@@ -126,7 +132,7 @@ class Comparison:
         )
 
     def notes(self) -> list[str]:
-        """Facts that a reader needs to trust the numbers, one line each."""
+        """Return facts that a reader needs to trust the numbers, one line each."""
         cores = {kept.reserved_cpus for kept in (self.stock, self.tiered)}
         lines = [
             "tokens are sums over the jobs; VRAM: found in the KV pool; TTFT: mean and 95th "
@@ -140,7 +146,7 @@ class Comparison:
         busy = [kept.other_cores or 0.0 for kept in (self.tiered, self.stock)]
         if max(busy) > BUSY_CORES:
             lines.append(
-                f"THE MACHINE WAS BUSY: other programs used {busy[0]:.1f} cores meanwhile, "
+                f"THE MACHINE WAS BUSY: other programs used {busy[0]:.1f} cores during this run,  "
                 f"{busy[1]:.1f} in stock's run; on a CPU, other load can triple step times"
             )
         return [*lines, self._about_answers()]
@@ -161,7 +167,7 @@ class Comparison:
         )
 
     def as_json(self) -> dict[str, object]:
-        """The comparison as plain values. Times are in seconds, sizes in tokens."""
+        """Return the comparison as plain values. Times are in seconds, sizes in tokens."""
         own = self.control and differing_answers(self.stock.run, self.control.run)[0]
         return {
             "model": self.model,

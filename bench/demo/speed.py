@@ -1,7 +1,7 @@
 """Speed of a model on this machine, measured by running vLLM's own engine for twenty seconds.
 
-The demo sizes its jobs by this speed. It is measured in a separate process, which ends before a
-server starts.
+The demo sizes its jobs by this speed. The measurement runs in a separate process, which ends before
+a server starts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tiered_kv.bench.output import only_result_on_stdout
 PROMPT_TOKENS = 384
 DECODING, DECODE_STEPS = 8, 16
 MEASURE_S = 20.0
-"""Duration of the measurement, long enough to outlast a burst of other load. The fastest rounds
-count."""
+"""Duration of the measurement, seconds. It is long enough to outlast a burst of other load, and the
+fastest rounds count."""
 
 
 class SpeedError(RuntimeError):
@@ -31,7 +31,7 @@ class SpeedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Rates of an engine on this machine, and context limits.
+    """Rates of an engine on this machine, and sizes of the model.
 
     Attributes:
         prefill_tokens_s: prompt tokens per second, for a single prompt of ``PROMPT_TOKENS``.
@@ -47,10 +47,11 @@ class Speed:
 
 
 def measure_speed(model: str | Path, dtype: str) -> Speed:
-    """Measure in a separate process: 35 seconds on two cores, 15 of them for starting the engine.
+    """Measure the speed in a separate process. Takes 35 seconds on two cores, 15 of them to start
+    the engine.
 
     Raises:
-        SpeedError: the engine did not run.
+        SpeedError: the engine did not start or run.
     """
     command = [sys.executable, "-m", "tiered_kv.bench.demo.speed", str(model), dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -62,7 +63,7 @@ def measure_speed(model: str | Path, dtype: str) -> Speed:
 
 
 def run_engine(model: str, dtype: str) -> Speed:
-    """Measure in this process."""
+    """Measure the speed in this process."""
     from tiered_kv.bench.servers.engines import engine
 
     with engine(Path(model), connector=False, dtype=dtype, max_model_len=1024) as running:
@@ -89,7 +90,7 @@ def run_engine(model: str, dtype: str) -> Speed:
 
 
 def fastest(calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
-    """Time calls in rounds for ``seconds``, at least two after one that warms up.
+    """Time calls in rounds for ``seconds``: one round to warm up, then at least two that count.
 
     Returns:
         The shortest time of each call, seconds. Other load can only make a call slower.
@@ -109,7 +110,7 @@ def main() -> None:
     from tiered_kv.bench.servers.vllm_server import all_cores, runs_on_cpu
 
     if runs_on_cpu():
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = all_cores()  # same as the servers
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = all_cores()  # the same cores as the servers
     with only_result_on_stdout():
         speed = run_engine(sys.argv[1], sys.argv[2])
     print(json.dumps(asdict(speed)))

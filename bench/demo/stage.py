@@ -1,5 +1,6 @@
-"""One server's part of the demo: start it, run the jobs, stop it, and describe failures in a
-sentence."""
+"""One server's part of the demo: starts the server, runs the jobs, stops the server, and describes
+failures in a sentence.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from .jobs import Arrivals
 from .report import later_ttft_s
 
 USUAL_START_S = 30.0
-"""Typical startup time of a server on two cores, for the progress bar only."""
+"""Typical startup time of a server on two cores, seconds. Used only for the progress bar."""
 
 
 class DemoError(RuntimeError):
@@ -44,7 +45,7 @@ class Stage:
         self._log: Path | None = None
 
     def stopped(self) -> str:
-        """Message to show after an interrupt."""
+        """Return the message to show after an interrupt."""
         log = f" Its log: {shown(self._log)}." if self._log else ""
         return f"stopped: {self._reached}; no server is left running.{log}"
 
@@ -58,10 +59,10 @@ class Stage:
         patience_s: float,
         before: Sequence[TurnDone] = (),
     ) -> Kept:
-        """Start a server, play the jobs, stop the server.
+        """Start a server, play the jobs, and stop the server.
 
         Args:
-            patience_s: how long to wait for a silent server.
+            patience_s: maximum wait for a silent server, seconds.
             before: turns of the server that ran the same jobs before, in the order in which they
                 finished, for a comparison while this server runs.
 
@@ -111,7 +112,7 @@ class Stage:
 async def play(
     url: str, arrivals: Arrivals, patience_s: float, on_turn: OnTurn
 ) -> tuple[JobDone, ...]:
-    """Play all jobs.
+    """Play all jobs on the server at ``url``.
 
     Raises:
         AgentError: a request failed. The other jobs are abandoned.
@@ -129,7 +130,9 @@ async def play(
 
 
 def so_far(done: Sequence[TurnDone], before: Sequence[TurnDone]) -> str:
-    """A sentence that compares a run in progress with the other server at the same turn count."""
+    """Return a sentence that compares a run in progress with the other server at the same turn
+    count.
+    """
     later = [turn for turn in done if turn.turn > 1]
     if not later:
         return "  computing the agents' first prompts"
@@ -144,5 +147,5 @@ def so_far(done: Sequence[TurnDone], before: Sequence[TurnDone]) -> str:
 
 
 def shown(path: Path) -> str:
-    """A path for display, relative to the current folder if inside it."""
+    """Return a path for display, relative to the current folder if it is inside that folder."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -1,15 +1,16 @@
 """Recognition of real clients' jobs, with and without vLLM's router.
 
-    python -m bench.identities --json
+  python -m bench.identities --json
 
-Recorded requests of agents and SDKs go to a real server with the connector and its middleware, each
-client's through chat, completions, Responses and Messages. ``known``: fraction of requests whose
-job is that of all requests of the same agent, and of no other agent. ``parent_known``: fraction of
-the requests that state a parent whose parent is the right job. ``told_apart``: the same as
-``known``, of two users of each client behind a router that sends one ``X-Session-ID`` for all.
-``router``: the same behind vLLM's router, which drops headers on two of the endpoints; null if it
-is not installed. ``middleware_us`` and ``engine_us``: median time of a request's identity in the
-API server, with a body of 64 KiB, and in the engine, µs.
+Sends recorded requests of agents and SDKs to a real server with the connector and its middleware.
+Each client's requests are sent to chat, completions, Responses and Messages. ``known``: fraction of
+requests whose job has all requests of the agent that sent it, and no other agent's.
+``parent_known``: of the requests that state a parent, the fraction whose parent is the right job.
+``told_apart``: the same as ``known``, for two users of each client behind a router that sends one
+``X-Session-ID`` for all. ``router``: the same figures behind vLLM's router, which drops headers on
+two of the endpoints; null if the router is not installed. ``middleware_us`` and ``engine_us``:
+median time to determine the identity of a request in the API server (with a body of 64 KiB) and in
+the engine, µs.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ STOP_S = 120.0
 
 @contextmanager
 def served(model: Path, folder: Path, *, routed: bool) -> Iterator[str]:
-    """A server with the connector, and the router if asked for. The address to send requests to."""
+    """Start a server with the connector and, if ``routed``, the router in front of it. Yields the
+    address to send requests to.
+    """
     options = ServerOptions(
         model=model,
         kv_blocks=KV_BLOCKS,
@@ -72,7 +75,9 @@ def served(model: Path, folder: Path, *, routed: bool) -> Iterator[str]:
 
 
 def replay(model: Path, tick: Tick, *, routed: bool) -> dict[str, Any]:
-    """Send all clients' requests, and judge the jobs in the server's trace."""
+    """Send all clients' requests, and compare the jobs in the server's trace with the agents.
+    Returns the figures in the module docstring, for all clients and for each.
+    """
     known = clients()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -111,7 +116,9 @@ def replay(model: Path, tick: Tick, *, routed: bool) -> dict[str, Any]:
 
 
 def costs(known: list[Client]) -> dict[str, float]:
-    """Median time of a request's identity, µs."""
+    """Return the median time to determine the identity of a request, in the API server and in the
+    engine, µs.
+    """
     middleware, engine = list[float](), list[float]()
     for turn in (turn for client in known for turn in client.turns):
         text = json.dumps(
@@ -138,7 +145,7 @@ def _median_us(call: Callable[[], object]) -> float:
 
 
 def measure(model: Path, tick: Tick) -> Mapping[str, Any]:
-    """Measure without the router and, if it is installed, with it."""
+    """Measure without the router and, if the router is installed, with it."""
     result = replay(model, tick, routed=False)
     try:
         program(ROUTER, ROUTER)

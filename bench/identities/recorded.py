@@ -2,7 +2,8 @@
 
 Each file in ``clients/`` has the requests of one run of a client, in the order in which they were
 sent. ``how`` states how they were recorded, or that they were built from documentation because the
-client cannot run on its own. Which agent sent a request was told from its prompt, not from its ids.
+client cannot run on its own. The agent that sent a request was determined from its prompt, not from
+its ids.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class Request:
     """A request of a client.
 
     Attributes:
-        agent: name of the agent that sent it, unique in the client's run.
-        path: its endpoint.
-        headers: by name in lower case, without those of the connection and without secrets.
+        agent: name of the agent that sent the request, unique in the client's run.
+        path: endpoint of the request.
+        headers: by name in lower case, without connection headers and secrets.
         body: top-level fields without the prompt and the tools.
     """
 
@@ -40,10 +41,10 @@ class Client:
     """A run of a client.
 
     Attributes:
-        name: name of its file. title: its own name, with the version.
-        recorded: False if its requests were built from documentation.
-        parents: the agent that started another one, by the other's name.
-        turns: its requests.
+        name: name of the client's file. title: the client's own name, with the version.
+        recorded: False if the requests were built from documentation.
+        parents: for each sub-agent, the agent that started it.
+        turns: the client's requests.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Client:
 
     @property
     def ids(self) -> frozenset[str]:
-        """Ids that the middleware reads in its requests."""
+        """Ids that the middleware reads in the client's requests."""
         claims = [claim(one.headers, one.body).ids for one in self.turns]
         found = {ids.get(name) for ids in claims for name in ("session", "agent")}
         return frozenset(value for value in found if isinstance(value, str) and value)
@@ -69,7 +70,7 @@ class Client:
 
 
 def clients() -> list[Client]:
-    """All clients, by name."""
+    """Read all clients, sorted by file name."""
     return [_read(path) for path in sorted(FOLDER.glob("*.json"))]
 
 

@@ -1,7 +1,8 @@
 """Recorded requests on a real server, and the jobs that its trace reports for them.
 
-Requests are sent one after another, so the records of the trace, by arrival, are in their order.
-Prompts are made up: each agent's next prompt extends its last one, as long as the client's own do.
+Requests are sent one after another, so the records of the trace, sorted by arrival, are in the same
+order. Prompts are generated: each prompt of an agent extends its previous one, as the client's own
+prompts do.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ class Sent:
     """A request that was sent.
 
     Attributes:
-        client, user: the client, and which of its users.
+        client: name of the client. user: number of the client's user.
         path: endpoint.
-        agent: the agent that sent it.
-        parent: the agent that started that one, if the request states it; None otherwise.
+        agent: the agent that sent the request.
+        parent: the agent that started ``agent``, if the request states it; None otherwise.
     """
 
     client: str
@@ -77,13 +78,13 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Recognised:
-    """Requests of which the right job was found.
+    """Counts of requests whose job was recognised.
 
     Attributes:
-        turns, known: number of requests, and of those whose job is that of all requests of the same
-            agent and of no other agent.
-        told, parent_known: number of requests that state a parent, and of those whose parent is the
-            right job.
+        turns: number of requests. known: number of requests whose job has all requests of the agent
+            that sent it, and no other agent's.
+        told: number of requests that state a parent. parent_known: number of these whose parent is
+            the right job.
     """
 
     turns: int = 0
@@ -100,7 +101,7 @@ class Recognised:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Fractions, and the numbers of requests that they are of."""
+        """Return the fractions of recognised requests, and the numbers of requests."""
         return {
             "known": self.known / self.turns if self.turns else None,
             "parent_known": self.parent_known / self.told if self.told else None,
@@ -113,8 +114,8 @@ class Player:
     """Sends runs of clients to a server.
 
     Args:
-        url: address of the server or of the router in front of it.
-        routed: True if it is the router's.
+        url: address of the server, or of the router in front of it.
+        routed: True if ``url`` is the address of a router.
     """
 
     def __init__(self, url: str, *, routed: bool) -> None:
@@ -128,10 +129,10 @@ class Player:
         self._http.close()
 
     def play(self, client: Client, path: str, user: int, more: Mapping[str, str] = {}) -> None:
-        """Send a run to an endpoint.
+        """Send all requests of a client's run to an endpoint.
 
         Args:
-            user: number of the user.
+            user: number of the client's user.
             more: headers that a router adds.
 
         Raises:
@@ -154,19 +155,22 @@ class Player:
     def _stated_parent(
         self, client: Client, turn: Request, path: str, body: Mapping[str, Any]
     ) -> str | None:
-        """The parent, if what reaches the server names it."""
+        """Return the agent's parent if the headers and body that reach the server name it; None
+        otherwise.
+        """
         parent = client.parents.get(turn.agent)
         arrives = {} if self._routed and path in HEADERLESS else turn.headers
         systems = {name: json.dumps(body[name]) for name in SYSTEMS if name in body}
         ids = claim(arrives, {**body, **systems}).ids
         named = bool(ids.keys() & {"parent_agent", "parent_session"})
         named = named or "parent_program_id" in str(body.get("vllm_xargs"))
-        marked = "subagent" in ids and parent == "main"  # names no agent: its session is meant
+        # A header that names no agent refers to the session itself.
+        marked = "subagent" in ids and parent == "main"
         return parent if named or marked else None
 
 
 def _text(name: str, number: int) -> str:
-    """The text that a turn adds to its conversation."""
+    """Return the text that a turn adds to its conversation."""
     lines = NEXT_LINES if number else FIRST_LINES
     return " ".join(f"{name} says {line * 7 + number}" for line in range(lines))
 
@@ -204,22 +208,25 @@ def _body(turn: Request, path: str, texts: Sequence[str], last: str) -> dict[str
 
 
 def _answered(texts: Sequence[str]) -> list[str]:
-    """Texts of a conversation, with an answer after each but the last."""
+    """Return the texts of a conversation, with an answer after each text except the last."""
     return [one for text in texts for one in (text, "Yes.")][:-1]
 
 
 def judge(sent: Sequence[Sent], found: Iterable[TurnRecord]) -> dict[str, Recognised]:
-    """Compare the jobs of requests with the agents that sent them, by client.
+    """Compare the jobs of requests with the agents that sent them. Returns the counts by client
+    name.
 
     Args:
         found: the server's trace.
 
     Raises:
-        RuntimeError: it does not have one record for each request.
+        RuntimeError: the trace does not have one record for each request.
     """
     records = sorted(found, key=lambda one: one.arrived)
     if len(records) != len(sent):
-        raise RuntimeError(f"the trace has {len(records)} turns of {len(sent)} requests")
+        raise RuntimeError(
+            f"the trace has {len(records)} turns, but {len(sent)} requests were sent"
+        )
     both = list(zip(sent, records, strict=True))
     jobs: defaultdict[object, set[str | None]] = defaultdict(set)
     owners: defaultdict[str | None, set[object]] = defaultdict(set)

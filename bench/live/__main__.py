@@ -1,7 +1,7 @@
-"""Play agents' jobs on running servers, with or without tiered-kv, over their OpenAI-compatible
+"""Plays agents' jobs on running servers, with or without tiered-kv, over their OpenAI-compatible
 API.
 
-python -m bench.live --url http://127.0.0.1:8000 --url http://127.0.0.1:8001 --jps 0.5
+  python -m bench.live --url http://127.0.0.1:8000 --url http://127.0.0.1:8001 --jps 0.5
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from tiered_kv.doctor.running_server import UnreachableError, base_of
 
 OUT = ROOT / ".bench"
 API_KEY = "OPENAI_API_KEY"
-STOPPED = "stopped; --resume goes on from here"
+STOPPED = "stopped; continue with --resume"
 
 P = ParamSpec("P")
-app = command_line("Agents' jobs played on running servers, ours or not.")
+app = command_line("Play agents' jobs on running servers, with or without tiered-kv.")
 
 Out = Annotated[Path, typer.Option(help="Run folder.")]
 
@@ -83,7 +83,7 @@ def bench(
     context: typer.Context,
     url: Annotated[
         list[str], typer.Option(help="Server address. Repeat to compare several servers.")
-    ] = [],  # noqa: B006 - typer reads it, nobody writes it
+    ] = [],  # noqa: B006 - typer only reads the default
     name: Annotated[
         list[str], typer.Option(help="Server name in the results. Repeat, in the order of --url.")
     ] = [],  # noqa: B006
@@ -105,7 +105,9 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Runs per server and load.")] = 6,
     jobs: Annotated[
         int,
-        typer.Option(min=1, help="Number of distinct jobs to generate. They repeat after that."),
+        typer.Option(
+            min=1, help="Number of distinct jobs to generate. They repeat if a run needs more."
+        ),
     ] = 200,
     scale: Annotated[
         float,
@@ -130,11 +132,11 @@ def bench(
     out: Out = OUT,
     as_json: AsJson = False,
 ) -> int:
-    """Play the same jobs on every server in turn. Reads a key from OPENAI_API_KEY."""
+    """Play the same jobs on every server in turn. Reads the API key from OPENAI_API_KEY."""
     if context.invoked_subcommand is not None:
         return 0
     if not url:
-        raise typer.BadParameter("give the address of a running server", param_hint="--url")
+        raise typer.BadParameter("at least one server address is required", param_hint="--url")
     if len(name) > len(url):
         raise typer.BadParameter(f"{len(name)} names, but {len(url)} servers", param_hint="--name")
     if bool(jps) == bool(sessions):
@@ -200,13 +202,14 @@ def bench(
 def compare(
     one: Annotated[Path, typer.Argument(help="Run folder.")],
     other: Annotated[
-        Path, typer.Argument(help="Run folder to compare with, of the same jobs and loads.")
+        Path,
+        typer.Argument(help="Run folder to compare with, measured with the same jobs and loads."),
     ],
     as_json: AsJson = False,
 ) -> int:
     """Compare two measurements in pairs. The second is reported relative to the first."""
     if one.resolve() == other.resolve():
-        raise RunFileError(f"{one} and {other} are the same folder: name two measurements")
+        raise RunFileError(f"{one} and {other} are the same folder: name two run folders")
     plans = [read_plan(folder) for folder in (one, other)]
     unlike = differing(*plans)
     if unlike:
@@ -226,7 +229,7 @@ def draw(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Draw a sweep as PNG and SVG: over arrival rates, or over live sessions."""
+    """Draw a sweep over arrival rates or over concurrent jobs, as PNG and SVG."""
     read = _runs if len(folders) == 1 else _named_by_folder
     rows = live_rows([run for folder in folders for run in read(folder)])
     paths = [str(path) for path in plot_sweeps(rows, to or folders[0])]
@@ -266,8 +269,8 @@ def check_pin(
 
 
 def measure(measuring: Rounds, as_json: bool) -> int:
-    """Measure and show the results. Returns 0 on completion, and 130 when interrupted, after
-    showing the results so far.
+    """Measure and show the results. Returns the exit code: 0 on completion, and 130 after an
+    interrupt, when the results so far are shown.
     """
     stopped = False
     try:
@@ -293,7 +296,7 @@ def print_figures(runs: Sequence[Run], left_out: Mapping[str, LeftOut], as_json:
 
 
 def _names(bases: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Name every server: as given, or by host and port. A number distinguishes equal names."""
+    """Return a name for every server: as given, or by host and port. Equal names get a number."""
     names: list[str] = []
     for at, base in enumerate(bases):
         wanted = given[at] if at < len(given) else urlsplit(base).netloc.rpartition("@")[2]
@@ -306,7 +309,7 @@ def _names(bases: Sequence[str], given: Sequence[str]) -> list[str]:
 
 
 def _runs(folder: Path) -> list[Run]:
-    """Runs in a folder, in order of load, round and server.
+    """Read the runs in a folder, sorted by load, round and server.
 
     Raises:
         RunFileError: there are no runs, or one belongs to ``replay``.
@@ -315,12 +318,14 @@ def _runs(folder: Path) -> list[Run]:
         runs = [kept.run for kept in read_runs(folder)]
         return sorted(runs, key=lambda run: (level_of(run.load), run.round, run.server))
     except ValueError as error:
-        raise RunFileError(f"{folder} holds no runs of tiered-kv bench: {error}") from error
+        raise RunFileError(
+            f"{folder} contains runs that are not of tiered-kv bench: {error}"
+        ) from error
 
 
 def _named_by_folder(folder: Path) -> list[Run]:
-    """Runs with servers renamed after the folder, which is the whole name if the folder has only
-    one server.
+    """Read the runs in a folder, and prefix the server names with the folder. If the folder has
+    only one server, its name becomes the folder's.
     """
     runs = _runs(folder)
     several = len({run.server for run in runs}) > 1

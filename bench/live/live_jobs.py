@@ -38,11 +38,10 @@ class LiveJobs:
     """Jobs to play.
 
     Attributes:
-        texts: for each job name, the text added by each turn. The texts of all other jobs are
-            generated.
+        texts: by job name, the text that each turn adds. The texts of all other jobs are generated.
         unit: unit of the jobs' sizes.
-        left_out: what is not played of a recording, by reason. ``cut``: sessions truncated at the
-            server's context limit or the requested number of turns.
+        left_out: sessions and turns of a recording that are not played, by reason. ``cut``:
+            sessions truncated at the server's context limit or the requested number of turns.
     """
 
     name: str
@@ -57,12 +56,13 @@ def load_jobs(source: str, *, count: int, seed: int) -> LiveJobs:
 
     Args:
         source: name of a generated workload, or path of a recording: a file of LMCache's agent
-            traces, of Mooncake's or Bailian's, TraceLab's replay CSV, of kv-cache-tester's, or a
-            folder of the latter. Each file may be gzipped.
+            traces, a trace of Mooncake's or Bailian's format, TraceLab's replay CSV, or a trace of
+            kv-cache-tester, or a folder of such traces. Each file may be gzipped.
         count: number of generated jobs; ignored for recordings.
+        seed: seed of generated jobs; ignored for recordings.
 
     Raises:
-        ValueError: there is no such workload, or it cannot be read.
+        ValueError: the workload does not exist, or cannot be read.
     """
     if source in GENERATED:
         return _of(generate(source, count, seed))
@@ -83,7 +83,7 @@ def load_jobs(source: str, *, count: int, seed: int) -> LiveJobs:
         if key in first:
             return _of(reader(path), whole=True)
     raise RecordingError(
-        f"{path} is not a known recording: neither of LMCache's agent traces "
+        f"{path} has an unknown format: neither that of LMCache's agent traces "
         f"({', '.join(sorted(FIELDS))}), nor of Mooncake's or Bailian's (hash_ids, timestamp, "
         "input_length, output_length), nor of kv-cache-tester's (id, requests), nor TraceLab's CSV "
         f"({', '.join(COLUMNS)}). It has "
@@ -94,7 +94,7 @@ def load_jobs(source: str, *, count: int, seed: int) -> LiveJobs:
 def fitting(
     jobs: LiveJobs, *, tokens_per_unit: float, most_tokens: int | None, turns: int | None
 ) -> LiveJobs:
-    """Convert the jobs to tokens. Each is cut before the first turn that exceeds the server's
+    """Convert the jobs' sizes to tokens. Each job is cut before its first turn that exceeds a
     limit.
 
     Args:
@@ -130,7 +130,7 @@ _READERS: Mapping[str, Callable[[Path], Workload]] = {
 
 
 def _of(workload: Workload, *, whole: bool = False) -> LiveJobs:
-    """The jobs of a workload.
+    """Convert a workload to jobs.
 
     Args:
         whole: True if prompts keep the previous answers; see ``_whole``.
@@ -162,7 +162,7 @@ def _scaled(job: SimJob, factor: float) -> SimJob:
 
 
 def _cut(job: SimJob, most_tokens: int | None, most_turns: int | None) -> SimJob | None:
-    """The job up to its first turn that exceeds a limit; None if its first turn does."""
+    """Return the job up to its first turn that exceeds a limit; None if that is the first turn."""
 
     kept: list[SimTurn] = []
     for turn in job.turns[:most_turns]:
@@ -181,11 +181,11 @@ def _turns(job: SimJob) -> int:
 
 
 def _whole(job: SimJob) -> SimJob:
-    """A recorded job whose prompts keep the previous answers.
+    """Return a recorded job in which prompts keep the previous answers.
 
-    The record has the tokens shared by two prompts, and only the second prompt contains the answer.
-    If the second prompt starts with all whole blocks of the first and is long enough to contain the
-    answer, the session simply continued.
+    The recording has the number of tokens that two prompts share, but only the second prompt
+    contains the answer. If the second prompt starts with all whole blocks of the first, and is long
+    enough to contain the answer, it is assumed to contain the whole previous context.
     """
     turns: list[SimTurn] = []
     for turn in job.turns:
@@ -200,7 +200,7 @@ def _whole(job: SimJob) -> SimJob:
 
 
 def copies(jobs: tuple[SimJob, ...]) -> Iterator[SimJob]:
-    """An endless sequence of the jobs. They repeat, and each copy gets its own name."""
+    """Yield the jobs endlessly. From the second pass on, each job is a copy with its own name."""
     number = 0
     while True:
         for job in jobs:
@@ -209,5 +209,7 @@ def copies(jobs: tuple[SimJob, ...]) -> Iterator[SimJob]:
 
 
 def copied(name: str) -> str:
-    """Name of the job that a job of ``copies`` repeats; empty if it is not a copy."""
+    """Return the name of the job that a job of ``copies`` is a copy of; empty if it is not a
+    copy.
+    """
     return name.rpartition(COPY)[0]

@@ -1,4 +1,4 @@
-"""Results of a measurement: rows and pairs for JSON, tables, and a figure.
+"""Results of a measurement: rows and pairs for JSON, tables, and figures.
 
 Times have the names of Continuum's own analysis (``average_duration``, ``percentile_95`` and so
 on), so that its users recognize them.
@@ -21,24 +21,24 @@ from .rounds import Arriving, level_of
 
 PERCENTILES = (50, 90, 95, 99)
 REASONS: Mapping[str, str] = {
-    "nulls": "values that are null",
+    "nulls": "values are null",
     "too_short": "too short to be jobs",
-    "cut": "the server's context or --turns allows no more",
+    "cut": "longer than the server's context limit or --turns allows",
 }
 """Reasons for leaving out sessions, or their last turns."""
 AXES: Mapping[str, str] = {
-    Arriving.JPS.value: "jobs a second",
-    Arriving.SESSIONS.value: "live sessions",
+    Arriving.JPS.value: "jobs per second",
+    Arriving.SESSIONS.value: "concurrent jobs",
 }
 
 
 def live_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """One row per load and server, over all rounds. Times are in seconds.
+    """Return one row per load and server, over all rounds. Times are in seconds.
 
-    ``hit_ratio`` is the fraction of cached prompt tokens as reported in the server's answers, and
-    ``hits_by_counter`` the same by its own counters; None if not reported. ``tpot`` is the mean
-    time per output token, by turn. ``turns_per_s`` and ``tokens_per_s`` (prompts and answers) are
-    averages over whole runs.
+    ``hit_ratio`` is the fraction of prompt tokens that the server's answers report as cached.
+    ``hits_by_counter`` has the same fraction by the server's own counters. Either is None if not
+    reported. ``tpot`` is the time per output token. ``turns_per_s`` and ``tokens_per_s`` (prompts
+    and answers) are averages over whole runs.
     """
     return [
         _row(load, server, own)
@@ -49,8 +49,8 @@ def live_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def live_pairs(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Every server compared with the first one, by load; see ``Compared``. ``paired_difference`` is
-    the ratio of completion times minus one, in percent.
+    """Compare every server with the first one, under each load; see ``Compared``.
+    ``paired_difference`` is the ratio of mean completion times minus one, in percent.
     """
     first, *others = dict.fromkeys(run.server for run in runs) or [""]
     pairs = []
@@ -127,7 +127,9 @@ def _row(load: str, server: str, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _counted(runs: Sequence[Run]) -> dict[str, float] | None:
-    """Fractions of the looked-up prompt tokens, by the place where they were found."""
+    """Return the fractions of all looked-up prompt tokens that were found in each place; None if a
+    run has no counters.
+    """
     if not all(run.counts.get("asked") for run in runs):
         return None
     total = {place: sum(run.counts.get(place, 0) for run in runs) for place in runs[0].counts}
@@ -141,7 +143,7 @@ def _distribution(values: Sequence[float]) -> dict[str, float]:
 
 
 def readable(result: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The result as tables for a terminal, without figures that only programs need."""
+    """Return the result as tables for a terminal, without figures that only programs need."""
     # Few and short columns, so that server names fit into 110 characters.
     servers = [
         {
@@ -182,15 +184,15 @@ def readable(result: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def plot_sweeps(rows: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Draw ``jps.png`` and ``sessions.png``, each also as SVG, as far as measured: over arrival
-    rates, like Continuum's figure, and over concurrent sessions, where the knee shows that VRAM is
-    full.
+    """Draw ``jps.png`` over arrival rates, like Continuum's figure, and ``sessions.png`` over
+    numbers of concurrent jobs, whose bend shows where VRAM is full. Each figure is also saved as
+    SVG. A figure without runs is left out. Returns the paths.
 
     Args:
         rows: result of ``live_rows``.
 
     Raises:
-        PlotError: matplotlib is missing, or there is nothing to draw.
+        PlotError: matplotlib is not installed, or there is nothing to draw.
     """
     paths: list[Path] = []
     for how, axis in AXES.items():
@@ -206,8 +208,8 @@ def plot_sweeps(rows: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
                 rate.plot(at, [row["tokens_per_s"] for row in line], **look)
             label(times, {"title": "job completion time, s: mean, dotted P95", "xlabel": axis})
             label(first, {"title": "time to first token, s: P90", "xlabel": axis})
-            label(rate, {"title": "tokens a second, prompts and answers", "xlabel": axis})
+            label(rate, {"title": "tokens per second, prompts and answers", "xlabel": axis})
         paths += written
     if not paths:
-        raise PlotError("no run to draw")
+        raise PlotError("there are no runs to draw")
     return paths

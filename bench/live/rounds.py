@@ -1,4 +1,4 @@
-"""Run every load on every running server, in rounds. Each run is stored when it ends."""
+"""Runs every load on every running server, in rounds. Each run is stored when it ends."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .servers import NONCE_BYTES, LiveError, Sizes, Target, since
 from .texts import Texts
 
 SAMPLE_CHARACTERS = 4_000
-"""Length of the recorded text whose tokens each server counts, characters."""
+"""Length of the sample of recorded text whose tokens each server counts, characters."""
 MARGIN = 0.95
 """Fraction of a server's context limit that jobs may use, because text sizes are estimates."""
 
 
 class Arriving(Enum):
-    """Modes of starting jobs."""
+    """How jobs start."""
 
     JPS = "jps"
     """Poisson arrivals, at a rate in jobs per second."""
     SESSIONS = "sessions"
-    """A fixed number of live jobs: when one ends, another starts."""
+    """A fixed number of concurrent jobs: when one ends, another starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,9 @@ class Load:
     """A load on a server.
 
     Attributes:
-        level: jobs per second, or number of live sessions.
-        seconds: period in which jobs start. All jobs are played to their end.
+        arriving: how jobs start.
+        level: jobs per second, or number of concurrent jobs.
+        seconds: duration of the period in which jobs start. All jobs are played to their end.
     """
 
     arriving: Arriving
@@ -50,12 +51,12 @@ class Load:
 
     @property
     def name(self) -> str:
-        """Name in the results; see ``level_of``."""
+        """Name of the load in the results. ``level_of`` parses it."""
         return f"{self.arriving.value} {self.level:g}"
 
 
 def level_of(load: str) -> tuple[str, float]:
-    """Parse a load's name into ``Arriving`` and level.
+    """Parse a load's name into the value of its ``Arriving``, and its level.
 
     Raises:
         ValueError: it is not the name of a load.
@@ -66,13 +67,16 @@ def level_of(load: str) -> tuple[str, float]:
 
 @dataclass(slots=True, kw_only=True)
 class Rounds:
-    """Runs of some loads on some servers.
+    """Runs of several loads on several servers.
 
     Attributes:
+        targets: the servers.
         jobs: jobs to play. ``prepare`` truncates them to the limits of all servers.
+        rounds: number of runs per server and load.
+        seed: seed of the arrivals, of the order of jobs, and of the order of servers.
         scale: factor for all sizes.
         turns: maximum turns per job; None means all.
-        longest: maximum context length, tokens; None uses the servers' limit.
+        longest: maximum context length, tokens; None uses the servers' limits.
         report: called with the name of each run before it starts.
     """
 
@@ -92,11 +96,12 @@ class Rounds:
 
     @property
     def total(self) -> int:
+        """Total number of runs."""
         return len(self.targets) * len(self.loads) * self.rounds
 
     @property
     def runs(self) -> list[Run]:
-        """Runs so far, by load and round, with servers in the order of ``targets``."""
+        """Completed runs, sorted by load, by round, and by the order of ``targets``."""
         loads = [load.name for load in self.loads]
         names = [target.name for target in self.targets]
         return sorted(
@@ -106,10 +111,10 @@ class Rounds:
 
     def prepare(self) -> None:
         """Measure text sizes on each server, truncate the jobs to the limits of all servers, and
-        play the first turns of one job as a warm-up.
+        play the first two turns of one job on each server as a warm-up.
 
         Raises:
-            LiveError: a server cannot be measured.
+            LiveError: a server cannot be measured, or does not finish the warm-up.
             ValueError: no job fits.
         """
         sample = " ".join(
@@ -139,13 +144,13 @@ class Rounds:
         for target in self.targets:
             (done,) = asyncio.run(self._play(target, alone, 0, (first,))).jobs
             if done.error is not None:
-                raise LiveError(f"{target.name} did not finish a first job: {done.error}")
+                raise LiveError(f"{target.name} did not finish the warm-up job: {done.error}")
 
     def run_all(self) -> None:
         """Measure everything. After an interrupt, completed runs are kept.
 
         Raises:
-            LiveError: a server finished no job.
+            LiveError: a server finished no job of a run.
         """
         for load in self.loads:
             for number in range(self.rounds):
@@ -193,7 +198,7 @@ class Rounds:
 
 
 def arrivals_s(jobs_per_s: float, seconds: float, seed: int) -> list[float]:
-    """Start times of jobs before ``seconds``: a Poisson process that starts at 0.
+    """Return the start times of jobs before ``seconds``: a Poisson process that starts at 0.
 
     With the same seed, the arrivals at different rates differ only by a time factor.
     """

@@ -1,4 +1,4 @@
-"""Running servers to compare: their models, counters, and text sizes in tokens."""
+"""Running servers to compare: their models, counters, and the sizes of texts in their tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiered_kv.doctor.running_server import UnreachableError, fetch, totals
 from .texts import filler
 
 PROBE_WORDS = (100, 500)
-"""Lengths of two requests, in words. Their token counts give the tokens per word and per message.
+"""Lengths of two requests, in words. Their token counts yield the tokens per word and per message.
 """
 NONCE_BYTES = 4
 COUNTERS: Mapping[str, str] = {
@@ -29,12 +29,18 @@ and tokens loaded by a connector."""
 
 
 class LiveError(RuntimeError):
-    """The server cannot be measured. The message says why."""
+    """The server cannot be measured. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Text sizes in a server's tokens, measured with requests to the server."""
+    """Sizes of texts in a server's tokens, measured with requests to the server.
+
+    Attributes:
+        words_per_token: words of generated text per token.
+        tokens_a_message: tokens that the chat template adds per message.
+        tokens_a_character: tokens per character of recorded text; 0 without recorded text.
+    """
 
     words_per_token: float
     tokens_a_message: float
@@ -46,6 +52,7 @@ class Target:
     """A running server.
 
     Attributes:
+        name: name of the server in the results.
         url: base URL without ``/v1``.
         model: name of the model on the server.
         longest: maximum context length in tokens; None if the server does not report it.
@@ -65,7 +72,7 @@ class Target:
     async def player(
         self, nonce: str, on_turn: OnTurn = lambda _name, _turn: None
     ) -> AsyncIterator[Player]:
-        """Make a player for one run on this server.
+        """Open a client, and yield a player for one run on this server.
 
         Args:
             nonce: prepended to job names sent to the server.
@@ -82,13 +89,13 @@ class Target:
             )
 
     async def measure_sizes(self, sample: str) -> Sizes:
-        """Measure the token counts of words, of messages and of a recorded text.
+        """Measure the token counts of words, of messages, and of a recorded text.
 
         Args:
             sample: recorded text; may be empty.
 
         Raises:
-            LiveError: the server's answer is invalid.
+            LiveError: the server does not answer, or its answer is invalid.
         """
         few, many = PROBE_WORDS
         counts = list[int]()
@@ -97,7 +104,11 @@ class Target:
                 turn = Turn((), (), 0.0, length=1, text=text)
                 done = await player.job(Job(f"probe-{len(counts)}", "", (turn,)))
                 if done.error is not None:
-                    advice = "" if self.plain else "; --plain sends only what OpenAI's API has"
+                    advice = (
+                        ""
+                        if self.plain
+                        else "; try --plain, which sends only fields of OpenAI's API"
+                    )
                     raise LiveError(f"{self.url}, {self.api.value}: {done.error}{advice}")
                 counts.append(done.turns[0].prompt_tokens)
         a_word = (counts[1] - counts[0]) / (many - few)
@@ -108,8 +119,8 @@ class Target:
         return Sizes(1 / a_word, a_message, a_character)
 
     def counts(self) -> dict[str, float]:
-        """Current values of ``COUNTERS``, summed over all engines. Empty if the server has no
-        /metrics page.
+        """Return the current values of ``COUNTERS``, summed over all engines. Returns no values if
+        the server's /metrics page cannot be read.
         """
         try:
             found = totals(fetch(f"{self.url}/metrics", token=self.api_key))
@@ -119,13 +130,14 @@ class Target:
 
 
 def served(base_url: str, wanted: str | None, api_key: str) -> tuple[str, int | None]:
-    """A server's model, and its maximum context length in tokens, None if not reported.
+    """Return the name of a server's model, and its maximum context length in tokens, which is None
+    if the server does not report it.
 
     Args:
-        wanted: the model's name; None selects the only model, or the first of its several names.
+        wanted: the model's name; None selects the server's first model.
 
     Raises:
-        LiveError: the server does not answer, or has no such model.
+        LiveError: the server does not answer, or does not serve the model.
     """
     try:
         page = json.loads(fetch(f"{base_url}/v1/models", token=api_key))
@@ -142,8 +154,8 @@ def served(base_url: str, wanted: str | None, api_key: str) -> tuple[str, int | 
 
 
 def since(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, int]:
-    """Difference between two readings of the counters; empty if the server was restarted in
-    between.
+    """Return the difference between two readings of the counters. Returns no values if a counter
+    decreased, because the server was restarted in between.
     """
     counts = {name: round(after[name] - before[name]) for name in before.keys() & after.keys()}
     return counts if all(count >= 0 for count in counts.values()) else {}

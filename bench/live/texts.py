@@ -1,7 +1,7 @@
 """Texts for jobs that are played on a server with an unknown tokenizer.
 
-Common English words are one token each for nearly every tokenizer. Two requests to the server
-measure the exact number.
+Common English words are one token each in nearly every tokenizer. Two requests to the server
+measure the exact number of tokens per word.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Texts:
         nonce: text that is unique to the run, so that no two runs share a prefix. Otherwise the
             second run on a server would find the pages of the first.
         words_per_token: words per token of generated text.
-        recorded: for each job name, the recorded text added by each turn, if any.
+        recorded: by job name, the recorded text that each turn adds, if the job was recorded.
     """
 
     nonce: str
@@ -57,7 +57,7 @@ class Texts:
     recorded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def job(self, sizes: SimJob) -> Job:
-        """Make a job with these sizes. Copies of a job get different texts."""
+        """Return a job with texts of these sizes. Copies of a job get different texts."""
         turns, context = list[Turn](), 0
         for at, turn in enumerate(sizes.turns):
             made = Turn(

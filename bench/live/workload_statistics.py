@@ -19,11 +19,11 @@ NO_TOOL, OTHERS = "(no name)", "(others)"
 
 
 def workload_statistics(jobs: LiveJobs) -> dict[str, Any]:
-    """Quantiles over jobs and over turns, sub-agents included. Sizes are in ``unit``.
+    """Return quantiles over jobs and over turns, including sub-agents. Sizes are in ``unit``.
 
     A job's last turn has no gap. ``reused`` is the fraction of a prompt that was already in the
-    previous turn's context. ``tools`` are fractions of all gaps, by the tool's name or the
-    command's first word.
+    previous turn's context. ``tools`` has the fraction of gaps for each tool, by its name or by the
+    first word of its command.
     """
     everyone = [one for job in jobs.jobs for one in job.everyone()]
     turns = [turn for job in everyone for turn in job.turns]
@@ -63,7 +63,7 @@ def _quantiles(values: Iterable[float]) -> dict[str, float]:
 
 
 def statistics_table(found: Mapping[str, Any]) -> Table:
-    """The quantiles as a table that fits a terminal."""
+    """Return the quantiles as a table that fits a terminal."""
     shown = Table(
         Column(f"in {found['unit']}", no_wrap=True),
         *(Column(name, justify="right") for name in COLUMNS),
@@ -79,7 +79,7 @@ def statistics_table(found: Mapping[str, Any]) -> Table:
 
 
 def statistics_lines(found: Mapping[str, Any]) -> list[str]:
-    """Lines to print below the table."""
+    """Return the lines to print below the table."""
     tools = ", ".join(f"{name} {share:.0%}" for name, share in found["tools"].items())
     lines = [f"tools: {tools}"] if tools else []
     return lines + [

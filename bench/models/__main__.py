@@ -1,11 +1,12 @@
 """Restores on every architecture that vLLM runs here: equal answers, equal bytes, and controls.
 
-    python -m bench.models --json
-    python -m bench.models --only llama --only gemma3
+  python -m bench.models --json
+  python -m bench.models --only llama --only gemma3
 
-Tiny models with random weights, each in a separate process. ``rows`` reports what was restored for
-each; ``cannot_start`` has the models that stock vLLM cannot run on this machine, with vLLM's
-reason. The checks are part of ``tests/e2e/models``, so this needs a checkout.
+Each tiny model has random weights, and runs in a separate process. ``rows`` reports what was
+restored for each model. ``cannot_start`` lists the models that stock vLLM cannot run on this
+machine, with vLLM's reason. The checks are part of ``tests/e2e/models``, so this benchmark needs a
+checkout.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ CHECKS = ("equal", "equal_bytes", "control_differs")
 
 
 def measure(models: Sequence[TinyModel], logs: Path, timeout_s: float) -> dict[str, Any]:
-    """Measure all models, one after the other, and return their rows. Progress goes to standard
-    error.
+    """Measure all models one after another, and return their rows. Progress goes to standard error.
+
+    Args:
+        logs: folder for the models' logs.
+        timeout_s: time limit per model.
     """
     with needs_checkout():
         from tests.e2e.models.rows import run_model
@@ -58,7 +62,7 @@ def measure(models: Sequence[TinyModel], logs: Path, timeout_s: float) -> dict[s
 
 def main(
     only: Annotated[
-        list[str] | None, typer.Option(help="Model. Repeat for several. Defaults to all.")
+        list[str] | None, typer.Option(help="Measure only this model. Repeat for several.")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Time limit per model, seconds.")] = 600.0,
     logs: Annotated[Path | None, typer.Option(help="Folder for logs.")] = None,

@@ -1,7 +1,7 @@
 """Catalogue of tiny models, one per architecture, with the options that vLLM's CPU build needs.
 
-Widths are the smallest that the kernels support. A comment gives the reason for each engine option.
-Nothing here imports torch or vLLM.
+Widths are the smallest that the kernels support. Comments give the reasons for engine options. This
+module imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 VOCABULARY = 2048
 BLOCK = 128
-"""Tokens per block, unless a model's states make vLLM raise it."""
+"""Tokens per block, unless vLLM needs larger blocks for a model's states."""
 IMAGE_TOKEN = 3
 """Placeholder token for an image, in multimodal models."""
 IMAGE_PIXELS, PATCH_PIXELS = 56, 14
-"""Edge length of an image, and of the patch that takes a token."""
+"""Edge length of an image, and of the patch that becomes one token, in pixels."""
 STATE_CHUNK = {"max_num_batched_tokens": 256, "max_num_seqs": 8}
 """Maximum prefill chunk. vLLM's CPU scan for Mamba 2 keeps no states inside a chunk, so a chunk
 must not be longer than a block."""
@@ -29,13 +29,13 @@ class Drafter(Enum):
     """Draft model for speculative decoding."""
 
     NGRAM = "ngram"
-    """Proposes the words that followed the same words before."""
+    """Proposes the tokens that followed the same tokens earlier in the context."""
     ITSELF = "draft_model"
-    """A second copy of the model. Its guesses are right as long as its own KV is right."""
+    """A second copy of the model. Its proposals are accepted as long as its own KV is correct."""
     EAGLE = "eagle"
-    """A layer with random weights on the model's last hidden state."""
+    """A layer with random weights whose input is the model's last hidden state."""
     MTP = "mtp"
-    """A layer of the model itself, with random weights."""
+    """A multi-token prediction layer of the model itself, with random weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,9 @@ class TinyModel:
         adapter: True to serve it with a LoRA adapter.
         image_tokens: tokens per image in a prompt; 0 for a text-only model. Otherwise ``settings``
             covers all parts of the model.
-        stub_torchvision: True if vLLM imports torchvision for it, which CPU builds lack.
-        drafter: draft model for speculation.
+        stub_torchvision: True if vLLM imports torchvision for the model. Installations for CPUs
+            lack it, so a stand-in is needed.
+        drafter: draft model for speculative decoding; None for no speculation.
         ranks: number of processes that share the model.
     """
 
@@ -83,8 +84,8 @@ COMMON: Mapping[str, object] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-"""Fields that most configurations have. The wide spread of weights makes answers depend on the
-whole context."""
+"""Fields that most configurations have. The large standard deviation of the weights makes answers
+depend on the whole context."""
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MIXED = {"sliding_window": 200, "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL]}
@@ -107,13 +108,15 @@ _HEADS = {"qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
 _RANKS = {"kv_lora_rank": 512, "q_lora_rank": 64, "num_key_value_heads": 4}
 _LATENT = {**_ROUTED, **_HEADS, **_RANKS, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
 _SMALL_BLOCKS = {"num_gpu_blocks_override": 100}
-"""Pool for blocks of 16 tokens, which vLLM's CPU build uses for MLA without AMX."""
+"""Pool size in blocks of 16 tokens, which vLLM's CPU build uses for MLA without AMX."""
 
 
 def _causal(
     name: str, stem: str, settings: Mapping[str, object] = {}, config: str = "", **more: Any
 ) -> TinyModel:
-    """A model with the classes ``{stem}ForCausalLM`` and, unless specified, ``{stem}Config``."""
+    """Return a model with the classes ``{stem}ForCausalLM`` and, unless ``config`` names another,
+    ``{stem}Config``.
+    """
     return TinyModel(name, config or f"{stem}Config", f"{stem}ForCausalLM", settings, **more)
 
 
@@ -227,14 +230,14 @@ MODELS: tuple[TinyModel, ...] = (
             "vision_config": _CLIP,
             "image_token_index": IMAGE_TOKEN,
         },
-        {"mm_processor_kwargs": {"backend": "pil"}},  # the other needs a real torchvision
+        {"mm_processor_kwargs": {"backend": "pil"}},  # the other backend needs a real torchvision
         stub_torchvision=True,
         image_tokens=(IMAGE_PIXELS // PATCH_PIXELS) ** 2,
     ),
     replace(_LLAMA, name="llama_fp8_kv", options={"kv_cache_dtype": "fp8"}),
     replace(_LLAMA, name="llama_lora", adapter=True),
 )
-"""Every architecture with a different form of KV."""
+"""One model for every architecture whose KV has a different form."""
 
 _GLM = {**_EXPERTS, **_ROUTED, "num_nextn_predict_layers": 1, "use_qk_norm": False}
 _PIPELINE = {
@@ -255,6 +258,6 @@ VARIANTS: Mapping[str, tuple[TinyModel, ...]] = {
     ),
     "pipeline_parallel": (replace(_GEMMA3, name="gemma3_pp2", options=_PIPELINE, ranks=2),),
 }
-"""Serving options that change the KV, by type."""
+"""Models with serving options that change the KV, by type of option."""
 
 EVERY: tuple[TinyModel, ...] = (*MODELS, *(model for some in VARIANTS.values() for model in some))

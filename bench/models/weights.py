@@ -1,6 +1,6 @@
 """Writes folders of tiny models for vLLM, with random weights and a tokenizer of numbered words.
 
-Also writes a LoRA adapter and drafters for these models, and a stand-in for torchvision.
+Also writes a LoRA adapter and draft models for them, and a stand-in for torchvision.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .catalogue import (
 IMAGE = "<image>"
 ADAPTER_RANK = 8
 SPREAD = 0.15
-"""Standard deviation of the weights of adapters and drafters."""
+"""Standard deviation of the weights of adapters and draft models."""
 WEIGHTS = "model.safetensors"
 TOKENIZER = {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -45,9 +45,9 @@ PROCESSOR = {
     "patch_size": PATCH_PIXELS,
     "vision_feature_select_strategy": "default",
     "image_token": IMAGE,
-    "num_additional_image_tokens": 1,  # CLIP's class token is left out
+    "num_additional_image_tokens": 1,  # CLIP's class token, which the model drops
 }
-_STUB = '''"""Stand-in for torchvision: all modules and names are there, none does anything."""
+_STUB = '''"""Stand-in for torchvision. All modules and names exist, and none does anything."""
 
 import importlib.abc
 import importlib.machinery
@@ -58,7 +58,7 @@ __version__ = "0.0"
 
 
 class _Names(type):
-    """A class with every attribute: its name."""
+    """A metaclass whose classes have every attribute. Its value is its name."""
 
     def __getattr__(cls, name):
         if name.startswith("__"):
@@ -95,8 +95,8 @@ sys.meta_path.append(_Finder())
 
 
 def write_model(model: TinyModel, folder: Path, dtype: str) -> Path:
-    """Write a model into a new folder inside ``folder`` and return its path. The weights are the
-    same every time. Each token is a word: ``w17`` is token 17.
+    """Write a model into a new folder inside ``folder``, and return that folder. The weights are
+    the same on every call. The text of token 17 is the word ``w17``.
     """
     import torch
     import transformers
@@ -116,7 +116,7 @@ def write_model(model: TinyModel, folder: Path, dtype: str) -> Path:
     tokenizer.save(str(target / "tokenizer.json"))
     _write_json(target / "tokenizer_config.json", TOKENIZER)
     if model.image_tokens:
-        # transformers 5 saves shorter names than those of published models.
+        # transformers 5 saves shorter tensor names than published models have.
         short, long = "vision_tower.", "vision_tower.vision_model."
         tensors = _load(target).items()
         _save(target, {name.replace(short, long, 1): tensor for name, tensor in tensors})
@@ -126,7 +126,7 @@ def write_model(model: TinyModel, folder: Path, dtype: str) -> Path:
 
 
 def write_adapter(model_folder: Path, folder: Path, dtype: str) -> Path:
-    """Write a LoRA adapter for the attention layers of a Llama-like model."""
+    """Write a LoRA adapter for the attention layers of a Llama-like model. Returns its folder."""
     import torch
 
     config = json.loads((model_folder / "config.json").read_text())
@@ -159,7 +159,7 @@ def write_adapter(model_folder: Path, folder: Path, dtype: str) -> Path:
 
 
 def write_drafter(drafter: Drafter, model_folder: Path, folder: Path) -> dict[str, object]:
-    """Write a drafter for a model. Returns vLLM's ``speculative_config`` for it."""
+    """Write a draft model for a model. Returns vLLM's ``speculative_config`` for it."""
     method = {"method": drafter.value, "num_speculative_tokens": 3}
     match drafter:
         case Drafter.NGRAM:
@@ -175,7 +175,9 @@ def write_drafter(drafter: Drafter, model_folder: Path, folder: Path) -> dict[st
 
 
 def _write_eagle(model_folder: Path, folder: Path) -> Path:
-    """Write one Llama-like layer, whose input is a token and a hidden state."""
+    """Write an EAGLE draft model with one Llama-like layer, whose input is a token embedding and
+    the target's hidden state. Returns its folder.
+    """
     import torch
 
     config = json.loads((model_folder / "config.json").read_text())
@@ -198,7 +200,7 @@ def _write_eagle(model_folder: Path, folder: Path) -> Path:
 
 def _turn_last_layer_into_mtp(model_folder: Path) -> None:
     """Turn the model's last layer into a multi-token prediction layer, which predicts the token
-    after next, as in DeepSeek and GLM.
+    after the next token, as in DeepSeek and GLM.
     """
     import torch
 
@@ -223,7 +225,7 @@ def _turn_last_layer_into_mtp(model_folder: Path) -> None:
 
 def write_torchvision(folder: Path) -> None:
     """Write a stand-in for torchvision into a folder for ``PYTHONPATH``. vLLM imports torchvision
-    for some models whose text layers never use it.
+    for models whose text layers never use it.
     """
     package = folder / "torchvision"
     package.mkdir(exist_ok=True)

@@ -36,13 +36,13 @@ from tiered_kv.policies import registry
 OUT = ROOT / ".replay"
 TRACES = Path("../shared/traces/miniswe.jsonl.gz")
 SYNTHETIC_VOCABULARY = 40_000
-"""Token ids below this are in every relevant model's vocabulary."""
+"""Token ids below this number are in every relevant model's vocabulary."""
 KNOWN = f"{', '.join(registry.POLICIES)} or module:Class"
 
 P = ParamSpec("P")
 STOPPED = "stopped; no server is left running"
 
-app = command_line("Agent jobs replayed on real servers.")
+app = command_line("Replay agent jobs on real servers.")
 
 Model = Annotated[
     str | None, typer.Option(help="Model folder or name. Defaults to the small model.")
@@ -51,7 +51,7 @@ Out = Annotated[Path, typer.Option(help="Run folder.")]
 
 
 def check_policies(names: list[str]) -> list[str]:
-    """Refuse unknown policies."""
+    """Return the names if all are known policies. Raises ``typer.BadParameter`` otherwise."""
     try:
         for name in names:
             registry.policy(name)
@@ -61,7 +61,7 @@ def check_policies(names: list[str]) -> list[str]:
 
 
 def check_policy(name: str | None) -> str | None:
-    """Refuse an unknown policy."""
+    """Return the name if it is None or a known policy. Raises ``typer.BadParameter`` otherwise."""
     check_policies([] if name is None else [name])
     return name
 
@@ -91,7 +91,10 @@ def ab(
     ] = None,
     traces: Annotated[Path, typer.Option(help="File with recorded sessions.")] = TRACES,
     synthetic: Annotated[
-        bool, typer.Option("--synthetic", help="Play Continuum's synthetic jobs instead.")
+        bool,
+        typer.Option(
+            "--synthetic", help="Play Continuum's synthetic jobs instead of recorded sessions."
+        ),
     ] = False,
     model: Model = None,
     policy: Annotated[
@@ -185,7 +188,7 @@ def check_pin(
 
 
 def make_jobs(preset: Preset, model: str | Path, traces: Path | None, seed: int) -> RecordedJobs:
-    """Make jobs from a recording, or Continuum's synthetic jobs if there is none."""
+    """Create jobs from the recording ``traces``, or Continuum's synthetic jobs if it is None."""
     if traces is None:
         made = synthetic_jobs(count=preset.jobs, seed=seed, vocabulary=SYNTHETIC_VOCABULARY)
         return RecordedJobs(made, {})
@@ -213,8 +216,8 @@ def measure(
     out: Path,
     as_json: bool,
 ) -> int:
-    """Measure and show the results. Returns 0 on completion, and 130 when interrupted, after
-    showing the results so far.
+    """Measure and show the results. Returns the exit code: 0 on completion, and 130 after an
+    interrupt, when the results so far are shown.
     """
     stopped = False
     with progress() as bar:
@@ -241,7 +244,7 @@ def measure(
         result = readable(result) | {"dtype": str(machine_dtype()), "runs and logs": str(out)}
     show("Agent jobs on real servers", result, as_json)
     if stopped:
-        print("stopped; --resume goes on from here, no server is left", file=sys.stderr)
+        print("stopped; continue with --resume; no server is left running", file=sys.stderr)
     return 130 if stopped else 0
 
 

@@ -1,4 +1,6 @@
-"""Run the same jobs on every type of server in alternation. Each run is stored when it ends."""
+"""Run the same jobs on every server type, once per round, in an order drawn for each round. Each
+run is stored when it finishes.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,16 @@ from .kinds import Kind
 from .names import BEYOND, BOUND, CALIBRATION, CONTROL, IDLE, PRESSURE, REACH, STOCK, TIERED
 
 BEYOND_TIMES = 1.5
-"""Arrival rate of the highest load, as a multiple of the rate under pressure."""
+"""Arrival rate of the highest load (``BEYOND``), as a multiple of the rate of ``PRESSURE``."""
 NEAR = 0.25
 """Relative distance from the target slowdown at which calibration ends."""
 TRIES = 2
-"""Maximum number of calibration runs. The nearest run is used."""
+"""Maximum number of calibration runs. The run whose slowdown is nearest to the target is used."""
 FIRST_RATE = 1.9
 """Arrival rate of the first calibration run, in jobs per duration of a job alone. At 1.1, 1.3 and
 1.5, 30 jobs of the preset took 1.3, 1.5 and 1.7 times as long (two cores, SmolLM2-135M)."""
 STEEP = 2.5
-"""Beyond that rate, slowdown grows roughly as this power of the rate."""
+"""Beyond ``FIRST_RATE``, the slowdown grows roughly as this power of the rate."""
 BOUNDS = (REACH, BOUND)
 
 
@@ -41,7 +43,8 @@ class Preset:
         idle_rounds, rounds: number of rounds of the idle load and of the other loads.
         bounds_once: run the bounds only in the first round of a load, to save time.
         pool_tokens: KV pool size of every server except the bounds.
-        slowdown: stock's mean completion time under pressure, as a multiple of its time at idle.
+        slowdown: target for calibration: stock vLLM's mean completion time under pressure, as a
+            multiple of its time at idle.
     """
 
     jobs: int
@@ -60,33 +63,33 @@ PRESETS: Mapping[str, Preset] = {
     "peers": replace(_CPU, jobs=16, idle_rounds=1, bounds_once=True),
     "tiny": Preset(jobs=4, turns=3, idle_jobs=2, idle_rounds=1, rounds=1, pool_tokens=8_192),
 }
-"""``cpu``: three and a half hours on two cores. ``peers``: with all peers, two and a half hours.
+"""``cpu``: three and a half hours on two cores. ``peers``: for ``--peers``, two and a half hours.
 ``tiny``: a smoke test of a few minutes."""
 
 
 class NotStarted(Exception):
-    """An optional server does not run on this machine. The message is the server's own."""
+    """An optional server does not run on this machine. The message is that of the server."""
 
 
 class HarnessError(RuntimeError):
-    """The measurement cannot continue. The message says why."""
+    """The measurement cannot continue. The message gives the reason."""
 
 
 Measure: TypeAlias = Callable[[Kind, str, int, float | None, ServerCosts | None], Kept]
-"""Measures one numbered run of a server type under a load. The arrival rate is None for one job at
-a time, and the costs of stock's steps are None if unknown. Raises ``NotStarted`` for an optional
-type that does not run here."""
+"""Measures one run. Arguments: the server type, the load, the round, the arrival rate (None plays
+one job at a time), and the costs of stock vLLM's steps (None if unknown). Raises ``NotStarted`` for
+an optional server that does not run on this machine."""
 
 
 @dataclass(slots=True)
 class Harness:
-    """Runs all loads, rounds and servers, in an order that favours no server (see ``drawn_order``).
+    """Runs all loads, rounds and servers. The order favours no server (see ``drawn_order``).
 
     Attributes:
-        seed: seed of that order.
+        seed: seed of the order of servers.
         report: called with the name of each run before it starts.
-        kept: the runs so far, including resumed runs but not calibration runs.
-        not_started: messages of optional servers that do not run here.
+        kept: completed runs, including earlier runs that are resumed, without calibration runs.
+        not_started: messages of optional servers that do not run on this machine.
     """
 
     kinds: Sequence[Kind]
@@ -105,10 +108,10 @@ class Harness:
         return [kept.run for kept in self.kept]
 
     def run_all(self) -> None:
-        """Measure the whole preset. Finished runs are kept if this is interrupted.
+        """Measure all runs of the preset. Completed runs are kept after an interrupt.
 
         Raises:
-            HarnessError: stock finished no job.
+            HarnessError: stock vLLM does not run, or finished no job.
         """
         preset = self.preset
         main = [kind for kind in self.kinds if kind.name in (STOCK, CONTROL, TIERED)]
@@ -125,8 +128,8 @@ class Harness:
                     self._one(kind, load, number, jobs_per_s)
 
     def _calibrate(self) -> float:
-        """Find the arrival rate at which stock vLLM has the target slowdown, jobs per second. That
-        run counts as stock's first run under pressure.
+        """Return the arrival rate at which stock vLLM has the target slowdown, jobs per second. The
+        run at that rate counts as the first run of stock vLLM under pressure.
         """
         stock = next(kind for kind in self.kinds if kind.name == STOCK)
         alone = [run for run in self.runs if (run.server, run.load) == (STOCK, IDLE)]
@@ -138,7 +141,9 @@ class Harness:
             found = self._measured(stock, CALIBRATION, number, rate)
             if isinstance(found, str):
                 raise HarnessError(f"stock vLLM does not run: {found}")
-            rate = found.run.jobs_per_s  # possibly from before a resumption
+            rate = (
+                found.run.jobs_per_s
+            )  # the stored run of an earlier, resumed measurement may have another rate
             tried[rate] = found
             slower.append((rate, _mean([found.run]) / idle_s))
             if abs(slower[-1][1] / wanted - 1) <= NEAR:
@@ -177,29 +182,32 @@ class Harness:
 
 
 def next_rate(tried: Sequence[tuple[float, float]], wanted: float) -> float:
-    """The arrival rate to try next, from pairs of rate and slowdown: log-linear interpolation
-    around the wanted slowdown, or extrapolation with slope ``STEEP`` if all pairs are on one side
-    of it."""
+    """Return the arrival rate to try next.
+
+    Args:
+        tried: pairs of rate and slowdown. The rate is interpolated log-linearly if their slowdowns
+            enclose ``wanted``, and otherwise extrapolated with slope ``STEEP``.
+    """
     below = [(rate, slow) for rate, slow in tried if slow < wanted]
     above = [(rate, slow) for rate, slow in tried if slow >= wanted]
     if not (below and above):
         rate, slow = max(below) if below else min(above)
         return float(rate * (wanted / slow) ** (1 / STEEP))
     low, high = max(below), min(above)
-    if low[0] >= high[0]:  # not monotone because of noise: continue in the middle
+    if low[0] >= high[0]:  # not monotonic because of noise: try the middle
         return math.sqrt(low[0] * high[0])
     share = math.log(wanted / low[1]) / math.log(high[1] / low[1])
-    # Keep away from the ends, or a steep curve would try the same rate again.
+    # Keep away from both ends. Otherwise a steep curve would yield a rate that was already tried.
     return float(low[0] * (high[0] / low[0]) ** min(max(share, 0.1), 0.9))
 
 
 def nearest_rate(tried: Sequence[tuple[float, float]], wanted: float) -> float:
-    """The rate whose slowdown is closest to the target."""
+    """Return the rate whose slowdown is closest to the target."""
     return min(tried, key=lambda pair: abs(math.log(pair[1] / wanted)))[0]
 
 
 def total_runs(kinds: Sequence[Kind], preset: Preset) -> int:
-    """Maximum number of runs, for a progress bar."""
+    """Return the maximum number of runs, for a progress bar."""
     idle = len(kinds) + 3 * (preset.idle_rounds - 1)
     busy = preset.rounds * (len(kinds) - 1)
     if preset.bounds_once:

@@ -2,10 +2,10 @@
 
 The effect of one wrong page of 32 tokens was measured on SmolLM2-135M, with an answer of 151 tokens
 after a prompt of 1,790. Replacing the first page by a later one, a middle page by zeros, or the
-last page by another job's page changed logprobs by 0.44, 0.23 and 0.37 nats on average; correct
-pages computed in another batch changed them by 0.02. Another job's page in the middle also gave
-only 0.02: a page to which no later token attends has no effect beyond rounding, so no comparison of
-outputs can detect it. Checksums and tests of the pages themselves cover that case.
+last page by another job's page changed logprobs by 0.44, 0.23 and 0.37 nats on average. Correct
+pages computed in another batch changed them by 0.02. Another job's page in the middle also changed
+them by only 0.02: a page to which no later token attends has no effect beyond rounding, so no
+comparison of outputs can detect it. Checksums and tests of the pages themselves cover that case.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tiered_kv.bench.agents.results import Run, TurnDone
 from .names import STOCK
 
 WIDER = 1.5
-"""Outputs agree if their differences are at most this many times the differences between stock's
-own runs …"""
+"""Factor of the tolerance. Outputs agree if their differences are at most this multiple of the
+differences between stock vLLM's own runs, plus the constants below."""
 MEDIAN_NATS, TAIL_NATS, TURN_NATS = 0.02, 0.25, 0.1
-"""… plus this. Two stock runs that split their prompts alike are equal bit for bit, but a restored
-prefix splits them differently, which alone gave up to 0.004, 0.2 and 0.03 nats (bf16,
-SmolLM2-135M)."""
+"""Constants of the tolerance. Two stock runs that split their prompts in the same way are equal bit
+for bit, but a restored prefix changes the split, which alone caused differences of up to 0.004, 0.2
+and 0.03 nats (bf16, SmolLM2-135M)."""
 LONG_TURN = 8
 """Minimum number of tokens for a meaningful mean of one turn's differences."""
 
@@ -38,9 +38,9 @@ class Difference:
         tokens: number of compared tokens.
         other_answers: number of turns whose tokens differ, or that only one run has.
         median, p99: quantiles of the absolute differences.
-        worst_turn: largest mean difference of a single turn. A wrong page spoils one or two turns,
-            which have too few tokens to affect the two quantiles. Most tokens of those turns do not
-            change, so a turn's median would hide it too.
+        worst_turn: largest mean difference of a single turn. A wrong page affects one or two turns,
+            which have too few tokens to change the two quantiles. Most tokens of these turns do not
+            change, so the median of a turn would hide the page too.
     """
 
     tokens: int
@@ -51,7 +51,7 @@ class Difference:
 
 
 def difference(one: Run, other: Run) -> Difference | None:
-    """Compare two runs over the jobs that both have. Returns None if no token can be compared."""
+    """Compare two runs over the jobs that both have. Returns None if no tokens can be compared."""
     first, second = _turns(one), _turns(other)
     given = {job.name for job in one.jobs} & {job.name for job in other.jobs}
     gaps: list[np.ndarray] = []
@@ -71,8 +71,8 @@ def difference(one: Run, other: Run) -> Difference | None:
 
 
 def within(found: Difference, yardstick: Difference) -> bool:
-    """True if ``found`` is within the difference of two stock runs, with the tolerances ``WIDER``
-    and following.
+    """Return True if ``found`` is at most ``yardstick``, the difference between stock runs, plus
+    the tolerance that ``WIDER`` and the constants after it define.
     """
     return (
         found.other_answers <= yardstick.other_answers
@@ -83,22 +83,22 @@ def within(found: Difference, yardstick: Difference) -> bool:
 
 
 def agreement(run: Run, runs: Sequence[Run]) -> bool | None:
-    """True if a run's outputs agree with those of stock vLLM as closely as its own runs agree with
-    each other.
+    """Return True if a run's outputs agree with those of stock vLLM as closely as the outputs of
+    stock runs agree with each other.
 
     The reference is a run of the same load on a server whose name starts with ``stock``. The
     yardstick is the largest difference between the reference and the other stock runs, including
-    runs of other loads: logprobs depend on how a prompt was split into batches, and a restored
-    prefix splits it differently even where stock repeats itself bit for bit.
+    runs of other loads. Logprobs depend on how a prompt was split into batches, and a restored
+    prefix changes the split even where stock vLLM repeats its results bit for bit.
 
     Returns:
-        None if there are fewer than two stock runs or nothing can be compared.
+        None if there are fewer than two stock runs, or if nothing can be compared.
     """
     stock = [other for other in runs if other.server.startswith(STOCK) and other is not run]
     same = [other for other in stock if other.load == run.load]
     if not same:
         return None
-    # In an alternating order, the same round ran next to this run.
+    # A stock run of the same round ran at nearly the same time.
     reference = min(same, key=lambda other: abs(other.round - run.round))
     found = difference(run, reference)
     usual = [difference(other, reference) for other in stock if other is not reference]
@@ -107,7 +107,7 @@ def agreement(run: Run, runs: Sequence[Run]) -> bool | None:
 
 
 def widest(differences: Sequence[Difference]) -> Difference | None:
-    """The maximum of each figure; None without differences."""
+    """Return the maximum of each figure; None if there are no differences."""
     if not differences:
         return None
     every = list(map(asdict, differences))

@@ -1,4 +1,5 @@
 """Failures that end a command with a message instead of a traceback."""
 
 FAILURES = (OSError, RuntimeError, ValueError)
-"""Servers, runs, models and plots raise RuntimeErrors; recordings raise ValueErrors."""
+"""Servers, runs, models and plots raise subclasses of RuntimeError, and recordings subclasses of
+ValueError."""

@@ -1,4 +1,4 @@
-"""The types of servers to compare, and the options of each."""
+"""Server types to compare, and the options of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OFFLOADERS: Mapping[str, str] = {
     "vllm-offloading": "OffloadingConnector",
     "vllm-simple": "SimpleCPUOffloadConnector",
 }
-"""vLLM's own offloaders, which get the same CPU memory as tiered-kv."""
+"""vLLM's own offloading connectors, by server name. They get the same CPU memory as tiered-kv."""
 
 CPU_GIB = 4.0
 SSD_CPU_GIB = 0.5
@@ -30,21 +30,22 @@ SSD_CPU_GIB = 0.5
 
 RAW_LOGPROBS = ("--logprobs-mode", "raw_logprobs")
 BLOCK = 32
-"""Tokens per block: the smallest that the CPU build supports, used on every machine."""
+"""Tokens per block: the smallest size that vLLM's CPU build supports, used on every machine."""
 ROUND = 256
 """The maximum request length is a multiple of this many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One type of server.
+    """A server type.
 
     Attributes:
-        optional: True if the server may not start on this machine. The result reports that.
-        ssd: True to give the server a fresh folder as its SSD tier at every start.
-        deploy: starts the server, together with a peer's processes.
-        needs_costs: True if its configuration contains the costs of stock's steps. Such servers do
-            not run at idle.
+        optional: True if the server may be unable to start on this machine. The result then reports
+            its message.
+        ssd: True to give the server an empty folder for its SSD tier at every start.
+        deploy: starts the server, together with the processes of a peer if it needs any.
+        needs_costs: True if the configuration contains the costs of stock vLLM's steps. Such
+            servers do not run in the idle load.
         session_header: True if clients also send job names in ``X-Session-ID``.
     """
 
@@ -57,8 +58,8 @@ class Kind:
     session_header: bool = False
 
     def started_in(self, folder: Path) -> ServerOptions:
-        """Options for one start with files in ``folder``. The connector writes ``trace.jsonl``
-        there, and its SSD tier is in ``ssd``.
+        """Return the options for one start with files in ``folder``. The connector writes
+        ``trace.jsonl`` there, and its SSD tier is the subfolder ``ssd``.
         """
         if self.options.kv_transfer_config != CONNECTOR:
             return self.options
@@ -84,21 +85,23 @@ class Sizing:
 
 
 def longest_context(pool_tokens: int) -> int:
-    """Longest context for which ``size_for`` finds a size, tokens."""
+    """Return the longest context for which ``size_for`` finds a size, tokens."""
     return (pool_tokens - 2 * BLOCK) // ROUND * ROUND - 1
 
 
 def size_for(contexts: Sequence[int], pool_tokens: int) -> Sizing:
-    """Size a server for jobs with final contexts of ``contexts`` tokens.
+    """Size a server for jobs whose final contexts have ``contexts`` tokens.
 
     Raises:
-        ValueError: the pool is too small for the longest job, or there is no job.
+        ValueError: the pool is too small for the longest job, or there are no jobs.
     """
     if not contexts:
         raise ValueError("there are no jobs")
     longest = -(-(max(contexts) + 1) // ROUND) * ROUND
     if pool_tokens < longest + 2 * BLOCK:  # vLLM reserves a block
-        raise ValueError(f"a pool of {pool_tokens} tokens does not hold a request of {longest}")
+        raise ValueError(
+            f"a pool of {pool_tokens} tokens cannot hold a request of {longest} tokens"
+        )
     # One more block per job for its partial tail, and space for the warm-up.
     bound = sum(contexts) + (len(contexts) + 2) * BLOCK + longest
     return Sizing(longest, pool_tokens, max(bound, pool_tokens))
@@ -114,16 +117,16 @@ def make_kinds(
     own_scheduler: bool = False,
     peers: bool = False,
 ) -> list[Kind]:
-    """Make stock vLLM twice, two bounds, tiered-kv with several policies and tiers, vLLM's
-    offloaders, and peers.
+    """Return the server types to compare: stock vLLM twice, two bounds, tiered-kv with several
+    policies and tiers, vLLM's offloading connectors, and peers.
 
     Args:
-        policies: names of further tiered-kv policies besides the default.
+        policies: names of tiered-kv policies to add to the default.
         ssd: True to add tiered-kv with little CPU memory and an SSD tier.
-        forced: load the processor that makes the model emit recorded answers.
-        own_scheduler: run tiered-kv under vLLM's own scheduler, as additional policies always do,
-            instead of ``ContinuumScheduler``.
-        peers: peers from their own environments, and tiered-kv behind vLLM's router.
+        forced: load the processor that forces recorded answers.
+        own_scheduler: run tiered-kv under vLLM's own scheduler instead of ``ContinuumScheduler``.
+            The servers of ``policies`` always use vLLM's own.
+        peers: add peers from their own environments, and tiered-kv behind vLLM's router.
     """
     stock = ServerOptions(
         model=model,
@@ -155,8 +158,8 @@ def make_kinds(
         kinds.append(Kind(name, replace(stock, kv_transfer_config=config), optional=True))
     if peers:
         kinds.append(Kind(LMCACHE, stock, optional=True, deploy=WithCacheServer(CPU_GIB)))
-        # A hit in CPU memory is no reason to wait, and loading requests count as waiting with
-        # tiered-kv.
+        # Contexts can also be restored from CPU memory, so the router may exceed the KV pool. With
+        # tiered-kv, requests that are being restored count as waiting, so more requests may wait.
         for name, options, tokens, most_waiting in (
             (ROUTER, stock, sizing.pool_tokens, 1),
             (BEHIND_ROUTER, with_connector(ordered), sizing.bound_tokens, 1000),
@@ -176,17 +179,21 @@ def make_kinds(
 
 
 def with_args(options: ServerOptions, *arguments: str) -> ServerOptions:
-    """Add arguments to the options."""
+    """Return the options with further command line arguments."""
     return replace(options, extra_args=(*options.extra_args, *arguments))
 
 
 def with_connector(options: ServerOptions, **settings: str) -> ServerOptions:
-    """Add the connector with ``CPU_GIB`` of CPU memory, and further settings, to the options."""
+    """Return the options with the connector, ``CPU_GIB`` of CPU memory, and further settings as
+    environment variables.
+    """
     env = {**options.env, "TIERED_KV_CPU_GIB": f"{CPU_GIB:g}", **settings}
     return replace(options, kv_transfer_config=CONNECTOR, env=env)
 
 
 def within_reach(bound: ServerOptions, blocks: int | None) -> ServerOptions:
-    """The bound, except that running requests may hold no more than ``blocks`` in total."""
+    """Return the options of the bound, with the limit that running requests occupy no more than
+    ``blocks`` in total.
+    """
     config = json.dumps({"reach_blocks": blocks})
     return with_args(bound, "--scheduler-cls", REACH_SCHEDULER, "--additional-config", config)

@@ -1,4 +1,4 @@
-"""One run: start a server, warm it up, run the jobs, and stop it."""
+"""One run: starts a server, warms it up, runs the jobs, and stops it."""
 
 from __future__ import annotations
 
@@ -33,25 +33,26 @@ from .names import IDLE
 
 WARM_UP_TURNS = 2
 OPTIONAL_START_S = 180.0
-"""Start timeout of an optional server, which may not work on this machine, seconds …"""
+"""Start timeout of an optional server, which may not work on this machine, seconds."""
 OPTIONAL_WARM_UP_S = 60.0
-"""… and its timeout for the warm-up."""
+"""Timeout for the warm-up of an optional server, seconds."""
 
 _RSS = 21  # position in /proc/PID/stat after the name; unit: pages
 
 
 class MeasureError(RuntimeError):
-    """A mandatory server failed."""
+    """A server that is not optional failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The workload of every server.
+    """Jobs that every server runs.
 
     Attributes:
-        jobs: jobs of all loads. The idle load runs only the first ``idle_jobs``.
+        jobs: jobs of each load. The idle load runs only the first ``idle_jobs``.
         seed: seed of the arrivals.
-        forced: force the recorded answers instead of the model's own.
+        hints: how requests carry the job id.
+        forced: replace the model's answers with the recorded answers.
     """
 
     jobs: tuple[Job, ...]
@@ -61,11 +62,12 @@ class Workload:
     forced: bool
 
     def of(self, load: str) -> tuple[Job, ...]:
+        """Return the jobs of a load."""
         return self.jobs[: self.idle_jobs] if load == IDLE else self.jobs
 
     @property
     def warm_up(self) -> Job:
-        """A job whose unique salt keeps it from sharing a prefix with any other."""
+        """A warm-up job. Its unique salt keeps it from sharing a prefix with any other job."""
         first = self.jobs[0]
         turns = tuple(replace(turn, gap_s=0.0) for turn in first.turns[:WARM_UP_TURNS])
         return Job("warm-up", "warm-up", turns)
@@ -76,9 +78,9 @@ class Replay:
     """Measures runs on real servers, for ``Harness``.
 
     Attributes:
-        folder: receives the log of every run, and its trace if there is one.
+        folder: receives the log of every run, and the traces of servers that write one.
         on_turn: called after every measured turn.
-        after: called with the server after the jobs.
+        after: called with the server when the jobs of a run have finished.
     """
 
     workload: Workload
@@ -95,9 +97,11 @@ class Replay:
         jobs_per_s: float | None,
         costs: ServerCosts | None = None,
     ) -> Kept:
-        """Raises:
-        NotStarted: an optional server does not run here.
-        MeasureError: a mandatory server does not run here.
+        """Measure one run; see ``ab.Measure``.
+
+        Raises:
+            NotStarted: an optional server does not run on this machine.
+            MeasureError: another server does not run on this machine.
         """
         name = f"{load}-{number}-{kind.name}"
         log = self.folder / "logs" / f"{name}.log"
@@ -126,10 +130,10 @@ class Replay:
         try:
             (done,) = self._play(deployed, kind, [self.workload.warm_up], None, limit_s=limit_s)
         except TimeoutError:
-            raise failed(f"it did not answer a request within {limit_s:g} s") from None
+            raise failed(f"it did not finish the warm-up within {limit_s:g} s") from None
         if done.error is not None:
             deployed.check()
-            raise failed(f"it did not answer a request: {done.error}")
+            raise failed(f"it did not finish the warm-up: {done.error}")
 
     def _measure(
         self, deployed: Deployed, kind: Kind, load: str, number: int, jobs_per_s: float | None
@@ -186,7 +190,9 @@ class Replay:
 
 
 def keep_trace(trace: Path, folder: Path) -> None:
-    """Copy a run's trace, including rotated files, and replace the contents of ``folder``."""
+    """Copy a run's trace, including rotated files, into ``folder``, whose old contents are
+    deleted.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for file in filter(Path.exists, files_of(trace)):
@@ -194,15 +200,15 @@ def keep_trace(trace: Path, folder: Path) -> None:
 
 
 def resident_bytes(group: int) -> int:
-    """Resident memory of a process group. Pages shared by several processes are counted several
-    times.
+    """Return the resident memory of a process group. Pages shared by several processes are counted
+    several times.
     """
     page = os.sysconf("SC_PAGE_SIZE")
     return sum(int(fields[_RSS]) * page for fields in group_members(group).values())
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages used in a run, and a description of the machine."""
+    """Return the versions of the packages used in a run, and a description of the machine."""
     found = {"python": platform.python_version(), "machine": platform.machine()}
     found["dtype"] = str(machine_dtype())
     found["cores"] = str(len(os.sched_getaffinity(0)))

@@ -31,9 +31,9 @@ from .names import BOUND, CONTROL, IDLE, LOADS, PRESSURE, SERVERS, STOCK, TIERED
 Row: TypeAlias = Mapping[str, Any]
 """One server under one load; see ``row``."""
 REASONS = {
-    "nulls": "values that are null",
-    "too_short": "too few turns that continue one another",
-    "too_long": "contexts longer than the pool or the model allows",
+    "nulls": "values are null",
+    "too_short": "too few turns that continue each other",
+    "too_long": "contexts are longer than the pool or the model allows",
 }
 """Reasons for leaving out sessions."""
 SHOWN = ("load", "server", "jobs", "mean_s", "p50_s", "p95_s", "ttft_s")
@@ -41,15 +41,17 @@ SHOWN = ("load", "server", "jobs", "mean_s", "p50_s", "p95_s", "ttft_s")
 
 
 def row(server: str, load: str, runs: Sequence[Run], *, forced: bool) -> Row:
-    """One server under one load, over all rounds of all ``runs``. Times are in seconds and cover
-    finished jobs; ``sources`` are prompt tokens by tier, "recomputed" for tokens that no tier had.
+    """Return the row of one server under one load, over all rounds. Times are in seconds and cover
+    finished jobs.
 
-    ``recomputed_fraction`` is the fraction of all prompt tokens that were computed although an
-    earlier turn of the job had computed them; tokens that a turn adds are not counted. ``agrees``
-    compares raw logprobs with stock's; None if they are not comparable. ``cpu_s`` and ``rss_bytes``
-    belong to the server, as means over the rounds.
+    ``sources`` are prompt tokens by tier, "recomputed" for tokens that no tier had.
+    ``recomputed_fraction`` is the fraction of all prompt tokens that were recomputed although an
+    earlier turn of the job had computed them; new tokens of a turn are not counted. ``agrees`` is
+    True if raw logprobs agree with stock vLLM's, and None if they cannot be compared. ``cpu_s`` and
+    ``rss_bytes`` are the server's, as means over the rounds.
 
     Args:
+        runs: runs of all servers and loads.
         forced: True if answers were forced, so that outputs can be compared.
     """
     own = [run for run in runs if (run.server, run.load) == (server, load)]
@@ -93,12 +95,12 @@ def row(server: str, load: str, runs: Sequence[Run], *, forced: bool) -> Row:
 
 
 def rows(runs: Sequence[Run], *, forced: bool) -> list[Row]:
-    """One row per measured load and server."""
+    """Return one row per measured load and server."""
     return [row(server, load, runs, forced=forced) for load, server in measured(runs)]
 
 
 def measured(runs: Iterable[Run]) -> list[tuple[str, str]]:
-    """Measured loads and servers, in the order of ``LOADS`` and ``SERVERS``."""
+    """Return the measured loads and servers as pairs, in the order of ``LOADS`` and ``SERVERS``."""
 
     def place(name: str, order: Sequence[str]) -> int:
         return order.index(name) if name in order else len(order)
@@ -108,10 +110,11 @@ def measured(runs: Iterable[Run]) -> list[tuple[str, str]]:
 
 
 def ratios(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Ratios of completion times of tiered-kv to every other server, under every load except idle.
+    """Return the ratios of tiered-kv's completion times to those of every other server, under every
+    load except idle.
 
     ``mean``, ``p90`` and ``p95`` are geometric means over rounds, the first two with their 95%
-    intervals (see ``PairedRatio``); ``rounds`` are the ratios of the means, by round.
+    intervals (see ``PairedRatio``). ``rounds`` has the ratio of the mean times for each round.
     """
     found = []
     for load, server in measured(runs):
@@ -129,20 +132,24 @@ def _ratio(found: PairedRatio) -> dict[str, float | None]:
 
 
 def idle_ratio(runs: Iterable[Run], server: str) -> PairedRatio | None:
-    """Ratio of a server's mean completion time to stock's at idle; None if no round has both."""
+    """Return the ratio of a server's mean completion time to stock vLLM's at idle; None if no round
+    has both servers.
+    """
     found = compare([run for run in runs if run.load == IDLE], server, STOCK)
     return found.mean if found else None
 
 
 def closed(runs: Iterable[Run], percentile: float | None = None) -> float | None:
-    """(stock - tiered) / (stock - bound) of completion times under pressure, over the jobs that
-    finished in every run of the three.
+    """Return the fraction of the gap between stock vLLM and the bound that tiered-kv closes under
+    pressure: (stock - tiered) / (stock - bound) of the completion times of the jobs that finished
+    in every run of the three.
 
     Args:
         percentile: percentile to compare, 0 to 100; None compares means.
 
     Returns:
-        None unless all three were measured, and stock is slower than the bound.
+        None if one of the three was not measured, no job finished in every run, or stock vLLM is
+        not slower than the bound.
     """
     by_server: dict[str, list[Run]] = {name: [] for name in (STOCK, TIERED, BOUND)}
     for run in runs:
@@ -169,7 +176,9 @@ def summary(
     forced: bool,
     left_out: Mapping[str, LeftOut] = {},
 ) -> dict[str, Any]:
-    """The result printed by ``ab --json``. Times are in seconds, and None if not measured."""
+    """Return the result that ``ab --json`` prints. Times are in seconds, and None if not
+    measured.
+    """
     runs = [one.run for one in kept]
     result: dict[str, Any] = {
         "rows": rows(runs, forced=forced),
@@ -192,7 +201,7 @@ def summary(
 
 
 def readable(result: Row) -> dict[str, Any]:
-    """The result as tables for a terminal, without figures that only programs need."""
+    """Return the result as tables for a terminal, without figures that only programs need."""
     # Few and short columns, so that server names fit into 110 characters.
     rows = [
         {name.removesuffix("_s"): one[name] for name in SHOWN}
@@ -221,7 +230,7 @@ def readable(result: Row) -> dict[str, Any]:
     shown: dict[str, Any] = {
         "jobs": rows,
         "unfinished": unfinished,
-        "ours over others": ratios,
+        "tiered-kv over others": ratios,
         "left out": left_out,
     }
     for name in ("idle", "idle_control"):
@@ -239,7 +248,9 @@ def _with_interval(ratio: float, low: float | None, high: float | None) -> str:
 
 
 def speed_ups(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Ratio of stock's mean completion time to every other server's, by load and server."""
+    """Return the ratio of stock vLLM's mean completion time to that of every other server, by load
+    and server.
+    """
     stock = {one["load"]: one["mean_s"] for one in rows if one["server"] == STOCK}
     found: dict[str, dict[str, float]] = {load: {} for load in stock}
     for one in rows:
@@ -250,13 +261,13 @@ def speed_ups(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 def plot(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Draw ``replay.png`` and ``replay.svg``: times over load, speed-up over stock, and times to
-    first token by turn. Existing files are replaced.
+    first token by turn. Existing files are replaced. Returns the paths.
 
     Raises:
-        PlotError: matplotlib is missing, or there are no rows.
+        PlotError: matplotlib is not installed, or there are no rows.
     """
     if not rows:
-        raise PlotError("no run to draw")
+        raise PlotError("there are no runs to draw")
     loads = list(dict.fromkeys(one["load"] for one in rows))
     load = PRESSURE if PRESSURE in loads else next((x for x in loads if x != IDLE), loads[0])
     style = looks(one["server"] for one in rows)
@@ -273,7 +284,7 @@ def plot(rows: Sequence[Row], folder: Path) -> list[Path]:
                     turns.plot(numbers, [turn["ttft_s"] for turn in one["by_turn"]], **look)
                     turns.set_xticks(numbers)
         title = "job completion time: mean, dotted P95"
-        label(times, {"title": title, "xlabel": "jobs arriving a second", "ylabel": "seconds"})
+        label(times, {"title": title, "xlabel": "job arrivals per second", "ylabel": "seconds"})
         _draw_gains(gains, speed_ups(rows), style)
         title = f"time to first token by turn, {load}"
         label(turns, {"title": title, "xlabel": "turn of the job", "ylabel": "seconds"})
@@ -294,4 +305,4 @@ def _draw_gains(
     axes.axhline(1.0, color=COLOURS[0], linewidth=1)
     axes.margins(y=0.1)  # space for the labels
     axes.set_xticks(range(len(gains)), list(gains))
-    axes.set(title="speed-up over stock, mean", ylabel="times as fast")
+    axes.set(title="mean speed-up over stock vLLM", ylabel="speed-up factor")

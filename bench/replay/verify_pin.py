@@ -1,7 +1,7 @@
 """Verification of pins: plays a job of five turns and checks the VRAM blocks held in each gap.
 
-The number of blocks must rise turn by turn, stay constant through every gap, and drop to zero after
-the last turn. This is Continuum's second test as a command.
+The number of blocks must rise from turn to turn, stay constant during every gap, and drop to zero
+after the last turn. This is the second of Continuum's tests, as a command.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tiered_kv.doctor.running_server import events, labels, totals
 from .kinds import BLOCK, with_connector
 
 TURNS, FIRST_TOKENS, ADDED_TOKENS = 5, 300, 80
-"""Number of turns, and their tokens. Each turn adds at least one block of the size used here."""
+"""Number of turns, and the tokens that the first turn and each later turn add. Each turn adds at
+least one block of the size used here."""
 BLOCKS = 160
 TOOL = {"tool_name": "bash", "tool_command": "ls"}
 """Tool that the client names for the gaps, because Continuum pins no turn without a tool."""
@@ -40,7 +41,7 @@ class Verdict:
     """Result for one server.
 
     Attributes:
-        held: two readings of the held blocks after each turn.
+        held: two readings of the number of held blocks after each turn.
         handed_over: number of pins handed over to the job's next turn.
     """
 
@@ -49,7 +50,7 @@ class Verdict:
 
     @property
     def faults(self) -> list[str]:
-        """Reasons why the pin does not hold, one sentence each; empty if it holds."""
+        """Reasons why the pins do not hold, one sentence each; empty if they hold."""
         found = [
             f"turn {number}: {first} blocks held, then {second} in the same gap"
             for number, (first, second) in enumerate(self.held, start=1)
@@ -57,18 +58,22 @@ class Verdict:
         ]
         between = [first for first, _ in self.held[:-1]]
         if not between or between[0] == 0:
-            found.append("nothing is held after the first turn")
+            found.append("no blocks are held after the first turn")
         for number, (before, after) in enumerate(itertools.pairwise(between), start=2):
             if after <= before:
-                found.append(f"turn {number}: {after} blocks held, {before} the turn before")
+                found.append(
+                    f"turn {number}: {after} blocks held, but {before} after the previous turn"
+                )
         if self.held and self.held[-1][1]:
             found.append(f"{self.held[-1][1]} blocks are still held after the last turn")
         if self.handed_over < len(self.held) - 1:
-            found.append(f"{self.handed_over} of {len(self.held) - 1} pins were handed over")
+            found.append(
+                f"only {self.handed_over} of {len(self.held) - 1} pins were handed over to the next turn"
+            )
         return found
 
     def show(self, as_json: bool) -> int:
-        """Print the verdict, one line per turn. Returns 0 if the pin holds, else 1."""
+        """Print the verdict. Returns the exit code: 0 if the pins hold, 1 otherwise."""
         blocks, faults = [first for first, _ in self.held], self.faults
         if as_json:
             result = {
@@ -86,13 +91,13 @@ class Verdict:
 
 
 def verify(model: str | Path, policy: str | None = None) -> Verdict:
-    """Start a server with the connector and play the job.
+    """Start a server with the connector, and play the job on it.
 
     Args:
-        policy: name of a policy to use instead of the default.
+        policy: name of the policy to verify; None uses the default.
 
     Raises:
-        ServerError: it did not start.
+        ServerError: the server did not start.
         AnswerError, ValueError: see ``verify_running``.
     """
     pool = ServerOptions(model=model, kv_blocks=BLOCKS, block_size=BLOCK, max_model_len=2048)
@@ -124,22 +129,22 @@ def verify_running(url: str) -> Verdict:
             model = models["data"][0]["id"]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ValueError(
-                f"the server does not report its KV pool: no {error} in {CACHE_CONFIG}"
+                f"the server does not report its KV pool: {CACHE_CONFIG} lacks {error}"
             ) from error
         return _play(client, model, blocks, block)
 
 
 @contextmanager
 def _answers(url: str) -> Iterator[None]:
-    """Add the server's name to connection errors."""
+    """Convert connection errors to ``AnswerError``s that name the server."""
     try:
         yield
     except httpx.HTTPError as error:
-        raise AnswerError(f"{url} does not answer as it should: {error}") from error
+        raise AnswerError(f"{url} does not answer correctly: {error}") from error
 
 
 def _play(client: httpx.Client, model: str, blocks: int, block: int) -> Verdict:
-    """Play the job on a server with ``blocks`` of ``block`` tokens."""
+    """Play the job on a server whose pool has ``blocks`` blocks of ``block`` tokens."""
     ticks = itertools.count()
 
     def ask(prompt: Sequence[int], tokens: int, hints: Mapping[str, object] = {}) -> Sequence[int]:
@@ -149,18 +154,18 @@ def _play(client: httpx.Client, model: str, blocks: int, block: int) -> Verdict:
         return client.get("/metrics").raise_for_status().text
 
     def handed_over() -> float:
-        """Number of pins that turns took over; 0 for a server without the connector."""
+        """Return the number of pins that turns took over; 0 for a server without the connector."""
         return events(metrics()).get(HANDED_OVER, 0)
 
     def held() -> int:
-        """Blocks in use between requests. The gauge changes only in steps, so an unrelated
-        one-token request triggers one. The smallest of a few readings excludes that request's
-        block.
+        """Return the number of blocks in use between requests. The gauge changes only in engine
+        steps, so an unrelated one-token request triggers a step. The minimum of a few readings
+        excludes the block of that request.
         """
         readings = []
         for _ in range(READINGS):
             ask([500 + next(ticks)], 1)
-            time.sleep(0.02)  # /metrics lags behind the answer
+            time.sleep(0.02)  # /metrics is updated after the answer
             readings.append(totals(metrics()).get(USAGE, 0.0))
         return round(min(readings) * (blocks - 1))  # vLLM reserves one block
 

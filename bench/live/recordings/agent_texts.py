@@ -1,8 +1,8 @@
 """LMCache's agent traces: requests with their texts, one job per session.
 
-A prompt that extends the previous prompt continues from it. Any other prompt is sent whole, as
-recorded. The server finds the prefixes that it shares with earlier prompts, possibly of another
-agent in the session.
+A prompt that extends the previous prompt adds only the new text to the context. Any other prompt is
+sent whole, as recorded, and the server finds the prefixes that it shares with earlier prompts,
+possibly of another agent in the session.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class AgentTexts:
     """Jobs whose sizes are in characters.
 
     Attributes:
-        texts: for each job name, the text added by each turn.
+        texts: by job name, the text that each turn adds.
+        left_out: sessions and turns that are not played, by reason.
     """
 
     jobs: tuple[SimJob, ...]
@@ -32,10 +33,10 @@ class AgentTexts:
 
 
 def agent_texts(path: Path) -> AgentTexts:
-    """All jobs of a recording.
+    """Read all jobs of a recording.
 
     Raises:
-        RecordingError: the file cannot be read, or is not such a recording.
+        RecordingError: the file cannot be read, or has another format.
     """
     record = read_recording(path)
     jobs, texts = [], dict[str, tuple[str, ...]]()

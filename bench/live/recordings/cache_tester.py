@@ -1,5 +1,5 @@
 """Traces of kv-cache-tester (github.com/callanjfox/kv-cache-tester), as published. Each request has
-its token counts and the hashes of its prompt's blocks; sub-agents are nested in their session.
+its token counts and the hashes of its prompt's blocks. Sub-agents are nested in their session.
 
 Some sessions contain every request twice, once streamed and once not. Of two consecutive requests
 with the same prompt, only the second counts.
@@ -29,18 +29,18 @@ from tiered_kv.bench.sim.workloads.recorded import workload_of
 from tiered_kv.bench.sim.workloads.workload import Workload
 
 BLOCK = 64
-"""Tokens per block, for traces that do not specify it."""
+"""Tokens per block in traces that do not specify it."""
 MOST_HASHED = 2.0
-"""Maximum tokens represented by the hashes, as a multiple of the prompts' tokens. Hashes may come
-from another tokenizer than the counts, but a larger ratio means another block size."""
+"""Maximum tokens represented by the hashes, as a multiple of the prompts' tokens. Hashes and counts
+may come from different tokenizers, but a larger ratio means that the block size is wrong."""
 
 
 def tester_traces(path: Path) -> Workload:
-    """Read the jobs of a trace, of a file with one trace per line, or of a folder of ``*.json``,
-    gzipped or not.
+    """Read the jobs of a trace, of a file with one trace per line, or of a folder of ``*.json``
+    files, gzipped or not.
 
     Raises:
-        RecordingError: it cannot be read, is not such a trace, or has no job.
+        RecordingError: a file cannot be read or is not such a trace, or there is no job.
     """
     paths = [path]
     if path.is_dir():
@@ -52,8 +52,8 @@ def tester_traces(path: Path) -> Workload:
 
 
 def _session(trace: Row) -> dict[str, Any]:
-    """Convert a session to the form that ``recorded`` reads, with gaps and shared tokens instead of
-    times and hashes.
+    """Convert a session to the form that ``recorded`` reads, which has gaps and shared tokens
+    instead of times and hashes.
     """
     block = known(trace, "block_size", whole) or BLOCK
     requests = rows_in(trace, "requests")
@@ -68,7 +68,8 @@ def _check_blocks(requests: Sequence[Row], block: int) -> None:
     hashed = block * sum(len(hashes(one)) for one in counted)
     if hashed > MOST_HASHED * (tokens + block * len(counted)):
         raise ValueError(
-            f"its hash_ids stand for {hashed:,} tokens of {tokens:,} with {block} tokens each: "
+            f"at {block} tokens each, its hash_ids stand for {hashed:,} tokens instead of "
+            f"{tokens:,}: "
             "set the right block_size"
         )
 
@@ -94,7 +95,7 @@ def _rows(requests: Sequence[Row], block: int) -> list[dict[str, Any]]:
 
 
 def _once(requests: Sequence[Row]) -> Iterator[Row]:
-    """The requests, except requests whose prompt is repeated by the next request."""
+    """Yield the requests, except those whose prompt the next request repeats."""
     for at, request in enumerate(requests):
         later = requests[at + 1] if at + 1 < len(requests) else {}
         sent = request.get("hash_ids")

@@ -3,8 +3,8 @@
 The two formats share field names and differ in everything else:
 
 - Mooncake: 512 tokens per hash, times in milliseconds, and no conversations. A prompt that contains
-  the last whole block of an earlier request is taken for the next turn of that request's job, if it
-  is long enough to contain the answer too.
+  the last whole block of an earlier request is treated as the next turn of that request's job, if
+  it is long enough to contain the answer too.
 - Bailian: 16 tokens per hash, times in seconds. Each request has a ``chat_id``, and names its
   predecessor in ``parent_chat_id``.
 
@@ -40,7 +40,7 @@ from tiered_kv.bench.agents.recorded_rows import (
 from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workload
 
 MOST_ODD = 0.01
-"""Maximum fraction of odd requests."""
+"""Maximum fraction of requests with an unexpected number of hashes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class _Form:
 
     Attributes:
         block: tokens represented by a hash.
-        tick_s: unit of the times, seconds.
+        unit: name of the unit of times. tick_s: the unit, seconds.
     """
 
     name: str
@@ -85,22 +85,23 @@ class _Request:
 
 
 _Ends = dict[int | str | None, list[_Request]]
-"""Jobs by the chat or block at the end of their last request."""
+"""Requests of each job, by the chat id or the last block of the job's last request."""
 
 
 def hashed_requests(path: Path) -> Workload:
-    """Read the jobs of a trace, ordered by their first requests. Jobs whose first prompts start
-    alike share that prefix.
+    """Read the jobs of a trace, sorted by their first requests. Jobs whose first prompts start with
+    the same blocks share that prefix.
 
     Raises:
-        RecordingError: it cannot be read, or is not such a trace.
+        RecordingError: the file cannot be read, or has another format.
     """
     form = _BAILIAN if "parent_chat_id" in first_row(path) else _MOONCAKE
     found = read_rows(path, partial(_request, form))
     odd = [one for one in found if one.is_odd]
     if len(odd) > MOST_ODD * len(found):
         raise RecordingError(
-            f"{path} is of another form than {form.name}: a request of {odd[0].prompt} tokens has "
+            f"{path} has another format than {form.name} traces: "
+            f"a request of {odd[0].prompt} tokens has "
             f"{len(odd[0].hashes)} hashes. {_MOONCAKE.name} have one for {_MOONCAKE.block} tokens, "
             f"and times in {_MOONCAKE.unit}; {_BAILIAN.name}, with parent_chat_id, one for "
             f"{_BAILIAN.block}, and times in {_BAILIAN.unit}. Convert it to one of them."
@@ -121,7 +122,7 @@ def hashed_requests(path: Path) -> Workload:
 def _request(form: _Form, row: Row) -> _Request:
     if "timestamp" not in row and "delay" in row:
         raise ValueError(
-            "it has a delay in place of a timestamp, as aiperf writes sessions: write the time of "
+            "it has a delay instead of a timestamp, as in aiperf's sessions: write the time of "
             f"each request, in {form.unit}"
         )
     return _Request(
@@ -136,8 +137,9 @@ def _request(form: _Form, row: Row) -> _Request:
 
 
 def _by_blocks(request: _Request, ends: _Ends) -> int | str | None:
-    """The last whole block of the previous request, if the prompt may also contain that request's
-    answer.
+    """Return the last whole block of the request that this request continues: the longest shared
+    prefix after which the prompt is long enough to contain the answer. None if there is no such
+    request.
     """
     for block in reversed(request.whole):
         before = ends.get(block)
@@ -147,8 +149,8 @@ def _by_blocks(request: _Request, ends: _Ends) -> int | str | None:
 
 
 def _chains(requests: Iterable[_Request], form: _Form) -> list[list[_Request]]:
-    """Group requests by job. If several requests follow the same one, the first continues the job,
-    and each of the others starts a new job.
+    """Group requests by job. If several requests continue the same request, the first of them
+    continues the job, and each of the others starts a new job.
     """
     chains: list[list[_Request]] = []
     ends: _Ends = {}
@@ -181,8 +183,8 @@ def _job(name: str, chain: Sequence[_Request], begins: Mapping[int | str, int]) 
 
 
 def _shared(request: _Request, following: _Request) -> int:
-    """Tokens of a request's context that the next prompt keeps. They include the answer if the next
-    prompt contains all of the request's whole blocks and is long enough.
+    """Return the number of tokens of a request's context that the next prompt keeps. They include
+    the answer if the next prompt contains all of the request's whole blocks and is long enough.
     """
     common = common_blocks(request.whole, following.whole)
     context = request.prompt + request.output

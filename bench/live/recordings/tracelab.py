@@ -1,9 +1,9 @@
 """TraceLab's replay CSV: one row per round of a session, with lengths in tokens.
 
 ``prefix_len`` tokens of a round's prompt are shared with the session's previous round, and
-``input_len`` tokens follow. ``tool_wait_after_ms`` is the gap after the round. A prefix may be
-longer than the session's context so far, for example the system prompt in a first round. Tokens
-that no earlier round of the session sent are sent as new tokens.
+``input_len`` tokens follow. ``tool_wait_after_ms`` is the gap after the round. A prefix can be
+longer than the session's context so far: in a first round, for example, it is the system prompt.
+Tokens of a prefix that no earlier round of the session has sent count as new tokens.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ COLUMNS = (
 
 
 def is_tracelab(path: Path) -> bool:
-    """True if a file's first line has the columns of TraceLab's CSV."""
+    """Return True if a file's first line has the columns of TraceLab's CSV."""
     try:
         with open_lines(path) as file:
             header = next(lines_of(file), b"").decode()
     except (OSError, ValueError):
-        return False  # the reader of the recording reports it
+        return False  # the recording's reader reports the error
     return set(COLUMNS) <= {name.strip() for name in header.split(",")}
 
 
@@ -48,14 +48,14 @@ def tracelab_rounds(path: Path) -> Workload:
     """Read the jobs of a recording, one per session, in the order of their first rows.
 
     Raises:
-        RecordingError: it cannot be read, or a session has a round twice.
+        RecordingError: the file cannot be read, or a session has two rows for one round.
     """
     sessions: dict[str, dict[int, SimTurn]] = defaultdict(dict)
     for row in read_table(path, _checked):
         identity, number = row["session_id"], whole(row, "round_idx")
         name = f"{identity:g}" if isinstance(identity, float) else identity
         if number in sessions[name]:
-            raise RecordingError(f"{path}: session {name} has a round_idx twice")
+            raise RecordingError(f"{path}: session {name} has two rows with the same round_idx")
         sessions[name][number] = _round(row)
     if not sessions:
         raise RecordingError(f"{path} has no rounds")
@@ -72,7 +72,7 @@ def _checked(row: Row) -> Row:
 
 
 def _round(row: Row) -> SimTurn:
-    """A recorded round. Its prefix may be longer than the context before it."""
+    """Return a recorded round as a turn. Its prefix may be longer than the context before it."""
     added, output = whole(row, "input_len"), max(1, whole(row, "output_len"))
     return SimTurn(whole(row, "prefix_len"), added, output, real(row, "tool_wait_after_ms") / 1e3)
 
