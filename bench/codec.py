@@ -1,6 +1,6 @@
 """Compression ratio and speed of KV page codecs: the centred codec and zstd.
 
-  python -m bench.codec --json
+    python -m bench.codec --json
 
 Pages come from the small real model, in the layout of the worker's CPU pool. The codec is trained
 on source code and measured on prose that is not in the training pages. bf16 and fp16 pages each

@@ -1,6 +1,6 @@
 """Effect of compressing idle pages in CPU memory that is too small.
 
-  python -m bench.cold --json
+    python -m bench.cold --json
 
 Uses real servers and one run. Twenty texts of 3,000 tokens are sent in turn, several times over, to
 a server whose CPU memory has space for fifteen and a half of them, and whose KV pool holds one. The

@@ -1,8 +1,8 @@
 """Agents under memory pressure, on models with several KV groups: tiered-kv and stock vLLM.
 
-  python -m bench.hybrid --json
-  python -m bench.hybrid --only gemma3 --rounds 1
-  python -m bench.hybrid --quick
+    python -m bench.hybrid --json
+    python -m bench.hybrid --only gemma3 --rounds 1
+    python -m bench.hybrid --quick
 
 A variant of ``bench.replay``: models with random weights, jobs of random tokens that share a system
 prompt, and a KV pool that holds a third of the jobs' contexts. Stock vLLM caches windows and states

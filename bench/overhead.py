@@ -1,6 +1,6 @@
 """Overhead of the connector per step when its saved pages are never used.
 
-  python -m bench.overhead --json
+    python -m bench.overhead --json
 
 ``step_ratio``: time per step of vLLM's scheduler (schedule and update, without a model) with 64
 decoding requests, with the connector over without it. ``decode_ratio``: the same ratio for a decode

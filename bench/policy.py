@@ -1,6 +1,6 @@
 """Value of each policy's decisions on recorded gaps, replayed without a server.
 
-  python -m bench.policy --traces ../shared/traces --folds 5 --json
+    python -m bench.policy --traces ../shared/traces --folds 5 --json
 
 Uses cross-validation over sessions: the sessions of a source are assigned to folds by a hash of
 their id. Each fold is used to test a policy that learned from the other folds, in file order.
@@ -9,13 +9,13 @@ server before the job's next turn, so it keeps learning while it is tested. With
 fold is the sessions of one model. The benefit B of keeping a turn's KV is the cost of another
 prefill. Figures are over the tested gaps of all folds.
 
-- ``tools``: true if the policy was given the tools' names. - ``utility``: mean of B 1[X <= τ] -
-min(X, τ) over the tested gaps X, in seconds, for decisions to
+- ``tools``: true if the policy was given the tools' names.
+- ``utility``: mean of B 1[X <= τ] - min(X, τ) over the tested gaps X, in seconds, for decisions to
   pin for τ; 0 for other decisions. ``share``: fraction of the clairvoyant policy's utility, null if
   that is 0, with a 95% interval from ``low`` to ``high`` from 2,000 bootstrap samples of the
   sessions.
 - ``accuracy``: fraction of decisions that were right about X <= B, judged by the forecast or,
-  without a forecast, by whether the policy pinned (which predicts that the job returns soon enough).
+  without a forecast, by whether the policy pinned the turn (a prediction that X <= B).
 - ``cover50``, ``cover90``: fraction of gaps below the forecast's 0.5 and 0.9 quantiles; null
   without a forecast.
 - ``us``: microseconds of CPU time per decision.

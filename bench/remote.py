@@ -1,6 +1,6 @@
 """Transfer speed of pages to and from a remote store, compared with the link alone.
 
-  python -m bench.remote --json
+    python -m bench.remote --json
 
 A Valkey server on loopback stores pages of 256 KiB of random bytes, with the codec ``raw``. They
 are written and read in the same way as by the I/O thread, one context at a time, and checked.

@@ -1,6 +1,6 @@
 """Time to first token from CPU memory that outlived a killed engine.
 
-  python -m bench.restart --json
+    python -m bench.restart --json
 
 A real server keeps its CPU memory in a file. Eight contexts of 3,000 tokens are sent and saved.
 While other clients decode, the server's processes are killed. The server is then restarted and

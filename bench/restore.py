@@ -1,6 +1,6 @@
 """Time to first token by the place of the context's KV: nowhere, on SSD, in CPU memory, or in VRAM.
 
-  python -m bench.restore --json
+    python -m bench.restore --json
 
 Uses real servers and one run. Eight texts of 3,000 tokens are sent in turn, which is more than the
 KV pool holds. Each is then sent twice more: once after it has left VRAM (its pages come from CPU

@@ -2,10 +2,11 @@
 
     python -m bench.scale --json
 
-vLLM's scheduler with the connector, without a model, compared with stock vLLM in the same scenario,
-and with vLLM's own offloading connector where it supports the scenario (``bench.offloader``). Times
-are CPU time of that thread in milliseconds, scaled to a reference machine (``REFERENCE_S``), so
-that other programs and slow machines have little influence. Each is the smaller of two plays.
+Runs vLLM's scheduler with the connector, without a model, and compares it with stock vLLM in the
+same scenario, and with vLLM's own offloading connector where it supports the scenario
+(``bench.offloader``). Times are CPU time of the scheduler's thread in milliseconds, scaled to a
+reference machine (``REFERENCE_S``), so that other programs and slow machines have little influence.
+Each time is the smaller one of two plays.
 
 A step's *excess* is the time of the connector's hooks, plus the time by which the rest of the step
 exceeds the longest step of stock vLLM. Hook time includes prefix lookups that vLLM repeats because
@@ -14,18 +15,18 @@ a hook answered "ask again". Arrivals are not part of steps: ``arrival_us`` is t
 stock vLLM's own ``add_request``.
 
 ``stall_NAME_ms``: the largest excess of a step in a scenario; ``vllm_offloader_NAME_ms``: the same
-    with vLLM's offloading connector; ``finished_NAME_ms``: the longest handling of a finished turn.
-    Contexts of 32k, 128k, 512k and 1M tokens, in blocks of 128 or (``_16``) of 16, have separate
-    scenarios: ``pins`` pins every finished turn, ``ssd`` and ``remote`` have CPU memory for one
-    context only. In each, turns finish (``turns``), several jobs return together after their
-    eviction from VRAM (``several``), or one job does (``one``). ``stall_1m_ms`` is the largest
-    excess with 1M tokens in blocks of 128, and so on.
+with vLLM's offloading connector; ``finished_NAME_ms``: the longest call of the hook for a finished
+turn. Contexts of 32k, 128k, 512k and 1M tokens, in blocks of 128 or (``_16``) of 16, have separate
+scenarios: ``pins`` pins every finished turn; ``ssd`` and ``remote`` have CPU memory for one context
+only. In each scenario, turns finish (``turns``), several jobs return together after their eviction
+from VRAM (``several``), and one job returns alone (``one``). ``stall_1m_ms`` is the largest excess
+with 1M tokens in blocks of 128, and so on.
 
 ``stall_ms``: the largest excess in the other scenarios. ``match_new_ratio``: the time to match a
-    new job with 2,000 running jobs, over the time with 64. ``finished_128k_ms``: the median
-    handling of a finished turn of 128k tokens in blocks of 16. ``rerank_1e6_ms``: the longest call
-    of the eviction order over a million pages, including re-ranking. ``decode_ratio`` and its
-    control ``decode_control``: see ``bench.overhead``.
+new job with 2,000 running jobs, over the time with 64. ``finished_128k_ms``: the median time of the
+hook for a finished turn of 128k tokens in blocks of 16. ``rerank_1e6_ms``: the longest call of the
+eviction order over a million pages, including re-ranking. ``decode_ratio`` and its control
+``decode_control``: see ``bench.overhead``.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ from tiered_kv.policies.distribution import GRID, Forecast
 FEW, MANY = 64, 2_000
 PAGES = 1_000_000
 PLAYS = 2
-"""Number of plays of a scenario. The smallest value of each figure counts, because other programs
-can only add time."""
+"""Number of times that each scenario is played. The smallest value of each figure counts, because
+other programs can only add time."""
 CONTEXTS = {"32k": 1 << 15, "128k": 1 << 17, "512k": 1 << 19, "1m": 1 << 20}
 REFERENCE_S = 0.0152
 """CPU seconds of ``loop_s`` on the reference machine: the minimum of 50 runs on a virtual machine
@@ -64,7 +65,8 @@ with two cores of an AMD EPYC (Zen 5), CPython 3.11."""
 BATCH_TOKENS = 32_768
 TOKEN_S, ANSWER_S = 1e-4, 0.003
 """Seconds per token on the engine's clock with a lower tier, chosen so that reading pages is faster
-than computing them, and the real seconds that a step leaves for the thread that queries a store."""
+than computing them, and the real time after each step for the thread that queries a store, seconds.
+"""
 PAGE_OF_MEMORY = 4096
 """vLLM's offloading connector rounds block sizes up to this many bytes."""
 HOOKS = (
@@ -83,12 +85,14 @@ HOOKS = (
 
 @cache
 def _tokens() -> list[int]:
-    """Token ids of the longest context. Shorter contexts use the same ids in place."""
+    """Return the token ids of the longest context. All contexts share these int objects, to save
+    memory.
+    """
     return [int(t) for t in np.random.default_rng(0).integers(1, 1000, (1 << 20) + 2_000)]
 
 
 def loop_s() -> float:
-    """CPU seconds of a fixed loop: dictionary, list and integer work, as in hooks."""
+    """Time a fixed loop of dictionary, list and integer work, as in hooks. Returns CPU seconds."""
     began = time.thread_time()
     seen: dict[int, int] = {}
     out: list[int] = []
@@ -102,7 +106,7 @@ def loop_s() -> float:
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
-    """Token ids that take little memory and share no block with those of other seeds."""
+    """Return token ids that take little memory and share no block with the ids of other seeds."""
     return [seed % 1000, seed // 1000 % 1000, *_tokens()[: tokens - 2]]
 
 
@@ -126,10 +130,10 @@ class Scenario:
         seqs: maximum number of running requests.
         pages: capacity of CPU memory in pages.
         block: tokens per block.
-        pins: pin every finished turn, not only those selected by the default policy.
-        tier: ``ssd`` or ``remote``, the tier below CPU memory; empty for none.
-        has_peer: True to also play it with vLLM's offloading connector.
-        context: group of long-context scenarios to which it belongs; empty for none.
+        pins: pin every finished turn, not only the turns selected by the default policy.
+        tier: the tier below CPU memory, ``ssd`` or ``remote``; empty for none.
+        has_peer: True to play the scenario with vLLM's offloading connector too.
+        context: group of long-context scenarios that includes this one; empty for none.
     """
 
     name: str
@@ -146,13 +150,13 @@ class Scenario:
 
     @property
     def kinds(self) -> Iterator[Kind]:
-        """The engines on which it runs."""
+        """The connectors with which the scenario is played."""
         return (kind for kind in Kind if self.has_peer or kind is not Kind.OFFLOADER)
 
 
 @dataclass(slots=True)
 class Step:
-    """CPU time of a step or an arrival in seconds: total, and in hooks."""
+    """CPU time of a step or an arrival in seconds: in total, and in hooks."""
 
     whole: float = 0.0
     hooks: float = 0.0
@@ -160,7 +164,9 @@ class Step:
 
 @dataclass(slots=True)
 class Phase:
-    """CPU seconds of a part of a scenario: each step, each arrival, and each call by hook."""
+    """CPU seconds of a part of a scenario: of each step, of each arrival, and of each call by
+    hook.
+    """
 
     steps: list[Step] = field(default_factory=list)
     arrivals: list[Step] = field(default_factory=list)
@@ -172,6 +178,8 @@ class Watched:
     """An engine without a model, whose steps are timed.
 
     Attributes:
+        rig: the engine. kind: its connector.
+        has_tier: True if the engine has the connector and a tier below CPU memory.
         phases: phases by name. The scenario itself is the phase with an empty name.
         now: the current phase.
     """
@@ -218,13 +226,14 @@ class Watched:
         setattr(connector, name, timed)
 
     def begin(self, phase: str) -> None:
-        """Start a phase."""
+        """Start a phase with this name."""
         self.now = self.phases[phase] = Phase()
 
     def add_all(self, jobs: Sequence[tuple[str, int, int, int]]) -> None:
-        """Add requests that arrive together, each with name, prompt tokens, seed and answer tokens.
-        Neither their arrival nor block hashing, which vLLM does in another thread, is part of a
-        step.
+        """Add requests that arrive together, given as job name, prompt tokens, seed and answer
+        tokens.
+
+        Neither the arrival nor block hashing, which vLLM does in another thread, is part of a step.
         """
         for name, tokens, seed, answer in jobs:
             params = {"job_id": name.split("/")[0], "is_last_step": False}
@@ -247,7 +256,8 @@ class Watched:
             self.rig.now += TOKEN_S * tokens
             time.sleep(ANSWER_S)
         if self.has_tier or (self.kind is Kind.OURS and not tokens):
-            self.rig.wait_for_worker()  # or an idle engine's clock would overtake its threads
+            # Otherwise the clock of an idle engine would overtake its threads.
+            self.rig.wait_for_worker()
 
     def run(self, limit: int = 20_000) -> None:
         for _ in range(limit):
@@ -263,7 +273,7 @@ class Watched:
         self.step()
 
     def until_restored(self) -> None:
-        """Step until all restores have finished, without reports from the workers."""
+        """Step until all restores have finished, and withhold the workers' reports until then."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
         worker = self.rig.worker
@@ -279,20 +289,22 @@ class Watched:
         if self.kind is Kind.OURS:
             self.rig.half.release_all()
         if self.kind is not Kind.STOCK:
-            for _ in range(3):  # so that the last saves are reported
+            for _ in range(3):  # for the reports of the last saves
                 self.rig.step()
         self.rig.pool.evict_blocks(set(range(self.rig.options.blocks)))
 
 
 def excess(steps: Sequence[Step], stock: Mapping[str, Phase]) -> float:
-    """The largest excess of any step over the longest step of stock vLLM, seconds."""
+    """Return the largest excess of any step over the longest step of stock vLLM, seconds; see the
+    module docstring.
+    """
     longest = max(step.whole for phase in stock.values() for step in phase.steps)
     return max(one.hooks + max(0.0, one.whole - one.hooks - longest) for one in steps)
 
 
 @contextmanager
 def engine(kind: Kind, scenario: Scenario) -> Iterator[Watched]:
-    """Create an engine for a scenario."""
+    """Create an engine for a scenario. Python's garbage collection is off until the block ends."""
     from tiered_kv.testing.checked_kv import CELL
     from tiered_kv.testing.valkey import ValkeyServer
     from tiered_kv.testing.vllm.rig import Rig, RigOptions
@@ -339,8 +351,8 @@ class Played:
     """Measurements of one play of a scenario.
 
     Attributes:
-        seconds: figures by name: ``stall_``, ``vllm_offloader_`` and ``finished_``, and median call
-            times by scenario and hook.
+        seconds: figures by name: ``stall_``, ``vllm_offloader_`` and ``finished_``, and the median
+            call time of each hook, in seconds.
         arrivals: arrival times by engine.
     """
 
@@ -352,7 +364,8 @@ def play(scenario: Scenario) -> Played:
     """Play a scenario on every engine.
 
     Raises:
-        RuntimeError: a hook raised, the engine got stuck, or nothing was read from the lower tier.
+        RuntimeError: a hook raised, the engine made no progress, or nothing was read from the lower
+            tier.
     """
     phases: dict[Kind, dict[str, Phase]] = {}
     for kind in scenario.kinds:
@@ -360,7 +373,9 @@ def play(scenario: Scenario) -> Played:
             scenario.play(one)
             count = one.rig.count if kind is Kind.OURS else lambda _: 0
             if count("hook_errors") or count("watchdog_barks"):
-                raise RuntimeError(f"{scenario.name}: a hook raised, or the engine was stuck")
+                raise RuntimeError(
+                    f"{scenario.name}: a hook raised, or the engine made no progress"
+                )
             if one.has_tier and not count(f"prompt_tokens_{scenario.tier}"):
                 raise RuntimeError(f"{scenario.name}: nothing was read from {scenario.tier}")
         phases[kind] = one.phases
@@ -386,8 +401,8 @@ def play(scenario: Scenario) -> Played:
 
 
 def least(plays: Sequence[Played]) -> Played:
-    """The minimum of each figure over several plays, and each engine's arrivals in the play where
-    they were fastest.
+    """Return the minimum of each figure over several plays, and each engine's arrivals in the play
+    in which they were fastest.
     """
     first = plays[0]
     return Played(
@@ -403,7 +418,9 @@ def least(plays: Sequence[Played]) -> Played:
 
 
 def running(jobs: int, context: int) -> Scenario:
-    """Jobs decode, new jobs arrive one by one, then all jobs finish."""
+    """Return a scenario in which jobs decode, new jobs arrive one by one, and then all jobs
+    finish.
+    """
 
     def play(one: Watched) -> None:
         one.add_all([(f"a{i}", context, i, 120 + i % 7) for i in range(jobs)])
@@ -420,7 +437,7 @@ def running(jobs: int, context: int) -> Scenario:
 
 
 def queued(jobs: int) -> Scenario:
-    """New jobs arrive together while 64 run."""
+    """Return a scenario in which new jobs arrive together while 64 jobs run."""
 
     def play(one: Watched) -> None:
         one.add_all([(f"a{i}", 4_096, i, 60) for i in range(FEW)])
@@ -433,7 +450,9 @@ def queued(jobs: int) -> Scenario:
 
 
 def returning(jobs: int, context: int) -> Scenario:
-    """Jobs with contexts in CPU memory return together, and their restores finish in one step."""
+    """Return a scenario in which jobs with contexts in CPU memory return together, and their
+    restores finish in one step.
+    """
     blocks = jobs * (context // 16 + 12) + 600
 
     def play(one: Watched) -> None:
@@ -451,7 +470,9 @@ def returning(jobs: int, context: int) -> Scenario:
 
 
 def turns(context: int, *, pins: bool, count: int = 6) -> Scenario:
-    """Turns with long contexts finish, and their jobs return after eviction from VRAM."""
+    """Return a scenario in which turns with long contexts finish, and two of the jobs return after
+    eviction from VRAM.
+    """
     blocks = 2 * (context // 16) + 600
 
     def play(one: Watched) -> None:
@@ -470,7 +491,9 @@ def turns(context: int, *, pins: bool, count: int = 6) -> Scenario:
 
 
 def full(pages: int) -> Scenario:
-    """Jobs come and go while CPU memory is full of pages that nothing will use."""
+    """Return a scenario in which jobs come and go while CPU memory is full of pages that no job
+    uses.
+    """
 
     def play(one: Watched) -> None:
         if one.kind is Kind.OURS:
@@ -486,8 +509,8 @@ def full(pages: int) -> Scenario:
 
 
 def long_context(size: str, block: int, *, pins: bool = False, tier: str = "") -> Scenario:
-    """Turns with long contexts finish. After eviction from VRAM, two jobs return together and then
-    one alone, while another job is prefilled and decodes.
+    """Return a scenario in which turns with long contexts finish. After eviction from VRAM, two
+    jobs return together and then one alone, while another job is prefilled and decodes.
     """
     context = CONTEXTS[size]
     of_one = context // block + 80
@@ -523,8 +546,8 @@ def long_context(size: str, block: int, *, pins: bool = False, tier: str = "") -
 
 
 def reranking(pages: int, context: int) -> float:
-    """Measure the longest call of an eviction order while pages are evicted and jobs start and
-    finish.
+    """Return the duration of the longest call of an eviction order, seconds, while pages are
+    evicted and jobs start and finish.
     """
     now = 0.0
     order = ByWorth(lambda: now, 2 * pages)
@@ -567,7 +590,7 @@ def reranking(pages: int, context: int) -> float:
 
 
 def all_scenarios() -> list[Scenario]:
-    """All scenarios, short contexts first."""
+    """Return all scenarios, those with short contexts first."""
     many = [running(FEW, 4_096), running(MANY, 1_024), queued(MANY), returning(FEW, 32_768)]
     many += [turns(1 << 17, pins=False), turns(1 << 17, pins=True)]
     many += [full(pages) for pages in (10_000, 100_000, PAGES)]
@@ -582,7 +605,11 @@ def all_scenarios() -> list[Scenario]:
 def measure(
     scenarios: Sequence[Scenario], engines: int, tick: Callable[[str], None]
 ) -> dict[str, float | int]:
-    """Measure every scenario, the eviction order, and decode steps."""
+    """Measure every scenario, the eviction order, and decode steps.
+
+    Args:
+        engines: number of engines per variant for the decode steps.
+    """
     loops: list[float] = []
     seconds: dict[str, float] = {}
     arrivals: dict[Kind, list[Step]] = {kind: [] for kind in Kind}
@@ -602,7 +629,9 @@ def measure(
     steps = [scheduler_step(first, lambda _: None) for first in range(engines)]
     decode_ratio, decode_control = ratios(steps, CYCLE)
     tick("decoding")
-    ms = 1e3 * REFERENCE_S / statistics.median(loops)  # of the reference machine
+    ms = (
+        1e3 * REFERENCE_S / statistics.median(loops)
+    )  # milliseconds of the reference machine per measured second
     few, many = (
         seconds[f"get_num_new_matched_tokens running_{name}"] for name in ("64_4k", "2000_1k")
     )
@@ -631,7 +660,9 @@ def measure(
 
 
 def main(
-    engines: Annotated[int, typer.Option(help="Engines per variant, for decoding.")] = 3,
+    engines: Annotated[
+        int, typer.Option(help="Number of engines per variant when measuring decode steps.")
+    ] = 3,
     as_json: AsJson = False,
 ) -> None:
     """Measure the connector's cost on the scheduler's thread."""

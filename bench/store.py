@@ -9,19 +9,20 @@ fdatasync.
 
 ``device_*_mbs`` is the speed of the file system without a store. The same bytes move between the
 same 128 MiB of memory and files, with O_DIRECT: reads in random order of groups, writes into new
-preallocated files (like segments, but with a single fdatasync at the end). It is the best over
-thread counts up to the store's, and over block sizes of 512 KiB to 4 MiB. ``device_rewrite_mbs`` is
-like ``device_write_mbs``, but into existing files, because some disks, especially virtual ones, are
-faster when overwriting.
+preallocated files (like segments, but with a single fdatasync at the end). It is the best speed
+over thread counts up to the store's, and over block sizes of 512 KiB to 4 MiB.
+``device_rewrite_mbs`` is like ``device_write_mbs``, but into existing files, because some disks,
+especially virtual ones, are faster when overwriting.
 
-The store and all device settings alternate, with the same bytes each. A round is long enough for
-the store to start and seal a segment, and slices are short enough that other load on the disk
-affects everything. A ``fraction`` is the median over rounds of store over device in the same round,
-so that one bad round does not matter. The device counts with the setting that has the best median.
+The store and all device settings alternate, with the same number of bytes each. A round is long
+enough for the store to start and seal a segment, and slices are so short that other load on the
+disk affects all of them. A ``fraction`` is the median over rounds of store over device in the same
+round, so that a single bad round has little effect. For the device, the setting with the best
+median counts.
 
 ``open_s`` is the median of three openings of a store of 100,000 pages, read from the disk and not
-from the page cache. Its segments have headers and footers, and holes in place of pages, which
-opening does not read.
+from the page cache. The store's segments have headers and footers, and holes in place of pages,
+which opening does not read.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ from tiered_kv.storage.store.store import SegmentStore
 
 BLOCKS = (512 << 10, 2 << 20, 4 << 20)
 ROUNDS, SLICES = 5, 4
-"""Number of rounds, over which medians are taken, and of slices per round, after which store and
-device alternate."""
+"""Number of rounds, over which medians are taken, and number of slices per round. Store and device
+alternate after each slice."""
 REWRITES = 3
 KEEP_FILES = 8
 """Number of files that the device keeps before deleting them, so that a new file does not reuse the
@@ -64,14 +65,15 @@ CONTENT_BYTES = 64 << 20
 OPEN_PAGES, OPEN_PAGE_BYTES, OPENINGS = 100_000, 64 << 10, 3
 KEY_BYTES = 48
 HOLE_BYTES = 1 << 20
-"""Minimum length of a written piece of pages. Headers and footers are shorter."""
+"""Writes of at least this length contain pages and leave a hole. Headers and footers are shorter.
+"""
 CAPACITY_BYTES = 64 << 30
-"""Capacity that avoids eviction and gives segments their full size."""
+"""Capacity at which no page is evicted and segments have their full size."""
 
 Setting = tuple[int, int]
 """Number of threads, and block size in bytes."""
 Pass = Callable[[], float]
-"""Moves a group; returns the duration in seconds."""
+"""Reads or writes a group of pages, and returns the duration in seconds."""
 
 
 def _key(name: int) -> PageKey:
@@ -79,7 +81,7 @@ def _key(name: int) -> PageKey:
 
 
 def options_of(root: Path, page_bytes: int, threads: int = 4) -> StoreOptions:
-    """Options for a store of raw pages."""
+    """Return the options of a store of raw pages."""
     form = PageFormat(ElementType.OPAQUE, page_bytes, 16)
     return StoreOptions(root, bytes(16), 0, 0, 1, form, CAPACITY_BYTES, io_threads=threads)
 
@@ -90,7 +92,9 @@ def open_store(options: StoreOptions, files: FileLayer | None = None) -> Segment
 
 
 class Slots:
-    """Page slots for a group of pages, as in the CPU pool, and random pages to fill them."""
+    """Page slots in memory for a group of pages, as in the CPU pool, and random content for
+    them.
+    """
 
     def __init__(self, page_bytes: int) -> None:
         self.count = group_pages(page_bytes)
@@ -99,23 +103,25 @@ class Slots:
         self._content = np.frombuffer(np.random.default_rng(0).bytes(CONTENT_BYTES), np.uint8)
 
     def page(self, name: int) -> Bytes:
-        """The page with number ``name``, different from all others."""
+        """Return the content of the page with number ``name``, which differs from that of all other
+        pages.
+        """
         page_bytes = self.pages.shape[1]
         start = name * 1_000_003 % (self._content.nbytes - page_bytes)
         return self._content[start : start + page_bytes]
 
     def fill(self, first: int) -> None:
-        """Fill the slots with the pages numbered from ``first`` on."""
+        """Fill the slots with consecutive pages, starting with number ``first``."""
         for at, slot in enumerate(self.pages):
             slot[:] = self.page(first + at)
 
     def named(self, first: int) -> list[tuple[PageKey, Bytes]]:
-        """The slots, with the keys of the pages numbered from ``first`` on."""
+        """Return the slots with the keys of consecutive pages, starting with number ``first``."""
         return [(_key(first + at), slot) for at, slot in enumerate(self.pages)]
 
 
 class Store:
-    """The store, initially empty."""
+    """The SSD store that is measured. It is initially empty."""
 
     def __init__(self, root: Path, slots: Slots, threads: int) -> None:
         self._store = open_store(options_of(root, slots.pages.shape[1], threads))
@@ -164,8 +170,9 @@ class Device:
     cache.
 
     Args:
-        folder: folder of the files, which are not deleted.
+        folder: folder for the files, which are not deleted.
         files: number of files to read.
+        threads: maximum number of threads.
     """
 
     def __init__(self, folder: Path, files: int, slots: Slots, threads: int) -> None:
@@ -224,7 +231,7 @@ class Device:
         return self._move(_read, int(self._random.choice(self._files)), setting)
 
     def close(self) -> None:
-        """Close the files and end the threads."""
+        """Close the files and stop the threads."""
         self._threads.shutdown()
         for fd in self._files:
             os.close(fd)
@@ -236,8 +243,12 @@ def _read(fd: int, piece: memoryview, offset: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a comparison: the store's speed over the device's and the seconds per round, as
-    medians over the rounds, and the device's best setting.
+    """Result of a comparison.
+
+    Attributes:
+        fraction: median over the rounds of the store's speed over the device's.
+        store_s, device_s: median seconds per round.
+        best: the device's best setting.
     """
 
     fraction: float
@@ -247,8 +258,11 @@ class Outcome:
 
 
 def contest(store: Pass, device: Mapping[Setting, Pass], groups: int, tick: Tick) -> Outcome:
-    """Alternate between store and device, with that many groups per slice. The order changes from
-    slice to slice. The device counts with its best setting over all rounds.
+    """Compare store and device in alternation. The order changes from slice to slice. The device
+    counts with its best setting over all rounds.
+
+    Args:
+        groups: number of groups per slice.
     """
     everyone = [store, *device.values()]
     seconds = np.zeros((ROUNDS, len(everyone)))
@@ -279,8 +293,8 @@ class Holes(RealFiles):
 
 
 def build_sparse(options: StoreOptions, pages: int) -> None:
-    """Create a store of that many pages, with holes in their place, and drop it from the page
-    cache.
+    """Create a store of ``pages`` pages, with holes in place of their content, and drop its files
+    from the page cache.
 
     Raises:
         RuntimeError: pages were not stored.
@@ -297,7 +311,7 @@ def build_sparse(options: StoreOptions, pages: int) -> None:
 
 
 def time_opening(root: Path, tick: Tick) -> float:
-    """Median time to open a large store, seconds.
+    """Return the median time to open a large store, seconds.
 
     Raises:
         RuntimeError: pages are missing.
@@ -309,7 +323,7 @@ def time_opening(root: Path, tick: Tick) -> float:
         with closing(open_store(options)) as store:
             seconds.append(time.perf_counter() - began)
             if len(store) != OPEN_PAGES:
-                raise RuntimeError(f"{len(store)} of {OPEN_PAGES} pages were found")
+                raise RuntimeError(f"only {len(store)} of {OPEN_PAGES} pages were found")
         tick("opening")
     return statistics.median(seconds)
 
@@ -317,8 +331,11 @@ def time_opening(root: Path, tick: Tick) -> float:
 def measure(folder: Path, mib: int, page_kib: int, threads: int, tick: Tick) -> dict[str, Any]:
     """Measure all figures; see the module docstring.
 
+    Args:
+        mib: amount of pages to write, MiB.
+
     Raises:
-        RuntimeError: the store lost a page, or the file system has no O_DIRECT.
+        RuntimeError: the store lost a page, or the file system does not support O_DIRECT.
     """
     slots = Slots(page_kib << 10)
     groups = max(1, (mib << 20) // (ROUNDS * SLICES) // slots.bytes.nbytes)
@@ -326,7 +343,7 @@ def measure(folder: Path, mib: int, page_kib: int, threads: int, tick: Tick) -> 
     settings = [(depth, block) for depth in depths for block in BLOCKS]
     with closing(Store(folder / "store", slots, threads)) as store:
         if not store.direct:
-            raise RuntimeError(f"{folder} has no O_DIRECT: choose another --folder")
+            raise RuntimeError(f"{folder} does not support O_DIRECT: choose another --folder")
         with closing(Device(folder / "device", ROUNDS * SLICES * groups, slots, threads)) as device:
             write, read = (
                 contest(ours, {one: partial(theirs, one) for one in settings}, groups, tick)

@@ -5,11 +5,12 @@
 Agents run under memory pressure on a real server with every tier: their contexts are pinned,
 restored from CPU memory and from SSD, promoted and evicted, and some jobs are left open. Afterwards
 the sums of the trace, of ``trace analyze``, of ``/metrics``, of the routes and of the clients must
-be equal. The agents are those of ``tests/e2e/test_traced_run.py``, so this needs a checkout.
+be equal. The agents are those of ``tests/e2e/test_traced_run.py``, so this benchmark needs a
+checkout.
 
 - ``disagreements``: number of figures whose reports differ; ``accounts``: number of figures
   compared; ``details``: all reports of the figures that differ.
-- ``on_ratio``: scheduler step time with the trace over without (64 decoding requests, as in
+- ``on_ratio``: time per scheduler step with the trace over without it (64 decoding requests, as in
   ``bench.overhead``); ``on_control``: the ratio of two engines without; ``steps_ratio`` and
   ``steps_control``: the same with every step in the trace.
 - ``idle_call_ms``: 95th percentile of a route's response time while the server is idle.
@@ -51,7 +52,7 @@ from tiered_kv.trace.turn_record import (
 TURNS_OF_A_JOB = 10
 DRAWN = 1000
 FILE_BYTES = 1 << 30
-"""Size limit of a trace file, larger than a server's, so that no turn is deleted."""
+"""Size limit of a trace file. It is larger than on a server, so that no turn is deleted."""
 TOOLS = ("pytest", "ls", "cat", "git", "sed", "grep", "python", "make")
 ANALYZE = """
 import json, re, sys, time
@@ -63,12 +64,14 @@ finally:
     peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())
     print(json.dumps([time.process_time(), int(peak[1]) / 1024]), file=sys.stderr)
 """
-"""Program that analyses a trace and then prints its CPU seconds and peak memory in MiB. The
-kernel's resource usage would include the memory of the parent process."""
+"""Program that analyses a trace, and then prints its own CPU seconds and peak memory in MiB. The
+resource usage that the kernel reports would include memory of the parent process."""
 
 
 def compare(model: Path, folder: Path, seed: int, tick: Tick) -> dict[str, Any]:
-    """Run the agents, and compare all reports."""
+    """Run the agents, and compare all reports. Returns the numbers of compared and differing
+    figures, and further counts.
+    """
     with needs_checkout():
         from tests.e2e.traced_run import accounts, run_script
     seen = run_script(model, folder, seed, tick)
@@ -90,11 +93,11 @@ def compare(model: Path, folder: Path, seed: int, tick: Tick) -> dict[str, Any]:
 
 
 def step_cost(engines: int, tick: Tick, *, steps: bool) -> tuple[float, float]:
-    """Measure the ratio of scheduler step times with and without the trace, and the control.
+    """Return the ratio of scheduler step times with the trace to those without it, and the control.
 
     Args:
         engines: number of engines per variant.
-        steps: True to also trace every step.
+        steps: True to trace every step too.
     """
     rounds, off = [], dict[str, Any](cpu_gib=0.05)
     for first in range(engines):
@@ -106,7 +109,7 @@ def step_cost(engines: int, tick: Tick, *, steps: bool) -> tuple[float, float]:
 
 
 def analyze_many(turns: int, folder: Path, seed: int) -> dict[str, Any]:
-    """Write a trace of that many turns, and analyse it in a separate process.
+    """Write a trace with ``turns`` turns, and analyse it in a separate process. Returns the costs.
 
     Raises:
         RuntimeError: the analysis failed.
@@ -142,8 +145,8 @@ def analyze_many(turns: int, folder: Path, seed: int) -> dict[str, Any]:
 
 
 def _records(turns: int, seed: int) -> Iterator[TurnRecord]:
-    """Records of turns as on a busy server: numbers with many digits, typical client ids, and every
-    part of a priced decision.
+    """Yield records of turns as on a busy server: numbers with many digits, typical client ids, and
+    decisions with all their costs.
     """
     rng = np.random.default_rng(seed)
     for at in range(turns):
@@ -189,14 +192,16 @@ def _records(turns: int, seed: int) -> Iterator[TurnRecord]:
 
 
 def main(
-    engines: Annotated[int, typer.Option(help="Engines per variant, for the step times.")] = 6,
+    engines: Annotated[
+        int, typer.Option(help="Number of engines per variant when measuring step times.")
+    ] = 6,
     turns: Annotated[int, typer.Option(help="Number of turns in the large trace.")] = 1_000_000,
     seed: Annotated[int, typer.Option(help="Random seed of the agents.")] = 0,
     model: ModelFolder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare figures, and measure. Exits with 1 if figures disagree."""
-    title = "The trace against all other figures"
+    """Check the trace and measure its cost. Exits with 1 if figures disagree."""
+    title = "The trace, compared with all other figures"
     with (
         tempfile.TemporaryDirectory(prefix="trace-") as name,
         served_benchmark(title, 6 + 2 * engines, model, as_json=as_json) as run,

@@ -8,11 +8,12 @@ page are contiguous. ``d2h_fraction``, ``h2d_fraction`` and ``both_fraction`` (s
 both concurrently) are the minimum over all shapes and layouts with at least 256 pages. Each row is
 the median over rounds, in which the backend and contiguous copies between the same memories
 alternate. A contiguous copy is as large as all pages of the row, or as the memory if they do not
-fit, and runs on one thread, like the backend's copies. The caller measures the time from the first
-call until the last byte is copied. Small batches, and their copies, are submitted back to back.
+fit, and runs on one thread, like the backend's copies. The time is measured from the first call
+until the last byte is copied. Small batches, and the contiguous copies that are compared with them,
+are repeated back to back.
 
 ``compute_slowdown``: time of bf16 matrix products of 8192³ during continuous copies of 256 pages,
-    over their time alone; the worst median over shapes, layouts and directions.
+over their time alone. It is the largest median over shapes, layouts and directions.
 
 Without CUDA, the CPU backend is compared with memcpy, with fewer pages. ``fraction`` is the
 smallest of the three fractions.
@@ -42,7 +43,7 @@ MATRIX, MATMULS = 8192, 100
 COUNTS_FROM = 256
 """Minimum pages per batch for a row to count in the fractions."""
 SAMPLE_BYTES = 64 << 20
-"""Smaller batches are repeated until a sample has this many bytes."""
+"""Smaller batches are repeated until a sample has at least this size."""
 WAYS = {
     "d2h": (Direction.SAVE,),
     "h2d": (Direction.LOAD,),
@@ -56,7 +57,7 @@ SHAPES = {
 }
 """KV per token on one rank: number of layers, and bytes per layer."""
 ORDERS = ("layers", "blocks")
-"""Layouts of the engine's allocation, by the outermost dimension."""
+"""Layouts of the engine's KV memory, by the outermost dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,9 @@ class Scale:
 
     Attributes:
         batches: numbers of pages per job.
-        memory_bytes: size of the storage and of the pool, each. Batches that do not fit repeat
-            pages.
+        memory_bytes: size of the VRAM storage and of the pool, each. A batch that does not fit
+            repeats pages.
+        rounds: number of rounds.
     """
 
     batches: tuple[int, ...]
@@ -79,7 +81,7 @@ CPU = Scale((1, 4, 16, 64, 256), 512 << 20, 9)
 
 
 def layout_of(shape: str, order: str, memory_bytes: int) -> PageLayout:
-    """Layout of a model's pages, with as many blocks as fit into the memory."""
+    """Return the layout of a model's pages, with as many blocks as fit into ``memory_bytes``."""
     layers, layer_bytes = SHAPES[shape]
     run = layer_bytes * TOKENS
     blocks = memory_bytes // (layers * run)
@@ -88,8 +90,8 @@ def layout_of(shape: str, order: str, memory_bytes: int) -> PageLayout:
 
 
 class CpuSide:
-    """The CPU backend compared with memcpy: a storage of ``nbytes``, a pool of the same size, and a
-    backend between them. Call ``use`` first.
+    """The CPU backend, compared with memcpy: a storage of ``nbytes`` that stands in for VRAM, a
+    pool of the same size, and a backend between them. Call ``use`` before any measurement.
     """
 
     name = "cpu"
@@ -107,7 +109,7 @@ class CpuSide:
         self.storage[:] = 1
 
     def use(self, layout: PageLayout) -> None:
-        """Create the backend for a layout."""
+        """Create the pool and the backend for a layout, in place of any earlier ones."""
         self.close()
         self.pool = self.make_pool(layout.num_blocks, layout.page_bytes)
         self._used.callback(self.pool.close)
@@ -116,15 +118,16 @@ class CpuSide:
         self._used.callback(self.backend.close)
 
     def make_pool(self, slots: int, page_bytes: int) -> CpuPool:
-        """Create the pool."""
+        """Return a new pool."""
         return CpuPool(AnonymousMemory(slots * page_bytes), page_bytes)
 
     def make_backend(self, layout: PageLayout, pool: CpuPool) -> TransferBackend:
-        """Create the backend."""
+        """Return a new backend between the storage and a pool."""
         return CpuTransfer([layout], self.storage, pool)
 
     def seconds(self, jobs: Sequence[CopyJob]) -> float:
-        """Time from the first call until the last byte is copied, seconds.
+        """Run copy jobs. Returns the time from the first call until the last byte is copied,
+        seconds.
 
         Raises:
             RuntimeError: a page was not copied.
@@ -139,8 +142,8 @@ class CpuSide:
         return seconds
 
     def one_copy_s(self, way: str, nbytes: int, times: int) -> float:
-        """Time of a contiguous copy of ``nbytes``, repeated that many times, seconds. For both
-        directions, each copies half of the bytes.
+        """Return the time of ``times`` contiguous copies of ``nbytes``, seconds. If ``way`` has
+        both directions, each direction copies half of the bytes.
         """
         pool = self.flat_pool()
         half = nbytes // len(WAYS[way])
@@ -153,7 +156,7 @@ class CpuSide:
         return time.perf_counter() - began
 
     def flat_pool(self) -> Any:
-        """The pool as one array, while no copy is in flight."""
+        """Return the pool as one array. Call only while no copy is in flight."""
         return self.pool.slots.reshape(-1)
 
     def copy(self, to: Any, source: Any, stream: int) -> None:
@@ -164,14 +167,14 @@ class CpuSide:
         """Wait for all copies."""
 
     def slowdown(self, jobs: Sequence[CopyJob]) -> float | None:
-        """Time of matrix products during continuous copies, over their time alone; None without a
-        GPU.
+        """Return the time of matrix products during continuous copies, over their time alone; None
+        without a GPU.
         """
         return None
 
 
 class CudaSide(CpuSide):
-    """The CUDA backend compared with one pinned copy. The storage is in VRAM, and the pool is
+    """The CUDA backend, compared with one pinned copy. The storage is in VRAM, and the pool is
     pinned.
 
     Args:
@@ -197,7 +200,7 @@ class CudaSide(CpuSide):
         self.storage = self._torch.zeros(nbytes, dtype=self._torch.uint8, device="cuda")
 
     def make_pool(self, slots: int, page_bytes: int) -> CpuPool:
-        """Create the pool.
+        """Return a new pool in pinned memory.
 
         Raises:
             RuntimeError: memory cannot be pinned.
@@ -208,13 +211,13 @@ class CudaSide(CpuSide):
         return pool
 
     def make_backend(self, layout: PageLayout, pool: CpuPool) -> TransferBackend:
-        """Create the backend."""
+        """Return a new backend between the storage and a pool."""
         from tiered_kv.transfer.cuda.backend import CudaTransfer
 
         return CudaTransfer([layout], self.storage, pool, self._by)
 
     def flat_pool(self) -> Any:
-        """The pool as one array, while no copy is in flight."""
+        """Return the pool as one array. Call only while no copy is in flight."""
         pool = self._torch.from_numpy(super().flat_pool())
         self.synchronize()
         return pool
@@ -238,7 +241,9 @@ class CudaSide(CpuSide):
         running = finished = 0
 
         def keep_copying() -> None:
-            """Submit copies as for another request, so that they do not wait for these products."""
+            """Submit copies on another stream, as for another request, so that they do not wait for
+            the matrix products.
+            """
             nonlocal running, finished
             done = len(self.backend.poll())
             finished += done
@@ -268,9 +273,14 @@ class CudaSide(CpuSide):
 
 
 def jobs_of(way: str, pages: int, there: int) -> list[CopyJob]:
-    """Create a job for each direction, with random blocks and slots out of ``there``. With both
-    directions, saves and loads each get half of the blocks and slots, because no job may read what
-    another writes.
+    """Return a copy job for each direction of ``way``, with random blocks and slots.
+
+    With both directions, saves and loads each get half of the blocks and slots, because no job may
+    read memory that another job writes.
+
+    Args:
+        pages: number of pages per job.
+        there: number of blocks and of slots.
     """
     rng, share = np.random.default_rng(0), there // len(WAYS[way])
     jobs = []
@@ -284,7 +294,7 @@ def jobs_of(way: str, pages: int, there: int) -> list[CopyJob]:
 def measure_row(
     side: CpuSide, layout: PageLayout, way: str, pages: int, rounds: int
 ) -> dict[str, float]:
-    """GB/s of pages, GB/s of contiguous copies, and their ratio, as medians over rounds."""
+    """Return GB/s of pages, GB/s of contiguous copies, and their ratio, as medians over rounds."""
     jobs = jobs_of(way, pages, layout.num_blocks)
     nbytes = layout.page_bytes * pages * len(jobs)
     repeats = -(-SAMPLE_BYTES // nbytes)
@@ -304,7 +314,7 @@ def measure_row(
 
 
 def measure(side: CpuSide, scale: Scale, tick: Tick) -> dict[str, Any]:
-    """Measure all rows, and the slowdown for each shape and layout (none without a GPU)."""
+    """Measure all rows and, with a GPU, the slowdown for each shape, layout and direction."""
     rows, slowdowns = list[dict[str, Any]](), list[dict[str, Any]]()
     for shape in SHAPES:
         for order in ORDERS:
@@ -335,7 +345,7 @@ def measure(side: CpuSide, scale: Scale, tick: Tick) -> dict[str, Any]:
 
 
 def worst(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The smallest fraction of each direction, and of all."""
+    """Return the smallest fraction of each direction, and of all, over rows with enough pages."""
     counted = [row for row in rows if row["pages"] >= COUNTS_FROM]
     least = {way: min(row["fraction"] for row in counted if row["way"] == way) for way in WAYS}
     fractions = {f"{way}_fraction": fraction for way, fraction in least.items()}
@@ -347,11 +357,11 @@ def main(
         bool, typer.Option("--cpu", help="Use the CPU backend, even with a GPU.")
     ] = False,
     by: Annotated[
-        Literal["faster", "staged", "runs"], typer.Option(help="How to copy on a GPU.")
+        Literal["faster", "staged", "runs"], typer.Option(help="How pages are copied on a GPU.")
     ] = "faster",
     as_json: AsJson = False,
 ) -> None:
-    """Measure copies of pages."""
+    """Measure the speed of page copies."""
     scale = GPU if not cpu and _has_cuda() else CPU
     steps = len(SHAPES) * len(ORDERS) * len(scale.batches)
     with benchmark("Pages between VRAM and CPU memory", steps, as_json=as_json) as run:

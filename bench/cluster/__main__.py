@@ -1,9 +1,9 @@
 """Replicas that share a remote store.
 
-  python -m bench.cluster --json
-  python -m bench.cluster --faults --json
-  python -m bench.cluster --ranks --json
-  python -m bench.cluster --folder --json
+    python -m bench.cluster --json
+    python -m bench.cluster --faults --json
+    python -m bench.cluster --ranks --json
+    python -m bench.cluster --folder --json
 
 Runs two real servers, each with its own core and CPU memory, and a Valkey server on loopback. A
 job's first turn goes to one server and its second turn to the other (``move``). Then jobs of four

@@ -1,6 +1,6 @@
 """Recognition of real clients' jobs, with and without vLLM's router.
 
-  python -m bench.identities --json
+    python -m bench.identities --json
 
 Sends recorded requests of agents and SDKs to a real server with the connector and its middleware.
 Each client's requests are sent to chat, completions, Responses and Messages. ``known``: fraction of

@@ -1,7 +1,7 @@
 """Plays agents' jobs on running servers, with or without tiered-kv, over their OpenAI-compatible
 API.
 
-  python -m bench.live --url http://127.0.0.1:8000 --url http://127.0.0.1:8001 --jps 0.5
+    python -m bench.live --url http://127.0.0.1:8000 --url http://127.0.0.1:8001 --jps 0.5
 """
 
 from __future__ import annotations

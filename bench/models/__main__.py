@@ -1,7 +1,7 @@
 """Restores on every architecture that vLLM runs here: equal answers, equal bytes, and controls.
 
-  python -m bench.models --json
-  python -m bench.models --only llama --only gemma3
+    python -m bench.models --json
+    python -m bench.models --only llama --only gemma3
 
 Each tiny model has random weights, and runs in a separate process. ``rows`` reports what was
 restored for each model. ``cannot_start`` lists the models that stock vLLM cannot run on this

@@ -67,9 +67,7 @@ class Verdict:
         if self.held and self.held[-1][1]:
             found.append(f"{self.held[-1][1]} blocks are still held after the last turn")
         if self.handed_over < len(self.held) - 1:
-            found.append(
-                f"only {self.handed_over} of {len(self.held) - 1} pins were handed over to the next turn"
-            )
+            found.append(f"only {self.handed_over} of {len(self.held) - 1} pins were handed over")
         return found
 
     def show(self, as_json: bool) -> int:

@@ -3,11 +3,11 @@
     python -m bench.servers.dtypes
 
 vLLM's CPU build computes bf16 natively where the processor has AVX512-BF16 or AMX. Without AVX-512,
-bf16 is emulated, and float32 is two to six times as fast. On processors between the two, products
-of both dtypes are timed.
+bf16 is emulated, and float32 is two to six times as fast. On processors with AVX-512 but without
+either extension, a matrix product is timed in both dtypes.
 
-The features come from PyTorch, as for vLLM, in a separate process, because few programs that start
-a server have PyTorch loaded.
+The features are queried from PyTorch, as vLLM does, in a separate process, because few programs
+that start a server have PyTorch loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 BF16, FLOAT32 = "bfloat16", "float32"
 
 TOKENS, WIDTH = 256, 1024
-"""Shape of the timed products."""
+"""Rows, and edge length of the square matrix, of the timed products."""
 TIMED_S = 0.3
 
 
@@ -34,7 +34,7 @@ class DtypeError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class CpuFeatures:
-    """Instructions of the processor that decide how bf16 is computed."""
+    """Instruction sets of the processor that determine how bf16 is computed."""
 
     avx512: bool
     avx512_bf16: bool
@@ -53,15 +53,15 @@ class Dtype:
 
 
 def choose(features: CpuFeatures, product_s: Callable[[str], float]) -> Dtype:
-    """Choose by the processor's features or, if these are inconclusive, by a measurement.
+    """Choose the dtype by the processor's features or, if these are inconclusive, by a measurement.
 
     Args:
         product_s: returns the time of a matrix product in the given dtype, seconds.
     """
     if features.amx:
-        return Dtype(BF16, "this CPU has AMX, which computes it natively")
+        return Dtype(BF16, "this CPU has AMX, which computes bfloat16 natively")
     if features.avx512_bf16:
-        return Dtype(BF16, "this CPU has AVX512-BF16, which computes it natively")
+        return Dtype(BF16, "this CPU has AVX512-BF16, which computes bfloat16 natively")
     if not features.avx512:
         return Dtype(FLOAT32, "this CPU has no AVX-512, so bfloat16 is emulated")
     ratio = product_s(BF16) / product_s(FLOAT32)
@@ -71,7 +71,7 @@ def choose(features: CpuFeatures, product_s: Callable[[str], float]) -> Dtype:
 
 @functools.cache
 def cpu_dtype() -> Dtype:
-    """Dtype for this machine, determined once per process.
+    """Return the dtype for this machine. It is determined once per process.
 
     Raises:
         DtypeError: PyTorch is missing or broken.
@@ -87,18 +87,20 @@ def cpu_dtype() -> Dtype:
 
 
 def read_features() -> CpuFeatures:
-    """The processor's features that PyTorch reports to vLLM."""
+    """Return the processor's features, as PyTorch reports them to vLLM."""
     from torch import cpu
 
     return CpuFeatures(
-        cpu._is_avx512_supported(),  # noqa: SLF001 - torch has no other
+        cpu._is_avx512_supported(),  # noqa: SLF001 - torch has no public function
         cpu._is_avx512_bf16_supported(),  # noqa: SLF001
         cpu._is_amx_tile_supported(),  # noqa: SLF001
     )
 
 
 def time_product(dtype: str) -> float:
-    """Time of one product of ``TOKENS`` rows with a square matrix of ``WIDTH``, seconds."""
+    """Return the time of one product of ``TOKENS`` rows with a square matrix of ``WIDTH``,
+    seconds.
+    """
     import torch
 
     kind = getattr(torch, dtype)

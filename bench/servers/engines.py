@@ -28,8 +28,11 @@ MODULE = "tiered_kv.connectors.vllm.connector"
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to a prompt: token ids, their logprobs, and the smallest lead of the best over the
-    second best token at any position, nats.
+    """Answer to a prompt.
+
+    Attributes:
+        tokens, logprobs: token ids and their logprobs.
+        margin: smallest lead of the best over the second best token at any position, nats.
     """
 
     tokens: tuple[int, ...]
@@ -38,7 +41,9 @@ class Answer:
 
 
 class Engine:
-    """An engine and, if it has the connector, both its halves."""
+    """An engine in this process and, if the engine has the connector, both halves of the
+    connector.
+    """
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
@@ -46,17 +51,19 @@ class Engine:
 
     @property
     def half(self) -> Any:
+        """The connector's scheduler half."""
         return self.core.scheduler.connector.scheduler_half
 
     @property
     def worker(self) -> Any:
-        """The worker half, if the worker runs in this process."""
+        """The connector's worker half. Requires a worker that runs in this process."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         return get_kv_transfer_group().worker_half
 
     @property
     def free_blocks(self) -> int:
+        """Number of free blocks in the VRAM pool."""
         return int(self.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> list[Answer]:
@@ -94,8 +101,12 @@ class Engine:
             scheduler.connector, state._KV_CONNECTOR_AGENT = connector, agent  # noqa: SLF001
 
     def settle(self) -> None:
-        """Step until running copies are reported, because an in-process engine does not step on its
-        own."""
+        """Step until all running copies have been reported, because an in-process engine does not
+        step on its own.
+
+        Raises:
+            AssertionError: copies did not finish in time.
+        """
         deadline, scheduler = time.monotonic() + SETTLE_S, self.core.scheduler
         half = getattr(scheduler.connector, "scheduler_half", None)
         while True:
@@ -107,10 +118,12 @@ class Engine:
                 return
             time.sleep(0.0005)  # the workers' threads also need the interpreter
             if time.monotonic() > deadline:
-                raise AssertionError(f"copies did not end within {SETTLE_S:g} s")
+                raise AssertionError(f"copies did not finish within {SETTLE_S:g} s")
 
     def evict_vram(self, tokens: int) -> None:
-        """Run unrelated texts of that many tokens, so that nothing else stays in the pool."""
+        """Run unrelated texts of that many tokens, so that they replace all other KV in the
+        pool.
+        """
         for start in range(0, tokens, 1000):
             self.generate([[(start + i) % 40_000 + 100 for i in range(1000)]], max_tokens=1)
         self.settle()
@@ -118,7 +131,12 @@ class Engine:
 
 @contextmanager
 def engine(model: Path, connector: bool, **options: Any) -> Iterator[Engine]:
-    """Run an in-process engine until the block ends. ``dtype`` defaults to the machine's."""
+    """Run an in-process engine until the block ends.
+
+    Args:
+        options: engine arguments. ``extra`` has the connector's settings; ``dtype`` defaults to the
+            machine's.
+    """
     extra = options.pop("extra", {})
     if connector:
         module = {"kv_connector_module_path": MODULE, "kv_connector_extra_config": extra}
@@ -137,8 +155,8 @@ def engine(model: Path, connector: bool, **options: Any) -> Iterator[Engine]:
         from vllm.distributed import cleanup_dist_env_and_memory
 
         # When an engine starts, vLLM's CPU build (0.32) reads attributes of every module, and fails
-        # at llvmlite's library, which claims to have any attribute. After a use of numba, no other
-        # # engine would start in the process.
+        # at llvmlite's library, which claims to have every attribute. After a use of numba, no
+        # other # engine would start in the process.
         with _changed(sys.modules, {"llvmlite.binding.ffi": None}):
             llm = LLM(str(model), **settings)
         try:
@@ -152,7 +170,7 @@ def engine(model: Path, connector: bool, **options: Any) -> Iterator[Engine]:
 
 @contextmanager
 def _changed(known: MutableMapping[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
-    """Set values until the block ends; None removes one."""
+    """Set values until the block ends. None removes a key."""
     before = {name: known.get(name) for name in values}
 
     def change(to: Mapping[str, Any]) -> None:
@@ -170,10 +188,11 @@ def _changed(known: MutableMapping[str, Any], values: Mapping[str, Any]) -> Iter
 
 
 def real_texts(model: Path, lengths: Sequence[int]) -> list[list[int]]:
-    """Token ids of real source text, one file of the standard library for each length.
+    """Return token ids of real source text, from a different file of the standard library for each
+    length.
 
     Texts of at least 60 tokens repeat their start after two thirds, so that a model that can copy
-    is sure of the continuation.
+    predicts the continuation with certainty.
     """
     from transformers import AutoTokenizer
 

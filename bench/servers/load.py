@@ -1,8 +1,8 @@
 """Measures the load by other programs during a measurement.
 
-vLLM's CPU worker runs one thread per core, and every step waits for the slowest, so another program
-on one core can triple step time. A measurement on a CPU should therefore report the load by other
-programs.
+vLLM's CPU worker runs one thread per core, and every step waits for the slowest thread, so another
+program on one core can triple step time. A measurement on a CPU should therefore report the load by
+other programs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CpuClock:
 
 
 def read_clock(*groups: int) -> CpuClock | None:
-    """Read the clocks for this process and some process groups; None without /proc."""
+    """Read the clocks for this process and some process groups. Returns None without /proc."""
     try:
         fields = (PROC / "stat").read_text().splitlines()[0].split()
         user, nice, system, _idle, _iowait, irq, softirq = map(int, fields[1:8])
@@ -47,7 +47,9 @@ def read_clock(*groups: int) -> CpuClock | None:
 
 
 def cores_of_others(begin: CpuClock | None, end: CpuClock | None) -> float | None:
-    """Average number of cores that all other programs used between two readings."""
+    """Return the average number of cores that all other programs used between two readings; None if
+    a reading is missing or no time passed between them.
+    """
     if begin is None or end is None or end.wall <= begin.wall:
         return None
     others = (end.machine - begin.machine) - (end.own - begin.own)
@@ -55,8 +57,8 @@ def cores_of_others(begin: CpuClock | None, end: CpuClock | None) -> float | Non
 
 
 def group_members(group: int) -> dict[int, list[str]]:
-    """The live (not zombie) processes of a process group, each as its stat fields from the state
-    on.
+    """Return the live (not zombie) processes of a process group by id, each as its stat fields,
+    starting with the state.
     """
     members = {}
     for stat in PROC.glob("[0-9]*/stat"):
@@ -69,21 +71,22 @@ def group_members(group: int) -> dict[int, list[str]]:
 
 
 def group_seconds(group: int) -> float:
-    """CPU seconds of the live processes of a process group."""
+    """Return the CPU seconds of the live processes of a process group."""
     # utime and stime are the 14th and 15th fields of stat, counted from the process id.
     ticks = sum(int(fields[11]) + int(fields[12]) for fields in group_members(group).values())
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def children_seconds() -> float:
-    """CPU seconds of this process's finished children and of the grandchildren that they waited
-    for."""
+    """Return the CPU seconds of this process's finished children, and of the grandchildren that
+    they waited for.
+    """
     times = os.times()
     return times.children_user + times.children_system
 
 
 def add_unseen(seconds: float) -> None:
     """Count the CPU time of a finished server as this process's own. No process waits for vLLM's
-    engine, so the kernel adds its time to no process.
+    engine, so the kernel does not add its time to any parent process.
     """
     _UNSEEN.append(max(0.0, seconds))

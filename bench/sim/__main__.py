@@ -44,7 +44,7 @@ SESSIONS = "claude_code_sessions.jsonl.gz"
 RESULT = "result.json"
 
 
-app = command_line("Agent jobs on simulated GPUs, under vLLM's own scheduler.")
+app = command_line("Simulate agent jobs on GPUs, under vLLM's own scheduler.")
 
 POLICY_NAMES = f"{', '.join(BASES)} or module:Class; then +cpu or +cpu+ssd, then @RULE"
 WORKLOAD_NAMES = f"{', '.join(GENERATED)} and {CODING_AGENTS}"
@@ -56,20 +56,21 @@ CpuGib = Annotated[float, typer.Option(help="Size of the CPU tier, GiB.")]
 SsdGib = Annotated[float, typer.Option(help="Size of the SSD tier, GiB.")]
 Jobs = Annotated[int, typer.Option(help="Jobs per run.")]
 Traces = Annotated[Path, typer.Option(help="Folder with recordings.")]
-Processes = Annotated[int, typer.Option(help="Number of concurrent runs.")]
+Processes = Annotated[int, typer.Option(help="Maximum number of concurrent runs.")]
 Out = Annotated[Path, typer.Option(help="Run folder. Existing runs are not repeated.")]
 CORES = os.cpu_count() or 1
 
 
 def command(name: str | None = None) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
-    """Create a decorator that adds a command. On a failure, the command prints a message to
-    standard error and exits with 1."""
+    """Return a decorator that adds a command. On a failure, the command prints a message to
+    standard error and exits with 1.
+    """
 
     def added(function: Callable[..., int | None]) -> Callable[..., None]:
         @wraps(function)
         def run(**given: Any) -> None:
-            # A study in the background outlives a Ctrl-C.
-            stopped = "stopped; finished runs are kept"
+            # Only SIGTERM, so that a study in the background ignores Ctrl-C.
+            stopped = "stopped; completed runs are kept"
             raise typer.Exit(
                 run_command(
                     lambda: function(**given) or 0, FAILURES, stopped, signals=(signal.SIGTERM,)
@@ -119,7 +120,7 @@ def sweep(
     out: Out = OUT,
     as_json: AsJson = False,
 ) -> None:
-    """Run policies under loads on a machine."""
+    """Compare policies under several loads on a machine."""
     if preset is not None:
         study = PRESETS[preset](str(traces / SESSIONS))
     else:
@@ -176,7 +177,7 @@ def study(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Answer one question: the value of a part, a tier, a limit or a machine."""
+    """Run a study of one question, such as the value of a tier or the effect of a limit."""
     asked = STUDIES[name](str(traces / SESSIONS))
     carry_out(asked, processes, out, as_json=as_json, draw_to=to or out)
 
@@ -213,7 +214,7 @@ def validate(
     ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Validate against closed forms and a real server. Exits with 1 if they disagree."""
+    """Validate against closed forms and a real server. Exits with 1 if the simulator disagrees."""
     with only_result_on_stdout():
         os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
         from tiered_kv.bench.sim.validate import validate
@@ -227,19 +228,19 @@ def validate(
 def draw(
     to: Annotated[
         Path | None,
-        typer.Option(help="Output folder. Defaults to the folder of the result."),
+        typer.Option(help="Output folder. Defaults to the run folder."),
     ] = None,
     out: Out = OUT,
     as_json: AsJson = False,
 ) -> None:
-    """Draw a result as PNG and SVG."""
+    """Draw the last result as PNG and SVG."""
     paths = [str(path) for path in plot(_last_result(out), to or out)]
     print(json.dumps({"files": paths}) if as_json else "\n".join(paths))
 
 
 @command("report")
 def write_report(out: Out = OUT, as_json: AsJson = False) -> None:
-    """Print a result as Markdown."""
+    """Print the last result as Markdown."""
     text = report(_last_result(out))
     print(json.dumps({"markdown": text}) if as_json else text, end="")
 
@@ -292,7 +293,7 @@ def _last_result(folder: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads((folder / RESULT).read_text())
     except OSError as error:
-        raise ValueError(f"no result in {folder}: run a study first ({error})") from error
+        raise ValueError(f"{folder} contains no result: run a study first ({error})") from error
     return found
 
 

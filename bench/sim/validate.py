@@ -1,9 +1,9 @@
 """Validation of the simulator: closed forms, conservation, and a real server.
 
-A real server and the simulator get the same jobs at the same times, and a pool of the same size.
+A real server and the simulator get the same jobs at the same times, and pools of the same size.
 Step costs are fitted to two runs of synthetic jobs of all lengths on stock vLLM, one with one job
-at a time and one with concurrent jobs. Then recorded jobs of mini-swe-agent run on every type of
-server, both real and simulated.
+at a time and one with concurrent jobs. Then recorded jobs of mini-swe-agent run on every server
+type, both real and simulated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EXACT = 1e-6
 """Maximum relative rounding error of a closed form."""
 LINK_BYTES_PER_S = 1e9
 SHORT_POOL = 16_000
-"""Pool size in tokens, for five of the jobs of ``not_conserved``."""
+"""Pool size in tokens, which holds five of the jobs of ``not_conserved``."""
 CONSERVING = (
     *("fcfs", "job-fcfs", "autellix", "thunderagent", "lmcache", "continuum", "infercept"),
     *("occupancy", "occupancy+cpu", "occupancy+cpu+ssd", "clairvoyant+cpu", "occupancy-knowing"),
@@ -61,12 +61,12 @@ LINK = 4e9
 """Speed of copies within the same memory, bytes/s."""
 CALIBRATION_JOBS, CALIBRATION_TURNS, ALONE = 12, 4, 5
 FIRST, ADDED, ANSWER = (200, 3_400), (20, 300), (40, 140)
-"""Token ranges of calibration jobs. First prompts are spread evenly over their range, and jobs that
-run alone include the shortest and the longest. All other lengths are log-uniform."""
+"""Token ranges of calibration jobs. First prompts are spread evenly over their range, and the jobs
+that run alone include the shortest and the longest. All other lengths are log-uniform."""
 JOBS, TURNS = 12, 6
 CALIBRATION_RATE, RATE = 0.5, 0.2
-"""Arrival rates, jobs/s. At the second rate, jobs on stock vLLM with this pool take about three
-times as long as alone."""
+"""Arrival rates of the calibration jobs and of the recorded jobs, jobs/s. At the latter, jobs on
+stock vLLM with this pool take about three times as long as alone."""
 CPU_BYTES = 4 * 2**30
 UNKNOWN = StepCost(step=0.0, weights=0.0, token=0.0, pair=0.0, kv=0.0, seq=0.0)
 
@@ -77,7 +77,7 @@ SIMULATED = {
     f"{TIERED}-lru": server("lru+cpu"),
     f"{TIERED}-continuum-fixed": Server("continuum-fixed+cpu", "continuum-fixed", cpu=True),
 }
-"""Simulated server for each type of real server. All serve requests in order of arrival."""
+"""Simulated server for each type of real server. All of them serve requests in order of arrival."""
 POLICIES = ("lru", "continuum-fixed")
 
 
@@ -87,13 +87,16 @@ LEAST_OVERHEAD_S = 1e-3
 def validate(
     traces: Path, folder: Path, tell: Callable[[str], None], *, resume: bool
 ) -> dict[str, Any]:
-    """Compare the simulator with closed forms and a real server; one JSON object.
+    """Compare the simulator with closed forms and a real server. Returns a JSON object.
 
     Args:
-        folder: folder of the real runs. resume: reuse existing runs.
+        traces: folder with recordings.
+        folder: folder of the real runs.
+        tell: called with the name of each phase.
+        resume: reuse existing runs in ``folder``.
 
     Raises:
-        the errors of ``bench.replay`` if a server cannot run or the traces cannot be read.
+        MeasureError, ValueError, OSError: a server cannot run, or the recordings cannot be read.
     """
     tell("closed forms")
     lost = not_conserved()
@@ -104,7 +107,7 @@ def validate(
     fitted, servers, notes = compare(recording(traces, "miniswe"), folder, tell, resume=resume)
     pairs = [(one.real_s, one.simulated_s) for one in servers]
     return {
-        "mean_error": max(abs(one.error) for one in servers),  # the worst error of a mean
+        "mean_error": max(abs(one.error) for one in servers),  # the largest error of a mean time
         "order_equal": equal_orders(pairs),
         "conserved": not lost,
         **forms,
@@ -112,7 +115,7 @@ def validate(
         "servers": [{**asdict(one), "error": one.error} for one in servers],
         "cost": asdict(fitted.cost),
         "overhead_s": fitted.overhead_s,
-        "notes": notes,  # the real runs were not measured under equal conditions
+        "notes": notes,  # reasons why the real runs cannot be compared
     }
 
 
@@ -130,8 +133,8 @@ def job_alone_error() -> float:
 
 
 def expected_alone_s(job: SimJob, place: Machine, block: int) -> float:
-    """Return the expected time of one job alone: prefills of the tokens that are not in the
-    previous turn's full blocks, a step for every further token, and the gaps.
+    """Return the expected time of one job alone, seconds: prefills of the tokens that are not in
+    the previous turn's full blocks, a step for every further token, and the gaps.
     """
     total, known, cost = 0.0, 0, place.cost
     for turn in job.turns:
@@ -168,8 +171,8 @@ def saturated_link_error() -> float:
 
 
 def not_conserved() -> list[str]:
-    """Return lost tokens, answers or time, one sentence each. Every run checks its blocks and
-    orders at the end.
+    """Simulate jobs on each server, and return the tokens, answers or time that were lost, one
+    sentence each. Every run also checks its blocks and orders at the end.
     """
     place = replace(TIGHT.machine(), pool_tokens=SHORT_POOL)
     workload = Source("original", 24).jobs_for(place, 1).at(4.0, 1)
@@ -182,7 +185,9 @@ def not_conserved() -> list[str]:
 
 
 def check(outcome: Outcome, workload: Workload, place: Machine) -> Iterator[str]:
-    """Yield the parts of a workload that an outcome's records lack, one sentence each."""
+    """Yield the differences between a workload and the records of its outcome, one sentence
+    each.
+    """
     sent = {job.name: job for one in workload.jobs for job in one.everyone()}
     if {job.name for job in outcome.jobs} != set(sent):
         yield "jobs are missing"
@@ -191,9 +196,9 @@ def check(outcome: Outcome, workload: Workload, place: Machine) -> Iterator[str]
         if [(t.prompt, t.output) for t in record.turns] != [
             (t.prompt, t.output) for t in job.turns
         ]:
-            yield f"{job.name} had other turns"
+            yield f"{job.name} has turns that differ from the workload's"
         if any(min(t.vram, t.cpu, t.ssd, t.recomputed) < 0 for t in record.turns):
-            yield f"{job.name} found more than its prompt"
+            yield f"{job.name} found more tokens than its prompt has"
         least = sum(
             (t.output - 1) * place.cost.seconds(1, 0, t.prompt) + t.gap_s for t in job.turns
         )
@@ -202,11 +207,12 @@ def check(outcome: Outcome, workload: Workload, place: Machine) -> Iterator[str]
 
 
 def equal_orders(pairs: Sequence[tuple[float, float]], apart: float = 0.05) -> bool:
-    """True if the simulation ranks all pairs of real figures that differ by more than ``apart``
-    correctly.
+    """Return True if the simulation ranks all pairs of real figures correctly that differ by more
+    than ``apart``.
 
     Args:
-        pairs: real and simulated figures.
+        pairs: real and simulated figures of each server.
+        apart: relative difference.
     """
     return all(
         simulated > other
@@ -221,7 +227,7 @@ def equal_orders(pairs: Sequence[tuple[float, float]], apart: float = 0.05) -> b
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Mean completion times of one type of server, real and simulated, seconds."""
+    """Mean completion times of one server type, real and simulated, seconds."""
 
     server: str
     real_s: float
@@ -236,7 +242,8 @@ def fit(alone: Run, beside: Run, begin: Machine) -> Machine:
     """Return ``begin`` with the costs fitted to two runs of a stock server.
 
     Args:
-        alone: run with one job at a time. beside: run with concurrent jobs.
+        alone: run with one job at a time.
+        beside: run with concurrent jobs.
 
     Raises:
         ValueError: a job did not finish, or there are too few turns.
@@ -256,10 +263,13 @@ def _check_finished(run: Run) -> None:
 def compare(
     traces: Path, folder: Path, tell: Callable[[str], None], *, resume: bool
 ) -> tuple[Machine, list[Compared], list[str]]:
-    """Run everything on real servers, then simulate it; see ``validate``.
+    """Run all jobs on real servers, then simulate them; see ``validate``.
+
+    Args:
+        traces: file with the recorded sessions.
 
     Returns:
-        The fitted machine, the servers, and reasons to doubt the real runs.
+        The fitted machine, the servers, and reasons why the real runs cannot be compared.
     """
     from transformers import AutoTokenizer
 
@@ -343,7 +353,7 @@ def calibration_jobs(seed: int) -> list[Job]:
 
 
 def _kinds(jobs: Sequence[Job], model: Path) -> dict[str, Kind]:
-    """The types of servers in ``SIMULATED`` for these jobs, by name."""
+    """Return the server types in ``SIMULATED``, sized for these jobs, by name."""
     sizing = size_for([job.context for job in jobs], POOL_TOKENS)
     limits = (f"--max-num-batched-tokens={BATCHED_TOKENS}", f"--max-num-seqs={MAX_SEQS}")
     return {

@@ -2,23 +2,23 @@
 
     python -m bench.snapshot --json
 
-A server takes the snapshots. It is restarted on the same folder. Then a second server of the same
-configuration starts on a copy of that folder, as on another machine.
+A server takes the snapshots, and is then restarted on the same folder. Then a second server of the
+same configuration starts on a copy of that folder, as on another machine.
 
 - ``pause_ms``: longest time between two tokens of a turn while its snapshot is taken, in excess of
-  the usual time ``decode_ms``; ``pause_steps``: the same as a multiple of ``decode_ms``;
-  ``pause_control_ms``: the same without a snapshot; ``delay_ms``: total time of all tokens until
-  the snapshot was on disk, in excess of the usual time.
+  the usual time ``decode_ms``; ``pause_steps``: ``pause_ms`` as a multiple of ``decode_ms``;
+  ``pause_control_ms``: the same excess without a snapshot; ``delay_ms``: total time of all tokens
+  until the snapshot was on disk, in excess of the usual time.
 - ``durable_ms``: time until a waiting job's snapshot is durable on disk.
 - ``bytes_per_token``: size of the snapshot's pages on disk.
-- ``restore_ms``: time of the call that restores it, of which ``restore_engine_ms`` in the engine;
-  ``restored_token_ms``: time to first token of its next turn. Both are measured on the same server
-  after a restart, ``second_...`` on another server. ``recompute_ms``: time to first token of such a
-  turn when it is recomputed. ``restore_ratio``: ``recompute_ms`` over the sum of ``restore_ms`` and
-  ``restored_token_ms``.
-- ``exact_equal``: how many of ``exact`` continuations of 24 tokens, cut at random tokens of a turn,
-  equal the uncut turn bit for bit; ``control_equal``: the same for continuations recomputed from
-  the tokens.
+- ``restore_ms``: duration of the call that restores a snapshot; ``restore_engine_ms``: the part
+  of it in the engine; ``restored_token_ms``: time to first token of the restored job's next turn.
+  These are measured on the same server after a restart, and ``second_...`` on another server.
+  ``recompute_ms``: time to first token of such a turn when it is recomputed. ``restore_ratio``:
+  ``recompute_ms`` over the sum of ``restore_ms`` and ``restored_token_ms``.
+- ``exact_equal``: number of continuations, out of ``exact``, that equal the uncut turn bit for
+  bit. Each has 24 tokens, and starts at a random token of a turn. ``control_equal``: the same for
+  continuations recomputed from the tokens.
 - ``near_max_logprob``: largest logprob difference after a restore that is not exact;
   ``control_max_logprob``: the same after recomputing.
 """
@@ -59,7 +59,7 @@ SHORT = 400
 
 @contextmanager
 def served(model: Path, folder: Path, tokens: int) -> Iterator[httpx.Client]:
-    """Start a server with snapshots in a folder."""
+    """Start a server that stores snapshots in ``folder``. Yields a client."""
     options = ServerOptions(
         model=model,
         kv_blocks=6 * tokens // 32,
@@ -76,14 +76,16 @@ def served(model: Path, folder: Path, tokens: int) -> Iterator[httpx.Client]:
 
 
 def timed_post(client: httpx.Client, what: str, **asked: object) -> tuple[float, dict[str, Any]]:
-    """POST to a route. Returns the duration in milliseconds, and the answer."""
+    """POST to a snapshot route. Returns the duration in milliseconds, and the answer."""
     began = time.perf_counter()
     answer = post(client, what, **asked)
     return 1e3 * (time.perf_counter() - began), answer
 
 
 def pause(client: httpx.Client, prompt: Sequence[int], job: str) -> dict[str, float]:
-    """Take a snapshot of a turn while it generates its answer."""
+    """Take a snapshot of a turn while it generates its answer. Returns the delays of its tokens,
+    milliseconds.
+    """
 
     def take() -> tuple[float, float]:
         began = time.perf_counter()
@@ -104,7 +106,12 @@ def pause(client: httpx.Client, prompt: Sequence[int], job: str) -> dict[str, fl
 
 
 def measure(model: Path, tokens: int, exact: int, folder: Path, tick: Tick) -> dict[str, Any]:
-    """Measure on two servers, one after the other."""
+    """Measure on two servers, one after the other.
+
+    Args:
+        exact: number of exact continuations.
+        folder: folder for the snapshots.
+    """
     with served(model, folder, tokens) as client:
         tick("computing")
         every = texts(client, JOBS + 2, tokens)
@@ -145,7 +152,12 @@ def measure(model: Path, tokens: int, exact: int, folder: Path, tick: Tick) -> d
 
 
 def restored(client: httpx.Client, prompts: Sequence[list[int]], kind: str) -> dict[str, float]:
-    """Restore jobs, and send the turn of each whose KV is in the snapshot."""
+    """Restore jobs, and send the turn of each job whose KV is in the snapshot. Returns median
+    times, milliseconds.
+
+    Args:
+        kind: prefix of the figures' names.
+    """
     calls, engine, first = list[float](), list[float](), list[float]()
     for i, prompt in enumerate(prompts):
         ms, answer = timed_post(client, "restores", name=f"night-{i}")
@@ -162,7 +174,12 @@ def restored(client: httpx.Client, prompts: Sequence[list[int]], kind: str) -> d
 def continued(
     client: httpx.Client, root: Path, prompts: Sequence[list[int]], count: int, tick: Tick
 ) -> dict[str, Any]:
-    """Cut turns and measure exact continuations."""
+    """Cut turns, and measure exact continuations.
+
+    Args:
+        root: folder of the snapshots.
+        count: number of continuations.
+    """
     found = []
     for number in range(count):
         tick("exact continuations")
@@ -183,7 +200,7 @@ def main(
     model: ModelFolder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure snapshots. Exit with 1 if an exact continuation differs."""
+    """Measure snapshots. Exits with 1 if an exact continuation differs."""
     title = f"Snapshots of {tokens:,} tokens"
     with (
         tempfile.TemporaryDirectory(prefix="snapshot-") as folder,

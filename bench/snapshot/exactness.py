@@ -1,5 +1,5 @@
-"""Exact continuations: a turn is cut at any token and continues on another engine, bit for bit the
-same.
+"""Exact continuations: a turn is cut at any token, and its continuation on another engine is the
+same bit for bit.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from tiered_kv.snapshot.reader import open_snapshot
 TOKENS = 24
 """Number of compared tokens per continuation."""
 BEYOND = 64
-"""Tokens that the original turn generates after the token at which its snapshot is requested."""
+"""Number of tokens that the original turn generates after the token at which its snapshot is
+requested."""
 T = TypeVar("T")
 
 
 def post(client: httpx.Client, what: str, **asked: object) -> dict[str, Any]:
-    """POST to a snapshot route.
+    """POST to a snapshot route. Returns the JSON object of the answer.
 
     Raises:
-        RuntimeError: the server refuses the request.
+        RuntimeError: the server refused the request.
     """
     response = client.post(f"/tiered_kv/{what}", json=asked)
     if response.is_error:
-        raise RuntimeError(f"the server refuses: {response.text}")
+        raise RuntimeError(f"the server refused: {response.text}")
     found: dict[str, Any] = response.json()
     return found
 
@@ -45,7 +46,9 @@ def answer_during(
     at: int,
     call: Callable[[], T],
 ) -> tuple[Answer, T]:
-    """Answer a turn, and call a function on another thread once token ``at`` has arrived."""
+    """Send a turn, and call a function on another thread once token ``at`` has arrived. Returns the
+    answer, and the function's result.
+    """
     calls = list[Future[T]]()
 
     def on_token(answer: Reading) -> None:
@@ -62,9 +65,10 @@ class Compared:
     """A continuation, compared with the uninterrupted answer.
 
     Attributes:
-        equal: True if its tokens and logprobs are equal bit for bit.
-        control_equal: the same for a continuation recomputed from the tokens.
-        control_logprob: largest logprob difference of that continuation, while the tokens agree.
+        equal: True if tokens and logprobs are equal bit for bit.
+        control_equal: the same for a continuation that is recomputed from the tokens.
+        control_logprob: largest logprob difference of the recomputed continuation, up to the first
+            differing token.
     """
 
     equal: bool
@@ -75,10 +79,16 @@ class Compared:
 def cut_and_go_on(
     source: httpx.Client, target: httpx.Client, root: Path, prompt: Sequence[int], number: int
 ) -> Compared:
-    """Cut a turn at a token drawn from ``number``, and continue it from its snapshot.
+    """Cut a turn at a random token, and continue it from its snapshot.
 
     Args:
+        source: client of the server that runs the turn.
+        target: client of the server that continues it.
         root: folder of the snapshots of both servers.
+        number: seed of the random token.
+
+    Raises:
+        RuntimeError: the snapshot cannot be compared with its turn.
     """
     at, name, job = random.Random(number).randrange(1, 40), f"cut-{number}", f"exact-{number}"
     whole, _ = answer_during(
@@ -93,7 +103,7 @@ def cut_and_go_on(
         so_far = list(snapshot.manifest.token_ids)
     start = len(so_far) - len(prompt)
     if so_far != [*prompt, *whole.tokens[:start]]:
-        raise RuntimeError("a snapshot has other tokens than its turn")
+        raise RuntimeError("the tokens of a snapshot differ from those of its turn")
     if start + TOKENS > len(whole.tokens):
         raise RuntimeError("a snapshot was taken too late to be compared")
     rest = slice(start, start + TOKENS)

@@ -2,39 +2,40 @@
 
     python -m bench.soak --minutes 30 --json
 
-More agents than the server has seats grow their contexts turn by turn, for as long as the run
-lasts. Some turns hang up in mid-answer or carry nonsensical hints. Newcomers arrive at a fixed
-pace. One client sends all of its traffic under one session id, another leaves all its jobs open, a
-third lies about its tools. Snapshots of agents are taken, restored and deleted, and agents are
-forked. Every minute weights are loaded into the engine, alternating between the same and different
-weights (``bench.soak.clients``). Both servers run concurrently, each with its own copy of these
-clients, which send the same prompts. At the end the cache is reset. The result has:
+More agents than a server can run concurrently (its seats) grow their contexts turn by turn, for as
+long as the run lasts. Some clients hang up in the middle of an answer, or send nonsensical hints.
+New jobs (newcomers) arrive at a fixed pace. One client sends all of its traffic under one session
+id, another leaves all its jobs open, and a third sends false hints about its tools. Snapshots of
+agents are taken, restored and deleted, and agents are forked. Every minute weights are loaded into
+the engine, alternating between the same and different weights (``bench.soak.clients``). Both
+servers run concurrently, each with its own copy of these clients, which send the same prompts. At
+the end the cache is reset. The result has:
 
 - ``requests``, ``errors``: turns sent, and failed calls. Clients that hang up and refusals by the
   snapshot routes are not counted as failures (``refused`` has the reasons).
 - ``crowded``: fraction of samples at which more turns were open than the server has seats.
 - ``snapshots``, ``updates``: snapshots, restores and forks done; weight updates.
 - ``overtaken``: turns that waited longer than ``admission_max_wait_s`` plus ``service_s`` (the
-  longest wait for a first token on stock) while a turn sent later got its first token.
+  longest wait for a first token on stock vLLM) while a turn sent later got its first token.
 - ``compared``, ``different``: answers to prompts that both servers computed with the same weights,
-  and answers that differ where stock was sure of the token.
+  and answers that differ at a token of which stock vLLM was sure.
 - ``leaked``, ``left``: whether the server holds more resources than after the warm-up, and which:
   pages in CPU memory, pinned blocks and orders, threads and file descriptors. Jobs and pages on SSD
   are not checked.
 - ``newcomers``, ``newcomer_s``: jobs that arrived during the run, and their median time to first
-  token; ``newcomer_ratio``: the latter over stock's. ``newcomer_s_tenths``: medians of each tenth
-  of the newcomers. ``newcomer_ratio_end``: the ratio for the last three tenths.
+  token; ``newcomer_ratio``: the latter over stock vLLM's. ``newcomer_s_tenths``: medians of each
+  tenth of the newcomers. ``newcomer_ratio_end``: the ratio for the last three tenths.
 - ``admission``: jobs and turns that were held back, and the percentage of the pool open to new jobs
   at the end.
 - ``compression``, ``failures``: counters of compressed pages in CPU memory, and of pages that could
   not be copied, compressed or decoded, or were bad on SSD.
 - ``rss_slope``: growth of the server's memory in MiB per minute, over the second half of the run.
   ``rss_mib``: its memory at the start and after each tenth of the run.
-- ``stock``: the same figures of stock vLLM, where it has them.
+- ``stock``: the same figures for stock vLLM, where they exist.
 
-On CPU, PyTorch and oneDNN cache data for every batch size in tokens: in a separate process, 500
-sizes on four layers of SmolLM2-135M took 1.1 GiB, and nothing with both caches off. Servers in a
-soak test keep these caches small.
+On CPU, PyTorch and oneDNN cache data for every batch size in tokens. In a separate process, 500
+sizes on four layers of SmolLM2-135M took 1.1 GiB, and nothing with both caches off. The servers of
+a soak test keep these caches small.
 """
 
 from __future__ import annotations
@@ -93,15 +94,15 @@ GAUGES = ("cpu_pages", "pinned_blocks", "orders_in_flight")
 COMPRESSION = ("pages_compressed", "pages_decompressed", "pages_evicted")
 FAILURES = ("save_failures", "restore_failures", "compression_failures", "ssd_pages_bad")
 SLACK = {"threads": 9, "descriptors": 8}
-"""Permitted surplus at the end: connections that are kept alive for a while, four idle threads that
-serve routes, and five threads of tiered-kv that start on first use (two compress pages, two
-decompress them, one writes what a policy has learned)."""
+"""Permitted growth until the end: connections that are kept alive for a while, four idle threads
+that serve routes, and five threads of tiered-kv that start on first use (two compress pages, two
+decompress pages, one saves the policy's state)."""
 FEW_SHAPES = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
 """Settings that keep the caches of PyTorch and oneDNN small; see the module docstring."""
 SNAPSHOTS, OTHER_WEIGHTS = "snapshots", "other-weights"
 NEGATED = "model.layers.20.self_attn.v_proj.weight"
-"""A late layer. With the first layer negated, bf16 and fp32 disagree even on tokens that lead by a
-nat."""
+"""Weights that are negated. They belong to a late layer, because with the first layer negated, bf16
+and fp32 disagree even on tokens that lead by a nat."""
 LAST = 0.3
 """Fraction of the newcomers that ``newcomer_ratio_end`` covers."""
 
@@ -113,10 +114,12 @@ async def soak(
     folder: Path,
     tick: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Tally]:
-    """Run the clients of all servers concurrently, and sample each server's memory.
+    """Run the clients of all servers concurrently, and sample each server's memory. Returns the
+    observations by server name.
 
     Args:
-        folder: folder created by ``prepare``.
+        seconds: duration of the run.
+        folder: folder that ``prepare`` filled.
         tick: called for every sample.
     """
     began = time.monotonic()
@@ -145,8 +148,11 @@ async def soak(
 
 
 def prepare(folder: Path, model: Path) -> None:
-    """Create a folder for snapshots, and different weights for the model: the value projection of
-    one attention layer is negated.
+    """Create a folder for snapshots, and a copy of the model with different weights: the value
+    projection of one attention layer is negated.
+
+    Args:
+        folder: parent folder of both.
     """
     (folder / SNAPSHOTS).mkdir()
     shutil.copytree(model, folder / OTHER_WEIGHTS)
@@ -159,7 +165,7 @@ def prepare(folder: Path, model: Path) -> None:
 
 
 def holdings(server: VllmServer) -> dict[str, int]:
-    """The resources that the server holds now, by name."""
+    """Return the amounts of the resources that the server holds now, by name."""
     found = counted(server.metrics_text(), GAUGES)
     threads = descriptors = 0
     for pid in group_members(server.pid or 0):
@@ -170,7 +176,9 @@ def holdings(server: VllmServer) -> dict[str, int]:
 
 
 def settle(server: VllmServer) -> None:
-    """Reset the cache until nothing is pinned and no order is in flight."""
+    """Reset the cache until no block is pinned and no order is in flight, or for at most
+    ``SETTLE_S`` seconds.
+    """
     with httpx.Client(base_url=server.url, timeout=SILENCE_S, trust_env=False) as client:
         deadline = time.monotonic() + SETTLE_S
         while time.monotonic() < deadline:
@@ -184,13 +192,13 @@ def settle(server: VllmServer) -> None:
 
 
 def leaks(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    """Find resources that have grown by more than the permitted surplus."""
+    """Return the resources that have grown by more than the permitted amount, with the excess."""
     found = {name: after[name] - before[name] - SLACK.get(name, 0) for name in before}
     return {name: amount for name, amount in found.items() if amount > 0}
 
 
 def with_every_tier(stock: ServerOptions, folder: Path) -> ServerOptions:
-    """Add the connector and its scheduler to a server's options. The SSD tier and the snapshots are
+    """Return the options with the connector and its scheduler. The SSD tier and the snapshots are
     in ``folder``.
     """
     return with_connector(
@@ -205,7 +213,7 @@ def with_every_tier(stock: ServerOptions, folder: Path) -> ServerOptions:
 
 
 def counted(metrics: str, names: Sequence[str]) -> dict[str, int]:
-    """Counters and gauges of the connector, by name."""
+    """Return the named counters and gauges of the connector."""
     found = events(metrics)
     return {name: int(found[name]) for name in names}
 
@@ -213,7 +221,9 @@ def counted(metrics: str, names: Sequence[str]) -> dict[str, int]:
 def measure(
     minutes: float, seed: int, logs: Path, tick: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Run a soak test of a server with every tier, next to stock vLLM. Both log in ``logs``."""
+    """Run a soak test of a server with every tier, next to stock vLLM. Both servers write logs in
+    ``logs``.
+    """
     mine, theirs = halves(sorted(os.sched_getaffinity(0)))
     stock = ServerOptions(
         model=small_model(),
@@ -240,7 +250,7 @@ def measure(
         deadline = time.monotonic() + SETTLE_S
         settle(ours)
         while leaks(before, holdings(ours)) and time.monotonic() < deadline:
-            time.sleep(1.0)  # an idle server ends surplus threads of its pools
+            time.sleep(1.0)  # an idle server ends surplus threads of its thread pools
             settle(ours)
         after = holdings(ours)
         for server in servers.values():
@@ -274,8 +284,8 @@ def measure(
 
 
 def halves(cores: Sequence[int]) -> tuple[str, str]:
-    """Each server's cores, in vLLM's notation: the same number for both, because models that share
-    a core spend much of its time waiting for each other. A single core is shared.
+    """Return each server's cores, in vLLM's notation. Both get the same number of cores, because
+    models that share a core spend much of its time waiting for each other. A single core is shared.
     """
     half = len(cores) // 2
     if not half:

@@ -1,7 +1,7 @@
 """The clients of a soak test: agents that never end, newcomers, and clients whose behaviour must
-not harm the others.
+not harm other clients.
 
-The same seed gives the same clients, so the clients of two servers send the same prompts in the
+The same seed produces the same clients, so the clients of two servers send the same prompts in the
 same order. Each client has its own ``cache_salt``, like the tenants of a gateway, except that
 agents and newcomers share one.
 """
@@ -31,16 +31,18 @@ PROXY_TURNS = 3
 """Number of concurrent turns of the client that uses a single job id."""
 MAX_LEN = 2_048
 LONGEST_CONTEXT, HEAD, TAIL = 1_600, 256, 512
-"""Maximum context of an agent, and the head and tail that it keeps when it exceeds the maximum, in
-tokens."""
+"""Maximum context of an agent, and the head and tail that the agent keeps when its context exceeds
+the maximum, in tokens."""
 NEWCOMER_EVERY_S, SNAPSHOT_EVERY_S, UPDATE_EVERY_S = 4.0, 5.0, 60.0
 LEAVES_S = 2.0, 8.0
-"""Time between two jobs of the client that abandons its jobs."""
+"""Minimum and maximum time between two jobs of the client that abandons its jobs, seconds."""
 HANG_UP_SHARE, NONSENSE_SHARE = 0.08, 0.08
 OPERATION_S = 300.0
-"""Timeout of a snapshot, restore or fork, each of which waits for a turn that waits for a seat."""
+"""Timeout of a snapshot, restore or fork, seconds. Such a call can wait for a turn that waits for a
+seat."""
 REFUSALS = (404, 409, 429)
-"""Statuses with which the routes refuse a call that is not possible now (docs/snapshots.md)."""
+"""HTTP statuses with which the snapshot routes refuse a call that is currently impossible
+(docs/snapshots.md)."""
 NONSENSE: Sequence[Any] = (
     {"job_id": {"a": 1}},
     {"job_id": "j", "is_last_step": "perhaps"},
@@ -64,8 +66,9 @@ class Site:
     Attributes:
         openai: client for turns. http: client for the other routes.
         until: monotonic time at which the clients stop, seconds.
+        tally: observations of the clients.
         weights: folders of the weights to serve alternately, starting with the first.
-        snapshots: folder of its snapshots; None for stock vLLM, which has none.
+        snapshots: folder of the server's snapshots; None for stock vLLM, which has none.
         live: context of each agent, by job.
         serving: the current weights; None during an update.
         generation: part of each ``cache_salt``, so that no older KV is found.
@@ -114,7 +117,8 @@ class Client:
     """One client of a server.
 
     Attributes:
-        salt: its ``cache_salt``. session: its ``X-Session-ID``, if any.
+        salt: first part of the client's ``cache_salt``. session: value of its header
+            ``X-Session-ID``; None sends no header.
     """
 
     site: Site
@@ -123,7 +127,7 @@ class Client:
     session: str | None = None
 
     def tokens(self, count: int) -> list[int]:
-        """Random token ids."""
+        """Return ``count`` random token ids."""
         return [self.rng.randrange(40_000) for _ in range(count)]
 
     async def ask(
@@ -135,7 +139,14 @@ class Client:
         *,
         newcomer: bool = False,
     ) -> None:
-        """Send a turn and read its answer. Hangs up after ``patience_s``."""
+        """Send a turn and read its answer.
+
+        Args:
+            tokens: length of the answer.
+            hints: value of ``kv_transfer_params``; None sends no hints.
+            patience_s: the client hangs up after this time; None waits for the answer.
+            newcomer: True for the first turn of a newcomer.
+        """
         site = self.site
         ask = Ask(
             prompt=prompt,
@@ -152,13 +163,13 @@ class Client:
             async with asyncio.timeout(patience_s) as patience:
                 answer = await site.openai.ask(ask)
         except Exception as error:
-            if not patience.expired():  # otherwise the client has hung up
+            if not patience.expired():  # a client whose patience expired has hung up
                 site.tally.errors.append(f"a turn {trouble(error)}")
             return
         finally:
             site.tally.open -= 1
         if len(answer.tokens) != tokens:
-            site.tally.errors.append("an answer broke off")
+            site.tally.errors.append("an answer ended early")
             return
         same = weights == site.serving and updates == site.tally.updates
         site.tally.turns.append(
@@ -209,7 +220,7 @@ async def proxy(client: Client) -> None:
 
 
 async def newcomers(site: Site) -> None:
-    """Start new jobs at a fixed pace, however long the earlier ones wait."""
+    """Start new jobs at a fixed pace, however long earlier jobs wait."""
     began, number = time.monotonic(), 0
     async with asyncio.TaskGroup() as group:
         while site.goes_on():
@@ -230,7 +241,9 @@ async def _newcomer(client: Client, name: str) -> None:
 
 
 async def abandon(client: Client) -> None:
-    """Start one job after another that announces its next turn in a second and never sends it."""
+    """Start one job after another. Each announces that its next turn follows in a second, and never
+    sends it.
+    """
     while client.site.goes_on():
         hints = {
             "job_id": f"left-{client.rng.getrandbits(48):x}",
@@ -257,8 +270,9 @@ async def lie(client: Client) -> None:
 
 
 async def keep(client: Client) -> None:
-    """Take snapshots of running or waiting agents, restore them as other jobs, delete them, and
-    fork agents. Each new job sends one turn. On stock vLLM, only these turns are sent.
+    """Take snapshots of running or waiting agents, restore them as other jobs, delete the
+    snapshots, and fork agents. Each new job sends one turn. On stock vLLM, only these turns are
+    sent.
     """
     site, rng = client.site, client.rng
     number = 0
@@ -286,8 +300,8 @@ async def update(site: Site) -> None:
     weights.
 
     Different weights come with a cache reset, as vLLM requires. Stock vLLM refuses a reset while
-    requests run, so its clients change their ``cache_salt`` at every update, which has the same
-    effect as a reset.
+    requests run, so the clients of stock vLLM change their ``cache_salt`` at every update, which
+    has the same effect as a reset.
     """
     every_s = min(UPDATE_EVERY_S, (site.until - time.monotonic()) / 3)
     began = time.monotonic()

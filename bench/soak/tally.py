@@ -1,4 +1,6 @@
-"""Observations of a server's clients, and the conclusions that a soak test draws from them."""
+"""Observations of a server's clients, and the conclusions that a soak test draws from the
+observations.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 SURE_NATS = 1.0
-"""Lead in logprob over the second best that a token needs to be compared. In bf16, KV computed in
-batches of another shape shifts logprobs by a few tenths."""
+"""A token is compared only if its logprob leads that of the second best token by this much. In
+bf16, KV computed in batches of another shape shifts logprobs by a few tenths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +20,11 @@ class Turn:
     """A completely answered turn.
 
     Attributes:
-        sent_at: monotonic time of sending, seconds. wait_s: time to first token.
+        sent_at: monotonic time of sending, seconds. wait_s: time to first token, seconds.
         prompt: hash of the prompt and of the requested answer length.
-        weights: weights that computed it; None if they changed meanwhile.
-        tokens: token ids of the answer. margins: lead in logprob of each over the second best.
+        weights: weights that computed the answer; None if they changed during the turn.
+        tokens: token ids of the answer. margins: lead in logprob of each token over the second
+            best.
         newcomer: True for a newcomer's first turn.
     """
 
@@ -45,12 +48,13 @@ class Tally:
 
     Attributes:
         requests: number of turns sent. open: number of turns being answered.
+        errors: messages of failed calls.
         turns: completely answered turns, in the order in which they finished.
-        snapshots: number of snapshots, restores and forks that succeeded. refused: reasons of
-            refusals.
+        snapshots: number of snapshots, restores and forks that succeeded. refused: number of
+            refusals by reason.
         updates: number of weight updates.
         open_turns: samples of ``open``.
-        samples: times in seconds with the server's memory in bytes.
+        samples: pairs of time in seconds and the server's memory in bytes.
     """
 
     requests: int = 0
@@ -70,8 +74,8 @@ class Tally:
 
 
 def overtaken(turns: Iterable[Turn], limit_s: float) -> int:
-    """Count the turns that waited longer than ``limit_s`` for their first token while a turn sent
-    later got its own.
+    """Return the number of turns that waited longer than ``limit_s`` for their first token, while a
+    turn that was sent later got its own.
     """
     by_first = sorted(turns, key=lambda turn: turn.first_token_at)
     return sum(
@@ -88,7 +92,8 @@ def compare(ours: Iterable[Turn], stock: Iterable[Turn]) -> tuple[int, int]:
     """Compare the answers to prompts that both servers computed with the same weights.
 
     Returns:
-        The number of compared answers, and how many differ where stock was sure of the token.
+        The number of compared answers, and the number of answers that differ at a token of which
+        stock vLLM was sure.
     """
     theirs = {(turn.prompt, turn.weights): turn for turn in stock if turn.weights is not None}
     pairs = [
@@ -100,7 +105,7 @@ def compare(ours: Iterable[Turn], stock: Iterable[Turn]) -> tuple[int, int]:
 
 
 def _differs(turn: Turn, control: Turn) -> bool:
-    """True if the answers first differ at a token of which the control was sure."""
+    """Return True if the answers first differ at a token of which the control was sure."""
     for token, other, margin in zip(turn.tokens, control.tokens, control.margins, strict=False):
         if token != other:
             return margin >= SURE_NATS
@@ -108,7 +113,7 @@ def _differs(turn: Turn, control: Turn) -> bool:
 
 
 def slope(samples: Sequence[tuple[float, int]]) -> float:
-    """Growth over the second half of the samples, MiB per minute."""
+    """Return the growth of memory over the second half of the samples, MiB per minute."""
     late = np.array(samples[len(samples) // 2 :], dtype=float)
     if len(late) < 2:
         return 0.0
@@ -116,13 +121,13 @@ def slope(samples: Sequence[tuple[float, int]]) -> float:
 
 
 def tenths(samples: Sequence[tuple[float, int]]) -> list[int]:
-    """Memory at the start and after each tenth of the samples, MiB."""
+    """Return the memory at the start and after each tenth of the samples, MiB."""
     at = np.linspace(0, len(samples) - 1, 11).astype(int) if samples else ()
     return [round(samples[n][1] / 2**20) for n in at]
 
 
 def medians(values: Sequence[float]) -> list[float]:
-    """Median of each tenth of the values, in order."""
+    """Return the median of each tenth of the values, in order."""
     parts = np.array_split(np.array(values), 10)
     return [round(float(np.median(part)), 3) for part in parts if len(part)]
 
@@ -130,11 +135,11 @@ def medians(values: Sequence[float]) -> list[float]:
 def ratio_of_medians(
     values: Sequence[float], control: Sequence[float], last: float = 1.0
 ) -> float | None:
-    """Ratio of the medians over the last part of the values, to the control; None if either is
-    empty.
+    """Return the median of the last part of ``values`` over the median of the last part of
+    ``control``; None if one of the parts is empty.
 
     Args:
-        last: size of that part, from 0 to 1.
+        last: size of these parts, as a fraction from 0 to 1.
     """
     late, control_late = (part[len(part) - round(last * len(part)) :] for part in (values, control))
     return float(np.median(late) / np.median(control_late)) if late and control_late else None

@@ -1,4 +1,4 @@
-"""The driver of a run: plays a workload's jobs, with their turns and gaps, on one engine."""
+"""The driver of a run: plays a workload's jobs on one engine, with their turns and gaps."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .metrics import JobRecord, Outcome, TurnRecord
 from .virtual_clock_engine import BEGIN_S, Engine
 
 POLL_S = 0.01
-"""Seconds between steps while the engine waits for an event without a known time."""
+"""Time between steps while the engine waits for an event whose time is unknown, seconds."""
 STALLED_S = 600.0
 """Seconds without progress after which a run has failed."""
 DRAIN_S = 120.0
-"""Seconds allowed for pending copies after the last job."""
+"""Maximum time for pending copies after the last job, seconds."""
 TOKENS_APART = 1_000
 """Token ids reserved for each job, one per turn."""
 
@@ -41,9 +41,10 @@ class _Running:
     """A running job.
 
     Attributes:
-        program: the job's name, or the name of the job that started it.
-        children: number of sub-agents that its next turn waits for.
-        chain, tokens: block hashes and token ids of its context.
+        program: name of the job or, for a sub-agent, of the top-level job that started it.
+        parent: the job that started this sub-agent; None for other jobs.
+        children: number of running sub-agents that the next turn waits for.
+        chain, tokens: block hashes and token ids of the context.
     """
 
     job: SimJob
@@ -56,7 +57,7 @@ class _Running:
 
     @property
     def turn(self) -> SimTurn:
-        """Its latest turn."""
+        """The job's latest turn."""
         return self.job.turns[len(self.record.turns) - 1]
 
     @property
@@ -74,7 +75,8 @@ def simulate(
     """Run the workload's jobs on a server until all have finished.
 
     Args:
-        trace: file of the connector's trace, if the server has a connector; None writes none.
+        tiers: sizes of the tiers below VRAM.
+        trace: file for the connector's trace, if the server has a connector; None writes no trace.
 
     Raises:
         ValueError: a job does not fit on the machine.
@@ -130,7 +132,7 @@ class _Run:
             trace=trace,
         )
         self._gate = Gate(machine.pool_tokens if server.gated else math.inf)
-        # Short contexts may have no full block. Only their tokens distinguish them.
+        # Short contexts may have no full block, so only their tokens distinguish them.
         distinct = everyone if machine.groups else []
         self._first_token = {one.name: n * TOKENS_APART for n, one in enumerate(distinct)}
         self._ordering = Ordering(server.order)
@@ -176,7 +178,7 @@ class _Run:
         return self._events[0][0] if self._events else math.inf
 
     def _wait(self) -> None:
-        """Advance to the next event, because nothing can be computed now."""
+        """Advance the clock to the next event, because nothing can be computed before it."""
         engine = self.engine
         when = min(self._next_arrival, engine.next_event)
         if engine.scheduler.has_requests():
@@ -195,7 +197,7 @@ class _Run:
     def _state(self) -> str:
         running, waiting = self.engine.scheduler.get_request_counts()
         return (
-            f"{self._server.name}, {self._workload.name}: nothing happens at "
+            f"{self._server.name}, {self._workload.name}: no progress at "
             f"{self.engine.now:.1f} s: {running} running, {waiting} waiting, {self._left} jobs "
             f"left, {self.engine.pool.get_num_free_blocks()} blocks free"
         )
@@ -217,7 +219,7 @@ class _Run:
         self._turn(running)
 
     def _turn(self, running: _Running) -> None:
-        """Start the job's next turn, through the gate if the job is no sub-agent."""
+        """Start the job's next turn. The turn passes the gate unless the job is a sub-agent."""
         number = len(running.record.turns)
         turn = running.job.turns[number]
         after_agents = number > 0 and bool(running.job.turns[number - 1].agents)
@@ -311,6 +313,6 @@ class _Run:
 
 
 def _hashes(name: str, turn: int, blocks: range) -> list[bytes]:
-    """Hashes of the blocks that a job's turn, or a shared prefix, has written."""
+    """Return the hashes of the blocks that a job's turn, or a shared prefix, has written."""
     head = blake2b(name.encode(), digest_size=16).digest() + turn.to_bytes(8, "big")
     return [head + block.to_bytes(8, "big") for block in blocks]

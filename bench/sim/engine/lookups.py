@@ -1,8 +1,8 @@
 """Cache of prefix lookups.
 
-vLLM looks up the prefix of the request at the head of its queue in every step, which is half of the
-simulator's work. A result is cached while it is valid: until a found block is evicted, or the first
-missing block is cached.
+vLLM looks up the prefix of the request at the head of its queue in every step, which takes half of
+the simulator's time. A cached result is valid until a block that the lookup found is evicted, or
+the first missing block is cached.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST = 16
-"""Maximum number of cached lookups: the head of the queue, and requests that a connector holds
-back."""
+"""Maximum number of cached lookups. They are needed for the head of the queue, and for requests
+that a connector holds back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class _Known:
     """A cached lookup.
 
     Attributes:
-        hashes: hashes of the request's blocks. Kept as the list object, so that its id stays
+        hashes: hashes of the request's blocks. The list object itself is kept, so that its id stays
             unique.
         asked: number of hashes, and maximum number of tokens to find.
         found: blocks found in each group, and the coordinator's two counts.
@@ -35,8 +35,8 @@ class _Known:
 
 
 class RememberedLookups:
-    """Replaces the lookup of a KV cache manager that has a single group of full attention. Its
-    prefix cache must not be reset.
+    """Replaces the lookup of a KV cache manager that has a single group of full attention with a
+    cached lookup. The manager's prefix cache must not be reset.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -44,14 +44,14 @@ class RememberedLookups:
 
         self._key = make_block_hash_with_group_id
         self._known: dict[int, _Known] = {}
-        self._deciding: set[bytes] = set()  # keys that any of them depends on, possibly more
+        self._deciding: set[bytes] = set()  # keys on which cached lookups depend, possibly more
         self._look_up = manager.coordinator.find_longest_cache_hit
         manager.coordinator.find_longest_cache_hit = self.find
         cached = manager.block_pool.cached_block_hash_to_block
         cached.insert, cached.pop = self._forgetting(cached.insert), self._forgetting(cached.pop)
 
     def find(self, hashes: Sequence[bytes], most: int) -> tuple[Any, ...]:
-        """Find a hit, like the coordinator's ``find_longest_cache_hit``."""
+        """Find a hit. Same arguments and result as the coordinator's ``find_longest_cache_hit``."""
         asked = len(hashes), most
         known = self._known.get(id(hashes))
         if known is None or known.asked != asked:
@@ -73,8 +73,8 @@ class RememberedLookups:
         return known
 
     def _forgetting(self, change: Callable[[bytes, Any], Any]) -> Callable[[bytes, Any], Any]:
-        """Wrap a change of the pool's index so that it drops the lookups that depend on the changed
-        key.
+        """Wrap a change of the pool's index, so that it drops the cached lookups that depend on the
+        changed key.
         """
 
         def changed(key: bytes, what: Any) -> Any:

@@ -37,11 +37,13 @@ class Tiers:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A model on some GPUs.
+    """A model on one or more GPUs.
 
     Attributes:
         pool_tokens: capacity of the KV pool in VRAM, counted in blocks of one page group.
         kv_bytes: bytes per token in such a block, over all ranks.
+        max_len: maximum request length, tokens.
+        cost: cost of an engine step.
         link: bytes/s between VRAM and host memory in each direction, over all ranks.
         ssd_read, ssd_write: bytes/s of encoded pages.
         encode, decode: speed of compressing pages in CPU memory, bytes/s: four cores with 2.0 and
@@ -51,7 +53,7 @@ class Machine:
         long_prefill: maximum prompt tokens per request in a shared step (vLLM's
             ``--long-prefill-token-threshold``); 0 for no limit.
         prefix_caching: False if requests do not find the KV of earlier requests.
-        overhead_s: seconds per request that a client sees in addition to the engine's steps.
+        overhead_s: seconds per request that a client waits in addition to the engine's steps.
         groups: KV types; empty for models with only full attention.
         block: tokens per block; 0 uses the workload's.
     """
@@ -76,25 +78,28 @@ class Machine:
     block: int = 0
 
     def beside(self, block: int) -> int:
-        """Return the pool space in tokens that a context needs in addition to full attention: for
-        its windows, or for its state and a state kept for the next turn.
+        """Return the space in the pool, in tokens, that a context needs in addition to full
+        attention: for its windows, or for its state and a state kept for the next turn.
+
+        Args:
+            block: tokens per block.
         """
         narrow = [one for one in self.groups if one.kind is not KvKind.FULL]
         return block * sum(max(2, 1 - (-one.span // block)) for one in narrow)
 
 
 def machine(gpu: str, model: str, *, ranks: int = 1, pool_tokens: int | None = None) -> Machine:
-    """Return ``ranks`` GPUs with a model.
+    """Return a machine with ``ranks`` GPUs that serve a model.
 
     Args:
-        pool_tokens: capacity of the KV pool; None uses the VRAM left by the weights.
+        pool_tokens: capacity of the KV pool; None uses the VRAM that the weights leave free.
 
     Raises:
         ValueError: the GPU or model is unknown, or the model does not fit.
     """
     for what, name, known in (("GPU", gpu, GPUS), ("model", model, MODELS)):
         if name not in known:
-            raise ValueError(f"no {what} {name!r}: use one of {', '.join(known)}")
+            raise ValueError(f"unknown {what} {name!r}: use one of {', '.join(known)}")
     card, net = GPUS[gpu], MODELS[model]
     left = ranks * (UTILISATION * card.memory - RESERVED_BYTES) - net.weight_bytes
     if pool_tokens is None:

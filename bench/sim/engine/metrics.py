@@ -15,11 +15,12 @@ class TurnRecord:
     """A turn. Times are in seconds on the run's clock.
 
     Attributes:
-        shared: prompt tokens that the job's previous turn had.
-        after_agents: True if sub-agents ran before it.
-        admitted_s: when blocks were allocated to it.
-        first_s: when its first token was produced.
-        vram, cpu, ssd: prompt tokens found in each tier; the rest was computed.
+        asked_s: when the turn arrived.
+        shared: prompt tokens that are part of the previous turn's context.
+        after_agents: True if sub-agents ran before the turn.
+        admitted_s: when blocks were allocated to the turn.
+        first_s: when the first token was produced.
+        vram, cpu, ssd: prompt tokens found in each tier; all others were computed.
         preempted: number of preemptions.
     """
 
@@ -46,8 +47,9 @@ class JobRecord:
     """A job.
 
     Attributes:
-        is_agent: True if another job started it.
-        ended_s: when its latest turn ended.
+        began_s: when the job's first turn arrived.
+        is_agent: True if another job started this job.
+        ended_s: when the latest turn ended.
     """
 
     name: str
@@ -61,7 +63,7 @@ class JobRecord:
 
     @property
     def took_s(self) -> float:
-        """Time from its first request to its last answer, tools included."""
+        """Time from the first request to the last answer, tools included, seconds."""
         return self.ended_s - self.began_s
 
 
@@ -70,10 +72,11 @@ class Outcome:
     """The outcome of a run.
 
     Attributes:
-        steps: number of scheduler steps, counting each leap once.
-        seconds: duration in virtual time. moved: bytes over each link of the connector's worker.
-        promoted_used, promoted_wasted: pages promoted from SSD that reached VRAM, and pages that
-            were evicted first.
+        steps: number of scheduler steps. A leap counts as one step.
+        seconds: duration in virtual time.
+        moved: bytes over each link of the connector's worker.
+        promoted_used, promoted_wasted: numbers of pages promoted from SSD that were restored to
+            VRAM, and that were evicted before any use.
     """
 
     server: str
@@ -86,9 +89,11 @@ class Outcome:
 
     def summary(self) -> dict[str, float]:
         """Return completion times of top-level jobs, times to first token, and fractions of prompt
-        tokens by origin. ``parents_found`` is the fraction of their contexts that jobs found again
-        when their sub-agents had ended, ``promoted_wasted`` a fraction of the pages promoted from
-        SSD, ``makespan_s`` the time until all jobs have finished.
+        tokens by tier.
+
+        ``parents_found``: fraction of jobs' previous contexts that were found after their
+        sub-agents ended. ``promoted_wasted``: fraction of the pages promoted from SSD.
+        ``makespan_s``: seconds from the first job's start until all jobs have finished.
         """
         took = [job.took_s for job in self.jobs if not job.is_agent]
         turns = [turn for job in self.jobs for turn in job.turns]

@@ -1,9 +1,9 @@
 """Models: cost per token, and the KV types of their layers.
 
 If layers have several KV types, vLLM divides them into page groups with the same number of layers
-and the same page size (``_get_kv_cache_groups_uniform_page_size``). The group size is the layer
-count of the type with the fewest layers. With states, blocks are long enough that an attention page
-is no smaller than a state (``Platform.update_block_size_for_backend``).
+and the same page size (``_get_kv_cache_groups_uniform_page_size``). The number of layers per group
+is the layer count of the type with the fewest layers. With states, blocks are long enough that an
+attention page is no smaller than a state (``Platform.update_block_size_for_backend``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ BF16, FP32 = 2, 4
 KERNEL_BLOCK = 16
 """Block sizes are multiples of this many tokens (``CacheConfig.DEFAULT_BLOCK_SIZE``)."""
 ALIKE = 1.5
-"""Factor of layer counts below which the larger count is the group size."""
+"""If the largest layer count is less than this multiple of the smallest, the number of layers per
+group is the largest count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class StateLayers:
     """Layers that keep a state instead of KV per token.
 
     Attributes:
+        count: number of layers.
         nbytes: state size per layer.
     """
 
@@ -39,6 +41,7 @@ class WindowLayers:
     """Layers of sliding-window attention, with the same heads as the full-attention layers.
 
     Attributes:
+        count: number of layers.
         span: window length, tokens.
     """
 
@@ -51,8 +54,10 @@ class Model:
     """A dense model in bf16.
 
     Attributes:
-        max_len: maximum request length, tokens.
         layers: number of full-attention layers.
+        heads, kv_heads: attention heads per layer. head: dimension of a head.
+        max_len: maximum request length, tokens.
+        source: where these figures come from.
         states, windows: further layers; None if there are none.
         reduced: number of all-reduces per step; 0 means two per layer with KV.
     """
@@ -106,14 +111,14 @@ class Model:
 
     @property
     def block(self) -> int:
-        """Tokens per block; 0 if any size is possible."""
+        """Tokens per block that the model's states require; 0 if any size is possible."""
         if self.states is None:
             return 0
         return KERNEL_BLOCK * -(-self.states.nbytes // (KERNEL_BLOCK * self.layer_bytes))
 
     @property
     def groups(self) -> tuple[GroupSpec, ...]:
-        """KV types, one per page group, without block size; empty for models with only full
+        """KV type of each page group, without its block size; empty for models with only full
         attention.
         """
         if self.states is None and self.windows is None:
@@ -132,14 +137,14 @@ class Model:
 
 
 def _split(layers: int, size: int) -> list[int]:
-    """Sizes of groups of at most ``size`` layers, as even as possible."""
+    """Return the sizes of groups of at most ``size`` layers, as even as possible."""
     groups = -(-layers // size)
     return [len(range(at, layers, groups)) for at in range(groups)]
 
 
 def mamba2_bytes(*, heads: int, head: int, state: int, groups: int, kernel: int) -> int:
-    """State size of a Mamba-2 layer, bytes: the last inputs of its convolution in bf16, and the SSM
-    state in float32, vLLM's default for Nemotron-H.
+    """Return the state size of a Mamba-2 layer, bytes: the last inputs of its convolution in bf16,
+    and the SSM state in float32, vLLM's default for Nemotron-H.
     """
     inner = heads * head
     return (inner + 2 * groups * state) * (kernel - 1) * BF16 + inner * state * FP32

@@ -1,9 +1,9 @@
 """An engine on a virtual clock: vLLM's scheduler, the connector's scheduler half, and a stand-in
 worker.
 
-Time passes in steps, whose duration ``StepCost`` determines. While only decoding can happen,
+Time passes in steps, whose duration ``StepCost`` determines. While all requests only decode,
 several steps are taken together (a leap): every running request produces the tokens that it would
-have produced until the next event. Nothing could have happened in between, so a leap only saves the
+have produced until the next event. No event happens in between, so a leap only saves the
 simulator's own time.
 """
 
@@ -48,20 +48,20 @@ from .metrics import TurnRecord
 from .worker import SimWorker
 
 BEGIN_S = 1000.0
-"""Start of the clock. Not 0, which connectors may interpret as never."""
+"""Start of the clock, seconds. Not 0, which connectors may interpret as never."""
 LONGEST_LEAP = 64
 """Maximum number of decode steps per leap."""
 LEAP_WAITING_S = 0.25
-"""Longest leap while requests wait, seconds. It may delay the connector's timed admissions by that
-much."""
+"""Longest leap while requests wait, seconds. A leap can delay the connector's timed admissions by
+its duration."""
 EPOCH_S = 1.8e9 - BEGIN_S
 """Seconds since the epoch at clock time 0, so that traces have the same times in every run."""
 LONGEST_WAIT_S = 86_400.0
-"""Largest admission limit that can be set. No run lasts that long."""
+"""Largest value of ``admission_max_wait_s``, seconds. No run lasts that long."""
 
 
 class LeapTimer(StepTimer):
-    """Counts a leap as the number of steps of a real engine.
+    """Step timer that counts a leap as the number of its decode steps.
 
     Args:
         decoded: returns the number of steps so far, including steps within leaps.
@@ -93,15 +93,15 @@ def connector_settings(
     """Return a server's ``kv_connector_extra_config``; None without the connector.
 
     Args:
-        folder: gets the folder of the SSD tier, if the server has one.
-        trace: file of the connector's trace; None writes none.
+        folder: folder in which the SSD tier's folder is created, if the server has that tier.
+        trace: file for the connector's trace; None writes no trace.
     """
     if server.policy is None:
         return None
     if server.ssd:
         (folder / "ssd").mkdir()
     said = {
-        "policy": "lru" if server.policy == CLAIRVOYANT else server.policy,  # it is replaced below
+        "policy": "lru" if server.policy == CLAIRVOYANT else server.policy,  # Engine replaces it
         "cpu_gib": tiers.cpu / GIB if server.cpu else 0,
         "eviction": server.eviction,
         "admission": "off" if server.open else None,
@@ -126,11 +126,12 @@ class Engine:
 
     Args:
         folder: an empty folder, for vLLM's model and the SSD tier.
-        pool_blocks: size of the VRAM pool, without the null block. held_blocks: maximum number of
-            blocks that all running requests may hold.
+        pool_blocks: size of the VRAM pool, without the null block.
+        held_blocks: maximum number of blocks that all running requests may hold.
+        block: tokens per block. max_len: maximum request length, tokens.
         policy: replaces the server's policy.
         job_forecast: replaces the forecast of each job's further turns.
-        trace: file of the connector's trace; None writes none.
+        trace: file for the connector's trace; None writes no trace.
 
     Raises:
         ValueError: the model has KV of several types, which the server does not support.
@@ -195,7 +196,7 @@ class Engine:
             self._introduce(page_bytes)
 
     def _change(self, found: Dependencies) -> Dependencies:
-        """Replace the connector's dependencies on time, files and the server's variant."""
+        """Replace the connector's clock, its files, and the parts that the server varies."""
         found.policy_state.close()
         found.notebook.close()
         policy = self._policy or found.policy
@@ -216,7 +217,7 @@ class Engine:
         )
 
     def _introduce(self, page_bytes: tuple[int, ...]) -> None:
-        """Report the speeds that workers would have measured to the connector."""
+        """Report to the connector the speeds that workers would have measured."""
         server, machine, groups = self._server, self.machine, range(len(page_bytes))
         hello = Handshake(
             Speeds(copy=machine.link if server.cpu else 0.0, flops=0.0),
@@ -236,18 +237,19 @@ class Engine:
 
     @property
     def pool(self) -> Any:
+        """vLLM's block pool."""
         return self.scheduler.kv_cache_manager.block_pool
 
     @property
     def busy(self) -> bool:
-        """True if a step, now or after ``next_event``, could compute or receive a report."""
+        """True if there are requests, or orders whose reports have not been received."""
         if self.scheduler.has_requests():
             return True
         return self.worker is not None and self.half.orders_under_way
 
     @property
     def next_event(self) -> float:
-        """Time of the worker's next report; infinite without orders."""
+        """Time of the worker's next report; infinite if the worker has no orders."""
         return self.worker.next_event if self.worker is not None else math.inf
 
     # -- driving --------------------------------------------------------------------
@@ -264,9 +266,9 @@ class Engine:
         """Add an arriving request.
 
         Args:
-            turn: the turn's record. The engine fills in everything but the end.
-            chain: block hashes of its context, including the answer.
-            tokens: prompt tokens.
+            turn: the turn's record. The engine fills in everything except ``ended_s``.
+            chain: block hashes of the context, including the answer.
+            tokens: token ids of the prompt.
             params: kv_transfer_params; None without hints.
             priority: lower values run first.
         """
@@ -356,15 +358,19 @@ class Engine:
         live.ahead = leap - 1
         if live.request.num_computed_tokens < live.request.num_tokens:
             return []
-        if leap > 1:  # none of these is its last token
+        if leap > 1:  # none of these tokens is the request's last
             live.request.append_output_token_ids([0] * live.ahead)
         if live.turn.first_s < 0:
             live.turn.first_s = self.now
         return [0]
 
     def _leap(self, running: int, step_s: float, next_arrival: float) -> int:
-        """Return the number of decode steps until the next event: an arrival, an end, a transfer,
-        or a shortage of blocks.
+        """Return the number of decode steps until the next event: an arrival, a request's end, a
+        transfer, or a shortage of blocks.
+
+        Args:
+            running: number of requests in the step.
+            step_s: duration of one step, seconds.
         """
         scheduler = self.scheduler
         if running != len(scheduler.running):
@@ -379,7 +385,7 @@ class Engine:
 
     def _room(self, running: int) -> int:
         """Return the number of tokens that each running request can add before blocks run out. With
-        states, a leap ends at the block boundary, because vLLM would treat several tokens as a
+        states, a leap ends at a block boundary, because vLLM would otherwise treat its tokens as a
         prefill.
         """
         groups = self.machine.groups
@@ -390,7 +396,7 @@ class Engine:
         return int(free * self.block)
 
     def _finish(self, one: Any) -> str:
-        """Complete the record of a finished request. Returns its id."""
+        """Complete the record of a finished request. Returns the request id."""
         live = self._live.pop(one.request_id)
         turn = live.turn
         said = (one.kv_transfer_params or {}).get("tiered_kv", {})
@@ -417,4 +423,5 @@ class Engine:
         assert lost == 0, f"{lost} blocks leaked"
 
     def close(self) -> None:
+        """Shut down the scheduler and the connector."""
         self.scheduler.shutdown()

@@ -1,7 +1,7 @@
 """A worker on a simulated machine. The machine's links determine how long orders take.
 
-It makes the same reports as the real worker half (``tiered_kv.connectors.runtime.worker``): a
-result for every order, requests whose async restore has finished, blocks that a restore did not
+The worker makes the same reports as the real worker half (``tiered_kv.connectors.runtime.worker``):
+a result for every order, requests whose async restore has finished, blocks that a restore did not
 fill, and segments that a full SSD store would delete.
 """
 
@@ -35,7 +35,7 @@ class SimWorker:
 
     Args:
         page_bytes: page size of each group, over all ranks.
-        ssd_bytes: capacity of the SSD tier, divided equally among the groups; 0 without one.
+        ssd_bytes: capacity of the SSD tier, divided equally among the groups; 0 for no SSD tier.
 
     Attributes:
         lines: links from (``up``) and to (``down``) CPU memory, and to the SSD.
@@ -59,7 +59,7 @@ class SimWorker:
         self._one_group = len(page_bytes) == 1
         self._loading: dict[OrderId, str] = {}  # request of each async restore in flight
         self._more: set[str] = set()  # requests whose restore needs further orders
-        self._finished: set[str] = set()  # requests of which a part has arrived or failed
+        self._finished: set[str] = set()  # requests with a part that has arrived or failed
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()
 
@@ -69,8 +69,8 @@ class SimWorker:
         return self._worker.next_event
 
     def restore(self, orders: Orders, now: float) -> float:
-        """Start a step's orders except its saves. Returns the time from which the step may compute,
-        after its sync restores.
+        """Start a step's orders, except its saves. Returns the time at which the step can start to
+        compute, because its sync restores have finished.
         """
         for load in orders.loads:
             if load.mode is RestoreMode.ASYNC:
@@ -81,12 +81,12 @@ class SimWorker:
             self._finished.add(refused.request_id)
             if self._one_group:
                 self._bad_blocks.update(refused.blocks)
-            else:  # vLLM cannot tell blocks of several groups apart
+            else:  # vLLM cannot distinguish blocks of several groups
                 self._failed.add(refused.request_id)
         return self._worker.carry_out(replace(orders, saves=()), now)
 
     def save(self, orders: Orders, now: float) -> None:
-        """Start a step's saves, after its forward pass."""
+        """Start the saves of a step, after its forward pass."""
         self._worker.carry_out(Orders(saves=orders.saves), now)
 
     def report(self, now: float) -> Any:
@@ -94,7 +94,9 @@ class SimWorker:
         reports = self._worker.take_reports(now)
         done = self._loading.keys() & (reports.orders if reports is not None else ())
         self._finished.update(self._loading.pop(order_id) for order_id in done)
-        arrived = self._finished - self._more - set(self._loading.values())  # one for each group
+        arrived = (
+            self._finished - self._more - set(self._loading.values())
+        )  # a request has one load per group
         failed = arrived & self._failed
         self._failed -= failed
         self._finished = set()

@@ -1,11 +1,11 @@
 """Handling of arriving turns outside the engine, as described by other systems.
 
 ``Ordering`` sets the priorities of requests: by job, or by Autellix's PLAS, which serves the job
-    with the least service so far first. PLAS has levels whose bounds double, and a job returns to
-    the first level once it has waited ``STARVED`` times as long as it was served.
+with the least service so far first. PLAS has levels whose bounds double, and a job returns to the
+first level once it has waited ``STARVED`` times as long as it was served.
 
 ``Gate`` pauses and resumes whole programs by the size of their contexts, as ThunderAgent does. An
-admitted program keeps its place in VRAM through its tools, as far as vLLM's prefix cache allows.
+admitted program keeps its place in VRAM while its tools run, as far as vLLM's prefix cache allows.
 Every five seconds the contexts of the admitted programs are summed. While they exceed the pool, the
 program that arrived last is paused, and its next turns are held back. While there is space, the
 oldest held program is admitted, paused programs before new ones. A single program is never held
@@ -20,9 +20,9 @@ from enum import Enum
 from typing import Any
 
 FIRST_QUANTUM_S = 1.0
-"""Service bound of the first level. Each level doubles it."""
+"""Service bound of the first level, seconds. Each level doubles the bound of the previous one."""
 STARVED = 8.0
-"""β: ratio of waiting to service from which a job goes first."""
+"""β: ratio of waiting time to service time from which a job is served first."""
 CHECK_EVERY_S = 0.5
 GATE_EVERY_S = 5.0
 
@@ -36,7 +36,9 @@ class Order(Enum):
 
 
 class Ordering:
-    """Priorities of requests. Lower goes first; vLLM serves equal ones in order of arrival."""
+    """Priorities of requests. Requests with a lower value run first; vLLM serves requests with
+    equal values in order of arrival.
+    """
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -47,7 +49,11 @@ class Ordering:
         self._checked_at = -math.inf
 
     def began(self, job: str, parent: str | None) -> None:
-        """Register a starting job. A sub-agent counts as its parent."""
+        """Register a starting job. A sub-agent has the rank of its parent.
+
+        Args:
+            parent: job that started this sub-agent; None for other jobs.
+        """
         rank = self._rank[parent] if parent is not None else len(self._rank)
         self._rank[job] = rank
 
@@ -59,7 +65,7 @@ class Ordering:
         return self._level(job) if self._order is Order.ATTAINED else 0
 
     def answered(self, job: str, request_id: str, waited_s: float, served_s: float) -> None:
-        """Record the service of a finished turn."""
+        """Record the waiting and service times of a finished turn."""
         self._waiting.pop(request_id, None)
         self._served_s[job] = self._served_s.get(job, 0.0) + served_s
         self._waited_s[job] = self._waited_s.get(job, 0.0) + waited_s
@@ -72,7 +78,7 @@ class Ordering:
         return max(0, math.ceil(math.log2(served / FIRST_QUANTUM_S))) if served > 0 else 0
 
     def put_starved_first(self, scheduler: Any, now: float) -> None:
-        """Move starving requests to the front of vLLM's queue."""
+        """Move starving requests to the front of vLLM's queue. Only for ``Order.ATTAINED``."""
         if self._order is not Order.ATTAINED or now - self._checked_at < CHECK_EVERY_S:
             return
         self._checked_at = now
@@ -121,7 +127,7 @@ class Gate:
             send()
 
     def grew(self, program: str, tokens: int) -> None:
-        """Record a program's context size at the end of a turn."""
+        """Record the size of a program's context at the end of a turn."""
         if program in self._active:
             self._active[program] = tokens
 
@@ -131,8 +137,9 @@ class Gate:
         self._paused.pop(program, None)
 
     def tick(self) -> None:
-        """Pause programs that exceed the pool, and admit programs that fit. Call every
-        ``GATE_EVERY_S``."""
+        """Pause programs while the admitted ones exceed the pool, and admit programs that fit. Call
+        every ``GATE_EVERY_S`` seconds.
+        """
         while len(self._active) > 1 and sum(self._active.values()) > self._pool:
             last = next(reversed(self._active))
             self._paused = {last: self._active.pop(last), **self._paused}

@@ -1,5 +1,6 @@
-"""Policies that know a workload in advance, and the default policy without one of its parts. They
-show how much a better forecast would gain, and how much each part contributes.
+"""Policies that know a workload in advance, and variants of the default policy that lack one of its
+parts. The former show how much a better forecast would gain, the latter how much each part
+contributes.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from tiered_kv.policies.tier_choice import Occupancy, unpriced, without_pin
 
 
 class Clairvoyant(StatelessPolicy):
-    """The upper bound of all policies: pins for exactly the gap X if that saves more than it costs,
-    B >= λ X.
+    """The upper bound of all policies: pins for exactly the gap X if the pin saves more than it
+    costs, B >= λ X.
 
     Attributes:
-        gap_s: gap after the next turn to decide on, seconds.
+        gap_s: gap after the turn that is decided next, seconds.
     """
 
     def __init__(self) -> None:
@@ -57,12 +58,12 @@ class KnownGaps(Clairvoyant):
 
 
 class KnownJobs(JobForecast):
-    """Knows how many turns every job of a workload takes, and what its longest context will be. The
-    context is assumed to grow evenly.
+    """Knows how many turns every job of a workload takes, and how long its longest context will be.
+    The context is assumed to grow evenly.
 
     Args:
         jobs: jobs of the workload, sub-agents included.
-        block: tokens of a block.
+        block: tokens per block.
     """
 
     def __init__(self, jobs: Sequence[SimJob], block: int) -> None:
@@ -72,23 +73,27 @@ class KnownJobs(JobForecast):
         self._asked: dict[str, int] = {}
 
     def asked(self, job: str, turns: int) -> None:
-        """Record how many of the job's turns have arrived. Fewer have started while one waits."""
+        """Record how many of the job's turns have arrived. The scheduler has started fewer turns if
+        one is waiting.
+        """
         self._asked[job] = turns
 
     def ahead(self, job: JobKey, turns: int, grown: float) -> tuple[float, float]:
         contexts = self._contexts.get(job.name)
-        if contexts is None:  # inferred, where clients give no hints
+        if contexts is None:  # a job that was inferred because the client gave no hints
             return super().ahead(job, turns, grown)
         asked = self._asked.get(job.name, 1)
         left = len(contexts) - asked
         if left <= 0:
             return 0.0, 0.0
-        more = max(contexts[asked:]) - contexts[asked - 1]  # it may be cut short on the way
+        more = (
+            max(contexts[asked:]) - contexts[asked - 1]
+        )  # the context may be truncated in between
         return max(0, more) / self._block / left, float(left)
 
 
 class Unpinned(Occupancy):
-    """Pins nothing. Contexts that would be pinned go to another tier."""
+    """Variant that pins nothing. Contexts that would be pinned go to another tier."""
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         found = super().decide(turn, costs)
@@ -99,14 +104,14 @@ class Unpinned(Occupancy):
 
 
 class Late(Occupancy):
-    """Promotes nothing to CPU memory before its job returns."""
+    """Variant that promotes no pages to CPU memory before their job returns."""
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         return replace(super().decide(turn, costs), back_s=None)
 
 
 class Blind(Occupancy):
-    """Knows nothing about gaps: neither the tool nor earlier gaps."""
+    """Variant that knows nothing about gaps: neither the tool nor earlier gaps."""
 
     reads_tools: ClassVar[bool] = False
 

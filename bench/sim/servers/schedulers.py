@@ -8,15 +8,15 @@ part::
         --additional-config '{"reach_blocks": N}'
 
 This is a bound that a policy could reach: all computed KV is found again at no cost, but no more
-    contexts run concurrently than in a pool of N blocks. The pool reports the size of the small
-    pool, and the free blocks that the small pool would have. So vLLM admits and preempts as with N
-    blocks. A free block keeps its KV, because the large pool has blocks that were never used. After
-    a preemption, only the request's partial last block is recomputed.
+contexts run concurrently than in a pool of N blocks. The pool reports the size of the small pool,
+and the free blocks that the small pool would have, so vLLM admits and preempts as with N blocks. A
+free block keeps its KV, because the large pool has blocks that were never used. After a preemption,
+only the request's partial last block is recomputed.
 
 ``StaticBatchScheduler`` has static batches, like servers before Orca (Yu et al., OSDI 2022) let
-requests join at every step. When nothing runs, the waiting requests form a batch, up to the limit
-of running requests. No other request starts before the whole batch has finished. Each answer is
-sent when it is complete, not with the batch.
+requests join at every step. When no request is running, the waiting requests form a batch, up to
+the limit of running requests. No other request starts before the whole batch has finished. Each
+answer is sent when it is complete, not when the batch is.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 REACH_BLOCKS = "reach_blocks"
-"""Key in ``--additional-config`` for the blocks of the small pool, vLLM's null block included."""
+"""Key in ``--additional-config`` for the number of blocks of the small pool, including vLLM's null
+block."""
 
 
 class _WithinReach:
-    """The change, shared by both of vLLM's schedulers."""
+    """Mixin that limits the blocks of running requests, for both of vLLM's schedulers."""
 
     kv_cache_manager: Any
 
@@ -41,7 +42,7 @@ class _WithinReach:
         blocks = vllm_config.additional_config.get(REACH_BLOCKS)
         if not isinstance(blocks, int) or not 1 < blocks <= pool.num_gpu_blocks:
             raise ValueError(
-                f'--additional-config must give "{REACH_BLOCKS}", 2 to {pool.num_gpu_blocks}, '
+                f'"{REACH_BLOCKS}" in --additional-config must be 2 to {pool.num_gpu_blocks}, '
                 f"not {blocks!r}"
             )
         beyond = pool.num_gpu_blocks - blocks
@@ -54,7 +55,9 @@ class ReachScheduler(_WithinReach, Scheduler):  # type: ignore[misc]
     """vLLM's scheduler with a pool without eviction."""
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the asynchronous variant where vLLM would choose its own."""
+        """Return the asynchronous variant where vLLM would choose its own asynchronous
+        scheduler.
+        """
         if cls is ReachScheduler and vllm_config.scheduler_config.async_scheduling:
             return AsyncReachScheduler(vllm_config, *args, **kwargs)
         return super().__new__(cls)

@@ -1,8 +1,8 @@
 """Servers to compare: policies by name, and models of other systems.
 
 A name is a base and the tiers below VRAM: ``occupancy``, ``occupancy+cpu``, ``occupancy+cpu+ssd``.
-    ``@`` and a value of ``TIERED_KV_EVICTION`` may follow: ``occupancy+cpu@lru``. Values of
-    ``TIERED_KV_POLICY`` and any ``module:Class`` run the connector. The other bases are:
+``@`` and a value of ``TIERED_KV_EVICTION`` may follow: ``occupancy+cpu@lru``. Bases that are values
+of ``TIERED_KV_POLICY``, or any ``module:Class``, run the connector. The other bases are:
 
 - ``fcfs``: stock vLLM, requests in order of arrival.
 - ``job-fcfs``: stock vLLM, requests in the order in which their jobs arrived.
@@ -19,7 +19,7 @@ A name is a base and the tiers below VRAM: ``occupancy``, ``occupancy+cpu``, ``o
 scheduler. ``occupancy-patient`` assumes clients that never time out, as ``thunderagent`` requires.
 ``occupancy-open`` holds no job back, ``occupancy-unpinned`` pins nothing, ``occupancy-late``
 promotes nothing before a job returns, and ``occupancy-blind`` makes the same forecast for every
-gap. ``occupancy-orphans`` does not learn which job started a sub-agent. ``occupancy-knowing`` knows
+gap. ``occupancy-orphans`` does not know which job started a sub-agent. ``occupancy-knowing`` knows
 each job's number of turns and final context length. ``continuum`` and ``continuum-fixed`` serve
 requests in job order, as in their paper. ``lru+cpu`` is plain offloading.
 """
@@ -45,17 +45,19 @@ class Server:
     """A server to compare.
 
     Attributes:
+        name: see the module docstring.
         policy: the connector's policy; None for stock vLLM.
-        cpu, ssd: whether it has these tiers.
-        infinite: True if its pool never evicts.
+        cpu, ssd: True if the server has these tiers.
+        order: order in which requests are served.
+        infinite: True if the pool never evicts.
         within_reach: True if running requests must still fit into the machine's pool.
         gated: True to pause whole programs, as in ThunderAgent.
-        chunk: tokens per chunk if whole chunks are restored before a step; 0 restores like
-            tiered-kv.
+        chunk: tokens per chunk, if whole chunks are restored before a step; 0 restores as tiered-kv
+            does.
         in_job_order: True to run ``ContinuumScheduler``.
         patient: True if a job may be held back for any time.
         open: True if no job is held back.
-        variant: creates the replacement for its policy; None uses the policy itself.
+        variant: creates the policy that replaces ``policy``; None uses the policy itself.
         in_batches: True for static batches.
         knowing: True if admission knows each job's number of turns and final context length.
         orphans: True if clients do not name the parents of sub-agents.
@@ -82,7 +84,7 @@ class Server:
 
     @property
     def outside(self) -> frozenset[str]:
-        """Modules of its policy and eviction rule, if these come from other packages."""
+        """Modules of the policy and the eviction rule, if these come from other packages."""
         parts = (self.policy or "", self.eviction or "")
         return frozenset(part.partition(":")[0] for part in parts if ":" in part)
 
@@ -125,7 +127,7 @@ BASES = (*_STOCK, *_CONNECTOR)
 
 
 def server(name: str) -> Server:
-    """Find the server of that name.
+    """Return the server of that name.
 
     Raises:
         ValueError: there is no such server. The message lists valid names.
@@ -136,7 +138,7 @@ def server(name: str) -> Server:
     if not ours or tiers not in ([], ["cpu"], ["cpu", "ssd"]) or (at and not tiers):
         known = ", ".join(BASES)
         raise ValueError(
-            f"no server {name!r}: use one of {known}, or module:Class, then +cpu or +cpu+ssd, "
+            f"unknown server {name!r}: use one of {known}, or module:Class, then +cpu or +cpu+ssd, "
             "then @ and an eviction rule"
         )
     if base in _STOCK:

@@ -47,7 +47,8 @@ HELD_OUT = 100
 FOLD_SEEDS = range(HELD_OUT, HELD_OUT + 6)
 STUDY_SEEDS = range(HELD_OUT, HELD_OUT + 10)
 LOAD = 1.2
-"""Load of folds and studies, past the collapse of stock vLLM."""
+"""Load of folds and studies, beyond the collapse of stock vLLM, as a multiple of its highest stable
+load."""
 ORIGINAL, SWE = Source("original", 150), Source("swe-agent", 75)
 CODING_JOBS = 36
 
@@ -59,11 +60,13 @@ def sweep(
     seeds: int,
     stable_for: tuple[str, ...] = (),
 ) -> Study:
-    """A sweep of servers over loads, for each scene. Stock vLLM and infinite VRAM are always
+    """Return a sweep of servers over loads, for each scene. Stock vLLM and infinite VRAM are always
     included.
 
     Args:
+        scenes: machines with their jobs, and the names of the servers to compare.
         loads: arrival rates, as multiples of the highest stable rate of stock vLLM.
+        seeds: number of runs per server and load.
         stable_for: servers whose highest stable load is also determined.
     """
     loads = tuple(loads)
@@ -109,7 +112,9 @@ def limits(traces: str) -> Study:
 
 
 def hybrid(traces: str) -> Study:
-    """Coding agents on a model with states and full attention, small enough to run in minutes."""
+    """Coding agents on a model with states and full attention. The study is small enough to run in
+    minutes.
+    """
     place = Place("rtx4090-24", HYBRID, cpu_gib=16.0, ssd_gib=64.0)
     servers = ("occupancy", *WITH_OFFLOAD, "lru+cpu+ssd", "occupancy+cpu+ssd")
     return sweep("hybrid", [((place, Source(CODING_AGENTS, 24, traces)), servers)], (1.1,), 1)
@@ -143,8 +148,11 @@ def folds(traces: str, seeds: Sequence[int] = FOLD_SEEDS) -> Study:
 
 
 def fold(place: Place, source: Source, tiers: str = "") -> Group:
-    """A fold: the default policy, the same without admission control, the other policies, and the
-    bound.
+    """Return a fold: the default policy, the default policy without admission control, the other
+    policies, and the bound.
+
+    Args:
+        tiers: tiers of all policies, such as ``+cpu``.
     """
     others = ["continuum", "infercept", "lru"] if tiers else ["continuum", "infercept"]
     stock = () if tiers else ("job-fcfs", "autellix", "thunderagent")
@@ -185,13 +193,13 @@ def ablation(traces: str) -> Study:
     """
     coding = Source(CODING_AGENTS, CODING_JOBS, traces)
     parts = {
-        "all of it": "occupancy",
+        "all parts": "occupancy",
         "no pins": "occupancy-unpinned",
         "no forecast": "occupancy-blind",
-        "no holding": "occupancy-open",
-        "vLLM's order, no holding": "occupancy-alone",
+        "no admission control": "occupancy-open",
+        "vLLM's order, no admission control": "occupancy-alone",
     }
-    late = {"nothing ahead": "occupancy-late"}
+    late = {"no prefetch": "occupancy-late"}
     tiers = (
         ("VRAM alone", "", parts),
         ("64 GiB of CPU memory", "+cpu", parts),
@@ -212,19 +220,19 @@ def ssd(traces: str) -> Study:
         (f"{gib:g} GiB of CPU memory", replace(H100, cpu_gib=gib), coding, cases)
         for gib in (16.0, 64.0, 256.0)
     ]
-    return _question("ssd", "An SSD behind CPU memory", groups)
+    return _question("ssd", "An SSD below CPU memory", groups)
 
 
 def batches(traces: str) -> Study:
     """vLLM's limits per step: tokens, requests, and tokens of a long prompt."""
     places = {
-        "8,192 tokens a step": H100,
-        "2,048 tokens a step": replace(H100, batched_tokens=2_048),
-        "512 tokens a step": replace(H100, batched_tokens=512),
+        "8,192 tokens per step": H100,
+        "2,048 tokens per step": replace(H100, batched_tokens=2_048),
+        "512 tokens per step": replace(H100, batched_tokens=512),
         "2,048 of a long prompt": replace(H100, long_prefill=2_048),
         "512 of a long prompt": replace(H100, long_prefill=512),
-        "32 requests at once": replace(H100, max_seqs=32),
-        "8 requests at once": replace(H100, max_seqs=8),
+        "32 concurrent requests": replace(H100, max_seqs=32),
+        "8 concurrent requests": replace(H100, max_seqs=8),
     }
     groups = [
         (server, H100, SWE, [Case(label, server, place) for label, place in places.items()])
@@ -235,7 +243,8 @@ def batches(traces: str) -> Study:
 
 def turns(traces: str) -> Study:
     """Gain over stock vLLM by the number of turns per job."""
-    # The same number of jobs, because with fewer the arrivals end before a queue has grown.
+    # All groups have the same number of jobs, because with fewer jobs the arrivals would end before
+    # a queue has grown.
     groups = [
         (f"{count} turns", TIGHT, Source(f"turns-{count}", 100), PINS_AND_OFFLOADING)
         for count in TURNS
@@ -247,12 +256,12 @@ def gpus(traces: str) -> Study:
     """Pins compared with offloading, on small and large GPUs."""
     names = ("rtx4090-24", "rtx5090-32", "a100-40", "l40s-48", "h100-80", "h200-141")
     groups = [(gpu, Place(gpu, SMALL), SWE, PINS_AND_OFFLOADING) for gpu in names]
-    return _question("gpus", "Pins against offloading", groups)
+    return _question("gpus", "Pins compared with offloading", groups)
 
 
 def rollouts(traces: str) -> Study:
-    """A reinforcement learning step: a group of agents for each of twelve prompts, all started
-    together, until all have finished.
+    """A reinforcement learning step: a group of agents for each of twelve prompts. All agents start
+    together, and the step ends when all have finished.
     """
     cases = (
         Case("stock vLLM", "fcfs"),
@@ -270,24 +279,24 @@ def rollouts(traces: str) -> Study:
 
 
 def basics(traces: str) -> Study:
-    """Value of prefix caching, chunked prefill and batching on stock vLLM, as asked by mini-vLLM.
-    Contiguous memory and static batches are emulated.
+    """Value of prefix caching, chunked prefill and batching on stock vLLM, the questions that
+    mini-vLLM poses. Contiguous memory and static batches are emulated.
     """
     uncached = replace(TIGHT, prefix_caching=False)
     longest = 4_096  # tokens that a request would reserve, at least the longest context
     contiguous = replace(uncached, max_seqs=(TIGHT.pool_tokens or 0) // longest)
     short = (
         Case("stock vLLM", "fcfs"),
-        Case("4 requests at once", "fcfs", replace(TIGHT, max_seqs=4)),
+        Case("4 concurrent requests", "fcfs", replace(TIGHT, max_seqs=4)),
         Case("no prefix caching", "fcfs", uncached),
         Case("contiguous memory (emulated)", "fcfs", contiguous),
         Case("static batches (emulated)", "in-batches", uncached),
     )
     long = (
-        Case("stock vLLM, 8,192 tokens a step", "fcfs"),
+        Case("stock vLLM, 8,192 tokens per step", "fcfs"),
         Case("prompts in one piece", "fcfs", replace(H100, batched_tokens=65_536)),
-        Case("2,048 tokens a step", "fcfs", replace(H100, batched_tokens=2_048)),
-        Case("512 tokens a step", "fcfs", replace(H100, batched_tokens=512)),
+        Case("2,048 tokens per step", "fcfs", replace(H100, batched_tokens=2_048)),
+        Case("512 tokens per step", "fcfs", replace(H100, batched_tokens=512)),
     )
     groups = (
         ("Continuum's benchmark", TIGHT, ORIGINAL, short),
@@ -314,4 +323,4 @@ def families(traces: str) -> Study:
 STUDIES: Mapping[str, Callable[[str], Study]] = {
     one.__name__: one for one in (ablation, ssd, families, batches, turns, gpus, rollouts, basics)
 }
-"""Functions that make a study from the path of the recorded sessions."""
+"""Functions that return a study, given the path of the recorded sessions."""

@@ -1,7 +1,7 @@
-"""Cells: single runs of a server on a machine, carried out in processes and kept in files.
+"""Cells: single runs of a server on a machine, carried out in processes and stored in files.
 
-A cell describes its run completely: with the same code, the same cell gives the same figures. A
-    stored result is therefore reused instead of repeating the run.
+A cell describes its run completely: with the same code, the same cell yields the same figures.
+Therefore a stored result is reused instead of repeating the run.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from tiered_kv.bench.sim.workloads.workload import SimJob, Workload
 
 CODING_AGENTS = "coding-agents"
 FAMILIES = "families"
-"""The coding agents that start sub-agents."""
+"""Name of the workload of coding agents that start sub-agents."""
 RECORDED = (CODING_AGENTS, FAMILIES)
 LEFT_OUT = "left_out_"
-"""Prefix of figures that count what was left out of a workload."""
+"""Prefix of the figures that count sessions and turns left out of a workload."""
 GC_THRESHOLDS = 50_000, 20, 100
 """Thresholds that make Python's cycle collector run rarely, because a run has few cycles and many
 objects."""
@@ -45,7 +45,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @cache
 def code_digest(outside: frozenset[str] = frozenset()) -> str:
-    """Digest of the code that a run depends on: this package, and vLLM's version.
+    """Return a digest of the code that a run depends on: this package and vLLM's version.
 
     Args:
         outside: names of further modules to include.
@@ -67,8 +67,8 @@ class Place:
     """Hardware, model and the tiers below VRAM.
 
     Attributes:
-        pool_tokens: size of the KV pool; None uses the VRAM left by the weights.
-        batched_tokens, max_seqs, long_prefill: see ``Machine``; 0 uses its defaults.
+        pool_tokens: size of the KV pool; None uses the VRAM that the weights leave free.
+        batched_tokens, max_seqs, long_prefill: see ``Machine``; 0 uses the machine's defaults.
     """
 
     gpu: str
@@ -107,8 +107,9 @@ class Source:
     """Source of a run's jobs.
 
     Attributes:
-        workload: name of a generated workload, or one of ``RECORDED``, from ``traces``.
+        workload: name of a generated workload, or one of ``RECORDED``.
         jobs: number of jobs.
+        traces: file of the recorded sessions; empty for generated workloads.
     """
 
     workload: str
@@ -116,7 +117,7 @@ class Source:
     traces: str = ""
 
     def jobs_for(self, place: Machine, seed: int) -> Workload:
-        """Return a seed's jobs that fit on a machine."""
+        """Return the jobs for a seed that fit on a machine."""
         made = self.workload not in RECORDED
         every = (
             generate(self.workload, self.jobs, seed) if made else coding_agents(Path(self.traces))
@@ -136,7 +137,7 @@ class Source:
 
 
 def _copied(job: SimJob, copy: int) -> SimJob:
-    """Rename a copy of a job and its sub-agents; copy 0 is the job itself."""
+    """Rename a copy of a job and its sub-agents. Copy 0 is the job itself."""
     if not copy:
         return job
     turns = (
@@ -160,7 +161,8 @@ class Cell:
     def of(
         cls, place: Place, source: Source, server_name: str, jobs_per_s: float, seed: int
     ) -> Cell:
-        """Return the cell. Sizes of tiers that the server lacks do not distinguish cells.
+        """Return the cell of a run. Sizes of tiers that the server lacks are set to 0, so that they
+        do not distinguish cells.
 
         Raises:
             ValueError: there is no such server.
@@ -175,13 +177,19 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """File name of the result. It changes with the code, including the code of a policy or
-        eviction rule from another package."""
+        """Name of the result's file, without its suffix. It changes with the code, including the
+        code of a policy or eviction rule from another package.
+        """
         said = json.dumps([asdict(self), code_digest(server(self.server).outside)], sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()[:24]
 
     def run(self) -> dict[str, float]:
-        """Simulate. Returns the outcome's summary, and counts of sessions and turns left out."""
+        """Simulate the run. Returns the outcome's summary, and counts of sessions and turns left
+        out.
+
+        Raises:
+            ValueError: no job fits on the machine.
+        """
         from tiered_kv.bench.sim.engine.driver import simulate
 
         place = self.place.machine()
@@ -199,7 +207,9 @@ class Cell:
         return {**outcome.summary(), "dropped": float(workload.dropped), **left_out}
 
     def result(self, folder: Path) -> Summary:
-        """Return this cell's result from the folder. If there is none, simulate and store it."""
+        """Return this cell's result from the folder. If the folder does not have it, simulate the
+        run and store its result.
+        """
         path = folder / f"{self.key}.json"
         if not path.exists():
             part = path.with_suffix(".part")
@@ -223,8 +233,8 @@ class Bench:
     on_done: Callable[[Cell], None]
 
     def run(self, wanted: Mapping[Key, Sequence[Cell]]) -> dict[Key, list[Summary]]:
-        """Run the cells of each key, or read their stored results. An interrupt loses no finished
-        run.
+        """Run the cells of each key, or read their stored results. Completed runs are kept after an
+        interrupt.
         """
         cells = dict.fromkeys(cell for some in wanted.values() for cell in some)
         futures = {self.processes.submit(cell.result, self.folder): cell for cell in cells}
@@ -243,7 +253,7 @@ class Bench:
 def running(
     processes: int, folder: Path, on_done: Callable[[Cell], None] = lambda _: None
 ) -> Iterator[Bench]:
-    """Start processes that carry out up to that many runs concurrently; see ``Bench``."""
+    """Start worker processes that run up to ``processes`` cells concurrently; see ``Bench``."""
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, initializer=_prepare_process) as pool:
@@ -251,7 +261,7 @@ def running(
 
 
 def means(results: Sequence[Summary]) -> dict[str, float]:
-    """Mean of each figure over runs."""
+    """Return the mean of each figure over runs."""
     return {name: sum(one[name] for one in results) / len(results) for name in results[0]}
 
 

@@ -24,7 +24,9 @@ Row = Mapping[str, Any]
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """Return the tables of a result: one per scene for a sweep over loads, otherwise one."""
+    """Return the tables of a result as Markdown: one per scene for a sweep over loads, otherwise
+    one.
+    """
     if "folds" in result:
         return _folds_table(result)
     if "figure" in result:
@@ -32,7 +34,7 @@ def report(result: Mapping[str, Any]) -> str:
     parts = [_loads_table(scene, rows) for scene, rows in by_scene(result["rows"]).items()]
     ratio = result.get("stable_load_ratio")
     if ratio is not None:
-        parts.append(f"Highest stable load over FCFS's, in the worst of these: {ratio:.2f}.\n")
+        parts.append(f"Highest stable load over FCFS's, minimum over the scenes: {ratio:.2f}.\n")
     return "\n".join(parts)
 
 
@@ -52,8 +54,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _loads_table(scene: Sequence[str], rows: Sequence[Row]) -> str:
-    """Mean completion time and P95 in seconds, and the fraction of the gap closed, of each policy
-    at each load.
+    """Return a table of the mean completion time and P95 in seconds, and the fraction of the gap
+    closed, of each policy at each load.
     """
     workload, gpu, model, cpu = scene
     loads = sorted({row["load"] for row in rows})
@@ -98,8 +100,12 @@ def _folds_table(result: Mapping[str, Any]) -> str:
                 *(_ratio(fold[name]) for name in ("over_best", "on_over_off", "over_reach")),
             ]
         )
-    ratios = "ours over it", "holding jobs over not", "ours over job-reach"
-    table = _table(["jobs, machine, tiers", "ours: mean s (P95)", "best other", *ratios], rows)
+    ratios = (
+        "tiered-kv over best other",
+        "admission control on over off",
+        "tiered-kv over job-reach",
+    )
+    table = _table(["jobs, machine, tiers", "tiered-kv: mean s (P95)", "best other", *ratios], rows)
     return f"{table}\nGeometric mean over the best other: {result['geomean_over_best']:.2f}.\n"
 
 
@@ -116,18 +122,18 @@ def _ratio(over: Mapping[str, float | None]) -> str:
 
 
 def plot(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draw a result as PNG and SVG. Existing files are replaced.
+    """Draw a result as PNG and SVG. Existing files are replaced. Returns the paths.
 
-    A sweep over loads gives a figure per scene: mean, P95 and speed-up over FCFS by load, and the
-        sources of prompt tokens at the highest load. Cases give one bar chart with intervals.
+    A sweep over loads yields a figure per scene: mean, P95 and speed-up over FCFS by load, and the
+    sources of prompt tokens at the highest load. Cases yield one bar chart with intervals.
 
     Raises:
-        PlotError: matplotlib is missing, or there is nothing to draw.
+        PlotError: matplotlib is not installed, or there is nothing to draw.
     """
     if "folds" in result:
         raise PlotError("folds are not drawn: print their table with report")
     if not result["rows"]:
-        raise PlotError("no run to draw")
+        raise PlotError("there are no runs to draw")
     folder.mkdir(parents=True, exist_ok=True)
     if "figure" in result:
         return _draw_bars(result, folder / f"study-{result['study']}")
@@ -140,7 +146,9 @@ def plot(result: Mapping[str, Any], folder: Path) -> list[Path]:
 
 @contextmanager
 def _figure(base: Path, paths: list[Path], **size: Any) -> Iterator[Any]:
-    """Create a figure, and save it as ``base``.png and .svg. Equal rows give equal files."""
+    """Create a figure, and save it as ``base``.png and .svg when the block ends. Equal rows yield
+    equal files.
+    """
     matplotlib, figures = matplotlib_modules()
     with matplotlib.rc_context({"svg.hashsalt": "sim", "font.size": 9}):
         figure = figures.Figure(**size, layout="constrained")
@@ -157,7 +165,7 @@ def _draw_loads(scene: Sequence[str], rows: Sequence[Row], folder: Path) -> list
     panels: Sequence[tuple[str, str, str, Callable[[Row], float]]] = (
         ("mean completion time", "seconds", "log", lambda row: row["mean_s"]),
         ("P95 completion time", "seconds", "log", lambda row: row["p95_s"]),
-        ("speed-up over FCFS, mean", "", "linear", lambda row: 1 / row["over_fcfs"]),
+        ("mean speed-up over FCFS", "", "linear", lambda row: 1 / row["over_fcfs"]),
     )
     with _figure(base, paths, figsize=(15, 4.6)) as figure:
         *lines, tiers = figure.subplots(1, 4)
@@ -168,7 +176,12 @@ def _draw_loads(scene: Sequence[str], rows: Sequence[Row], folder: Path) -> list
                 points = sorted((row["load"], value(row)) for row in own)
                 dotted = ":" if policy in (FCFS, INFINITE) else "-"
                 axes.plot(*zip(*points, strict=True), dotted, label=policy, markersize=4, **look)
-            axes.set(title=title, xlabel="load, of FCFS's collapse", ylabel=unit, yscale=scale)
+            axes.set(
+                title=title,
+                xlabel="load, as a fraction of FCFS's collapse",
+                ylabel=unit,
+                yscale=scale,
+            )
             axes.grid(alpha=0.3, which="both")
         _draw_tiers(tiers, rows)
         handles, labels = lines[0].get_legend_handles_labels()
@@ -213,6 +226,6 @@ def _draw_bars(result: Mapping[str, Any], base: Path) -> list[Path]:
             axes.axvline(1.0, color=COLOURS[0], linewidth=0.8)
             axes.grid(alpha=0.3, axis="x")
             axes.set_title(group, loc="left", fontsize=9)
-        panels[-1].set_xlabel(f"{result['figure']} over that of the first")
+        panels[-1].set_xlabel(f"{result['figure']} over the first case")
         figure.suptitle(result["title"])
     return paths

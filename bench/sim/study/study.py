@@ -1,4 +1,5 @@
-"""Studies: groups of servers, each group with the same jobs at the same times in every run.
+"""Studies: groups of servers. In every run, the servers of a group get the same jobs at the same
+times.
 
 A group's load is a multiple of the highest stable arrival rate of stock vLLM on its machine. Ratios
 between servers are paired by seed: geometric means, with Student's interval of the logarithms.
@@ -17,13 +18,14 @@ from tiered_kv.bench.sim.engine.metrics import TIERS
 from .cells import LEFT_OUT, Bench, Cell, Key, Place, Source, Summary, means
 
 FCFS, INFINITE = "fcfs", "infinite"
-"""Stock vLLM, whose collapse sets every load, and stock vLLM with unlimited VRAM."""
+"""Stock vLLM, whose collapse determines every load, and stock vLLM with unlimited VRAM."""
 STABLE_TIMES = 3.0
-"""A server is stable while the mean job time is at most this many times that of a job alone."""
+"""A server is stable while the mean job time is at most this multiple of the time of a job alone.
+"""
 ALONE_JOBS_PER_S = 1e-5
-"""Arrival rate at which no two jobs overlap."""
+"""Arrival rate at which no two jobs overlap, jobs/s."""
 STEP = 1.04
-"""Precision of the search for the collapse rate, as a factor."""
+"""Factor between adjacent rates in the search for the collapse rate."""
 STRIDE, MOST_STRIDES = 16, 12
 ROW_FIGURES = ("mean_s", "p95_s", "p50_s", "p99_s", "ttft_s", *TIERS, "preempted", "dropped")
 FIGURES = (
@@ -42,7 +44,7 @@ class Case:
 
     Attributes:
         label: name, unique in the group.
-        place: the machine; None for the group's.
+        server: name of the server. place: the machine; None uses the group's.
     """
 
     label: str
@@ -89,7 +91,8 @@ class Measured:
     """Results of a group.
 
     Attributes:
-        limits: limits of its scene; None without a load.
+        jobs_per_s: arrival rate.
+        limits: limits of the group's scene; None without a load.
         runs: summaries of each case by its label, one per seed.
     """
 
@@ -102,7 +105,7 @@ class Measured:
         return means(self.runs[label])[figure]
 
     def over(self, label: str, other: str, figure: str = "mean_s") -> PairedRatio:
-        """Ratio of a figure between two cases."""
+        """Return the ratio of a figure between the cases ``label`` and ``other``."""
         ours, theirs = ([one[figure] for one in self.runs[name]] for name in (label, other))
         return PairedRatio.of(ours, theirs)
 
@@ -112,10 +115,10 @@ class Study:
     """Groups to run, and the function that summarizes the results.
 
     Attributes:
-        name: name of its files.
+        name: name of the study, used in file names.
         seeds: seeds of jobs and arrivals.
         search: seeds used to find the loads.
-        result: returns the JSON object of the measured groups.
+        result: converts the measured groups to a JSON object.
         stable_for: servers whose highest stable load is also determined.
     """
 
@@ -133,7 +136,11 @@ class Study:
 
 
 def run_study(study: Study, bench: Bench, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Find the loads, run every case on every seed, and return the result as a JSON object."""
+    """Find the loads, run every case with every seed, and return the result as a JSON object.
+
+    Args:
+        tell: called with the name of each phase.
+    """
     tell("loads")
     scenes = dict.fromkeys(group.scene for group in study.groups if group.load is not None)
     limits = find_loads(bench, scenes, study.search, (FCFS, *study.stable_for))
@@ -174,7 +181,7 @@ def find_loads(
     servers: Sequence[str] = (FCFS,),
 ) -> dict[Scene, Load]:
     """Find the highest stable load of each server in each scene. All searches run concurrently,
-    because each must wait for a run before it knows its next rate.
+    because each needs the result of a run to determine its next rate.
     """
 
     def cells(scene: Scene, server: str, rate: float) -> list[Cell]:
@@ -232,7 +239,7 @@ def search(guess: float) -> Generator[float, bool, float]:
         if high - low < math.inf:
             break
     else:
-        raise ValueError("no rate was found at which the server is just stable")
+        raise ValueError("the search did not find the highest stable rate")
     while high - low > 1:
         middle = (low + high) // 2
         if (yield STEP**middle):
@@ -246,10 +253,10 @@ def search(guess: float) -> Generator[float, bool, float]:
 
 
 def over_loads(study: Study, measured: Sequence[Measured]) -> dict[str, Any]:
-    """Servers over a range of loads: means over seeds, one row per server and load.
+    """Summarize servers over a range of loads: means over seeds, one row per server and load.
 
     ``closed`` is the fraction of the gap between stock vLLM and infinite VRAM that a server closes.
-    It is None if stock vLLM has not collapsed, or infinite VRAM has.
+    It is None if stock vLLM has not collapsed, or if infinite VRAM has collapsed too.
     """
     limits = {one.group.scene: one.limits for one in measured if one.limits is not None}
     scenes = [_scene(scene, found, study.stable_for) for scene, found in limits.items()]
@@ -304,7 +311,7 @@ def _load_row(one: Measured, label: str) -> dict[str, Any]:
 def over_first(
     title: str, figure: str, study: Study, measured: Sequence[Measured]
 ) -> dict[str, Any]:
-    """Ratio of each case to the first case of its group, for a single figure."""
+    """Return the ratio of each case to the first case of its group, for a single figure."""
     return {
         "title": title,
         "figure": figure,
@@ -325,8 +332,8 @@ def _case_row(one: Measured, label: str, figure: str) -> dict[str, Any]:
 
 
 def over_best(study: Study, measured: Sequence[Measured]) -> dict[str, Any]:
-    """Ratios of each group's first case to the best of the others, to the second case (the same
-    without holding), and to the last case (a bound).
+    """Return the ratios of each group's first case to the best of the others, to the second case
+    (the same policy without admission control), and to the last case (a bound).
     """
     folds = [_fold_row(one) for one in measured]
     over = [fold["over_best"] for fold in folds]

@@ -43,11 +43,9 @@ ALWAYS = (
     "Clients that wait, give up or change their requests on a slower server are not modelled.",
     "The trace lacks what a policy had learned before it, so both policies start untrained.",
     "Step costs include the recorded connector's own cost. The other policy's cost is unknown.",
-    "Prefixes that contexts share are known only as far as the trace found them.",
+    "Only the shared prefixes that turns of the trace found are known.",
 )
-COMPRESSED = (
-    "Compression speeds in CPU memory are assumed. They matter only when that memory is full."
-)
+COMPRESSED = "Compression speeds are assumed. They matter only when CPU memory is full."
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ class Figures:
     Attributes:
         mean_s, p50_s, p95_s: completion times, from a job's first arrival to the end of its last
             turn.
-        vram, cpu, ssd, recomputed: fractions of prompt tokens by origin.
+        vram, cpu, ssd, recomputed: fractions of prompt tokens by tier.
         again: tokens recomputed although an earlier turn of the job had computed them.
     """
 
@@ -76,8 +74,9 @@ class JobTimes:
     """Completion times of a job, seconds.
 
     Attributes:
-        job: the client's name for it; empty for a turn without a job.
-        simulated_s, what_if_s: simulated under the recorded policy and under the other.
+        job: the client's name for the job; empty for a turn without a job.
+        recorded_s: recorded time.
+        simulated_s, what_if_s: simulated times under the recorded and the other policy.
     """
 
     job: str
@@ -91,14 +90,18 @@ class WhatIf:
     """Estimated result of serving the same jobs with another policy.
 
     Attributes:
+        path: the trace.
         recorded_policy, policy: the two compared policies.
-        job_order: True if requests are served in job order, under the recorded policy and the
-            other.
+        job_order: for the recorded and for the other policy, True if requests are served in job
+            order.
+        jobs, turns: numbers of simulated jobs and turns.
         recorded, simulated, what_if: figures of the trace, and of the two simulations.
         simulated_over_recorded: ratios that show how accurate the simulation is.
         what_if_over_simulated: ratios of the other policy to the recorded one, both simulated.
         costs: step costs of the engine, seconds; ``error`` is their median relative error.
         limits: limits of the estimate, one sentence each.
+        by_job: completion times of each job.
+        bad_lines: number of invalid lines. bad: descriptions of the first invalid lines.
     """
 
     path: str
@@ -127,20 +130,20 @@ def what_if(
     job_order: bool | None = None,
     most: int = MOST_TURNS,
 ) -> WhatIf:
-    """Simulate the jobs of a trace under its own policy and under another one.
+    """Simulate the jobs of a trace under its own policy and under another policy.
 
     Args:
+        policy: name of a policy, ``module:Class``, or ``stock`` for vLLM without a connector.
         recorded: the policy of the trace, if it is a ``module:Class``; None uses the policy named
             in the trace.
-        policy: name of a policy, ``module:Class``, or ``stock`` for vLLM without a connector.
         job_order: True if the other server serves requests in job order (``ContinuumScheduler``);
             None keeps the recorded order.
         most: maximum number of turns to simulate.
 
     Raises:
-        FileNotFoundError: there is no such trace.
+        FileNotFoundError: the trace does not exist.
         WhatIfError: the trace lacks data that a simulation needs.
-        ConfigError: there is no such policy.
+        ConfigError: the policy does not exist.
     """
     recording = read_recording(path, most)
     header = recording.header
@@ -150,12 +153,12 @@ def what_if(
     place = recorded_machine(recording)
     found = recorded_jobs(recording.turns, header.block_size, longest_context(header))
     if not found.jobs:
-        raise WhatIfError(f"no job of {path} fits into the simulator: nothing can be simulated")
+        raise WhatIfError(f"no job of {path} fits into the simulated machine")
     if max(one.arrives_s for one in found.workload.jobs) > MOST_SPAN_S:
         raise WhatIfError(f"the jobs of {path} span more than ten years: cut the trace")
     try:
         with _quiet():
-            # Names of simulated jobs and outcomes are in the order of the workload.
+            # The jobs of an outcome, which are sorted by name, are in the order of the workload.
             runs = [
                 simulate(place.machine, one, found.workload, place.tiers).jobs for one in servers
             ]
@@ -197,7 +200,7 @@ def what_if(
 
 
 def _costs(cost: StepCost) -> dict[str, float]:
-    """Step costs by name, seconds."""
+    """Return the step costs by name, seconds."""
     return {
         "step_s": cost.step + cost.weights,
         "token_s": cost.token,
@@ -208,7 +211,7 @@ def _costs(cost: StepCost) -> dict[str, float]:
 
 
 def _recorded_policy(header: TraceHeader, asked: str) -> str:
-    """The policy that served the jobs. A module named only in the trace is not imported.
+    """Return the policy that served the jobs. A module that only the trace names is not imported.
 
     Raises:
         WhatIfError: the policy is from another package, and the caller has not named it.
@@ -217,14 +220,14 @@ def _recorded_policy(header: TraceHeader, asked: str) -> str:
         return STOCK
     if header.policy not in (*registry.POLICIES, asked):
         raise WhatIfError(
-            f"the trace was recorded under {header.policy!r:.60}, which is no policy of this "
-            "package: name it with --recorded, and it is imported"
+            f"the trace was recorded under {header.policy!r:.60}, which is not a "
+            "built-in policy: pass --recorded to import it"
         )
     return header.policy
 
 
 def _server(header: TraceHeader, policy: str, job_order: bool) -> Server:
-    """The recorded server, with the given policy. Only the default policy holds jobs back."""
+    """Return the recorded server with the given policy. Only the default policy holds jobs back."""
     if policy == STOCK:
         return Server(STOCK)
     registry.policy(policy)
@@ -241,8 +244,8 @@ def _server(header: TraceHeader, policy: str, job_order: bool) -> Server:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the operator's settings out of the simulated servers, and vLLM's output out of the
-    result.
+    """Hide the operator's ``TIERED_KV_*`` settings from the simulated servers, and keep vLLM's
+    output out of the result, until the block ends.
     """
     names = [name for name in os.environ if name.startswith(ENV_PREFIX)]
     kept = {name: os.environ.pop(name) for name in names}
@@ -258,11 +261,12 @@ def _figures(
     jobs: Sequence[Sequence[SimulatedTurn | TurnTokens]],
     found: RecordedJobs,
 ) -> Figures:
-    """Return the figures of some jobs.
+    """Return the figures of jobs.
 
     Args:
         took: completion time of each job, seconds.
-        jobs: origin of the prompt tokens of each job's turns.
+        jobs: prompt tokens by tier, for each turn of each job.
+        found: the recorded jobs, in the same order.
     """
     total = {tier: sum(getattr(turn, tier) for job in jobs for turn in job) for tier in TIERS}
     again = sum(
@@ -276,7 +280,9 @@ def _figures(
 
 
 def _ratios(figures: Figures, base: Figures) -> dict[str, float]:
-    """Ratios of times. Ratios to zero are left out."""
+    """Return ratios of the times of ``figures`` to those of ``base``. Ratios to zero are left
+    out.
+    """
     times = {name: f"{name}_s" for name in ("mean", "p50", "p95")}
     return {
         name: getattr(figures, time_s) / getattr(base, time_s)
@@ -286,8 +292,8 @@ def _ratios(figures: Figures, base: Figures) -> dict[str, float]:
 
 
 def _limits(recording: Recording, found: RecordedJobs, policy: str) -> Iterator[str]:
-    """Yield what the answer cannot know about this trace, and what it leaves out, one sentence
-    each.
+    """Yield the limits of the estimate for this trace, and the parts of the trace that are left
+    out, one sentence each.
     """
     header = recording.header
     if header.tiers_bytes.get(CPU):
@@ -299,11 +305,12 @@ def _limits(recording: Recording, found: RecordedJobs, policy: str) -> Iterator[
     if recording.cut:
         yield (
             f"Only the first {len(recording.turns):,} turns are simulated, of {len(found.jobs):,} "
-            "jobs. The trace continues, so load that ran next to the last jobs is missing."
+            "jobs. The trace continues, so load that was concurrent with the last jobs is missing."
         )
     if recording.left_out:
         yield (
-            f"{recording.left_out:,} turns of other engines are left out: the one that began at "
-            f"{header.started:.0f} as replica {header.replica} has the most."
+            f"{recording.left_out:,} turns of other engines are left out. The simulated "
+            f"engine, which started at {header.started:.0f} as replica {header.replica}, has the "
+            "most turns."
         )
     yield from (said.format(found.left[name]) for name, said in LEFT.items() if found.left[name])

@@ -20,7 +20,7 @@ EXAMPLES = {
     "<url>": "https://a",
     "<n>": "1",
 }
-"""Words to replace the masks of a recorded command. They are masked again in the same way."""
+"""Words that replace the masks of a recorded command. Masking a word yields the same mask again."""
 SAYS_LAST = (StoryEnd.OVER, StoryEnd.NO_GAP)
 
 
@@ -38,12 +38,12 @@ class RecordedJob:
 
     @property
     def took_s(self) -> float:
-        """Time from the arrival of its first turn to the end of its last one."""
+        """Time from the arrival of the first turn to the end of the last turn, seconds."""
         return self.turns[-1].ended - self.turns[0].arrived
 
     @property
     def longest(self) -> int:
-        """Tokens of its longest context."""
+        """Length of the longest context, tokens."""
         return max(one.tokens.prompt + one.tokens.output for one in self.turns)
 
 
@@ -51,19 +51,20 @@ LEFT = {
     "empty": "{:,} turns without an answer are left out.",
     "too_long": "{:,} jobs are left out, because their contexts fill the whole pool.",
     "beside": (
-        "{:,} turns overlapped with other turns of their job. They count as separate jobs that "
-        "share nothing with it."
+        "{:,} turns overlapped with other turns of their job. They count as separate jobs "
+        "that share no prefix with it."
     ),
     "begun": (
-        "{:,} jobs had started before the trace. Their first turns in it are computed completely."
+        "{:,} jobs had started before the trace. Their first turns in the trace are computed "
+        "completely."
     ),
-    "open": "{:,} jobs were still expected back at the end. They end with their last turn.",
+    "open": "{:,} jobs were still expected back when the trace ended. They end with their last turn.",
     "shared": (
         "{:,} jobs found part of their first prompt cached. They are assumed to share that much "
         "with other jobs of their client."
     ),
 }
-"""Sentences about features that cannot be simulated, by the names of their counts."""
+"""Sentences about recorded features that cannot be simulated, by the name of their count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,8 @@ def recorded_jobs(turns: Iterable[TurnRecord], block: int, longest: int) -> Reco
     """Create the simulator's jobs from a recording's turns.
 
     Args:
-        block: tokens of a block.
-        longest: tokens of the longest context that the machine can hold.
+        block: tokens per block.
+        longest: length of the longest context that the machine can hold, tokens.
     """
     left = Counter[str]()
     every = list(_jobs(turns, left))
@@ -119,7 +120,7 @@ def _jobs(turns: Iterable[TurnRecord], left: Counter[str]) -> Iterable[RecordedJ
                 left["beside"] += 1
                 yield RecordedJob(name, (one,))
                 continue
-            if job and one.turn <= job[-1].turn:  # a name that starts over is another job
+            if job and one.turn <= job[-1].turn:  # a turn number that restarts means another job
                 yield RecordedJob(name, tuple(job))
                 job = []
             job.append(one)
@@ -127,18 +128,18 @@ def _jobs(turns: Iterable[TurnRecord], left: Counter[str]) -> Iterable[RecordedJ
 
 
 def _found(turn: TurnRecord) -> int:
-    """Number of prompt tokens that were found in any tier."""
+    """Return the number of prompt tokens that were found in any tier."""
     return max(0, turn.tokens.vram + turn.tokens.cpu + turn.tokens.ssd)
 
 
 def _shared_tokens(jobs: Sequence[RecordedJob], block: int) -> Iterator[int]:
-    """Tokens of each job's first prompt that are shared with other jobs of its client, as far as
-    known.
+    """Yield the number of tokens of each job's first prompt that it shares with other jobs of its
+    client, as far as known.
 
-    A job shares the tokens that its first turn found. A job that found nothing may have been first,
-    its shared prefix may have been evicted, or it shares nothing. If most jobs of a client found
-    something, such a job is assumed to share the smallest amount found. Tokens found by a job that
-    started before the trace may be its own.
+    A job shares the tokens that its first turn found. A job that found no tokens may have been the
+    first, its shared prefix may have been evicted, or it may share nothing. If at least half of a
+    client's jobs found tokens, such a job is assumed to share the smallest number found. Tokens
+    found by a job that started before the trace may be its own.
     """
     by_client: dict[str, list[int]] = defaultdict(list)
     found = [_found(job.turns[0]) if job.turns[0].turn == 1 else 0 for job in jobs]
@@ -169,7 +170,7 @@ def _sim_job(name: str, job: RecordedJob, arrives_s: float, shared: int) -> SimJ
 def _sim_turn(before: TurnRecord | None, one: TurnRecord, gap_s: float) -> SimTurn:
     tokens, kept = one.tokens, 0
     if before is not None:
-        # Text that was neither found nor lost has changed.
+        # Tokens of the previous context that were neither found nor lost have changed.
         known = min(before.tokens.prompt + before.tokens.output, _found(one) + tokens.lost)
         kept = max(0, min(known, tokens.prompt - 1))
     command, name = "", one.tool[0] if one.tool and one.tool[0] != NO_TOOL else ""
@@ -179,7 +180,7 @@ def _sim_turn(before: TurnRecord | None, one: TurnRecord, gap_s: float) -> SimTu
 
 
 def unmasked(command: str) -> str:
-    """A command with each mask replaced by a word."""
+    """Return a command with each mask replaced by a word."""
     for mask, word in EXAMPLES.items():
         command = command.replace(mask, word)
     return command

@@ -17,24 +17,26 @@ from tiered_kv.trace.trace_reader import BadLine, TraceReader
 from tiered_kv.trace.turn_record import TurnRecord
 
 MOST_TURNS = 10_000
-"""Maximum number of turns to simulate, from the start of the trace. It bounds time and memory."""
+"""Maximum number of turns to simulate, from the start of the trace. The limit bounds time and
+memory."""
 
 Engine = tuple[int, float]
-"""An engine: its data-parallel index, and when its trace started."""
+"""An engine: its data-parallel index, and the start time of its trace."""
 FULL = "full"
 """KV type of full attention."""
 CPU, SSD = "cpu", "ssd"
 ASSUMED_KV_BYTES = 64 << 10
-"""KV bytes per token, if the trace lacks them. Only ratios to other sizes matter."""
+"""KV bytes per token, if the trace lacks this size. Only its ratios to other sizes matter."""
 ASSUMED_RUNNING = 256
 ASSUMED_COPY_S = 10e-6
-"""Seconds to copy a token's KV from CPU memory to VRAM, if the trace lacks it."""
+"""Time to copy a token's KV from CPU memory to VRAM, if the trace lacks this time, seconds."""
 SSD_TIMES = 4.0
-"""Time to read a token's KV from SSD, relative to copying it, if the trace lacks it."""
+"""Time to read a token's KV from SSD, as a multiple of the time to copy it, if the trace lacks this
+time."""
 WRITE_SHARE = 0.8
-"""Speed of writing to SSD relative to reading."""
+"""Speed of writing to SSD, as a fraction of the speed of reading."""
 LEAST_KV = 8
-"""KV bytes per token are a multiple of this in the simulator."""
+"""In the simulator, KV bytes per token are a multiple of this number."""
 NO_END_BYTES = 1 << 44
 MOST_BLOCKS, MOST_BLOCK_TOKENS, MOST_CONTEXT = 4_000_000, 65_536, 4_000_000
 """Maximum sizes to simulate, far beyond those of any engine."""
@@ -50,8 +52,8 @@ class Recording:
 
     Attributes:
         left_out: number of turns of other engines.
-        cut: True if the trace has more turns than were read.
-        bad_lines: number of invalid lines. bad: the first invalid line.
+        cut: True if the trace has more turns than were read. bad_lines: number of invalid lines.
+            bad: the first invalid lines.
     """
 
     path: Path
@@ -64,13 +66,13 @@ class Recording:
 
 
 def read_recording(path: Path, most: int = MOST_TURNS) -> Recording:
-    """Read the first turns of a trace, from the engine with the most turns.
+    """Read the first turns of a trace. Returns those of the engine that has the most of them.
 
     Args:
         most: maximum number of turns to read.
 
     Raises:
-        FileNotFoundError: there is no such trace.
+        FileNotFoundError: the trace does not exist.
         WhatIfError: the trace has no turns, or does not identify their engine.
     """
     reader = TraceReader(path)
@@ -89,8 +91,8 @@ def read_recording(path: Path, most: int = MOST_TURNS) -> Recording:
             count += 1
     if not turns:
         raise WhatIfError(
-            f"{path} contains no turn after a header, and only a header has the engine's size: "
-            "nothing can be simulated"
+            f"{path} cannot be simulated: it contains no turn after a header, and only a header "
+            "has the engine's size"
         )
     chosen, found = max(turns.items(), key=lambda one: len(one[1]))
     left_out, bad = count - len(found), tuple(reader.bad)
@@ -102,6 +104,7 @@ class RecordedMachine:
     """A simulated stand-in for the recorded machine.
 
     Attributes:
+        fitted: step costs, fitted to the turns.
         assumed: assumptions for data that the trace lacks, one sentence each.
     """
 
@@ -112,7 +115,9 @@ class RecordedMachine:
 
 
 def longest_context(header: TraceHeader) -> int:
-    """Tokens of the longest context that the simulator can hold on such a machine."""
+    """Return the length of the longest context that the simulator can hold on the recorded machine,
+    tokens.
+    """
     pool = header.vram_blocks * header.block_size
     return min(pool, header.context_tokens or pool, MOST_CONTEXT) - 1
 
@@ -132,7 +137,7 @@ def recorded_machine(recording: Recording) -> RecordedMachine:
     if not (1 <= block <= MOST_BLOCK_TOKENS and 1 <= blocks <= MOST_BLOCKS):
         raise WhatIfError(
             f"the header of the trace names {blocks:,} blocks of VRAM with {block:,} tokens each: "
-            "the simulator supports no such engine"
+            "the simulator does not support such an engine"
         )
     if header.groups and header.groups != (FULL,):
         raise WhatIfError(
@@ -154,7 +159,7 @@ def recorded_machine(recording: Recording) -> RecordedMachine:
             f"Tiers that the simulator does not support are left out: {', '.join(others)}."
         )
     step_tokens, running = header.step_tokens, header.running
-    if not (1 <= running <= step_tokens <= MOST_CONTEXT):  # as vLLM defines it
+    if not (1 <= running <= step_tokens <= MOST_CONTEXT):  # vLLM ensures this order
         step_tokens, running = STEP_TOKENS, ASSUMED_RUNNING
         assumed.append(
             f"A step is assumed to compute up to {step_tokens:,} tokens of {running} requests."
@@ -182,8 +187,8 @@ def fit_turns(turns: Sequence[TurnRecord], step_tokens: int, copy_s_per_token: f
     """Fit the cost of a step to the turns of one engine.
 
     Args:
-        step_tokens: maximum tokens per step. copy_s_per_token: seconds to copy a token's KV from
-            CPU memory to VRAM.
+        step_tokens: maximum tokens per step.
+        copy_s_per_token: seconds to copy a token's KV from CPU memory to VRAM.
 
     Raises:
         WhatIfError: there are too few turns with times and answers.
@@ -215,7 +220,9 @@ def fit_turns(turns: Sequence[TurnRecord], step_tokens: int, copy_s_per_token: f
 def _copies(
     turns: Sequence[TurnRecord], header: TraceHeader, assumed: list[str]
 ) -> tuple[float, float]:
-    """Seconds to copy a token's KV from CPU memory to VRAM, and to read it from SSD."""
+    """Return the seconds to copy a token's KV from CPU memory to VRAM, and to read it from SSD.
+    Appends to ``assumed``.
+    """
     copies, reads = list[float](), list[float]()
     for one in turns:
         context, costs = one.tokens.prompt + one.tokens.output, one.decision
@@ -228,7 +235,7 @@ def _copies(
     copy_s = float(np.median(copies)) if copies else ASSUMED_COPY_S
     if not copies:
         assumed.append("The trace lacks the speed of copies from CPU memory, which is assumed.")
-    # Queueing prolongs reads, so the shorter ones show the disk's speed.
+    # Queueing prolongs reads, so the shorter reads show the disk's speed.
     read_s = float(np.quantile(reads, 0.25)) if reads else SSD_TIMES * copy_s
     if not reads and SSD in header.tiers_bytes:
         assumed.append("The trace lacks the speed of the SSD, which is assumed.")

@@ -1,15 +1,15 @@
-"""Generated workloads, each from a seed, modelled on published workloads where these exist:
+"""Generated workloads, each from a seed. They are modelled on published workloads where these
+exist:
 
 - ``original``: Continuum's benchmark (arXiv 2511.02230), as in ``bench.replay``: eight turns that
   grow to 2,900 tokens, six gaps of 50 to 300 ms and one of 2 to 5 s.
 - ``swe-agent``: 25 turns on average after a shared prompt of 4,000 tokens. Nine of ten commands are
   fast: recorded calls of SWE-agent (SWE-agent/SWE-agent @3ea751c, 40 calls) took 0.12 to 1.2 s,
   with a median of 0.24 s. Every tenth runs tests or builds, for 8 to 60 s.
-- ``chat``: people who read and type, with a median gap of half a minute.
-- ``mixed``: half ``swe-agent``, half ``chat``.
-- ``burst``: ``original``, twenty jobs at a time.
-- ``turns-4`` to ``turns-32``: ``original`` with that many turns, and a long gap per seven of them.
-- ``rollouts``: a reinforcement learning step. Jobs of ``swe-agent``, eight per prompt, all start
+- ``chat``: people who read and type. The median gap is half a minute. - ``mixed``: half
+``swe-agent``, half ``chat``. - ``burst``: ``original``, twenty jobs at a time. - ``turns-4`` to
+``turns-32``: ``original`` with that many turns, and a long gap per seven of them. - ``rollouts``: a
+reinforcement learning step. Jobs of ``swe-agent``, eight per prompt, all start
   together, and the step ends with the last job.
 - ``wrong-hints``, ``no-hints``: ``original`` with clients that send wrong hints or none.
 """
@@ -35,7 +35,8 @@ from .workload import Hints, SimJob, SimTurn, Workload
 
 Rng = np.random.Generator
 Step = tuple[int, int, float, str]
-"""A turn: tokens added, answer tokens, the gap after it in seconds, and its tool."""
+"""A turn: tokens added, answer tokens, the gap after the turn in seconds, and the tool that runs in
+the gap."""
 
 SHORT_TOOL, LONG_TOOL = "cat notes.txt", "pytest -q"
 SWE_SHARED, SWE_TURNS, SWE_MOST_TURNS = 4_000, 25, 60
@@ -45,8 +46,8 @@ ROLLOUTS = 8
 """Jobs per prompt."""
 TURNS = (4, 8, 16, 32)
 BLOCK, LARGE_BLOCK = 16, 64
-"""Tokens per block: vLLM's default, and a larger size for contexts of 20,000 tokens, because every
-block costs the simulator time."""
+"""Tokens per block: vLLM's default, and a larger size for contexts of 20,000 tokens, because the
+simulator takes time for every block."""
 
 
 def _original(rng: Rng, name: str) -> SimJob:
@@ -69,7 +70,7 @@ def _of_gaps(name: str, gaps: Sequence[tuple[float, str]]) -> SimJob:
 
 
 def _job(name: str, steps: Sequence[Step], prefix: str = "", prefix_tokens: int = 0) -> SimJob:
-    """Create a job whose prompts keep the whole context. No gap follows its last turn."""
+    """Create a job whose prompts keep the whole context. No gap follows the last turn."""
     turns, context = list[SimTurn](), 0
     for added, output, gap_s, tool in steps:
         turns.append(SimTurn(context, added, output, gap_s, tool))
@@ -84,7 +85,7 @@ def _rollout(rng: Rng, name: str) -> SimJob:
     prompt = SWE_SHARED + int(np.random.default_rng(group).uniform(500, 2_500))
     job = _swe_agent(rng, name)
     first = replace(job.turns[0], added=prompt)
-    more = prompt - job.turns[0].added  # also of every later context
+    more = prompt - job.turns[0].added  # every later context grows by this too
     rest = tuple(replace(turn, shared=turn.shared + more) for turn in job.turns[1:])
     return replace(job, turns=(first, *rest), prefix=f"task-{group}", prefix_tokens=prompt)
 
@@ -118,7 +119,7 @@ def _tokens(rng: Rng, median: float, sigma: float) -> int:
 
 
 ALL = 0
-"""Burst size for all jobs at once."""
+"""Burst size with which all jobs arrive together."""
 _MAKERS: Mapping[str, tuple[Callable[[Rng, str], SimJob], Hints, int, int]] = {
     "original": (_original, Hints.RIGHT, 1, BLOCK),
     "swe-agent": (_swe_agent, Hints.RIGHT, 1, LARGE_BLOCK),
@@ -133,7 +134,8 @@ _MAKERS: Mapping[str, tuple[Callable[[Rng, str], SimJob], Hints, int, int]] = {
     "wrong-hints": (_original, Hints.WRONG, 1, BLOCK),
     "no-hints": (_original, Hints.NONE, 1, BLOCK),
 }
-"""Maker of each workload's jobs, with its hints, burst size, and tokens per block."""
+"""For each workload: the function that creates a job, the hints, the burst size, and the tokens per
+block."""
 GENERATED = tuple(_MAKERS)
 
 
@@ -141,10 +143,10 @@ def generate(name: str, count: int, seed: int) -> Workload:
     """Create ``count`` jobs of a workload.
 
     Raises:
-        ValueError: there is no such workload.
+        ValueError: the workload does not exist.
     """
     if name not in _MAKERS:
-        raise ValueError(f"no workload {name!r}: use one of {', '.join(_MAKERS)}")
+        raise ValueError(f"unknown workload {name!r}: use one of {', '.join(_MAKERS)}")
     make, hints, burst, block = _MAKERS[name]
     rng = np.random.default_rng([seed, 0])
     jobs = tuple(make(rng, f"{name}-{number}") for number in range(count))
@@ -154,7 +156,7 @@ def generate(name: str, count: int, seed: int) -> Workload:
 
 
 def _misled(job: SimJob) -> SimJob:
-    """Swap the tool names, so that every hint is wrong."""
+    """Exchange the tool names, so that every hint about a tool is wrong."""
     other = {SHORT_TOOL: LONG_TOOL, LONG_TOOL: SHORT_TOOL}
     turns = tuple(replace(turn, tool=other.get(turn.tool, "")) for turn in job.turns)
     return replace(job, turns=turns)

@@ -1,15 +1,15 @@
 """Recorded sessions of coding agents as jobs of a simulation.
 
-The file has one session per line (see ``bench.gaps``). A request has its tokens, the tokens shared
-with the previous request, and the gap before it; a sub-agent has its requests and its duration. A
-sub-agent starts when the request before it ends. Its parent continues after it has finished, with
-the same delay as in the record.
+The file has one session per line (see ``bench.gaps``). A request has its token counts, the number
+of tokens shared with the previous request, and the gap before it. A sub-agent has its requests and
+its duration. A sub-agent starts when the request before it ends. Its parent continues after the
+sub-agent has finished, with the same delay as in the recording.
 
-A session is split at gaps of over ten minutes, because the user was away, and the rest is another
-job. It is also split where a gap, or the tokens shared with the previous request, are null. A
-request without tokens is left out, and so are the requests after it in a sub-agent. A sub-agent of
-unknown duration is left out, and its time is part of its parent's gap. Everything left out is
-counted.
+A session is split at gaps of over ten minutes, because the user was away; the rest becomes another
+job. It is also split where a gap, or the number of tokens shared with the previous request, is
+null. A request without tokens is left out. In a sub-agent, the requests after it are left out too.
+A sub-agent of unknown duration is left out, and its time is part of its parent's gap. Everything
+that is left out is counted.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ MOST_TURNS = 60
 """Maximum turns per job. Further turns are left out, so that no single session dominates a run."""
 FEWEST_TURNS = 3
 BLOCK = 128
-"""Tokens per block: contexts have up to 100,000 tokens, and every block costs the simulator time.
-docs/simulation.md has the difference from blocks of 64."""
+"""Tokens per block. Contexts have up to 100,000 tokens, and the simulator takes time for every
+block. docs/simulation.md has the difference from blocks of 64."""
 NO_TOOL_STOP = "end_turn"
 NUMBERS: Mapping[str, Callable[[Row, str], float]] = {
     **dict.fromkeys(("in", "out", "lcp"), whole),
@@ -67,10 +67,10 @@ class _Agent:
 
 @cache
 def coding_agents(path: Path) -> Workload:
-    """All jobs of a recording, in the order of the file.
+    """Read all jobs of a recording, in the order of the file.
 
     Raises:
-        bench.agents.recorded_rows.RecordingError: it cannot be read, is not such a recording, or
+        bench.agents.recorded_rows.RecordingError: the file cannot be read, has another format, or
             has no job.
     """
     sessions = read_rows(path, _session)
@@ -78,7 +78,7 @@ def coding_agents(path: Path) -> Workload:
 
 
 def workload_of(sessions: Sequence[Row], name: str) -> Workload:
-    """All jobs of these sessions, in order.
+    """Return all jobs of these sessions, in order.
 
     Args:
         name: name of the recording.
@@ -101,7 +101,7 @@ def workload_of(sessions: Sequence[Row], name: str) -> Workload:
     if not jobs:
         raise RecordingError(
             f"{name} has no job of {FEWEST_TURNS} turns or more: {too_short.turns} turns of "
-            f"{too_short.sessions} sessions are in shorter ones, and {nulls.turns} turns of "
+            f"{too_short.sessions} sessions are in shorter jobs, and {nulls.turns} turns of "
             f"{nulls.sessions} sessions have nulls. Record longer sessions"
         )
     left_out = {"nulls": nulls, "too_short": too_short}
@@ -138,8 +138,8 @@ def _parts(session: Row) -> tuple[list[list[_Turn]], int]:
 
 
 def _rows(record: Row) -> list[Row]:
-    """Requests of a session or sub-agent, with validated numbers. A null request has no known
-    numbers.
+    """Return the requests of a session or sub-agent, with validated numbers. A null request becomes
+    an empty row.
     """
     return [
         {**row, **{name: known(row, name, read) for name, read in NUMBERS.items() if name in row}}
@@ -160,7 +160,7 @@ def _lacks_tokens(row: Row) -> bool:
 
 
 def _is_apart(row: Row) -> bool:
-    """True if the record lacks the relation of a request to the previous one."""
+    """Return True if the recording does not relate the request to the previous one."""
     return row.get("gap") is None or row.get("lcp") is None
 
 

@@ -1,4 +1,4 @@
-"""Jobs of a simulation, fixed before the first run and the same for every policy."""
+"""Jobs of a simulation. They are fixed before the first run, and the same for every policy."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ class Hints(Enum):
     """Hints that clients send about their jobs."""
 
     RIGHT = "right"
-    """The job's name, and a mark on its last turn."""
+    """The job's name, tools, and a mark on the last turn."""
     WRONG = "wrong"
-    """The job's name, but every turn is marked as the last, and tools are named wrongly."""
+    """The job's name is right, but every turn is marked as the last, and tool names are wrong."""
     NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class SimTurn:
-    """A request, and the pause after it.
+    """A request, and the gap after it.
 
     Attributes:
         shared: number of leading context tokens that the prompt keeps.
         added: number of prompt tokens after the shared ones.
         output: answer length, tokens.
-        gap_s: seconds from the end of the answer and of the sub-agents that it started to the job's
-            next turn; 0 after the last turn.
+        gap_s: seconds from the end of the answer, or of the turn's sub-agents, to the job's next
+            turn; 0 after the last turn.
         tool: command that runs in the gap; may be empty. tool_name: name of the tool; empty for a
             shell.
-        agents: sub-agents that it starts, each ``arrives_s`` after its end.
+        agents: sub-agents that the turn starts, each ``arrives_s`` after the turn's end.
     """
 
     shared: int
@@ -48,18 +48,20 @@ class SimTurn:
 
     @property
     def prompt(self) -> int:
+        """Prompt length, tokens."""
         return self.shared + self.added
 
 
 @dataclass(frozen=True, slots=True)
 class SimJob:
-    """An agent's work.
+    """A job of an agent.
 
     Attributes:
         name: name, unique in the workload.
-        arrives_s: arrival time of its first turn, seconds.
+        arrives_s: arrival time of the first turn, seconds. For a sub-agent, it counts from the end
+            of its parent's turn.
         prefix: jobs with the same value share their first ``prefix_tokens``; empty for none.
-        says_last: True if its client marks its last turn.
+        says_last: True if the client marks the job's last turn.
     """
 
     name: str
@@ -71,12 +73,12 @@ class SimJob:
 
     @property
     def longest(self) -> int:
-        """Length of its longest context, sub-agents included, tokens."""
+        """Length of the job's longest context, sub-agents included, tokens."""
         own = max(turn.prompt + turn.output for turn in self.turns)
         return max([own, *(agent.longest for turn in self.turns for agent in turn.agents)])
 
     def everyone(self) -> Iterator[SimJob]:
-        """Yield the job and its sub-agents."""
+        """Yield the job and, recursively, its sub-agents."""
         yield self
         for turn in self.turns:
             for agent in turn.agents:
@@ -88,9 +90,11 @@ class Workload:
     """Jobs to play, the same for every server.
 
     Attributes:
-        block: tokens per block that suits its contexts.
+        hints: hints that the clients send.
+        block: tokens per block that suits the jobs' contexts.
         burst: number of jobs that arrive together.
-        left_out: counts by reason. ``too_long`` counts jobs that no server could hold.
+        left_out: counts of sessions and turns that are not played, by reason. ``too_long`` counts
+            jobs that are too long for the machine.
     """
 
     name: str
@@ -102,12 +106,13 @@ class Workload:
 
     @property
     def dropped(self) -> int:
-        """Number of jobs left out because no server could hold them."""
+        """Number of jobs left out because they are too long for the machine."""
         return self.left_out.get(TOO_LONG, LeftOut()).sessions
 
     def at(self, jobs_per_s: float, seed: int) -> Workload:
-        """Return the jobs with Poisson arrivals. With the same seed, the arrivals at different
-        rates differ only by a time factor."""
+        """Return the jobs with Poisson arrivals, in a random order. With the same seed, the
+        arrivals at different rates differ only by a time factor.
+        """
         count = len(self.jobs)
         unit = np.random.default_rng([seed, 1]).exponential(1.0, -(-count // self.burst))
         starts = (np.cumsum(unit) - unit[:1]) * self.burst / jobs_per_s
@@ -119,8 +124,9 @@ class Workload:
         return replace(self, jobs=jobs)
 
     def that_fit(self, pool_tokens: int, max_len: int) -> Workload:
-        """Leave out jobs that would take more than half of the pool, or more than the model's
-        limit."""
+        """Return the workload without jobs that would occupy more than half of the pool, or exceed
+        the model's limit ``max_len``. The jobs left out are counted.
+        """
         most = min(pool_tokens // 2, max_len - 1)
         jobs = tuple(job for job in self.jobs if job.longest <= most)
         left = [job for job in self.jobs if job.longest > most]
