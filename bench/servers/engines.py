@@ -156,7 +156,7 @@ def engine(model: Path, connector: bool, **options: Any) -> Iterator[Engine]:
 
         # When an engine starts, vLLM's CPU build (0.32) reads attributes of every module, and fails
         # at llvmlite's library, which claims to have every attribute. After a use of numba, no
-        # other # engine would start in the process.
+        # other engine would start in the process.
         with _changed(sys.modules, {"llvmlite.binding.ffi": None}):
             llm = LLM(str(model), **settings)
         try:

@@ -1,8 +1,6 @@
 """The command line: ``tiered-kv``.
 
-``tiered-kv doctor`` checks a machine, its settings and a running server.
-
-``tiered-kv top`` shows a running server live in the terminal.
+This module has the commands ``doctor`` and ``top``, and adds the commands of the other modules.
 """
 
 from __future__ import annotations
@@ -142,7 +140,7 @@ def root(
 
 
 def main() -> None:
-    """Run the command given by the process's arguments."""
+    """Run the command that the process's arguments name."""
     app()
 
 

@@ -1,8 +1,8 @@
 """Commands for benchmarks. A benchmark is imported only when it runs, because it needs the extra
 ``bench``.
 
-This module also prints the result of ``tiered-kv trace analyze PATH --what-if POLICY``, as JSON or
-as tables.
+This module also runs ``tiered-kv trace analyze PATH --what-if POLICY``, and prints the answer as
+JSON or as tables.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from .terminal import exit_unless, one_sentence, print_json, print_table, refuse
 
 @contextmanager
 def needs_packages(command: str) -> Iterator[None]:
-    """Exit with a message if a command needs a package that is not installed.
+    """Exit with a message if the block needs a package that is not installed.
+
+    Args:
+        command: name of the command, for the message.
 
     Raises:
-        typer.Exit: the package is not installed.
+        typer.Exit: a package is not installed.
     """
     try:
         yield
@@ -47,7 +50,7 @@ class Benchmark:
     Attributes:
         name: name of the command.
         module: module of its typer app.
-        summary: line in ``tiered-kv --help``.
+        summary: description in ``tiered-kv --help``.
     """
 
     name: str
@@ -58,7 +61,7 @@ class Benchmark:
         """Run the benchmark with these arguments, as ``python -m`` would.
 
         Raises:
-            typer.Exit: packages that it needs are not installed.
+            typer.Exit: a package that the benchmark needs is not installed.
         """
         with needs_packages(self.name):  # the benchmark imports some packages late
             app = importlib.import_module(self.module).app
@@ -102,20 +105,21 @@ def _command(benchmark: Benchmark) -> Callable[[typer.Context], None]:
 MODULE = "tiered_kv.bench.sim.what_if.answer"
 """Module that computes the answer. It imports vLLM, so it is imported only on demand."""
 BELIEVED = 0.15
-"""Error of the simulation above which a warning is printed."""
+"""Relative error of the simulation above which a warning is printed."""
 
 
 def answer_what_if(
     path: Path, policy: str, *, recorded: str | None, job_order: bool | None, as_json: bool
 ) -> None:
-    """Print what another policy would have done with the jobs of a trace.
+    """Print the estimated result of serving the jobs of a trace with another policy.
 
     Args:
+        policy: name of the other policy, ``module:Class``, or ``stock``.
         recorded: the trace's own policy, if it is a ``module:Class``.
         job_order: True for job order under the other policy; None keeps the recorded order.
 
     Raises:
-        typer.Exit: 1 if a line is not a record, 2 if nothing can be simulated.
+        typer.Exit: with 1 if a line is not a record, with 2 if the jobs cannot be simulated.
     """
     with needs_packages("trace analyze --what-if"), one_sentence(), _errors_only():
         found = asdict(
@@ -134,7 +138,9 @@ def answer_what_if(
 
 @contextmanager
 def _errors_only() -> Iterator[None]:
-    """Keep vLLM's messages about the missing GPU off the terminal."""
+    """Suppress log messages below errors until the block ends, such as vLLM's about a missing
+    GPU.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -180,7 +186,7 @@ def _print(found: Mapping[str, Any]) -> None:
 
 
 def _names(found: Mapping[str, Any]) -> tuple[str, str]:
-    """Names of the two servers, with their order of requests if it differs."""
+    """Return the names of the two servers, with their request order if the orders differ."""
     names, orders = (found["recorded_policy"], found["policy"]), found["job_order"]
     if orders[0] == orders[1] or found["policy"] == "stock":
         return names

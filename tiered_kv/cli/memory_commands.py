@@ -1,4 +1,4 @@
-"""``tiered-kv memory``: list and delete files of CPU memory that outlives its engine."""
+"""``tiered-kv memory``: list and delete memory files, which outlive their engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COLUMNS = {
     "newest": True,
     "open in": False,
 }
-"""Columns of ``ls``: True for columns of numbers."""
+"""Columns of ``ls``; the value is True for columns of numbers."""
 
 NANOSECONDS = 1e9
 
@@ -52,7 +52,7 @@ Folder = Annotated[
 def list_command(folder: Folder, as_json: AsJson = False) -> None:
     """List the memory files in FOLDER. Works while a server runs.
 
-    Exits with 1 if an entry was skipped.
+    Exits with 1 if a path was skipped because it could not be read or is not a memory file.
     """
     with one_sentence():
         found = list_memory(folder)
@@ -105,7 +105,7 @@ def gc_command(
 
 
 def describe(one: MemoryFile) -> dict[str, object]:
-    """Describe a file for ``ls --json``."""
+    """Return the description of a file for ``ls --json``."""
     geometry = one.header.geometry if one.header is not None else None
     return {
         "path": str(one.path),
@@ -126,12 +126,12 @@ def describe(one: MemoryFile) -> dict[str, object]:
 
 
 def newest_s(one: MemoryFile) -> float | None:
-    """Age of the newest page, seconds; None without pages."""
+    """Return the age of the newest page, seconds; None if the file has no pages."""
     return max(0.0, time.time() - one.newest / NANOSECONDS) if one.pages else None
 
 
 def row(one: MemoryFile) -> list[str]:
-    """Row of a file under ``COLUMNS``."""
+    """Return the row of a file under ``COLUMNS``."""
     owner = short_owner(one.owner)
     if one.header is None:
         cells = [one.damage, "-", "-"]

@@ -1,10 +1,7 @@
-"""``tiered-kv plan``: how much KV each tier of a server would hold, and the flags to start the
-server.
+"""``tiered-kv plan``: estimates how much KV each tier of a server can hold.
 
-Prints the plan as JSON or as tables.
-
-Also prints the environment and the arguments that start a server as planned, in the form that the
-README uses.
+Prints the plan as JSON or as tables, and the environment and the command that start a server as
+planned, in the form that the README uses.
 """
 
 from __future__ import annotations
@@ -43,15 +40,16 @@ TRANSFER = {
 }
 """Value of ``--kv-transfer-config``."""
 SCHEDULER = "tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler"
-"""Class that serves requests in the order in which their jobs started."""
+"""Scheduler class that serves requests in the order in which their jobs started."""
 SSD_FOLDER = "/nvme/tiered-kv"
 """Placeholder for the folder of pages on SSD, which the operator replaces."""
 SHUTDOWN_S = 30
-"""Shutdown timeout for requests in flight and the final flush to SSD, seconds."""
+"""Value of ``--shutdown-timeout``, seconds: time for requests in flight and for the final flush to
+SSD."""
 
 
 def environment(cpu_gib: float, ssd_gib: float) -> dict[str, str]:
-    """Environment variables for the server, by name."""
+    """Return the environment variables for the server, by name."""
     found = {"TIERED_KV_CPU_GIB": f"{cpu_gib:g}"}
     if ssd_gib > 0:
         found["TIERED_KV_SSD_PATH"] = SSD_FOLDER
@@ -69,10 +67,12 @@ def arguments(
     kv_dtype: str,
     utilization: float | None,
 ) -> list[str]:
-    """Arguments of the command.
+    """Return the command that starts the server, as a list of words.
 
     Args:
-        fits: True if VRAM holds the model's longest context. Otherwise vLLM refuses to start.
+        model: model folder, or its ``config.json``.
+        fits: True if VRAM holds the model's longest context. Otherwise the maximum length is left
+            to vLLM, which would refuse to start.
         ssd: True if there is a folder for the final flush.
         dtype, kv_dtype: requested types; vLLM's defaults are left out.
         utilization: fraction of VRAM; None for vLLM's default.
@@ -96,8 +96,8 @@ def arguments(
 
 
 def in_shell(variables: dict[str, str], words: list[str]) -> str:
-    """Shell commands: one exports the variables, the other starts the server, with line breaks
-    before long options.
+    """Return two shell commands: one exports the variables, and one starts the server. Long options
+    start on a new line.
     """
     exported = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
     quoted = shlex.join(words)
@@ -114,7 +114,7 @@ GROUP_COLUMNS = {
     "block size": True,
     "groups": True,
 }
-"""Columns of the KV types: True for columns of numbers."""
+"""Columns of the table of KV types; the value is True for columns of numbers."""
 
 TIER_COLUMNS = {
     "tier": False,
@@ -124,11 +124,13 @@ TIER_COLUMNS = {
     "time to restore": True,
     "break-even gap": True,
 }
-"""Columns of the tiers: True for columns of numbers."""
+"""Columns of the table of tiers; the value is True for columns of numbers."""
 
 
 def describe_plan(plan: Plan, variables: dict[str, str], words: Sequence[str]) -> dict[str, object]:
-    """Describe a plan for ``--json``. Bytes and rates are over all ranks; times are seconds."""
+    """Return the description of a plan for ``--json``. Bytes and rates are over all ranks; times
+    are in seconds.
+    """
     shape, setup, layout, ranks = plan.shape, plan.setup, plan.shape.layout, plan.shape.ranks
     return {
         "architecture": shape.architecture,
@@ -187,22 +189,22 @@ def describe_plan(plan: Plan, variables: dict[str, str], words: Sequence[str]) -
 
 
 def token_bytes(plan: Plan) -> float:
-    """KV bytes per token in all attention layers, over all ranks."""
+    """Return the KV bytes per token in all attention layers, over all ranks."""
     return plan.shape.ranks * sum(one.layers * one.token_bytes for one in plan.shape.kv)
 
 
 def state_bytes(plan: Plan) -> int:
-    """State size in all layers that have one, over all ranks, bytes."""
+    """Return the state size of a context in all layers with states, over all ranks, bytes."""
     return plan.shape.ranks * sum(one.layers * one.state_bytes for one in plan.shape.kv)
 
 
 def heading(plan: Plan) -> list[str]:
-    """Lines to print above the tables."""
+    """Return the lines to print above the tables."""
     shape, setup = plan.shape, plan.setup
     cards = setup.gpu if shape.ranks == 1 else f"{shape.ranks} {setup.gpu}"
     weights = shape.weights
-    parts = [f"{size(token_bytes(plan))} a token"] if token_bytes(plan) else []
-    parts += [f"{size(state_bytes(plan))} a state"] if state_bytes(plan) else []
+    parts = [f"{size(token_bytes(plan))} per token"] if token_bytes(plan) else []
+    parts += [f"{size(state_bytes(plan))} per state"] if state_bytes(plan) else []
     return [
         f"{shape.architecture} on {cards}: {size(weights.nbytes)} of weights ({weights.source}), "
         f"KV in {shape.kv_dtype}, {' and '.join(parts)}",
@@ -212,7 +214,7 @@ def heading(plan: Plan) -> list[str]:
 
 
 def group_rows(plan: Plan) -> list[list[str]]:
-    """Rows of the KV types, under ``GROUP_COLUMNS``."""
+    """Return the rows of the KV types, under ``GROUP_COLUMNS``."""
     rows, shape = [], plan.shape
     for one in shape.kv:
         groups = [group for group in shape.layout.groups if one.words in group.words.split(" and ")]
@@ -233,7 +235,7 @@ def group_rows(plan: Plan) -> list[list[str]]:
 
 
 def tier_row(tier: TierPlan) -> list[str]:
-    """Row of a tier under ``TIER_COLUMNS``."""
+    """Return the row of a tier, under ``TIER_COLUMNS``."""
     return [
         tier.name,
         size(tier.nbytes),
@@ -245,7 +247,7 @@ def tier_row(tier: TierPlan) -> list[str]:
 
 
 def assumptions(plan: Plan) -> list[str]:
-    """Sentences about the assumptions behind the figures."""
+    """Return sentences about the assumptions behind the figures."""
     gpu, setup = GPUS[plan.setup.gpu], plan.setup
     found = [
         f"Computing: {plan.setup.gpu} has {gpu.flops / 1e12:,.0f} TFLOP/s and "
@@ -254,24 +256,25 @@ def assumptions(plan: Plan) -> list[str]:
         f"Restores from CPU memory: {plan.link / GB:,.0f} GB/s over PCIe.",
         f"VRAM: {setup.utilization:g} of {size(gpu.memory)}, less weights and "
         f"{RESERVED_BYTES / GB:g} GB for activations, on each GPU.",
-        "Gaps: the tier is full, and a second of all of it is worth a second of the GPU's time, "
+        "Gaps: the tier is assumed to be full, and occupying all of it for a second to cost a "
+        "second of GPU time, "
         "as the connector prices VRAM in a shortage.",
     ]
     if setup.ssd_gib > 0:
         found[2:2] = [
             f"Restores from SSD: reads at {setup.ssd_gbps:g} GB/s, then the copy from CPU memory. "
-            "Pages are counted as they are; on SSD they are compressed."
+            "Capacity is that of uncompressed pages, although pages are compressed on SSD."
         ]
     return found
 
 
 CONTEXT = 32_768
-"""Default context length, tokens, unless the model's limit is lower. Typical of a coding agent
-after a while."""
+"""Default context length, tokens, unless the model's limit is lower. It is typical of a coding
+agent after several turns."""
 CPU_GIB = TierConfig().cpu_gib
 """The connector's default CPU memory for KV, GiB."""
 SSD_GBPS = 3.0
-"""Default read rate of an SSD, GB/s: three quarters of four PCIe 3 lanes."""
+"""Default read rate of an SSD, GB/s: three quarters of the raw rate of four PCIe 3 lanes."""
 
 
 def plan_command(
@@ -299,13 +302,13 @@ def plan_command(
         float | None,
         typer.Option(
             min=0,
-            help=f"CPU memory for KV, GiB; by default what --jobs need, or {CPU_GIB:g} without it.",
+            help=f"CPU memory for KV, GiB; by default as needed for --jobs, or {CPU_GIB:g} without --jobs.",
         ),
     ] = None,
     ssd_gib: Annotated[float, typer.Option(min=0, help="SSD space for KV, GiB.")] = 0.0,
     ssd_gbps: Annotated[
         float,
-        typer.Option(min=0.01, help="SSD read speed, GB/s, as tiered-kv doctor measures it."),
+        typer.Option(min=0.01, help="SSD read speed, GB/s, as measured by tiered-kv doctor."),
     ] = SSD_GBPS,
     dtype: Annotated[str, typer.Option(help="Same as vLLM's --dtype.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="Same as vLLM's --kv-cache-dtype.")] = "auto",
@@ -366,7 +369,9 @@ def plan_command(
     print_table(TIER_COLUMNS, [tier_row(tier) for tier in plan.tiers])
     typer.echo()
     if plan.pin_s is not None:
-        typer.echo(f"A pin in full VRAM beats CPU memory up to {duration(plan.pin_s)}.")
+        typer.echo(
+            f"In full VRAM, a pin beats CPU memory for gaps of up to {duration(plan.pin_s)}."
+        )
     for sentence in (*plan.notes, *assumptions(plan)):
         typer.echo(sentence)
     typer.echo(f"\n{in_shell(variables, words)}")

@@ -1,4 +1,4 @@
-"""``tiered-kv store``: list, count, verify, delete and export stores on SSD."""
+"""``tiered-kv store``: list, count, verify, delete and export pages on SSD."""
 
 from __future__ import annotations
 
@@ -68,7 +68,11 @@ Where = Annotated[
 
 
 def read_stores(path: Path) -> tuple[Listing, list[Inventory]]:
-    """Find the stores under PATH and take their inventories, with a progress bar."""
+    """Find the stores under PATH and read their footers, with a progress bar.
+
+    Raises:
+        typer.Exit: with 2 if a path cannot be read.
+    """
     inventories = []
     with one_sentence():
         found = find_stores(path)
@@ -88,10 +92,13 @@ def report_on(
     *,
     good: bool = True,
 ) -> None:
-    """Print the result of a command for PATH: as JSON, or as a table of these columns and rows.
+    """Print the result of a command for PATH as JSON, or as a table.
 
     Args:
+        fields: the JSON fields.
+        table: columns and rows of the table.
         odd: reasons for skipped paths.
+        good: False if the command should exit with 1.
 
     Raises:
         typer.Exit: the result is not good, or a path was skipped.
@@ -105,7 +112,7 @@ def report_on(
 def list_command(path: Where, as_json: AsJson = False) -> None:
     """List the stores under PATH, least recently used first.
 
-    Exits with 1 if an entry was skipped.
+    Exits with 1 if a path was skipped because it could not be read or is not part of a store.
     """
     found, inventories = read_stores(path)
     fields = {"stores": [describe_store(one) for one in inventories]}
@@ -117,7 +124,7 @@ def list_command(path: Where, as_json: AsJson = False) -> None:
 def stat_command(path: Where, as_json: AsJson = False) -> None:
     """Print totals of all stores under PATH.
 
-    Exits with 1 if an entry was skipped.
+    Exits with 1 if a path was skipped because it could not be read or is not part of a store.
     """
     found, inventories = read_stores(path)
     total = add_up(inventories)
@@ -129,7 +136,7 @@ def stat_command(path: Where, as_json: AsJson = False) -> None:
 def verify_command(path: Where, as_json: AsJson = False) -> None:
     """Read and check every page under PATH. Changes nothing.
 
-    Exits with 1 if a page is bad or an entry was skipped.
+    Exits with 1 if a page is bad or a path was skipped.
     """
     checked = VerifyResult()
     began = time.monotonic()
@@ -173,15 +180,17 @@ def gc_command(
     path: Where,
     older_than: Annotated[
         float | None,
-        typer.Option(min=0, metavar="DAYS", help="Only stores last used more than DAYS ago."),
+        typer.Option(
+            min=0, metavar="DAYS", help="Delete only stores last used more than DAYS ago."
+        ),
     ] = None,
     fingerprint: Annotated[
         str,
         typer.Option(
-            metavar="HEX", help="Only the store with this fingerprint; 8 digits are enough."
+            metavar="HEX", help="Delete only stores with this fingerprint; 8 digits are enough."
         ),
     ] = "",
-    everything: Annotated[bool, typer.Option("--all", help="All stores.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Delete all stores.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be deleted, and delete nothing.")
     ] = False,
@@ -247,15 +256,16 @@ def export_command(
     stored: Annotated[
         bool,
         typer.Option(
-            "--stored", help="Also write the sections as stored: plane, zstd frame, codec table."
+            "--stored",
+            help="Also write each page's encoded plane and zstd frame, and the codec table.",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write decoded pages and a manifest to the folder OUT, which must be empty or new. KEY selects
-    one page by its key in hexadecimal; --all selects every page.
+    one page by its key, in hexadecimal. --all selects every page.
 
-    Exits with 1 if a page could not be read or an entry was skipped.
+    Exits with 1 if a page could not be read or a path was skipped.
     """
     if len(targets) != (1 if everything else 2):
         refuse("expected KEY and OUT, or --all and OUT")
@@ -291,5 +301,5 @@ def parse_key(digits: str) -> PageKey:
     except ValueError:
         refuse(f"{digits!r} is not a page key: use the hexadecimal digits that export --all lists")
     if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
-        refuse(f"a page key has {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, this one has {len(key)}")
+        refuse(f"a page key has {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, but KEY has {len(key)}")
     return PageKey(key)

@@ -15,7 +15,8 @@ from tiered_kv.storage.admin.verify import BadPage
 
 QUANTILES = {"newest": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "oldest": 1.0}
 FINGERPRINT_DIGITS = 8
-"""Digits of a fingerprint that ``ls`` shows and ``gc`` needs."""
+"""Number of hexadecimal digits of a fingerprint that ``ls`` shows, and minimum that ``gc`` accepts.
+"""
 
 STORE_COLUMNS = {
     "store": False,
@@ -31,16 +32,16 @@ STORE_COLUMNS = {
     "last use": True,
     "open in": False,
 }
-"""Columns of ``ls``: True for columns of numbers."""
+"""Columns of ``ls``; the value is True for columns of numbers."""
 
 
 def store_name(store: StoreInfo) -> str:
-    """Short name of a store, long enough for ``gc --fingerprint``."""
+    """Return a short name of a store. Its fingerprint is long enough for ``gc --fingerprint``."""
     return f"{store.fingerprint.hex()[:FINGERPRINT_DIGITS]}/{store.path.name}"
 
 
 def ages(inventories: Sequence[Inventory]) -> dict[str, float]:
-    """Quantiles of the pages' ages, seconds; empty without pages."""
+    """Return quantiles of the pages' ages, seconds; empty without pages."""
     now = time.time()
     written = [place.entry.written for one in inventories for place in one.pages.values()]
     if not written:
@@ -50,7 +51,7 @@ def ages(inventories: Sequence[Inventory]) -> dict[str, float]:
 
 
 def ratio(raw_bytes: int, stored_bytes: int) -> float | None:
-    """Compression ratio; None without pages."""
+    """Return the compression ratio; None without pages."""
     return raw_bytes / stored_bytes if stored_bytes else None
 
 
@@ -59,7 +60,7 @@ def _as_ratio(value: float | None) -> str:
 
 
 def describe_store(one: Inventory) -> dict[str, object]:
-    """Describe a store for ``ls --json``."""
+    """Return the description of a store for ``ls --json``."""
     info = one.info
     page_ages = ages([one])
     return {
@@ -85,7 +86,7 @@ def describe_store(one: Inventory) -> dict[str, object]:
 
 
 def store_row(one: Inventory) -> list[str]:
-    """Row of a store under ``STORE_COLUMNS``."""
+    """Return the row of a store, under ``STORE_COLUMNS``."""
     info, page_ages = one.info, ages([one])
     return [
         store_name(info),
@@ -108,7 +109,7 @@ class Totals:
     """Totals of all stores. The fields are the same as in ``stat --json``.
 
     Attributes:
-        locked: number of open stores.
+        locked: number of stores that a process has open.
         dead_bytes: size of superseded records in live segments, bytes.
         page_age_s: quantiles of the pages' ages, seconds.
     """
@@ -129,7 +130,7 @@ class Totals:
 
 
 def add_up(inventories: Sequence[Inventory]) -> Totals:
-    """Add up the stores for ``stat``."""
+    """Return the totals of the stores, for ``stat``."""
     raw = sum(one.raw_bytes for one in inventories)
     stored = sum(one.stored_bytes for one in inventories)
     return Totals(
@@ -150,7 +151,7 @@ def add_up(inventories: Sequence[Inventory]) -> Totals:
 
 
 def total_rows(total: Totals) -> list[list[str]]:
-    """Rows of the totals: names and values."""
+    """Return the rows of the totals: names and values."""
     rows = [
         ["stores", f"{total.stores}, {total.locked} of them open"],
         ["pages", f"{total.pages:,}"],
@@ -167,12 +168,14 @@ def total_rows(total: Totals) -> list[list[str]]:
         *(["fingerprint", name] for name in total.fingerprints),
     ]
     if total.unreadable_segments:
-        rows.append(["unreadable", f"{total.unreadable_segments} segments: see store verify"])
+        rows.append(
+            ["unreadable", f"{total.unreadable_segments} segments: run tiered-kv store verify"]
+        )
     return rows
 
 
 def describe_bad(bad: BadPage) -> dict[str, object]:
-    """Describe a bad page for ``verify --json``."""
+    """Return the description of a bad page for ``verify --json``."""
     return {
         "store": str(bad.segment.parent),
         "segment": bad.segment.name,

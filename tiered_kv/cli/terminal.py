@@ -1,7 +1,7 @@
 """Output of the ``tiered-kv`` commands: results on standard output, messages on standard error.
 
-A command prints one JSON object with ``--json``, and readable text otherwise. A caller's mistake
-gives one sentence on standard error and exit code 2.
+A command prints one JSON object with ``--json``, and readable text otherwise. Invalid input yields
+one sentence on standard error and exit code 2.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ Token = Annotated[
 
 
 class Command(TyperCommand):
-    """Command that shows its arguments by their metavars, without the braces that Typer adds."""
+    """Command whose usage line shows arguments by their metavars, without the braces that Typer
+    adds.
+    """
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = [param for param in self.params if param.param_type_name == "argument"]
@@ -52,7 +54,7 @@ class Command(TyperCommand):
 
 @contextmanager
 def one_sentence() -> Iterator[None]:
-    """Convert errors that the caller can fix to one sentence and exit code 2."""
+    """Convert errors that the user can fix to one sentence and exit code 2."""
     try:
         yield
     except (StoreError, TieredKVError, OSError) as error:
@@ -60,7 +62,9 @@ def one_sentence() -> Iterator[None]:
 
 
 def sentence_of(error: Exception) -> str:
-    """Describe an error in a sentence. Errors of the operating system include the file."""
+    """Return a description of an error. For an error of the operating system, it includes the
+    file.
+    """
     if not isinstance(error, OSError):
         return str(error)
     where = f"{error.filename}: " if error.filename else ""
@@ -68,14 +72,16 @@ def sentence_of(error: Exception) -> str:
 
 
 def take_any_text() -> None:
-    """Let any characters in names be printed, even if the terminal's encoding lacks them."""
+    """Make standard output and error replace characters that the terminal's encoding lacks, instead
+    of raising.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def refuse(sentence: str) -> NoReturn:
-    """Print why the command is refused, and exit.
+    """Print the reason for refusing the command, and exit with 2.
 
     Raises:
         typer.Exit: always.
@@ -85,7 +91,7 @@ def refuse(sentence: str) -> NoReturn:
 
 
 def skipped(odd: Mapping[Path, str]) -> dict[str, str]:
-    """Print skipped paths on standard error. Returns them for ``--json``."""
+    """Print skipped paths and reasons on standard error. Returns them for ``--json``."""
     for path, reason in odd.items():
         typer.echo(f"skipped: {path}: {reason}", err=True)
     return {str(path): reason for path, reason in odd.items()}
@@ -105,6 +111,10 @@ def report(
     good: bool = True,
 ) -> None:
     """Print the result of a command as JSON or as a table.
+
+    Args:
+        result: the JSON object.
+        columns, rows: the table; see ``print_table``.
 
     Raises:
         typer.Exit: with 1, after printing, unless the result is good.
@@ -130,7 +140,7 @@ def print_table(columns: Mapping[str, bool], rows: Iterable[Sequence[str]]) -> N
     """Print a table.
 
     Args:
-        columns: for each name, True if the column contains numbers.
+        columns: by column name, True if the column contains numbers.
     """
     table = Table(box=None, pad_edge=False)
     for name, is_number in columns.items():
@@ -142,8 +152,8 @@ def print_table(columns: Mapping[str, bool], rows: Iterable[Sequence[str]]) -> N
 
 @contextmanager
 def bar(what: str, total: float) -> Iterator[Callable[[float], None]]:
-    """Show a progress bar on standard error if it is a terminal. Call the result with each
-    increment towards ``total``.
+    """Show a progress bar on standard error, if standard error is a terminal. Yields a function
+    that advances the bar by an amount; ``total`` completes it.
     """
     progress = Progress(
         TextColumn("{task.description}"),

@@ -1,5 +1,6 @@
-"""``tiered-kv trace``: analyze traces, print a job's timeline, and export traces for other
-programs."""
+"""``tiered-kv trace``: analyze traces, print a job's timeline, and convert traces for other
+programs.
+"""
 
 from __future__ import annotations
 
@@ -60,13 +61,14 @@ def analyze_command(
         typer.Argument(metavar="[PATH]", help="Second trace of the same jobs, to compare."),
     ] = None,
     job: Annotated[
-        str | None, typer.Option(metavar="ID", help="Print the timeline of one job instead.")
+        str | None,
+        typer.Option(metavar="ID", help="Print the timeline of this job instead of statistics."),
     ] = None,
     what_if: Annotated[
         str | None,
         typer.Option(
             metavar="POLICY",
-            help="Simulate the jobs under another policy instead: a name, module:Class, or stock.",
+            help="Simulate the jobs under this policy instead: a name, module:Class, or stock.",
         ),
     ] = None,
     recorded: Annotated[
@@ -86,8 +88,8 @@ def analyze_command(
     as_json: AsJson = False,
 ) -> None:
     """Print statistics of a trace: jobs, waits, where prompts were found, pins, forecasts,
-    decisions, and steps if it has them. With two traces, compare their jobs. With --what-if,
-    simulate the jobs under another policy. docs/trace.md defines every figure.
+    decisions, and steps if the trace contains any. With two traces, compare their jobs. With
+    --what-if, simulate the jobs under another policy. docs/trace.md defines every figure.
 
     Exits with 1 if a line is not a record.
     """
@@ -109,7 +111,7 @@ def analyze_command(
 
 
 class _Trace(NamedTuple):
-    """The readers of a trace: of its turns, and of its steps if it has any."""
+    """The readers of a trace: for its turns, and for its steps if it has any."""
 
     turns: TraceReader
     steps: Sequence[StepReader]
@@ -117,7 +119,7 @@ class _Trace(NamedTuple):
 
 @contextmanager
 def _reading(paths: Sequence[Path], *, quiet: bool = False) -> Iterator[list[_Trace]]:
-    """Read traces. At the end, invalid lines are reported unless ``quiet``.
+    """Open traces. When the block ends, invalid lines are reported unless ``quiet``.
 
     Raises:
         typer.Exit: with 1 if there are invalid lines, with 2 if a trace cannot be read.
@@ -135,7 +137,7 @@ def _reading(paths: Sequence[Path], *, quiet: bool = False) -> Iterator[list[_Tr
         for bad in reader.bad:
             typer.echo(f"not a record: {bad}", err=True)
         if reader.bad_lines > len(reader.bad):
-            typer.echo(f"and {reader.bad_lines - len(reader.bad):,} more such lines", err=True)
+            typer.echo(f"and {reader.bad_lines - len(reader.bad):,} more invalid lines", err=True)
     exit_unless(not any(reader.bad_lines for reader in readers))
 
 
@@ -200,8 +202,9 @@ def report_command(
 
 
 def _write(out: Path | None, texts: Iterator[str]) -> None:
-    """Write to standard output, or to a file as private as the trace. Nothing is written until the
-    first text is available, so errors while reading the trace leave no file.
+    """Write texts to standard output, or to a file that only its owner can read, like the trace.
+    Nothing is written before the first text is available, so errors while reading the trace leave
+    no file.
     """
     whole = chain([next(texts)], texts)
     if out is None:
@@ -246,7 +249,7 @@ def _recorder(reader: TraceReader) -> Iterator[str]:
 
 
 def _chrome(events: Iterable[Event]) -> Iterator[str]:
-    """One JSON object, with one event per line."""
+    """Yield the pieces of one JSON object, with one event per line."""
     before = '{"traceEvents":[\n'
     for event in events:
         yield before + json.dumps(event)

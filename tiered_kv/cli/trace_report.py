@@ -32,7 +32,7 @@ def print_figures(title: str, figures: Figures) -> None:
 
 
 def headline(figures: Figures) -> dict[str, str]:
-    """The most important figures, by name."""
+    """Return the most important figures, by name."""
     found = {"jobs": f"{figures.jobs.jobs:,}", "turns": f"{figures.turns:,}"}
     for name, spread in _spreads(figures).items():
         if spread is not None:
@@ -56,7 +56,7 @@ def _found_in(figures: Figures) -> dict[str, float | None]:
 
 
 def figure_tables(title: str, figures: Figures) -> list[TextTable]:
-    """The figures of one trace as tables, without empty tables."""
+    """Return the figures of one trace as tables, without empty tables."""
     jobs, prompts, moved = figures.jobs, figures.prompts, figures.promotions
     waits, saved_s = figures.waits, figures.prompts.prefill_saved_s
     rows = [
@@ -86,7 +86,7 @@ def figure_tables(title: str, figures: Figures) -> list[TextTable]:
 
 
 def print_steps(figures: StepFigures) -> None:
-    """Print the figures of the steps of one trace."""
+    """Print the step figures of one trace."""
     said = f"{figures.steps:,} steps in {measured(figures.span_s)}"
     tokens = f"{figures.prefill_tokens:,} tokens of prompts, {figures.decode_tokens:,} of answers"
     rows = [[name, *_level(name, level.mean, level.peak)] for name, level in figures.levels.items()]
@@ -124,7 +124,9 @@ def _sources(figures: Figures) -> str:
 
 
 def _would_have_saved(figures: Figures) -> list[list[str]]:
-    """Row with the savings that an observed engine would have had, if any."""
+    """Return the row with the savings that the connector would have achieved, for a trace of
+    observe mode.
+    """
     would = figures.would_have_saved
     if not would.tokens:
         return []

@@ -1,1 +1,1 @@
-"""Doctor: checks of a machine, of its settings and of a running server."""
+"""The doctor: checks of a machine, its settings, and a running server."""

@@ -1,7 +1,8 @@
-"""``python -m tiered_kv.doctor``: checks of this machine, one line of JSON for each finding.
+"""``python -m tiered_kv.doctor``: checks this machine, and prints one line of JSON per finding.
 
-The command runs this in a separate process, because a call to a dead disk may never return, and
-cannot be interrupted. So the name of a group of checks is printed before the group starts.
+The command runs this module in a separate process, because a call to a failed disk may never
+return, and cannot be interrupted. Therefore the name of a group of checks is printed before the
+group starts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .variables import check_hash_seed, check_variables, read_settings
 
 
 def groups(*, beside: bool) -> Iterator[tuple[str, Iterable[Finding]]]:
-    """Groups of checks, by name. Each check runs when its finding is requested.
+    """Yield groups of checks, by name. A check runs when its finding is requested.
 
     Args:
         beside: True if a server is already running on this machine.
@@ -52,15 +53,20 @@ def groups(*, beside: bool) -> Iterator[tuple[str, Iterable[Finding]]]:
             check_locked_memory(config, gpus, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
         ],
     )
-    yield "huge pages", map(check_huge_pages, [HUGE_PAGES])  # lazily, since it reads a file
+    yield (
+        "huge pages",
+        map(check_huge_pages, [HUGE_PAGES]),
+    )  # lazily, because the check reads a file
     yield "compression", [check_spare_cores(config, env, gpus, usable)]
-    if config.ssd_path is not None or not env.get("TIERED_KV_SSD_PATH"):  # else refused above
+    if config.ssd_path is not None or not env.get(
+        "TIERED_KV_SSD_PATH"
+    ):  # an invalid path is reported with the settings
         yield "SSD", check_ssd(config)
     yield "remote store", check_remote(config.remote)
 
 
 def main() -> None:
-    """Print findings as they are made."""
+    """Print each finding as soon as its check has finished."""
     for name, findings in groups(beside=BESIDE in sys.argv[1:]):
         print(json.dumps({"begins": name}), flush=True)
         for finding in findings:

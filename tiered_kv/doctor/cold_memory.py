@@ -1,5 +1,6 @@
-"""Checks of cores, CPU memory, locked memory and huge pages, and of compression, which needs spare
-cores."""
+"""Checks of cores, CPU memory, locked memory and huge pages, and of the compression of idle pages,
+which needs spare cores.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ from tiered_kv.machine import CORES
 from .finding import FAIL, WARN, Finding, fail, judge, ok, warn
 
 CORES_CHECK, PAGES_CHECK = "compression", "cold pages"
-"""Names of the two checks."""
+"""Names of the two checks of compression."""
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 """Variable that binds vLLM's CPU workers to cores."""
 LEFT_BY_VLLM = 2
-"""Number of cores that vLLM's CPU worker leaves free for a connector, if it has more."""
+"""Number of cores that vLLM's CPU worker leaves free for a connector, if the machine has more."""
 LEAST_RATIO = 1.15
-"""Pages per slot below which compression saves too little space for the time that it takes."""
+"""Pages per slot below which compression saves too little space for its CPU time."""
 HAS_ROOM = 7 / 8
-"""Fraction of slots in use up to which compression is not needed: one slot in eight is kept
+"""Fraction of slots in use above which pages are compressed, because one slot in eight is kept
 free."""
 RAW = "TIERED_KV_CODEC=raw turns compression off"
 
@@ -39,12 +40,12 @@ def check_spare_cores(
     usable: int,
     cores: frozenset[int] = CORES,
 ) -> Finding:
-    """Check whether a core is left to compress pages of CPU memory.
+    """Check whether a core is left to compress pages in CPU memory.
 
     Args:
-        gpus: number of GPUs, each of which has a rank that keeps a core busy.
-        usable: number of cores that a process may keep busy here.
-        cores: numbers of the cores that it may run on.
+        gpus: number of GPUs. Each GPU has a rank that keeps a core busy.
+        usable: number of cores that a process can keep busy on this machine.
+        cores: numbers of the cores that the process may run on.
     """
     off = _turned_off(config)
     if off is not None:
@@ -52,21 +53,23 @@ def check_spare_cores(
     others = count(gpus, "rank") if gpus else "the model"
     left = usable - (gpus or _taken_by_model(env, usable, cores))
     if left > 0:
-        return ok(CORES_CHECK, f"{left} of {usable} cores left for it, next to {others}")
+        return ok(CORES_CHECK, f"{left} of {usable} cores left to compress pages, next to {others}")
     advice = (
-        f"Give the server's container or service {gpus + 1} cores or more: one more than it has "
+        f"Give the server's container or service {gpus + 1} cores or more, one more than it has "
         f"ranks. {RAW}."
         if gpus
-        else f"On a machine with more cores leave it one: {BIND} names the model's. {RAW}."
+        else f"Use a machine with more cores, and leave one out of {BIND}. {RAW}."
     )
-    return warn(CORES_CHECK, f"no core of {usable} left for it, next to {others}", advice)
+    return warn(
+        CORES_CHECK, f"no core of {usable} left to compress pages, next to {others}", advice
+    )
 
 
 def check_cold_pages(seen: Mapping[str, float]) -> Finding:
-    """Check whether a running server compresses pages of CPU memory, and how much space it saves.
+    """Check whether a running server compresses pages in CPU memory, and how much space it saves.
 
     Args:
-        seen: its counters and gauges by event name, summed over engines.
+        seen: the server's counters and gauges by event name, summed over engines.
     """
 
     seen = defaultdict(float, seen)
@@ -78,41 +81,41 @@ def check_cold_pages(seen: Mapping[str, float]) -> Finding:
     if cold and slots:
         ratio = cold / slots
         pages = f"{cold:,.0f} of {seen['cpu_pages']:,.0f} pages are compressed"
-        words = f"{pages}, {ratio:.2f} in a slot; {spent}"
+        words = f"{pages}, {ratio:.2f} per slot; {spent}"
         if ratio < LEAST_RATIO:
-            return warn(PAGES_CHECK, words, f"It wins hardly any room: {RAW}.")
+            return warn(PAGES_CHECK, words, f"Compression saves little space: {RAW}.")
         return ok(PAGES_CHECK, words)
     if compressed := seen["pages_compressed"]:
-        return ok(PAGES_CHECK, f"none at present, {compressed:,.0f} were compressed; {spent}")
+        return ok(PAGES_CHECK, f"no page is compressed now, {compressed:,.0f} were; {spent}")
     if not seen["pages_evicted"] and seen["cpu_pages"] < HAS_ROOM * seen["cpu_slots"]:
-        return ok(PAGES_CHECK, "none yet: slots are free")
+        return ok(PAGES_CHECK, "no page is compressed yet: slots are free")
     advice = (
-        "See the server's log: it reports at startup if CPU memory is compressed. It is not with "
+        "See the server's log, which reports at startup if pages are compressed. They are not with "
         "TIERED_KV_CODEC=raw, TIERED_KV_EVICTION=lru, fewer than 32 slots, or pages of 8 or 16 "
         "bits that shrink too little (fp8, fp16, states)."
     )
-    return warn(PAGES_CHECK, "none is compressed, though CPU memory is full", advice)
+    return warn(PAGES_CHECK, "no page is compressed, although CPU memory is full", advice)
 
 
 def _turned_off(config: TierConfig) -> str | None:
-    """Setting that disables compression; None if there is none."""
+    """Return the setting that disables compression; None if compression is enabled."""
     settings = {
         "TIERED_KV_CPU_GIB=0: there is nothing to compress": config.cpu_gib == 0,
-        "TIERED_KV_CODEC=raw: CPU memory keeps pages as they are": config.codec == "raw",
-        "TIERED_KV_EVICTION=lru: CPU memory keeps pages as they are": config.eviction == "lru",
+        "TIERED_KV_CODEC=raw: pages in CPU memory stay uncompressed": config.codec == "raw",
+        "TIERED_KV_EVICTION=lru: pages in CPU memory stay uncompressed": config.eviction == "lru",
     }
     return next((words for words, is_set in settings.items() if is_set), None)
 
 
 def _taken_by_model(env: Mapping[str, str], usable: int, cores: frozenset[int]) -> int:
-    """Number of cores that a model on CPUs is bound to."""
+    """Return the number of cores to which a model on CPUs is bound."""
     said = env.get(BIND, "auto")
     if said == "auto":
         return usable - LEFT_BY_VLLM if usable > LEFT_BY_VLLM else usable
     bound = set[int]()
     for piece in re.split(r"[|,]", said):
         found = _CORES.fullmatch(piece.strip())
-        if found is None:  # nobind, or a value unknown to vLLM: any core
+        if found is None:  # nobind, or an invalid value: the model can use any core
             return usable
         first, last = int(found[1]), int(found[2] or found[1])
         bound |= {core for core in cores if first <= core <= last}
@@ -124,7 +127,7 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def count_gpus(env: Mapping[str, str], devices: Path = DEVICES) -> int:
-    """Number of NVIDIA GPUs that a server started here would see."""
+    """Return the number of NVIDIA GPUs that a server started in this environment would use."""
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([one for one in visible.split(",") if one.strip() not in ("", "-1")])
@@ -132,10 +135,11 @@ def count_gpus(env: Mapping[str, str], devices: Path = DEVICES) -> int:
 
 
 def check_cores(gpus: int, usable: int) -> Finding:
-    """Check the cores against the ranks: one rank per GPU, each of which keeps a core busy.
+    """Compare the number of cores with the number of ranks. There is one rank per GPU, and each
+    keeps a core busy.
 
     Args:
-        usable: number of cores that a process may keep busy here.
+        usable: number of cores that a process can keep busy on this machine.
     """
     ranks = max(1, gpus)
     return judge(
@@ -144,18 +148,18 @@ def check_cores(gpus: int, usable: int) -> Finding:
         (
             usable < ranks,
             FAIL,
-            "Give the server a core for each rank, and some for pages and tool calls.",
+            "Give the server a core for each rank, and further cores for pages and tool calls.",
         ),
         (
             usable == ranks,
             WARN,
-            "Give the server more: none is left to compress pages and to read tool calls.",
+            "Give the server more cores: none is left to compress pages and to read tool calls.",
         ),
     )
 
 
 def check_cpu_memory(config: TierConfig, gpus: int, total: int, available: int) -> Finding:
-    """Check CPU memory for KV against the memory of the machine and its control group.
+    """Compare the CPU memory for KV with the memory of the machine and its control group.
 
     Args:
         total, available: total and available memory, bytes; equal if a running server already uses
@@ -163,7 +167,7 @@ def check_cpu_memory(config: TierConfig, gpus: int, total: int, available: int) 
     """
     ranks = max(1, gpus)
     room = f"{total / GIB:.1f} GiB"
-    room = f"{available / GIB:.1f} of {room} left" if available < total else f"{room} in all"
+    room = f"{available / GIB:.1f} of {room} free" if available < total else f"{room} in total"
     words = f"TIERED_KV_CPU_GIB={config.cpu_gib:g}, {room}"
     if config.cpu_gib == 0:
         return ok("CPU memory", "TIERED_KV_CPU_GIB=0: the tier is off")
@@ -179,37 +183,37 @@ def check_cpu_memory(config: TierConfig, gpus: int, total: int, available: int) 
         (
             whole > available,
             FAIL,
-            "The ranks take it together: lower TIERED_KV_CPU_GIB, or free some.",
+            "The ranks together need more than is free: lower TIERED_KV_CPU_GIB, or free memory.",
         ),
         (
             whole > 0.8 * available,
             WARN,
-            "Leave a fifth to the server itself: lower TIERED_KV_CPU_GIB.",
+            "Leave a fifth of the memory for the server itself: lower TIERED_KV_CPU_GIB.",
         ),
     )
 
 
 def check_locked_memory(config: TierConfig, gpus: int, limit: int) -> Finding:
-    """Check the limit of locked memory, which the CPU tier needs to be pinned for GPUs.
+    """Check the limit of locked memory. With GPUs, the CPU tier must be pinned, which locks it.
 
     Args:
         limit: bytes that a process may lock; ``resource.RLIM_INFINITY`` for no limit.
     """
     said = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / GIB:.2f} GiB"
     if not gpus:
-        return ok("locked memory", f"{said}: no GPU here that would need it")
+        return ok("locked memory", f"{said}: without a GPU, no memory is pinned")
     needed = config.cpu_bytes_per_rank(gpus)
     if limit != resource.RLIM_INFINITY and limit < needed:
         advice = (
-            "ulimit -l unlimited (LimitMEMLOCK=infinity of systemd, --ulimit memlock=-1 of "
-            "Docker): memory that is not pinned is copied more slowly."
+            "Set ulimit -l unlimited (systemd: LimitMEMLOCK=infinity, Docker: --ulimit "
+            "memlock=-1). Memory that is not pinned is copied more slowly."
         )
-        return warn("locked memory", f"{said}, {needed / GIB:.2f} GiB a rank to pin", advice)
+        return warn("locked memory", f"{said}, but {needed / GIB:.2f} GiB per rank to pin", advice)
     return ok("locked memory", said)
 
 
 def check_huge_pages(enabled: Path = HUGE_PAGES) -> Finding:
-    """Check whether the kernel provides huge pages on request.
+    """Check whether the kernel provides transparent huge pages on request.
 
     Args:
         enabled: the kernel's file, which has the selected mode in brackets.
@@ -220,6 +224,6 @@ def check_huge_pages(enabled: Path = HUGE_PAGES) -> Finding:
         found = None
     word = found[1] if found else "not in this kernel"
     if word in ("always", "madvise"):
-        return ok("huge pages", f"{word}: the CPU tier asks for them")
-    advice = f"echo madvise > {enabled}: small pages make copies of large pools slower."
+        return ok("huge pages", f"{word}: the CPU tier requests them")
+    advice = f"Run echo madvise > {enabled}: small memory pages slow down copies of large pools."
     return warn("huge pages", word, advice)

@@ -1,5 +1,6 @@
 """Findings of the doctor, and the examination of this machine in a separate process, which is
-abandoned if it hangs."""
+killed if it hangs.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ class Verdict(Enum):
     OK = "ok"
     """Success: the check found no problem."""
     WARN = "warn"
-    """Warning: it works, but worse than it could, or perhaps not as intended."""
+    """Warning: the checked part works, but not as well as it could, or perhaps not as intended."""
     FAIL = "fail"
-    """Failure: the server does not start, or a part of it does nothing."""
+    """Failure: the server does not start, or the checked part has no effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +50,25 @@ FAIL, WARN = Verdict.FAIL, Verdict.WARN
 
 
 def ok(check: str, seen: str) -> Finding:
-    """Create a finding without a problem."""
+    """Return a finding without a problem."""
     return Finding(check, Verdict.OK, seen)
 
 
 def warn(check: str, seen: str, advice: str) -> Finding:
-    """Create a finding about a possible improvement."""
+    """Return a finding about a possible improvement."""
     return Finding(check, Verdict.WARN, seen, advice)
 
 
 def fail(check: str, seen: str, advice: str) -> Finding:
-    """Create a finding about a failure."""
+    """Return a finding about a failure."""
     return Finding(check, Verdict.FAIL, seen, advice)
 
 
 def judge(check: str, seen: str, *rules: tuple[object, Verdict, str]) -> Finding:
-    """Create the finding of the first rule that applies; without one, there is no problem.
+    """Return the finding of the first rule that applies. If no rule applies, the finding is OK.
 
     Args:
-        rules: for each rule a condition, its verdict, and its advice.
+        rules: condition, verdict and advice of each rule.
     """
     for applies, verdict, advice in rules:
         if applies:
@@ -77,12 +78,12 @@ def judge(check: str, seen: str, *rules: tuple[object, Verdict, str]) -> Finding
 
 COMMAND = (sys.executable, "-P", "-m", "tiered_kv.doctor")
 HOME = Path(__file__).resolve().parents[2]
-"""Folder that this package is imported from, which may be a checkout."""
+"""Folder from which this package is imported, which may be a checkout."""
 BESIDE = "--beside"
 """Command line option for a machine on which a server is already running."""
 SILENCE_S = 30.0
-"""Time without a finding after which a check counts as hanging, seconds. The longest check, the
-speed of a disk, takes half a second on a slow disk."""
+"""Time without a finding after which a check counts as hanging, seconds. The longest check, which
+measures the disk, takes half a second on a slow disk."""
 
 
 def examine(
@@ -92,13 +93,14 @@ def examine(
     *,
     beside: bool = False,
 ) -> Generator[Finding, None, None]:
-    """Check this machine. Yields findings as they are made.
+    """Check this machine in a separate process. Yields each finding as soon as its check has
+    finished.
 
     Args:
         env: environment that a server would have; None for this process's environment.
-        beside: True if a server is already running on this machine, and uses its memory.
-        command: command that runs the checks with the output of ``python -m tiered_kv.doctor``.
+        command: command that runs the checks, with the output of ``python -m tiered_kv.doctor``.
         silence_s: time without a finding after which the remaining checks are abandoned, seconds.
+        beside: True if a server is already running on this machine, and uses its memory.
     """
     variables = dict(os.environ if env is None else env)
     paths = (str(HOME), variables.get("PYTHONPATH", ""))
@@ -125,13 +127,15 @@ def examine(
         _, said = child.communicate(timeout=silence_s)
         if child.returncode:
             last = (said.strip() or f"status {child.returncode}").splitlines()[-1]
-            yield fail(at, f"the check ended with an error: {last}", "Report it with this line.")
+            yield fail(
+                at, f"the check ended with an error: {last}", "Report this error with this line."
+            )
     except (Empty, subprocess.TimeoutExpired):
-        advice = "Look at the disk or the mount that it is about: a call has not come back."
+        advice = "Check the disk or mount of this check: a call to it does not return."
         yield fail(at, f"no answer in {silence_s:g} s", advice)
     finally:
         child.kill()
-        with suppress(subprocess.TimeoutExpired):  # it may wait for a dead disk
+        with suppress(subprocess.TimeoutExpired):  # the process may wait for a failed disk
             child.wait(timeout=1.0)
             reader.join()
             for pipe in (child.stdout, child.stderr):

@@ -1,5 +1,6 @@
-"""Checks of a running server through its ``/health`` and ``/metrics``, fetched with limits on time
-and size."""
+"""Checks of a running server through its ``/health`` and ``/metrics`` pages, which are fetched with
+limits on time and size.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +32,15 @@ CONNECT_S, WHOLE_S = 5.0, 15.0
 
 
 class UnreachableError(Exception):
-    """A page that could not be fetched. The message gives the reason."""
+    """A page could not be fetched. The message gives the reason."""
 
 
 class RefusedError(UnreachableError):
-    """A page that the server refuses.
+    """The server refused a request.
 
     Attributes:
         status: HTTP status.
-        said: text of the answer; empty if there was none.
+        said: text of the response; empty if it has none.
     """
 
     def __init__(self, status: int, reason: str, said: str) -> None:
@@ -49,15 +50,15 @@ class RefusedError(UnreachableError):
 
 
 class Body(Protocol):
-    """The body of an answer."""
+    """The body of a response."""
 
     def read1(self, n: int, /) -> bytes:
-        """Read available bytes, at most ``n``; empty at the end."""
+        """Read available bytes, at most ``n``. Returns no bytes at the end."""
         ...
 
 
 def base_of(url: str) -> str:
-    """Address of a server, without the path that users may paste with it.
+    """Return the address of a server without a path, which users may paste too.
 
     Raises:
         UnreachableError: the text is not an HTTP address.
@@ -74,10 +75,12 @@ def base_of(url: str) -> str:
 def fetch(
     url: str, whole_s: float = WHOLE_S, token: str | None = None, post: bytes | None = None
 ) -> str:
-    """Fetch a page.
+    """Fetch a page, and return its text.
 
     Args:
-        token: sent to this server only, not to servers that it redirects to.
+        whole_s: timeout for the whole page, seconds.
+        token: admin token or API key. It is sent to this server, but not to servers to which this
+            server redirects.
         post: JSON to post. The server may use the whole time to answer.
 
     Raises:
@@ -87,7 +90,7 @@ def fetch(
     until = time.monotonic() + whole_s
     try:
         request = urllib.request.Request(url, post)
-        if token is not None:  # encoded, since http.client writes ISO 8859-1
+        if token is not None:  # re-encoded, because http.client writes ISO 8859-1
             bearer = f"Bearer {token}".encode("utf-8", "surrogateescape").decode("latin-1")
             request.add_unredirected_header("Authorization", bearer)
         if post is not None:
@@ -117,7 +120,7 @@ def _read(answer: Body, until: float, whole_s: float) -> str:
 
 
 def _said(error: urllib.error.HTTPError, until: float, whole_s: float) -> str:
-    """Text of a refusal, as far as it can be read."""
+    """Return the text of a refusal, or an empty text if it cannot be read."""
     try:
         return _read(error, until, whole_s)
     except (UnreachableError, OSError, HTTPException, ValueError):
@@ -125,7 +128,7 @@ def _said(error: urllib.error.HTTPError, until: float, whole_s: float) -> str:
 
 
 def totals(page: str) -> Mapping[str, float]:
-    """Sum of each metric over its labels, by name. Unreadable lines are left out.
+    """Return the sum of each metric over its labels, by name. Unreadable lines are left out.
 
     Raises:
         UnreachableError: the page is not a Prometheus page.
@@ -137,8 +140,8 @@ def totals(page: str) -> Mapping[str, float]:
 
 
 def events(page: str) -> Mapping[str, float]:
-    """Counters and gauges of the connector by event name, summed over engines, as far as the page
-    has them. Unreadable lines are left out.
+    """Return the connector's counters and gauges that the page contains, by event name, summed over
+    engines. Unreadable lines are left out.
 
     Raises:
         UnreachableError: the page is not a Prometheus page.
@@ -164,14 +167,14 @@ def labels(page: str, name: str) -> list[Mapping[str, str]]:
 
 
 def unreadable_lines(page: str) -> list[str]:
-    """Unreadable lines of a page of metrics."""
+    """Return the lines of a metrics page that cannot be parsed."""
     if _parsed(page) is not None:
         return []
     return [line for line in page.split("\n") if _parsed(line) is None]
 
 
 def _samples(page: str) -> list[Sample]:
-    """The samples of a page that have a finite value."""
+    """Return the samples of a page that have a finite value."""
     found = _parsed(page)
     if found is None:
         by_line = map(_parsed, page.split("\n"))
@@ -205,7 +208,7 @@ FAILURES: Mapping[str, str] = {
     "ssd_pages_bad": "Check the disk: tiered-kv store verify checks every page.",
     "ssd_segments_bad": "Check the disk: tiered-kv store verify checks every page.",
     "ssd_errors": "Check the disk and the kernel's log.",
-    "ssd_pages_refused": "The disk was full or failed: check it, or lower TIERED_KV_SSD_GIB.",
+    "ssd_pages_refused": "The disk was full or failed: check the disk, or lower TIERED_KV_SSD_GIB.",
     "share_failures": "See the server's log: the remote store is full, down or slow.",
     "fetch_failures": "The remote store evicts pages too early: give it more memory.",
     "remote_pages_bad": "Another program writes to the remote store, or its link corrupts data.",
@@ -220,16 +223,16 @@ FAILURES: Mapping[str, str] = {
         "Clients send invalid values in kv_transfer_params: docs/configuration.md lists the fields."
     ),
 }
-"""Counters that should stay at 0, and advice for each that does not."""
+"""Counters that should stay at 0, and the advice for each counter that does not."""
 
 
 def check_server(url: str) -> Iterator[Finding]:
-    """Check the server at this address."""
+    """Check the server at this address. Yields the findings."""
     try:
         base = base_of(url)
         fetch(f"{base}/health")
     except UnreachableError as error:
-        advice = "Start it, or use the address that clients use, as http://HOST:8000."
+        advice = "Start the server, or use the address that its clients use: http://HOST:8000."
         yield fail("server", f"{url}: {error}", advice)
         return
     yield ok("server", f"{base} is up")
@@ -243,7 +246,7 @@ def check_server(url: str) -> Iterator[Finding]:
         yield fail("metrics", f"{base}/metrics: {error}", advice)
         return
     if bad := unreadable_lines(page):
-        seen = f"{len(bad):,} lines are unreadable and left out, the first: {bad[0]!a:.60}"
+        seen = f"{len(bad):,} lines are unreadable and ignored; the first is {bad[0]!a:.60}"
         yield warn("metrics", seen, "Check proxies in front of the server, or report the line.")
     caches = labels(page, CACHE_CONFIG)
     if DRAFTS in found:
@@ -256,7 +259,7 @@ def check_server(url: str) -> Iterator[Finding]:
 
 
 def _has_routes(base: str) -> bool:
-    """True unless the server lacks the routes of the plugin, which also adds the middleware."""
+    """Return False if the server lacks the routes of the plugin, which also adds the middleware."""
     try:
         fetch(f"{base}/tiered_kv/status")
     except RefusedError as error:
@@ -267,10 +270,11 @@ def _has_routes(base: str) -> bool:
 
 
 def check_ids(found: Mapping[str, float], *, has_routes: bool) -> Finding:
-    """Check that ids of clients are read. Neither the engine nor this check sees the headers that
-    clients send.
+    """Check whether the ids that clients send are read. The headers that clients send are visible
+    neither to the engine nor to this check.
 
     Args:
+        found: sums of the server's metrics by name, and of the connector's counters by event.
         has_routes: True if the plugin is enabled.
     """
     unnamed, carried = _count(found, "turns_unnamed"), _count(found, "ids_carried")
@@ -279,10 +283,10 @@ def check_ids(found: Mapping[str, float], *, has_routes: bool) -> Finding:
         seen += ", and nothing reads ids in client headers and body fields"
         advice = (
             "If clients name their sessions, as Claude Code, Codex and OpenCode do, start the "
-            "server with VLLM_PLUGINS=tiered_kv. Otherwise nothing is missing."
+            "server with VLLM_PLUGINS=tiered_kv. Otherwise nothing needs to change."
         )
         return warn("ids", seen, advice)
-    return ok("ids", f"{seen}; the middleware read ids of {carried:,.0f}")
+    return ok("ids", f"{seen}; the middleware read the ids of {carried:,.0f} requests")
 
 
 def check_speculation(caches: Iterable[Mapping[str, str]]) -> Iterator[Finding]:
@@ -304,11 +308,11 @@ def check_speculation(caches: Iterable[Mapping[str, str]]) -> Iterator[Finding]:
 
 
 def check_block_size(caches: Iterable[Mapping[str, str]], max_len: int) -> Iterator[Finding]:
-    """Check whether longer blocks would suit the contexts of a server better.
+    """Check whether longer blocks would suit the server's contexts better.
 
     Args:
         caches: vLLM's cache settings, for each engine.
-        max_len: longest context, tokens; 0 if unknown.
+        max_len: maximum context length, tokens; 0 if unknown.
     """
     blocks = {
         int(said)
@@ -324,7 +328,7 @@ def check_block_size(caches: Iterable[Mapping[str, str]], max_len: int) -> Itera
 
 
 def _max_len(base: str) -> int:
-    """Longest context that a server takes, tokens; 0 if it does not report one."""
+    """Return the maximum context length of a server, tokens; 0 if the server does not report it."""
     try:
         models = json.loads(fetch(f"{base}/v1/models"))["data"]
         return max(int(one["max_model_len"] or 0) for one in models)  # adapters report None
@@ -333,17 +337,19 @@ def _max_len(base: str) -> int:
 
 
 def check_metrics(found: Mapping[str, float]) -> Iterator[Finding]:
-    """Check the counters of a server.
+    """Check the counters of a server. Yields the findings.
 
     Args:
-        found: sums of its metrics by name, and of the connector's counters by event.
+        found: sums of the server's metrics by name, and of the connector's counters by event.
     """
     if not any(name.startswith(PREFIX) for name in found):
         if any(name.startswith("vllm:") for name in found):
-            advice = "Start it with --kv-transfer-config: tiered-kv plan prints the flags."
-            yield fail("connector", "vLLM runs without it", advice)
+            advice = "Start vLLM with --kv-transfer-config: tiered-kv plan prints the flags."
+            yield fail("connector", "vLLM runs without the connector", advice)
         else:
-            yield fail("connector", "no metrics of vLLM", "Use the address of a vLLM server.")
+            yield fail(
+                "connector", "the page has no metrics of vLLM", "Use the address of a vLLM server."
+            )
         return
     yield from _mode(found)
     yield _work(found)
@@ -356,34 +362,34 @@ def check_metrics(found: Mapping[str, float]) -> Iterator[Finding]:
             seen = f"{count:,.0f}: {COUNTERS[name][:1].lower()}{COUNTERS[name][1:]}"
             yield warn(name, seen, FAILURES[name])
     if not any(counts.values()):
-        yield ok("failures", f"none in {len(counts)} counters")
+        yield ok("failures", f"none, by {len(counts)} counters")
 
 
 def _mode(found: Mapping[str, float]) -> Iterator[Finding]:
     """Report that a server is in observe mode, if it is."""
     would = found.get(f"{PREFIX}would_have_saved_tokens_total")  # exists only in observe mode
     if would is not None:
-        words = f"observe: {would:,.0f} prompt tokens would not have been computed"
-        yield ok("TIERED_KV_MODE", f"{words}; nothing is moved")
+        words = f"observe: {would:,.0f} prompt tokens would have been saved"
+        yield ok("TIERED_KV_MODE", f"{words}; no KV is moved")
 
 
 def _work(found: Mapping[str, float]) -> Finding:
-    """Check that the connector sees turns, and report where their prompts came from."""
+    """Check that the connector receives turns, and report which tiers their prompts came from."""
     turns, requests = _count(found, "turns"), found.get(REQUESTS, 0.0)
     if not turns:
         if requests:
-            advice = "See the server's log: after a failing hook vLLM runs without the connector."
-            return fail("connector", f"no turn of {requests:,.0f} answered requests", advice)
+            advice = "See the server's log: after a hook fails, vLLM runs without the connector."
+            return fail("connector", f"no turns, but {requests:,.0f} answered requests", advice)
         return ok("connector", "loaded; no request has been answered yet")
     parts = {name: _count(found, f"prompt_tokens_{name}") for name in ("vram", "cpu", "recomputed")}
     whole = sum(parts.values()) or 1.0
     words = (
-        f"{turns:,.0f} turns; of their prompts {parts['vram'] / whole:.0%} was in VRAM, "
-        f"{parts['cpu'] / whole:.0%} came from CPU memory, {parts['recomputed'] / whole:.0%} was "
+        f"{turns:,.0f} turns; of their prompt tokens {parts['vram'] / whole:.0%} were in VRAM, "
+        f"{parts['cpu'] / whole:.0%} came from CPU memory, {parts['recomputed'] / whole:.0%} were "
         "computed"
     )
     if _count(found, "cpu_slots") and not _count(found, "pages_saved"):
-        advice = "See the server's log: turns shorter than a block of KV have nothing to save."
+        advice = "See the server's log. Turns shorter than a block have no KV to save."
         return warn("connector", f"{words}; no page was saved", advice)
     return ok("connector", words)
 
@@ -392,7 +398,7 @@ def _tiers(found: Mapping[str, float]) -> Finding:
     slots = _count(found, "cpu_slots")
     pages, below = (_count(found, name) for name in ("cpu_pages", "ssd_pages"))
     if not slots:
-        advice = "Set TIERED_KV_CPU_GIB, unless you want pins only."
+        advice = "Set TIERED_KV_CPU_GIB, unless the server should only pin."
         return warn("tiers", "CPU memory is off", advice)
     words = f"{pages:,.0f} pages in {slots:,.0f} slots of CPU memory, {below:,.0f} on SSD"
     return ok("tiers", words)

@@ -1,5 +1,6 @@
-"""Checks of the folder for pages on SSD and of its file system. They leave no files
-behind."""
+"""Checks of the folder for pages on SSD and of its file system. The checks leave no files
+behind.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class Mount:
 
 
 def find_mount(path: Path, mountinfo: Path = MOUNTINFO) -> Mount | None:
-    """Find the file system that a path is on; None if the kernel does not report it.
+    """Return the mounted file system that contains a path; None if the kernel does not report it.
 
     Args:
         mountinfo: the kernel's list, in the format of proc_pid_mountinfo(5).
@@ -69,7 +70,7 @@ def find_mount(path: Path, mountinfo: Path = MOUNTINFO) -> Mount | None:
 
 
 def _unescape(word: str) -> str:
-    r"""Decode spaces and other characters, which the kernel writes as ``\040``."""
+    r"""Decode spaces and other characters, which the kernel writes as octal numbers (``\040``)."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), word)
 
 
@@ -80,8 +81,8 @@ OVER_NETWORK = frozenset(
 PROBE_BYTES = 64 << 20
 PROBE_THREADS = 4
 SLOW_BYTES_PER_S = 0.5e9
-"""Read rate below which restores are hardly worthwhile for any model, bytes per second: with 131 KB
-a token, as for Llama 3.1 8B, it corresponds to 4,000 tokens a second."""
+"""Read rate below which restores are hardly worthwhile for any model, bytes per second. With 131 KB
+per token, as for Llama 3.1 8B, it corresponds to 4,000 tokens per second."""
 
 
 def check_ssd(config: TierConfig) -> Iterator[Finding]:
@@ -99,7 +100,7 @@ def check_ssd(config: TierConfig) -> Iterator[Finding]:
     try:
         tempfile.TemporaryFile(prefix=".doctor-", dir=path).close()
     except OSError as error:
-        advice = "Name a folder that the server's user may write, or change its owner."
+        advice = "Choose a folder that the server's user can write to, or change its owner."
         yield fail("SSD folder", f"{path}: {error.strerror}", advice)
         return
     yield ok("SSD folder", f"{path} is writable")
@@ -110,9 +111,9 @@ def check_ssd(config: TierConfig) -> Iterator[Finding]:
 
 def _to_be_made(path: Path) -> Finding:
     if os.access(path.parent, os.W_OK | os.X_OK):
-        advice = f"To test its disk, create it and run doctor again: mkdir {path}"
+        advice = f"To test the disk, create the folder and run doctor again: mkdir {path}"
         return warn("SSD folder", f"{path} is missing; a server creates it at startup", advice)
-    advice = f"Create it for the server's user: this user may not write to {path.parent}."
+    advice = f"Create the folder for the server's user: this user cannot write to {path.parent}."
     return fail("SSD folder", f"{path} is missing", advice)
 
 
@@ -122,26 +123,30 @@ def check_mount(mount: Mount) -> Finding:
     return judge(
         "SSD mount",
         seen,
-        ("ro" in mount.options, FAIL, f"It is read-only: mount -o remount,rw {mount.point}"),
+        (
+            "ro" in mount.options,
+            FAIL,
+            f"The mount is read-only. Run mount -o remount,rw {mount.point}",
+        ),
         (
             mount.kind in IN_MEMORY,
             WARN,
-            "It lies in memory: raise TIERED_KV_CPU_GIB instead, or name a folder on a disk.",
+            "The folder is in memory: raise TIERED_KV_CPU_GIB instead, or choose a disk.",
         ),
         (
             mount.kind in OVER_NETWORK or mount.kind.startswith("fuse"),
             WARN,
-            "Name a folder on a local disk: a store is one machine's, and reads must be fast.",
+            "Choose a local disk: a store belongs to one machine, and reads must be fast.",
         ),
         (
             mount.kind == "overlay",
             WARN,
-            "Mount a volume there: a container's own layer goes with the container.",
+            "Mount a volume there: a container's own layer is deleted with the container.",
         ),
         (
             {"sync", "dirsync"}.intersection(mount.options),
             WARN,
-            "Mount it without sync: pages are made durable in groups, not one by one.",
+            "Mount the file system without sync: pages are made durable in groups, not one by one.",
         ),
     )
 
@@ -158,8 +163,8 @@ def _space(config: TierConfig, path: Path) -> Finding:
         seen += f", {ours / GIB:.1f} GiB in stores"
     seen += f", TIERED_KV_SSD_GIB={config.ssd_gib:g}"
     advice = (
-        f"TIERED_KV_SSD_GIB={int((free + ours) / GIB)} or less, or free some: pages keep to the "
-        "room that there is."
+        f"Set TIERED_KV_SSD_GIB={int((free + ours) / GIB)} or less, or free space: pages use only "
+        "the space that is free."
     )
     return judge("SSD space", seen, (free + ours < config.ssd_bytes, WARN, advice))
 
@@ -172,7 +177,7 @@ def _direct(path: Path) -> Finding:
             with direct as fd, mmap.mmap(-1, 1 << 16) as buffer:
                 os.pwrite(fd, buffer, 0)
         except OSError as error:
-            advice = "Use ext4 or XFS: through the page cache, pages take memory from the server."
+            advice = "Use ext4 or XFS. Otherwise the page cache takes memory from the server."
             return warn("O_DIRECT", str(error.strerror), advice)
     return ok("O_DIRECT", "works")
 
@@ -181,12 +186,12 @@ def _speed(path: Path) -> Finding:
     try:
         return judge_speed(measure_disk(path, PROBE_THREADS, PROBE_BYTES))
     except OSError as error:
-        advice = f"Free {PROBE_BYTES >> 20} MiB at least, or name another disk."
+        advice = f"Free at least {PROBE_BYTES >> 20} MiB, or choose another disk."
         return fail("SSD speed", f"cannot be measured: {error.strerror or error}", advice)
 
 
 def judge_speed(speed: DiskSpeed) -> Finding:
-    """Judge a measured speed."""
+    """Return the finding about a measured speed."""
     seen = f"reads {speed.read / 1e9:.2f} GB/s, writes {speed.write / 1e9:.2f} GB/s"
-    advice = "Use a local NVMe disk: a GPU computes most contexts faster than this one reads."
+    advice = "Use a local NVMe disk: a GPU computes most contexts faster than this disk reads them."
     return judge("SSD speed", seen, (speed.read < SLOW_BYTES_PER_S, WARN, advice))

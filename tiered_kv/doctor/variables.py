@@ -20,16 +20,20 @@ KNOWN = tuple(ENV_PREFIX + field.name.upper() for field in fields(TierConfig))
 
 
 def read_settings(env: Mapping[str, str]) -> TierConfig:
-    """Settings, with defaults in place of values that cannot be read."""
+    """Return the settings. If all variables cannot be used together, returns the defaults. Invalid
+    values are ignored.
+    """
     good = {name: value for name, value in env.items() if _wrong(name, value) is None}
     try:
         return load_config(good)
-    except ConfigError:  # each may be valid, but not all together
+    except ConfigError:  # each value is valid, but not all of them together
         return TierConfig()
 
 
 def check_variables(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Check each of our variables separately, all of them together, and similar names."""
+    """Check each tiered-kv variable separately, all of them together, and variables with similar
+    names. Yields the findings.
+    """
     wrong = {name: said for name, value in env.items() if (said := _wrong(name, value))}
     for name, said in sorted(wrong.items()):
         advice = _sentence(said) if name in KNOWN else _meant(name)
@@ -37,7 +41,7 @@ def check_variables(env: Mapping[str, str]) -> Iterator[Finding]:
     for name in sorted(env):
         close = difflib.get_close_matches(name, KNOWN, n=1, cutoff=ALIKE)
         if close and not name.startswith(ENV_PREFIX):
-            yield warn(name, "not read by anybody", f"Did you mean {close[0]}?")
+            yield warn(name, "tiered-kv does not read this variable", f"Did you mean {close[0]}?")
     if wrong:
         return
     given = sorted(name for name in env if name in KNOWN)
@@ -58,15 +62,16 @@ def check_hash_seed(env: Mapping[str, str], config: TierConfig) -> Finding:
     """
     name = "PYTHONHASHSEED"
     if (seed := env.get(name)) is not None:
-        return ok(name, f"{seed}: pages are found again only by servers with the same")
+        return ok(name, f"{seed}: only servers with the same seed find the pages again")
     if config.ssd_path is None and config.remote is None:
-        return ok(name, "unset: matters for pages on SSD and in a remote store only")
+        return ok(name, "unset: matters only for pages on SSD and in a remote store")
     return ok(name, "unset: set it if --prefix-caching-hash-algo names an xxhash")
 
 
 def _wrong(name: str, value: str) -> str | None:
-    """Error in a single tiered-kv variable; None if there is none, or the variable does not belong
-    to tiered-kv."""
+    """Return the error in a single tiered-kv variable; None if its value is valid, or for any other
+    variable.
+    """
     if not name.startswith(ENV_PREFIX):
         return None
     try:
@@ -77,7 +82,7 @@ def _wrong(name: str, value: str) -> str | None:
 
 
 def _meant(name: str) -> str:
-    """Advice for a variable that does not exist, with a similar name if there is one."""
+    """Return advice for an unknown variable, with a similar name if there is one."""
     close = difflib.get_close_matches(name, KNOWN, n=1)
     if close:
         return f"There is no such setting: did you mean {close[0]}?"
@@ -85,7 +90,7 @@ def _meant(name: str) -> str:
 
 
 def _shown(name: str, value: str) -> str:
-    """Value of a variable that is safe to show, without a password."""
+    """Return the value of a variable in a form that is safe to show, without a password."""
     if name != f"{ENV_PREFIX}REMOTE" or not value:
         return value
     try:

@@ -1,5 +1,6 @@
-"""Blocks of the KV pool: which layers share a block, its tokens, and its bytes; and whether longer
-blocks would suit the contexts better."""
+"""Blocks of the KV pool: layers that share a block, tokens and bytes per block, and advice on block
+size.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +9,27 @@ from dataclasses import dataclass
 from tiered_kv.page_group import KvKind, KvReach
 
 STATES = 2
-"""Number of states kept per context: the running one, and the one that the next turn restores."""
+"""Number of states kept per context: the running state, and the state that the next turn restores.
+"""
 
 SHORT_BLOCK = 32
-"""Largest short block size, tokens. vLLM's default is 16 on CUDA with dense models."""
+"""Block size up to which longer blocks may be advised, tokens. vLLM's default is 16 on CUDA with
+dense models."""
 LONG_CONTEXT, VERY_LONG_CONTEXT = 1 << 17, 1 << 19
-"""Context lengths from which blocks of 64 and of 128 tokens are advised."""
+"""Context lengths from which blocks of 64 and of 128 tokens are advised, tokens."""
 
 
 def advise_block_size(block: int, max_len: int) -> str | None:
-    """Advice on vLLM's ``--block-size``, in sentences; None if the blocks suit the contexts.
+    """Return advice on vLLM's ``--block-size``, in sentences; None if the blocks suit the contexts.
 
     Each page is a block, and the scheduler's thread handles each page of a context when its job
-    returns and when its turn ends. Meanwhile no request gets a token. With blocks four or eight
-    times as long there are fewer pages. Models with states need no advice: vLLM makes their blocks
-    longer itself.
+    returns and when its turn ends. During that time no request gets a token. Blocks that are four
+    or eight times as long reduce the number of pages. Models with states need no advice: vLLM makes
+    their blocks longer itself.
 
     Args:
-        block: tokens of a block of full attention.
-        max_len: longest context that the server takes, tokens.
+        block: tokens per block of full attention.
+        max_len: maximum context length of the server, tokens.
     """
     if block > SHORT_BLOCK or max_len < LONG_CONTEXT:
         return None
@@ -45,8 +48,9 @@ class BlockGroup:
 
     Attributes:
         words: description of the layers.
+        reach: tokens whose KV the layers need.
         layers: number of layers.
-        block: tokens of a block.
+        block: tokens per block.
         page_bytes: bytes of a block that contain KV, on one rank.
     """
 
@@ -57,13 +61,13 @@ class BlockGroup:
     page_bytes: int
 
     def held(self, tokens: int) -> int:
-        """Number of blocks that a context occupies in the pool."""
+        """Return the number of blocks that a context occupies in the pool."""
         if self.reach.kind is KvKind.STATE:
             return STATES
         return self.needed(tokens)
 
     def needed(self, tokens: int) -> int:
-        """Number of blocks of a context that the next turn needs."""
+        """Return the number of blocks of a context that the next turn needs."""
         return len(self.reach.blocks(tokens, self.block))
 
 
@@ -72,7 +76,7 @@ class BlockLayout:
     """Groups of a model, whose blocks come from one pool.
 
     Attributes:
-        block_bytes: size of a block of the pool, on one rank, padding included, bytes.
+        block_bytes: size of a block of the pool on one rank, including padding, bytes.
     """
 
     groups: tuple[BlockGroup, ...]
@@ -80,17 +84,21 @@ class BlockLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Size of a slot of CPU memory on one rank, in bytes. Equal to the largest page."""
+        """Size of a slot of CPU memory on one rank, bytes. It is the size of the largest page."""
         return max(group.page_bytes for group in self.groups)
 
     def held(self, tokens: int) -> int:
-        """Number of blocks that a context occupies in the pool, or of slots in CPU memory."""
+        """Return the number of blocks that a context occupies in the pool, or of slots in CPU
+        memory.
+        """
         return sum(group.held(tokens) for group in self.groups)
 
     def held_bytes(self, tokens: int) -> int:
-        """Size of the pages of a context, on one rank, without padding of slots, bytes."""
+        """Return the size of the pages of a context on one rank, without the padding of slots,
+        bytes.
+        """
         return sum(group.held(tokens) * group.page_bytes for group in self.groups)
 
     def needed_bytes(self, tokens: int) -> int:
-        """Bytes that a restore of a context moves, on one rank."""
+        """Return the number of bytes that a restore of a context moves on one rank."""
         return sum(group.needed(tokens) * group.page_bytes for group in self.groups)

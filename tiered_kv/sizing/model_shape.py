@@ -1,7 +1,7 @@
-"""The properties of a model that determine memory and time, read by vLLM and transformers.
+"""The properties of a model that determine memory and time, as vLLM and transformers report them.
 
-Both run in a separate process (``tiered_kv.connectors.vllm.model_probe``), and need neither
-weights nor a GPU. No property of a model is computed here.
+Both run in a separate process (``tiered_kv.connectors.vllm.model_probe``), and need neither weights
+nor a GPU. This module computes no property of a model itself.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ QUANT_FILE = "hf_quant_config.json"
 """File in which ModelOpt before 0.31 describes a quantization, next to ``config.json``."""
 _PROBE = "tiered_kv.connectors.vllm.model_probe"
 _PROBE_S = 900
-"""Timeout of vLLM for a model, seconds; it takes ten seconds on an idle machine."""
+"""Maximum time for vLLM to read a model, seconds. It takes ten seconds on an idle machine."""
 
 
 class ModelError(TieredKVError, ValueError):
-    """A model that cannot be sized; the message says what is missing."""
+    """A model cannot be sized. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,12 @@ class KvLayers:
 
     Attributes:
         words: description of the layers.
+        reach: tokens whose KV the layers need.
         layers: number of layers.
-        token_bytes: bytes of a token's KV in one layer, on one rank; 0 for states. Not a whole
-            number if one entry covers several tokens.
+        token_bytes: bytes of a token's KV in one layer, on one rank; 0 for states. A fraction if
+            one entry covers several tokens.
         state_bytes: bytes of a state in one layer, on one rank; 0 for attention.
-        pair_flops: operations of one (query, key) pair in one layer, over all ranks.
+        pair_flops: operations for one (query, key) pair in one layer, over all ranks.
         sees: maximum number of tokens that a query attends to; 0 for all tokens of the reach.
     """
 
@@ -73,13 +74,13 @@ class ModelShape:
         ranks: number of ranks.
         dtype: type of weights and activations.
         kv_dtype: type of KV.
-        kv: layers by the type of KV that they keep.
+        kv: layers, grouped by the type of KV that they keep.
         layout: groups of layers that share blocks.
         parameters: number of parameters.
-        active_parameters: number of parameters that each text token is multiplied with.
-        weights: size as served, over all ranks.
-        max_len: longest context that vLLM serves, tokens.
-        all_reduces: number of all-reduces in a step with several ranks.
+        active_parameters: number of parameters by which each text token is multiplied.
+        weights: size of the weights as served, over all ranks.
+        max_len: maximum context length that vLLM serves, tokens.
+        all_reduces: number of all-reduces per step with several ranks.
         notes: sentences about assumptions.
     """
 
@@ -106,11 +107,12 @@ def read_shape(
     kv_dtype: str = AUTO,
     weight_bytes: float | None = None,
 ) -> ModelShape:
-    """Read a model. Takes seconds.
+    """Read the shape of a model, which takes seconds.
 
     Args:
         model: folder with a ``config.json``, or such a file.
-        gpu: name in ``GPUS``. The kernels that vLLM has for it may affect the KV of layers.
+        gpu: name in ``GPUS``. vLLM's kernels for the GPU can affect the KV of layers.
+        ranks: number of tensor-parallel ranks.
         dtype, kv_dtype: as in vLLM's ``--dtype`` and ``--kv-cache-dtype``.
         weight_bytes: size of the weights over all ranks, bytes; None if unknown.
 
@@ -125,19 +127,19 @@ def read_shape(
 def request_of(
     model: Path, *, gpu: str, ranks: int = 1, dtype: str = AUTO, kv_dtype: str = AUTO
 ) -> tuple[Path, dict[str, Any]]:
-    """Read a model's files.
+    """Read a model's files, and return the configuration's path and the request for ``ask_vllm``.
 
-    Returns:
-        The configuration's path, and the request for vLLM.
+    Args:
+        model, gpu, ranks, dtype, kv_dtype: as in ``read_shape``.
 
     Raises:
-        ModelError: there is no configuration, or it is not a JSON object.
+        ModelError: the configuration does not exist, or is not a JSON object.
     """
     path = model / "config.json" if model.is_dir() else model
     if not path.is_file():
         raise ModelError(
-            f"{path} does not exist: name a folder with a config.json, or such a file. Models "
-            "are not downloaded."
+            f"{path} does not exist: use a folder with a config.json, or the path of a "
+            "config.json. Models are not downloaded."
         )
     beside = path.with_name(QUANT_FILE)
     return path, {
@@ -153,8 +155,11 @@ def request_of(
 def ask_vllm(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Query vLLM about models, all in one process.
 
+    Args:
+        requests: requests created by ``request_of``.
+
     Returns:
-        For each model its description, or ``{"error": sentence}``.
+        For each request the description of the model, or ``{"error": sentence}``.
 
     Raises:
         ModelError: vLLM is not installed, or cannot be run.
@@ -191,7 +196,7 @@ def ask_vllm(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             raise ModelError(f"vLLM did not read the model within {_PROBE_S} s.") from error
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     if done.returncode or len(answers) != len(requests):
-        last = (done.stderr.strip().splitlines() or ["it wrote nothing"])[-1]
+        last = (done.stderr.strip().splitlines() or ["it printed no error"])[-1]
         raise ModelError(f"vLLM could not be run: {last}.")
     return answers
 
@@ -206,6 +211,7 @@ def shape_of(
 
     Args:
         path: path of the configuration. Weight files may be in the same folder.
+        request: the request to vLLM. answer: vLLM's answer.
         weight_bytes: size of the weights over all ranks, bytes; None if unknown.
 
     Raises:
@@ -231,7 +237,7 @@ def shape_of(
     groups = [BlockGroup(**{**one, "reach": _reach(one["reach"])}) for one in answer["groups"]]
     notes = []
     if request["kv_dtype"] == AUTO and answer["kv_dtype"] != answer["dtype"]:
-        notes.append(f"vLLM keeps KV in {answer['kv_dtype']}, as the model's files say.")
+        notes.append(f"vLLM keeps KV in {answer['kv_dtype']}, as the model's files specify.")
     if answer["assumed"]:
         fields = ", ".join(f"{name} = {json.dumps(one)}" for name, one in answer["assumed"].items())
         notes.append(f"vLLM needs fields that the model's files lack. Assumed: {fields}.")
@@ -253,7 +259,8 @@ def shape_of(
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        # Some configurations contain Infinity, which is not JSON: the time steps of Mamba models.
+        # json.loads accepts Infinity, which is not JSON but occurs in the time steps of Mamba
+        # models.
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}.") from error

@@ -5,15 +5,16 @@ A step of a batch is estimated to take
     step + max(weights, token x tokens) + pair x pairs + kv x read + seq x requests
 
 where ``tokens`` are all tokens computed, ``pairs`` the (query, key) pairs of the attention of
-prefills, and ``read`` the tokens of context whose KV decoding reads. This is the usual roofline, in
+prefills, and ``read`` the context tokens whose KV is read to decode. This is the usual roofline, in
 which weights are read once per step, matrix products are bound by arithmetic, and decoding by
 memory. Pairs and KV refer to layers of full attention. Layers with a sliding window have their own
-terms, limited to the window. A request's states are read and written once per step, for any
-context.
+terms, limited to the window. A request's states are read and written once per step, whatever its
+context length.
 
-The model assumes half of a data sheet's arithmetic, and three quarters of its memory bandwidth.
+The estimate assumes half of a data sheet's arithmetic rate, and three quarters of its memory
+bandwidth.
 
-GPUs: published specifications, and the parts of them that servers achieve.
+``GPUS`` has published specifications.
 
 Sizes are in bytes, rates in bytes or operations per second.
 """
@@ -28,13 +29,14 @@ from tiered_kv.errors import ConfigError
 GB, GIB = 1e9, 1 << 30
 
 COMPUTE_SHARE, MEMORY_SHARE = 0.5, 0.75
-"""Fractions of a data sheet's arithmetic and memory bandwidth that a step is assumed to achieve."""
+"""Fractions of a data sheet's arithmetic rate and memory bandwidth that a step is assumed to
+achieve."""
 UTILISATION = 0.92
-"""Fraction of a GPU's memory: vLLM's default (``CacheConfig.gpu_memory_utilization``)."""
+"""Fraction of a GPU's memory that vLLM uses by default (``CacheConfig.gpu_memory_utilization``)."""
 RESERVED_BYTES = 1.5 * GB
 """Memory for a rank's activations and CUDA graphs, bytes."""
 HOST_BYTES_PER_S = 150 * GB
-"""Bandwidth of a host's memory, which the copies of all ranks share, bytes per second."""
+"""Bandwidth of host memory, which the copies of all ranks share, bytes per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,8 @@ class Gpu:
     """A GPU model.
 
     Attributes:
-        memory: size of its memory, bytes.
-        bandwidth: bandwidth of its memory, bytes per second.
+        memory: size of the GPU's memory, bytes.
+        bandwidth: bandwidth of the GPU's memory, bytes per second.
         flops: dense bf16 operations per second.
         link: achieved copy rate to and from pinned host memory, each way, bytes per second.
         source: source of the first three values.
@@ -59,7 +61,8 @@ class Gpu:
 
 
 PCIE4, PCIE5 = 24 * GB, 52 * GB
-"""Rates of large copies over 16 lanes: about three quarters and four fifths of the raw rates."""
+"""Rates of large copies over 16 lanes, bytes per second: about three quarters and four fifths of
+the raw rates."""
 
 GPUS: Mapping[str, Gpu] = {
     "l4-24": Gpu(24 * GB, 300 * GB, 121e12, PCIE4, "NVIDIA L4 data sheet, 2023", (8, 9)),
@@ -96,10 +99,10 @@ GPUS: Mapping[str, Gpu] = {
 
 
 def find_gpu(name: str) -> str:
-    """Find a GPU by its name, or by a unique prefix of it.
+    """Return the full name of a GPU, given its name or a unique prefix.
 
     Raises:
-        ConfigError: no GPU or more than one matches; the message names the choices.
+        ConfigError: no GPU or more than one matches. The message lists the choices.
     """
     wanted = name.lower()
     found = [known for known in GPUS if known == wanted] or [
@@ -107,7 +110,7 @@ def find_gpu(name: str) -> str:
     ]
     if not wanted or len(found) != 1:
         choices = ", ".join(found if wanted and found else GPUS)
-        said = "names several GPUs" if wanted and found else "names no GPU that is known"
+        said = "matches several GPUs" if wanted and found else "is not a known GPU"
         raise ConfigError(f"{name!r} {said}: use one of {choices}.")
     return found[0]
 
@@ -119,7 +122,7 @@ SEQ_S = 10e-6
 ALL_REDUCE_S = 15e-6
 """Time of one all-reduce over NVLink or PCIe, seconds; two per layer with tensor parallelism."""
 BATCHED_TOKENS = 8192
-"""Maximum tokens of a step: the default of vLLM's server on GPUs of 70 GiB and more
+"""Maximum tokens per step: the default of vLLM's server on GPUs with at least 70 GiB
 (``EngineArgs.get_batch_defaults``)."""
 
 
@@ -134,7 +137,9 @@ class StepCost:
         pair: time for one (query, key) pair of a prefill.
         kv: time to read one token's KV.
         seq: time for one request, for any number of tokens.
-        near_pair, near_kv: like ``pair`` and ``kv``, for layers that see the last ``span`` tokens.
+        span: window length of layers with a sliding window, tokens; 0 for none.
+        near_pair, near_kv: like ``pair`` and ``kv``, for layers that attend to the last ``span``
+            tokens.
     """
 
     step: float
@@ -148,33 +153,44 @@ class StepCost:
     near_kv: float = 0.0
 
     def seconds(self, tokens: int, pairs: float, read: float, requests: int = 1) -> float:
-        """Time of a step without the layers with windows, seconds."""
+        """Return the time of a step without the layers with windows, seconds.
+
+        Args:
+            tokens: computed tokens. pairs: (query, key) pairs of prefills.
+            read: context tokens whose KV is read to decode.
+            requests: number of requests in the step.
+        """
         work = max(self.weights, self.token * tokens)
         return self.step + work + self.pair * pairs + self.kv * read + self.seq * requests
 
     def near(self, new: int, end: int) -> float:
-        """Time of the layers with windows in a step, seconds.
+        """Return the time of the layers with windows for one request in a step, seconds.
 
         Args:
-            new: tokens that a request computes; if it is 1, the token is decoded.
-            end: length of its context after the step.
+            new: tokens that the request computes; 1 means that the token is decoded.
+            end: length of the request's context after the step.
         """
         if not self.span:
             return 0.0
         if new == 1:
             return self.near_kv * min(end, self.span)
         begin = end - new
-        growing = max(0, min(end, self.span) - begin)  # queries that see less than a window
+        growing = max(
+            0, min(end, self.span) - begin
+        )  # number of queries that attend to less than a window
         pairs = growing * (begin + growing / 2) + (new - growing) * self.span
         return self.near_pair * pairs
 
     def prefill(self, behind: int, tokens: int) -> float:
-        """Time of a single prefill after a context of ``behind`` tokens, in one step, seconds."""
+        """Return the time to prefill ``tokens`` tokens after a context of ``behind`` tokens, in one
+        step that has no other request, seconds.
+        """
         return self.seconds(tokens, tokens * (behind + tokens / 2), behind)
 
     def whole_prefill(self, tokens: int, batched: int = BATCHED_TOKENS) -> float:
-        """Time to compute a whole prompt alone, in steps of up to ``batched`` tokens, windows
-        included, seconds."""
+        """Return the time to compute a whole prompt alone, in steps of up to ``batched`` tokens,
+        including the layers with windows, seconds.
+        """
         total = 0.0
         for behind in range(0, tokens, batched):
             new = min(batched, tokens - behind)
@@ -188,12 +204,14 @@ class ModelWork:
 
     Attributes:
         weight_bytes: size of the weights, bytes.
-        active: number of parameters that a token is multiplied with.
-        pair_flops: operations of one (query, key) pair in layers of full attention.
+        active: number of parameters by which a token is multiplied.
+        pair_flops: operations for one (query, key) pair in layers of full attention.
         kv_bytes: bytes of a token's KV in layers of full attention.
         state_bytes: bytes of a request's states.
-        all_reduces: number of all-reduces in a step with several ranks.
-        span, near_pair_flops, near_kv_bytes: the same for layers that see the last ``span`` tokens.
+        all_reduces: number of all-reduces per step with several ranks.
+        span: window length of layers with a sliding window, tokens.
+        near_pair_flops, near_kv_bytes: like ``pair_flops`` and ``kv_bytes``, for layers with a
+            sliding window.
     """
 
     weight_bytes: float
@@ -208,7 +226,7 @@ class ModelWork:
 
 
 def roofline(gpu: Gpu, ranks: int, work: ModelWork) -> StepCost:
-    """Cost of a step with that work on ``ranks`` GPUs of one model."""
+    """Return the cost of a step with this work on ``ranks`` GPUs of one type."""
     flops, bandwidth = ranks * COMPUTE_SHARE * gpu.flops, ranks * MEMORY_SHARE * gpu.bandwidth
     return StepCost(
         step=STEP_S + (work.all_reduces * ALL_REDUCE_S if ranks > 1 else 0.0),
@@ -224,5 +242,7 @@ def roofline(gpu: Gpu, ranks: int, work: ModelWork) -> StepCost:
 
 
 def link_bytes_per_s(gpu: Gpu, ranks: int) -> float:
-    """Rate between VRAM and host memory, each way, over all ranks, bytes per second."""
+    """Return the rate between VRAM and host memory in each direction, over all ranks, bytes per
+    second.
+    """
     return min(ranks * gpu.link, HOST_BYTES_PER_S)

@@ -1,5 +1,6 @@
-"""A plan: how many contexts the tiers of a server hold, and times to restore or compute a
-context."""
+"""A plan: the number of contexts that each tier of a server holds, and the times to restore or
+compute a context.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class Setup:
     Attributes:
         gpu: name in ``GPUS``.
         context: length of a job's context, tokens.
-        jobs: number of contexts that wait or run concurrently; None if unknown.
-        cpu_gib: CPU memory for KV, GiB; None for the size that the jobs need.
+        jobs: number of concurrent jobs, running or waiting; None if unknown.
+        cpu_gib: CPU memory for KV, GiB; None uses the size that the jobs need.
         ssd_gib: SSD space for KV, GiB; 0 for none.
         ssd_gbps: achieved read rate of the SSD, GB/s.
         utilization: fraction of VRAM that vLLM uses.
@@ -54,12 +55,12 @@ class TierPlan:
     Attributes:
         name: name of the tier.
         nbytes: space for KV, over all ranks, bytes.
-        contexts: number of contexts of the given length that it holds.
+        contexts: number of contexts of the given length that the tier holds.
         tokens: number of tokens in these contexts.
         restore_s: time to restore a context from the tier to VRAM, seconds.
-        break_even_s: longest gap for which keeping a context in the full tier beats recomputing it.
-            At this length, occupying its part of the tier costs other jobs as many seconds as it
-            saves. 0 if a whole context does not fit.
+        break_even_s: longest gap, in seconds, for which keeping a context in the full tier beats
+            recomputing it. At this length, the space that the context occupies costs other jobs as
+            many seconds as the context saves. 0 if a whole context does not fit.
     """
 
     name: str
@@ -72,7 +73,7 @@ class TierPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A server of a model, and its capacity.
+    """A server for a model, and its capacity.
 
     Attributes:
         tiers: tiers, fastest first.
@@ -83,7 +84,7 @@ class Plan:
         cpu_gib: CPU memory for KV, given or chosen, GiB.
         link: rate between VRAM and CPU memory, bytes per second.
         cost: cost of steps.
-        notes: sentences about assumptions, and about parts that do not fit.
+        notes: sentences about assumptions, and about contexts that do not fit.
     """
 
     setup: Setup
@@ -99,10 +100,10 @@ class Plan:
 
 
 def make_plan(shape: ModelShape, setup: Setup, default_cpu_gib: float) -> Plan:
-    """Plan a server.
+    """Return the plan of a server for a model.
 
     Args:
-        default_cpu_gib: CPU memory for KV, GiB, if neither its size nor a number of jobs is given.
+        default_cpu_gib: CPU memory for KV, GiB, if neither a size nor a number of jobs is given.
 
     Raises:
         ConfigError: the model does not fit into the GPUs, or there is an SSD without CPU memory.
@@ -155,13 +156,15 @@ def make_plan(shape: ModelShape, setup: Setup, default_cpu_gib: float) -> Plan:
 
 
 def _pool_bytes(shape: ModelShape, setup: Setup) -> float:
-    """VRAM that is left for KV, over all ranks, bytes."""
+    """Return the VRAM that is left for KV, over all ranks, bytes. Raises ConfigError if none is
+    left.
+    """
     memory = GPUS[setup.gpu].memory
     of_rank = setup.utilization * memory - RESERVED_BYTES
     left = shape.ranks * of_rank - shape.weights.nbytes
     if left <= 0:
         needed = math.ceil(shape.weights.nbytes / of_rank) if of_rank > 0 else 0
-        more = f": it takes {needed} or more" if needed else ""
+        more = f": use {needed} or more" if needed else ""
         raise ConfigError(
             f"{shape.architecture} with {shape.weights.nbytes / GIB:.1f} GiB of weights does "
             f"not fit on {shape.ranks} {setup.gpu}{more}."
@@ -170,7 +173,9 @@ def _pool_bytes(shape: ModelShape, setup: Setup) -> float:
 
 
 def _work(shape: ModelShape, context: int) -> ModelWork:
-    """Work of the model. Layers with windows are approximated by one span, the longest."""
+    """Return the work of the model. Layers with windows are approximated by one span, the
+    longest.
+    """
 
     def near(one: KvLayers) -> int:
         span = one.sees or one.reach.span
@@ -196,13 +201,13 @@ def _notes(
 ) -> list[str]:
     notes = []
     if setup.context > shape.max_len:
-        notes.append(f"The model's contexts end at {shape.max_len:,} tokens.")
+        notes.append(f"The model supports contexts of up to {shape.max_len:,} tokens.")
     if tiers[0].contexts < 1:
-        notes.append("A context of that length does not fit into VRAM: vLLM would refuse it.")
+        notes.append("A context of this length does not fit into VRAM: vLLM would refuse it.")
     for one in tiers[1:]:
         if one.contexts < 1:
             needed = math.ceil(one.nbytes / one.contexts / GIB)
-            notes.append(f"{one.name} cannot hold a whole context, which takes {needed:,} GiB.")
+            notes.append(f"{one.name} cannot hold a whole context, which needs {needed:,} GiB.")
         elif one.restore_s >= compute_s:
             notes.append(f"Computing is faster than a restore from {one.name}.")
     if setup.jobs is not None:

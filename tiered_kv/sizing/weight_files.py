@@ -1,4 +1,4 @@
-"""Size of a model's weights, from their files or as vLLM would load them."""
+"""Size of a model's weights, from the weight files or as vLLM would load them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from tiered_kv.json_fields import read_json
 
 INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000
-"""Longest header of a safetensors file, bytes: the format's own limit."""
+"""Maximum header length of a safetensors file, bytes. It is the format's own limit."""
 _FLOATS: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Safetensors types that are converted to the served type, and their sizes, bytes."""
+"""Safetensors types that are converted to the served type when loaded, and their sizes, bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights as served.
+    """Size of a model's weights as served.
 
     Attributes:
         nbytes: size over all ranks, bytes.
-        source: source of the size.
+        source: where the size comes from.
     """
 
     nbytes: float
@@ -29,12 +29,12 @@ class Weights:
 
 
 def weigh(folder: Path, parameters: int, nbytes: float, element: int | None) -> Weights:
-    """Size of a model's weights as served.
+    """Return the size of a model's weights as served.
 
     Args:
         folder: folder that may contain the weight files.
         parameters: number of parameters.
-        nbytes: size as vLLM would load them, bytes; used if there are no files.
+        nbytes: size as vLLM would load the weights, bytes; used if there are no files.
         element: size to which floats in files are converted when they are loaded, bytes; None for
             quantized weights, which are loaded unchanged.
     """
@@ -52,7 +52,7 @@ def weigh(folder: Path, parameters: int, nbytes: float, element: int | None) -> 
 
 
 def _files(folder: Path) -> list[Path]:
-    """Weight files; empty if a file named in the index is missing."""
+    """Return the weight files; none if a file that the index names is missing."""
     try:
         names = set(read_json((folder / INDEX).read_bytes())["weight_map"].values())
         found = [folder / name for name in sorted(names)]
@@ -70,7 +70,7 @@ def _indexed_bytes(index: Path) -> float | None:
 
 
 def _tensors(file: Path, element: int | None) -> Iterator[float]:
-    """Sizes of a file's tensors, bytes.
+    """Yield the sizes of a file's tensors as loaded, bytes.
 
     Args:
         element: size to which floats are converted when they are loaded, bytes; None for weights
@@ -83,13 +83,13 @@ def _tensors(file: Path, element: int | None) -> Iterator[float]:
         length = int.from_bytes(opened.read(8), "little")
         room = file.stat().st_size - 8 - length
         if length > _MAX_HEADER or room < 0:
-            raise ValueError("it has no safetensors header")
+            raise ValueError("the file has no safetensors header")
         header = read_json(opened.read(length))
     for name, tensor in header.items():
         if name == "__metadata__":
             continue
         begin, end = tensor["data_offsets"]
         if end > room:
-            raise ValueError("it is incomplete")
+            raise ValueError("the file is incomplete")
         of_file = _FLOATS.get(tensor["dtype"])
         yield (end - begin) * (element / of_file if element and of_file else 1.0)

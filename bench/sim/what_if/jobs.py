@@ -51,8 +51,8 @@ LEFT = {
     "empty": "{:,} turns without an answer are left out.",
     "too_long": "{:,} jobs are left out, because their contexts fill the whole pool.",
     "beside": (
-        "{:,} turns overlapped with other turns of their job. They count as separate jobs "
-        "that share no prefix with it."
+        "{:,} turns overlapped with other turns of their job. They count as separate "
+        "jobs that share no prefix with it."
     ),
     "begun": (
         "{:,} jobs had started before the trace. Their first turns in the trace are computed "

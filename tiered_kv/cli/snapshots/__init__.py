@@ -1,1 +1,1 @@
-"""``tiered-kv snapshot``, ``restore``, ``fork``, ``inspect`` and ``diff``."""
+"""The commands ``tiered-kv snapshot``, ``restore``, ``fork``, ``inspect`` and ``diff``."""

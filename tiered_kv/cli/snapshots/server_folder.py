@@ -1,5 +1,8 @@
-"""The server's snapshot folder, accessed by a command on the same machine. Snapshots are copied
-from it to a path of the user's choice, and copied into it for the server to restore."""
+"""Access to the server's snapshot folder from a command on the same machine.
+
+``take_out`` moves a snapshot to a path that the user chooses; ``bring_in`` links or copies a
+snapshot into the folder, for the server to restore.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,14 @@ from tiered_kv.storage.disk.files import RealFiles
 
 
 def is_path(text: str) -> bool:
-    """True if the text is a path. Otherwise it is a name in the server's folder."""
+    """Return True if the text is a path, and False if it is a snapshot name in the server's
+    folder.
+    """
     return "/" in text or text.endswith(ZIP)
 
 
 def new_name() -> str:
-    """A new, unused name for a snapshot."""
+    """Return a new random name for a snapshot."""
     return f"cli-{secrets.token_hex(8)}"
 
 
@@ -31,12 +36,12 @@ def check_new(path: Path) -> None:
     """Check that a snapshot can be created at a path.
 
     Raises:
-        SnapshotError: it cannot be created there.
+        SnapshotError: the path exists, or its folder is missing or not writable.
     """
     if os.path.lexists(path):
         raise SnapshotError(f"{path} already exists: choose another path")
     if not path.parent.is_dir():
-        raise SnapshotError(f"{path} cannot be created: there is no folder {path.parent}")
+        raise SnapshotError(f"{path} cannot be created: the folder {path.parent} does not exist")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise SnapshotError(
             f"{path} cannot be created: you have no permission to write to {path.parent}"
@@ -47,10 +52,10 @@ class ServerFolder:
     """The server's snapshot folder.
 
     Args:
-        path: its path on the server's machine.
+        path: path of the folder on the server's machine.
 
     Raises:
-        SnapshotError: the folder does not exist, or this user has no access.
+        SnapshotError: the folder does not exist on this machine, or this user has no access.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,10 +72,11 @@ class ServerFolder:
         self._path = path
 
     def take_out(self, name: str, path: Path) -> None:
-        """Move a snapshot to an unused path, as one file if the path ends in ``.zip``.
+        """Move a snapshot from the folder to an unused path. If the path ends in ``.zip``, the
+        snapshot becomes one file.
 
         Raises:
-            SnapshotError, OSError: the snapshot cannot be moved, and is still in the folder.
+            SnapshotError, OSError: the snapshot cannot be moved. It remains in the folder.
         """
         folder = self._path / name
         if not (folder / MANIFEST).is_file():
@@ -91,7 +97,7 @@ class ServerFolder:
         self.remove(name)
 
     def bring_in(self, path: Path) -> str:
-        """Copy a snapshot into the folder. Returns its name there.
+        """Link or copy a snapshot into the folder. Returns the name of the snapshot there.
 
         Raises:
             SnapshotError, OSError: the path is not a snapshot, or cannot be copied.
@@ -108,14 +114,16 @@ class ServerFolder:
             make_folder(folder / PAGES)
             for digest in digests:
                 _link(path / PAGES / digest, folder / PAGES / digest)
-            _link(path / MANIFEST, folder / MANIFEST)  # last: it makes this a snapshot
+            _link(
+                path / MANIFEST, folder / MANIFEST
+            )  # last: only a folder with a manifest is a snapshot
         except BaseException:
             self.remove(name)
             raise
         return name
 
     def remove(self, name: str) -> None:
-        """Remove a snapshot, if it exists."""
+        """Remove a snapshot from the folder, if it exists."""
         with suppress(FileNotFoundError):
             (self._path / name / MANIFEST).unlink()
         shutil.rmtree(self._path / name, ignore_errors=True)

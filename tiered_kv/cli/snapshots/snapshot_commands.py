@@ -1,5 +1,6 @@
 """``tiered-kv snapshot``, ``restore``, ``fork``, ``inspect`` and ``diff``: save, restore and fork
-jobs on a running server, and show the contents of snapshots."""
+jobs on a running server, and show the contents of snapshots.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ Timeout = Annotated[
     ),
 ]
 COLUMNS = {"": False, " ": False}
-"""Columns of the server's answers."""
+"""Columns of the tables that show the server's answers."""
 Where = Annotated[Path, typer.Argument(metavar="PATH", help="A snapshot: a folder or a zip file.")]
 
 
@@ -82,9 +83,9 @@ def snapshot_command(
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Create a snapshot of a job: its context and its KV. The server needs VLLM_PLUGINS=tiered_kv
-    and TIERED_KV_SNAPSHOT_PATH. To write a snapshot to a path, run the command on the server's
-    machine as the server's user.
+    """Create a snapshot of a job, which contains its context and its KV. The server needs
+    VLLM_PLUGINS=tiered_kv and TIERED_KV_SNAPSHOT_PATH. To write a snapshot to a path, run the
+    command on the server's machine as the server's user.
 
     Exits with 2 if the snapshot is not created.
     """
@@ -127,8 +128,8 @@ def restore_command(
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Restore a job from a snapshot, so that its next turn finds its KV. To restore from a path,
-    run the command on the server's machine as the server's user.
+    """Restore a job from a snapshot, so that the job's next turn finds its KV. To restore from a
+    path, run the command on the server's machine as the server's user.
 
     Exits with 2 if the job is not restored.
     """
@@ -163,7 +164,7 @@ def fork_command(
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fork a job. The new jobs start with its context and share its KV.
+    """Fork a job. The new jobs start with the job's context and share its KV.
 
     Exits with 2 if the job is not forked.
     """
@@ -175,11 +176,11 @@ def fork_command(
 def inspect_command(
     path: Where,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="Also print the token ids of the conversation.")
+        bool, typer.Option("--tokens", help="Also print the token ids of the context.")
     ] = False,
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="Read and check every page. Exits with 1 if one is bad."),
+        typer.Option("--verify", help="Read and check every page. Exits with 1 if a page is bad."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -244,7 +245,7 @@ def add_to(app: typer.Typer) -> None:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Convert errors to one sanitized sentence and exit code 2."""
+    """Convert errors of the block to one sanitized sentence and exit code 2."""
     take_any_text()
     try:
         yield

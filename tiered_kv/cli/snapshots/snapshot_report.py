@@ -19,17 +19,19 @@ Rows = list[list[str]]
 MOST_NAMES = 20
 """Maximum number of names shown from a long list."""
 _ID_CHARS = 1_000
-"""Maximum length of a job id or a salt in a report, longer than any real one."""
+"""Maximum length of a job id or a salt in a report, characters. Real ones are shorter."""
 
 
 def made_rows(said: Object, place: str) -> Rows:
-    """Rows of the server's answer to a snapshot request.
+    """Return the rows of the server's answer to a snapshot request.
 
     Args:
+        said: the answer.
         place: name or path of the snapshot.
 
     Raises:
-        RouteError: the answer has an unexpected form. The other functions for answers raise it too.
+        RouteError: the answer has an unexpected form. ``restored_rows`` and ``forked_rows`` raise
+            it too.
     """
     made = read_answer(SnapshotMade, said, _ID_CHARS)
     return [
@@ -45,7 +47,7 @@ def made_rows(said: Object, place: str) -> Rows:
 
 
 def restored_rows(said: Object) -> Rows:
-    """Rows of the server's answer to a restore request, for each engine."""
+    """Return the rows of the server's answer to a restore request, for each engine."""
     first = read_answer(JobsRestored, said, _ID_CHARS)
     rows = [["job", first.job]]
     for one, theirs in zip((first, *first.others), (said, *said.get("others", ())), strict=True):
@@ -58,7 +60,7 @@ def restored_rows(said: Object) -> Rows:
 
 
 def forked_rows(said: Object) -> Rows:
-    """Rows of the server's answer to a fork request."""
+    """Return the rows of the server's answer to a fork request."""
     forked = read_answer(JobForked, said, _ID_CHARS)
     return [
         *(["job", job] for job in forked.jobs),
@@ -73,7 +75,7 @@ def _of_engine(done: SnapshotMade | JobRestored | JobForked) -> Rows:
 
 
 def _salt(done: JobRestored | JobForked, said: Object) -> Rows:
-    """Row of the cache salt that turns must send; no row if they need none."""
+    """Return the row of the cache salt that turns must send; no row if turns need no salt."""
     if done.cache_salt is None:
         return []
     if done.cache_salt != said["cache_salt"]:
@@ -82,7 +84,9 @@ def _salt(done: JobRestored | JobForked, said: Object) -> Rows:
 
 
 def describe_snapshot(manifest: Manifest) -> dict[str, object]:
-    """Describe a snapshot for ``inspect --json``, without the conversation and the salt."""
+    """Return the description of a snapshot for ``inspect --json``, without the token ids and the
+    salt.
+    """
     return {
         "created": manifest.created,
         "tiered_kv": manifest.tiered_kv,
@@ -117,13 +121,13 @@ def _describe_group(group: SnapshotGroup) -> dict[str, object]:
 
 
 def raw_bytes(manifest: Manifest) -> int:
-    """Size of all decoded pages, bytes."""
+    """Return the size of all decoded pages, bytes."""
     sizes = [group.page_format.page_bytes for group in manifest.groups]
     return sum(sizes[page.group] for page in manifest.pages)
 
 
 def snapshot_rows(manifest: Manifest, nbytes: int) -> Rows:
-    """Rows of ``inspect``.
+    """Return the rows of ``inspect``.
 
     Args:
         nbytes: size of the snapshot on disk, bytes.
@@ -155,7 +159,7 @@ def _group_line(group: SnapshotGroup) -> str:
 
 
 def difference_rows(found: Difference) -> Rows:
-    """Rows of ``diff``: a name, and the value in each snapshot."""
+    """Return the rows of ``diff``: a name, and the value in each snapshot."""
     common, common_pages = f"{found.common_tokens:,}", f"{found.common_pages:,}"
     return [
         ["tokens in common", common, common],
@@ -179,7 +183,7 @@ def _value(value: object) -> str:
 
 
 def _some(names: tuple[str, ...]) -> Iterator[str]:
-    """The last of these names, which are closest to the job."""
+    """Yield the last names, which are those of the closest ancestors of the job."""
     if len(names) > MOST_NAMES:
         yield "…"
     yield from map(harmless, names[-MOST_NAMES:])
