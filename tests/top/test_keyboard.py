@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tiered_kv.top.keyboard import Keyboard, each_key_at_once
+from tiered_kv.top.keyboard import Keyboard, cbreak_keyboard
 from tiered_kv.top.view import Action, JobOrder
 
 
@@ -66,7 +66,7 @@ def test_the_end_of_the_terminal_quits() -> None:
 
 def test_the_settings_come_back_after_a_mistake() -> None:
     def fail() -> None:
-        with each_key_at_once(theirs):
+        with cbreak_keyboard(theirs):
             assert termios.tcgetattr(theirs) != before
             raise RuntimeError
 

@@ -1,4 +1,6 @@
-"""Jobs as rows: where each job's KV is, until when, and when the job is expected to return."""
+"""Jobs as table rows: where the KV of each job is, how long it stays there, and when the job is
+expected to return.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from tiered_kv.status import JobState, JobStatus, Where
 from .wording import PLACES, decision
 
 GAP = 2
-"""Characters between two columns."""
+"""Number of spaces between two columns."""
 LEAST_NAME, MOST_NAME = 12, 60
 """Minimum and maximum width of job names, characters."""
 STYLES = {
@@ -28,11 +30,11 @@ STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column in addition to the names.
+    """A column of the table of jobs, next to the column of names.
 
     Attributes:
-        cell: text of the column for a job at a given time.
-        several: True if the column is only shown if there are several engines.
+        cell: function that returns the text of the column for a job at a given time.
+        several: True if the column is shown only if there are several engines.
     """
 
     title: str
@@ -80,18 +82,20 @@ COLUMNS = (
     Column("promoted", 8, lambda job, now: _span(now, job.kv.back_at)),
     Column("gap q50, q90", 17, _forecast),
 )
-"""Columns in order of importance: the last ones are left out first."""
+"""Columns in order of importance. If space is short, the last columns are left out."""
 
 
 def job_rows(
     jobs: Sequence[JobStatus], now: float, width: int, *, several: bool, names: str = "job"
 ) -> Table:
-    """Create a table of these jobs, with a header line, in that width. Columns that do not fit are
-    left out.
+    """Return a table of jobs with a header line. Columns that do not fit into the width are left
+    out.
 
     Args:
+        now: current time of the server, seconds since the epoch.
+        width: width of the table, characters.
         several: True if there are several engines.
-        names: header of the names' column.
+        names: header of the column of names.
     """
     shown = fitting(width, several=several)
     rest = width - sum(column.width + GAP for column in shown)
@@ -115,7 +119,7 @@ def job_rows(
 
 
 def fitting(width: int, *, several: bool) -> list[Column]:
-    """The columns that fit next to the names."""
+    """Return the columns that fit next to the column of names."""
     left = width - LEAST_NAME
     found = list[Column]()
     for column in COLUMNS:

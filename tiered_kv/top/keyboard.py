@@ -1,4 +1,6 @@
-"""Keys and signals that wake the loop. The terminal is restored afterwards."""
+"""Keys and signals that wake the loop of the live view. Terminal settings are restored
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,12 @@ KEYS: dict[bytes, Action | JobOrder] = {
     b"e": Action.NEXT_ENGINE,
     **{key.encode(): order for key, order in SORT_KEYS.items()},
 }
-"""Actions of keys, by the bytes that terminals send for them."""
+"""Actions of keys, by the bytes that terminals send for the keys."""
 
 _KEY = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO.|[^\x1b]|\x1b(?!$|[\[O])", re.DOTALL)
 _BEGUN = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|O)?\Z")
 _MOST_BEGUN = 32
-"""Maximum size of a key sequence that has arrived incompletely, bytes."""
+"""Maximum size of an incomplete key sequence, bytes."""
 
 
 class Keyboard:
@@ -58,8 +60,9 @@ class Keyboard:
         self._begun = b""
 
     def read(self) -> Iterator[Action | JobOrder]:
-        """Read the actions of the keys that were typed. A closed terminal gives QUIT. Call only if
-        the descriptor is readable."""
+        """Yield the actions of the keys that were typed. A closed terminal yields QUIT. Call only
+        if the descriptor is readable.
+        """
         try:
             typed = os.read(self.fd, 4096)
         except OSError:  # the terminal was closed
@@ -77,9 +80,10 @@ class Keyboard:
 
 
 @contextmanager
-def each_key_at_once(fd: int) -> Iterator[Keyboard]:
-    """The keyboard of a terminal in unbuffered mode. The terminal's settings are restored on
-    exit."""
+def cbreak_keyboard(fd: int) -> Iterator[Keyboard]:
+    """Switch a terminal to cbreak mode, in which each key is readable as soon as it is typed.
+    Yields its keyboard. The terminal's settings are restored when the block ends.
+    """
     before = termios.tcgetattr(fd)
     tty.setcbreak(fd)
     try:
@@ -90,13 +94,13 @@ def each_key_at_once(fd: int) -> Iterator[Keyboard]:
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGWINCH)
-"""Signals that are waited for, in place of their default actions."""
+"""Signals that wake the loop instead of their default actions."""
 NEWS = 0
-"""Stands for news among the signal numbers."""
+"""Number that stands for a call of ``ring`` among the signal numbers."""
 
 
 class Wakeups:
-    """A pipe that signals and threads write to."""
+    """A pipe to which signals and threads write, to wake the loop."""
 
     def __init__(self, reading: int, writing: int) -> None:
         self._reading = reading
@@ -104,17 +108,20 @@ class Wakeups:
 
     def ring(self) -> None:
         """Wake the loop. Callable from any thread."""
-        with suppress(OSError):  # if full, it wakes anyway; if closed, no thread waits
+        with suppress(
+            OSError
+        ):  # a full pipe wakes the loop anyway; a closed pipe has no waiting loop
             os.write(self._writing, bytes([NEWS]))
 
     def wait(self, keys: int | None) -> tuple[set[int], bool]:
-        """Wait for a signal, news or a key.
+        """Wait for a signal, a call of ``ring``, or a key.
 
         Args:
             keys: descriptor of the keyboard; None without a keyboard.
 
         Returns:
-            Signals and NEWS that arrived, and True if there are keys to read.
+            The numbers of the signals, with NEWS for a call of ``ring``, and True if there are keys
+            to read.
         """
         wanted = [self._reading] if keys is None else [self._reading, keys]
         ready, _, _ = select.select(wanted, [], [])
@@ -124,7 +131,7 @@ class Wakeups:
 
 @contextmanager
 def wakeups() -> Iterator[Wakeups]:
-    """Redirect the signals until exit. Call on the main thread."""
+    """Redirect ``SIGNALS`` to a pipe until the block ends. Call on the main thread."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     before = {number: signal.signal(number, _nothing) for number in SIGNALS}
@@ -140,4 +147,4 @@ def wakeups() -> Iterator[Wakeups]:
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """Do nothing, since Python writes the signal to the pipe."""
+    """Do nothing, because Python already writes the signal to the pipe."""

@@ -1,4 +1,6 @@
-"""The loop: one thread polls the server, and the main thread shows its state and handles keys."""
+"""The loop of the live view: one thread polls the server, and the main thread shows the server's
+state and handles keys.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from rich.console import Console
 from rich.live import Live
 
-from .keyboard import NEWS, Keyboard, Wakeups, each_key_at_once, wakeups
+from .keyboard import NEWS, Keyboard, Wakeups, cbreak_keyboard, wakeups
 from .screen import frame, rows_of
 from .server_state import ServerState
 from .view import Action, JobOrder, View
@@ -32,7 +34,7 @@ class Looks:
 
     Attributes:
         last: the latest state.
-        failure: unexpected exception in a poll, which ended the polling; None if there was none.
+        failure: unexpected exception in a poll, which stopped the polling; None if there was none.
     """
 
     def __init__(self, first: ServerState, look: Look, every_s: float, tell: Callable[[], None]):
@@ -60,9 +62,9 @@ class Looks:
 
 @contextmanager
 def looks(first: ServerState, look: Look, every_s: float, bell: Wakeups) -> Iterator[Looks]:
-    """Poll a server in a separate thread until exit."""
+    """Poll a server in a separate thread until the block ends."""
     made = Looks(first, look, every_s, bell.ring)
-    # A daemon thread, so that quitting does not wait seconds for an outstanding answer.
+    # This is a daemon thread, so that quitting does not wait for the server's answer.
     thread = threading.Thread(target=made.go_on, name="tiered-kv top", daemon=True)
     thread.start()
     try:
@@ -81,7 +83,8 @@ def live(first: ServerState, look: Look, view: View, every_s: float, keys: int |
         keys: descriptor of the terminal's keyboard; None without a keyboard.
 
     Returns:
-        The exit code: 0, or 128 plus the number of the signal that ended it.
+        The exit code: 0 if the user quit, or 128 plus the number of the signal that ended the
+        program.
     """
     with wakeups() as bell, looks(first, look, every_s, bell) as seen:
         while True:
@@ -95,10 +98,12 @@ def live(first: ServerState, look: Look, view: View, every_s: float, keys: int |
 
 
 def _shown(seen: Looks, view: View, bell: Wakeups, keys: int | None) -> tuple[View, int]:
-    """Show a server until a key or a signal. Returns the last view, and the signal; 0 for a key."""
+    """Show a server until a key quits or a signal arrives. Returns the last view, and the number of
+    the signal, which is 0 for a key.
+    """
     console = full_size_console()
     with ExitStack() as stack:
-        keyboard = stack.enter_context(each_key_at_once(keys)) if keys is not None else None
+        keyboard = stack.enter_context(cbreak_keyboard(keys)) if keys is not None else None
         screen = stack.enter_context(
             Live(
                 console=console,
@@ -125,7 +130,7 @@ def _shown(seen: Looks, view: View, bell: Wakeups, keys: int | None) -> tuple[Vi
 
 
 def _typed(keyboard: Keyboard, view: View, state: ServerState, canvas: Canvas) -> View | None:
-    """The view after the typed keys; None if one of them quits."""
+    """Return the view after the typed keys; None if one of the keys quits."""
     for action in keyboard.read():
         if action is Action.QUIT:
             return None
@@ -137,7 +142,9 @@ def _typed(keyboard: Keyboard, view: View, state: ServerState, canvas: Canvas) -
 
 
 def full_size_console() -> Console:
-    """A console of the terminal's current size, regardless of the shell's variables."""
+    """Return a console of the terminal's current size. The variables COLUMNS and LINES are
+    ignored.
+    """
     env = {name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES")}
     return Console(_environ=env)
 
@@ -148,5 +155,5 @@ def _canvas(console: Console) -> Canvas:
 
 
 def can_show_unicode(console: Console) -> bool:
-    """True if the console's encoding supports all characters."""
+    """Return True if the console's encoding is a Unicode encoding."""
     return console.encoding.startswith("utf")

@@ -1,4 +1,4 @@
-"""Client of a server's routes. Each error message is a sentence that says what to do."""
+"""Client of a server's routes. Each error message is a sentence that tells the user what to do."""
 
 from __future__ import annotations
 
@@ -18,38 +18,42 @@ from .safe_text import MOST_CHARS, harmless, harmless_json
 Read = TypeVar("Read", bound=JsonObject)
 
 PATIENCE_S = 10.0
-"""Maximum wait for an answer, seconds."""
+"""Maximum wait for the response to a query, seconds."""
 SLACK_S = 120.0
-"""Time that the server may take beyond the timeout of an operation, seconds, since its engine may
-be busy for a while."""
+"""Time that the server may take beyond the timeout of an operation, seconds, because its engine can
+be busy."""
 PAGE = 1_000
-"""Number of jobs requested per call, the most that a server returns."""
+"""Number of jobs requested per call. It is the maximum that a server returns."""
 
 MOST_OF_SENTENCE = 4_000
-"""Maximum length of an error message from the server, characters: it may list everything that a
-snapshot needs."""
+"""Maximum length of an error message from the server, characters. A message can list all
+requirements of a snapshot."""
 
 NO_ROUTES = (
     "The server has no /tiered_kv routes: start it with VLLM_PLUGINS=tiered_kv and vLLM's "
     "Python front end, and use the address of the server itself."
 )
-NO_TOKEN = f"The server wants a token: give its {ADMIN_TOKEN} with --token or in the environment."
-WRONG_TOKEN = f"The server refuses the token: give what {ADMIN_TOKEN} is set to there."
-CLOSED = f"The server answers others only: set {ADMIN_TOKEN} for it, and give that with --token."
+NO_TOKEN = (
+    f"The server requires a token: pass its {ADMIN_TOKEN} with --token or in the environment."
+)
+WRONG_TOKEN = f"The server refuses the token: pass the value of {ADMIN_TOKEN} on the server."
+CLOSED = (
+    f"The server refuses this client: set {ADMIN_TOKEN} on the server, and pass it with --token."
+)
 NO_ENGINE = (
     "The server has no engine with the connector: start it with the --kv-transfer-config that "
     "tiered-kv plan prints."
 )
 ODD_TOKEN = (
-    "The token has a line break or another control character: use the value that the server has."
+    "The token has a line break or another control character: use the value set on the server."
 )
 
 
 class RouteError(Exception):
-    """A failed request to a route. The message is one sentence for users.
+    """A request to a route failed. The message is one sentence for users.
 
     Attributes:
-        status: HTTP status; None without an HTTP answer.
+        status: HTTP status; None if there was no HTTP response.
     """
 
     def __init__(self, sentence: str, status: int | None = None) -> None:
@@ -58,17 +62,18 @@ class RouteError(Exception):
 
     @property
     def is_final(self) -> bool:
-        """True if the server has reported that the operation failed or was refused, so that it no
-        longer uses a snapshot for it."""
+        """True if the server has reported that the operation failed or was refused. The server then
+        no longer uses the snapshot of the operation.
+        """
         return self.status is not None and self.status not in (500, 503, 504)
 
 
 class RouteClient:
-    """The routes of one server.
+    """Client of the routes of one server.
 
     Args:
         url: address of the server, as pasted by users.
-        token: the operator's token; None if there is none.
+        token: admin token; None if there is none.
 
     Attributes:
         base: normalized address of the server.
@@ -86,7 +91,9 @@ class RouteClient:
             ) from error
         token = token.strip(" \t\r\n") if token is not None else None  # as the server does
         if token is not None and any(unicodedata.category(char) == "Cc" for char in token):
-            raise RouteError(ODD_TOKEN)  # refused here, because a later error would show the token
+            raise RouteError(
+                ODD_TOKEN
+            )  # checked here, because a later error message would contain the token
         self._token = token or None
 
     def status(self) -> ServerStatus:
@@ -110,7 +117,7 @@ class RouteClient:
         return read_answer(JobPage, parse(page))
 
     def snapshot_folder(self) -> Path:
-        """Request the folder of the server's snapshots, a path on its own machine.
+        """Request the path of the server's snapshot folder on the server's machine.
 
         Raises:
             RouteError: the request failed.
@@ -125,18 +132,18 @@ class RouteClient:
 
         Args:
             path: route of the operation, after ``/tiered_kv/``.
-            timeout_s: maximum time that the operation waits for its end, seconds.
+            timeout_s: how long the server waits for the operation to finish, seconds.
             fields: further fields of the request; fields that are None are left out.
 
         Raises:
-            RouteError: the operation was not carried out, as far as is known.
+            RouteError: the operation failed, or its result is unknown.
         """
         given = {name: value for name, value in fields.items() if value is not None}
         body = json.dumps({**given, "timeout_s": timeout_s}).encode()
         return _object(self._ask(path, timeout_s + SLACK_S, body))
 
     def get(self, path: str) -> str:
-        """Request a route's answer.
+        """Request a route. Returns the text of the response.
 
         Args:
             path: route, after ``/tiered_kv/``.
@@ -154,7 +161,7 @@ class RouteClient:
         except UnreachableError as error:
             raise RouteError(
                 f"{harmless(self.base)} does not respond ({harmless(str(error))}): check that "
-                "the server runs, and that this is its address"
+                "the server runs, and that the address is right"
             ) from error
 
     def _sentence(self, error: RefusedError) -> str:
@@ -167,15 +174,18 @@ class RouteClient:
             case 403:
                 return sentence or CLOSED
             case 404:
-                is_of_vllm = "type" in said  # which errors of our routes do not have
+                is_of_vllm = "type" in said  # errors of tiered-kv's routes have no type
                 return NO_ROUTES if is_of_vllm else sentence or NO_ROUTES
             case 501:
                 return sentence or NO_ENGINE
-        return sentence or f"The server answered {error.status}: see its log, and ask again."
+        return (
+            sentence
+            or f"The server answered with status {error.status}: see its log, and try again."
+        )
 
 
 def parse(text: str) -> Any:
-    """Parse the JSON of an answer.
+    """Parse the JSON of a response.
 
     Raises:
         RouteError: the text is not JSON.
@@ -187,10 +197,11 @@ def parse(text: str) -> Any:
 
 
 def read_answer(kind: type[Read], found: object, most_chars: int = MOST_CHARS) -> Read:
-    """Read an answer. Its texts are sanitized, and truncated after ``most_chars``.
+    """Convert a parsed response to ``kind``. Texts are sanitized, and truncated after
+    ``most_chars``.
 
     Raises:
-        RouteError: the answer has an unexpected form.
+        RouteError: the response has an unexpected form.
     """
     try:
         return kind.from_json(harmless_json(found, most_chars))
@@ -199,22 +210,22 @@ def read_answer(kind: type[Read], found: object, most_chars: int = MOST_CHARS) -
 
 
 def other_version(what: str) -> RouteError:
-    """Create the error for an answer of an unexpected form; ``what`` describes the difference."""
+    """Return the error for a response of an unexpected form. ``what`` describes the difference."""
     return RouteError(
-        f"The answer has a form that is not known here ({harmless(what)}): use the "
-        "tiered-kv of the version that the server has."
+        f"The answer has an unexpected form ({harmless(what)}): use the same version of "
+        "tiered-kv as the server."
     )
 
 
 def _object(text: str) -> dict[str, Any]:
     found = parse(text)
     if not isinstance(found, dict):
-        raise other_version("it is not an object")
+        raise other_version("it is not a JSON object")
     return found
 
 
 def _error(text: str) -> dict[str, Any]:
-    """Contents of an error answer; empty if the text is not one."""
+    """Return the contents of an error response; empty if the text is not an error response."""
     try:
         found = _object(text).get("error")
     except RouteError:

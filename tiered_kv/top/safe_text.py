@@ -8,17 +8,16 @@ from typing import Any
 MOST_CHARS = 200
 """Default maximum length of a text, characters."""
 _FROM_THE_RIGHT = frozenset({"R", "AL", "AN"})
-"""Bidirectional classes of characters that a terminal may reorder, together with their
-neighbours."""
+"""Bidirectional classes of characters that a terminal may reorder together with adjacent
+characters."""
 _ABOVE = frozenset({"Mn", "Me"})
 """Categories of marks that are drawn over the previous character."""
 
 
 def harmless(text: str, most: int = MOST_CHARS) -> str:
-    """Return the text, or its beginning, with escapes for characters that are not displayed
-    plainly.
+    """Return the text with escapes for characters that a terminal does not display plainly.
 
-    Escaped are characters that move the cursor, have no width, are drawn over others, or are
+    Characters are escaped if they move the cursor, have no width, are drawn over others, or are
     written from right to left.
 
     Args:
@@ -31,7 +30,7 @@ def harmless(text: str, most: int = MOST_CHARS) -> str:
 
 
 def harmless_json(found: Any, most: int = MOST_CHARS) -> Any:
-    """Sanitize all texts in a parsed JSON value, including names of fields.
+    """Return a parsed JSON value with all texts sanitized, including field names.
 
     Raises:
         RecursionError: the value is nested too deeply.

@@ -1,4 +1,4 @@
-"""The screen: a frame of a state, to fill a terminal or to be printed once."""
+"""The screen: a frame that shows a state and fills a terminal, or is printed once."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from .view import SORT_KEYS, View
 from .wording import Canvas, line
 
 ONCE_ROWS = 40
-"""Number of jobs in a printed frame."""
+"""Maximum number of jobs in a printed frame."""
 LEAST_ROWS = 3
 """Number of lines reserved for jobs before parts other than the tiers are shown."""
 
 
 def frame(state: ServerState, view: View, canvas: Canvas) -> RenderableType:
-    """Create a frame that fills the canvas. The view must be limited to it (``rows_of``)."""
+    """Return a frame that fills the canvas. Limit the view to the number of rows that ``rows_of``
+    returns before the call.
+    """
     rows = rows_of(state, view, canvas)
     parts = _above(state, view, canvas)
     jobs, last = _jobs(state, view, canvas, rows), _keys(state, view, canvas, rows)
@@ -41,20 +43,20 @@ def frame(state: ServerState, view: View, canvas: Canvas) -> RenderableType:
 
 
 def rows_of(state: ServerState, view: View, canvas: Canvas) -> int:
-    """Number of jobs that fit into a frame."""
+    """Return the number of jobs that fit into a frame."""
     above = sum(lines for _, lines in _above(state, view, canvas))
-    return max(0, (canvas.height or 0) - above - 2)  # the titles, the keys
+    return max(0, (canvas.height or 0) - above - 2)  # the lines with the column titles and the keys
 
 
 def printed(state: ServerState, view: View, canvas: Canvas) -> RenderableType:
-    """Create a frame to be printed, of any length."""
+    """Return a frame to be printed, of any length."""
     parts = [part for part, _ in _above(state, view, canvas)]
     jobs, left_out = _jobs(state, view, canvas, ONCE_ROWS), _left_out(state, view)
     return Group(*parts, jobs, *([_lines(left_out)[0]] if left_out else []))
 
 
 def _above(state: ServerState, view: View, canvas: Canvas) -> list[tuple[RenderableType, int]]:
-    """Parts above the jobs, and the number of lines that each takes."""
+    """Return the parts above the jobs, and the number of lines of each part."""
     looked_at = view.of(state)
     engine = looked_at.total
     head = [_head(looked_at, view), *_sentences(state, view, canvas)]
@@ -64,7 +66,7 @@ def _above(state: ServerState, view: View, canvas: Canvas) -> list[tuple[Rendera
     if left >= len(counts):
         left -= len(counts)
         found.append(_lines(counts))
-    blank = _lines([Text(" ")])  # rich puts a placeholder where a text is empty
+    blank = _lines([Text(" ")])  # rich shows a placeholder for an empty text
     if canvas.width >= PANELS_WIDTH and left >= PANEL_LINES + 2:
         table = panels(looked_at, engine)
         return [*found, blank, (table, PANEL_LINES), blank]
@@ -86,15 +88,17 @@ def _head(state: ServerState, view: View) -> Text:
 
 
 def _sentences(state: ServerState, view: View, canvas: Canvas) -> list[Text]:
-    """Messages about unusual conditions, wrapped into lines."""
+    """Return messages about unusual conditions, wrapped into lines."""
     found = list[Text]()
     if state.problem is not None:
-        found += _wrapped(f"{state.problem} What follows was before.", "bold red", canvas)
+        found += _wrapped(f"{state.problem} The last known state follows.", "bold red", canvas)
     engines = len(state.status.engines)
     if engines > 1 and view.engine is None:
-        found += _wrapped(f"{engines} engines, added up: e shows each alone.", "yellow", canvas)
+        found += _wrapped(
+            f"Sum of {engines} engines: e shows the engines one by one.", "yellow", canvas
+        )
     elif engines > 1:
-        words = f"Engine {view.engine} of {engines}: e shows the next engine, then all."
+        words = f"Engine {view.engine} of {engines}: e shows the next engine, and then all."
         found += _wrapped(words, "yellow", canvas)
     return found
 
@@ -123,7 +127,7 @@ def _counts(engine: EngineStatus, canvas: Canvas) -> Text:
 
 
 def _failures(engine: EngineStatus) -> list[Text]:
-    """A line with the failures; empty without any."""
+    """Return a line with the failure counters that are not 0; empty if there are none."""
     found = {name: engine.counters.get(name, 0) for name in FAILURES}
     words = ", ".join(f"{name} {times:,.0f}" for name, times in found.items() if times)
     return [line((f"{words}: see tiered-kv doctor URL", "red"))] if words else []
@@ -143,12 +147,12 @@ def _jobs(state: ServerState, view: View, canvas: Canvas, rows: int) -> Renderab
 
 
 def _left_out(state: ServerState, view: View) -> list[Text]:
-    """A line with the number of jobs that are not shown; empty without any."""
+    """Return a line with the number of jobs that are not shown; empty if all jobs are shown."""
     shown = len(view.of(state).jobs)
     if shown <= ONCE_ROWS and state.whole:
         return []
     words = f"The first {min(ONCE_ROWS, shown)} of {_known(state, view)}."
-    return [line((f"{words} GET /tiered_kv/jobs lists all.", "dim"))]
+    return [line((f"{words} GET /tiered_kv/jobs lists all jobs.", "dim"))]
 
 
 def _known(state: ServerState, view: View) -> str:

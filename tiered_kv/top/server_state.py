@@ -1,4 +1,4 @@
-"""The state of a server at one moment, and the sum of its engines."""
+"""The state of a server at one time, and the sum of its engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from tiered_kv.status import EngineStatus, JobStatus, ServerStatus
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Growth of an engine's counters over a period, seconds."""
+    """Growth of an engine's counters over a period.
+
+    Attributes:
+        over_s: length of the period, seconds.
+    """
 
     over_s: float
     counters: Mapping[str, float]
@@ -20,12 +24,12 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """A server at one moment.
+    """A server at one time.
 
     Attributes:
         url: address of the server.
-        status: the status of its engines, or of the viewed engine; at least one.
-        growth: growth of their counters, by rank; empty before the second poll.
+        status: the status of the server's engines, or of the viewed engine; at least one.
+        growth: growth of the engines' counters, by rank; empty before the second poll.
         jobs: jobs read so far, in list order.
         whole: True once all jobs have been read.
         problem: message that explains why this is not the current state; None if it is current.
@@ -53,7 +57,9 @@ class ServerState:
         return Growth(max(one.over_s for one in found), _sum([one.counters for one in found]))
 
     def of_engine(self, engine: int) -> ServerState:
-        """The part of one engine; the whole state if no engine has that rank."""
+        """Return the part of the state that belongs to one engine; the whole state if no engine has
+        that rank.
+        """
         found = tuple(one for one in self.status.engines if one.engine == engine)
         if not found:
             return self
@@ -62,8 +68,9 @@ class ServerState:
 
 
 def add_up(engines: Sequence[EngineStatus]) -> EngineStatus:
-    """Add up several engines. The sum has the rank and the settings of the first. ``engines`` must
-    not be empty."""
+    """Return the sum of several engines, with the rank and the settings of the first. ``engines``
+    must not be empty.
+    """
     if len(engines) == 1:
         return engines[0]
     total: EngineStatus = _sum(engines)
@@ -79,15 +86,16 @@ _NO_AMOUNTS = ("engine", "block_tokens", "compressed_share")
 
 
 def _sum(parts: Sequence[Any]) -> Any:
-    """Add up parts of one type: numbers, mappings by name, and dataclasses by field. Texts are
-    taken from the first part. A number that is None in one part is None in the sum."""
+    """Return the sum of parts of one type: numbers, mappings by name, and dataclasses by field.
+    Texts are taken from the first part. A number that is None in one part is None in the sum.
+    """
     first = parts[0]
     if isinstance(first, Mapping):
         named = dict[str, list[Any]]()
         for name, one in chain.from_iterable(part.items() for part in parts):
             named.setdefault(name, []).append(one)
         return {name: _sum(found) for name, found in named.items()}
-    if isinstance(first, tuple):  # of tiers or of decisions
+    if isinstance(first, tuple):  # a tuple of tiers or of decisions
         kinds = dict[Any, list[Any]]()
         for one in chain.from_iterable(parts):
             kinds.setdefault((one.tier, getattr(one, "gap_class", None)), []).append(one)

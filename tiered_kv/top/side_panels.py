@@ -1,4 +1,4 @@
-"""Panels side by side: sources of prompts, decisions, and transfers."""
+"""Panels side by side: tiers that prompts came from, decisions, and transfers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .server_state import Growth, ServerState
 from .wording import TIERS, line
 
 PANEL_LINES, PANELS_WIDTH = 6, 120
-"""Height of the panels in lines, and the width that they need in columns."""
+"""Height of the panels in lines, and the width that they need, characters."""
 NO_CLASS = "no class"
 
 
@@ -25,8 +25,8 @@ class Way(NamedTuple):
 
     Attributes:
         name: name of the path.
-        transfer: type of its orders, also used as a short name.
-        counter: counter of the bytes moved along it; None without a counter.
+        transfer: type of the orders on this path, also used as a short name.
+        counter: counter of the bytes moved on this path; None if there is no counter.
     """
 
     name: str
@@ -44,14 +44,14 @@ WAYS = (
 
 
 def panels(state: ServerState, engine: EngineStatus) -> Table:
-    """All three panels, in ``PANEL_LINES`` lines."""
+    """Return all three panels, in ``PANEL_LINES`` lines."""
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_row(_prompts(state, engine), _decided(engine), _moving(state, engine))
     return table
 
 
 def panel_lines(state: ServerState, engine: EngineStatus) -> list[Text]:
-    """The contents of all three panels in one line each, for small terminals."""
+    """Return the contents of the three panels, one line for each, for small terminals."""
     since, counters = "", engine.counters
     if (grown := state.grown) is not None and sum(sources(grown.counters).values()) > 0:
         since, counters = f", {brief(grown.over_s)}", grown.counters
@@ -75,7 +75,7 @@ def panel_lines(state: ServerState, engine: EngineStatus) -> list[Text]:
 
 
 def sources(counters: Mapping[str, float]) -> Mapping[str, float]:
-    """Prompt tokens by the tier that their KV came from."""
+    """Return prompt tokens by the tier that their KV came from."""
     ssd, remote = counters.get("prompt_tokens_ssd", 0), counters.get("prompt_tokens_remote", 0)
     shared = {"remote": remote} if remote else {}
     return {
@@ -88,7 +88,7 @@ def sources(counters: Mapping[str, float]) -> Mapping[str, float]:
 
 
 def _panel(*columns: str) -> Table:
-    """Create a panel without rows. All columns except the first contain numbers."""
+    """Return a panel without rows. All columns except the first contain numbers."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for at, name in enumerate(columns):
         table.add_column(name, justify="right" if at else "left", no_wrap=True)
@@ -123,7 +123,7 @@ def _decided(engine: EngineStatus) -> Table:
 
 
 def _moving(state: ServerState, engine: EngineStatus) -> Table:
-    table = _panel("transfers", "orders", "pages", "a second")
+    table = _panel("transfers", "orders", "pages", "per second")
     for way in WAYS:
         found = engine.transfers.get(way.transfer, Transfers())
         numbers = [f"{number:,}" if number else NONE for number in (found.orders, found.pages)]

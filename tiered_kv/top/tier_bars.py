@@ -1,4 +1,4 @@
-"""Tiers as bars: how much each holds, and how much of it is free."""
+"""Tiers as bars: how much of each tier is used, and how much is free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiered_kv.status import Cpu, LowerTier, Tiers, Vram
 from .wording import Canvas, line
 
 LABEL = {True: 12, False: 5}
-"""Width of the tiers' names, by whether the canvas is wide."""
+"""Width of the column of tier names, characters, by whether the canvas is wide."""
 LEAST_BAR, MOST_BAR = 10, 80
 
 
@@ -22,8 +22,9 @@ class Part:
     """A part of a tier.
 
     Attributes:
-        word, short: names of the part.
-        glyph, ascii: characters that its cells of the bar are filled with.
+        amount: size of the part, in any unit that all parts of the tier share.
+        word, short: long and short name of the part.
+        glyph, ascii: characters that fill the part's cells of the bar.
     """
 
     amount: float
@@ -35,7 +36,7 @@ class Part:
 
 
 def tier_bars(tiers: Tiers, canvas: Canvas) -> list[Text]:
-    """One line for each tier."""
+    """Return one line for each tier."""
     found = [_vram(tiers.vram, canvas), _cpu(tiers.cpu, canvas)]
     found += [_lower(tier, canvas) for tier in tiers.lower]
     return found if tiers.lower else [*found, _off("SSD", "TIERED_KV_SSD_PATH is unset", canvas)]
@@ -54,7 +55,7 @@ def _vram(vram: Vram, canvas: Canvas) -> Text:
 
 def _cpu(cpu: Cpu, canvas: Canvas) -> Text:
     if not cpu.slots:
-        return _off("CPU memory", "TIERED_KV_CPU_GIB is 0, or KV of this kind stays", canvas)
+        return _off("CPU memory", "TIERED_KV_CPU_GIB is 0, or this type of KV is not saved", canvas)
     hot = cpu.slots - cpu.free_slots - cpu.compressed_slots
     parts = (
         Part(hot, "hot", "hot", "█", "#", "green"),
@@ -95,7 +96,7 @@ def _bar(name: str, short: str, parts: Sequence[Part], whole: str, canvas: Canva
     words.append((f" of {whole}", ""))
     taken = LABEL[canvas.is_wide] + 1 + sum(len(text) for text, _ in words)
     width = min(MOST_BAR, canvas.width - taken)
-    if width < LEAST_BAR:  # a bar is more important than the size
+    if width < LEAST_BAR:  # the bar is more important than the total size
         width = min(MOST_BAR, width + len(words.pop()[0]))
     cells = _cells(parts, total, max(0, width), canvas)
     return _named(name if canvas.is_wide else short, canvas, *cells, *words)
@@ -104,7 +105,9 @@ def _bar(name: str, short: str, parts: Sequence[Part], whole: str, canvas: Canva
 def _cells(
     parts: Sequence[Part], total: float, width: int, canvas: Canvas
 ) -> Iterator[tuple[str, str]]:
-    """The cells of a bar: their total number is exact, their borders are rounded."""
+    """Yield the cells of a bar as texts with styles. The total number of cells is exact; borders
+    are rounded.
+    """
     seen, at = 0.0, 0
     for part in parts:
         seen += part.amount

@@ -1,5 +1,6 @@
-"""View: the part of a server's state that is shown, the order of its jobs, and the keys that change
-it."""
+"""The view: the part of a server's state that is shown, the order of its jobs, and the keys that
+change the view.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from .server_state import ServerState
 
 
 class Action(Enum):
-    """Action of a key."""
+    """Action that a key triggers."""
 
     QUIT = auto()
     NEXT_ROW = auto()
@@ -28,10 +29,10 @@ class Action(Enum):
 
 
 class JobOrder(Enum):
-    """Sort order of jobs. The value is its name on the screen."""
+    """Sort order of jobs. The value is the name of the order on the screen."""
 
     STATE = "state"
-    """States, most urgent first; within a state, jobs that change next first."""
+    """Most urgent state first; within a state, jobs whose state changes next first."""
     CONTEXT = "context"
     """Longest context first."""
     UNTIL = "pin's end"
@@ -57,10 +58,10 @@ SORT_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The shown part of a state.
+    """The part of a state that is shown, and its order.
 
     Attributes:
-        backwards: True to reverse the order.
+        order: sort order of the jobs. backwards: True to reverse it.
         top: number of jobs above the first job shown.
         engine: rank of the viewed engine; None for all engines.
     """
@@ -71,31 +72,33 @@ class View:
     engine: int | None = None
 
     def of(self, state: ServerState) -> ServerState:
-        """The shown part of a state."""
+        """Return the part of a state that is shown."""
         return state if self.engine is None else state.of_engine(self.engine)
 
     def in_order(self, jobs: Sequence[JobStatus]) -> Sequence[JobStatus]:
-        """The jobs in this order. The sort is stable."""
+        """Return the jobs in this view's order. The sort is stable."""
         if self.order is JobOrder.AGE:
             return jobs[::-1] if self.backwards else jobs
         return sorted(jobs, key=_KEYS[self.order], reverse=self.backwards)
 
     def within(self, jobs: int, rows: int) -> View:
-        """Limit the view to that many jobs, of which ``rows`` fit."""
+        """Return the view limited to ``jobs`` jobs, of which ``rows`` fit on the screen."""
         return replace(self, top=max(0, min(self.top, jobs - rows)))
 
     def sorted_by(self, order: JobOrder) -> View:
-        """The view in another order, from its top. Selecting the same order again reverses it."""
+        """Return the view in another order, scrolled to the top. The same order again reverses
+        it.
+        """
         return replace(
             self, order=order, backwards=order is self.order and not self.backwards, top=0
         )
 
     def moved(self, action: Action, state: ServerState, rows: int) -> View:
-        """The view after a key.
+        """Return the view after a key.
 
         Args:
             state: the whole state.
-            rows: number of jobs that fit.
+            rows: number of jobs that fit on the screen.
         """
         if action is Action.NEXT_ENGINE:
             return replace(self, engine=self._next_engine(state), top=0)
@@ -111,7 +114,7 @@ class View:
         return replace(self, top=tops.get(action, self.top)).within(jobs, rows)
 
     def _next_engine(self, state: ServerState) -> int | None:
-        """The next rank; None, for all engines, after the last."""
+        """Return the rank of the next engine to show; None, for all engines, after the last."""
         ranks = [one.engine for one in state.status.engines]
         if len(ranks) < 2:
             return None

@@ -1,7 +1,7 @@
 """Polling of a server: its status, the recent growth of its counters, and its jobs, page by page.
 
-An engine takes a millisecond or two between steps to report a hundred jobs. So a long list is not
-read completely for every frame: each frame reads one page, following the previous frame's page.
+Reporting a hundred jobs takes an engine a millisecond or two between steps. Therefore a long list
+is not read completely for every frame: each frame reads the page that follows the previous frame's.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .server_state import Growth, ServerState
 FIRST_PAGES = 10
 """Maximum number of pages read for the first frame."""
 MOST_JOBS = 70_000
-"""Maximum number of jobs kept for all engines; an engine remembers 65,536. Beyond it, the first
-jobs are kept."""
+"""Maximum number of jobs kept for all engines; an engine remembers 65,536. If there are more, the
+first jobs are kept."""
 
 
 class JobSweep:
-    """The jobs seen in the last sweep over the list. Single-threaded.
+    """The jobs seen in the latest pass over the server's list of jobs. Single-threaded.
 
     Args:
         page: requests the page after a cursor.
@@ -47,7 +47,7 @@ class JobSweep:
                 break
 
     def jobs(self) -> tuple[JobStatus, ...]:
-        """The jobs, in list order."""
+        """Return the jobs, in list order."""
         return tuple(self._jobs[at] for at in sorted(self._jobs))
 
     def _read(self) -> Cursor | None:
@@ -67,17 +67,19 @@ class JobSweep:
 
 
 WINDOW_S = 60.0
-"""Period that growth is measured over, once readings are that old, seconds."""
+"""Maximum period over which growth is measured, seconds."""
 
 
 class Flow:
-    """The readings of one engine in the last minute. Single-threaded."""
+    """Readings of one engine's counters in the last minute. Single-threaded."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, Mapping[str, float]]] = deque()
 
     def add(self, reading: EngineStatus) -> Growth | None:
-        """Add a reading. Returns the growth since the oldest one, or None if there is no other."""
+        """Add a reading. Returns the growth since the oldest reading; None if this is the only
+        one.
+        """
         counters = reading.counters
         last = self._seen[-1][1] if self._seen else {}
         if any(total < last.get(name, 0) for name, total in counters.items()):
@@ -106,7 +108,7 @@ class Watch:
         self._last: ServerState | None = None
 
     def look(self) -> ServerState:
-        """Poll the server.
+        """Poll the server, and return its state.
 
         Raises:
             RouteError: polling failed.
@@ -127,7 +129,8 @@ class Watch:
         return self._last
 
     def look_again(self) -> ServerState:
-        """Poll the server. If polling fails, returns the last state with the problem.
+        """Poll the server, and return its state. If polling fails, returns the last state with the
+        problem.
 
         Raises:
             RouteError: polling failed, and there is no earlier state.

@@ -1,4 +1,4 @@
-"""Wording: short names of places and decisions. Also the size of a frame."""
+"""Short names of places and decisions, and the size of a frame."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tiered_kv.status import DecisionCount, JobDecision, Where
 
 PLACES = {Where.VRAM: "VRAM", Where.CPU: "CPU", Where.STORE: "SSD", Where.NOWHERE: "nowhere"}
 TIERS = {"pin": "VRAM", "cpu": "CPU", "store": "SSD", "drop": "nowhere"}
-"""Places by the tiers of decisions."""
+"""Names of places by the tier of a decision."""
 
 
 @dataclass(frozen=True, slots=True)
 class Canvas:
-    """Size and capabilities of a frame.
+    """Size and capabilities of the output.
 
     Attributes:
-        width: columns.
+        width: characters per line.
         height: lines; None for no limit.
         unicode: True if characters outside ASCII can be shown.
     """
@@ -35,12 +35,12 @@ class Canvas:
 
 
 def line(*parts: str | tuple[str, str]) -> Text:
-    """Create a line that is truncated if it is too long. Markup in its texts is not interpreted."""
+    """Return a line that is truncated if it is too long. Markup in the texts is not interpreted."""
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis", end="")
 
 
 def decision(kind: JobDecision | DecisionCount | None) -> str:
-    """Format a decision, for example "fast: VRAM"."""
+    """Return a decision as text, for example "fast: VRAM"."""
     if kind is None:
         return NONE
     tier = TIERS.get(kind.tier, kind.tier)
