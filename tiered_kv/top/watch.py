@@ -67,7 +67,7 @@ class JobSweep:
 
 
 WINDOW_S = 60.0
-"""Maximum period over which growth is measured, seconds."""
+"""Period over which growth is measured, seconds. It is shorter until the readings cover it."""
 
 
 class Flow:

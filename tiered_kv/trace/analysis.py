@@ -12,7 +12,8 @@ from .turn_record import PinEnd, StoryEnd
 from .turn_table import Column, TurnTable
 
 MOST_TOOLS = 20
-"""Number of tools reported separately, those with the most turns; others are reported together."""
+"""Number of tools that are reported separately, by number of turns. All other tools are reported
+together."""
 OTHERS, UNNAMED = "(others)", "(none)"
 
 
@@ -28,7 +29,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Column) -> Spread | None:
-        """The distribution of all values that are not NaN; None if there are none."""
+        """Return the distribution of all values that are not NaN; None if there are none."""
         values = values[~np.isnan(values)].astype(float)
         if not len(values):
             return None
@@ -40,9 +41,10 @@ class Jobs:
     """The jobs of a trace.
 
     Attributes:
+        jobs: number of jobs.
         cut: jobs whose first turn is not in the trace. Their completion times are not counted.
         waiting: jobs that were still expected when their engine stopped. Their times are counted.
-        completion_s: time from the arrival of the first turn to the end of the last one.
+        completion_s: time from the arrival of the first turn to the end of the last turn.
     """
 
     jobs: int
@@ -57,7 +59,7 @@ class Waits:
 
     Attributes:
         queue_s: time from arrival to admission.
-        held_s, pages_s: parts of that time, summed, in which new jobs were held back, or turns
+        held_s, pages_s: parts of that time, summed: while new jobs were held back, and while turns
             waited for pages.
         first_token_s: time from arrival to the first token.
     """
@@ -74,9 +76,11 @@ class Prompts:
 
     Attributes:
         tokens: prompt tokens of admitted turns.
-        vram, cpu, ssd: fraction of them that was found in this tier; None without tokens.
-        recomputed: fraction of them that was computed.
-        lost: fraction of them that was computed although an earlier turn of the job had its KV.
+        vram, cpu, ssd: fraction of the prompt tokens that was found in this tier; None if there are
+            no prompt tokens.
+        recomputed: fraction of the prompt tokens that was computed.
+        lost: fraction of the prompt tokens that was computed although an earlier turn of the job
+            had its KV.
         prefill_saved_s: time that computing the found tokens would have taken. For each turn, this
             is the proportional part of ``recompute_s``, the time to compute the whole context.
     """
@@ -98,8 +102,8 @@ class WouldHaveSaved:
     Attributes:
         tokens: number of these tokens.
         vram, cpu, ssd: number of these tokens by tier.
-        share: fraction of all prompt tokens; None without any.
-        prefill_s: time that computing them took, estimated as in ``Prompts.prefill_saved_s``.
+        share: these tokens as a fraction of all prompt tokens; None if there are no prompt tokens.
+        prefill_s: time to compute these tokens, estimated as in ``Prompts.prefill_saved_s``.
     """
 
     tokens: int
@@ -115,7 +119,8 @@ class Pins:
     """Pins that ended for the same reason.
 
     Attributes:
-        held_s: time that they were held, seconds.
+        pins: number of pins.
+        held_s: duration of the pins, seconds.
     """
 
     pins: int
@@ -130,7 +135,7 @@ class Promotions:
         pages: pages ordered to be promoted, for turns or in advance.
         nbytes: size of the pages promoted for turns, uncompressed, on one rank, bytes.
         used: promoted pages that a turn restored.
-        waste: fraction of promoted pages that no turn restored; None without pages.
+        waste: fraction of promoted pages that no turn restored; None if no page was promoted.
     """
 
     pages: int
@@ -144,14 +149,14 @@ class Decisions:
     """Decisions, and the gaps that followed.
 
     Attributes:
-        gaps: gaps that ended, because the job returned or is no longer expected.
+        gaps: gaps that ended because the job returned or is no longer expected.
         gap_s: length of the gaps after which the job returned.
-        in_vram: fraction of these gaps whose pin still existed; None without any.
+        in_vram: fraction of these gaps whose pin still existed; None if no job returned.
         below_q50, below_q90: fraction of forecast gaps that were not longer than this quantile;
-            None without any. For good forecasts they are 0.5 and 0.9.
+            None if no gap was forecast. 0.5 and 0.9 for good forecasts.
         saved_s, cost_s: sums over the gaps.
-        best_s: sum of the gains of a clairvoyant policy: for each gap B - λ X if that is positive,
-            otherwise 0; 0 for a gap from which the job did not return.
+        best_s: sum of the gains of a clairvoyant policy: for each gap B - λ X, or 0 if that is
+            negative or the job did not return.
         regret_s: ``best_s`` minus the actual gain.
     """
 
@@ -177,7 +182,7 @@ class Figures:
         would_have_saved: all 0 unless the engine was in observe mode.
         pins: pins by the reason for their end.
         demoted: pages demoted by decisions.
-        by_tool, by_class: decisions by the tool that ran in the gap, and by class of the gap.
+        by_tool, by_class: decisions by the tool that ran in the gap, and by gap class.
     """
 
     turns: int
@@ -261,7 +266,9 @@ def _would_have_saved(table: TurnTable, prompts: int) -> WouldHaveSaved:
 
 
 def _prefill_s(table: TurnTable, tokens: Column) -> float:
-    """Time that computing that many tokens of each turn takes, summed, seconds."""
+    """Return the time to compute these numbers of each turn's tokens, summed over the turns,
+    seconds.
+    """
     context = table["tokens.prompt"].astype(float) + table["tokens.output"]
     return float((table["decision.recompute_s"] * tokens / np.maximum(context, 1.0)).sum())
 
@@ -287,7 +294,9 @@ def _decisions(table: TurnTable, among: Column) -> Decisions:
     over = returned | (among & table.says("gap.end", StoryEnd.GIVEN_UP.value))
     gap_s = table["gap.gap_s"].astype(float)
     forecast = returned & ~np.isnan(table["decision.q50_s"])
-    q90_s = np.nan_to_num(table["decision.q90_s"], nan=np.inf)  # beyond the grid
+    q90_s = np.nan_to_num(
+        table["decision.q90_s"], nan=np.inf
+    )  # None means beyond the longest forecast
     price = table["decision.vram_price"].astype(float)
     best = np.maximum(table["decision.benefit_s"] - price * gap_s, 0.0)[returned].sum()
     saved_s, cost_s = _sum(table["gap.saved_s"][over]), _sum(table["gap.cost_s"][over])

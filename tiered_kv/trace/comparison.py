@@ -20,7 +20,7 @@ class Difference:
 
     Attributes:
         first, second: means over the jobs.
-        difference: mean of the second minus mean of the first.
+        difference: second mean minus first mean.
         low, high: 95% interval of the difference, bootstrapped over the jobs.
     """
 
@@ -36,11 +36,11 @@ class Comparison:
     """Two traces of the same jobs.
 
     Attributes:
-        jobs: jobs that are complete in both traces, matched by name and client. If a name occurs
-            several times, occurrences are matched in order.
-        only_first, only_second: jobs that are complete in only one trace.
+        jobs: number of jobs that are complete in both traces, matched by name and client. If a name
+            occurs several times, its occurrences are matched in order.
+        only_first, only_second: number of jobs that are complete in only one trace.
         differences: completion time, seconds; waits for admission and for first tokens, seconds per
-            turn; computed tokens per job. Empty without jobs.
+            turn; computed tokens per job. Empty if no job is complete in both traces.
     """
 
     jobs: int
@@ -50,7 +50,7 @@ class Comparison:
 
 
 def compare(first: TurnTable, second: TurnTable) -> Comparison:
-    """Compare the jobs of two traces."""
+    """Compare the jobs that are complete in both traces."""
     tables = (first, second)
     jobs = [TracedJobs.of(table) for table in tables]
     rows = [_rows(*both) for both in zip(tables, jobs, strict=True)]
@@ -65,7 +65,7 @@ def compare(first: TurnTable, second: TurnTable) -> Comparison:
 
 
 def _rows(table: TurnTable, jobs: TracedJobs) -> dict[tuple[str, str, int], int]:
-    """Positions of complete jobs by name, client and number."""
+    """Return the positions of complete jobs, by name, client and number."""
     found = dict[tuple[str, str, int], int]()
     for at in np.flatnonzero(jobs.whole):
         name = table.job_name(int(jobs.name[at]))

@@ -1,4 +1,4 @@
-"""A job's history in sentences, from its records."""
+"""A job's timeline in sentences, from its records."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _TIERS = {
 
 
 def of_job(records: Iterable[TurnRecord], job: str) -> list[TurnRecord]:
-    """The records of jobs with that name, of any client, ordered by arrival."""
+    """Return the records of jobs with that name, of any client, sorted by arrival."""
     name = cut(job, JOB_ROOM)
     return sorted((one for one in records if one.job == name), key=lambda one: one.arrived)
 
 
 def story(one: TurnRecord) -> list[str]:
-    """A turn's history, as a list of sentences."""
+    """Return a turn's timeline, as a list of sentences."""
     parts = (_beginning, _prompt, _preempted, _answer, _decision, _what_came)
     return [sentence for part in parts for sentence in part(one)]
 

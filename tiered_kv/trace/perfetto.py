@@ -1,4 +1,5 @@
-"""Export of a trace for Perfetto and Chrome's ``chrome://tracing``: a track per job and per tier.
+"""Export of a trace for Perfetto and Chrome's ``chrome://tracing``, with a track for each job and
+each tier.
 
 The format is Chrome's "Trace Event Format", with times in microseconds.
 """
@@ -20,10 +21,11 @@ Event = Mapping[str, Any]
 
 
 def perfetto_events(records: Iterable[TurnRecord]) -> Iterator[Event]:
-    """Events of a trace: names of tracks, then slices of turns and gaps, then counters.
+    """Yield the events of a trace: names of tracks, then slices of turns and gaps, then counters.
 
-    A job has a second track if two of its turns ran concurrently. The tracks of tiers show the
-    cumulative prompt tokens found there, and the number of pinned blocks.
+    A job has a second track if two of its turns ran concurrently. The track of a tier shows the
+    cumulative number of prompt tokens found in the tier; another track shows the number of pinned
+    blocks.
     """
     turns = sorted(records, key=lambda one: one.arrived)
     yield from (_named(group, name) for group, name in ((JOBS, "jobs"), (TIERS, "tiers")))
@@ -37,14 +39,14 @@ def perfetto_events(records: Iterable[TurnRecord]) -> Iterator[Event]:
 
 
 class _Lanes:
-    """Tracks of jobs, with an additional track where turns of one job overlap."""
+    """Tracks of jobs. A job gets an additional track if two of its turns overlap."""
 
     def __init__(self) -> None:
         self._free_from: dict[tuple[object, ...], list[tuple[int, float]]] = {}
         self._tracks = 0
 
     def place(self, one: TurnRecord) -> tuple[int, bool]:
-        """Track of a turn, and True if the track is new."""
+        """Return the track of a turn, and True if the track is new."""
         job = (one.job, one.client, one.replica, "" if one.job is not None else one.request)
         lanes = self._free_from.setdefault(job, [])
         # The next turn arrives when the gap ends, up to rounding.

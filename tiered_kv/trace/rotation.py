@@ -1,4 +1,6 @@
-"""Files of a trace: the newest has the trace's name, older files have a numeric suffix from 1."""
+"""Files of a trace: the newest file has the trace's name, and older files have a numeric suffix
+from 1.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FILE_BYTES = 64 << 20
-"""Maximum size of a file, bytes. A turn takes about half a KiB, so a file has some 120,000 turns. A
-step takes some 200 bytes."""
+"""Maximum size of a file, bytes. A turn takes about half a KiB, so a file has about 120,000 turns.
+A step takes about 200 bytes."""
 FILES = 8
-"""Number of files kept. The oldest is deleted when a new one is created."""
+"""Number of files that are kept. The oldest file is deleted when another one is created."""
 
 
 PACKED = ".gz"
@@ -18,24 +20,27 @@ PACKED = ".gz"
 
 
 def steps_of(path: Path) -> Path:
-    """The newest file of a trace's steps, which are in separate files."""
+    """Return the path of the newest file with a trace's steps, which have separate files."""
     return path.with_name(f"{path.name}.steps")
 
 
 def steps_to_read(path: Path) -> Path:
-    """The newest file of a trace's steps, for a trace whose own newest file may be compressed."""
+    """Return the path of the newest file with a trace's steps. The trace's own newest file may be
+    compressed.
+    """
     named = steps_of(path)
     return named if named.exists() else steps_of(_unpacked(path))
 
 
 def files_of(path: Path) -> list[Path]:
-    """All possible files of a trace, newest first."""
+    """Return the paths of all files that a trace can have, newest first."""
     return [path, *(_older(path, age) for age in range(1, FILES))]
 
 
 def files_to_read(path: Path) -> Iterator[Path]:
-    """Existing files of a trace, newest first. Each may be compressed with gzip. If both versions
-    of a file exist, only one is returned."""
+    """Yield the existing files of a trace, newest first. Each may be compressed with gzip. If a
+    file exists both plain and compressed, only one of them is yielded.
+    """
     plain = _unpacked(path)
     for age in range(FILES):
         names = (path, plain) if age == 0 else (_older(path, age), _older(plain, age))
@@ -46,9 +51,10 @@ def files_to_read(path: Path) -> Iterator[Path]:
 
 
 def make_room(path: Path) -> None:
-    """Rename every file to the next number, so that a new one can be created. Deletes the oldest.
+    """Rename every file to the next number, so that a new file can be created, and delete the
+    oldest.
 
-    A number may be unused if a file was deleted, or a process ended in between.
+    A number is unused if its file was deleted, or if a process was killed while renaming.
 
     Raises:
         OSError: the folder cannot be written.

@@ -1,7 +1,8 @@
-"""The newest file of a trace, which is appended to. Several processes may write to one trace.
+"""The newest file of a trace, to which records are appended. Several processes may write to one
+trace.
 
-They are replicas of one server, with the same settings. Each locks the file for a write. A process
-that finds that the file was renamed in the meantime continues with the new file.
+These processes are replicas of one server, with the same settings. Each locks the file for a write.
+A process continues with the new file if another process has renamed the file.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from tiered_kv.plain_files import check_owner
 from .rotation import FILE_BYTES, make_room
 
 TRIES = 100
-"""Number of times that a file is opened again because it was renamed. On file systems without
-stable inode numbers, every file would seem to be renamed."""
+"""Maximum number of times that a file is reopened because it was renamed. Without a limit, this
+would never end on file systems without stable inode numbers."""
 
 
 class TraceFile:
-    """Appends lines. Single-threaded. The file is readable only by its owner.
+    """Appends lines to a trace. Single-threaded. Only the owner can read the files.
 
     Args:
-        header: first line of each file, also written when this process starts to use a file.
-        most_bytes: maximum size of a file, bytes; exceeded only by a single larger write.
+        path: the newest file of the trace.
+        header: first line of each file. It is also written when this process starts to use a file.
+        most_bytes: maximum size of a file, bytes. Only a single larger write exceeds it.
 
     Raises:
         OSError: the file cannot be opened.
@@ -48,14 +50,14 @@ class TraceFile:
         self._plain = stat.S_ISREG(os.fstat(self._fd).st_mode)
         if self._plain:
             try:
-                check_owner(self._path)  # another owner could read it
+                check_owner(self._path)  # the owner of the file could read the trace
             except OSError:
                 self.close()
                 raise
         self._introduced = self._torn = False
 
     def append(self, lines: Sequence[str]) -> None:
-        """Write ASCII lines, in a new file if the current one would grow too large. May block.
+        """Write ASCII lines, in a new file if the current file would grow too large. May block.
 
         Raises:
             OSError: some lines were not written. The next write starts a new line.
@@ -73,7 +75,7 @@ class TraceFile:
             self._write(data)
 
     def _is_full(self, more: int) -> bool:
-        """True if the file is not empty, and has no space for that many more bytes."""
+        """Return True if the file is not empty and has no space for ``more`` bytes."""
         there = os.fstat(self._fd_now).st_size
         header = 0 if self._introduced else len(self._header)
         return there > 0 and there + header + more > self._most_bytes
@@ -84,13 +86,13 @@ class TraceFile:
         return self._fd
 
     def _lock(self) -> None:
-        """Lock the newest file, even if it changes."""
+        """Lock the newest file, even if it is renamed meanwhile."""
         for _ in range(TRIES):
             with contextlib.suppress(OSError):  # some file systems have no locks
                 fcntl.flock(self._fd_now, fcntl.LOCK_EX)
             if is_current(self._fd_now, self._path):
                 return
-            self._open()  # closing the old one released its lock
+            self._open()  # this closed the old file, which released its lock
 
     def _unlock(self) -> None:
         if self._fd is not None:
@@ -118,7 +120,7 @@ class TraceFile:
 
 
 def _is_torn(path: Path) -> bool:
-    """True if a file does not end with a line feed."""
+    """Return True if a file does not end with a line feed."""
     with contextlib.suppress(PermissionError), path.open("rb") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)

@@ -1,11 +1,10 @@
 """Header of a trace: the first line of each file, and of each engine that writes to it.
 
-Also exports a trace in the format of Continuum's recorder, its file ``scheduler_timestamps``.
-
-That file is one JSON object with a list of events per job. Each event is an object with its time,
-in seconds since the epoch, under its name. All seven event names of the recorder are written.
-Preemptions of a request after the first ``FIRST_PREEMPTIONS`` are missing, because the trace does
-not record their times.
+This module also exports a trace in the format of Continuum's recorder, its file
+``scheduler_timestamps``: one JSON object with a list of events per job. Each event is an object
+that has the event's time, in seconds since the epoch, under the event's name. All seven event names
+of the recorder are written. Preemptions of a request after the first ``FIRST_PREEMPTIONS`` are
+missing, because the trace does not record their times.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from tiered_kv.json_fields import cut, read, said
 from .turn_record import TurnRecord
 
 SCHEMA = 1
-"""Version of the record schema. Later releases may add fields, but never change the meaning of
-one."""
+"""Version of the record schema. Later releases may add fields, but never change the meaning of a
+field."""
 
 _MODEL_ROOM, _WORD_ROOM, _SHORT_ROOM = 224, 48, 24
 _MOST_TIERS, _MOST_GROUPS = 4, 12
@@ -32,23 +31,24 @@ class TraceHeader:
 
     Attributes:
         version: version of tiered-kv.
-        started: when this engine opened the trace, in seconds since the epoch; equal in all of its
-            files.
-        clock: its monotonic clock at that moment, in seconds.
+        started: when this engine opened the trace, in seconds since the epoch; the same in all
+            files of the engine.
+        clock: the engine's monotonic clock at that time, in seconds.
         model: name or folder of the model.
         policy: ``TIERED_KV_POLICY``.
-        replica: index of the engine among data-parallel ones.
+        replica: index of the engine among data-parallel engines.
         block_size: tokens per block.
         vram_blocks: VRAM blocks available to requests.
         tiers_bytes: capacity of each tier outside VRAM, over all ranks; 0 if unlimited or unknown.
-        mode: ``observe`` if nothing was moved; otherwise left out.
+        mode: ``observe`` if no KV was moved; otherwise left out.
         page_bytes: size of a block's pages, over all groups and ranks; 0 if unknown.
         groups: KV type of each page group: ``full``, ``window``, ``chunk`` or ``state``; empty if
             unknown.
         step_tokens, running, context_tokens: vLLM's limits: tokens per step, running requests,
             tokens per context; 0 if unknown.
         job_order: true under ``ContinuumScheduler``.
-        admission: ``TIERED_KV_ADMISSION`` in effect: ``off`` under all policies but ``occupancy``.
+        admission: ``TIERED_KV_ADMISSION`` in effect: ``off`` under all policies except
+            ``occupancy``.
         eviction: ``TIERED_KV_EVICTION``.
     """
 
@@ -72,7 +72,7 @@ class TraceHeader:
     eviction: str = ""
 
     def to_line(self) -> str:
-        """The header as a line of less than 1 KiB, its end not included."""
+        """Return the header as a line of less than 1 KiB, without its line break."""
         tiers = list(self.tiers_bytes.items())[:_MOST_TIERS]
         short = replace(
             self,
@@ -91,10 +91,10 @@ class TraceHeader:
 
     @classmethod
     def from_json(cls, found: object) -> TraceHeader:
-        """Read a header; unknown fields are ignored.
+        """Read a header. Unknown fields are ignored.
 
         Raises:
-            ValueError: it is not a header; the message gives the reason.
+            ValueError: the value is not a header. The message gives the reason.
         """
         return read(cls, found)
 
@@ -103,8 +103,9 @@ Event = dict[str, float | int]
 
 
 def recorder_events(records: Iterable[TurnRecord]) -> dict[str, list[Event]]:
-    """Events by job. The events of each job are in order. Turns without a job are left out, and
-    jobs with the same name are merged."""
+    """Return the events by job. The events of each job are in order. Turns without a job are left
+    out, and jobs with the same name are merged.
+    """
     found: dict[str, list[tuple[float, Event]]] = {}
     for one in sorted(records, key=lambda one: one.arrived):
         if one.job is not None:

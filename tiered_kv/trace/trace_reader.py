@@ -1,5 +1,6 @@
 """Reader of a trace. It yields records from the oldest file to the newest, even while the trace is
-being written."""
+written.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from .trace_header import TraceHeader
 from .turn_record import TurnRecord
 
 MOST_NAMED = 20
-"""Maximum number of bad lines that are reported. Further ones are only counted."""
+"""Maximum number of bad lines that are kept. Further bad lines are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,9 @@ class BadLine:
     """A line that is not a record.
 
     Attributes:
+        file: the file that contains the line.
         line: number of the line in its file, from 1.
+        reason: why the line is not a record.
     """
 
     file: Path
@@ -72,8 +75,9 @@ class RecordReader(Generic[Record]):
                 yield from self._records(path, file)
 
     def _open_all(self, opened: ExitStack) -> list[tuple[Path, IO[bytes]]]:
-        """Open the files, newest first. A file that is renamed meanwhile is found again, and
-        skipped."""
+        """Open the files, newest first. A file that is rotated while the files are being opened can
+        appear twice; the second occurrence is skipped.
+        """
         files, seen = list[tuple[Path, IO[bytes]]](), set[tuple[int, int]]()
         for path in files_to_read(self.path):
             try:
@@ -127,5 +131,5 @@ class TraceReader(RecordReader[TurnRecord]):
 
 def _reason(error: ValueError) -> str:
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
-        return "it is not JSON"
+        return "the line is not JSON"
     return str(error)

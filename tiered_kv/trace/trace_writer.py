@@ -1,7 +1,7 @@
 """Writer of the trace: a thread that appends records to the newest file.
 
-The scheduler must not wait for a disk, so ``write`` only queues. If more than ``MAX_QUEUED``
-records are queued, or writing fails, records are dropped and counted. Serving takes precedence over
+The scheduler must not wait for a disk, so ``write`` only queues records. If ``MAX_QUEUED`` records
+are queued, or writing fails, records are dropped and counted, because serving takes precedence over
 the trace.
 """
 
@@ -21,22 +21,22 @@ logger = logging.getLogger(__name__)
 
 MAX_QUEUED = 10_000
 AT_ONCE = 256
-"""Maximum number of records of one write."""
+"""Maximum number of records per write."""
 
 
 class Line(Protocol):
     """A record of a turn or of a step."""
 
     def to_line(self) -> str:
-        """The record as ASCII, without the line feed."""
+        """Return the record as ASCII, without the line feed."""
         ...
 
 
 class TraceWriter:
-    """Appends records to the trace at ``path``, whose files are readable only by their owner.
+    """Appends records to the trace at ``path``. Only the owner can read the files.
 
     Attributes:
-        dropped: number of records not written so far.
+        dropped: number of records dropped so far.
 
     Raises:
         OSError: the file cannot be opened.
@@ -59,7 +59,9 @@ class TraceWriter:
             self.dropped += 1
 
     def drain(self, timeout_s: float = 5.0) -> bool:
-        """Wait until every record queued so far is in the file. Returns False on timeout."""
+        """Wait until every record queued so far has been written or dropped. Returns False on
+        timeout.
+        """
         written = threading.Event()
         try:
             self._queue.put(written, timeout=timeout_s)

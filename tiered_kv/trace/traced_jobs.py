@@ -12,21 +12,20 @@ from .turn_table import Column, TurnTable
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TracedJobs:
-    """Jobs, ordered by name and then by their start. Columns have shape (jobs,), unless stated
-    otherwise.
+    """Jobs, ordered by name and then by start. Columns have shape (jobs,), unless stated otherwise.
 
-    A job is what one engine treated as one job: a name that starts again with turn 1 is another
-    job.
+    A job is a sequence of turns that one engine treated as one job. If the turn numbers of a name
+    restart at 1, another job begins.
 
     Attributes:
         name: index in ``TurnTable.jobs``.
         number: 0 for the first job of that name, 1 for the next.
-        whole: True if its first turn is in the trace.
-        waiting: True if it was still expected when its engine stopped.
-        turns: number of its turns.
-        completion_s: time from the arrival of its first turn to the end of its last one, seconds.
-        queue_s, first_token_s: sums over its turns, seconds.
-        recomputed: number of its computed prompt tokens.
+        whole: True if the job's first turn is in the trace.
+        waiting: True if the job was still expected when its engine stopped.
+        turns: number of turns.
+        completion_s: time from the arrival of the first turn to the end of the last turn, seconds.
+        queue_s, first_token_s: sums over the turns, seconds.
+        recomputed: number of computed prompt tokens.
         rows: rows of the table, job by job, and by arrival within a job. Shape (turns,).
         begins: index in ``rows`` of each job's first turn.
     """
@@ -45,8 +44,9 @@ class TracedJobs:
 
     @property
     def followed(self) -> Column:
-        """True for turns in ``rows`` that are followed by another turn of their job. Shape
-        (turns,)."""
+        """True for turns in ``rows`` that are followed by another turn of the same job. Shape
+        (turns,).
+        """
         found = np.ones(len(self.rows), bool)
         found[self.begins - 1] = False
         return found

@@ -1,4 +1,4 @@
-"""Schema 1 of the trace: the history of one turn, as JSON of at most 1 KiB. See docs/trace.md."""
+"""Schema 1 of the trace: the timeline of one turn, as JSON of at most 1 KiB. See docs/trace.md."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class StoryEnd(Enum):
     OVER = "over"
     """The client reported that no turn follows."""
     GIVEN_UP = "given_up"
-    """Silence of four hours, or the longest silence among more than 8,192 jobs."""
+    """The job was silent for four hours, or longest of all when more than 8,192 jobs were waiting.
+    """
     CLOSED = "closed"
-    """The engine stopped first."""
+    """The engine stopped before the gap ended."""
     NO_GAP = "no_gap"
     """There was no gap: the turn had no job or no KV, or another turn of the job was running."""
 
@@ -36,7 +37,7 @@ class PinEnd(Enum):
     RETURNED = "returned"
     """The job's next turn arrived in time."""
     EXPIRED = "expired"
-    """Its time limit was reached."""
+    """The pin's time limit was reached."""
     PRESSURE = "pressure"
     """A request needed the blocks more."""
     REVISED = "revised"
@@ -51,16 +52,18 @@ class PinEnd(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TurnTimes:
-    """Times of a turn, in seconds: waits, and events after its arrival.
+    """Times of a turn, in seconds. ``held_s`` and ``pages_s`` are durations; the others count from
+    the turn's arrival.
 
     Attributes:
-        held_s: time that its job, if new, was held back.
-        pages_s: time after that waiting for promoted pages, or for space for them.
-        admitted_s: allocation of its first blocks. The time not in ``held_s`` and ``pages_s`` was
-            spent waiting for blocks. None if never admitted.
-        scheduled_s: first step that computes part of it; after ``admitted_s`` if KV was restored
-            first. None without one.
-        first_token_s: first token, as seen by the scheduler, at most a step late. None without one.
+        held_s: time that the turn's job was held back, if the job was new.
+        pages_s: further time spent waiting for promoted pages, or for space to promote them.
+        admitted_s: allocation of the turn's first blocks. The time not in ``held_s`` and
+            ``pages_s`` was spent waiting for blocks. None if the turn was never admitted.
+        scheduled_s: first step that computes tokens of the turn; later than ``admitted_s`` if KV
+            was restored first. None if there was no such step.
+        first_token_s: first token, recorded by the scheduler up to one step late; None if there was
+            none.
         end_s: end of the turn.
     """
 
@@ -73,7 +76,7 @@ class TurnTimes:
 
 
 FIRST_PREEMPTIONS = 3
-"""Preemptions of a turn whose times are recorded; later ones are only counted."""
+"""Number of preemptions of a turn whose times are recorded. Later preemptions are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +85,10 @@ class Preemptions:
 
     Attributes:
         count: number of preemptions.
-        at_s: times of the first three, in seconds after its arrival.
-        back_s: times at which it was scheduled again. One fewer than ``at_s`` if it did not resume
-            after the last.
-        found: tokens of prompt and answer found then, in VRAM or restored.
+        at_s: times of the first three preemptions, in seconds after the turn's arrival.
+        back_s: times at which the turn was scheduled again. One fewer than ``at_s`` if the turn did
+            not resume after the last preemption.
+        found: tokens of prompt and answer found in VRAM or restored when the turn resumed.
     """
 
     count: int = 0
@@ -97,16 +100,16 @@ class Preemptions:
 @dataclass(frozen=True, slots=True)
 class TurnTokens:
     """Tokens of a turn. ``vram``, ``cpu``, ``ssd`` and ``recomputed`` add up to ``prompt``; all
-    four are 0 if it was never admitted.
+    four are 0 if the turn was never admitted.
 
     Attributes:
         prompt: prompt length.
         vram, cpu: prompt tokens found in this tier at the first admission.
-        ssd: prompt tokens found in tiers below CPU memory, shared ones included. Not part of
+        ssd: prompt tokens found in tiers below CPU memory, including shared tiers. Not part of
             ``cpu``.
         recomputed: computed prompt tokens.
-        lost: lower bound of the recomputed tokens that were in the context of the job's last
-            turn: the cost of evictions.
+        lost: lower bound of the recomputed tokens that were in the context of the job's last turn:
+            the cost of evictions.
         new: prompt tokens beyond the context of the job's last turn.
         output: answer length.
     """
@@ -123,10 +126,10 @@ class TurnTokens:
 
 @dataclass(frozen=True, slots=True)
 class WouldHave:
-    """Part of ``recomputed`` that an observed engine would have found in a tier.
+    """Part of ``recomputed`` that an engine in observe mode would have found in a tier.
 
     Attributes:
-        vram: under a pin of its job, or of a job with the same prefix.
+        vram: in VRAM, under a pin of the turn's job or of a job with the same prefix.
         cpu: in CPU memory.
         ssd: in a tier below CPU memory.
     """
@@ -142,26 +145,26 @@ class PricedDecision:
 
     Attributes:
         tier: ``pin``, ``cpu``, ``store`` (tiers below CPU memory) or ``drop``.
-        gap_class: ``fast``, ``uncertain`` or ``slow``; empty from policies without classes.
+        gap_class: ``fast``, ``uncertain`` or ``slow``; empty for policies without classes.
         ttl_s: time limit of the pin.
-        back_s: planned time of the promotion, in seconds after the turn's end; None if it waits
-            for the next turn.
+        back_s: planned time of the promotion, in seconds after the turn's end; None if the
+            promotion waits for the next turn.
         q50_s, q90_s: quantiles of the forecast gap; None without a forecast, or beyond four hours.
         benefit_s: B, time saved if the job returns while its KV is in VRAM.
         restore_s: R, expected time of the cheapest restore.
         recompute_s: time to recompute the context.
-        cpu_s: time to restore it from CPU memory; None if CPU memory cannot hold
-            it.
-        tiers_s: time to restore it, per tier below CPU memory.
+        cpu_s: time to restore the context from CPU memory; None if CPU memory cannot hold it.
+        tiers_s: time to restore the context from each tier below CPU memory.
         cpu_stay_s: current residence time of a page in CPU memory; None without evictions.
-        survival: fraction of KV outside VRAM still resident when needed; default 1.
+        survival: fraction of KV outside VRAM that is still resident when needed; default 1.
         queue_s: T, wait for admission of turns whose KV had left VRAM.
         memoryfulness: η, fraction of T that a pin saves; default 1.
         vram_price: λ, seconds charged per second in VRAM.
     """
 
     signed: ClassVar[bool] = True
-    """A policy of another package may decide anything."""
+    """Makes ``json_fields.read`` accept negative numbers, because a policy of another package may
+    decide anything."""
 
     tier: str = ""
     gap_class: str = ""
@@ -187,8 +190,8 @@ class PinStory:
 
     Attributes:
         blocks: pinned VRAM blocks; 0 without a pin.
-        held_s: time pinned, in seconds.
-        end: reason for its end; None without a pin.
+        held_s: duration of the pin, in seconds.
+        end: reason for the end of the pin; None without a pin.
     """
 
     blocks: int = 0
@@ -202,13 +205,14 @@ class PageMoves:
 
     Attributes:
         promoted: pages promoted for this turn.
-        promoted_bytes: their size, uncompressed, on one rank.
-        used: promoted pages, not used by an earlier turn, that this turn restored to VRAM.
+        promoted_bytes: size of these pages, uncompressed, on one rank.
+        used: promoted pages that this turn restored to VRAM, and that no earlier turn had used.
         ahead: pages promoted in the gap, before the job returned.
-        demoted: pages of its context that the decision demoted; pages already in a tier are not
-            rewritten.
-        evicted: pages of its context evicted in the gap, by the tier they left. A copy in another
-            tier may remain.
+        demoted: pages of the turn's context that the decision demoted; pages already in a tier are
+            not rewritten.
+        evicted: pages of the turn's context evicted in the gap, by the tier that they left. A copy
+            in another tier may remain. Recorded only by eviction rules that implement
+            ``waiting_job`` (built in: ``worth``).
     """
 
     promoted: int = 0
@@ -224,11 +228,11 @@ class GapStory:
     """The gap after the turn.
 
     Attributes:
-        end: event that ended the gap; left out if there was none.
+        end: event that ended the gap; left out if there was no gap.
         gap_s: length of the gap, in seconds; None if there was no gap.
-        in_vram: true if the pin existed when the next turn arrived.
+        in_vram: true if the job was still pinned when its next turn arrived.
         saved_s: B if ``in_vram`` is true, in seconds; otherwise 0.
-        cost_s: λ times the time pinned, in seconds.
+        cost_s: λ times the duration of the pin, in seconds.
     """
 
     end: StoryEnd = StoryEnd.NO_GAP
@@ -242,8 +246,12 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class _Room(NamedTuple):
-    """Space for texts, in bytes; and whether the inputs of the price and the preemption times are
-    written."""
+    """Space for texts in a line.
+
+    Attributes:
+        request, tool: maximum length of the request id and of the tool's words, bytes.
+        whole: True if preemption times and all inputs of the decision are written.
+    """
 
     request: int
     tool: int
@@ -251,7 +259,7 @@ class _Room(NamedTuple):
 
 
 JOB_ROOM = 96
-"""Most bytes of a job's name."""
+"""Maximum length of a job's name, bytes."""
 _WORD_ROOM, _MOST_TIERS = 24, 4
 _ROOM_OF = {
     **dict.fromkeys(("job", "session", "parent"), JOB_ROOM),
@@ -259,7 +267,7 @@ _ROOM_OF = {
 }
 _PRICE = ("tier", "gap_class", "ttl_s", "benefit_s", "vram_price")
 _ROOMS = (_Room(96, 120, True), _Room(48, 48, True), _Room(24, 0, True), _Room(24, 0, False))
-"""Used in this order, until the record fits."""
+"""Spaces that are tried in this order, until the record fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,12 +276,12 @@ class TurnRecord:
 
     Attributes:
         job: job name; None for a turn without a job.
-        session: job name of the session's main agent, if it is another job; None if unknown.
+        session: job name of the session's main agent, if that is another job; None if unknown.
         agent: the agent's id in that session; None for the main agent.
-        parent: name of the job whose agent started this one; None if unknown.
-        client: digest of the client's ``cache_salt``; empty without one. Equal names of different
-            clients are different jobs.
-        replica: index of the engine among data-parallel ones.
+        parent: name of the job whose agent started this agent; None if unknown.
+        client: digest of the client's ``cache_salt``; empty without a salt. Equal job names of
+            different clients are different jobs.
+        replica: index of the engine among data-parallel engines.
         turn: number of the turn in its job, from 1.
         request: vLLM's request id.
         arrived: arrival, in seconds since the epoch.
@@ -304,12 +312,13 @@ class TurnRecord:
 
     @property
     def ended(self) -> float:
-        """Its end, seconds since the epoch."""
+        """End of the turn, seconds since the epoch."""
         return self.arrived + self.times.end_s
 
     def to_line(self) -> str:
-        """The record as a line of at most ``MAX_BYTES``, without its line break. Long texts are
-        cut; of a job's name always at the same place."""
+        """Return the record as a line of at most ``MAX_BYTES``, without its line break. Long texts
+        are cut. Job names are always cut at the same length.
+        """
         whole = said(self) | {"arrived": round(self.arrived, 3)}
         line = ""
         for room in _ROOMS:
@@ -320,16 +329,16 @@ class TurnRecord:
 
     @classmethod
     def from_json(cls, found: object) -> TurnRecord:
-        """Read a record; unknown fields are ignored.
+        """Read a record. Unknown fields are ignored.
 
         Raises:
-            ValueError: it is not a record; the message gives the reason.
+            ValueError: the value is not a record. The message gives the reason.
         """
         return read(cls, found)
 
 
 def _fitted(whole: Mapping[str, Any], room: _Room) -> dict[str, Any]:
-    """A record as JSON values, with its texts cut to fit."""
+    """Return a record as JSON values, with its texts cut to fit."""
     fitted = dict(whole)
     for name, most in (*_ROOM_OF.items(), ("request", room.request)):
         if name in fitted:
@@ -358,13 +367,13 @@ def _fitted(whole: Mapping[str, Any], room: _Room) -> dict[str, Any]:
 
 
 def _first(story: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """The record with at most this number of elements in each list."""
+    """Return the value with at most ``most`` elements in each list, without empty lists."""
     told = {name: one[:most] if isinstance(one, list) else one for name, one in story.items()}
     return {name: one for name, one in told.items() if one != []}
 
 
 def _cut_all(texts: Sequence[str], room: int) -> list[str]:
-    """The first texts that fit into the given number of bytes. The last of them is cut."""
+    """Return the first texts that fit into ``room`` bytes. The last of them is cut."""
     kept = list[str]()
     for text in texts:
         if room < _WORD_ROOM:

@@ -1,4 +1,4 @@
-"""A trace as columns of numbers. A million turns take some 270 MB."""
+"""A trace as columns of numbers. A million turns take about 270 MB."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _NUMBERS = {
     "gap.saved_s": "f",
     "gap.cost_s": "f",
 }
-"""Fields of a record, and the type codes of their columns; None becomes NaN."""
+"""Fields of a record, and the type codes of their columns. The value None becomes NaN."""
 _WORDS = ("decision.tier", "decision.gap_class", "pin.end", "gap.end")
 """Fields with few distinct values, whose columns contain indices."""
 
@@ -66,14 +66,14 @@ class JobName(NamedTuple):
 
 
 class Names:
-    """Distinct values and their indices; ``of[index]`` is the value."""
+    """Distinct values and their indices. ``of[index]`` is the value of an index."""
 
     def __init__(self) -> None:
         self.of: list[Any] = []
         self._places: dict[Any, int] = {}
 
     def place(self, value: Any) -> int:
-        """Index of a value; a new index if the value is new."""
+        """Return the index of a value. A new value gets a new index."""
         found = self._places.get(value)
         if found is None:
             found = self._places[value] = len(self.of)
@@ -81,19 +81,19 @@ class Names:
         return found
 
     def find(self, value: Any) -> int:
-        """Index of a value; -1, which is no index, if the value does not occur."""
+        """Return the index of a value; -1, which no value has, if the value does not occur."""
         return self._places.get(value, -1)
 
 
 class TurnTable:
-    """Columns of a trace's records, in order. Columns of numbers have the names of the fields in
+    """Columns of a trace's records, in order. The columns of numbers are named after the fields of
     ``TurnRecord``, with dots.
 
     Attributes:
         jobs: the jobs.
-        job: index of each turn's job among them; -1 if the turn belongs to no job.
+        job: index of each turn's job in ``jobs``; -1 if the turn belongs to no job.
         tools: first words of tools.
-        tool: index of each turn's tool among them.
+        tool: index of each turn's tool in ``tools``.
         words: values of ``decision.tier``, ``decision.gap_class``, ``pin.end`` and ``gap.end``, by
             field.
     """
@@ -123,14 +123,14 @@ class TurnTable:
         return len(self.job)
 
     def __getitem__(self, name: str) -> Column:
-        """The column of a field."""
+        """Return the column of a field."""
         return self._columns[name]
 
     def job_name(self, place: int) -> JobName:
-        """The job at an index of ``jobs``."""
+        """Return the job with an index of ``jobs``."""
         return JobName(*self.jobs.of[place])
 
     def says(self, field: str, word: str | None) -> Column:
-        """True for turns whose field has that value. Shape (turns,)."""
+        """Return True for turns whose field has the value ``word``. Shape (turns,)."""
         found: Column = self[field] == self.words[field].find(word)
         return found

@@ -1,1 +1,3 @@
-"""A trace as one HTML page: lanes of jobs, tiers over time, distributions, worst turns."""
+"""A trace as one HTML page: a lane for each job, tiers over time, distributions, and the worst
+turns.
+"""

@@ -1,8 +1,7 @@
 """Charts of a page, in plotly's JSON format.
 
-Texts and lines without an explicit colour get theirs from the page's style, which knows whether it
-is light or dark. Histograms have logarithmic bins, so that a page contains counts instead of
-values.
+The page's style, which has a light and a dark mode, colours all texts and lines that have no
+explicit colour. Histograms have logarithmic bins, so that a page contains counts instead of values.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .page_style import PHASE_COLOURS, PLACE_COLOURS, PLAIN, SOURCE_COLOURS
 BINS = 160
 """Number of points of a curve."""
 SOURCES = ("tokens.vram", "tokens.cpu", "tokens.ssd", "tokens.recomputed")
-"""Sources of the tokens of a prompt."""
+"""Fields of a record that count prompt tokens by where they were found."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,8 +32,8 @@ class OverTime:
 
     Attributes:
         at: middle of each interval, seconds after the first arrival. Shape (BINS,).
-        resting: mean number of tokens of KV in the interval, by place.
-        prompts: prompt tokens admitted in the interval, per second, by source.
+        resting: mean number of KV tokens in the interval, by place.
+        prompts: prompt tokens admitted in the interval, per second, by field in ``SOURCES``.
     """
 
     at: Column
@@ -43,7 +42,7 @@ class OverTime:
 
     @classmethod
     def of(cls, table: TurnTable, stays: Stays) -> OverTime:
-        """Compute the curves of a trace that is not empty."""
+        """Return the curves of a trace that is not empty."""
         arrived = table["arrived"] - table["arrived"].min()
         last = max(float((arrived + table["times.end_s"]).max()), float(stays.end.max(initial=0)))
         edges = np.linspace(0.0, max(last, 1e-3), BINS + 1)
@@ -63,12 +62,14 @@ class OverTime:
 
 
 def _lain(edges: Column, stays: Stays, tokens: Column) -> Column:
-    """Token-seconds of the stays up to each edge."""
+    """Return the token-seconds of the stays up to each edge."""
     return _since(edges, stays.begin, tokens) - _since(edges, stays.end, tokens)
 
 
 def _since(edges: Column, moments: Column, tokens: Column) -> Column:
-    """Sum of tokens times the seconds from their moment up to each edge."""
+    """Return, for each edge, the sum over earlier moments of the tokens times the seconds since the
+    moment.
+    """
     order = np.argsort(moments)
     moments, tokens = moments[order], tokens[order]
     before = np.searchsorted(moments, edges)
@@ -79,7 +80,7 @@ def _since(edges: Column, moments: Column, tokens: Column) -> Column:
 
 
 LEAST_S = 1e-3
-"""Shortest time that a histogram resolves, seconds."""
+"""Start of the first bin of a histogram of times, seconds."""
 A_DECADE = 8
 """Number of bins per power of ten."""
 
@@ -87,15 +88,15 @@ A_DECADE = 8
 def histograms(
     values: Mapping[str, Column], least: float
 ) -> tuple[Column, dict[str, Column]] | None:
-    """Compute histograms of several sets of values, with the same bins. NaN are left out, and so
-    are sets without any value.
+    """Compute histograms of several sets of values, with the same bins. NaN values are left out,
+    and so are sets without values.
 
     Args:
         least: start of the first bin, a power of ten. Smaller values are counted in this bin.
 
     Returns:
         The edges of the bins, of shape (bins + 1,), and the number of values in each bin, by set;
-        None without any value.
+        None if there are no values.
     """
     sets = {name: some[~np.isnan(some)].astype(float) for name, some in values.items()}
     sets = {name: np.maximum(some, least) for name, some in sets.items() if len(some)}
@@ -126,10 +127,11 @@ _UNITS = (("days", 86_400.0, 2.0), ("hours", 3600.0, 3.0), ("minutes", 60.0, 10.
 
 
 def lane_chart(lanes: Lanes, names: Sequence[str], told: Sequence[str]) -> Chart:
-    """Draw the lanes: turns as thick bars, the KV between turns as thin bars.
+    """Return the chart of the lanes: turns as thick bars, and the KV between turns as thin bars.
 
     Args:
-        names, told: label of each lane, and description of its job.
+        names: label of each lane.
+        told: description of each lane's job.
     """
     longest = max((float(bars.end.max(initial=0.0)) for bars in lanes.bars.values()), default=0.0)
     unit, length = _unit(longest)
@@ -162,7 +164,9 @@ def lane_chart(lanes: Lanes, names: Sequence[str], told: Sequence[str]) -> Chart
 
 
 def _lane_trace(kind: Phase | Place, bars: Bars, length: float) -> Chart:
-    """Draw bars as one line with gaps. Points in the middle of the bars show tooltips."""
+    """Return bars of one type as one line with gaps. Points in the middle of the bars show
+    tooltips.
+    """
     count = len(bars.lane)
     middle, nothing = (bars.begin + bars.end) / 2, np.full(count, np.nan)
     x = np.stack([bars.begin, middle, bars.end, nothing], axis=1).ravel() / length
@@ -183,7 +187,9 @@ def _lane_trace(kind: Phase | Place, bars: Bars, length: float) -> Chart:
 
 
 def stacked_charts(curves: OverTime) -> tuple[Chart, Chart]:
-    """Tokens of KV over time by place, and prompt tokens over time by source."""
+    """Return two charts over time: KV tokens by place, and prompt tokens by where they were
+    found.
+    """
     names = {place: place.value for place in PLACES}
     of_prompts = (curves.prompts, SOURCE_NAMES, SOURCE_COLOURS)
     return (
@@ -231,12 +237,14 @@ def histogram_chart(
     names: Mapping[str, str] | None = None,
     spread: Spread | None = None,
 ) -> Chart | None:
-    """Draw histograms of several sets of values with logarithmic bins; None without any value.
+    """Return a chart of the histograms of several sets of values, with logarithmic bins; None if
+    there are no values.
 
     Args:
         y: noun for the counted items.
         times: True if the values are seconds, False if they are tokens.
-        names: names of the histograms in the legend; None for no legend.
+        colours: colours of the sets, by name.
+        names: names of the sets in the legend; None for no legend.
         spread: distribution whose median and 95th percentile are marked.
     """
     found = histograms(values, LEAST_S if times else 1.0)
@@ -279,7 +287,7 @@ def histogram_chart(
 
 
 def legend(chart: Chart) -> dict[str, str]:
-    """Colours of a chart's named traces, by name."""
+    """Return the colours of a chart's named traces, by name."""
     return {
         html.unescape(trace["name"]): trace.get("marker", trace.get("line", {}))["color"]
         for trace in chart["data"]
@@ -288,8 +296,9 @@ def legend(chart: Chart) -> dict[str, str]:
 
 
 def _marks(spread: Spread, low: float, high: float, most: int) -> list[Chart]:
-    """Draw lines at the median and at the 95th percentile. Their labels are at different heights
-    and on chosen sides, so that they neither overlap nor leave the chart."""
+    """Return lines at the median and at the 95th percentile. Their labels have different heights,
+    and sides that keep them from overlapping or leaving the chart.
+    """
 
     def share(value: float) -> float:
         return (math.log10(max(value, 10**low)) - low) / (high - low)
@@ -330,7 +339,7 @@ def _layout(x: str, y: str, height: int) -> Chart:
         "font": {"size": 13, "family": "system-ui, sans-serif"},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "showlegend": False,  # the page has a legend that covers nothing
+        "showlegend": False,  # the page shows its own legend outside the chart
         "hoverlabel": {"namelength": -1},
         "xaxis": {**axis, "title": {**axis["title"], "text": x}},
         "yaxis": {**axis, "title": {**axis["title"], "text": y}},
@@ -338,7 +347,7 @@ def _layout(x: str, y: str, height: int) -> Chart:
 
 
 def _unit(longest_s: float) -> tuple[str, float]:
-    """Unit of time for an axis, and its length in seconds."""
+    """Return the time unit of an axis, and its length in seconds."""
     for name, length, least in _UNITS:
         if longest_s >= least * length:
             return name, length
@@ -362,6 +371,6 @@ def _faint(colour: str) -> str:
 
 
 def _floats(values: Column) -> Column:
-    """Numbers in half the space, with sufficient precision."""
+    """Return the numbers in single precision, which is precise enough and halves their size."""
     short: Column = values.astype(np.float32)
     return short

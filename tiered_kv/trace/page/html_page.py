@@ -1,7 +1,7 @@
-"""One self-contained HTML file with charts: it needs no network and no other file.
+"""One self-contained HTML file with charts, which needs no network and no other file.
 
-Every text is escaped here, whatever its origin. A content security policy allows only the page's
-own two scripts, by their digests, and no requests.
+Every text is escaped in this module, whatever its origin. A content security policy allows only the
+page's own two scripts, by their digests, and no requests.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ for (const data of document.querySelectorAll('script[type="application/json"]'))
   Plotly.newPlot(data.previousElementSibling, chart.data, chart.layout, options);
 }
 """
-"""Script that draws every chart into the element before its data."""
+"""Script that draws every chart into the element that precedes the chart's data."""
 
 
 class PlotlyMissing(TieredKVError):
-    """plotly, which draws the charts, is not installed."""
+    """The package plotly, which draws the charts, is not installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,8 @@ class TextTable:
     """A table of texts.
 
     Attributes:
-        columns: for each column name, True if the column contains numbers.
+        columns: by column name, True if the column contains numbers.
+        rows: the cells of each row.
     """
 
     columns: Mapping[str, bool]
@@ -49,6 +50,7 @@ class Story:
     """A paragraph with a heading, and further paragraphs that can be expanded.
 
     Attributes:
+        text: the paragraph.
         more: the further paragraphs.
     """
 
@@ -62,7 +64,7 @@ class Section:
     """A section: its heading, text and contents.
 
     Attributes:
-        charts: charts by heading. Several stand side by side where there is space.
+        charts: charts by heading. They are placed side by side where there is space.
     """
 
     heading: str
@@ -88,7 +90,7 @@ class Page:
 
 
 def html_of(page: Page) -> Iterator[str]:
-    """The page as HTML, in parts.
+    """Yield the page as HTML, in pieces.
 
     Raises:
         PlotlyMissing: plotly is not installed.
@@ -143,7 +145,7 @@ def _section(section: Section) -> Iterator[str]:
         yield "<ol>\n"
         for one in section.stories:
             yield f"<li><h3>{_text(one.heading)}</h3>\n<p>{_text(one.text)}</p>\n"
-            yield "<details><summary>The whole story</summary>\n"
+            yield "<details><summary>Complete timeline</summary>\n"
             yield from (f"<p>{_text(text)}</p>\n" for text in one.more)
             yield "</details></li>\n"
         yield "</ol>\n"
@@ -172,14 +174,16 @@ def _table(table: TextTable) -> Iterator[str]:
 
 
 def _text(text: str) -> str:
-    """Escape a text for HTML. Unprintable characters, and characters that would change the text
-    direction, become question marks."""
+    """Return a text escaped for HTML. Unprintable characters, and characters that change the text
+    direction, become question marks.
+    """
     return html.escape(plain(text))
 
 
 def _json(chart: Chart) -> str:
-    """A chart as JSON without ``<`` or ``>``, so that it cannot end its element. plotly validates
-    the property names, and encodes arrays compactly."""
+    """Return a chart as JSON without ``<`` and ``>``, so that it cannot close its HTML element.
+    plotly validates the property names, and encodes arrays compactly.
+    """
     from plotly.graph_objects import Figure, layout
     from plotly.io.json import to_json_plotly
 

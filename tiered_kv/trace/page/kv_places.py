@@ -1,12 +1,11 @@
 """Places of jobs' KV over time, as far as they can be derived from a trace.
 
-A trace records when KV was pinned, and in which tiers a turn found it at admission. In between,
-the KV is assumed to be where the job's next turn found most of it or, without a next turn, in the
-tier that was decided for it.
+A trace records when KV was pinned, and in which tiers a turn found it at admission. Between these
+times, the KV is assumed to be where the job's next turn found most of it or, without a next turn,
+in the tier that was decided for it.
 
-Also chooses the jobs that get a lane, and the bars of their turns and their KV.
-
-The number of lanes of a page is limited: the slowest jobs, and an even sample of the others.
+This module also chooses the jobs that get a lane, and computes the bars of their turns and their
+KV. The number of lanes on a page is limited: the slowest jobs, and an even sample of the others.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ _FOUND = {
     "tokens.ssd": Place.SSD,
     "tokens.lost": Place.NOWHERE,
 }
-"""Fields of the next turn that show where the KV was."""
+"""Fields of the next turn's record that show where the KV was."""
 _MEANT = {"cpu": Place.CPU, "store": Place.SSD, "drop": Place.NOWHERE}
-"""Places by decision, for KV that no later turn searched for."""
+"""Places by decision, for KV that no later turn looked up."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +50,7 @@ class Stays:
     """Stays of turns' KV in places. All columns have shape (stays,).
 
     Attributes:
-        row: turn whose context it is, a row of the table.
+        row: row of the table with the turn whose context stays.
         place: index in ``PLACES``.
         begin, end: seconds after the first arrival of the trace.
     """
@@ -63,8 +62,9 @@ class Stays:
 
     @classmethod
     def of(cls, table: TurnTable, jobs: TracedJobs) -> Stays:
-        """Compute the stays of all jobs' turns. A stay ends when the next turn is admitted, or ends
-        without admission. The last stay ends with its gap."""
+        """Return the stays of all jobs' turns. A stay ends when the next turn is admitted, or ends
+        without admission. The last stay ends with its gap.
+        """
         rows = jobs.rows
         if not len(rows):
             return cls(*[np.zeros(0, int)] * 2, *[np.zeros(0)] * 2)
@@ -98,12 +98,16 @@ class Stays:
         return whole.among(whole.end > whole.begin)
 
     def among(self, chosen: Column) -> Stays:
-        """The selected stays, by a mask or by indices."""
+        """Return the selected stays.
+
+        Args:
+            chosen: a mask, or indices.
+        """
         return Stays(self.row[chosen], self.place[chosen], self.begin[chosen], self.end[chosen])
 
 
 def _resting_place(table: TurnTable, jobs: TracedJobs) -> Column:
-    """Place of each turn's KV while it is not pinned, as an index in ``PLACES``."""
+    """Return the place of each turn's KV while it is not pinned, as an index in ``PLACES``."""
     rows = jobs.rows
     place = np.full(len(rows), PLACES.index(Place.UNKNOWN))
     for tier, meant in _MEANT.items():
@@ -116,11 +120,12 @@ def _resting_place(table: TurnTable, jobs: TracedJobs) -> Column:
 
 
 MOST_LANES = 40
-"""Maximum number of jobs drawn."""
+"""Maximum number of jobs that are drawn."""
 MOST_TURNS = 6_000
-"""Maximum number of turns drawn, in all lanes together."""
+"""Maximum number of turns that are drawn, in all lanes together."""
 APART = 12
-"""Ratio of a trace's length to its jobs' median length from which each lane starts with its job."""
+"""If a trace is longer than this multiple of the jobs' median completion time, the time of each
+lane starts with its job."""
 
 
 class Phase(Enum):
@@ -153,13 +158,13 @@ class Lanes:
     """Lanes of a trace, ordered by the start of their jobs.
 
     Attributes:
-        job: index of each lane's job among the jobs. Shape (lanes,).
-        began: start of the job, seconds after the first arrival.
-        drawn: number of its turns that are drawn, the first ones.
+        job: index of each lane's job. Shape (lanes,).
+        began: start of each lane's job, seconds after the first arrival.
+        drawn: number of turns that are drawn in each lane, the first turns of the job.
         slowest: number of lanes chosen because their jobs took longest; 0 if all jobs have lanes.
         left_out: number of jobs without a lane.
-        apart: True if each lane's time starts with its job, False if it starts with the trace.
-        bars: bars by the phase of the turn, or the place of the KV.
+        apart: True if the time of each lane starts with its job, False if it starts with the trace.
+        bars: bars by the phase of the turn, or by the place of the KV.
     """
 
     job: Column
@@ -172,7 +177,7 @@ class Lanes:
 
     @classmethod
     def of(cls, table: TurnTable, jobs: TracedJobs, stays: Stays) -> Lanes:
-        """Choose the lanes of a trace, and draw them."""
+        """Choose the lanes of a trace, and compute their bars."""
         arrived = table["arrived"] - table["arrived"].min(initial=np.inf)
         begins = arrived[jobs.rows[jobs.begins]]
         job, slowest = _chosen(jobs, begins)
@@ -203,7 +208,7 @@ class Lanes:
 
 
 def _chosen(jobs: TracedJobs, begins: Column) -> tuple[Column, int]:
-    """Jobs to draw, ordered by start, and the number of them chosen as the slowest."""
+    """Return the jobs to draw, ordered by start, and the number of jobs chosen as the slowest."""
     order = np.argsort(begins, kind="stable")
     if len(order) <= MOST_LANES:
         return order, 0
@@ -218,7 +223,7 @@ def _chosen(jobs: TracedJobs, begins: Column) -> tuple[Column, int]:
 def _places(
     stays: Stays, lane_of: Column, bars: Callable[[Column, Column, Column], Bars]
 ) -> Iterator[tuple[Place, Bars]]:
-    """Bars of the KV, without KV in use by a turn."""
+    """Yield the bars of the KV, except of KV in use by a turn."""
     drawn = stays.among(lane_of[stays.row] >= 0)
     for index, place in enumerate(PLACES):
         if place is not Place.RUNNING:
@@ -229,7 +234,7 @@ def _places(
 def _phases(
     table: TurnTable, rows: Column, arrived: Column, bars: Callable[[Column, Column, Column], Bars]
 ) -> Iterator[tuple[Phase, Bars]]:
-    """Bars of turns. A phase without a known end takes all the remaining time."""
+    """Yield the bars of turns. A phase whose end is unknown gets all the remaining time."""
     end_s = table["times.end_s"][rows].astype(float)
     names = ("times.admitted_s", "times.scheduled_s", "times.first_token_s")
     ends = [table[name][rows].astype(float) for name in names]

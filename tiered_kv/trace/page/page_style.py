@@ -1,4 +1,4 @@
-"""Style of a page, in light and in dark mode. Texts and lines of its charts get their colours here.
+"""Style of a page, in light and in dark mode, including the colours of texts and lines in charts.
 
 Each tier has the same colour everywhere, and all colours are distinguishable in both modes.
 """
@@ -78,22 +78,22 @@ PLACE_COLOURS = {
     Place.NOWHERE: _COMPUTED,
     Place.UNKNOWN: "#c9b79a",
 }
-"""Colours by place of the KV: VRAM is blue."""
+"""Colours by the place of KV. VRAM is blue."""
 SOURCE_COLOURS = {
     "tokens.vram": _VRAM,
     "tokens.cpu": _CPU,
     "tokens.ssd": _SSD,
     "tokens.recomputed": _COMPUTED,
 }
-"""Colours by source of a prompt's tokens."""
+"""Colours of prompt tokens, by where they were found."""
 PHASE_COLOURS = {
     Phase.WAITING: "#d8434e",
     Phase.RESTORING: "#e4b400",
     Phase.COMPUTING: "#5d6673",
     Phase.ANSWERING: "#36a35a",
 }
-"""Colours by phase of a turn."""
+"""Colours by the phase of a turn."""
 CLASS_COLOURS = {"fast": "#2a9d9d", "uncertain": "#c99a1d", "slow": "#c2508c"}
-"""Colours by class of a gap."""
+"""Colours by gap class."""
 PLAIN = "#2a9d9d"
-"""Colour of items without tier and class."""
+"""Colour of items that have neither a tier nor a class."""

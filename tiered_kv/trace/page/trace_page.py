@@ -1,6 +1,6 @@
-"""The page of a trace: its figures, lanes, tiers over time, distributions and worst turns.
+"""The page of a trace: figures, lanes, tiers over time, distributions, and the worst turns.
 
-The worst turns waited longest for their first token. The reasons are given in sentences.
+The worst turns are those that waited longest for their first token. Sentences explain their waits.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from .page_style import CLASS_COLOURS, SOURCE_COLOURS
 MOST_WORST = 10
 """Number of worst turns that are kept."""
 MOST_JOBS = 8_192
-"""Maximum number of jobs whose last turn is remembered. No engine expects more jobs."""
+"""Maximum number of jobs whose last turn is remembered. An engine expects no more jobs than this.
+"""
 _TELLING = 0.05
-"""Fraction of a wait from which a reason is reported."""
+"""Minimum fraction of a wait that a reason must explain to be reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class WorstTurn:
     """A turn that waited long.
 
     Attributes:
+        turn: the turn.
         before: the job's previous turn; None if unknown.
     """
 
@@ -55,11 +57,11 @@ class WorstTurn:
 
     @property
     def waited_s(self) -> float:
-        """Time until its first token, or until its end without one, seconds."""
+        """Time until the first token, or until the end of a turn without a first token, seconds."""
         return _waited_s(self.turn)
 
     def reasons(self) -> list[str]:
-        """Reasons for its wait in sentences, longest part first."""
+        """Return the reasons for the wait as sentences, longest part first."""
         parts = sorted(_parts(self), key=lambda part: -part[0])
         whole = max(self.waited_s, 1e-9)
         first, told = _first(self.turn), list[str]()
@@ -70,7 +72,9 @@ class WorstTurn:
 
 
 class WorstTurns:
-    """The worst turns of a stream of records. Memory use does not grow with their number."""
+    """The worst turns of a stream of records. Memory use does not grow with the number of
+    records.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, WorstTurn]] = []
@@ -78,7 +82,7 @@ class WorstTurns:
         self._seen = 0
 
     def watch(self, records: Iterable[TurnRecord]) -> Iterator[TurnRecord]:
-        """Pass records on, and keep the worst turns."""
+        """Yield the records unchanged, and remember the worst turns."""
         for one in records:
             job = (one.job, one.client, one.replica)
             before = self._last.pop(job, None) if one.job is not None else None
@@ -96,7 +100,7 @@ class WorstTurns:
             yield one
 
     def found(self) -> list[WorstTurn]:
-        """The worst turns so far, worst first."""
+        """Return the worst turns so far, worst first."""
         return [entry[2] for entry in sorted(self._heap, key=lambda entry: entry[:2], reverse=True)]
 
 
@@ -114,7 +118,7 @@ def _first(one: TurnRecord) -> str:
 
 
 def _parts(worst: WorstTurn) -> Iterator[tuple[float, str]]:
-    """Parts of the wait, seconds, each with its reason."""
+    """Yield the parts of the wait, in seconds, each with its reason."""
     times, whole_s = worst.turn.times, worst.waited_s
     admitted_s = whole_s if times.admitted_s is None else times.admitted_s
     scheduled_s = whole_s if times.scheduled_s is None else times.scheduled_s
@@ -145,7 +149,7 @@ def _computed(worst: WorstTurn) -> str:
 
 
 MOST_CLASSES = 6
-"""Maximum number of gap classes drawn, those with the most gaps. Policies have three."""
+"""Maximum number of gap classes that are drawn, by number of gaps. Built-in policies have three."""
 _LABEL = 26
 """Maximum length of a job's name next to its lane, characters."""
 
@@ -155,6 +159,8 @@ class ReadTrace:
     """A trace, read once from start to end.
 
     Attributes:
+        reader: the reader of the trace.
+        table: the turns as columns.
         figures: the figures of ``trace analyze``.
         worst: the turns that waited longest.
     """
@@ -177,10 +183,11 @@ class ReadTrace:
 
 
 def page_of(trace: ReadTrace, headline: Mapping[str, str], tables: Sequence[TextTable]) -> Page:
-    """Create the page of a trace.
+    """Return the page of a trace.
 
     Args:
-        headline, tables: its figures as texts: the most important ones, and all of them.
+        headline: the most important figures, as texts.
+        tables: all figures, as texts.
     """
     jobs = TracedJobs.of(trace.table)
     sections = list[Section]()
@@ -200,20 +207,20 @@ def page_of(trace: ReadTrace, headline: Mapping[str, str], tables: Sequence[Text
 def _about(trace: ReadTrace) -> list[str]:
     table, reader = trace.table, trace.reader
     if not len(table):
-        return ["This trace has no turn whose gap has ended."]
+        return ["This trace has no turns whose gap has ended."]
     begin = float(table["arrived"].min())
     span = secs(trace.figures.span_s)
     told = [f"{moment(begin)} to {moment(begin + trace.figures.span_s)}, {span}."]
     engines = {(one.replica, one.started): one for one in reader.headers}
     for one in list(engines.values())[-1:]:
         model = PurePath(one.model).name if one.model.startswith("/") else one.model
-        many = f" The last of {len(engines):,} engines." if len(engines) > 1 else ""
+        many = f" This is the last of {len(engines):,} engines." if len(engines) > 1 else ""
         told.append(
             f"Model {model}, policy {one.policy}, {one.vram_blocks:,} blocks of VRAM of "
             f"{one.block_size:,} tokens, tiered-kv {one.version}.{many}"
         )
     if reader.bad_lines:
-        told.append(f"{reader.bad_lines:,} lines of the trace are not records, and left out.")
+        told.append(f"{reader.bad_lines:,} lines of the trace are not records, and are ignored.")
     return told
 
 

@@ -1,4 +1,4 @@
-"""Figures of a trace's steps: time-weighted means and peaks."""
+"""Figures of a trace's steps: time-weighted means, and peaks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ COUNTS = (
 )
 """Fields of a step that are a single number."""
 BY_NAME = ("nbytes", "orders")
-"""Fields of a step that are numbers by name; in figures ``nbytes.cpu`` and so on."""
+"""Fields of a step that contain numbers by name. Their figures are named ``nbytes.cpu`` and so on.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,8 @@ class Level:
     """A figure over time.
 
     Attributes:
-        mean: time-weighted mean: each step counts for the time until the next step of its engine.
-        peak: maximum of all steps.
+        mean: time-weighted mean. A step's weight is the time until the next step of its engine.
+        peak: maximum over all steps.
     """
 
     mean: float
@@ -38,12 +39,12 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """Figures of the steps of a trace; with several replicas, means are per replica.
+    """Figures of the steps of a trace. With several replicas, means are per replica.
 
     Attributes:
         steps: number of steps.
         span_s: time that the steps cover, summed over the engines, seconds.
-        prefill_tokens, decode_tokens: number of computed tokens.
+        prefill_tokens, decode_tokens: numbers of computed tokens.
         levels: figures by field name.
     """
 
@@ -55,7 +56,7 @@ class StepFigures:
 
 
 def step_figures(records: Iterable[StepRecord]) -> StepFigures:
-    """Compute the figures of steps in one pass, in constant memory."""
+    """Return the figures of steps, computed in one pass and in constant memory."""
     last = dict[int, StepRecord]()
     sums, peaks = dict[str, float](), dict[str, int]()
     steps, span_s, prefill, decode = 0, 0.0, 0, 0

@@ -19,13 +19,13 @@ class StepRecord:
     Attributes:
         step: step number since this engine opened the trace, from 1.
         at: scheduling time, in seconds since the epoch.
-        replica: index of the engine among data-parallel ones.
-        running: unfinished requests that have been allocated blocks, including preempted ones.
-        waiting: requests without blocks, except ``held``.
+        replica: index of the engine among data-parallel engines.
+        running: unfinished requests that have been allocated blocks, including preempted requests.
+        waiting: requests without blocks, except those in ``held``.
         held: requests of new jobs that are held back.
         scheduled: requests that compute in this step.
-        prefill: prompt tokens computed in it, and all tokens recomputed after a preemption.
-        decode: answer tokens computed in it.
+        prefill: prompt tokens computed in this step, and all tokens recomputed after a preemption.
+        decode: answer tokens computed in this step.
         free: VRAM blocks without a reference.
         cached: hashed VRAM blocks, in use or free, that prompts can hit.
         pinned: pinned VRAM blocks.
@@ -50,7 +50,7 @@ class StepRecord:
     orders: Mapping[str, int] = field(default_factory=dict)
 
     def to_line(self) -> str:
-        """The record as a line of less than 1 KiB, without its line break."""
+        """Return the record as a line of less than 1 KiB, without its line break."""
         written = said(self) | {"at": round(self.at, 4)}
         for name in ("nbytes", "orders"):
             if name in written:
@@ -62,12 +62,12 @@ class StepRecord:
         """Read a record. Unknown fields are ignored.
 
         Raises:
-            ValueError: the value is not a record; the message gives the reason.
+            ValueError: the value is not a record. The message gives the reason.
         """
         return read(cls, found)
 
 
 def _short(counts: Mapping[str, int]) -> dict[str, int]:
-    """The counts that are not 0."""
+    """Return the counts that are not 0, with shortened names."""
     found = [(name, count) for name, count in counts.items() if count]
     return {cut(name, _WORD_ROOM): count for name, count in found[:_MOST_NAMES]}

@@ -1,6 +1,5 @@
-"""Counter tracks of a trace's steps, for Perfetto and Chrome's ``chrome://tracing``.
-
-Also reads a trace's steps.
+"""Counter tracks of a trace's steps, for Perfetto and Chrome's ``chrome://tracing``, and the reader
+of the steps.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from tiered_kv.trace.trace_reader import RecordReader
 from .step_record import StepRecord
 
 STEPS = 3
-"""Group of tracks of the first replica; the groups of other replicas follow."""
+"""Number of the first replica's group of tracks. The groups of other replicas follow."""
 TRACKS = {
     "requests": ("running", "waiting", "held"),
     "tokens of a step": ("prefill", "decode"),
@@ -25,8 +24,9 @@ TRACKS = {
 
 
 def step_events(records: Iterable[StepRecord]) -> Iterator[Event]:
-    """Events of steps: one group of tracks per replica, with a counter each for requests, tokens,
-    blocks, bytes and orders."""
+    """Yield the events of steps. Each replica has one group of tracks, with counters for requests,
+    tokens, blocks, bytes and orders.
+    """
     seen = set[int]()
     names: dict[str, dict[str, int]] = {"bytes": {}, "orders": {}}
     for one in records:
@@ -61,5 +61,5 @@ class StepReader(RecordReader[StepRecord]):
 
 
 def has_steps(path: Path) -> bool:
-    """True if the trace at ``path`` has steps."""
+    """Return True if the trace at ``path`` has steps."""
     return any(True for _ in files_to_read(steps_to_read(path)))
