@@ -1,4 +1,4 @@
-"""Ids and hints as any client may send them: mostly in the fields that are read."""
+"""Arbitrary request ids and hints, mostly in the fields that the server reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tiered_kv.policies.jobs.identity import BODY_FIELDS, INFERRED_PREFIX, PARAMS_FIELDS
 
 MARK = '[{"type": "text", "text": "x-anthropic-billing-header: cc_is_subagent=true;"}]'
-"""Start of the system prompt of Claude Code's subagents."""
+"""Start of the system prompt of Claude Code's sub-agents."""
 LEAVES: list[Any] = [
     None, True, 0, -1, 2**63, 1.5, float("nan"), "", "lead", "S", "T", "x" * 600, "\ud83d", [], {},
     f"{INFERRED_PREFIX}1", "(sha256) 0", "a/agent:b", '{"session_id": "S"}', "{", "resp_1",
@@ -25,7 +25,8 @@ FIELDS = sorted(
 
 
 def anything(rng: random.Random, depth: int = 3) -> Any:
-    """A value as a client may send it: mostly with the fields that are read."""
+    """Return an arbitrary JSON-like value, mostly built from the field names that the server
+    reads."""
     if depth and rng.random() < 0.6:
         return {rng.choice(FIELDS): anything(rng, depth - 1) for _ in range(rng.randrange(1, 5))}
     if rng.random() < 0.1:

@@ -1,4 +1,4 @@
-"""Hypothesis profiles, the order of tests, and the rule that no thread is left behind."""
+"""Hypothesis profiles, the order of the tests, and a check for leaked threads."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tiered_kv.storage.disk.probe import DiskSpeed, measure_disk
 
 pytest.register_assert_rewrite("tiered_kv.testing")
 
-# The same examples on every run, so that a red test is about the change under test.
-# HYPOTHESIS_PROFILE=thorough looks further, with new examples each time.
+# Use the same examples on every run, so that a failure is caused by the change under test.
+# HYPOTHESIS_PROFILE=thorough runs more examples, new ones each time.
 settings.register_profile(
     "steady",
     derandomize=True,
@@ -39,11 +39,12 @@ LONGEST = (
     "tests/e2e/test_ssd.py",
     "tests/vllm/test_versions.py",
 )
-"""Tests that keep a worker for two minutes or longer."""
+"""Tests that occupy a worker for two minutes or longer."""
 
 
 BATCH = 25
-"""Seeds of one test: each test has a folder of its own, which costs as much as a short script."""
+"""Number of seeds per test. Each test creates its own folder, which costs as much as a short
+script."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,7 +64,7 @@ def split_cores(worker: dict[str, Any] | None) -> None:
     """Split the cores between workers that start engines.
 
     An engine binds a thread to each core that its process may use. Two engines on the same cores
-    wait for each other in every layer; each on a core of its own is as fast as alone there.
+    wait for each other in every layer. On separate cores, each is as fast as if it ran alone there.
     """
     if worker is None:
         return
@@ -73,8 +74,9 @@ def split_cores(worker: dict[str, Any] | None) -> None:
 
 
 def measure_briefly() -> None:
-    """Shorten the measurements of a starting engine (codecs, arithmetic, disk), which take 0.3 s of
-    a core. Tests start thousands of rigs, with pages of a few KiB, on one disk."""
+    """Shorten the measurements of a starting engine (codecs, arithmetic, disk), which otherwise
+    take 0.3 s of CPU time. The tests start thousands of rigs, with pages of a few KiB, on one
+    disk."""
     autotune.MEASURE_S = speed_probe.MATMUL_S = 0.001
     speeds = dict[tuple[int, int], DiskSpeed]()
 
@@ -105,8 +107,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the longest tests first, so that no worker is left with one of them at the end. Skip
-    tests that take too long in a selection of other tests."""
+    """Run the longest tests first, so that no worker runs one of them alone at the end. Skip slow
+    tests unless their marker is selected."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
     for name in ("nightly", "peer"):
         if name in config.option.markexpr:
@@ -118,7 +120,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep all tests of ``SERVED`` on one worker where each file is (``--dist loadfile``)."""
+    """Run all tests of ``SERVED`` on one worker under ``--dist loadfile``, which otherwise assigns
+    single files."""
     if config.option.dist != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
@@ -132,7 +135,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test whose threads outlive it. Real engines (``e2e``) have threads of their own."""
+    """Fail a test whose threads outlive it. Tests with real engines (``e2e``) are exempt, because
+    those engines have threads of their own."""
     before = running_threads()
     yield
     if request.node.get_closest_marker("e2e") is None:

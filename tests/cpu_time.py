@@ -1,4 +1,4 @@
-"""CPU time of a piece of Python, measured independently of how fast or busy the machine is."""
+"""CPU time of a Python function, in a unit that does not depend on the machine's speed or load."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _LOOP = range(1000)
 
 
 def loops(work: Callable[[], object], calls: int) -> float:
-    """Loops of a thousand additions that this thread could have run during one of ``calls``.
+    """Return the CPU time of one of ``calls``, as a number of loops of a thousand additions.
 
-    ``work`` makes all of the calls. The best of some rounds, each with its own loops beside it:
-    a machine that is slow is slow at both. An idle core runs one loop in about 30 µs.
+    ``work`` makes all of the calls. The result is the best of several rounds. Each round times its
+    own loops, because a slow machine slows both. An idle core runs one loop in about 30 µs.
     """
     best = float("inf")
     for _ in range(_ROUNDS):

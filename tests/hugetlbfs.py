@@ -1,5 +1,5 @@
-"""Folders on hugetlbfs, if it is mounted. Files there consist of huge pages, and are written by
-mapping only."""
+"""Folders on hugetlbfs. Files there consist of huge pages, and can be written only through a memory
+mapping."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 
 @contextmanager
 def huge_folder() -> Iterator[Path]:
-    """A folder on hugetlbfs; skips the test where none is mounted that this process may write."""
+    """Create a temporary folder on hugetlbfs. Skips the test if no writable hugetlbfs is
+    mounted."""
     mounts = (line.split() for line in Path("/proc/mounts").read_text().splitlines())
     found = (Path(place) for _, place, kind, *_ in mounts if kind == "hugetlbfs")
     place = next((path for path in found if os.access(path, os.W_OK)), None)

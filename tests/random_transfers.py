@@ -1,8 +1,8 @@
-"""Random saves, loads and rewritten blocks against a model, on any transfer backend.
+"""Random saves, loads and block overwrites, compared with a model, for any transfer backend.
 
-The contract is kept as the planner keeps it: no job writes what another one that is under way
-reads or writes, and no block is rewritten under a job. Everything else is left to chance: what
-is submitted, what is run, when results are asked for.
+Operations follow the planner's contract: no job writes what another unfinished job reads or writes,
+and no block is overwritten while a job uses it. Everything else is random: what is submitted, what
+is run, and when results are polled.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ PATTERNS = 512
 
 
 class RandomTransfers:
-    """One run.
+    """One random run.
 
     Args:
-        write: puts a page at indices of the storage, behind all work enqueued so far; the
-            same pages come again and again.
-        read: a copy of the storage, when all work enqueued so far is done.
+        write: enqueues a write of a page to the given indices of the storage, after all work
+            enqueued so far. The same few pages are written repeatedly.
+        read: returns a copy of the storage after all work enqueued so far.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class RandomTransfers:
         self._jobs = 0
 
     def go(self, operations: int) -> None:
-        """Make that many operations, then finish and check everything.
+        """Run ``operations`` random operations, then check all slots and blocks.
 
         Raises:
-            AssertionError: a page is not what it should be.
+            AssertionError: a page has the wrong bytes.
         """
         for number in range(operations):
             choice = self._rng.random()
@@ -80,7 +80,7 @@ class RandomTransfers:
         self._check()
 
     def _rewrite(self) -> None:
-        """Rewrite a block that no job copies, as a forward pass does."""
+        """Overwrite a block that no job copies, as a forward pass does."""
         block = int(self._rng.integers(len(self._blocks)))
         if block in self._written_blocks or self._read_blocks[block]:
             return
@@ -127,7 +127,7 @@ class RandomTransfers:
         return CopyJob(self._jobs, direction, blocks[:pages], slots[:pages])
 
     def _settle(self, results: list[CopyResult]) -> None:
-        """The CPU can read a reported save immediately."""
+        """Finish reported jobs. The CPU can read the slots of a reported save immediately."""
         for result in results:
             job = self._under_way.pop(result.job_id)
             assert not result.failed

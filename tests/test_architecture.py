@@ -1,7 +1,7 @@
-"""Rules of structure and of prose that a program can check, each with its reason.
+"""Structure and prose rules that a program can check, each with its reason.
 
-A rule looks at one module, or at all of them together, and names what breaks it. Every rule is
-tested on an example that breaks it. ``TO_DO`` lists modules that do not keep a rule yet.
+A rule checks one module, or all of them together, and yields each violation. Every rule is tested
+on an example that breaks it. ``TO_DO`` lists modules that are exempt from a rule for now.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ INSTALLED = {
     "policies": "tiered_kv.policies",
     "bench": "tiered_kv.bench",
 }
-"""Folders at the top, and the packages that they are installed as."""
+"""Top-level folders, and the package names that they are installed under."""
 FOLDERS = ("connectors", "policies", "tiered_kv", "bench", "tests")
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module's name, as it is installed, and its text."""
+    """Installed name and source text of a module."""
 
     name: str
     text: str
@@ -45,7 +45,8 @@ class Module:
         return self.name.startswith("tests.")
 
     def imports(self) -> Iterator[tuple[int, str]]:
-        """Level (dots before it) and name of every module that is imported, anywhere."""
+        """Return the level (number of leading dots) and the module name of every import in the
+        module, nested ones included."""
         return iter(_imports(self.text))
 
 
@@ -62,7 +63,7 @@ def _imports(text: str) -> list[tuple[int, str]]:
 
 def modules() -> Iterator[Module]:
     for folder in FOLDERS:
-        # Symbolic links lead to the folders at the top, which are looked at by themselves.
+        # Skip the symbolic links in tiered_kv, because their targets are top-level folders.
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             if parts[0] == "tiered_kv" and parts[1] in INSTALLED:
@@ -73,7 +74,8 @@ def modules() -> Iterator[Module]:
 
 @cache
 def defined_names() -> dict[str, frozenset[str]]:
-    """Names that each module defines itself: those that others may import from it."""
+    """Return the names that each module defines itself. Other modules may import only these from
+    it."""
     return {module.name: frozenset(_defined(ast.parse(module.text).body)) for module in modules()}
 
 
@@ -93,8 +95,8 @@ def _defined(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def absolute_sibling(module: Module) -> Iterator[str]:
-    """Siblings are imported relatively, so that a folder can move and its arrows are seen. Tests
-    import everything by its whole name, and so do the commands of ``bench``."""
+    """Modules import siblings relatively, so that a folder can be moved and its dependencies stand
+    out. Tests and bench commands use absolute imports."""
     if module.is_test or _is_bench_command(module):
         return
     for level, name in module.imports():
@@ -103,8 +105,8 @@ def absolute_sibling(module: Module) -> Iterator[str]:
 
 
 def sibling_loaded_twice(module: Module) -> Iterator[str]:
-    """``python -m bench.sim`` puts its module into the package ``bench``. A relative import there
-    would load a sibling a second time, under another name than everybody else's."""
+    """``python -m bench.sim`` runs its module in the package ``bench``. A relative import there
+    would load a sibling a second time, under a different module name."""
     for level, name in module.imports() if _is_bench_command(module) else ():
         if level:
             yield f"{'.' * level}{name}: write tiered_kv.bench..."
@@ -116,14 +118,15 @@ def _is_bench_command(module: Module) -> bool:
 
 
 def relative_stranger(module: Module) -> Iterator[str]:
-    """Everything else is imported by its whole name, so that it can be searched for."""
+    """Modules outside the folder are imported by their full name, so that their importers can be
+    found by search."""
     for level, name in module.imports():
         if level > 1 or (level and "." in name):
             yield f"{'.' * level}{name} is no sibling"
 
 
 def uninstalled_name(module: Module) -> Iterator[str]:
-    """A folder's own name works in a checkout only."""
+    """A top-level folder's own name can be imported only in a checkout."""
     for level, name in module.imports():
         top = name.partition(".")[0]
         if not level and top in INSTALLED:
@@ -131,7 +134,7 @@ def uninstalled_name(module: Module) -> Iterator[str]:
 
 
 def stray_vllm(module: Module) -> Iterator[str]:
-    """An engine is known to its connector alone, to what tests that, and to benchmarks."""
+    """Only the vLLM connector, its tests and the benchmarks import vLLM."""
     known = ("tiered_kv.connectors.vllm.", "tiered_kv.testing.vllm.", "tiered_kv.bench.", "tests.")
     for level, name in module.imports():
         is_vllm = not level and name.partition(".")[0] == "vllm"
@@ -140,8 +143,8 @@ def stray_vllm(module: Module) -> Iterator[str]:
 
 
 def upward_arrow(module: Module) -> Iterator[str]:
-    """Arrows go from an engine's connector to the runtime to policies to the core; tests' helpers
-    see all of them."""
+    """Imports go from an engine's connector to the runtime to the policies to the core, never back.
+    Test helpers may import all of them."""
     connectors = ("tiered_kv.connectors.runtime", "tiered_kv.connectors.vllm")
     layers = ("tiered_kv", "tiered_kv.policies", *connectors, "tiered_kv.bench")
 
@@ -157,7 +160,7 @@ def upward_arrow(module: Module) -> Iterator[str]:
 
 
 def code_in_package(module: Module) -> Iterator[str]:
-    """A package's ``__init__`` says what the folder is for, and holds no code to look for."""
+    """A package's ``__init__`` contains a docstring and no code except ``__version__``."""
     if not module.name.endswith(".__init__"):
         return
     for node in ast.parse(module.text).body:
@@ -167,7 +170,7 @@ def code_in_package(module: Module) -> Iterator[str]:
 
 
 def borrowed_name(module: Module) -> Iterator[str]:
-    """A name is imported from the module that defines it, so that it has one home."""
+    """A name is imported from the module that defines it, so that it has one import path."""
     for node in ast.walk(ast.parse(module.text)):
         if not isinstance(node, ast.ImportFrom):
             continue
@@ -184,12 +187,12 @@ NO_SUBJECT = re.compile(
     r"Such|That|These|They|This|Those|To|Until|What|Whatever|When|Where|Whether|Which|While|Who|"
     r"Whoever|Whose|Why|With)\b"
 )
-"""Words that a docstring does not begin with."""
+"""Words that a docstring must not start with."""
 
 
 def docstring_without_subject(module: Module) -> Iterator[str]:
-    """A public docstring begins with a noun phrase or an imperative: what it is, or what it
-    does. That of a test may go on with the sentence that is its name."""
+    """A public docstring starts with a noun phrase or an imperative. A test's docstring may start
+    with other words, because it can continue the sentence of the test's name."""
     wrong = QUESTION if module.is_test else NO_SUBJECT
     for name, text in _docstrings(ast.parse(module.text)):
         if wrong.match(text.strip()):
@@ -197,7 +200,7 @@ def docstring_without_subject(module: Module) -> Iterator[str]:
 
 
 def _docstrings(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Public docstrings by name: of modules, classes, functions and attributes."""
+    """Yield the public docstrings, by name, of modules, classes, functions and attributes."""
     if (text := ast.get_docstring(node)) is not None:
         yield prefix.rstrip("."), text
     for before, here in zip([None, *node.body], node.body, strict=False):
@@ -214,8 +217,9 @@ def _docstrings(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[t
 
 
 def shared_name(all_modules: list[Module]) -> Iterator[str]:
-    """Two modules of one name are taken for each other. ``testing`` repeats the names of what it
-    tests; every contract is ``base`` and every table of names is ``registry``."""
+    """No two modules share a name, because they would be confused. ``testing`` repeats the names of
+    the modules that it tests. Every contract is in ``base`` and every table of names in
+    ``registry``."""
     homes: dict[str, list[str]] = {}
     for module in all_modules:
         name = module.name.rpartition(".")[2]
@@ -228,8 +232,8 @@ def shared_name(all_modules: list[Module]) -> Iterator[str]:
 
 
 def import_circle(all_modules: list[Module]) -> Iterator[str]:
-    """Modules and subfolders of a folder import each other in one direction, so that they can be
-    read from the bottom up."""
+    """Modules and subfolders of a folder do not import each other in a circle, so that they can be
+    read bottom-up."""
     names = {module.name for module in all_modules}
     arrows: dict[str, dict[str, set[str]]] = {}
     for module in all_modules:
@@ -251,8 +255,8 @@ def import_circle(all_modules: list[Module]) -> Iterator[str]:
 
 
 def contract_without_suite(all_modules: list[Module]) -> Iterator[str]:
-    """A contract that others implement has a suite that takes their class. The engine's port has
-    stories, which are told on two engines."""
+    """Every public contract has a conformance suite, which takes the class to test. The engine port
+    has none: its tests run on two engines."""
     suites = [m for m in all_modules if m.package == "tiered_kv.testing.conformance"]
     tested = {
         alias.name
@@ -306,7 +310,7 @@ WHOLE_RULES: dict[WholeRule, list[Module]] = {
 """Each rule about all modules together, with modules that break it."""
 
 TO_DO: dict[Rule | WholeRule, tuple[str, ...]] = {}
-"""Prefixes of findings that are still to do, by rule."""
+"""Prefixes of known violations, by rule."""
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -355,7 +359,7 @@ def test_pages_name_files_that_exist() -> None:
 
 
 def test_nothing_but_vllms_connector_needs_vllm() -> None:
-    """Every module of the runtime, the policies and the core imports where vLLM is absent."""
+    """Every module of the runtime, the policies and the core can be imported without vLLM."""
     code = """
 import importlib, pkgutil, sys
 sys.modules["vllm"] = None

@@ -1,4 +1,5 @@
-"""Settings: two sources, one frozen result, and refusals that name a valid value."""
+"""Settings are read from two sources into one frozen configuration. An error names a valid
+value."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ JSON_VALUES = st.recursive(
 
 
 def refusal(env: dict[str, str] | None = None, extra: dict[str, object] | None = None) -> str:
-    """The sentence with which a configuration is refused."""
+    """Return the message of the error that a configuration raises."""
     with pytest.raises(ConfigError) as caught:
         load_config(env or {}, extra)
     return str(caught.value)
@@ -65,7 +66,7 @@ def test_an_engine_is_managed_unless_it_is_to_be_observed(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("wrong", ["", "Observe", "dry-run", "1"])
-def test_a_mode_that_there_is_not_is_refused(wrong: str) -> None:
+def test_an_unknown_mode_is_refused(wrong: str) -> None:
     said = refusal({"TIERED_KV_MODE": wrong})
     assert said == f"TIERED_KV_MODE={wrong!r} is not valid: set manage or observe."
 
@@ -90,7 +91,7 @@ def test_a_misspelt_key_is_refused_with_the_one_that_was_meant() -> None:
     assert "(TIERED_KV_CPU_GIB): did you mean cpu_gib?" in sentence
 
 
-def test_variables_that_kubernetes_sets_for_a_service_are_no_settings() -> None:
+def test_variables_that_kubernetes_sets_for_a_service_are_ignored() -> None:
     said = {
         "TIERED_KV_SERVICE_HOST": "10.0.0.1",
         "TIERED_KV_SERVICE_PORT": "8000",
@@ -101,12 +102,12 @@ def test_variables_that_kubernetes_sets_for_a_service_are_no_settings() -> None:
     assert load_config(said) == TierConfig()
 
 
-def test_the_token_of_the_routes_is_no_setting_and_not_kept() -> None:
+def test_the_admin_token_is_not_a_setting_and_is_not_kept() -> None:
     assert load_config({"TIERED_KV_ADMIN_TOKEN": "s3cret"}) == TierConfig()
     assert "unknown setting" in refusal(extra={"admin_token": "s3cret"})
 
 
-def test_a_strange_key_is_refused_with_the_keys_there_are() -> None:
+def test_an_unknown_key_is_refused_with_the_known_keys() -> None:
     sentence = refusal(extra={"colour": "blue"})
     assert "unknown setting 'colour'" in sentence
     for field in dataclasses.fields(TierConfig):
@@ -132,7 +133,7 @@ def test_a_number_too_large_for_a_float_is_refused_like_any_other() -> None:
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.01, 50])
-def test_a_pin_fraction_is_a_share(value: float) -> None:
+def test_a_pin_fraction_is_between_0_and_1(value: float) -> None:
     sentence = refusal(extra={"pin_fraction": value})
     assert "is not between 0 and 1 (a fraction)" in sentence
     assert sentence.endswith("set TIERED_KV_PIN_FRACTION=1.")
@@ -167,7 +168,7 @@ def test_steps_are_traced_if_enabled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["yes", 2, -1, [1]])
-def test_a_word_that_is_neither_yes_nor_no_is_refused(value: object) -> None:
+def test_a_switch_that_is_neither_on_nor_off_is_refused(value: object) -> None:
     sentence = refusal(extra={"trace_steps": value})
     name = "TIERED_KV_TRACE_STEPS"
     assert sentence.endswith(f"is neither 0 nor 1: set {name}=0 or {name}=1.")
@@ -182,7 +183,7 @@ def test_every_setting_that_is_on_or_off_can_be_turned_off_in_words(name: str) -
         assert getattr(config, name) is False
 
 
-def test_steps_without_a_trace_have_no_place() -> None:
+def test_tracing_steps_requires_a_trace() -> None:
     sentence = refusal({"TIERED_KV_TRACE_STEPS": "1"})
     assert (
         sentence == "TIERED_KV_TRACE_STEPS=1 needs a trace file: set TIERED_KV_TRACE=trace.jsonl."
@@ -209,7 +210,7 @@ def test_sizes_are_for_the_engine_and_split_over_its_ranks() -> None:
 
 
 @pytest.mark.parametrize("value", [0.5, "2.7"])
-def test_a_part_of_a_thread_is_refused(value: object) -> None:
+def test_a_fractional_number_of_threads_is_refused(value: object) -> None:
     sentence = refusal(extra={"io_threads": value})
     assert sentence == (
         f"TIERED_KV_IO_THREADS={value} is not a whole number: set TIERED_KV_IO_THREADS=0."
@@ -233,14 +234,15 @@ def test_a_cpu_tier_that_does_not_fit_is_refused_with_a_size_that_does() -> None
 
 
 def test_all_ranks_of_a_machine_share_its_memory() -> None:
-    """Each sees all of it, before the others have taken theirs."""
+    """Each rank sees all of the machine's memory, because the other ranks have not allocated theirs
+    yet."""
     config = TierConfig(cpu_gib=3000)
     with pytest.raises(ConfigError, match="8 of 8 ranks"):
         check_cpu_size(config, 8, 8, 512 * GIB, 500 * GIB)
-    check_cpu_size(config, 8, 1, 512 * GIB, 500 * GIB)  # a machine for each
+    check_cpu_size(config, 8, 1, 512 * GIB, 500 * GIB)  # one machine per rank
 
 
-def test_every_error_of_this_project_can_be_caught_as_one() -> None:
+def test_all_errors_of_this_project_share_a_base_class() -> None:
     assert issubclass(ConfigError, TieredKVError)
     assert issubclass(ConfigError, ValueError)
 
@@ -256,7 +258,7 @@ def test_pages_go_to_ssd_only_where_a_folder_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists(), "reading settings makes nothing"
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
     for name, advice in {
@@ -299,7 +301,7 @@ def test_an_unknown_codec_is_refused(name: object) -> None:
 
 
 @pytest.mark.parametrize("level", [0, 23])
-def test_a_level_that_a_codec_has_not_is_refused(level: int) -> None:
+def test_a_level_that_a_codec_does_not_have_is_refused(level: int) -> None:
     said = refusal({"TIERED_KV_CODEC": f"zstd:{level}"})
     assert said == (
         f"TIERED_KV_CODEC: zstd has levels 1 to 22, not {level}: set zstd; or set auto."

@@ -1,4 +1,4 @@
-"""Digests of files are right, and cheap the second time."""
+"""File digests are correct, and unchanged files are not read again."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tiered_kv.digests import default_cache, digest_files, model_files
 
 @pytest.fixture
 def all_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small they are."""
+    """Cache the digests of files of any size."""
     monkeypatch.setattr(digests, "CACHED_BYTES", 0)
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files whose bytes are looked at, as it happens."""
+    """Return a list that receives the name of each file when its bytes are read."""
     names: list[str] = []
     real = digests.digest_file
 
@@ -122,7 +122,7 @@ def test_small_files_are_read_each_time_and_leave_nothing_in_the_cache(
 
 
 @pytest.mark.usefixtures("all_are_cached")
-def test_files_that_are_gone_leave_the_cache(tmp_path: Path) -> None:
+def test_deleted_files_leave_the_cache(tmp_path: Path) -> None:
     paths, cache = weights(tmp_path, a=b"1", b=b"2"), tmp_path / "digests.json"
     digest_files(paths[:1], cache)
     paths[0].unlink()
@@ -151,8 +151,8 @@ def test_a_corrupt_cache_is_ignored_and_replaced(
 
 @pytest.mark.usefixtures("all_are_cached")
 @pytest.mark.parametrize("digest", [None, 7, ["x"]])
-def test_a_corrupt_entry_is_no_digest(tmp_path: Path, digest: object) -> None:
-    """Two models whose digest is "null" would share their pages."""
+def test_a_corrupt_entry_is_ignored(tmp_path: Path, digest: object) -> None:
+    """Otherwise, two models whose cached digest is "null" would share pages."""
     (path,) = weights(tmp_path, a=b"1")
     cache, stat = tmp_path / "digests.json", path.stat()
     cache.write_text(json.dumps({str(path.resolve()): [stat.st_size, stat.st_mtime_ns, digest]}))
@@ -222,7 +222,9 @@ def test_files_of_the_hub_cache_are_links_and_are_followed(tmp_path: Path) -> No
     assert digest_files([path]) == digest_files(weights(tmp_path / "copy", model=b"1"))
 
 
-def test_the_cache_lies_where_caches_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_in_the_users_cache_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache() == tmp_path / "tiered-kv" / "digests.json"
     monkeypatch.delenv("XDG_CACHE_HOME")

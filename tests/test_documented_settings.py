@@ -1,4 +1,4 @@
-"""The settings page names every setting with its default, in short cells."""
+"""The configuration page lists every setting with its default, in short table cells."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ LONGEST_CELL = 20
 
 
 def settings() -> dict[str, str]:
-    """Defaults by name, as the table of settings has them."""
+    """Return the defaults in the page's settings table, by name."""
     table = PAGE.read_text(encoding="utf-8").partition("## Settings")[2].partition("###")[0]
     return {row["name"].lower(): row["default"] for row in ROW.finditer(table)}
 
 
 def written(default: object) -> str:
-    """A default as the page writes it."""
+    """Return a default in the page's notation."""
     match default:
         case None | ():
             return "unset"

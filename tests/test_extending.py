@@ -1,4 +1,4 @@
-"""The code on the page about extending passes the suites and works in an engine."""
+"""The code on the extending page passes the conformance suites and runs in an engine."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ LONGEST_LINES = 60
 
 
 def code_blocks() -> dict[str, str]:
-    """Python of the page by the path in its first line."""
+    """Return the page's Python blocks, by the path in their first line."""
     blocks = re.findall(r"^```python\n# (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     return dict(blocks)
 
 
 def settings() -> dict[str, str]:
-    """The names that the page exports."""
+    """Return the environment variables that the page exports."""
     return dict(re.findall(r"^export (\w+)=(\S+)$", PAGE, re.MULTILINE))
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder that holds the page's package, on Python's path."""
+    """Write the page's package to a folder on Python's path, and return the folder."""
     folder = tmp_path / "elsewhere"
     for name, block in code_blocks().items():
         path = folder / name
@@ -87,7 +87,7 @@ def test_a_server_runs_on_all_of_them(
         "ssd_gib": 0.01,
     }
     folder, demoted = tmp_path / "shared" / "0-of-1", list[int]()
-    for _ in range(2):  # the second finds what the first has stored
+    for _ in range(2):  # the second engine finds the pages that the first one stored
         with Rig(tmp_path / "model", RigOptions(blocks=64, extra=extra)) as rig:
             assert type(rig.policy).__name__ == "MeanGap"
             assert type(rig.pages.order).__name__ == "EndedFirst"

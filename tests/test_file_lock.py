@@ -1,4 +1,4 @@
-"""File locks end with their descriptor, and report their owner."""
+"""File locks are released when their descriptor is closed, and report their owner."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tiered_kv.transfer.memory_file.opening import lock_file
 
 CREATE = os.O_RDWR | os.O_CREAT
 OPEN = Path("/proc/self/fd")
-"""Descriptors of this process."""
+"""Folder that lists this process's descriptors."""
 
 
 def test_a_file_is_locked_until_its_descriptor_is_closed(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_file_that_was_replaced_before_it_was_locked_is_opened_again(
 
     def late(fd: int, kind: int) -> None:
         if not moved.exists():
-            path.rename(moved)  # so that its file still has a name
+            path.rename(moved)  # renamed, not deleted, so that its file still has a name
             path.write_text("new")
         flock(fd, kind)
 
@@ -71,7 +71,7 @@ def test_a_file_system_without_locks_leaves_no_descriptor_open(
     assert len(list(OPEN.iterdir())) == before
 
 
-def test_an_owner_fits_its_place_and_is_read_from_there(
+def test_an_owner_fits_into_the_lock_file_and_is_read_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["serve", "ä" * 400])
@@ -96,7 +96,8 @@ def test_an_owner_that_is_torn_is_another_process(tmp_path: Path, data: bytes) -
 def test_a_store_whose_lock_keeps_a_second_name_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A backup links it again and again, or the file system counts names otherwise."""
+    """The second name may be a backup tool's hard link, or the file system may count links
+    differently."""
     fstat = os.fstat
 
     def linked(fd: int) -> os.stat_result:

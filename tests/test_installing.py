@@ -1,4 +1,4 @@
-"""The package as users install it: a complete wheel, next to an unchanged vLLM."""
+"""The wheel contains the whole package, and installs next to an unchanged vLLM."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("connectors", "policies", "bench")
-"""Folders at the top that are packages in ``tiered_kv``."""
+"""Top-level folders that are linked into ``tiered_kv`` as packages."""
 TORCH = "torch==2.13.0"
-"""vLLM's CPU build asks for the CPU build of the same version, which is on no default index. The
-dependencies of both are the same, but for CUDA's libraries."""
+"""vLLM's CPU build requires the CPU build of this version, which is not on PyPI. Both builds have
+the same dependencies, except for CUDA's libraries."""
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    # Of a copy: building leaves folders beside the sources.
+    # Build from a copy, because building leaves folders next to the sources.
     source = folder / "source"
     files = ("pyproject.toml", "README.md", "LICENSE", "tiered_kv", *LINKED)
     source.mkdir()
@@ -80,7 +80,7 @@ def test_an_installed_wheel_works_without_the_repository(wheel: Path, tmp_path: 
 def test_installing_it_changes_nothing_that_vllm_brought(
     tmp_path: Path, build: str, version: str
 ) -> None:
-    """The versions that a package index would have them install: vLLM alone first, then both."""
+    """Resolves vLLM alone, then vLLM together with this package's dependencies."""
     alone = resolved(tmp_path, f"{build}=={version}")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     both = resolved(tmp_path, *(f"{n}=={v}" for n, v in alone.items()), *project["dependencies"])
@@ -100,8 +100,8 @@ def resolved(folder: Path, *requirements: str) -> dict[str, str]:
     return {name: version for name, _, version in pins}
 
 
-def test_the_environment_of_the_tests_is_whole() -> None:
-    """Nothing that it asks for is of another version than it allows."""
+def test_installed_dependencies_have_allowed_versions() -> None:
+    """Every installed dependency has a version that this package allows."""
     from packaging.requirements import Requirement
 
     broken = [

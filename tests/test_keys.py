@@ -1,5 +1,4 @@
-"""Keys are equal for equal bytes, and different as soon as anything that shapes the bytes
-differs."""
+"""Keys are equal for equal bytes, and differ if anything that determines the bytes differs."""
 
 from __future__ import annotations
 
@@ -49,8 +48,8 @@ def test_every_field_changes_the_fingerprint(field: str) -> None:
     assert changed.digest() != BASE.digest()
 
 
-def test_a_value_counts_in_the_field_where_it_stands() -> None:
-    """The model's digest as the adapter's is another engine."""
+def test_a_value_in_another_field_is_another_fingerprint() -> None:
+    """Swapping the values of two fields changes the digest."""
     swapped = replace(BASE, model=BASE.dtype, dtype=BASE.model)
     assert swapped.digest() != BASE.digest()
 
@@ -61,7 +60,8 @@ def test_the_order_of_settings_does_not_matter() -> None:
 
 
 def test_a_fingerprint_is_the_same_in_every_process_and_version() -> None:
-    """Pages on disk are found by it. If this changes, raise FORMAT_VERSION and update it."""
+    """Pages on disk are found by their fingerprint. If this test fails, raise FORMAT_VERSION and
+    update the expected values."""
     assert BASE.digest().hex() == "05f001fbfbef3df9158fb492e06ecdb6"
     assert tail_key(b"parent", [1, 2, 70000], ("salt",)).hex() == (
         "706172656e746d368e054393b8ebcb096deeba19852555cc89884b6af19b522599c46d531d0f"
@@ -76,7 +76,7 @@ def test_a_page_is_named_by_its_fingerprint_and_its_block() -> None:
 
 
 def test_a_tail_starts_with_the_fingerprint_of_the_previous_page() -> None:
-    """So that whatever groups keys by fingerprint finds tails beside full pages."""
+    """Code that groups keys by fingerprint therefore groups tails with full pages."""
     parent = page_keys(BASE.digest(), [b"h" * 32])[0]
     assert tail_key(parent, [1], None)[:16] == BASE.digest()
 
@@ -101,7 +101,7 @@ def test_tails_of_different_contexts_have_different_keys(
     assert (ours == tail_key(other_parent, other_tokens, other_extra)) is same
 
 
-def test_a_tail_is_no_full_page() -> None:
+def test_the_keys_of_a_tail_and_a_full_page_differ() -> None:
     fingerprint = BASE.digest()
     assert tail_key(fingerprint, [], None) != page_keys(fingerprint, [b""])[0]
 

@@ -1,8 +1,8 @@
-"""A page's regions, against arrays in which every byte knows its place.
+"""A page's regions, checked against arrays in which every byte of the allocation is numbered.
 
-The model: bytes numbered in the order in which they lie in the engine's allocation, seen
-as vLLM's logical [layer, block, head group, byte] array. The bytes of block b are then
-simply ``array[:, b]``; strides and offsets are what the array has.
+The model numbers bytes by their position in the engine's allocation, and views them as vLLM's
+logical [layer, block, head group, byte] array. The bytes of block b are then ``array[:, b]``, and
+the expected strides and offsets are the array's.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tiered_kv.page_group import PageLayout, Placement, page_layout
 from tiered_kv.testing.conformance.transfer import addresses
 
 ORDERS = ["LBH", "LHB", "BLH"]
-"""vLLM's LBHNC and LBNHC, LHBNC, and BLHNC: which axis lies outside which."""
+"""Memory layouts, axes from outermost to innermost: vLLM's LBHNC and LBNHC, LHBNC, and BLHNC."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """Placements as vLLM computes them, and the truth about where each block lies."""
+    """Placements as vLLM computes them, and the byte numbers of each block."""
 
     placements: list[Placement]
     num_blocks: int
@@ -37,7 +37,8 @@ class Model:
 
 
 def build(order: str, kinds: list[tuple[int, int]], num_blocks: int, heads: int) -> Model:
-    """Layers of several kinds, each ``(layers, bytes per head)``, in one allocation."""
+    """Build an allocation of several kinds of layers, each given as ``(layers, bytes per
+    head)``."""
     page = {kind: kind[1] * heads for kind in kinds}
     packed = sum(layers * page[layers, per_head] for layers, per_head in kinds)
     numbers = np.arange(packed * num_blocks)
@@ -67,7 +68,8 @@ def build(order: str, kinds: list[tuple[int, int]], num_blocks: int, heads: int)
 
 
 def _agree(array: NDArray[np.int64], strides: tuple[int, int], offset: int) -> None:
-    """The strides are those of the array: what vLLM would put into KVCacheTensor."""
+    """Assert that strides and offset are those of the array, as vLLM would report them in
+    KVCacheTensor."""
     assert array[0, 0, 0, 0] == offset
     for axis, stride in enumerate(strides):
         if array.shape[axis] > 1:
@@ -147,7 +149,7 @@ def test_the_description_distinguishes_pages_of_different_composition() -> None:
 
 
 def test_the_description_does_not_depend_on_the_size_of_the_pool() -> None:
-    """A page saved by an engine with more memory is the same page."""
+    """A page has the same description in an engine with more memory."""
     small, large = (build("LBH", [(4, 32)], blocks, 2).layout for blocks in (5, 500))
     assert small.describe() == large.describe()
 

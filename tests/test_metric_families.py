@@ -1,4 +1,4 @@
-"""Every event has a series on ``/metrics``, with the counted value."""
+"""Every event has a metric family on ``/metrics`` that reports its value."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_families_are_named_and_explained() -> None:
         assert all(re.fullmatch(r"[a-z0-9_]+", v) for vs in family.labels.values() for v in vs)
 
 
-def test_a_part_is_of_the_same_family_as_the_whole() -> None:
+def test_a_part_has_the_metric_family_of_its_total() -> None:
     for part, whole in PART_OF.items():
         assert SERIES[part].family == SERIES[whole].family
 
 
 @pytest.mark.parametrize("event", [*COUNTERS, *GAUGES])
-def test_an_event_is_read_under_its_name(event: str) -> None:
+def test_an_event_is_read_by_its_name(event: str) -> None:
     wholes = {PART_OF[event]: 3.0} if event in PART_OF else {}
     found = events(metrics(10, **wholes, **{event: 3.0}))
     assert found.keys() == COUNTERS.keys() | GAUGES.keys()
@@ -57,7 +57,7 @@ def test_series_of_prompts_add_up() -> None:
     assert 'source="cpu"} 1.0' in page
 
 
-def test_engines_are_added_up_and_strangers_left_out() -> None:
+def test_engines_are_added_up_and_other_series_ignored() -> None:
     line = 'vllm:tiered_kv_faults_total{{engine="{}",kind="{}"}} 2.0\n'
     page = line.format(0, "hook") + line.format(1, "hook") + line.format(0, "new") + "up 1.0\n"
     assert events(page) == {"hook_errors": 4.0}

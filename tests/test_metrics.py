@@ -1,4 +1,5 @@
-"""Counters increase, and report what was added; observations are reported once."""
+"""Counters increase, and report what was added since the last report. Observations are reported
+once."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tiered_kv.policies.base import GapClass, Tier
 from tiered_kv.trace.turn_record import PinEnd
 
 
-def test_take_hands_over_what_was_added_since_the_last_time() -> None:
+def test_take_returns_what_was_added_since_the_last_call() -> None:
     counters = Counters()
     counters.add("pins")
     counters.add("pins", 2)
@@ -70,7 +71,7 @@ def test_the_differences_add_up_to_the_totals(events: list[tuple[str, int, bool]
     assert taken == counters.totals
 
 
-def test_what_was_observed_is_handed_over_once() -> None:
+def test_observations_are_reported_once() -> None:
     counters = Counters()
     for seconds in (3.0, 1.0):
         counters.observe("hold_seconds", seconds)
@@ -89,7 +90,7 @@ def test_an_engine_whose_statistics_are_never_taken_keeps_the_latest_observation
     ]
 
 
-def test_everything_has_one_name_and_a_sentence() -> None:
+def test_every_metric_has_a_unique_name_and_a_description() -> None:
     whole = {**COUNTERS, **GAUGES, **HISTOGRAMS}
     assert len(whole) == len(COUNTERS) + len(GAUGES) + len(HISTOGRAMS)
     assert all(text.endswith(".") for text in whole.values())

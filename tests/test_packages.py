@@ -1,4 +1,4 @@
-"""The installed package is complete and light to import."""
+"""The installed package is complete, and its core imports neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WHOLE = (
     "testing.rig",
     "testing.vllm",
 )
-"""Built on everything: an engine with the connector in it."""
+"""Subpackages that contain an engine with the connector, and so import everything."""
 NEEDS_TORCH = {f"tiered_kv.transfer.cuda.{name}" for name in ("backend", "page_views", "staging")}
 
 
 def modules_on_disk() -> dict[str, bool]:
-    """Every module under tiered_kv by name, and whether it is a package."""
+    """Return every module under tiered_kv by name, and whether it is a package."""
     found = {}
     for folder, subfolders, files in os.walk(ROOT / "tiered_kv", followlinks=True):
         subfolders[:] = [name for name in subfolders if name != "__pycache__"]
@@ -40,7 +40,7 @@ def modules_on_disk() -> dict[str, bool]:
     return found
 
 
-def test_the_packages_listed_are_those_on_disk() -> None:
+def test_the_listed_packages_match_those_on_disk() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     on_disk = [name for name, is_package in modules_on_disk().items() if is_package]
     assert sorted(listed) == sorted(on_disk)
@@ -64,8 +64,7 @@ assert not forbidden, f"the core imports {forbidden}"
 
 @pytest.mark.parametrize("prefix", ["tiered_kv"])
 def test_the_core_and_the_policies_import_neither_vllm_nor_torch(prefix: str) -> None:
-    """Simulators and tools run where there is neither; and a core that imports what is
-    built on it is none."""
+    """Simulators and tools run without vLLM and torch. The core imports no connector either."""
     core = [
         name
         for name in modules_on_disk()

@@ -1,4 +1,4 @@
-"""Page groups: the composition of a page, and its part in the fingerprint."""
+"""Page groups: the sections of a page, and the group's description in the fingerprint."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def test_a_state_has_no_tokens_of_its_own() -> None:
     assert state.page_format == PageFormat(ElementType.FP32, 2048, 0)
 
 
-def test_sections_that_are_no_page_are_refused() -> None:
+def test_sections_that_do_not_form_a_page_are_refused() -> None:
     with pytest.raises(ValueError, match="sections of 1024 bytes do not add up to a page of 2048"):
         PageGroup(0, 384, LAYOUT, sections=(CONV, SSM))
 
 
 def test_a_fingerprint_contains_the_types_only_if_there_are_several() -> None:
-    """Pages of one type keep the fingerprints that they had before there were sections."""
+    """Pages with one element type keep the fingerprints that they had before sections existed."""
     plain = PageGroup(0, 16, LAYOUT, ElementType.BF16, arrangement="NHD")
     assert plain.describe() == "2x1024 NHD"
     one = PageGroup(0, 16, LAYOUT, sections=(CONV, SSM) * 2)

@@ -1,4 +1,4 @@
-"""Parts are found by name, or in a user's own package."""
+"""Plugins are found by built-in name, or as module:Class in a user's own package."""
 
 from __future__ import annotations
 

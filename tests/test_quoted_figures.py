@@ -1,4 +1,4 @@
-"""Figures in the documents are those of the results in docs/data that they link to."""
+"""Figures quoted in the documents match the results in docs/data that they link to."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "docs" / "data"
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 QUOTES = re.compile(r"\]\((?:docs/)?data/([\w-]+\.json)\)")
-"""Link to a result. Every number of its line, a paragraph or a row of a table, is a quote."""
+"""Link to a result. Every number on the same line (a paragraph or a table row) is a quote."""
 NO_FIGURES = re.compile(r"`[^`]*`|\]\([^)]*\)")
 NUMBER = re.compile(r"(?<![\w.,^-])(\d[\d,]*(?:\.\d+)?)(?![\w^]|[.,]\d|-\w)")
 SCALES = (1.0, 1e2, 1e3, 1e-3, 1e-6)
-"""A figure may be a percentage, or in another unit."""
+"""Factors between a quoted figure and the stored value, for percentages and other units."""
 
 
 def quoted() -> list[tuple[str, str, list[str]]]:
-    """Document, line and names of the results, for each line that quotes results."""
+    """Return document, line and result names for each line that quotes results."""
     found = []
     for page in DOCUMENTS:
         for line in page.read_text().splitlines():
@@ -32,7 +32,7 @@ def quoted() -> list[tuple[str, str, list[str]]]:
 
 
 def unfounded(line: str, *results: Any) -> list[str]:
-    """Numbers of a line that are in none of the results, as it rounds them."""
+    """Return the numbers in a line that match no value in the results after rounding."""
     values = [value for result in results for value in numbers_in(result)]
     return [
         number
@@ -42,7 +42,7 @@ def unfounded(line: str, *results: Any) -> list[str]:
 
 
 def numbers_in(result: Any) -> Iterator[float]:
-    """All numbers of a result."""
+    """Yield all numbers in a result."""
     if isinstance(result, dict | list):
         for inner in result.values() if isinstance(result, dict) else result:
             yield from numbers_in(inner)
@@ -51,7 +51,7 @@ def numbers_in(result: Any) -> Iterator[float]:
 
 
 def is_rounded(number: str, value: float) -> bool:
-    """True if a number, as it is written, is the value in some unit."""
+    """Return True if ``number``, as printed, is ``value`` rounded in some unit."""
     half = 0.5 * 10.0 ** -len(number.partition(".")[2])
     written = float(number.replace(",", ""))
     return any(abs(value * scale - written) <= half * (1 + 1e-9) for scale in SCALES)
@@ -66,7 +66,7 @@ def test_a_line_quotes_the_results_that_it_links_to(page: str, line: str, names:
 @pytest.mark.parametrize("path", sorted(DATA.glob("*.json")), ids=lambda path: path.name)
 def test_a_result_states_the_machine_and_the_code_that_it_was_measured_with(path: Path) -> None:
     measured = json.loads(path.read_text()).get("measured")
-    if measured is not None:  # otherwise it is of a study that is over
+    if measured is not None:  # otherwise the result is from a finished study
         assert re.fullmatch("[0-9a-f]{40}", measured["commit"]), "measured with changed files"
         assert measured["cpu"]
         assert measured["seconds"] > 0

@@ -1,7 +1,7 @@
-"""Measures of indirection that may only fall.
+"""Measures of indirection that may only decrease.
 
-Each compares what is measured with the lowest figure reached so far. A change that lowers a figure
-lowers the limit here. A change that raises one needs another design, not another limit.
+Each test compares a measured figure with the lowest one reached so far. A change that lowers a
+figure also lowers the limit here. A change that raises one needs another design, not another limit.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ CONSTRUCTOR_PARAMETERS = 8
 ORDER_TESTS = 10
 SMALL_WITH_ONE_IMPORTER = 4
 WHOLE_TURN, END_OF_TURN, TURN_FROM_SSD = 67, 41, 75
-"""Product files that a turn with every tier and a trace runs through, that the end of a turn runs
-through, and that a turn whose context is read from SSD runs through."""
+"""Number of product files whose functions run during a turn with every tier and a trace, during the
+end of a turn, and during a turn whose context is read from SSD."""
 
 
 def product() -> list[Module]:
@@ -78,11 +78,12 @@ def test_no_more_small_modules_serve_one_importer() -> None:
 
 
 class Recorder:
-    """Records the product files whose functions are called, on every thread that starts later."""
+    """Records the product files whose functions are called, on this thread and on threads that
+    start later."""
 
     def __init__(self) -> None:
-        self.files: set[str] | None = None  # None while nothing is recorded
-        self.only: int | None = None  # thread that is recorded; None for all
+        self.files: set[str] | None = None  # None while recording is off
+        self.only: int | None = None  # id of the thread to record; None for all threads
 
     def __enter__(self) -> Recorder:
         threading.setprofile(self._on_event)
@@ -96,8 +97,8 @@ class Recorder:
     def record(
         self, call: Callable[[], Any], *, in_this_thread: bool = False
     ) -> tuple[Any, set[str]]:
-        """Result of a call, and the files; with ``in_this_thread`` without those of others, which
-        may be at anything meanwhile."""
+        """Return the result of a call, and the product files that ran during it. ``in_this_thread``
+        excludes other threads, which may run unrelated code meanwhile."""
         self.files, self.only = set(), threading.get_ident() if in_this_thread else None
         try:
             return call(), self.files

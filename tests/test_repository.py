@@ -1,4 +1,4 @@
-"""Files that people expect in a repository are consistent with the rest."""
+"""Links between the repository's pages work, and its citation, CI and issue forms are valid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINK = re.compile(r"\]\(([^)#:]+)(?:#([\w-]+))?\)")
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub generates them."""
     found = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in found}
 

@@ -1,4 +1,5 @@
-"""The documents as a site: every page is included, every link works, and nothing is fetched."""
+"""The documentation site contains every page, has no broken link, and fetches nothing from other
+hosts."""
 
 from __future__ import annotations
 
@@ -18,28 +19,28 @@ NAMED_ONLY = re.compile(r"<link\b[^>]*\brel=[\"']?canonical")
 
 
 def copied(folder: Path) -> Path:
-    """A copy of this checkout's documents."""
+    """Copy this checkout's documents to a folder."""
     shutil.copy(ROOT / "mkdocs.yml", folder)
     shutil.copytree(ROOT / "docs", folder / "docs")
     return folder
 
 
 def build(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Build the site of a folder's documents."""
+    """Build the site from the documents in a folder."""
     command = [sys.executable, "-m", "zensical", "build", "--strict"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site of this checkout's documents."""
+    """Build the site from this checkout's documents."""
     folder = copied(tmp_path_factory.mktemp("site"))
     done = build(folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / ".site"
 
 
-def test_a_link_that_leads_nowhere_ends_the_building(tmp_path: Path) -> None:
+def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
     folder = copied(tmp_path)
     page = folder / "docs" / "gpu.md"
     page.write_text(page.read_text() + "\n[nowhere](no-such-page.md)\n")

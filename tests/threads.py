@@ -1,4 +1,4 @@
-"""Threads that a test leaves behind."""
+"""Detection of threads that a test leaves running."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 from collections.abc import Set as AbstractSet
 
 LAST_BREATH_S = 2.0
-"""For a thread that has been told to stop, and only has to return."""
+"""Time in which a thread that was told to stop may return."""
 
 
 def running_threads() -> frozenset[threading.Thread]:
@@ -16,8 +16,8 @@ def running_threads() -> frozenset[threading.Thread]:
 def leaked_threads(
     before: AbstractSet[threading.Thread], patience_s: float = LAST_BREATH_S
 ) -> list[str]:
-    """Names of this project's threads, and of all that would keep the process alive,
-    which run now and did not ``before``."""
+    """Return the names of threads that are still running and are not in ``before``: this project's
+    threads, and non-daemon threads, which would keep the process alive."""
     suspects = [
         thread
         for thread in threading.enumerate()

@@ -1,8 +1,8 @@
-"""Make PyTorch and vLLM believe that this CPU has neither AVX-512 nor AMX.
+"""Make PyTorch and vLLM detect a CPU without AVX-512 and AMX.
 
 ``scripts/avx2 COMMAND`` puts this folder on ``PYTHONPATH``, so that every Python process of the
-command imports this module when it starts. vLLM asks ``torch.cpu`` which kernels to load; PyTorch
-and oneDNN are told by environment variables, which the script sets.
+command imports this module at startup. vLLM queries ``torch.cpu`` to choose its kernels. The script
+sets the environment variables that PyTorch and oneDNN read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOLD = (
 
 
 class WithoutAvx512(importlib.abc.MetaPathFinder):
-    """Patches ``torch.cpu`` right after its import. Importing torch here would slow every
+    """Patches ``torch.cpu`` right after its import. Importing torch here would slow down every
     process."""
 
     def find_spec(

@@ -1,4 +1,4 @@
-"""Faults of a store, and a job's turns on one replica or on several."""
+"""Injected store faults, and the placement of a job's turns on one replica or several."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ GET = b"*2\r\n$3\r\nGET\r\n$1\r\na\r\n"
 
 
 def answered(port: int, *requests: bytes) -> bytes:
-    """Answers to requests that are sent together, until the connection ends."""
+    """Send requests together, and return the answers received until the connection is closed."""
     with socket.create_connection(("127.0.0.1", port), 30) as connection:
         connection.sendall(b"".join(requests) + QUIT)
         return b"".join(iter(lambda: connection.recv(1 << 16), b"")).removesuffix(b"+OK\r\n")
 
 
-def test_each_fault_shows_and_is_mended(tmp_path: Path) -> None:
+def test_each_fault_takes_effect_and_is_repaired(tmp_path: Path) -> None:
     with ValkeyServer(tmp_path) as server, proxied(server.port) as proxy:
         store = Store(server, proxy)
         expected = b"+OK\r\n$2000\r\n" + VALUE + b"\r\n"
@@ -53,7 +53,7 @@ def test_each_fault_shows_and_is_mended(tmp_path: Path) -> None:
 
 @dataclass
 class Recorded:
-    """A replica that records turns."""
+    """A replica that records the turns it receives."""
 
     client: str
     turns: dict[str, list[tuple[str, int]]]

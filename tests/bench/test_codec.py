@@ -1,4 +1,4 @@
-"""The codec benchmark's figures mean what their names say."""
+"""The codec benchmark's figures are computed as their names say."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_entropy_of_known_distributions() -> None:
     assert entropy_bits(np.array([1, 1, 2, 3], dtype=np.uint8)) == pytest.approx(1.5)
 
 
-def test_the_bound_is_above_the_codec_and_not_far() -> None:
+def test_the_bound_is_slightly_above_the_codec() -> None:
     codec = CentredCodec(PAGE).trained(PAGES)
     ratio = race({"centred": codec}, PAGES, rounds=1)["centred"]["ratio"]
     bound = entropy_bound(PAGES, PAGE)
@@ -41,7 +41,7 @@ def test_a_race_gives_ratio_and_speeds_of_each() -> None:
 
 
 class Idle:
-    """Decodes by leaving ``out`` as the codec before it left it."""
+    """A codec that decodes nothing: ``out`` keeps the previous codec's result."""
 
     codec_id, name, table = 9, "idle", b""
     wants_training = stores_in_place = False
@@ -57,7 +57,7 @@ class Idle:
         return self
 
 
-def test_a_codec_that_lives_off_another_s_work_is_found_out() -> None:
+def test_a_codec_that_returns_another_codecs_result_is_detected() -> None:
     with pytest.raises(RuntimeError, match="idle did not reproduce"):
         race({"raw": RawCodec(PAGE), "idle": Idle()}, PAGES, rounds=1)
 

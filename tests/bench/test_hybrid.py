@@ -1,4 +1,5 @@
-"""Agents on models of several KV groups: their jobs, pools and servers."""
+"""The hybrid benchmark: agents on models with several KV groups, with their jobs, pools and
+servers."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from tiered_kv.bench.models.catalogue import VOCABULARY
 from tiered_kv.bench.replay.names import BOUND, REACH, STOCK, TIERED
 
 
-def test_servers_differ_in_what_is_compared_only() -> None:
+def test_servers_differ_only_in_what_is_compared() -> None:
     pools = Pools(1024, 30, 900)
     both = [
         {
@@ -73,7 +74,7 @@ def test_jobs_share_the_system_prompt_and_each_turn_but_the_last_has_a_gap() -> 
         assert max(max(turn.added) for turn in job.turns) < VOCABULARY
 
 
-def test_a_mistaken_job_differs_in_its_place_only() -> None:
+def test_a_mistaken_job_differs_only_in_its_position() -> None:
     job = make_jobs(QUICK, 0, VOCABULARY)[0]
     right, wrong = job.turns[0].added, mistaken(job, 100, 32).turns[0].added
     differing = [at for at, (a, b) in enumerate(zip(right, wrong, strict=True)) if a != b]

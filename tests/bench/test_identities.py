@@ -1,4 +1,4 @@
-"""bench.identities: what it counts as recognised, and the requests that it makes up."""
+"""bench.identities: the turns that it counts as recognised, and the requests that it generates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ MAIN, CHILD = ("main", None), ("child", "main")
 
 
 def judged(*turns: tuple[tuple[str, str | None], str | None, str | None]) -> Recognised:
-    """The result for turns of one client: its agent and parent, the job and parent found."""
+    """Return the result for the turns of one client.
+
+    Each turn has the agent and parent agent that sent it, and the job and parent job that the
+    server recognised.
+    """
     sent = [Sent("c", 0, "/v1/messages", agent, parent) for (agent, parent), _, _ in turns]
     records = [
         TurnRecord(turn=1, request="r", arrived=float(number), job=job, parent=parent)
@@ -29,13 +33,14 @@ def test_an_agent_with_a_job_of_its_own_is_known() -> None:
 @pytest.mark.parametrize(
     ("turns", "known", "parent_known"),
     [
-        ([(MAIN, "S", None), (CHILD, "S", None)], 0, 0),  # merged
-        ([(MAIN, "S", None), (CHILD, "T", "U")], 2, 0),  # of another parent
-        ([(MAIN, "S", None), (MAIN, "T", None), (CHILD, "U", "S")], 1, 0),  # split
-        ([(MAIN, None, None), (CHILD, "T", None)], 1, 0),  # without a job
+        ([(MAIN, "S", None), (CHILD, "S", None)], 0, 0),  # two agents merged into one job
+        ([(MAIN, "S", None), (CHILD, "T", "U")], 2, 0),  # the child has a wrong parent job
+        # One agent was split into two jobs.
+        ([(MAIN, "S", None), (MAIN, "T", None), (CHILD, "U", "S")], 1, 0),
+        ([(MAIN, None, None), (CHILD, "T", None)], 1, 0),  # the main agent's turn has no job
     ],
 )
-def test_other_jobs_are_not(
+def test_agents_without_a_job_of_their_own_are_not_known(
     turns: list[tuple[tuple[str, str | None], str | None, str | None]],
     known: int,
     parent_known: int,

@@ -1,4 +1,4 @@
-"""Output and exit status of a benchmark, however it ends."""
+"""Output and exit status of a benchmark that succeeds, fails or is interrupted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Signals are handled afterwards as they were before."""
+    """Restore the signal handlers after each test."""
     before = {number: signal.getsignal(number) for number in NUMBERS}
     yield
     for number, handler in before.items():
@@ -92,7 +92,7 @@ def test_a_failing_benchmark_gives_the_reason_in_a_sentence(
     assert said.err.endswith("error: no [bold] page\n")
 
 
-def test_a_benchmark_that_is_ended_ends_what_it_began() -> None:
+def test_a_terminated_benchmark_stops_its_child_processes() -> None:
     ended = list[str]()
 
     def command() -> None:

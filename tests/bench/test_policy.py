@@ -1,4 +1,4 @@
-"""The policy benchmark reads recordings correctly, and its figures mean what their names say."""
+"""The policy benchmark reads recordings correctly, and computes its figures as their names say."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def session(name: str, *gaps: float) -> Session:
     return Session(name, [Gap(turn, gap) for turn, gap in zip(turns, gaps, strict=True)])
 
 
-# -- reading ----------------------------------------------------------------------------
+# -- reading recordings -----------------------------------------------------------------
 
 
 def request(t: float, gap: float | None, *, stop: str = "tool_use", **more: Any) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def test_tool_rounds_and_tool_calls(tmp_path: Path) -> None:
     assert (call.gap_s, call.turn.tool and call.turn.tool.command) == (0.25, "ls -F")
 
 
-def test_what_holds_no_sessions_is_left_alone(
+def test_a_file_without_sessions_is_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "README.md").write_text("# Traces\n")
@@ -128,7 +128,7 @@ def test_what_holds_no_sessions_is_left_alone(
     assert capsys.readouterr().err.count("holds no sessions") == 4
 
 
-def test_clients_that_say_nothing_of_their_tools() -> None:
+def test_clients_that_do_not_name_their_tools() -> None:
     named = replace(session("s", 1.0, 2.0).gaps[0].turn, tool=ToolUse(("bash", "ls")))
     nobody = replace(named, tool=NO_TOOL)
     told = Session("s", [Gap(named, 1.0), Gap(nobody, 90.0)])
@@ -139,14 +139,14 @@ def test_clients_that_say_nothing_of_their_tools() -> None:
     assert silent.without_tools() == silent
 
 
-# -- folds ------------------------------------------------------------------------------
+# -- cross-validation folds -------------------------------------------------------------
 
 
 @given(st.permutations([f"{n}" for n in range(12)]), st.integers(2, 6))
-def test_every_session_is_tested_once_by_who_did_not_see_it_or_its_sub_agents(
+def test_every_session_is_tested_once_on_a_fold_without_it_or_its_sub_agents(
     names: list[str], folds: int
 ) -> None:
-    """The order of sessions in the file makes no difference."""
+    """The folds do not depend on the order of sessions in the file."""
     sessions = [session(name, 1.0) for name in names]
     sessions += [replace(session(f"{name}/agent", 2.0), split_by=name) for name in names[:3]]
     made = list(in_folds(sessions, lambda one: fold_of(one, folds)))
@@ -159,7 +159,7 @@ def test_every_session_is_tested_once_by_who_did_not_see_it_or_its_sub_agents(
         assert fold.tested == sorted(fold.tested, key=sessions.index)
 
 
-# -- counting ---------------------------------------------------------------------------
+# -- utilities --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_the_clairvoyant_takes_all_there_is() -> None:
 
 
 class Watched(Clairvoyant):
-    """Pins everything, and notes what it was told and asked."""
+    """Pins everything, and records its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,8 @@ def test_coverage_is_measured_where_there_is_a_forecast() -> None:
 
 
 def trials(*utilities: float) -> list[Trial]:
-    """Two gaps of each of twenty sessions, in which the clairvoyant gains a second each."""
+    """Return two gaps for each of twenty sessions. The clairvoyant policy gains a second in each
+    gap."""
     rest = [utilities[-1]] * (40 - len(utilities))
     return [
         Trial(f"{n // 2}", utility, 1.0, True, None, 0)

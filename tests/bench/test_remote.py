@@ -1,4 +1,4 @@
-"""Figures of bench.remote: the stream that a store is compared with, and the timed hooks."""
+"""bench.remote: the byte stream that a store is compared with, and the timed hooks."""
 
 from __future__ import annotations
 

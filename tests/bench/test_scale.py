@@ -1,4 +1,4 @@
-"""Engines of bench.scale: what its times include, and that vLLM's own offloader works there."""
+"""bench.scale: what its step times include, and that vLLM's own offloader works in its engines."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_arrival_is_part_of_no_step() -> None:
 
 
 def make_slow(connector: Any) -> None:
-    """Have the connector's own hook for arrivals, below the timed one, take ``BUSY_S``."""
+    """Make the connector's own arrival hook, which the timed hook calls, take ``BUSY_S``."""
     half = connector.scheduler_half
     hook = half.on_arrived
 

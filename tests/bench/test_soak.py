@@ -1,4 +1,4 @@
-"""Conclusions of a soak test, and the servers that it compares."""
+"""Verdicts of a soak test, and the servers that it compares."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_memory_that_keeps_growing_is_detected() -> None:
     assert slope([(float(s), s * MIB) for s in range(0, 600, 2)]) == pytest.approx(60.0)
 
 
-def test_what_there_is_more_of_is_a_leak_but_for_connections_that_are_kept() -> None:
+def test_growing_counts_are_leaks_except_kept_connections() -> None:
     before = {"pinned_blocks": 0, "threads": 80}
     assert leaks(before, {"pinned_blocks": 0, "threads": 80 + SLACK["threads"]}) == {}
     after = {"pinned_blocks": 3, "threads": 81 + SLACK["threads"]}
@@ -103,9 +103,9 @@ def test_a_turn_that_waits_beyond_the_limit_while_later_ones_are_served_was_over
 @pytest.mark.parametrize(
     "other",
     [
-        turn(sent_at=1.0, wait_s=5.0),  # overtook within the limit
-        turn(sent_at=-1.0, wait_s=20.0),  # was first
-        turn(sent_at=1.0, wait_s=40.0),  # waits longer still
+        turn(sent_at=1.0, wait_s=5.0),  # overtook, but the wait is within the limit
+        turn(sent_at=-1.0, wait_s=20.0),  # was sent first
+        turn(sent_at=1.0, wait_s=40.0),  # waits even longer
     ],
     ids=["within the limit", "sent before", "served after"],
 )

@@ -1,4 +1,4 @@
-"""The store benchmark's figures mean what their names say."""
+"""The store benchmark's figures are computed as their names say."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tiered_kv.bench.store import (
 from tiered_kv.storage import io_thread
 
 
-def test_the_device_is_its_best_setting_and_one_bad_turn_decides_nothing() -> None:
+def test_the_device_is_measured_at_its_best_setting_and_outliers_are_ignored() -> None:
     turns = list[str]()
 
     def passes(name: str, usual_s: float, first_s: float) -> Callable[[], float]:

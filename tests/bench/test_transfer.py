@@ -1,4 +1,5 @@
-"""``bench.transfer``: real pages, valid copy jobs, and the minimum over all rows."""
+"""``bench.transfer``: page layouts of real models, valid copy jobs, and the minimum over all
+rows."""
 
 from __future__ import annotations
 

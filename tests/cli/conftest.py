@@ -1,4 +1,4 @@
-"""Stores on disk, for the tests of the command line."""
+"""Stores on disk for the tests of the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def disk(tmp_path: Path) -> Disk:
 
 @pytest.fixture
 def live(disk: Disk) -> Iterator[SegmentStore]:
-    """A store that is open, with twenty pages."""
+    """An open store with twenty pages."""
     store = disk.open()
     disk.put(store, *range(20))
     yield store

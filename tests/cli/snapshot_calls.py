@@ -1,4 +1,4 @@
-"""Calls of the snapshot commands, and their output."""
+"""Calls of the snapshot commands, and parsing of their output."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typer.testing import CliRunner, Result
 from tiered_kv.cli.app import app
 
 HOSTILE = "\x1b[2J[bold]j[/]\n\u202e"
-"""Name that would change what a terminal shows."""
+"""Name with control characters that would change what a terminal shows."""
 
 
 def invoke(*arguments: object, code: int = 0) -> Result:
-    """Call ``tiered-kv``, which must exit with this code."""
+    """Call ``tiered-kv``, and assert its exit code."""
     result = CliRunner().invoke(app, [*map(str, arguments)])
     assert result.exit_code == code, result.output
     return result
 
 
 def rows(result: Result) -> dict[str, str]:
-    """Rows of a table."""
+    """Return the rows of a printed table, by their first cell."""
     cells = [line.split("  ", 1) for line in result.stdout.splitlines()]
     return {row[0].strip(): row[-1].strip() for row in cells}
 

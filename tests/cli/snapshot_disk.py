@@ -14,7 +14,7 @@ from tiered_kv.snapshot.manifest import Manifest
 def make_snapshot(
     root: Path, name: str, token_ids: Sequence[int] = range(40), ranks: int = 1, **changes: Any
 ) -> Manifest:
-    """Make a snapshot, of which all tokens have KV.
+    """Create a snapshot in which every token has KV.
 
     Args:
         changes: fields of its manifest.

@@ -23,7 +23,7 @@ OTHER = bytes(15) + b"\1"
 
 
 def run(*arguments: object, code: int = 0) -> str:
-    """Standard output of a command."""
+    """Run a command. Return its standard output, or for exit code 2 its one-line error."""
     result = CliRunner().invoke(app, ["store", *map(str, arguments)])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -37,7 +37,7 @@ def run(*arguments: object, code: int = 0) -> str:
 
 
 def run_json(*arguments: object, code: int = 0) -> dict[str, Any]:
-    """The one object that a command prints."""
+    """Run a command with ``--json``, and return the object that it prints."""
     found = json.loads(run(*arguments, "--json", code=code))
     assert isinstance(found, dict)
     return found
@@ -67,7 +67,7 @@ class Disk:
         return keys
 
     def fill(self, count: int = 40, codec: str = "raw", **changes: object) -> Path:
-        """Create a closed store with that many pages, written in groups of ten. Returns its
+        """Create a closed store with this number of pages, written in groups of ten. Returns its
         folder."""
         store = self.open(codec, **changes)
         for first in range(0, count, 10):

@@ -1,4 +1,4 @@
-"""Benchmarks are commands of the package, with the same options as the modules of a checkout."""
+"""The benchmarks are also commands of the installed package, with the same options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(*arguments: str, module: str) -> str:
-    """Output of a command of this checkout, called in either way."""
+    """Run a module of this checkout as a command, and return its output."""
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,

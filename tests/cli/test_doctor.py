@@ -18,7 +18,7 @@ from tiered_kv.config import ENV_PREFIX
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment without settings, a small tier."""
+    """Remove tiered-kv's and LMCache's settings from the environment, and set a small CPU tier."""
     for name in list(os.environ):
         if name.startswith((ENV_PREFIX, "LMCACHE_")):
             monkeypatch.delenv(name)
@@ -37,9 +37,7 @@ def checks(*arguments: str, code: int) -> dict[str, Any]:
     return {one["check"]: one for one in found["checks"]}
 
 
-def test_a_machine_that_is_well_ends_with_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_healthy_machine_exits_with_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
     monkeypatch.setenv("TIERED_KV_SSD_PATH", str(tmp_path))
     result = invoke()
@@ -50,14 +48,14 @@ def test_a_machine_that_is_well_ends_with_0(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_mistyped_setting_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistyped_setting_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERED_KV_SSD_PTH", "/nvme")
     found = checks(code=1)
     assert found["TIERED_KV_SSD_PTH"]["verdict"] == "fail"
     assert "did you mean TIERED_KV_SSD_PATH?" in found["TIERED_KV_SSD_PTH"]["advice"]
 
 
-def test_a_running_server_is_asked_as_well() -> None:
+def test_a_running_server_is_checked_too() -> None:
     pytest.importorskip("vllm")
     page = metrics(turns=4, pages_saved=9, cpu_slots=10, hook_errors=1)
     with serve({"/health": text(""), "/metrics": text(page)}) as url:
@@ -66,7 +64,7 @@ def test_a_running_server_is_asked_as_well() -> None:
     assert found["hook_errors"]["verdict"] == "warn"
 
 
-def test_a_server_that_is_not_there_ends_with_1() -> None:
+def test_a_missing_server_exits_with_1() -> None:
     with serve({}) as url:
         pass
     assert checks(url, code=1)["server"]["verdict"] == "fail"

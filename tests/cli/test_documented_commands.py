@@ -26,7 +26,7 @@ DOCUMENTS = (
     *sorted((ROOT / "docs").rglob("*.md")),
 )
 COMMAND = re.compile(r"(?:python -m (bench\.\w+)|(tiered-kv))((?: [^;#&]+)?)")
-"""A command of this project's, and its arguments."""
+"""Matches a command of this project and its arguments."""
 SPAN, BLOCK = (
     re.compile(r"`([^`\n]+)`"),
     re.compile(r"^```.*?\n(.*?)^```", re.DOTALL | re.MULTILINE),
@@ -34,7 +34,7 @@ SPAN, BLOCK = (
 
 
 def documented() -> list[str]:
-    """Commands of all documents. Words with ``|`` between them stand for one command each."""
+    """Return the commands in all documents. Words separated by ``|`` are alternatives."""
     found = dict[str, None]()
     for path in DOCUMENTS:
         text = path.read_text()
@@ -49,20 +49,20 @@ def documented() -> list[str]:
 
 
 def typed(block: str) -> list[str]:
-    """Lines that a user types. Where some lines have a prompt, the others are output."""
+    """Return the lines that a user types. If some lines have a prompt, the others are output."""
     lines = block.split("\n")
     prompted = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     return prompted or lines
 
 
 def alternatives(command: str) -> Iterator[str]:
-    """All commands that a documented command stands for."""
+    """Yield every command that a command with ``|`` stands for."""
     for words in itertools.product(*(word.split("|") for word in command.split())):
         yield " ".join(words)
 
 
 def parser_of(module: str | None) -> Any:
-    """The click command of a benchmark, or of ``tiered-kv``."""
+    """Return the click command of a benchmark, or of ``tiered-kv`` if ``module`` is None."""
     if module is None:
         return get_command(app)
     name = f"tiered_kv.{module}"
@@ -77,10 +77,10 @@ def parser_of(module: str | None) -> Any:
 
 
 def parse(command: Any, words: list[str]) -> None:
-    """Parse words; raises what the parser raises."""
+    """Parse words with a click command. Raises the parser's exceptions."""
     while hasattr(command, "commands") and words:
         if words[0].startswith("--") and command.invoke_without_command:
-            break  # its own options, as ``tiered-kv bench --url`` has them
+            break  # the group's own options, as in ``tiered-kv bench --url``
         word, *words = words
         if word == "--version":
             return
@@ -91,7 +91,7 @@ def parse(command: Any, words: list[str]) -> None:
             continue
         assert word in command.commands, f"there is no command {word}"
         command = command.commands[word]
-    if words:  # a name alone is a name
+    if words:  # a command without arguments is a mention of its name
         command.make_context("documented", words)
 
 
@@ -107,8 +107,9 @@ def test_the_parser_accepts_the_command(command: str) -> None:
     assert matched is not None
     try:
         parse(parser_of(matched[1]), shlex.split(matched[3]))
-    except Exception as error:  # typer has no public name for those of its parser
-        # Files are placeholders, and looked for once all words are known.
+    except Exception as error:  # typer has no public name for its parser's errors
+        # File names in the documents are placeholders. Files are checked after all words are
+        # parsed.
         if "does not exist" not in str(error):
             raise
 

@@ -1,4 +1,4 @@
-"""Help texts, as seen by a new user."""
+"""Help texts as a new user sees them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMANDS = {
 
 
 def said(*arguments: object, code: int = 0) -> str:
-    """All output of a command."""
+    """Run a command, and return all of its output."""
     result = CliRunner().invoke(app, [*map(str, arguments)])
     assert result.exit_code == code, result.output
     return result.output
@@ -37,7 +37,7 @@ def test_the_version_is_printed() -> None:
         *(["snapshot"], ["restore"], ["fork"], ["inspect"], ["diff"]),
     ],
 )
-def test_help_is_written_for_people(command: list[str]) -> None:
+def test_help_texts_contain_no_python_types(command: list[str]) -> None:
     text = said(*command, "--help").replace("[ARGS]...", "[ARGS]")
     for of_python in ("{", "}", "list[", "str]", "..."):
         assert of_python not in text
@@ -45,12 +45,12 @@ def test_help_is_written_for_people(command: list[str]) -> None:
         assert f"Usage: root store {command[1]} [OPTIONS] {COMMANDS[command[1]]}\n" in text
 
 
-def test_what_is_missing_is_called_as_in_the_help() -> None:
+def test_a_missing_argument_has_its_name_from_the_help() -> None:
     assert "Missing argument 'PATH'" in said("store", "gc", code=2)
 
 
 def test_gc_checks_its_path_before_its_options(tmp_path: Path) -> None:
-    """A missing folder is the more important error."""
+    """A missing folder is reported before invalid options."""
     for options in ([], ["--all", "--older-than", 3], ["--fingerprint", "xyz"]):
         assert "does not exist" in said("store", "gc", tmp_path / "nowhere", *options, code=2)
         assert "contains no store" in said("store", "gc", tmp_path, *options, code=2)

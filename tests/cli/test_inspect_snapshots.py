@@ -1,5 +1,5 @@
-"""``tiered-kv inspect`` and ``diff`` show the contents of snapshots without a server, and trust
-none."""
+"""``tiered-kv inspect`` and ``diff`` show snapshots without a server, and do not trust their
+contents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiered_kv.snapshot.pack import pack
 
 
 def told(*arguments: object, code: int = 0) -> dict[str, Any]:
-    """Call a command with ``--json``. Returns the object that it prints on one line."""
+    """Call a command with ``--json``, and return the object that it prints on one line."""
     text = invoke(*arguments, "--json", code=code).stdout
     assert text.count("\n") == 1
     found: dict[str, Any] = json.loads(text)
@@ -94,7 +94,9 @@ def test_names_from_elsewhere_are_made_harmless(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nothing", "folder", "text", "damaged", "link"])
-def test_a_path_that_is_no_snapshot_is_refused_in_a_sentence(tmp_path: Path, kind: str) -> None:
+def test_a_path_that_is_not_a_snapshot_is_refused_in_one_sentence(
+    tmp_path: Path, kind: str
+) -> None:
     path = tmp_path / "s"
     match kind:
         case "folder":

@@ -1,4 +1,4 @@
-"""``tiered-kv plan`` reports what a server would hold, and prints its flags."""
+"""``tiered-kv plan`` estimates what each tier can hold, and prints the server's flags."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """The server's folder."""
+    """The server's snapshot folder."""
     folder = tmp_path / "root"
     folder.mkdir()
     return folder
@@ -71,7 +71,8 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(root: Path) -> Iterator[RouteServer]:
-    """A server that creates real snapshots of any job, and reads the snapshots that it restores."""
+    """A server that creates a real snapshot of any job, and reads the snapshots that it
+    restores."""
     server = RouteServer({})
     server.answers[SNAPSHOTS] = said({"folder": str(root), "snapshots": []})
 
@@ -135,7 +136,7 @@ def test_every_option_is_passed_on(server: RouteServer) -> None:
 
 
 @pytest.mark.parametrize("name", ["put.zip", "put", "elsewhere", "without locks"])
-def test_a_path_is_where_the_snapshot_is_put(
+def test_a_snapshot_is_moved_to_the_given_path(
     server: RouteServer,
     root: Path,
     tmp_path: Path,
@@ -173,7 +174,7 @@ def test_a_path_is_where_the_snapshot_is_put(
     assert "path" not in invoke("snapshot", server.url, "--job", "j", "--out", "n", "--json").stdout
 
 
-def test_a_snapshot_whose_path_cannot_be_is_not_made(
+def test_a_snapshot_with_an_impossible_path_is_not_created(
     server: RouteServer, tmp_path: Path, root: Path
 ) -> None:
     def to(path: Path) -> str:
@@ -359,7 +360,7 @@ def test_the_token_is_sent(server: RouteServer, monkeypatch: pytest.MonkeyPatch)
     assert server.tokens == [None, "Bearer of the environment", "Bearer given"]
 
 
-def test_a_salt_that_cannot_be_shown_as_it_is_is_not_shown(server: RouteServer) -> None:
+def test_a_salt_that_is_not_printable_is_not_shown(server: RouteServer) -> None:
     server.work[FORKS] = lambda body: said({**FORKED, "cache_salt": "a\x1b[2Jb"})
     assert "cache_salt has invalid characters" in sentence(
         "fork", server.url, "--job", "j", "--as", "k"

@@ -1,4 +1,4 @@
-"""``tiered-kv store`` reports what exists, and deletes nothing else."""
+"""``tiered-kv store`` reports the contents of stores and exports pages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_ls_and_stat_agree_with_the_store(disk: Disk) -> None:
 def test_ls_skips_a_deleted_segment_and_names_an_unreadable_one(
     disk: Disk, monkeypatch: pytest.MonkeyPatch, error: type[OSError], code: int
 ) -> None:
-    """A running server may delete a segment while the others are read."""
+    """A running server may delete a segment while the command reads the others."""
     disk.fill(40)
     (segment,) = disk.root.rglob("*.seg")
     stat = Path.stat
@@ -169,7 +169,7 @@ def test_an_export_to_a_full_disk_reports_what_it_has_written(
     assert len(json.loads((tmp_path / "out" / "manifest.json").read_text())["pages"]) == 3
 
 
-# -- what cannot be done --------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------
 
 
 def test_bad_input_gets_one_sentence(disk: Disk, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_bad_input_gets_one_sentence(disk: Disk, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read everything")
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_folder_that_may_not_be_read_is_no_empty_one(disk: Disk, depth: int) -> None:
+def test_an_unreadable_folder_is_not_taken_for_an_empty_one(disk: Disk, depth: int) -> None:
     folder = [disk.fill(10).parents[1], *disk.fill(10).parents[:1], disk.fill(10)][depth]
     folder.chmod(0)
     try:
@@ -213,7 +213,7 @@ def test_a_folder_that_may_not_be_read_is_no_empty_one(disk: Disk, depth: int) -
 
 
 def test_ages_are_of_the_pages_not_of_the_files(disk: Disk) -> None:
-    """A quantile of the ages lies between the youngest and the oldest page."""
+    """The page ages are sorted from the newest to the oldest, and all are below a minute."""
     disk.fill(20)
     found = run_json("stat", disk.root)["page_age_s"]
     assert list(found) == ["newest", "p10", "p50", "p90", "oldest"]

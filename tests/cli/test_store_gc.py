@@ -1,4 +1,4 @@
-"""``tiered-kv store gc`` deletes only selected stores that no process uses."""
+"""``tiered-kv store gc`` deletes only the selected stores, and none that a process uses."""
 
 from __future__ import annotations
 
@@ -46,10 +46,8 @@ def test_gc_removes_what_is_selected_and_no_more(disk: Disk) -> None:
 
 
 @pytest.mark.parametrize("last_use", [-5.0, 0.0, 3600.0])
-def test_a_store_used_under_a_clock_that_was_not_set_is_of_no_age(
-    disk: Disk, last_use: float
-) -> None:
-    """It may have been used a minute ago."""
+def test_a_store_used_while_the_clock_was_wrong_has_no_age(disk: Disk, last_use: float) -> None:
+    """The store may have been used a minute ago."""
     folder = disk.fill(10)
     os.utime(folder / "lock", (last_use, last_use))
     assert run_json("gc", disk.root, "--older-than", 1)["removed"] == []

@@ -22,7 +22,7 @@ ODD = bytes(15) + b"\2"
 
 
 def no_lock(root: Path) -> Path:
-    """A store whose lock is a pipe."""
+    """Create a store whose lock file is a pipe."""
     lock = root / ODD.hex() / "0-0" / "lock"
     lock.parent.mkdir(parents=True)
     os.mkfifo(lock)
@@ -81,7 +81,7 @@ def test_gc_deletes_the_others_and_follows_no_link(
     odd = make_odd(disk.root)
     elsewhere = tmp_path / "elsewhere"
     before = {path: path.stat().st_size for path in elsewhere.rglob("*")}
-    empty = elsewhere / ODD.hex() / "7-7"  # and looks as if a dead process had left it
+    empty = elsewhere / ODD.hex() / "7-7"  # looks as if a dead process had left it
     if elsewhere.exists():
         empty.mkdir()
         os.utime(empty, (1e9, 1e9))

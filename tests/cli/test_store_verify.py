@@ -1,4 +1,4 @@
-"""``tiered-kv store verify`` finds all damage, and reports no false damage."""
+"""``tiered-kv store verify`` finds all damage, and reports no intact page as damaged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def test_a_store_in_use_can_be_verified(disk: Disk, live: SegmentStore) -> None:
 
 
 def test_what_a_killed_process_was_writing_is_not_damage(disk: Disk, live: SegmentStore) -> None:
-    """Its segment ends in an incomplete group: the second of three records was never written."""
+    """The segment ends in an incomplete group, because the second of three records was never
+    written."""
     (path,) = live.options.folder.glob("*.seg")
     disk.put(live, 100, 101, 102)
     entry = disk.inventory.pages[page_key(101)].entry
@@ -88,7 +89,7 @@ def test_a_flipped_byte_is_found_and_its_page_named(disk: Disk, codec: str, what
 def test_a_flipped_byte_in_the_frame_of_a_segment_is_found(
     disk: Disk, offset: int, pages: int
 ) -> None:
-    """Without the header nothing can be read, without the footer everything."""
+    """Without its header, no page of the segment can be read. Without its footer, all can."""
     disk.fill(40)
     (segment,) = disk.inventory.segments
     flip(segment.path, offset)
@@ -111,8 +112,8 @@ def test_a_lost_record_of_an_unsealed_segment_is_found(disk: Disk, live: Segment
 def test_only_what_was_written_last_may_be_missing(
     disk: Disk, live: SegmentStore, lost: int, found: bool
 ) -> None:
-    """The last page before the last group was durable; the first page of that group perhaps was
-    not."""
+    """The last page before the last group was durable. The first page of the last group may not
+    have been."""
     disk.put(live, *range(20, 30))
     place = disk.inventory.pages[page_key(lost)]
     flip(place.segment.path, place.entry.offset + 20)
@@ -120,7 +121,7 @@ def test_only_what_was_written_last_may_be_missing(
     assert [bad["offset"] for bad in result["bad_pages"]] == [place.entry.offset] * found
 
 
-def test_an_unsealed_segment_that_lost_a_byte_of_nothing_is_found(
+def test_an_unsealed_segment_that_lost_an_unwritten_byte_is_found(
     disk: Disk, live: SegmentStore
 ) -> None:
     (path,) = live.options.folder.glob("*.seg")
@@ -147,7 +148,7 @@ def test_pages_are_listed_in_the_order_in_which_they_were_written(
     assert list(disk.inventory.pages) == live.keys() == order
 
 
-def test_a_damaged_page_of_an_unsealed_segment_is_that_and_no_more(
+def test_a_damaged_page_of_an_unsealed_segment_is_reported_alone(
     disk: Disk, live: SegmentStore
 ) -> None:
     disk.put(live, *range(20, 30))
@@ -178,7 +179,7 @@ def test_a_segment_that_lost_its_end_is_found(disk: Disk, lost: int) -> None:
 
 
 def test_a_segment_without_a_page_yet_is_not_bad(disk: Disk, live: SegmentStore) -> None:
-    """It belongs to a process that died before it wrote the header, or is about to write it."""
+    """The segment's process died before it wrote the header, or is about to write it."""
     for number, size in ((2, 0), (3, 1 << 20)):
         path = live.options.folder / f"{number:08}.seg"
         path.touch()
@@ -211,7 +212,7 @@ def test_a_store_that_is_written_all_the_time_verifies(disk: Disk) -> None:
         store.close()
 
 
-def test_looking_changes_nothing(disk: Disk, tmp_path: Path) -> None:
+def test_reading_commands_change_nothing(disk: Disk, tmp_path: Path) -> None:
     disk.fill(20)
 
     def everything() -> dict[Path, tuple[int, bytes]]:

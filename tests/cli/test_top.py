@@ -1,4 +1,4 @@
-"""``tiered-kv top --once``: a frame for scripts, or a sentence and exit code 2."""
+"""``tiered-kv top --once`` prints one frame and exits, or exits with 2 and a one-line error."""
 
 from __future__ import annotations
 

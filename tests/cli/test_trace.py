@@ -21,7 +21,7 @@ def run(*arguments: object) -> Result:
 
 
 def turns(took_s: float) -> list[TurnRecord]:
-    """Three jobs of two turns."""
+    """Return the records of three jobs with two turns each."""
     return [
         record(
             job=f"j{job}",
@@ -70,7 +70,7 @@ def test_tables_for_people(path: Path) -> None:
 
 
 def write_steps(path: Path) -> None:
-    """Ten steps, a second apart: five with eight requests, five with none."""
+    """Write ten step records, a second apart: five with eight requests, five with none."""
     file = TraceFile(steps_of(path), HEADER.to_line(), 700)
     for n in range(10):
         one = StepRecord(step=n + 1, at=1e9 + n, running=8 * (n < 5), nbytes={"cpu": 3 << 20})

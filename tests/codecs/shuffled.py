@@ -1,4 +1,4 @@
-"""A codec like those of other packages: bytes minus the most frequent byte."""
+"""An example of a codec of another package: it stores bytes minus the most frequent byte."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tiered_kv.codecs.raw import NOTHING
 
 @dataclass(frozen=True, slots=True)
 class Shuffled:
-    """Even bytes before odd ones, each minus the most frequent byte once that is known."""
+    """Stores even bytes before odd ones. Once trained, subtracts the most frequent byte from
+    each."""
 
     page_format: PageFormat
     table: bytes = b""

@@ -1,4 +1,4 @@
-"""The codec is chosen by the scarcer resource: the disk or the cores."""
+"""The chosen codec depends on which resource is scarcer, disk bandwidth or cores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def measured(name: str, stored_bytes: int, decode_mbs: float) -> Measured:
     return Measured(parse(name)(PAGE), stored_bytes, 1e-3, PAGE.page_bytes / decode_mbs / MB)
 
 
-# A page of 1 MB: centred is 2/3 of it and decodes at 2,000 MB/s on a core.
+# A page of 1 MB. centred stores 2/3 of it, and decodes at 2,000 MB/s per core.
 THREE = [
     measured("raw", MB, 40_000),
     measured("zstd", 800_000, 800),
@@ -43,8 +43,8 @@ def test_a_disk_faster_than_the_cores_decode_wants_raw_pages() -> None:
 
 
 def test_more_cores_make_up_for_a_fast_disk() -> None:
-    """On 7,000 MB/s a raw page takes 143 us and a centred one 500 us of a core: four tie nearly,
-    and nearly is enough for pages of 2/3 the size."""
+    """At 7,000 MB/s, reading a raw page takes 143 us. Decoding a centred page takes 500 us of one
+    core, so four cores almost keep up, and almost suffices for pages of 2/3 the size."""
     assert [picked(7000, cores) for cores in (1, 2, 3, 4, 8)] == [
         "raw",
         "raw",
@@ -76,7 +76,9 @@ def test_the_reason_has_the_numbers_in_it() -> None:
 
 
 @pytest.mark.parametrize(("disk", "cores", "candidates"), [(0, 1, 3), (500, 0, 3), (500, 1, 0)])
-def test_there_must_be_something_to_choose(disk: float, cores: int, candidates: int) -> None:
+def test_a_choice_needs_a_disk_cores_and_candidates(
+    disk: float, cores: int, candidates: int
+) -> None:
     with pytest.raises(ValueError, match="needs candidates"):
         pick(THREE[:candidates], disk, 500, cores)
 
@@ -94,7 +96,7 @@ def test_pages_of_this_kind_are_measured_here() -> None:
 
 @dataclass(frozen=True)
 class Forgetful:
-    """A codec that loses its pages."""
+    """A codec that does not restore its pages."""
 
     page_format: PageFormat
     codec_id = 99
@@ -115,7 +117,7 @@ class Forgetful:
 
 def test_measuring_takes_the_best_time_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotune, "MEASURE_S", 0.06)
-    # The start of it all, then start, between and end of each of two rounds.
+    # The start of the measurement, then the start, middle and end of each of two rounds.
     seconds = iter([0.0, 0.0, 0.03, 0.04, 0.04, 0.06, 0.065])
     codec = RawCodec(PAGE)
     found = measure_codec(codec, synthetic_page(PAGE), lambda: next(seconds))
@@ -140,7 +142,7 @@ def test_a_synthetic_page_has_the_size_of_a_page(element: ElementType) -> None:
 
 
 def test_synthetic_pages_are_the_same_numbers_in_each_type() -> None:
-    """Normal ones, to the precision of the type."""
+    """Values are normally distributed, rounded to the precision of the type."""
     count = 4096
     exact = np.random.default_rng(0).standard_normal(count, dtype=np.float32)
 

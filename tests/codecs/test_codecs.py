@@ -1,4 +1,4 @@
-"""Codecs are bit-exact for any page, and compress real layouts."""
+"""Codecs restore any page bit-exactly, and compress the layouts of real models."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def random_bits(page_format: PageFormat, seed: int) -> Bytes:
 
 
 def not_numbers(page_format: PageFormat, seed: int) -> Bytes:
-    """A page of numbers in which NaNs, infinities, zeros and subnormals are common."""
+    """Return a page in which NaNs, infinities, zeros and subnormals are common."""
     page = synthetic_page(page_format, seed)
     odd = np.array([0xFF, 0x7F, 0x80, 0x00, 0x01, 0x7C, 0xFC], dtype=np.uint8)
     rng = np.random.default_rng(seed)
@@ -55,7 +55,7 @@ CONTENTS = (synthetic_page, random_bits, not_numbers, constant)
 def page_formats(draw: st.DrawFn) -> PageFormat:
     element = draw(st.sampled_from(ELEMENTS))
     tokens = draw(st.integers(1, 40))
-    ragged = draw(st.sampled_from([0, 0, 0, 1, 7]))  # elements that no token owns
+    ragged = draw(st.sampled_from([0, 0, 0, 1, 7]))  # elements left over after the tokens' elements
     count = tokens * draw(st.integers(1, 150)) + ragged
     return PageFormat(element, count * ELEMENT_BYTES[element], tokens)
 
@@ -73,7 +73,7 @@ def test_any_page_comes_back_from_any_codec(
     content: Callable[[PageFormat, int], Bytes],
     seed: int,
 ) -> None:
-    """Including a codec trained on other pages, and the codec recreated by a reader."""
+    """Also for a codec trained on other pages, and for a codec recreated from its table."""
     like, how_many = training
     page = content(page_format, seed)
     for name in ("raw", "zstd", "zstd:3", "centred"):
@@ -115,8 +115,8 @@ def test_pages_may_be_read_only_and_lie_anywhere() -> None:
 
 
 def test_a_page_can_be_taken_apart_with_plain_zstd() -> None:
-    """The format needs no code of this project: exponents in a frame, signs and mantissas next to
-    it."""
+    """Only zstd is needed to decode the format: the frame holds the exponents, the plane the signs
+    and mantissas."""
     page_format = PageFormat(ElementType.BF16, 64 * 1024, 16)
     page = synthetic_page(page_format)
     encoded = CentredCodec(page_format).encode(page)
@@ -143,7 +143,7 @@ SHAPES = {
 def loud_and_quiet(
     shape: tuple[int, int, int], seed: int, element: ElementType = ElementType.BF16
 ) -> Bytes:
-    """A page of which each channel has one exponent, and noise for a mantissa and sign."""
+    """Return a page in which each channel has one exponent, with random mantissas and signs."""
     outer, tokens, inner = shape
     exponents = np.random.default_rng(0).integers(-8, 8, (outer, 1, inner))
     rng = np.random.default_rng(seed)
@@ -163,8 +163,8 @@ def test_channels_are_found_in_any_layout(shape: tuple[int, int, int]) -> None:
     assert not trained.wants_training
 
     symbols = page.nbytes // 2
-    assert untrained.encode(page).frame.nbytes > 0.45 * symbols  # 16 exponents: 4 of 8 bits
-    assert trained.encode(page).frame.nbytes < 0.02 * symbols  # all are the same once centred
+    assert untrained.encode(page).frame.nbytes > 0.45 * symbols  # 16 exponents take 4 of 8 bits
+    assert trained.encode(page).frame.nbytes < 0.02 * symbols  # centred exponents are all equal
     assert np.array_equal(there_and_back(trained, page), page)
 
 
@@ -181,7 +181,7 @@ def test_fp16_is_centred_too() -> None:
     pages = [loud_and_quiet(shape, seed, ElementType.FP16) for seed in range(9)]
     untrained = CentredCodec(PageFormat(ElementType.FP16, pages[0].nbytes, TOKENS))
     trained = untrained.trained(pages[1:])
-    # A sign and two bits of mantissa are noise and stay: 3 of 8 bits.
+    # A sign and two mantissa bits are random and remain: 3 of 8 bits.
     assert trained.encode(pages[0]).frame.nbytes < 0.39 * pages[0].nbytes / 2
     assert untrained.encode(pages[0]).frame.nbytes > 0.8 * pages[0].nbytes / 2
 
@@ -195,7 +195,7 @@ def test_training_is_a_function_of_the_pages() -> None:
     assert once != codec.trained([page ^ np.uint8(0x80) for page in pages])
 
 
-def test_nothing_is_learnt_from_no_pages_or_of_pages_without_channels() -> None:
+def test_training_without_pages_or_without_channels_learns_nothing() -> None:
     even = CentredCodec(PageFormat(ElementType.BF16, 2 * 16 * 10, 16))
     assert even.trained([]) is even
     ragged_format = PageFormat(ElementType.BF16, 2 * 16 * 10 + 2, 16)
@@ -219,7 +219,7 @@ def test_a_page_of_another_size_is_refused_by_every_method() -> None:
             call()
 
 
-def test_pages_that_are_no_elements_are_refused() -> None:
+def test_pages_with_a_partial_element_are_refused() -> None:
     with pytest.raises(ValueError, match="set zstd for opaque pages"):
         CentredCodec(PageFormat(ElementType.OPAQUE, 1024, 16))
     with pytest.raises(ValueError, match="1023 bytes are not a whole number of bf16 elements"):
@@ -228,7 +228,7 @@ def test_pages_that_are_no_elements_are_refused() -> None:
         ZstdCodec(PageFormat(ElementType.BF16, 1024, 16), 23)
 
 
-# -- what is installed ----------------------------------------------------------
+# -- dependencies --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000, 131_072, 131_073, 500_000])
@@ -242,7 +242,7 @@ def test_frames_without_matches_are_ordinary_frames(size: int) -> None:
             assert frame.nbytes < 0.46 * size  # log2(3 * sqrt(2 pi e)) = 3.6 of 8 bits
 
 
-def test_without_cffi_there_is_an_encoder_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cffi_another_encoder_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard.backend_cffi", None)
     monkeypatch.delattr(zstandard, "backend_cffi", raising=False)
     encode = symbol_encoder()
@@ -252,7 +252,7 @@ def test_without_cffi_there_is_an_encoder_still(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_numba_is_imported_only_to_encode() -> None:
-    """Its import takes longer than the rest of the core."""
+    """Importing numba takes longer than importing the rest of the core."""
     script = "import sys, tiered_kv.codecs.autotune; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 

@@ -1,4 +1,4 @@
-"""fp32 numbers: exponents are coded, and mantissas where that pays."""
+"""fp32 pages: exponents are compressed, and so are mantissa planes that compress well."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def normal(seed: int = 0) -> NDArray[np.float32]:
 
 
 def shortened(numbers: NDArray[np.float32], share: float) -> NDArray[np.float32]:
-    """Numbers of which a fraction was rounded to bf16."""
+    """Round a fraction of the numbers to bf16."""
     bits = numbers.view(np.uint32).copy()
     bits[np.random.default_rng(1).random(COUNT) < share] &= 0xFFFF0000
     return bits.view(np.float32)
@@ -90,7 +90,7 @@ def test_planes_of_fp32_are_not_taken_for_one_another() -> None:
 
 
 def test_kv_in_fp32_is_centred() -> None:
-    """Each channel of 16 tokens has an exponent of its own."""
+    """Each channel of 16 tokens has its own exponent."""
     scales = np.exp2(np.random.default_rng(0).integers(-8, 8, (COUNT // 16 // 64, 1, 64)))
     pages = [
         (1 + np.random.default_rng(i).random((COUNT // 16 // 64, 16, 64)))

@@ -1,4 +1,4 @@
-"""Any bytes from the disk decode to a page or raise ``CodecError``."""
+"""Arbitrary bytes from the disk decode to a page or raise ``CodecError``."""
 
 from __future__ import annotations
 
@@ -56,8 +56,11 @@ STORED = [codec.encode(synthetic_page(codec.page_format, 7)) for codec in CODECS
 
 
 def decode_guarded(codec: Codec, encoded: EncodedPage) -> Bytes | None:
-    """The page, or None for a ``CodecError``. No byte around ``out`` may change, and the thread
-    must be able to decode the next page as if nothing had been."""
+    """Decode a page. Return it, or None if the codec raises ``CodecError``.
+
+    Asserts that no byte around ``out`` changes, and that the thread can decode the next page
+    correctly.
+    """
     size = codec.page_format.page_bytes
     memory = np.full(size + 2 * GUARD, 0xA5, dtype=np.uint8)
     out: Bytes | None = memory[GUARD : GUARD + size]
@@ -77,13 +80,13 @@ def decode_guarded(codec: Codec, encoded: EncodedPage) -> Bytes | None:
 
 @st.composite
 def damaged(draw: st.DrawFn, good: bytes) -> bytes:
-    """Bytes that were valid, or random ones."""
+    """Generate damaged copies of ``good``, or random bytes."""
     data = bytearray(good)
     for _ in range(draw(st.integers(0, 3))):
         kind = draw(st.sampled_from(["change", "cut", "grow", "splice"]))
         at = draw(st.integers(0, max(len(data) - 1, 0)))
         if kind == "change" and data:
-            # The first bytes are headers: more can go wrong there than in the rest.
+            # The first bytes are headers, where damage has more effects than in the rest.
             at = draw(st.one_of(st.just(at), st.integers(0, min(len(data) - 1, 24))))
             data[at] ^= draw(st.integers(1, 255))
         elif kind == "cut":
@@ -131,7 +134,7 @@ def test_a_frame_with_64_mib_fills_no_more_than_a_page() -> None:
     bomb = frame_of(bytes(64 << 20))
     honest = frame_of(bytes(SIZE))
     window = bomb[5]
-    flags = 0x40  # a content size of two bytes, a window of its own
+    flags = 0x40  # a content size of two bytes and a window descriptor
     header = bytes([*bomb[:4], flags, window]) + struct.pack("<H", SIZE - 256)
     blocks = bomb[zstandard.frame_header_size(bytes(bomb)) :]
     assert zstandard.get_frame_parameters(header + blocks).content_size == SIZE
@@ -140,7 +143,7 @@ def test_a_frame_with_64_mib_fills_no_more_than_a_page() -> None:
 
 
 def test_a_frame_that_asks_for_a_huge_window_gets_none() -> None:
-    """A cut frame cannot be decoded in one piece, so that zstd would reserve its window."""
+    """A truncated frame cannot be decoded in one piece, so zstd would allocate its window."""
     flags, huge = 0x40, 0xA8  # 2**31 bytes
     header = b"\x28\xb5\x2f\xfd" + bytes([flags, huge]) + struct.pack("<H", SIZE - 256)
     parameters = zstandard.get_frame_parameters(header)
@@ -180,7 +183,7 @@ def sealed(body: bytes) -> bytes:
 @given(data=st.data())
 def test_a_damaged_table_is_refused(data: st.DataObject) -> None:
     table = data.draw(damaged(TABLE))
-    if table in (TABLE, b""):  # an empty one says that there is none
+    if table in (TABLE, b""):  # an empty table means that there is none
         return
     with pytest.raises(CodecError, match="table"):
         read(table)
@@ -201,7 +204,7 @@ def test_a_table_of_nonsense_with_a_good_checksum_is_refused_or_works(data: st.D
 
 @pytest.mark.parametrize("field", range(1, 8))
 @pytest.mark.parametrize("value", [0, 1, 3, 7, 255])
-def test_every_field_of_a_table_is_looked_at(field: int, value: int) -> None:
+def test_every_field_of_a_table_is_checked(field: int, value: int) -> None:
     fields = list(HEADER.unpack_from(TABLE))
     if fields[field] == value:
         return

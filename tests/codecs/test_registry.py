@@ -1,4 +1,4 @@
-"""Codecs are found by name, and by what segments record, including codecs of other packages."""
+"""Codecs are found by name, and by what a segment records, including other packages' codecs."""
 
 from __future__ import annotations
 
@@ -68,18 +68,18 @@ def test_names_mean_the_same_for_pages_of_several_types() -> None:
 @pytest.mark.parametrize(
     "name", ["", "Raw", "lz4", "zstd:", "zstd:x", "zstd:-1", "zstd:\u00b2", "centred:3", "raw:1"]
 )
-def test_a_name_that_is_none_is_answered_with_those_that_are(name: str) -> None:
+def test_an_unknown_codec_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigError, match=r"set raw, zstd, zstd:LEVEL \(1 to 22\), centred, or"):
         parse(name)
 
 
 @pytest.mark.parametrize("level", ["0", "23", "999999999999"])
-def test_a_level_that_zstd_has_not(level: str) -> None:
+def test_a_level_that_zstd_does_not_have(level: str) -> None:
     with pytest.raises(ConfigError, match="levels 1 to 22"):
         parse(f"zstd:{level}")
 
 
-def test_a_class_that_is_no_codec_is_refused() -> None:
+def test_a_class_that_is_not_a_codec_is_refused() -> None:
     with pytest.raises(ConfigError, match="lacks decode, encode, trained"):
         parse("pathlib:Path")
 
@@ -115,7 +115,7 @@ def test_a_codec_out_of_tree_is_named_in_its_table() -> None:
     assert codec_name(trained.codec_id, trained.table) == SHUFFLED
 
 
-def test_a_file_is_no_reason_to_import_what_it_names() -> None:
+def test_a_file_cannot_make_the_reader_import_a_module() -> None:
     table = parse(SHUFFLED)(PAGE).table
     for trusted in ("", "centred", "tests.codecs.shuffled:Another"):
         with pytest.raises(UnknownCodecError, match=f"need TIERED_KV_CODEC={SHUFFLED}"):
@@ -132,7 +132,7 @@ def test_a_table_without_a_name_is_refused(table: bytes) -> None:
     assert codec_name(OUT_OF_TREE_ID, table) == f"codec {OUT_OF_TREE_ID}"
 
 
-# -- a store of such pages ----------------------------------------------------------
+# -- a store with an out-of-tree codec -----------------------------------------------
 
 
 class TestStoreWithCodecOutOfTree(SegmentStoreConformance):
@@ -143,7 +143,7 @@ class TestStoreWithCodecOutOfTree(SegmentStoreConformance):
         return from_table(codec_id, table, page_format, trusted=SHUFFLED)
 
 
-def test_pages_of_a_codec_that_is_not_at_hand_are_absent_until_it_is(tmp_path: Path) -> None:
+def test_pages_of_a_missing_codec_are_absent_until_it_is_installed(tmp_path: Path) -> None:
     suite, options = TestStoreWithCodecOutOfTree(), store_options(tmp_path / "root")
     keys = [page_key(name) for name in range(20)]
     store = suite.open_store(options)

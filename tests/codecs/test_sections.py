@@ -55,7 +55,7 @@ def _suite(page_format: PageFormat) -> type[_Sections]:
 
 
 class TestSections(_Sections):
-    """Every format that the suite has."""
+    """The conformance suite with its own page formats."""
 
 
 TestBf16AndFp32 = _suite(FORMATS["bf16 and fp32"])
@@ -85,7 +85,7 @@ def test_neighbours_of_one_type_are_one_section() -> None:
 @pytest.mark.parametrize(
     ("element", "nbytes"), [(OPAQUE, 13), (OPAQUE, 15), (BF16, 14), (FP32, 14)]
 )
-def test_sections_that_are_no_page_are_refused(element: ElementType, nbytes: int) -> None:
+def test_sections_that_do_not_form_a_page_are_refused(element: ElementType, nbytes: int) -> None:
     sections = (Section(BF16, 6), Section(FP32, 8))
     assert PageFormat(OPAQUE, 14, 16, sections).sections == sections
     with pytest.raises(ValueError, match="do not add up to a page of"):
@@ -141,7 +141,7 @@ def test_each_type_has_the_codec_that_suits_it() -> None:
 
 
 def test_short_sections_of_one_type_are_a_page_of_that_type() -> None:
-    """A type then costs one frame and one table, however many layers there are."""
+    """Each type costs one frame and one table, regardless of the number of layers."""
     page = synthetic_page(STATE)
     stored = SectionsCodec(STATE).encode(page)
     conv = np.concatenate([page[:1280], page[8192:9472]])
@@ -157,7 +157,7 @@ def test_short_sections_of_one_type_are_a_page_of_that_type() -> None:
 
 
 def test_long_sections_are_parts_of_their_own() -> None:
-    """They then need not be copied together."""
+    """Long sections are not copied together before encoding."""
     long, short = (FP32, PART_BYTES), (BF16, PART_BYTES // 2)
     assert list(divide(mixed(short, long, short, long, short))) == [(1,), (0, 2), (3,), (4,)]
     assert list(divide(mixed((FP32, PART_BYTES - 1), (BF16, 1), long))) == [(0, 2), (1,)]
@@ -196,7 +196,7 @@ def test_a_page_of_another_size_is_refused_by_every_method() -> None:
 
 
 def test_pages_of_several_types_are_measured_with_every_codec() -> None:
-    """On a disk of 1 MB/s only the size matters."""
+    """On a disk with 1 MB/s only the size matters."""
     page_format = mixed((BF16, 64 * 1024), (FP32, 64 * 1024))
     choice = choose(page_format, disk_read_mbs=1, disk_write_mbs=1, cores=1)
     assert choice.codec == SectionsCodec(page_format) == parse("centred")(page_format)

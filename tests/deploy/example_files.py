@@ -21,7 +21,7 @@ COMPOSE, KUBERNETES, SCRIPT = (
     EXAMPLES / name for name in ("compose.yaml", "kubernetes.yaml", "two_engines.sh")
 )
 DEFAULTED = re.compile(r"\$\{\w+:-([^}]*)\}")
-"""A variable of Compose with a default."""
+"""A variable with a default in Compose's syntax."""
 
 STUB = """#!/usr/bin/env python3
 import json, os, pathlib, signal, sys
@@ -33,13 +33,14 @@ part.rename(part.with_suffix(".json"))
 if said["program"] != "vllm-router":
     signal.pause()
 """
-"""A program that records how it is called. A server then runs until it is killed."""
+"""Program that records its arguments and environment. As a server, it then runs until it is
+killed."""
 
 CURL = r"""#!/usr/bin/env bash
 url="${!#}" port="${url%/health}"
 grep -q "\"--port\", \"${port##*:}\"" "$CALLS"/*.json && grep -q valkey-server "$CALLS"/*.json
 """
-"""Succeeds once the server on that port has recorded its call, and the store too."""
+"""Succeeds once the store and the server on the given port have recorded their calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ class Started:
     """A server that an example starts.
 
     Attributes:
-        words: arguments behind ``vllm serve``.
-        env: its environment, as far as the example sets it.
+        words: arguments after ``vllm serve``.
+        env: environment variables that the example sets.
     """
 
     words: Sequence[str]
@@ -56,41 +57,41 @@ class Started:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Variables of tiered-kv."""
+        """Environment variables of tiered-kv."""
         return {name: value for name, value in self.env.items() if name.startswith("TIERED_KV_")}
 
     @property
     def line(self) -> str:
-        """The command."""
+        """The command line."""
         return shlex.join(["vllm", "serve", *self.words])
 
 
 def compose() -> dict[str, Any]:
-    """``compose.yaml`` with the defaults of its variables."""
+    """Return ``compose.yaml``, with its variables replaced by their defaults."""
     found: dict[str, Any] = yaml.safe_load(DEFAULTED.sub(r"\1", COMPOSE.read_text()))
     return found
 
 
 def compose_server() -> Started:
-    """The server of ``compose.yaml``."""
+    """Return the server of ``compose.yaml``."""
     service = compose()["services"]["vllm"]
     return Started(service["command"], service["environment"])
 
 
 def kubernetes() -> dict[tuple[str, str], dict[str, Any]]:
-    """Objects of ``kubernetes.yaml`` by kind and name."""
+    """Return the objects of ``kubernetes.yaml``, by kind and name."""
     found = yaml.safe_load_all(KUBERNETES.read_text())
     return {(one["kind"], one["metadata"]["name"]): one for one in found}
 
 
 def kubernetes_pod() -> dict[str, Any]:
-    """The pod's specification."""
+    """Return the pod's specification."""
     spec: dict[str, Any] = kubernetes()["StatefulSet", "tiered-kv"]["spec"]["template"]["spec"]
     return spec
 
 
 def kubernetes_server() -> Started:
-    """The server of ``kubernetes.yaml``; values of secrets are left out."""
+    """Return the server of ``kubernetes.yaml``, without the values of secrets."""
     (container,) = kubernetes_pod()["containers"]
     env = {one["name"]: one["value"] for one in container["env"] if "value" in one}
     return Started(container["args"], env)
@@ -98,7 +99,7 @@ def kubernetes_server() -> Started:
 
 @cache
 def calls_of_script() -> list[dict[str, Any]]:
-    """Run ``two_engines.sh`` with programs that record their calls in place of its own."""
+    """Run ``two_engines.sh`` with stub programs, and return their recorded calls."""
     with tempfile.TemporaryDirectory() as folder:
         calls, programs = Path(folder, "calls"), Path(folder, "bin")
         calls.mkdir()
@@ -116,6 +117,6 @@ def calls_of_script() -> list[dict[str, Any]]:
 
 
 def engines_of_script() -> list[Started]:
-    """The engines of ``two_engines.sh``."""
+    """Return the engines that ``two_engines.sh`` starts."""
     found = [one for one in calls_of_script() if one["program"] == "vllm"]
     return [Started(one["words"][1:], one["env"]) for one in found]

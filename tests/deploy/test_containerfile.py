@@ -1,4 +1,4 @@
-"""The instructions of the Containerfile, parsed by the tool that runs them."""
+"""The instructions of the Containerfile, parsed with BuildKit's parser."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = FOLDER.parent
 
 
 def instructions(name: str) -> list[Any]:
-    """Instructions of this name, in order."""
+    """Return the instructions of this name, in order."""
     found = dockerfile.parse_file(str(FILE))
     return [one for one in found if one.cmd.upper() == name]
 
@@ -35,14 +35,14 @@ def test_it_builds_on_a_version_of_vllm_that_is_tested() -> None:
     assert OLDEST <= version <= NEWEST_TESTED
 
 
-def test_all_that_a_wheel_is_built_of_is_copied() -> None:
+def test_all_files_that_a_wheel_is_built_from_are_copied() -> None:
     copied = [name for one in instructions("COPY") for name in one.value[:-1]]
     assert all((ROOT / name).exists() for name in copied)
     tested = ("pyproject.toml", "README.md", "LICENSE", "tiered_kv", "connectors", "policies")
     assert sorted(copied) == sorted((*tested, "bench")), "as tests/test_installing.py builds it"
 
 
-def test_the_server_is_no_superuser_and_starts_as_vllm_s_image_does() -> None:
+def test_the_server_is_not_root_and_starts_like_vllms_image() -> None:
     assert instructions("USER")[-1].value == ("10001:0",)
     (entry,) = instructions("ENTRYPOINT")
     assert (entry.json, entry.value) == (True, ("vllm", "serve"))

@@ -1,4 +1,5 @@
-"""Files in ``deploy/``: promtool tests the alerts, and Prometheus and Grafana run on loopback."""
+"""Files in ``deploy/``: promtool tests the alerts, and Prometheus and Grafana listen on loopback
+only."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def test_promtool_accepts_rules_and_configuration() -> None:
     assert "is valid prometheus config" in promtool("check", "config", CONFIG)
 
 
-def test_alerts_come_when_they_should_and_else_not() -> None:
+def test_alerts_fire_when_they_should_and_not_otherwise() -> None:
     tests = yaml.safe_load((DEPLOY / "rules_test.yml").read_text())["tests"]
     told = [one for test in tests for one in test["alert_rule_test"]]
     come = {one["alertname"] for one in told if one["exp_alerts"]}
@@ -48,12 +49,12 @@ def test_every_alert_has_a_severity_and_says_what_to_do() -> None:
 
 
 @pytest.mark.parametrize(("title", "query"), QUERIES)
-def test_queries_name_metrics_and_labels_that_there_are(title: str, query: str) -> None:
+def test_queries_name_existing_metrics_and_labels(title: str, query: str) -> None:
     assert "$" not in query, "a variable that Grafana does not know"
     assert SELECTOR.search(query)
     for found in SELECTOR.finditer(query):
         if not found["name"].startswith(PREFIX):
-            continue  # vLLM's own
+            continue  # one of vLLM's own metrics
         name = re.sub(r"_(total|bucket|count|sum)$", "", found["name"].removeprefix(PREFIX))
         assert name in FAMILIES, title
         for label, how, value in re.findall(r'(\w+)(=~?)"([^"]*)"', found["matchers"] or ""):

@@ -25,7 +25,7 @@ ENGINE = ("model_name", "engine")
 
 
 class Metric(NamedTuple):
-    """A metric with the possible values of its labels."""
+    """A metric's type, and the possible values of its labels."""
 
     kind: str
     labels: dict[str, set[str]]
@@ -81,7 +81,7 @@ def registered(page: str) -> dict[str, Metric]:
 
 
 def test_every_metric_is_documented_and_exists(exported: Exported) -> None:
-    exported.metrics.observe(dict.fromkeys(WOULD_HAVE_SAVED, 1))  # else an engine that is managed
+    exported.metrics.observe(dict.fromkeys(WOULD_HAVE_SAVED, 1))  # registered in observe mode only
     assert documented() == registered(exported.page())
 
 
@@ -91,7 +91,7 @@ def test_promtool_accepts_names_and_types(exported: Exported) -> None:
 
 
 def everything() -> dict[str, Any]:
-    """One of each event and gauge, and observations."""
+    """Return one of each event and gauge, and some observations."""
     once = dict.fromkeys((*COUNTERS, *GAUGES), 1)
     return {
         **once,

@@ -27,7 +27,7 @@ from tiered_kv.config import ADMIN_TOKEN, GIB
 
 
 def option(server: Started, name: str) -> str:
-    """Value of an option."""
+    """Return the value of an option of the server."""
     (found,) = [word for word in server.words if word.startswith(f"{name}=")]
     return found.partition("=")[2]
 
@@ -71,11 +71,11 @@ def test_objects_of_kubernetes_name_each_other() -> None:
 
 
 def gib(quantity: str) -> float:
-    """A quantity of Kubernetes in GiB."""
+    """Convert a Kubernetes quantity to GiB."""
     return int(quantity.removesuffix("Gi"))
 
 
-def test_a_pod_has_what_its_settings_ask_for() -> None:
+def test_a_pod_has_the_resources_that_its_settings_need() -> None:
     pod, server = kubernetes_pod(), kubernetes_server()
     (container,) = pod["containers"]
     settings, memory = server.settings, container["resources"]["limits"]["memory"]

@@ -1,4 +1,5 @@
-"""The systemd unit: systemd accepts it, its variables exist, and it stops a server in time."""
+"""The systemd unit is accepted by systemd, sets only known variables, and stops a server in
+time."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from tiered_kv.config import ADMIN_TOKEN, ENV_PREFIX, load_config
 
 HIDES_GPUS = ("PrivateDevices", "DevicePolicy", "DeviceAllow", "ProtectClock")
 END_S = 20
-"""Seconds in which a server's processes end once requests and pages are through, on a slow
-machine."""
+"""Seconds that a server's processes take to exit on a slow machine, once requests and pages have
+finished."""
 
 
 def verify(unit: Path) -> str:
-    """Complaints of ``systemd-analyze verify`` about a unit; empty if all is well."""
+    """Return the complaints of ``systemd-analyze verify`` about a unit, or an empty string."""
     tool = shutil.which("systemd-analyze")
     if tool is None:
         pytest.skip("systemd is not installed")
@@ -35,7 +36,8 @@ def verify(unit: Path) -> str:
 
 
 def on_this_machine(folder: Path, more: str = "") -> Path:
-    """The unit with a local program in place of vLLM's, and ``more`` in its service section."""
+    """Write the unit with a local program in place of vLLM's, and ``more`` in its service
+    section."""
     text = UNIT.read_text().replace("/opt/vllm/bin/vllm", sys.executable)
     unit = folder / UNIT.name
     unit.write_text(text.replace("[Service]\n", f"[Service]\n{more}"))
@@ -50,7 +52,7 @@ def test_a_line_that_systemd_does_not_know_is_found(tmp_path: Path) -> None:
     assert "NoSuchThing" in verify(on_this_machine(tmp_path, "NoSuchThing=yes\n"))
 
 
-def test_we_know_every_variable(tmp_path: Path) -> None:
+def test_every_variable_is_a_known_setting(tmp_path: Path) -> None:
     for suggested in (False, True):
         found = environment(suggested=suggested)
         here = {name: value.replace(STATE, str(tmp_path)) for name, value in found.items()}
@@ -65,7 +67,7 @@ def test_we_know_every_variable(tmp_path: Path) -> None:
     assert others == {"MODEL", "SERVE_ARGS", "VLLM_PLUGINS"}
 
 
-def test_what_is_written_lies_where_the_service_may_write() -> None:
+def test_written_paths_are_in_folders_that_the_service_may_write() -> None:
     found = environment(suggested=True)
     for name in ("TIERED_KV_SSD_PATH", "TIERED_KV_TRACE"):
         assert found[name].startswith(f"{STATE}/")

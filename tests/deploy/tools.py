@@ -16,13 +16,14 @@ import yaml
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 RULES, CONFIG, COMPOSE = (DEPLOY / name for name in ("rules.yml", "prometheus.yml", "compose.yaml"))
 SELECTOR = re.compile(r"(?P<name>vllm:\w+)(?:\{(?P<matchers>[^}]*)\})?")
-"""A metric in a query; every metric of vLLM and of the connector begins so."""
+"""A metric in a query. The names of all of vLLM's and the connector's metrics start like this."""
 VARIABLES = {"$__rate_interval": "1m", "$instance": ".*", "$engine": ".*"}
-"""Values that Grafana puts in place of the variables of the dashboard."""
+"""Values that Grafana substitutes for the dashboard's variables."""
 
 
 def program(name: str) -> str:
-    """Path of a program of Debian's package ``prometheus``."""
+    """Return the path of a program of Debian's ``prometheus`` package. Skips the test if it is
+    missing."""
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"{name} is missing: apt-get install --no-install-recommends prometheus")
@@ -30,7 +31,7 @@ def program(name: str) -> str:
 
 
 def promtool(*args: str | Path, text: str | None = None) -> str:
-    """Output of promtool, whatever its verdict."""
+    """Run promtool and return its output, followed by its exit code unless that is 0."""
     command = [program("promtool"), *map(str, args)]
     done = subprocess.run(
         command, input=text, capture_output=True, text=True, timeout=120, check=False
@@ -41,10 +42,10 @@ def promtool(*args: str | Path, text: str | None = None) -> str:
 
 
 def complaints(page: str) -> list[str]:
-    """Complaints of ``promtool check metrics`` about the connector's part of a page.
+    """Return the complaints of ``promtool check metrics`` about the connector's part of a page.
 
-    vLLM's names begin with ``vllm:``. A colon is for names that recording rules make, so promtool
-    complains about each of them; that is left out.
+    vLLM's names start with ``vllm:``. promtool complains about each of them, because colons are
+    reserved for recording rules. These complaints are omitted.
     """
     ours = "".join(f"{line}\n" for line in page.splitlines() if "vllm:tiered_kv_" in line)
     said = promtool("check", "metrics", text=ours)
@@ -57,13 +58,13 @@ def complaints(page: str) -> list[str]:
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard of Grafana."""
+    """Return the Grafana dashboard."""
     found: dict[str, Any] = json.loads((DEPLOY / "grafana.json").read_text())
     return found
 
 
 def panel_queries() -> Iterator[tuple[str, str]]:
-    """Queries of the dashboard as Grafana sends them, with their panels' titles."""
+    """Yield the title of each panel, and its query as Grafana sends it."""
     for panel in dashboard()["panels"]:
         for target in panel.get("targets", ()):
             query = target["expr"]
@@ -73,7 +74,7 @@ def panel_queries() -> Iterator[tuple[str, str]]:
 
 
 def rule_queries() -> Iterator[tuple[str, str]]:
-    """Queries of the alerts, with their names."""
+    """Yield the name and the query of each alert."""
     for group in yaml.safe_load(RULES.read_text())["groups"]:
         for rule in group["rules"]:
             yield rule["alert"], rule["expr"]

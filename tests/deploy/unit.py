@@ -1,4 +1,4 @@
-"""The systemd unit and its environment file, parsed like systemd does."""
+"""The systemd unit and its environment file, parsed as systemd does."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parents[2] / "deploy"
 UNIT, ENVIRONMENT = FOLDER / "tiered-kv.service", FOLDER / "tiered-kv.env"
 STATE = "/var/lib/tiered-kv"
-"""Folder in which the service may write."""
+"""Folder that the service may write to."""
 
 
 def service() -> dict[str, str]:
-    """Directives of the section ``[Service]``, by name."""
+    """Return the directives of the ``[Service]`` section, by name."""
     parser = ConfigParser(interpolation=None, delimiters=("=",), comment_prefixes=("#",))
     parser.optionxform = str  # type: ignore[assignment,method-assign]
     parser.read(UNIT)
@@ -21,10 +21,10 @@ def service() -> dict[str, str]:
 
 
 def environment(*, suggested: bool = False) -> dict[str, str]:
-    """Variables of the environment file, by name.
+    """Return the variables of the environment file, by name.
 
     Args:
-        suggested: with those that are commented out.
+        suggested: include variables that are commented out.
     """
     lines = ENVIRONMENT.read_text().splitlines()
     if suggested:
@@ -34,7 +34,8 @@ def environment(*, suggested: bool = False) -> dict[str, str]:
 
 
 def command() -> list[str]:
-    """Words of the command, its variables replaced: ``${NAME}`` is one word, ``$NAME`` several."""
+    """Return the words of the unit's command, with its variables expanded: ``${NAME}`` to one word,
+    ``$NAME`` to several."""
     variables, words = environment(), list[str]()
     for word in shlex.split(service()["ExecStart"]):
         if word.startswith("${"):

@@ -1,4 +1,4 @@
-"""The doctor reports whether cores are left to compress pages, and what compression saves."""
+"""The doctor reports whether cores are free to compress pages, and how much compression saves."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_each_rank_of_a_gpu_keeps_a_core_busy(gpus: int, usable: int, left: int)
 @pytest.mark.parametrize(
     ("usable", "bind", "left"),
     [
-        (2, None, 0),  # vLLM then leaves none
+        (2, None, 0),  # vLLM then leaves no core free
         (3, "auto", 2),
         (8, "0-7", 0),
         (8, "0-5", 2),
@@ -92,7 +92,7 @@ def test_the_ratio_and_the_time_are_logged() -> None:
     )
 
 
-def test_a_ratio_that_wins_nothing_is_a_reason_to_stop() -> None:
+def test_a_useless_compression_ratio_is_reported() -> None:
     found = check_cold_pages({**FULL, "cpu_pages_compressed": 620})
     assert found.verdict.value == "warn"
     assert "TIERED_KV_CODEC=raw" in found.advice
@@ -113,7 +113,7 @@ def test_full_memory_without_compression_is_asked_about() -> None:
 
 
 def asked(**values: float) -> dict[str, Finding]:
-    """Findings for a server with these counters."""
+    """Return the findings about a server with these counters."""
     page = metrics(10, turns=4, pages_saved=9, **values)
     with serve({"/health": text(""), "/metrics": text(page)}) as url:
         return by_check(check_server(url))

@@ -1,4 +1,4 @@
-"""Checks run one by one, and a hanging check is skipped."""
+"""The doctor runs checks one by one, and skips a check that hangs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BASE = {
 
 
 def script(*lines: str) -> tuple[str, ...]:
-    """Command of a process that runs these lines of Python."""
+    """Return the command of a process that runs these lines of Python."""
     return (sys.executable, "-c", "\n".join(("import json, time", *lines)))
 
 
@@ -32,7 +32,7 @@ GOOD = ok("disk", "fast")
 
 
 def children() -> set[str]:
-    """Processes that this one has started and not ended."""
+    """Return the ids of this process's running children."""
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
@@ -75,7 +75,7 @@ def test_a_check_that_ends_with_an_error_is_named() -> None:
     assert "the disk is on fire" in found.seen
 
 
-def test_a_reader_that_has_seen_enough_leaves_no_process() -> None:
+def test_a_reader_that_stops_early_leaves_no_process() -> None:
     before = children()
     findings = examine(BASE, script(says(**GOOD.to_json()), "time.sleep(600)"))
     assert next(findings) == GOOD

@@ -1,4 +1,4 @@
-"""Installed versions are compared with tested versions."""
+"""The doctor compares installed versions with tested versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NEWEST = ".".join(map(str, NEWEST_TESTED))
 
 
 def versions(**found: str | None) -> dict[str, str]:
-    """Verdicts where these distributions are installed."""
+    """Return the verdict of each check for these installed distributions."""
 
     def find(*names: str) -> str | None:
         return next((found[name] for name in names if found.get(name)), None)

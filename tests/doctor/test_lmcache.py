@@ -1,4 +1,4 @@
-"""The doctor maps LMCache's settings to the equivalents here."""
+"""The doctor maps LMCache's settings to tiered-kv's equivalents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_sizes_are_of_the_whole_engine_and_in_gib() -> None:
 
 
 @pytest.mark.parametrize("value", ["/nvme/kv", "file:///nvme/kv", '"file:///nvme/kv"'])
-def test_the_folder_may_be_kept(value: str) -> None:
+def test_lmcaches_folder_is_suggested_as_the_ssd_path(value: str) -> None:
     assert advice("LMCACHE_LOCAL_DISK", value).startswith("TIERED_KV_SSD_PATH=/nvme/kv:")
 
 
@@ -33,7 +33,7 @@ def test_what_is_off_there_needs_no_setting_here() -> None:
     assert "Nothing to set" in advice("LMCACHE_LOCAL_CPU", "True")
 
 
-def test_policies_have_their_names() -> None:
+def test_policies_are_mapped_by_name() -> None:
     assert "TIERED_KV_EVICTION=lru" in advice("LMCACHE_CACHE_POLICY", "LRU")
     assert "worth" in advice("LMCACHE_CACHE_POLICY", "LFU")
 

@@ -1,4 +1,4 @@
-"""The file system of a path is its nearest mount, and the latest if there are several."""
+"""A path belongs to the nearest mount above it, and to the latest one if several have that path."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_of_two_mounts_at_one_place_the_later_is_seen(tmp_path: Path, mountinfo:
     assert found.source == "host:/kv"
 
 
-def test_a_link_is_where_it_leads(tmp_path: Path, mountinfo: Path) -> None:
+def test_a_link_is_on_the_mount_of_its_target(tmp_path: Path, mountinfo: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "over")
     found = find_mount(tmp_path / "link", mountinfo)
     assert found is not None

@@ -1,4 +1,4 @@
-"""The resources of a machine are compared with a server's needs."""
+"""The doctor compares a machine's resources with a server's needs."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_each_rank_needs_a_core_and_some_are_left_for_pages(
     ("total", "left", "verdict"),
     [(64, 32, "ok"), (64, 9, "warn"), (64, 7, "fail"), (7, 7, "fail"), (64, 64, "ok")],
 )
-def test_cpu_memory_must_have_room(total: int, left: int, verdict: str) -> None:
+def test_the_cpu_tier_must_fit_into_memory(total: int, left: int, verdict: str) -> None:
     found = check_cpu_memory(EIGHT, 0, total * GIB, left * GIB)
     assert found.verdict.value == verdict
     assert f"TIERED_KV_CPU_GIB=8, {left}.0 " in found.seen
 
 
-def test_ranks_share_the_room() -> None:
+def test_ranks_share_the_memory() -> None:
     assert check_cpu_memory(EIGHT, 2, 64 * GIB, 7 * GIB).verdict.value == "fail"
     assert "set at most" in check_cpu_memory(EIGHT, 0, 64 * GIB, 7 * GIB).advice.lower()
 
@@ -59,7 +59,7 @@ def test_a_tier_that_is_off_needs_no_memory() -> None:
         (1, resource.RLIM_INFINITY, "ok"),
     ],
 )
-def test_a_gpu_wants_its_share_locked(gpus: int, limit: int, verdict: str) -> None:
+def test_a_gpu_needs_its_part_of_cpu_memory_locked(gpus: int, limit: int, verdict: str) -> None:
     assert check_locked_memory(EIGHT, gpus, limit).verdict.value == verdict
 
 

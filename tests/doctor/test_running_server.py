@@ -36,12 +36,12 @@ BUSY = {
 
 
 def asked(page: str) -> dict[str, Finding]:
-    """Findings about a server with this page of metrics."""
+    """Return the findings about a server with this metrics page."""
     with serve({"/health": text(""), "/metrics": text(page)}) as url:
         return by_check(check_server(f"{url}/v1"))
 
 
-def test_a_server_at_work_is_well() -> None:
+def test_a_busy_server_is_healthy() -> None:
     found = asked(metrics(**BUSY))
     assert verdicts(found.values()) == dict.fromkeys(
         ("server", "connector", "tiers", "cold pages", "failures", "ids"), "ok"
@@ -62,7 +62,8 @@ def test_a_server_at_work_is_well() -> None:
 def test_ids_that_nothing_reads_are_reported(
     counts: dict[str, int], routes: bool, verdict: str
 ) -> None:
-    """The middleware comes with the routes, or with a flag, which shows once it has read an id."""
+    """The middleware is loaded with the routes, or by a flag. The flag is detected only after the
+    middleware has read an id."""
     pages = {"/health": text(""), "/metrics": text(metrics(**BUSY, **counts))}
     if routes:
         pages["/tiered_kv/status"] = text("{}")
@@ -78,7 +79,7 @@ def test_observe_mode_is_reported() -> None:
     assert "TIERED_KV_MODE" not in asked(metrics(**BUSY))
 
 
-def test_a_server_that_has_just_started_is_well() -> None:
+def test_a_server_that_has_just_started_is_healthy() -> None:
     found = asked(metrics(requests=0, cpu_slots=1000))
     assert found["connector"].seen == "loaded; no request has been answered yet"
     assert {one.verdict.value for one in found.values()} == {"ok"}
@@ -91,7 +92,7 @@ def test_a_server_without_the_connector_is_reported_with_instructions() -> None:
     assert "tiered-kv plan" in found.advice
 
 
-def test_another_server_is_none_of_vllm_s() -> None:
+def test_a_server_that_is_not_vllm_is_reported() -> None:
     assert asked("python_info 1.0\n")["connector"].seen == "no metrics of vLLM"
 
 
@@ -118,7 +119,7 @@ def test_each_failure_is_named_with_what_to_do(name: str) -> None:
 def server(
     *, mode: str, caching: bool = True, speculates: bool = True, with_us: bool = True
 ) -> str:
-    """Metrics of a server by vLLM's cache settings, as vLLM writes them."""
+    """Return the metrics page of a server with these vLLM cache settings, in vLLM's format."""
     page = metrics(**BUSY)
     if not with_us:
         page = re.sub(r"(?m)^.*tiered_kv.*\n", "", page)
@@ -155,7 +156,8 @@ def test_other_servers_have_no_such_defect(other: dict[str, Any]) -> None:
 def blocks_found(
     models: str | None, *, window: str = "None", with_us: bool = True
 ) -> list[Finding]:
-    """Findings about the blocks of two engines, of 16 tokens each, by the server's models."""
+    """Return the block size findings about two engines with 16-token blocks, given the server's
+    list of models."""
     page = metrics(**BUSY)
     if not with_us:
         page = re.sub(r"(?m)^.*tiered_kv.*\n", "", page)
@@ -186,7 +188,9 @@ def test_longer_blocks_are_advised_to_a_server_of_long_contexts() -> None:
 @pytest.mark.parametrize(
     "models", [None, "", "[]", "{}", '{"data":[]}', '{"data":[{}]}', '{"data":[1]}', "[" * 100_000]
 )
-def test_a_server_that_does_not_tell_its_longest_context_gets_no_advice(models: str | None) -> None:
+def test_a_server_that_does_not_report_its_longest_context_gets_no_advice(
+    models: str | None,
+) -> None:
     assert blocks_found(models) == []
 
 
@@ -234,7 +238,7 @@ def test_a_counter_that_is_no_number_does_not_spoil_the_others() -> None:
     assert totals(page) == {"a_total": 2.0}
 
 
-def test_a_server_that_is_not_there_fails() -> None:
+def test_a_missing_server_fails() -> None:
     with serve({}) as url:
         (missing,) = check_server(url)
     assert (missing.verdict.value, missing.seen) == ("fail", f"{url}: 404 Not Found")
@@ -249,7 +253,7 @@ def test_a_router_may_hide_the_metrics() -> None:
         assert verdicts(check_server(url))["metrics"] == "fail"
 
 
-def test_an_address_is_what_people_paste() -> None:
+def test_any_address_that_users_paste_is_accepted() -> None:
     for pasted in ("localhost:8000", "http://localhost:8000/v1/", "http://localhost:8000/metrics"):
         assert base_of(pasted) == "http://localhost:8000"
     for wrong in ("file:///etc/passwd", "http://[", "http://"):
@@ -257,7 +261,7 @@ def test_an_address_is_what_people_paste() -> None:
             base_of(wrong)
 
 
-def test_a_page_that_never_ends_is_left() -> None:
+def test_reading_an_endless_page_is_given_up() -> None:
     def drip(write: Write, ends: threading.Event) -> None:
         while not ends.wait(0.001):
             write(b"x")
@@ -269,7 +273,7 @@ def test_a_page_that_never_ends_is_left() -> None:
         fetch(f"{url}/", whole_s=0.05)
 
 
-def test_a_page_that_does_not_come_is_left() -> None:
+def test_waiting_for_a_silent_page_is_given_up() -> None:
     def silence(write: Write, ends: threading.Event) -> None:
         ends.wait()
 
@@ -277,7 +281,7 @@ def test_a_page_that_does_not_come_is_left() -> None:
         fetch(f"{url}/", whole_s=0.05)
 
 
-def test_a_page_that_is_too_long_is_left() -> None:
+def test_reading_a_page_that_is_too_long_is_given_up() -> None:
     def flood(write: Write, ends: threading.Event) -> None:
         for _ in range(2 + (MAX_BYTES >> 20)):
             write(bytes(1 << 20))

@@ -1,4 +1,4 @@
-"""The page folder is tested as a server would use it, and left unchanged."""
+"""The doctor tests the page folder as a server would use it, and leaves it unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiered_kv.doctor.ssd_folder import Mount, check_mount, check_ssd, judge_spe
 from tiered_kv.storage.disk.probe import DiskSpeed
 
 
-def test_without_a_folder_there_is_nothing_to_look_at() -> None:
+def test_without_a_folder_nothing_is_checked() -> None:
     assert verdicts(check_ssd(TierConfig())) == {"SSD": "ok"}
 
 
@@ -43,7 +43,7 @@ def test_missing_disk_space_is_reported(tmp_path: Path) -> None:
     assert found["SSD space"].advice.startswith("TIERED_KV_SSD_GIB=")
 
 
-def test_room_that_stores_have_already_counts_as_theirs(tmp_path: Path) -> None:
+def test_space_used_by_existing_stores_is_reported(tmp_path: Path) -> None:
     disk = Disk(tmp_path / "root")
     disk.fill(40)
     before = sorted(disk.root.rglob("*"))
@@ -52,7 +52,7 @@ def test_room_that_stores_have_already_counts_as_theirs(tmp_path: Path) -> None:
     assert sorted(disk.root.rglob("*")) == before
 
 
-def test_a_folder_that_is_to_be_made_is_not_made(tmp_path: Path) -> None:
+def test_a_folder_that_does_not_exist_yet_is_not_created(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     (found,) = check_ssd(TierConfig(ssd_path=path))
     assert found.verdict.value == "warn"
@@ -69,7 +69,7 @@ def test_a_folder_that_cannot_be_written_fails(tmp_path: Path) -> None:
     assert made.verdict.value == "fail"
 
 
-def test_a_file_system_that_takes_no_files_fails() -> None:
+def test_a_file_system_without_file_creation_fails() -> None:
     """No user can create files in /proc, not even root."""
     found = by_check(check_ssd(TierConfig(ssd_path=Path("/proc/self"))))
     assert found["SSD folder"].verdict.value == "fail"

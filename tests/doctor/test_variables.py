@@ -1,4 +1,4 @@
-"""Invalid variables are reported one by one, each with the variable that was probably meant."""
+"""Invalid variables are reported one by one. For a misspelt name, the probable one is suggested."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_settings_that_work_are_repeated() -> None:
 
 
 def test_all_errors_are_reported_together() -> None:
-    """The server stops at the first error."""
+    """The server, in contrast, stops at the first error."""
     env = {
         "TIERED_KV_CPU_GIB": "lots",
         "TIERED_KV_SSD_SIZE": "10",
@@ -61,7 +61,7 @@ def test_variables_set_by_kubernetes_are_not_errors() -> None:
     assert verdicts(check_variables(env)) == {"settings": "ok"}
 
 
-def test_what_works_is_used_for_the_other_checks() -> None:
+def test_valid_settings_are_used_for_the_other_checks() -> None:
     env = {"TIERED_KV_CPU_GIB": "8", "TIERED_KV_SSD_SIZE": "10"}
     assert read_settings(env).cpu_gib == 8
 

@@ -1,4 +1,4 @@
-"""Findings by check, for tests."""
+"""The doctor's findings and verdicts by check, for tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from tiered_kv.doctor.finding import Finding, Verdict
 
 
 def by_check(findings: Iterable[Finding]) -> dict[str, Finding]:
-    """Findings by check. No two findings may have the same check."""
+    """Return findings by check. Asserts that no check has two findings, and that only findings that
+    are not OK have advice."""
     found = list(findings)
     named = {one.check: one for one in found}
     assert len(named) == len(found)
@@ -19,5 +20,5 @@ def by_check(findings: Iterable[Finding]) -> dict[str, Finding]:
 
 
 def verdicts(findings: Iterable[Finding]) -> dict[str, str]:
-    """Verdicts by check, as words."""
+    """Return the verdicts as strings, by check."""
     return {name: one.verdict.value for name, one in by_check(findings).items()}

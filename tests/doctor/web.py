@@ -15,11 +15,11 @@ from tiered_kv.metrics import COUNTERS, GAUGES, WOULD_HAVE_SAVED
 
 Write = Callable[[bytes], object]
 Page = Callable[[Write, threading.Event], None]
-"""Writes the body of a page; the event is set when the server is to end."""
+"""Function that writes the body of a page. The event is set when the server is about to stop."""
 
 
 def text(body: str) -> Page:
-    """A page with this body."""
+    """Return a page with this body."""
 
     def page(write: Write, ends: threading.Event) -> None:
         write(body.encode())
@@ -29,10 +29,10 @@ def text(body: str) -> Page:
 
 @contextmanager
 def serve(pages: Mapping[str, Page]) -> Iterator[str]:
-    """Serve these pages, and nothing else.
+    """Serve these pages on loopback. Other paths get 404.
 
     Yields:
-        The address.
+        The server's address.
     """
     ends = threading.Event()
 
@@ -43,14 +43,15 @@ def serve(pages: Mapping[str, Page]) -> Iterator[str]:
                 return
             self.send_response(200)
             self.end_headers()
-            with suppress(BrokenPipeError, ConnectionResetError):  # who asked has enough
+            # The client may have closed the connection.
+            with suppress(BrokenPipeError, ConnectionResetError):
                 page(self.wfile.write, ends)
 
         def log_message(self, *words: object) -> None:
-            """Say nothing."""
+            """Suppress request logging."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = False  # so that leaving waits for them
+        server.daemon_threads = False  # closing the server then waits for its threads
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
@@ -62,7 +63,8 @@ def serve(pages: Mapping[str, Page]) -> Iterator[str]:
 
 
 def metrics(requests: int = 10, **values: float) -> str:
-    """The page of a vLLM server with the connector and these counters, by event name."""
+    """Return the metrics page of a vLLM server with the connector and these counter values, by
+    event name."""
     registry = CollectorRegistry()
     labels = ("model_name", "engine")
     answered = REQUESTS.removesuffix("_total")

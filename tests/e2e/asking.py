@@ -1,4 +1,4 @@
-"""Requests to a real server, and its metrics."""
+"""Requests to a real server, and readings of its metrics."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tiered_kv.trace.trace_reader import TraceReader
 from tiered_kv.trace.turn_record import TurnRecord
 
 BLOCKS, BLOCK = 160, 32
-"""KV pool of the servers that ``usage_in_gap`` is asked of: blocks, and tokens of each."""
+"""KV pool of the servers that ``usage_in_gap`` measures: number of blocks, and tokens per block."""
 
 PATIENCE_S = 540.0
-"""Seconds to wait for a server: on a slow or busy machine it takes minutes to start."""
+"""Seconds to wait for a server, which takes minutes to start on a slow or busy machine."""
 
 EVENT_S = 120.0
-"""Seconds to wait for an event that comes soon after an answer."""
+"""Seconds to wait for an event that follows soon after an answer."""
 
 counter = itertools.count()
 
@@ -58,20 +58,21 @@ def metric(client: httpx.Client, name: str) -> float:
 
 
 def count(client: httpx.Client, name: str) -> float:
-    """The counter or gauge of that name, as ``/metrics`` has it."""
+    """Return the value of the counter or gauge on ``/metrics``."""
     return events(client.get("/metrics").text)[name]
 
 
 def tick(client: httpx.Client) -> None:
-    """An unrelated request of one token: hooks run and gauges move on steps only."""
+    """Send an unrelated request of one token, because hooks run and gauges change only during
+    steps."""
     ask(client, [500 + next(counter)], max_tokens=1)
 
 
 def usage_in_gap(client: httpx.Client) -> float:
-    """``vllm:kv_cache_usage_perc`` between requests.
+    """Return ``vllm:kv_cache_usage_perc`` between requests.
 
-    The gauge is set while the tick's own block is allocated or just after it is freed;
-    the smaller of a few readings is the one without it.
+    vLLM may set the gauge while the tick's own block is still allocated. The smallest of a few
+    readings excludes that block.
     """
     readings = []
     for _ in range(3):
@@ -82,8 +83,8 @@ def usage_in_gap(client: httpx.Client) -> float:
 
 
 def trace(server: VllmServer, there: Callable[[list[TurnRecord]], bool]) -> list[TurnRecord]:
-    """The trace, once it has the awaited records. A turn is written when the job's next turn
-    arrives, or immediately if it is declared the last."""
+    """Return the trace records once ``there`` accepts them, or after ``EVENT_S``. A turn is written
+    when the job's next turn arrives, or immediately if it is declared the last."""
     path = Path(server.options.env["TIERED_KV_TRACE"])
     deadline = time.monotonic() + EVENT_S
     while True:

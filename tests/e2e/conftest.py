@@ -11,13 +11,14 @@ from tiered_kv.bench.servers.model import small_model as prepare
 
 @pytest.fixture(scope="session")
 def small_model() -> Path:
-    """The small real model, prepared once for the machine."""
+    """Path of the small real model, prepared once per machine."""
     return prepare()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def sockets_go_with_the_session() -> Iterator[None]:
-    """Engines of several ranks leave theirs behind. vLLM reads the variable once a process."""
+    """Put vLLM's sockets in a temporary folder, because engines with several ranks do not delete
+    theirs. vLLM reads the variable once per process."""
     with (
         tempfile.TemporaryDirectory(prefix="vllm-") as folder,
         pytest.MonkeyPatch.context() as patch,

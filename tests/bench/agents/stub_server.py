@@ -1,6 +1,5 @@
-"""A server with OpenAI's routes, for tests of their clients. Its tokens are words, or the ids of a
-prompt. It remembers every prompt, like an unlimited prefix cache.
-"""
+"""A server with OpenAI's routes, for tests of its clients. Its tokens are words, or the ids of a
+prompt. It remembers every prompt, like an unlimited prefix cache."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from tiered_kv.bench.agents.forcing import XARG
 
 Body = dict[str, Any]
 OWN = 99
-"""The token that it answers unless others are forced."""
+"""Token that the server generates if no tokens are forced."""
 
 
 @dataclass
@@ -25,14 +24,14 @@ class StubServer:
     """A server that records its requests.
 
     Attributes:
-        takes_s: time of an answer.
-        refuses: a prompt with this word is answered with 400.
-        tells: its answers have cached tokens, and it has a page of metrics.
-        lacks: fields that its answers do not have.
-        breaks_off: its answers end before they are complete.
-        obeys: it answers the tokens that are forced.
+        takes_s: duration of an answer.
+        refuses: a prompt that contains this word is answered with 400.
+        tells: answers report cached tokens, and the server has a metrics page.
+        lacks: fields that are omitted from answers.
+        breaks_off: answers end before they are complete.
+        obeys: the server answers with the forced tokens.
         until: an answer waits for this event.
-        waits: set when a request arrives that ``until`` holds back.
+        waits: set when a request starts to wait for ``until``.
     """
 
     url: str = ""
@@ -92,7 +91,7 @@ class StubServer:
             choice: Body = {"index": 0, "finish_reason": None}
             choice |= {"delta": {"content": "yes "}} if chat else {"text": "yes "}
             if body.get("return_token_ids"):
-                # As when a character is not complete yet.
+                # As when a token ends in the middle of a character.
                 choice |= {"token_ids": [token], "text": ""}
             if "logprobs" in body:
                 choice["logprobs"] = {"token_logprobs": [-token / 10], "tokens": ["?"]}
@@ -127,7 +126,7 @@ def prompt_of(body: Body) -> str:
 
 
 def whole(chunks: list[Body]) -> Body:
-    """A streamed answer in one piece."""
+    """Merge the chunks of a streamed answer into one body."""
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     ids = [token for choice in choices for token in choice["token_ids"]]
     logprobs = [one for choice in choices for one in choice["logprobs"]["token_logprobs"]]
@@ -150,7 +149,7 @@ def common(one: list[str], other: list[str]) -> int:
 
 @contextmanager
 def running(server: StubServer) -> Iterator[StubServer]:
-    """Serve on loopback; gone when the block ends."""
+    """Serve on loopback. Stops when the block ends."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

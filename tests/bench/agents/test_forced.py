@@ -20,7 +20,7 @@ from tiered_kv.bench.agents.forcing import SERVER_ARGS, XARG, server_env
 
 VOCABULARY = 50
 OWN = 7
-"""Tokens that the model itself would say, always."""
+"""Token that the model itself always generates."""
 
 
 def params(forced: Any = None) -> SamplingParams:
@@ -34,13 +34,14 @@ class Request:
 
     @property
     def next(self) -> int:
-        """Tokens that it should say now."""
+        """Token that the request should generate next."""
         at = len(self.output)
         return self.forced[at] if self.forced and at < len(self.forced) else OWN
 
 
 class Batch:
-    """vLLM's batch of requests as a logits processor is told of it: rows, and who moves."""
+    """Batch of requests, reported to a logits processor as vLLM does: added, removed and moved
+    rows."""
 
     def __init__(self) -> None:
         model = SimpleNamespace(get_vocab_size=lambda: VOCABULARY)
@@ -51,7 +52,8 @@ class Batch:
     def change(
         self, gone: set[int], new: list[Request], swaps: list[tuple[int, int]] | None = None
     ) -> None:
-        """Newcomers take the rows of those gone, the last rows fill what is left of the holes."""
+        """Put new requests into the rows of removed ones, and move the last rows into the remaining
+        holes."""
         holes = sorted(row for row in gone if row < len(self.rows))
         rows: list[Request | None] = [
             None if row in holes else request for row, request in enumerate(self.rows)
@@ -84,7 +86,7 @@ class Batch:
         self.processor.update_state(BatchUpdate(len(rows), removed, added, moved))
 
     def step(self) -> list[int]:
-        """Sample greedily; returns what every row said."""
+        """Sample greedily, and return the token of every row."""
         logits = torch.zeros(len(self.rows), VOCABULARY)
         logits[:, OWN] = 1.0
         said: list[int] = self.processor.apply(logits).argmax(dim=-1).tolist()
@@ -93,7 +95,7 @@ class Batch:
         return said
 
 
-def test_vllm_takes_it_for_a_logits_processor() -> None:
+def test_vllm_accepts_it_as_a_logits_processor() -> None:
     assert issubclass(ForcedTokens, LogitsProcessor)
     assert not Batch().processor.is_argmax_invariant(), "it must run for greedy requests too"
 
@@ -137,7 +139,7 @@ BAD = ["1,2", 5, {"a": 1}, [1, "2"], [1.0], [True], [-1], [[1]]]
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_what_is_no_list_of_ids_is_refused_when_it_comes_in(bad: Any) -> None:
+def test_a_value_that_is_not_a_list_of_ids_is_refused_on_arrival(bad: Any) -> None:
     with pytest.raises(ValueError, match=XARG):
         ForcedTokens.validate_params(params(bad))
 

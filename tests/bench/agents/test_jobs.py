@@ -20,7 +20,7 @@ BEGIN = 1
 
 
 class Letters:
-    """A tokenizer with a token for every character, and one that begins a text."""
+    """A tokenizer with one token per character, and a token for the start of a text."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return [BEGIN] * add_special_tokens + [ord(char) for char in text]
@@ -53,7 +53,8 @@ ADD = [
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Two sessions of three turns: the record of one lacks the answers, as mini-swe-agent's."""
+    """Two sessions of three turns. One has no answers in its prompts, as in mini-swe-agent's
+    recordings."""
     path = tmp_path / "sessions.jsonl.gz"
     rows = [row for pair in zip(FIX, ADD, strict=True) for row in pair]
     path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
@@ -105,7 +106,7 @@ def test_a_session_whose_prompts_do_not_continue_is_left_out(tmp_path: Path, bro
     assert set(made(path, turns=2)) == {"add", "fix"}, "its first two turns do go on"
 
 
-def test_a_file_without_sessions_so_long_is_refused(trace: Path, tmp_path: Path) -> None:
+def test_a_file_without_long_enough_sessions_is_refused(trace: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no session of sessions.*: 2 have no 4 turns"):
         made(trace, turns=4)
     with pytest.raises(RecordingError):
@@ -134,7 +135,7 @@ def test_a_session_ends_before_a_turn_with_a_null(tmp_path: Path, field: str) ->
 
 
 @pytest.mark.parametrize("field", ["timestamp", "session_id"])
-def test_turns_of_no_known_place_take_their_session_along(tmp_path: Path, field: str) -> None:
+def test_a_session_with_an_unplaceable_turn_is_left_out(tmp_path: Path, field: str) -> None:
     path = tmp_path / "sessions.jsonl"
     lost = [{**row, field: None} for row in FIX] if field == "session_id" else FIX[:2]
     rows = [*lost, {**FIX[2], field: None}, *ADD]

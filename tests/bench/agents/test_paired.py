@@ -1,4 +1,5 @@
-"""A paired ratio, its interval, and the order of servers that the interval depends on."""
+"""A paired ratio, its confidence interval, and the order of servers that the interval depends
+on."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ ROUNDS = 4
 
 
 def spells(seed: int) -> list[float]:
-    """Times of consecutive runs on a machine that is slow for two runs, then fast for two."""
+    """Return times of consecutive runs on a machine that alternates between two slow and two fast
+    runs."""
     rng = np.random.default_rng(seed)
     phase, level = rng.integers(4), rng.uniform(0, 0.04)
     noise = rng.normal(0, 0.01, 2 * ROUNDS)
@@ -60,7 +62,8 @@ def spells(seed: int) -> list[float]:
 
 
 def contains_one(times: list[float], orders: list[list[str]]) -> bool:
-    """True if the interval of a server over itself does, measured in these orders."""
+    """Return True if the interval of a server compared with itself contains 1, measured in these
+    orders."""
     by_server: dict[str, list[float]] = {"a": [], "b": []}
     for number, order in enumerate(orders):
         for at, server in enumerate(order):
@@ -86,8 +89,8 @@ def test_a_seed_draws_the_same_orders_and_each_server_is_first_half_of_the_time(
 
 
 def test_spells_of_noise_do_not_make_a_server_differ_from_itself() -> None:
-    """The interval keeps its promise of 95% with orders that are drawn, not with ones that
-    alternate."""
+    """The interval has its nominal coverage of 95% if the orders are drawn at random, but not if
+    they alternate."""
     alternating = [["a", "b"], ["b", "a"], ["a", "b"], ["b", "a"]]
     drawn = [[drawn_order(["a", "b"], seed, number) for number in range(ROUNDS)] for seed in SEEDS]
     kept = sum(contains_one(spells(seed), drawn[seed]) for seed in SEEDS)

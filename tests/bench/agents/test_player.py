@@ -1,4 +1,5 @@
-"""Jobs on a server with OpenAI's routes: which requests it receives, when, and what is recorded."""
+"""Jobs played on a server with OpenAI's routes: the requests it receives, their times, and the
+recorded results."""
 
 from __future__ import annotations
 
@@ -245,7 +246,8 @@ def test_an_answer_that_cannot_be_used_is_its_job_s_error(server: StubServer, re
 
 
 def test_the_client_holds_no_job_back() -> None:
-    """As many requests concurrently as there are jobs: none is answered before all have arrived."""
+    """The client sends one request per job concurrently: no request is answered before all have
+    arrived."""
     jobs = [job(str(number), turns=TWO_TURNS[:1]) for number in range(100)]
     everybody = threading.Barrier(len(jobs))
 
@@ -260,7 +262,7 @@ def test_the_client_holds_no_job_back() -> None:
     assert [one.name for one in done] == [one.name for one in jobs], "in their order"
 
 
-def test_a_cancelled_run_hangs_up() -> None:
+def test_a_cancelled_run_closes_its_connections() -> None:
     until = threading.Event()
 
     async def cancelled(server: StubServer) -> None:

@@ -1,4 +1,4 @@
-"""The demo's servers, and what it prints about them."""
+"""The demo's servers, and the comparison that it prints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def kept(server: str, *jobs: JobDone) -> Kept:
 
 @pytest.fixture
 def comparison() -> Comparison:
-    """Two jobs of two turns; the connector restores the second turns from CPU memory and VRAM."""
+    """Two jobs of two turns. The connector restores the second turns from CPU memory and VRAM."""
     stock = kept(
         "stock",
         job("a", 8.0, turn(1, 1.0), turn(2, 4.0, cached=32)),
@@ -54,7 +54,7 @@ def comparison() -> Comparison:
 
 
 def with_other_answers(one: Kept, *names: str) -> Kept:
-    """The run, with another answer to the second turn of these jobs."""
+    """Return the run with a different second answer for the named jobs."""
     jobs = [
         replace(done, turns=(done.turns[0], replace(done.turns[1], text="no")))
         if done.name in names

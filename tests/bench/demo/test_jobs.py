@@ -1,4 +1,4 @@
-"""The demo's jobs and KV pool, sized to a machine."""
+"""The demo's jobs and KV pool, sized for a machine."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_plan_fits_the_time_and_the_memory_and_the_model(
     assert plan.result_chars[0] > 0
 
 
-def test_a_faster_machine_gets_more_to_do_and_takes_as_long() -> None:
+def test_a_faster_machine_gets_more_work_for_the_same_time() -> None:
     speeds = [speed(100 * 2**n, 20 * 2**n) for n in range(2, 7)]
     plans = [plan_for(one, 210.0, PLENTY, JobPlan()) for one in speeds]
     contexts = [plan.jobs * plan.context_tokens for plan in plans]
@@ -118,7 +118,7 @@ def test_a_faster_machine_gets_more_to_do_and_takes_as_long() -> None:
 
 
 def test_a_slow_moment_does_not_make_the_machine_look_slow() -> None:
-    """The first round loads kernels, and a neighbour slows the next ones down."""
+    """The first round loads kernels, and the load of other processes slows the next ones."""
     slow = [0.05, 0.05, 0.0]
     (took,) = fastest([lambda: time.sleep(slow.pop(0))], 0.05)
     assert took < 0.05

@@ -1,4 +1,4 @@
-"""``tiered-kv bench``: running servers are measured, compared and plotted."""
+"""``tiered-kv bench`` measures, compares and plots running servers."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_without_json_the_result_is_tables(server: StubServer, tmp_path: Path) -
         (("--url", "http://x", "--jps", "1", "--workload", "nothing"), "no workload"),
     ],
 )
-def test_what_cannot_be_measured_is_reported(
+def test_a_measurement_that_cannot_run_is_an_error(
     words: tuple[str, ...], said: str, tmp_path: Path
 ) -> None:
     done = call(*words, *(() if "verify-pin" in words else ("--out", tmp_path)))

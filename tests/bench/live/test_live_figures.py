@@ -1,4 +1,4 @@
-"""Figures of measured runs, and paired comparisons of servers."""
+"""Figures computed from measured runs, and paired comparisons of servers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_times_carry_the_names_of_continuums_analysis() -> None:
     }
 
 
-def test_jobs_that_failed_are_counted_and_in_no_time() -> None:
+def test_failed_jobs_are_counted_and_excluded_from_times() -> None:
     (row,) = live_rows([run("a", 0, job("x", 1.0), job("y", 9.0, "turn 2: gone"))])
     assert (row["num_jobs"], row["unfinished"], row["first_error"]) == (1, 1, "turn 2: gone")
     assert row["average_duration"] == 1.0

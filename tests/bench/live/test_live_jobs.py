@@ -66,7 +66,7 @@ def test_traces_of_kv_cache_tester_keep_gaps_shared_tokens_and_sub_agents(
     job = found.jobs[0]
     assert [(turn.prompt, turn.output) for turn in job.turns] == [(200, 10), (300, 20), (100, 20)]
     assert [turn.shared for turn in job.turns] == [0, 210, 64], "the last was compacted"
-    # 9.5 - 1.5 - 2 s lie between; the sub-agent takes three of them.
+    # The requests are 9.5 - 1.5 - 2 s apart. The sub-agent takes three of these seconds.
     assert [turn.gap_s for turn in job.turns] == [3.0, 0.25, 0.0]
     (agent,) = job.turns[0].agents
     assert [(turn.prompt, turn.output) for turn in agent.turns] == [(100, 5)]
@@ -82,9 +82,9 @@ def test_mooncakes_requests_are_joined_to_jobs_by_their_prompts_blocks(tmp_path:
         tmp_path / "mooncake.jsonl",
         [
             row(0, 1_100, 60, [1, 2, 3]),
-            row(1_000, 1_030, 50, [1, 5, 6]),  # begins as the first does, and is another job
-            row(4_000, 1_700, 60, [1, 2, 7, 8]),  # goes on from the first
-            row(5_000, 1_110, 60, [1, 2, 9]),  # has its blocks, but no room for its answer
+            row(1_000, 1_030, 50, [1, 5, 6]),  # starts like the first, but is another job
+            row(4_000, 1_700, 60, [1, 2, 7, 8]),  # continues the first
+            row(5_000, 1_110, 60, [1, 2, 9]),  # has the first's blocks, but no space for its answer
         ],
     )
     jobs = load(path).jobs
@@ -122,13 +122,14 @@ def test_texts_of_agents_are_kept_and_a_prompt_that_does_not_continue_is_sent_wh
 
 
 def hashed(ms: float, tokens: int, hashes: int, **more: Any) -> dict[str, Any]:
-    """A request of Mooncake's with this number of hashes."""
+    """Return a request in Mooncake's format with this number of hashes."""
     said = {"timestamp": ms, "input_length": tokens, "output_length": 32}
     return {**said, "hash_ids": list(range(hashes)), **more}
 
 
 def bailian(chats: int = 40, turns: int = 3) -> list[dict[str, Any]]:
-    """Chats whose turns are 30 s apart, each prompt with the one before and its answer."""
+    """Return chats whose turns are 30 s apart. Each prompt contains the previous prompt and its
+    answer."""
     rows = []
     for chat in range(chats):
         for turn in range(turns):
@@ -163,7 +164,7 @@ def test_a_prompt_that_was_cut_keeps_what_its_hashes_say(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("rows", [[hashed(1e3 * n, 320, 20) for n in range(9)], bailian(2)])
-def test_hashes_of_other_blocks_are_not_misread_in_silence(
+def test_a_wrong_number_of_hashes_per_prompt_is_refused(
     rows: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     for row in rows:
@@ -175,7 +176,8 @@ def test_hashes_of_other_blocks_are_not_misread_in_silence(
 
 
 def test_a_few_odd_requests_are_left_out_and_counted(tmp_path: Path) -> None:
-    rows = [hashed(1e4 * n, 600, 1 + n % 2) for n in range(200)]  # the last block, or not
+    # Half of them lack the hash of their last block.
+    rows = [hashed(1e4 * n, 600, 1 + n % 2) for n in range(200)]
     rows[7]["hash_ids"] = []
     found = load(lines(tmp_path / "mooncake.jsonl", rows))
     assert found.left_out["odd_hashes"] == LeftOut(1, 1)
@@ -249,7 +251,7 @@ def test_tracelab_s_rounds_are_the_turns_of_their_sessions(tmp_path: Path) -> No
     b, seven = load(path).jobs
     assert (b.name, seven.name) == ("b", "7")
     assert [(turn.shared, turn.added, turn.output) for turn in b.turns] == [
-        (0, 520, 1),  # no round before it has sent its prefix
+        (0, 520, 1),  # no earlier round has sent its prefix
         (520, 60, 40),
     ]
     assert [turn.gap_s for turn in b.turns] == [1.5005, 0.0]
@@ -283,10 +285,8 @@ ODD_NUMBERS = ("NaN", "Infinity", "-Infinity", "1e999", "-184", "true", '"7"', "
 
 @pytest.mark.parametrize("odd", ODD_NUMBERS)
 @pytest.mark.parametrize("form", OF_EACH_FORM)
-def test_a_number_that_is_none_is_refused_with_its_line(
-    form: str, odd: str, tmp_path: Path
-) -> None:
-    """Whichever number of a request it is; kv-cache-tester's and others' are in lists."""
+def test_an_invalid_number_is_refused_with_its_line(form: str, odd: str, tmp_path: Path) -> None:
+    """Tests each numeric field of a request, also inside nested lists of requests."""
     fields = {
         "mooncake": ("timestamp", "input_length", "output_length"),
         "bailian": ("timestamp", "input_length", "output_length"),
@@ -378,7 +378,7 @@ def test_turns_that_are_not_wanted_are_left_out_of_sub_agents_too() -> None:
     assert len(two.jobs[0].turns[0].agents[0].turns) == 2
 
 
-def test_sizes_are_scaled_and_stay_a_conversation() -> None:
+def test_scaled_sizes_still_form_a_conversation() -> None:
     found = fit(job(SimTurn(0, 100, 10, 1.0), SimTurn(110, 50, 10, 1.0)), tokens_per_unit=0.5)
     first, second = found.jobs[0].turns
     assert (first.prompt, first.output) == (50, 5)
@@ -386,12 +386,12 @@ def test_sizes_are_scaled_and_stay_a_conversation() -> None:
     assert second.gap_s == 0.0
 
 
-def test_no_job_that_fits_is_an_error_that_says_what_to_do() -> None:
+def test_if_no_job_fits_the_error_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="--scale below 1"):
         fit(job(SimTurn(0, 100, 10, 0.0)), most_tokens=50)
 
 
-def test_jobs_come_again_under_names_of_their_own() -> None:
+def test_jobs_are_repeated_under_new_names() -> None:
     two = (SimJob("a", 0.0, ()), SimJob("b", 0.0, ()))
     assert [one.name for one in islice(copies(two), 5)] == [
         "a",

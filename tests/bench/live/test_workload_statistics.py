@@ -1,4 +1,4 @@
-"""Statistics of a workload's turns, tokens, gaps and tools are right."""
+"""Statistics of a workload's jobs, turns, tokens and tools."""
 
 from __future__ import annotations
 

@@ -39,16 +39,16 @@ from tiered_kv.bench.servers.server_costs import ServerCosts
 KINDS = make_kinds("model", size_for([3000], 6400))
 PRESET = Preset(jobs=2, turns=1, idle_jobs=1, idle_rounds=3, rounds=2, pool_tokens=6400)
 PACE = {"stock": 2.0, "control": 2.0, "tiered": 1.2, "reach": 1.1, "bound": 1.0}
-"""Others are as slow as stock."""
+"""Slowdown factor by server, relative to the load. Other servers are as slow as stock."""
 
 
 def slowdown(server: str, jobs_per_s: float) -> float:
-    """Record of a server that collapses."""
+    """Return how many times longer a job takes on the server at this load than at idle."""
     return float(1 + PACE.get(server, 2.0) * (jobs_per_s / 0.15) ** 2.5)
 
 
 class Machine:
-    """Servers that take longer the more jobs arrive; others' offloaders do not start."""
+    """Servers on which jobs take longer the more of them arrive. Optional servers do not start."""
 
     def __init__(self, stop_after: int | None = None, jobs: int = 2, **job: Any) -> None:
         self.measured: list[tuple[str, str, int]] = []
@@ -138,7 +138,7 @@ def test_a_router_gets_the_costs_of_stock_steps_and_does_not_run_before_they_are
         assert costs == [first] * (2 * PRESET.rounds)
 
 
-def test_pressure_is_where_stock_is_as_slow_as_wanted_and_beyond_is_more(
+def test_pressure_is_the_load_of_the_wanted_slowdown_and_beyond_is_higher(
     tmp_path: Path,
 ) -> None:
     done = harness(tmp_path, Machine())
@@ -194,7 +194,7 @@ def test_more_rounds_resume_existing_runs_but_another_plan_does_not(tmp_path: Pa
     assert json.loads((tmp_path / "runs-before/plan.json").read_text()) == {"seed": 1}
 
 
-def test_stock_that_finishes_nothing_ends_the_measurement(tmp_path: Path) -> None:
+def test_the_measurement_stops_if_stock_finishes_no_job(tmp_path: Path) -> None:
     with pytest.raises(HarnessError, match="stock vLLM finished no job"):
         harness(tmp_path, Machine(error="refused")).run_all()
 
@@ -280,7 +280,7 @@ def test_a_run_s_trace_is_kept_with_its_older_files_and_replaces_that_of_an_earl
 
 
 def run(*arguments: str) -> int:
-    """Exit code of the command."""
+    """Run the command, and return its exit code."""
     with pytest.raises(SystemExit) as ended:
         app(list(arguments))
     return int(str(ended.value.code))
@@ -336,7 +336,7 @@ def held(*blocks: int, handed_over: int = 4) -> Verdict:
     return Verdict(tuple((count, count) for count in blocks), handed_over)
 
 
-def test_a_pin_holds_if_blocks_rise_stay_and_go() -> None:
+def test_a_pin_holds_if_blocks_grow_stay_and_are_freed() -> None:
     assert held(10, 13, 16, 19, 0).faults == []
 
 

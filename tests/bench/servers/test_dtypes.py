@@ -45,7 +45,7 @@ def test_where_the_features_leave_doubt_the_faster_is_chosen() -> None:
     assert choose(OPEN, times(bfloat16=1.0, float32=2.0).__getitem__).name == BF16
 
 
-def test_a_machine_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = cpu_dtype()
     assert found.name in (BF16, FLOAT32)
     assert found.reason
@@ -63,7 +63,8 @@ def test_a_broken_torch_is_an_error_that_shows_its_output(
 
 
 def test_any_machine_can_be_made_one_without_avx512() -> None:
-    """``scripts/avx2`` is how the other path is tested: PyTorch and vLLM must believe it."""
+    """``scripts/avx2`` is how the other code path is tested, so PyTorch and vLLM must detect no
+    AVX-512."""
     script = (
         "import torch; from vllm.platforms.cpu import CpuPlatform; CpuPlatform.import_kernels();"
         "print(torch.backends.cpu.get_cpu_capability());"

@@ -11,7 +11,7 @@ from tiered_kv.bench.servers.model import ModelError, small_model
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, and a GGUF file that need not be one."""
+    """An empty cache folder. The path of the GGUF file is replaced by one that need not exist."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(model_module, "find_gguf", lambda: tmp_path / "model.gguf")
     monkeypatch.setattr("importlib.metadata.version", lambda _: "1.0")

@@ -1,4 +1,4 @@
-"""Peers' processes run next to a server while it is measured, and end afterwards."""
+"""The processes of other projects' servers run next to a measured server, and stop afterwards."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def install(peers: Path, peer: str, name: str, script: str) -> None:
-    """A program of this name that only listens, for its peer's."""
+    """Install a script under the name of a peer's program."""
     path = peers / peer / "bin" / name
     path.parent.mkdir(parents=True)
     path.write_text(f"#!{sys.executable}\n{script}")
@@ -59,7 +59,7 @@ def setting(tmp_path: Path, costs: ServerCosts | None = COSTS) -> Setting:
 
 
 def said(log: Path) -> list[str]:
-    """The arguments that a program was started with."""
+    """Return the arguments that a program was started with."""
     found: list[str] = json.loads(log.read_text().splitlines()[0].replace("'", '"'))
     return found
 
@@ -94,7 +94,7 @@ def test_a_router_that_ends_is_noticed(tmp_path: Path, peers: Path) -> None:
     assert "no such flag" in failed.value.log
 
 
-def test_a_router_without_costs_of_this_machine_is_no_fair_peer(tmp_path: Path) -> None:
+def test_a_router_without_this_machines_costs_does_not_start(tmp_path: Path) -> None:
     with (
         pytest.raises(ServerError, match="cost models"),
         BehindRouter(6_400, 1)(SERVER, setting(tmp_path, None)),
@@ -102,7 +102,9 @@ def test_a_router_without_costs_of_this_machine_is_no_fair_peer(tmp_path: Path) 
         pass
 
 
-def test_the_cache_server_is_up_before_the_server_that_uses_it(tmp_path: Path, peers: Path) -> None:
+def test_the_cache_server_starts_before_the_server_that_uses_it(
+    tmp_path: Path, peers: Path
+) -> None:
     install(peers, "lmcache", "lmcache", "PORT = '--http-port'\n" + SERVES)
     install_python(peers)
     seen = list[ServerOptions]()
@@ -138,7 +140,7 @@ def test_the_error_for_a_missing_peer_says_how_to_install_it(tmp_path: Path, pee
             pass
 
 
-def test_the_router_prices_a_prefill_and_a_step_as_the_machine_does() -> None:
+def test_the_router_gets_the_machines_prefill_and_step_costs() -> None:
     told = program_scheduling(COSTS, 6_400, most_waiting=1)
     prefill, decode = told["prefill_cost_model"], told["decode_throughput_model"]
     for thousands in (0.5, 1.0, 4.0):
@@ -154,5 +156,5 @@ def test_the_router_prices_a_prefill_and_a_step_as_the_machine_does() -> None:
         "batch_step_seconds_per_request": 0.004,
         "context_step_seconds_per_token": 1e-6,
     }
-    # A step that prefills a thousand tokens takes 0.324 s, one that only decodes 0.024 s.
+    # A step that prefills a thousand tokens takes 0.324 s. A step that only decodes takes 0.024 s.
     assert prefill["decode_throughput_alpha"] == pytest.approx(0.024 / 0.324)

@@ -32,7 +32,7 @@ scratch = pathlib.Path(tempfile.gettempdir())
 (scratch / "vllm_dist").write_text("")
 print("scratch", scratch, flush=True)
 """
-"""Files in the temporary folder, as vLLM leaves them."""
+"""Leaves a file in the temporary folder, as vLLM does."""
 PLAIN_CHILD = "import time; time.sleep(600)"
 STUBBORN_CHILD = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + PLAIN_CHILD
 DIES = "print('line one'); print('no such model'); raise SystemExit(3)"
@@ -40,7 +40,7 @@ NEVER_ANSWERS = "import time; time.sleep(600)"
 
 
 class Scripted(ServerOptions):
-    """Options whose command runs a Python script, with the port as its argument, for vLLM."""
+    """Options that run a Python script, with the port as its argument, in place of vLLM."""
 
     script = ""
 
@@ -173,7 +173,7 @@ def test_a_death_at_start_shows_the_log(tmp_path: Path) -> None:
     assert server.pid is None
 
 
-def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
+def test_a_server_that_never_answers_is_an_error(tmp_path: Path) -> None:
     server = VllmServer(scripted(NEVER_ANSWERS), tmp_path / "a.log", start_timeout_s=0.5)
     with pytest.raises(ServerError, match="did not answer within"):
         server.start()
@@ -202,7 +202,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     while running(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not running(pid)
-    # A real engine notices that its server is gone; this stand-in's child does not.
+    # A real engine notices that its server is gone. This test's child process does not.
     child = int(log.read_text().split("child ")[1].split()[0])
     os.kill(child, 9)
 

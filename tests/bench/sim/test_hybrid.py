@@ -1,4 +1,4 @@
-"""Simulated models that keep states or windows in addition to full attention."""
+"""Simulated models that keep recurrent states or windows in addition to full attention."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TURNS = (
     SimTurn(10_800, 300, 40, 0.0),
 )
 NEWS = 9_000 + 600 + 300
-"""Tokens of a job that no server can have."""
+"""Tokens of a job that no server has cached when they arrive."""
 TIERS = Tiers(cpu=2**33, ssd=2**35)
 places = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 
@@ -74,7 +74,7 @@ def test_groups_are_those_that_vllm_makes(name: str) -> None:
         assert least == smallest * model.states.nbytes
 
 
-def test_a_page_of_attention_is_just_as_large_as_a_state() -> None:
+def test_a_page_of_attention_is_as_large_as_a_state() -> None:
     model = MODELS["nemotron-nano-9b-v2"]
     assert model.states is not None
     assert (model.states.nbytes, model.block) == (5_316_608, 1312)
@@ -122,7 +122,7 @@ def test_states_come_back_from_ssd_when_cpu_memory_is_short() -> None:
 
 
 def test_a_state_costs_the_same_to_restore_whatever_the_context() -> None:
-    """The rest of the bytes are those of attention, and in proportion to it."""
+    """The other bytes are those of attention, and are proportional to the tokens."""
     moved = []
     for tokens in (1_312 * 4, 1_312 * 40):
         turns = (SimTurn(0, tokens, 1, 400.0), SimTurn(tokens, 100, 1, 0.0))

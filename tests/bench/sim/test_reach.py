@@ -1,4 +1,4 @@
-"""The reachable bound: vLLM's real scheduler over a pool that never evicts."""
+"""The reachable bound: vLLM's real scheduler on a pool that never evicts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tiered_kv.testing.vllm.rig import Rig
 __all__ = ["make_rig"]
 
 SMALL = 24
-"""Blocks of 16 tokens that requests may hold together, vLLM's null block included."""
+"""Blocks of 16 tokens that requests may occupy concurrently, including vLLM's null block."""
 LARGE = 2_000
 
 
@@ -34,7 +34,7 @@ def reach_rig(make_rig: MakeRig, *, blocks: int = LARGE, small: int = SMALL, **g
 
 
 def held(rig: Rig) -> int:
-    """Blocks that requests hold, each counted once however many share it."""
+    """Return the number of blocks that requests occupy. A shared block counts once."""
     return len({one.block_id for table in rig.tables.values() for one in table} - {0})
 
 
@@ -43,9 +43,11 @@ def context(rig: Rig, request_id: str) -> list[int]:
 
 
 def play(rig: Rig, seed: int, count: int = 60) -> tuple[list[Any], int]:
-    """Let random requests come and run. Some go on from the context of one that has ended, and all
-    jobs begin with the same 32 tokens. Returns what each step scheduled, and the most blocks that
-    were held at once."""
+    """Add random requests and run them all.
+
+    Some requests continue the context of a finished one, and all start with the same 32 tokens.
+    Returns what each step scheduled, and the highest number of blocks occupied at one time.
+    """
     rng, steps, most, left = random.Random(seed), list[Any](), 0, count
     while left or rig.scheduler.has_requests():
         if left and rng.random() < 0.4:
@@ -85,8 +87,8 @@ def test_a_bound_as_large_as_the_pool_is_stock(make_rig: MakeRig, seed: int, pol
     assert reach.outputs == stock.outputs
 
 
-def test_what_is_preempted_is_found_again_but_for_its_last_block(make_rig: MakeRig) -> None:
-    """Three requests of 7 blocks fit into 23, until they have grown."""
+def test_a_preempted_context_is_found_again_except_its_last_block(make_rig: MakeRig) -> None:
+    """Three requests of 7 blocks fit into 23 until they grow."""
     rig = reach_rig(make_rig)
     for number in range(3):
         rig.add(f"r{number}", [number] * 110, 100)
@@ -103,8 +105,9 @@ def test_what_is_preempted_is_found_again_but_for_its_last_block(make_rig: MakeR
     assert max(again.values()) <= 16 < min(tokens.values())
 
 
-def test_what_others_pushed_out_of_a_small_pool_is_still_there(make_rig: MakeRig) -> None:
-    """A job's second turn, behind others that together took the small pool three times."""
+def test_a_context_evicted_from_a_small_pool_is_still_cached(make_rig: MakeRig) -> None:
+    """A job's second turn arrives after other requests that together fill the small pool three
+    times."""
 
     def computed(rig: Rig) -> int:
         rig.add("first", range(160), 8)
@@ -143,12 +146,12 @@ def test_the_cache_can_be_reset_and_usage_is_relative_to_the_small_pool(make_rig
 
 
 @pytest.mark.parametrize("small", [None, "24", 1, LARGE + 1])
-def test_a_bound_that_makes_no_sense_is_refused(make_rig: MakeRig, small: Any) -> None:
+def test_an_impossible_bound_is_refused(make_rig: MakeRig, small: Any) -> None:
     with pytest.raises(ValueError, match=f'"reach_blocks", 2 to {LARGE}'):
         reach_rig(make_rig, small=small)
 
 
-# -- simulated ----------------------------------------------------------------------------
+# -- simulation ----------------------------------------------------------------------------
 
 
 def means(names: Sequence[str], pool_tokens: int) -> dict[str, float]:
@@ -165,6 +168,6 @@ def test_it_lies_between_stock_and_unlimited_vram() -> None:
     assert found["reach"] < 0.9 * found["fcfs"]
 
 
-def test_where_all_fits_it_is_unlimited_vram() -> None:
+def test_if_everything_fits_it_equals_unlimited_vram() -> None:
     found = means(("reach", "infinite"), 200_000)
     assert found["reach"] == found["infinite"]

@@ -1,4 +1,4 @@
-"""Simulated runs: exact where there is a closed form, and the same every time."""
+"""Simulated runs match closed forms where those exist, and repeat exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiered_kv.bench.sim.workloads.workload import Hints, SimJob, SimTurn, Workl
 
 SMALL = replace(TIGHT.machine(), pool_tokens=16_000)
 RATE = 4.0
-"""Jobs a second that so small a pool does not bear."""
+"""Jobs per second, more than such a small pool can sustain."""
 
 
 def run(name: str, workload: Workload | None = None, tiers: Tiers | None = None) -> Outcome:
@@ -95,8 +95,8 @@ def test_servers_of_ours_differ_in_how_long_they_hold_a_job(
 
 
 def test_a_server_that_knows_how_long_contexts_get_loses_less() -> None:
-    """Eight jobs that begin with 1,000 tokens and end with 6,000, in a pool of 16,000: at first
-    nobody else can know that two of them are enough."""
+    """Eight jobs start with 1,000 tokens and end with 6,000, in a pool of 16,000 tokens. At first,
+    only the server that knows the jobs' lengths can tell that two of them fill the pool."""
     turns = tuple(
         SimTurn(shared=1000 * done, added=950, output=50, gap_s=0.05 if done < 5 else 0.0)
         for done in range(6)

@@ -1,4 +1,5 @@
-"""Servers: their names, their treatment of arriving turns, what they know, and what they lack."""
+"""Simulated servers: names, order of arriving turns, knowledge of the future, and missing
+features."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def test_a_server_may_have_another_eviction_rule_and_parts_from_elsewhere() -> N
     assert named.eviction == rule
     assert named.outside == {"tiered_kv.testing.policies", "tiered_kv.policies.cache.lru"}
     with pytest.raises(ValueError, match="@ and an eviction rule"):
-        server("occupancy@lru")  # there is nothing to evict from
+        server("occupancy@lru")  # without a CPU tier there are no pages to evict
     with pytest.raises(ValueError, match="is not a known eviction rule: did you mean lru"):
         server("occupancy+cpu@lur")
     with pytest.raises(ValueError, match="has no class Missing"):
@@ -91,7 +92,7 @@ def test_the_job_that_was_served_least_goes_first() -> None:
     assert order.asked("long", "r5", 0.0) == 0, "it has starved"
 
 
-def test_jobs_are_ranked_by_their_begin_and_sub_agents_as_their_parents() -> None:
+def test_jobs_are_ranked_by_their_start_and_sub_agents_as_their_parents() -> None:
     order = Ordering(Order.JOB)
     order.began("a", None)
     order.began("b", None)
@@ -99,7 +100,7 @@ def test_jobs_are_ranked_by_their_begin_and_sub_agents_as_their_parents() -> Non
     assert [order.asked(job, job, 0.0) for job in ("b", "a/sub", "a")] == [1, 0, 0]
 
 
-# -- foresight, and its lack -----------------------------------------------------------
+# -- with and without knowledge of the future -------------------------------------------
 
 
 def turn(tool: ToolUse | None) -> TurnEnd:
@@ -116,7 +117,7 @@ def test_without_pins_a_context_waits_in_a_tier() -> None:
     assert unpinned.decide(turn(LONG), DEAR) == whole.decide(turn(LONG), DEAR)
 
 
-def test_without_promotion_nothing_comes_up_ahead() -> None:
+def test_without_promotion_nothing_is_prefetched() -> None:
     expected = Occupancy().decide(turn(LONG), DEAR)
     assert expected.back_s is not None
     assert Late().decide(turn(LONG), DEAR) == replace(expected, back_s=None)

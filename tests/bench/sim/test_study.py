@@ -1,4 +1,4 @@
-"""Studies: every case can be run, is compared with the others in its group, and is plotted."""
+"""Every case of a study can be run, is compared with the others in its group, and is plotted."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_kept_run_is_not_used_once_the_code_has_changed(monkeypatch: pytest.Mo
     assert cell.key != kept
 
 
-# -- loads -----------------------------------------------------------------------------
+# -- load sweeps -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("edge", [0.013, 0.9, 47.0])
@@ -155,7 +155,7 @@ def test_the_highest_stable_rate_is_found(edge: float) -> None:
     assert len(asked) == len(set(asked)), "no rate is asked for twice"
 
 
-# -- limits of a machine ----------------------------------------------------------------
+# -- machine limits ----------------------------------------------------------------------
 
 
 def played(place: Place, name: str = "fcfs", **changed: Any) -> Outcome:
@@ -177,8 +177,8 @@ def test_a_long_prompt_takes_more_steps_where_a_step_computes_less_of_it() -> No
     assert parts.summary()["ttft_s"] > whole.summary()["ttft_s"]
 
 
-def test_in_static_batches_none_begins_while_one_has_ended_and_another_runs() -> None:
-    few = replace(PLACE, prefix_caching=False, max_seqs=4)  # the pool has room for them
+def test_a_static_batch_starts_after_the_whole_previous_one() -> None:
+    few = replace(PLACE, prefix_caching=False, max_seqs=4)  # the pool has space for them
     outcome = played(few, "in-batches")
     turns = [turn for job in outcome.jobs for turn in job.turns]
     batches: list[list[TurnRecord]] = []

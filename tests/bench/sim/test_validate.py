@@ -1,4 +1,4 @@
-"""Validation: costs found in a server's times, and the verdict of the command."""
+"""Validation of the simulator: costs fitted to a server's times, and the verdict of the command."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLACE = Machine("here", 200_000, 23_040, 8_192, TRUE, 4e9, batched_tokens=4_096,
 
 
 def played(jobs: tuple[SimJob, ...]) -> Run:
-    """A replay's record of a server with those costs."""
+    """Return the run that a replay would record on a server with the costs ``TRUE``."""
     outcome = simulate(PLACE, server("fcfs"), Workload("known", jobs, Hints.RIGHT), Tiers())
     done = []
     for job in outcome.jobs:
@@ -75,7 +75,7 @@ def test_a_server_s_costs_are_found_in_its_times() -> None:
     assert again == pytest.approx(truth, rel=0.05)
 
 
-def test_too_few_turns_say_nothing() -> None:
+def test_too_few_turns_give_no_costs() -> None:
     one = played(some_jobs(1, 1.0))
     with pytest.raises(ValueError, match="too few"):
         fit(one, one, PLACE)
@@ -128,7 +128,7 @@ def test_the_worst_error_of_a_mean_decides_whether_the_simulator_is_believed(
         assert json.loads(said.out)["mean_error"] == found
 
 
-def test_an_unknown_machine_is_refused_with_those_that_there_are(
+def test_an_unknown_machine_is_refused_with_the_known_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run("run", "--gpu", "abacus") == 2

@@ -128,7 +128,7 @@ def test_sessions_become_jobs_that_end_where_the_user_left(tmp_path: Path) -> No
 
 
 def recorded(folder: Path, *sessions: list[Any]) -> Workload:
-    """The jobs of sessions with these requests."""
+    """Return the jobs of a recording of sessions with these requests."""
     said = [{"id": f"s{at}", "dup": False, "reqs": reqs} for at, reqs in enumerate(sessions)]
     path = folder / "sessions.jsonl.gz"
     path.write_bytes(gzip.compress("\n".join(map(json.dumps, said)).encode()))
@@ -154,7 +154,9 @@ def test_a_request_without_its_tokens_ends_a_job_and_is_counted(
 
 
 @pytest.mark.parametrize("unknown", ["gap", "lcp"])
-def test_what_does_not_say_how_it_follows_is_another_job(tmp_path: Path, unknown: str) -> None:
+def test_a_request_without_gap_or_shared_tokens_starts_another_job(
+    tmp_path: Path, unknown: str
+) -> None:
     rows = grown(9)
     rows[2][unknown] = None
     found = recorded(tmp_path, rows)

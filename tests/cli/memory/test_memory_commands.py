@@ -15,7 +15,7 @@ from tiered_kv.cli.app import app
 
 
 def run(*arguments: object, code: int = 0) -> str:
-    """Standard output of a command, or the one sentence of a refusal."""
+    """Run a command. Return its standard output, or for exit code 2 its one-line error."""
     result = CliRunner().invoke(app, ["memory", *map(str, arguments)])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -46,7 +46,7 @@ def test_ls_shows_the_contents_and_the_owner_of_a_file(tmp_path: Path) -> None:
     assert (file["locked"], file["owner"]["pid"], file["unusable"]) == (True, os.getpid(), None)
     with (tmp_path / "0-1.slots").open("r+b") as torn:
         torn.seek(4096 + 127)
-        torn.write(b"\x5a\xa5")  # the end of one header, and the state of the next
+        torn.write(b"\x5a\xa5")  # the end of one header and the state of the next
     (file,) = run_json("ls", tmp_path)["files"]
     assert (file["pages"], file["torn"]) == (1, 0), "it may be written to just now"
     table = run("ls", tmp_path)

@@ -18,7 +18,7 @@ CPU_BYTES = 2**33
 
 
 def jobs(count: int = 24) -> Workload:
-    """Jobs that stock vLLM with this pool bears badly."""
+    """Return jobs that overload stock vLLM with this pool."""
     return generate("original", count, 0).at(0.25, 0)
 
 
@@ -30,7 +30,7 @@ def served(
     cpu_bytes: float = CPU_BYTES,
     job_order: bool = False,
 ) -> Outcome:
-    """The jobs on a server with that policy; None is stock vLLM."""
+    """Simulate the jobs on a server with this policy, or on stock vLLM if it is None."""
     server = Server(
         policy or "stock", policy, cpu=policy is not None and cpu_bytes > 0, in_job_order=job_order
     )

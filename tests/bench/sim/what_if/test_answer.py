@@ -1,4 +1,5 @@
-"""Answers computed from a trace alone, compared with a real run of the other server."""
+"""What-if answers computed from a trace alone, compared with a simulated run of the other
+server."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ FEW_PER_CENT = 0.06
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The jobs under ``lru``, in the order of arrival."""
+    """Write the trace of the jobs under ``lru``, in order of arrival, and return its path."""
     path = tmp_path_factory.mktemp("lru") / "trace.jsonl"
     served("lru", jobs(), path)
     return path
@@ -34,7 +35,7 @@ def stock(trace: Path) -> WhatIf:
 
 
 def rewritten(trace: Path, folder: Path, **changes: object) -> Path:
-    """The trace with other fields in its header; None leaves one out."""
+    """Return a copy of the trace with changed header fields. A field that is None is removed."""
     path = folder / "rewritten.jsonl"
     first, *rest = lines_of(trace)
     header = {name: value for name, value in (first | changes).items() if value is not None}
@@ -42,7 +43,7 @@ def rewritten(trace: Path, folder: Path, **changes: object) -> Path:
     return path
 
 
-def test_the_recorded_policy_is_simulated_first_and_takes_as_long_as_it_did(
+def test_the_recorded_policy_is_simulated_first_and_its_times_match(
     stock: WhatIf,
 ) -> None:
     assert (stock.recorded_policy, stock.policy) == ("lru", "stock")
@@ -57,7 +58,7 @@ def test_the_recorded_policy_is_simulated_first_and_takes_as_long_as_it_did(
     assert stock.costs["copy_bytes_per_s"] == pytest.approx(PLACE.link, rel=0.05)
 
 
-def test_another_server_takes_as_long_as_it_then_does(stock: WhatIf) -> None:
+def test_another_servers_times_are_predicted(stock: WhatIf) -> None:
     truth = served(None, jobs()).summary()
     assert truth["mean_s"] > 2 * stock.recorded.mean_s, "nothing to tell apart"
     assert stock.what_if.mean_s == pytest.approx(truth["mean_s"], rel=FEW_PER_CENT)
@@ -98,7 +99,7 @@ def test_a_third_party_policy_is_named_by_its_module(trace: Path) -> None:
         what_if(trace, "nobody")
 
 
-def test_a_trace_is_no_reason_to_import_a_module(trace: Path, tmp_path: Path) -> None:
+def test_a_trace_cannot_make_the_command_import_a_module(trace: Path, tmp_path: Path) -> None:
     own = "tiered_kv.policies.baselines.unpinned:Lru"
     strange = rewritten(trace, tmp_path, policy=own, eviction="no.such:Rule")
     with pytest.raises(WhatIfError, match="name it with --recorded"):

@@ -21,7 +21,7 @@ RETURNED, OVER = GapStory(StoryEnd.RETURNED, 1.0), GapStory(StoryEnd.OVER)
 
 
 def turn(number: int, at: float, prompt: int, **fields: Any) -> TurnRecord:
-    """A turn of two seconds and ten tokens."""
+    """Return the record of a turn that takes two seconds and generates ten tokens."""
     vram, lost = fields.pop("vram", 0), fields.pop("lost", 0)
     given: dict[str, Any] = {
         "turn": number,
@@ -53,19 +53,19 @@ def test_a_job_comes_with_its_turns_gaps_and_what_its_prompts_keep() -> None:
     assert job.says_last
 
 
-def test_a_job_that_was_waited_for_does_not_say_which_turn_is_its_last() -> None:
+def test_a_job_that_timed_out_does_not_reveal_its_last_turn() -> None:
     found = recorded_jobs([turn(1, 0.0, 100, gap=GapStory(StoryEnd.CLOSED, 9.0))], BLOCK, 1_000)
     assert not found.workload.jobs[0].says_last
     assert found.left["open"] == 1
 
 
-def test_turns_that_no_job_can_have_are_taken_apart_and_counted() -> None:
+def test_inconsistent_turns_are_split_into_jobs_and_counted() -> None:
     found = recorded_jobs(
         [
             turn(1, 0.0, 100),
-            turn(2, 1.0, 50),  # beside the first
+            turn(2, 1.0, 50),  # overlaps with the first turn
             turn(3, 4.0, 120),
-            turn(1, 20.0, 100),  # the name begins anew
+            turn(1, 20.0, 100),  # the name is reused by a new job
             turn(1, 1.0, 70, job=None),
             turn(1, 2.0, 9_999, job="large"),
             turn(1, 3.0, 100, job="none said", tokens=TurnTokens(prompt=100)),
