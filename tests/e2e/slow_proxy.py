@@ -1,4 +1,4 @@
-"""A proxy that slows a server down by a factor: each part of an answer arrives that much later."""
+"""A proxy that slows down a server by a factor."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import httpx
 
 @contextmanager
 def slow_proxy(url: str, factor: float) -> Iterator[str]:
-    """Forward requests to ``url``, including streams. Returns the proxy's address.
+    """Forward requests to ``url``, including streams. Yields the proxy's address.
 
     Args:
-        factor: of the time from a request to each part of its answer.
+        factor: factor by which the time from a request to each part of its answer grows.
     """
 
     class Handler(BaseHTTPRequestHandler):

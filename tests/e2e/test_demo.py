@@ -1,5 +1,5 @@
-"""The demo on a CPU without AVX-512, on any machine: it measures, chooses a size, runs and
-compares."""
+"""The demo runs on a CPU without AVX-512, emulated on any machine: it measures, chooses a size,
+runs and compares."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ pytestmark = pytest.mark.e2e
 
 
 def computed(run: dict[str, Any]) -> int:
-    """Prompt tokens of later turns that were run through the model."""
+    """Return the prompt tokens of later turns that were recomputed."""
     return sum(row["sources"]["recomputed"] for row in run["by_turn"][1:])
 
 
-def test_the_demo_shows_its_point_on_a_cpu_without_avx512(
+def test_the_demo_shows_its_effect_on_a_cpu_without_avx512(
     tmp_path: Path, small_model: Path
 ) -> None:
     avx2 = str(ROOT / "scripts" / "avx2")

@@ -1,5 +1,5 @@
-"""A real engine in observe mode answers like stock vLLM, and its estimate for a few agents under
-pressure is what the connector then saves."""
+"""A real engine in observe mode gives stock vLLM's answers. Its estimate for a few agents under
+pressure matches what the connector then saves."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from tiered_kv.bench.servers.engines import Engine, engine, real_texts
 pytestmark = pytest.mark.e2e
 
 AGENTS, TURNS, BEGIN, SAID = 4, 3, 200, 100
-"""Agents and their turns; tokens of the first prompt, and of what a tool says."""
+"""Number of agents, of turns per agent, of tokens in the first prompt, and of tokens per tool
+result."""
 POOL_BLOCKS = 24
-"""Room for 736 tokens: of the four contexts at their end not two."""
+"""Blocks for 736 tokens: fewer than two of the four contexts at their final length."""
 SIZE = {"num_gpu_blocks_override": POOL_BLOCKS, "max_model_len": 640}
 SETTINGS = {"cpu_gib": 0.5}
 CLOSE = 0.15
@@ -23,8 +24,8 @@ Turn = tuple[int, ...]
 
 
 def first_run(on: Engine, texts: list[list[int]]) -> tuple[list[Turn], list[Turn]]:
-    """Play the agents, one turn after the other; returns prompts and answers. A prompt has the
-    answers before it."""
+    """Play the agents' turns in rotation. Each prompt contains the earlier answers. Returns the
+    prompts and the answers."""
     contexts = [text[:BEGIN] for text in texts]
     prompts, answers = list[Turn](), list[Turn]()
     for turn in range(TURNS):
@@ -39,7 +40,7 @@ def first_run(on: Engine, texts: list[list[int]]) -> tuple[list[Turn], list[Turn
 
 
 def again(on: Engine, prompts: list[Turn]) -> list[Turn]:
-    """The same prompts in the same order."""
+    """Send the same prompts in the same order, and return the answers."""
     answers = []
     for prompt in prompts:
         answers.append(on.generate([prompt])[0].tokens)
@@ -48,12 +49,12 @@ def again(on: Engine, prompts: list[Turn]) -> list[Turn]:
 
 
 def found(on: Engine) -> int:
-    """Prompt tokens that were not computed."""
+    """Return the number of prompt tokens that were not computed."""
     totals = on.half.counters.totals
     return int(totals["prompt_tokens_vram"] + totals["prompt_tokens_cpu"])
 
 
-def test_observed_answers_are_stock_answers_and_its_word_holds(small_model: Path) -> None:
+def test_observe_mode_answers_like_stock_and_its_estimate_holds(small_model: Path) -> None:
     texts = real_texts(small_model, [BEGIN + TURNS * SAID] * AGENTS)
     with engine(small_model, connector=False, **SIZE) as stock:
         prompts, answers = first_run(stock, texts)

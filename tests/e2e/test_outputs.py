@@ -1,4 +1,4 @@
-"""Outputs with the connector equal outputs without it, wherever the KV comes from."""
+"""Outputs with the connector equal outputs without it, from any source of KV."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from tiered_kv.transfer.base import Direction
 pytestmark = pytest.mark.e2e
 
 LENGTHS = [48, 31, 32, 33, 63, 64, 65, 100, 128, 129, 150, 200, 256, 257, 300, 400]
-"""Around the ends of blocks, and others."""
+"""Text lengths in tokens: around block boundaries, and others."""
 CANDIDATES = 3
 POOL_TOKENS = 130 * 32
 
 
 ANSWER = 8
-"""Tokens of an answer."""
+"""Tokens per answer."""
 
 
 @dataclass(frozen=True)
 class Stock:
-    """The texts, and what stock vLLM answers.
+    """Texts, and stock vLLM's answers to them.
 
-    The last token of each text is stock's own answer to the rest of it. So stock decodes it in a
-    step of one token for each request, as an engine does that has restored the rest: in batches of
-    the same shapes, over KV that was computed in the same batches. Rounding depends on these, and
-    on nothing else that the two do.
+    The last token of each text is stock's own answer to the rest of the text. Stock therefore
+    decodes it in a step with one token per request, like an engine that has restored the rest: in
+    batches of the same shapes, over KV that was computed in the same batches. Rounding depends only
+    on these.
 
     Attributes:
         rests: the texts without their last tokens.
         alone: answers to the texts, one at a time.
-        eights: answers to the texts, decoded behind their rests, eight at a time.
-        again: the same in another run.
+        eights: answers to the texts, decoded after their rests, eight at a time.
+        again: the same as ``eights``, from another run.
     """
 
     texts: list[list[int]]
@@ -66,16 +66,17 @@ def stock(small_model: Path) -> Stock:
 
 
 def behind_the_first(answer: Answer) -> Answer:
-    """The answer without its first token."""
+    """Return the answer without its first token."""
     return replace(answer, tokens=answer.tokens[1:], logprobs=answer.logprobs[1:])
 
 
 def decided_texts(plain: Engine, model: Path) -> list[list[int]]:
-    """For each length, a token shorter, the text that stock vLLM continues with the least doubt.
+    """Return, for each length minus one, the text that stock vLLM continues with the largest
+    margin.
 
-    Where two tokens are as good as equal, bf16 rounding decides between them, and it
-    rounds differently in a prefill and in a decode step: stock's own prefix cache changes
-    such an answer. Chosen by stock's logits alone, before the connector runs.
+    Where two tokens are nearly equally likely, bf16 rounding decides between them. It rounds
+    differently in a prefill and in a decode step, so stock's own prefix cache can change such an
+    answer. The choice depends only on stock's logits, before the connector runs.
     """
     lengths = [length - 1 for length in LENGTHS for _ in range(CANDIDATES)]
     candidates = real_texts(model, lengths)
@@ -89,8 +90,8 @@ def decided_texts(plain: Engine, model: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def ours(small_model: Path, stock: Stock) -> Iterator[Engine]:
-    """An engine whose sync restores end before the step that they are for. Where vLLM schedules a
-    step ahead there are only async ones, and requests would be computed in other batches."""
+    """An engine whose sync restores finish before the step that needs them. If vLLM schedules a
+    step in advance, all restores are async, and requests would be computed in other batches."""
     extra = {"cpu_gib": 1, "policy": "lru"}
     with engine(small_model, connector=True, extra=extra, async_scheduling=False) as made:
         yield made
@@ -101,7 +102,8 @@ def in_eights(on: Engine, texts: list[list[int]], tokens: int = ANSWER) -> list[
 
 
 def differences(a: list[Answer], b: list[Answer]) -> NDArray[np.float64]:
-    """|difference| of the logprobs of the tokens two runs agree on, up to the first other."""
+    """Return the absolute logprob differences of the tokens before the first disagreement of each
+    text."""
     found = []
     for one, other in zip(a, b, strict=True):
         for i, token in enumerate(one.tokens):
@@ -119,7 +121,7 @@ def tokens_of(answers: list[Answer]) -> list[tuple[int, ...]]:
     return [answer.tokens for answer in answers]
 
 
-def test_greedy_output_alone_is_that_of_stock(ours: Engine, stock: Stock) -> None:
+def test_greedy_output_of_single_requests_equals_stocks(ours: Engine, stock: Stock) -> None:
     right = tokens_of(stock.alone)
     assert tokens_of(ours.alone(stock.texts)) == right, "cold"
     twice = [ours.alone([text, text])[1] for text in stock.texts]
@@ -149,9 +151,9 @@ def test_output_is_the_same_after_restores_that_fail(
     assert faulty.struck == len(stock.texts)
 
 
-def test_eight_at_a_time_agree_as_closely_as_stock_with_itself(ours: Engine, stock: Stock) -> None:
+def test_batches_of_eight_agree_as_closely_as_stock_with_itself(ours: Engine, stock: Stock) -> None:
     ours.half.pages.restores.policy = AlwaysRestore(RestoreMode.SYNC)
-    # Pages from before were computed in other batches, and so are other bytes.
+    # Existing pages were computed in other batches, and so have other bytes.
     ours.core.scheduler.reset_prefix_cache(reset_connector=True)
     in_eights(ours, stock.rests, ANSWER + 1)
     ours.evict_vram(POOL_TOKENS)
@@ -163,12 +165,12 @@ def test_eight_at_a_time_agree_as_closely_as_stock_with_itself(ours: Engine, sto
 
 
 def unlike(a: list[Answer], b: list[Answer]) -> int:
-    """Number of texts that were answered with other tokens."""
+    """Return the number of texts whose answers have different tokens."""
     return sum(one.tokens != other.tokens for one, other in zip(a, b, strict=True))
 
 
 def disagreement(stock: Stock, answers: list[Answer]) -> list[str]:
-    """Ways in which answers, eight at a time, differ more from stock's than another run of stock.
+    """Return how answers, eight at a time, differ more from stock's than another run of stock does.
     If stock is reproducible bit for bit, every difference counts."""
     noise, ours = by_text(stock.eights, stock.again), by_text(stock.eights, answers)
     compared = {
@@ -184,13 +186,13 @@ def disagreement(stock: Stock, answers: list[Answer]) -> list[str]:
 
 
 def by_text(a: list[Answer], b: list[Answer]) -> NDArray[np.float64]:
-    """Mean |difference| of the logprobs of each text."""
+    """Return the mean absolute logprob difference of each text."""
     pairs = zip(a, b, strict=True)
     return np.array([differences([one], [other]).mean() for one, other in pairs])
 
 
-def test_a_deliberately_wrong_page_is_noticed(ours: Engine, stock: Stock) -> None:
-    """Without this the test above would prove nothing."""
+def test_a_deliberately_wrong_page_is_detected(ours: Engine, stock: Stock) -> None:
+    """Without this test, the test above could pass without comparing anything."""
     ours.half.pages.restores.policy = AlwaysRestore(RestoreMode.SYNC)
     ours.evict_vram(POOL_TOKENS)
     faulty = ours.worker.backend = FaultyTransfer(ours.worker.backend)

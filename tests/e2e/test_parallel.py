@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks count as one, and each has its own store."""
+"""Two tensor-parallel ranks act as one engine, and each has its own store."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from tiered_kv.bench.servers.engines import engine
 pytestmark = pytest.mark.e2e
 
 OPTIONS: dict[str, Any] = {
-    "dtype": "bfloat16",  # also where float32 is faster: its pages are a path of their own
-    "skip_tokenizer_init": True,  # prompts hold tokens that it lacks
+    # Also where float32 is faster, because bf16 pages have their own code path.
+    "dtype": "bfloat16",
+    "skip_tokenizer_init": True,  # prompts hold tokens that the tokenizer lacks
     "max_model_len": 1024,
     "num_gpu_blocks_override": 60,
     "tensor_parallel_size": 2,
@@ -28,8 +29,8 @@ def prompts() -> list[list[int]]:
 
 
 def skip_if_vllm_cannot(model: Path) -> None:
-    """Without AVX-512, two ranks of vLLM's own CPU build were seen to answer with tokens that the
-    model does not have."""
+    """Skip the test if stock vLLM fails with two ranks. Without AVX-512, two ranks of its CPU build
+    have answered with tokens that the model does not have."""
     if read_features().avx512:
         return
     try:
@@ -42,7 +43,7 @@ def skip_if_vllm_cannot(model: Path) -> None:
 def test_two_ranks_count_as_one_and_keep_their_pages_over_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank has a store of its own under one path; a page counts if both have it."""
+    """Each rank has its own store below one path. A page counts only if both ranks have it."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     model = write_model(MODELS[0], tmp_path, OPTIONS["dtype"])
     skip_if_vllm_cannot(model)

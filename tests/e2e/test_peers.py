@@ -1,4 +1,4 @@
-"""Installed peers (``scripts/install-peers``) play jobs on real servers."""
+"""Peers installed by ``scripts/install-peers`` play jobs on real servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routes of a server without the connector, and with a token: errors name what is missing."""
+"""The routes without the connector, and with a token: each error names what is missing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ ROUTES = ("status", "jobs", "jobs/j")
 
 @pytest.fixture(scope="module")
 def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    """Stock vLLM with our plugin, and the middleware a second time."""
+    """Stock vLLM with this project's plugin, which loads the middleware, and the middleware a
+    second time."""
     options = ServerOptions(
         model=small_model,
         kv_blocks=60,
@@ -38,7 +39,7 @@ def client(server: VllmServer) -> Iterator[httpx.Client]:
         yield made
 
 
-def test_without_the_connector_they_say_what_to_do(
+def test_without_the_connector_the_routes_say_what_to_do(
     client: httpx.Client, server: VllmServer
 ) -> None:
     for path in ROUTES:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 
 JOBS, BLOCKS = 4, 18
 TOKENS = BLOCKS * 32 + 1
-"""Full blocks and one token: whoever has the blocks computes that token alone."""
+"""Full blocks and one token: a server that has the blocks computes only that token."""
 
 
 def answer(client: httpx.Client, name: str, prompt: list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""A job is saved from a server that stops, and continues in the next server from its KV,
+"""A snapshot of a job outlives its server: the next server continues the job from its KV,
 bit-exactly."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOKENS = 600
 
 
 def command(*words: str) -> dict[str, Any]:
-    """Run a command. Returns its JSON output."""
+    """Run a command, and return its JSON output."""
     ran = CliRunner().invoke(app, [*words, "--json"])
     assert ran.exit_code == 0, ran.output
     said: dict[str, Any] = json.loads(ran.stdout)

@@ -1,4 +1,4 @@
-"""Random agents on a real server with every tier and in job order: no resource leaks."""
+"""Random agents on a real server with every tier and in job order leak no resource."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from tiered_kv.bench.soak.__main__ import measure
 pytestmark = pytest.mark.e2e
 
 
-def test_a_quarter_of_a_minute_of_agents_leaves_nothing_behind(
-    small_model: Path, tmp_path: Path
-) -> None:
+def test_fifteen_seconds_of_agents_leave_nothing_behind(small_model: Path, tmp_path: Path) -> None:
     found = measure(0.25, seed=1, logs=tmp_path)
     log = (tmp_path / "soak.log").read_text()
     assert found["errors"] == 0, found["first_error"]

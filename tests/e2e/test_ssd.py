@@ -18,14 +18,15 @@ from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, VllmSe
 pytestmark = pytest.mark.e2e
 
 CONTEXTS, TOKENS = 6, 18 * 32 + 1
-"""Full blocks and one token: a hit in VRAM and a restore from SSD both compute that token
-alone, so that even a tie of two answers, which bf16 breaks by the batch's shape, is broken
-in the same way. The full blocks must then hold the same bits."""
+"""Full blocks and one token. A hit in VRAM and a restore from SSD both compute only that token, so
+that even a tie of two answers, which bf16 breaks by the batch's shape, is broken in the same way.
+The full blocks must then have the same bits."""
 LONG_TOKENS = 100 * 32 + 1
 
 
 def gib(tokens: int) -> float:
-    """Size of a context: keys and values of 30 layers, 3 heads of 64 numbers each."""
+    """Return the size of a context in GiB: keys and values of 30 layers with 3 heads of 64
+    numbers."""
     number = 4 if machine_dtype().name == "float32" else 2
     return tokens * 30 * 2 * 3 * 64 * number / 2**30
 
@@ -39,7 +40,7 @@ def answers(client: httpx.Client, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def settle(client: httpx.Client) -> None:
-    """Wait until everything that was ordered is done."""
+    """Wait until all of the connector's orders are finished."""
     by = time.monotonic() + EVENT_S
     tick(client)
     while count(client, "orders_in_flight") and time.monotonic() < by:
@@ -47,7 +48,7 @@ def settle(client: httpx.Client) -> None:
 
 
 def kill_outright(server: VllmServer) -> None:
-    """kill -9 of the server and of all that it started."""
+    """Kill the server and all of its child processes with SIGKILL."""
     assert server.pid is not None
     group = server.pid
     os.killpg(group, signal.SIGKILL)
@@ -64,7 +65,7 @@ def test_a_restarted_server_answers_the_same_from_ssd(small_model: Path, tmp_pat
         extra_args=("--shutdown-timeout", "10"),
         env={
             "TIERED_KV_CPU_GIB": f"{2.4 * gib(TOKENS):.3f}",  # two of the six contexts
-            "TIERED_KV_POLICY": "lru",  # nothing stays in VRAM
+            "TIERED_KV_POLICY": "lru",  # this policy pins nothing in VRAM
             "TIERED_KV_SSD_PATH": str(tmp_path / "ssd"),
             "TIERED_KV_SSD_GIB": "1",
         },
@@ -75,7 +76,9 @@ def test_a_restarted_server_answers_the_same_from_ssd(small_model: Path, tmp_pat
         right = []
         for prompt in prompts:
             right.append(answers(client, [prompt, prompt])[1])
-            settle(client)  # a slow disk or codec is behind: what it leaves is evicted unwritten
+            # A slow disk or codec may be behind, and pages that are not written yet would be lost
+            # by eviction.
+            settle(client)
         assert count(client, "prompt_tokens_vram") == CONTEXTS * (TOKENS - 1)
         assert count(client, "prompt_tokens_ssd") == 0
         assert answers(client, prompts) == right
@@ -109,7 +112,7 @@ def test_a_restarted_server_answers_the_same_from_ssd(small_model: Path, tmp_pat
 def test_a_context_twice_as_large_as_cpu_memory_comes_back_from_ssd(
     small_model: Path, tmp_path: Path
 ) -> None:
-    """An engine with more memory has left it there."""
+    """An earlier engine with more CPU memory wrote the context to SSD."""
 
     def options(cpu_gib: float) -> ServerOptions:
         return ServerOptions(

@@ -1,4 +1,4 @@
-"""All reporters of a figure of a run agree, and a false report is detected."""
+"""All sources of a run's figures agree, and a false figure is detected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_trace_metrics_routes_and_clients_agree(seen: Seen) -> None:
 
 
 def metric(name: str) -> Callable[[Seen], Seen]:
-    """One more of a counter on ``/metrics``."""
+    """Return a change that adds one to a counter on ``/metrics``."""
     return lambda run: replace(run, metrics={**run.metrics, name: run.metrics[name] + 1})
 
 
@@ -39,7 +39,7 @@ def status(name: str, value: int) -> Callable[[Seen], Seen]:
 
 
 def longer_answer(run: Seen) -> Seen:
-    """The first turn of the first job, with a token more at its client."""
+    """Return the run with one more token in the client's count for the first job's first turn."""
     job, *others = run.played
     first, *rest = job.turns
     first = replace(first, output_tokens=first.output_tokens + 1)
@@ -64,5 +64,5 @@ def longer_answer(run: Seen) -> Seen:
         (longer_answer, "turns that client and trace report differently"),
     ],
 )
-def test_a_false_report_is_noticed(seen: Seen, change: Callable[[Seen], Seen], what: str) -> None:
+def test_a_false_report_is_detected(seen: Seen, change: Callable[[Seen], Seen], what: str) -> None:
     assert what in disagreements(change(seen))

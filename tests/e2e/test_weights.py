@@ -1,5 +1,7 @@
-"""Weights of a real engine that a trainer updates: no tier brings old KV back, now or after a
-restart. The trainer resets no cache and sends the policy's number as cache salt."""
+"""A trainer updates the weights of a real engine. No tier restores old KV, now or after a restart.
+
+The trainer resets no cache, and sends the policy's number as cache salt.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
 def scale_norms(model: Any, factor: float) -> None:
-    """Update parameters that no CPU kernel has packed."""
+    """Scale the norms, which are parameters that no CPU kernel has packed."""
     with torch.no_grad():
         for name, weights in model.named_parameters():
             if "layernorm" in name:
@@ -33,18 +35,18 @@ def scale_norms(model: Any, factor: float) -> None:
 
 @dataclass
 class NoInit(WeightTransferInitInfo):
-    """The transfer needs nothing."""
+    """Init information of a transfer that needs none."""
 
 
 @dataclass
 class Factor(WeightTransferUpdateInfo):
-    """By how much the norms are scaled."""
+    """Factor by which the norms are scaled."""
 
     factor: float = 1.0
 
 
 class Scaling(WeightTransferEngine[NoInit, Factor]):
-    """A transfer of weights through vLLM's API whose sender has one number to send."""
+    """A weight transfer through vLLM's API that sends a single number."""
 
     init_info_cls = NoInit
     update_info_cls = Factor
@@ -125,7 +127,7 @@ def test_answers_after_updates_and_a_restart_are_those_of_stock(
             if policy:
                 UPDATES[policy - 1](made)
             found = from_tiers(made)
-            # The same number each time, which finds old KV if anything does.
+            # The salt is the same each time, so that stale KV would be found.
             assert answers(made, texts, "policy-7") == right
             assert from_tiers(made) == found, "nothing of other weights"
             made.evict_vram(60 * 32)

@@ -1,7 +1,7 @@
-"""Agents under memory pressure on a real server with every tier, and each figure from every source
-that reports it.
+"""Runs agents under memory pressure on a real server with every tier, and compares each figure
+across all sources that report it.
 
-These are the clients, the trace, ``trace analyze``, ``/metrics``, the routes, and vLLM's own
+The sources are the clients, the trace, ``trace analyze``, ``/metrics``, the routes, and vLLM's own
 counters.
 """
 
@@ -52,12 +52,13 @@ AGENTS = Load(
     gap_limit_s=6.0,
     apart_s=0.4,
 )
-"""Jobs whose contexts, some 900 tokens each at the end, are three times the pool."""
+"""Load of the run. The jobs' contexts, about 900 tokens each at the end, are three times the
+pool."""
 POOL_BLOCKS = 80
 CPU_TOKENS = 3_000
-"""Tokens that CPU memory holds: pages are demoted to SSD and promoted again."""
+"""Capacity of CPU memory in tokens, so small that pages are demoted to SSD and promoted again."""
 KV_ELEMENTS = 30 * 2 * 3 * 64
-"""Numbers in the KV of a token of the small model."""
+"""Number of elements in the KV of one token of the small model."""
 IDLE_CALLS = 40
 SETTLE_S = 300.0
 STATUS, JOBS = "/tiered_kv/status", "/tiered_kv/jobs?limit=1000"
@@ -68,7 +69,7 @@ OF_VLLM = {
     "requests": "vllm:request_success_total",
     "preemptions": "vllm:num_preemptions_total",
 }
-"""Counters of vLLM's own."""
+"""vLLM's own counters, by the name used here."""
 FAULTS = (
     "save_failures",
     "restore_failures",
@@ -79,7 +80,7 @@ FAULTS = (
     "hook_errors",
     "trace_dropped",
 )
-"""Counters that stay 0 unless something goes wrong."""
+"""Counters that stay 0 unless something fails."""
 HAPPENED = (
     "prompt_tokens_vram",
     "prompt_tokens_cpu",
@@ -89,9 +90,9 @@ HAPPENED = (
     "pages_evicted",
     "pins",
 )
-"""Counters that the run must move: figures that are 0 everywhere agree about nothing."""
+"""Counters that the run must move, because figures that are all 0 agree trivially."""
 MOST_NAMED = 5
-"""Turns that are named where they differ."""
+"""Maximum number of differing turns that are listed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +102,11 @@ class Seen:
     Attributes:
         played: jobs as their clients saw them.
         left_open: jobs whose client never marked a turn as the last.
-        metrics: figures on ``/metrics`` at the end; 0 for those that are not there.
+        metrics: figures on ``/metrics`` at the end; 0 for missing ones.
         status: the engine's answer to the status route.
         open_jobs: the answer to the jobs route.
-        records, steps: the trace, once the server had exited.
-        idle_ms: times of the status route's calls while the server was idle.
+        records, steps: the trace, read after the server had exited.
+        idle_ms: durations of calls of the status route while the server was idle.
     """
 
     played: Sequence[JobDone]
@@ -119,12 +120,12 @@ class Seen:
 
     @property
     def idle_call_ms(self) -> float:
-        """95th percentile of the idle server's calls."""
+        """95th percentile of the durations in ``idle_ms``."""
         return statistics.quantiles(self.idle_ms, n=20)[-1]
 
     @property
     def preemptions(self) -> int:
-        """Preemptions in the trace."""
+        """Number of preemptions in the trace."""
         return sum(one.preempted.count for one in self.records)
 
 
@@ -132,7 +133,7 @@ class Seen:
 
 
 def run_script(model: Path, folder: Path, seed: int, tell: Callable[[str], None]) -> Seen:
-    """Play the agents on a server that has exited when this returns.
+    """Play the agents on a server, which has exited when this returns.
 
     Args:
         folder: receives the server's log, its trace and its pages on SSD.
@@ -177,7 +178,7 @@ def run_script(model: Path, folder: Path, seed: int, tell: Callable[[str], None]
 
 
 def read_metrics(text: str) -> Mapping[str, int]:
-    """Counters and gauges of the connector, and some of vLLM's, summed over engines."""
+    """Return the connector's counters and gauges, and some of vLLM's, summed over engines."""
     by_sample = totals(text)
     found = {**events(text), **{name: by_sample.get(key, 0.0) for name, key in OF_VLLM.items()}}
     return Counter({name: round(value) for name, value in found.items()})
@@ -222,8 +223,8 @@ def _play(server: VllmServer, jobs: Sequence[Job], hints: Hints) -> tuple[JobDon
 
 
 def _settle(server: VllmServer, asked: int) -> list[JobDone]:
-    """Ask for single tokens until no copy runs and every turn is counted, because vLLM reports
-    counters with its steps. Returns these jobs, of a turn each."""
+    """Send requests of one token until no copy runs and every turn is counted, because vLLM updates
+    counters only during steps. Returns the jobs of these requests, with one turn each."""
     ticks = list[JobDone]()
     deadline = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline:
@@ -243,22 +244,22 @@ def _engine(server: VllmServer) -> dict[str, Any]:
 
 
 def _call_ms(server: VllmServer) -> float:
-    time.sleep(0.1)  # so that the engine sleeps again
+    time.sleep(0.1)  # wait until the engine is idle again
     began = time.perf_counter()
     server.get(STATUS)
     return 1e3 * (time.perf_counter() - began)
 
 
-# -- its figures --------------------------------------------------------------------
+# -- figures of a run ---------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A figure, by everything that reports it.
+    """One figure as reported by each source.
 
     Attributes:
-        figures: the figure by its reporter.
-        about: details that help to find the reason of a disagreement.
+        figures: value of the figure, by source.
+        about: details that help to explain a disagreement.
     """
 
     what: str
@@ -267,24 +268,24 @@ class Account:
 
     @property
     def agrees(self) -> bool:
-        """True if all report the same."""
+        """True if all sources report the same value."""
         first, *others = self.figures.values()
         return all(other == first for other in others)
 
     def to_json(self) -> dict[str, object]:
-        """The account, without None values."""
+        """Return the account as a dict, without None values."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def accounts(seen: Seen) -> list[Account]:
-    """All accounts of a run."""
+    """Return all accounts of a run."""
     figures = analyze(TurnTable(seen.records))
     parts = (_tokens, _turns, _pins_and_pages, _jobs)
     return [account for part in parts for account in part(seen, figures)] + list(_steps(seen))
 
 
 def disagreements(seen: Seen) -> list[str]:
-    """Names of the figures that are reported in two ways."""
+    """Return the names of the figures whose sources disagree."""
     return [one.what for one in accounts(seen) if not one.agrees]
 
 
@@ -293,7 +294,8 @@ def _account(what: str, about: object = None, /, **figures: object) -> Account:
 
 
 def _answered(seen: Seen) -> dict[str, tuple[int, ...]]:
-    """Number and lengths (prompt, found, answer) of each turn as its client saw it, by request."""
+    """Return, by request, the turn number and token counts (prompt, found, answer) of each turn as
+    its client saw it."""
     return {
         request_id(job.name, turn.turn): (
             turn.turn,
@@ -307,7 +309,7 @@ def _answered(seen: Seen) -> dict[str, tuple[int, ...]]:
 
 
 def _traced(seen: Seen) -> dict[str, tuple[int, ...]]:
-    """The same as the trace has it."""
+    """Return, by request, the turn number and token counts of each turn in the trace."""
     return {
         client_name(one.request) or one.request: (
             one.turn,
@@ -325,7 +327,8 @@ def _tokens(seen: Seen, figures: Figures) -> Iterator[Account]:
     _, *traced = (sum(part) for part in zip(*_traced(seen).values(), strict=True))
 
     def counted(by: Mapping[str, int]) -> int:
-        """Tokens of all prompts: those from SSD came through CPU memory."""
+        """Return the tokens of all prompts. Tokens from SSD count as CPU memory, because they pass
+        through it."""
         return sum(by[f"prompt_tokens_{source}"] for source in ("vram", "cpu", "recomputed"))
 
     yield _account(
@@ -400,7 +403,7 @@ def _pins_and_pages(seen: Seen, figures: Figures) -> Iterator[Account]:
         metrics=metrics["pins"],
         status=counters["pins"],
     )
-    # Pins that were held at the last poll expired since, or ended with the engine.
+    # Pins that existed at the last poll have since expired, or ended with the engine.
     ends = (figures.pins.get(end.value) for end in (PinEnd.CLOSED, PinEnd.EXPIRED))
     yield _account(
         "pins that expired, or were held to the end",
@@ -451,7 +454,7 @@ def _jobs(seen: Seen, figures: Figures) -> Iterator[Account]:
 
 
 def _steps(seen: Seen) -> Iterator[Account]:
-    if not seen.preemptions:  # else some tokens are computed twice
+    if not seen.preemptions:  # after a preemption, some tokens are computed twice
         yield _account(
             "tokens of prompts that were computed",
             steps=seen.steps.prefill_tokens,

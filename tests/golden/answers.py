@@ -1,4 +1,4 @@
-"""Shapes of JSON: names of fields and types of values, without the values."""
+"""Shapes of JSON values: field names and value types, without the values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 
 def shape(*values: Any) -> Any:
-    """Shape that all of these have. A field that some objects lack ends with ``?``."""
+    """Return the shape that all values share. The name of a field that some objects lack ends with
+    ``?``."""
     found: list[Any] = []
     objects = [one for one in values if isinstance(one, dict)]
     if objects:

@@ -1,4 +1,5 @@
-"""Copies of the golden files, for tests to open and to damage; and names, to compare."""
+"""Fixtures for golden files: copies that a test may open and damage, and a comparison of published
+names."""
 
 from __future__ import annotations
 
@@ -26,23 +27,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of all golden files, which nothing writes to."""
+    """Folder of all golden files. Nothing writes to it."""
     folder = tmp_path_factory.mktemp("golden")
     with tarfile.open(ARCHIVE) as archive:
-        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # since 3.11.4
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # exists since 3.11.4
         archive.extractall(folder)
     return folder
 
 
 @pytest.fixture
 def copy(written: Path, tmp_path: Path) -> Copy:
-    """Copies a folder of golden files, and returns the copy."""
+    """Return a function that copies a folder of golden files, and returns the copy."""
     return lambda name: shutil.copytree(written / name, tmp_path / name)
 
 
 @pytest.fixture
 def compare(request: pytest.FixtureRequest) -> Compare:
-    """Compares names with the published names, in a file of ``names/``."""
+    """Return a function that compares collected names with the published names in a file of
+    ``names/``."""
 
     def compare(name: str, found: Mapping[str, Any]) -> None:
         path = NAMES / f"{name}.json"
@@ -56,7 +58,7 @@ def compare(request: pytest.FixtureRequest) -> Compare:
 
 
 def _lines(value: Any, place: str = "") -> Iterator[str]:
-    """A line for each value, with its place."""
+    """Yield a line for each value, with its path."""
     if isinstance(value, dict):
         if not value:
             yield f"{place}: empty"

@@ -42,7 +42,8 @@ _OF_ALL = (*ENGINE, "le")
 
 
 def metrics() -> dict[str, Any]:
-    """Families on ``/metrics``: type, labels of each series, and bounds of buckets."""
+    """Return the metric families on ``/metrics``: type, labels of each series, and histogram
+    buckets."""
     exported = Exported()
     exported.metrics.observe({**everything(), **dict.fromkeys(WOULD_HAVE_SAVED, 1)}, 0)
     found: dict[str, Any] = {"labels of every series": ENGINE}
@@ -66,7 +67,8 @@ def _labels(labels: Mapping[str, str]) -> str:
 
 
 def settings() -> dict[str, Any]:
-    """Every setting with its variable, its key and its default, and the words that some take."""
+    """Return every setting with its variable, key and default, and the words that some settings
+    accept."""
     default = TierConfig()
     found = {
         field.name: {
@@ -87,12 +89,12 @@ def settings() -> dict[str, Any]:
 
 
 def commands() -> dict[str, Any]:
-    """Verbs and options of ``tiered-kv``."""
+    """Return the subcommands and options of ``tiered-kv``."""
     return dict(_walk("tiered-kv", get_command(app)))
 
 
 def benchmarks() -> dict[str, Any]:
-    """Options of each ``python -m bench.NAME``."""
+    """Return the options of each ``python -m bench.NAME``."""
     found: dict[str, Any] = {}
     for path in sorted((ROOT / "bench").iterdir()):
         is_command = (
@@ -105,8 +107,11 @@ def benchmarks() -> dict[str, Any]:
 
 
 def benchmark_results() -> dict[str, Any]:
-    """Names in the results of benchmarks, which take minutes to run: keys of the dictionaries that
-    their code returns or calls a result. Some go no further than to another function."""
+    """Return the names in the results of benchmarks, which take minutes to run.
+
+    The names are the keys of the dicts that the code returns, or assigns to a result. Some are only
+    passed between functions.
+    """
     found: dict[str, Any] = {}
     for path in sorted((ROOT / "bench").iterdir()):
         sources = sorted(path.rglob("*.py")) if path.is_dir() else [path]
@@ -149,7 +154,8 @@ def _walk(name: str, command: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _parameter(one: Any) -> str:
-    """An option or an argument, and whether it takes a value, is required or may be repeated."""
+    """Describe an option or an argument: whether it takes a value, is required, or may be
+    repeated."""
     is_option = one.param_type_name == "option"
     names = "/".join([*one.opts, *one.secondary_opts]) if is_option else one.metavar or one.name
     takes_value = is_option and not one.is_flag
@@ -159,7 +165,7 @@ def _parameter(one: Any) -> str:
 
 
 def trace() -> dict[str, Any]:
-    """Fields of every record of a trace, and their types."""
+    """Return the fields of every type of trace record, and their types."""
     records = {"header": TraceHeader, "turn": TurnRecord, "step": StepRecord}
     return {"schema": SCHEMA, **{name: _described(kind) for name, kind in records.items()}}
 
@@ -182,12 +188,12 @@ def _described(kind: Any) -> Any:
 
 
 def what_if() -> dict[str, Any]:
-    """Fields of ``tiered-kv trace analyze --what-if POLICY --json``."""
+    """Return the fields of ``tiered-kv trace analyze --what-if POLICY --json``."""
     return dict(_described(WhatIf))
 
 
 def words() -> dict[str, Any]:
-    """Words in answers of the routes."""
+    """Return the enumerated words in the routes' answers."""
     kinds: Mapping[str, type[Enum]] = {"job state": JobState, "where": Where, "mode": Mode}
     decisions: Mapping[str, type[Enum]] = {"tier": Tier, "class": GapClass}
     found = {name: [one.value for one in kind] for name, kind in {**kinds, **decisions}.items()}
@@ -225,7 +231,7 @@ _OTHERS: Mapping[str, Any] = {
 
 
 def keys() -> dict[str, Any]:
-    """Bytes of fingerprints, of page keys, and of the names of values in a remote store."""
+    """Return the bytes of fingerprints, of page keys, and of names in a remote store."""
     base = Fingerprint(**_PARTS)
     digests = {name: Fingerprint(**{**_PARTS, name: one}) for name, one in _OTHERS.items()}
     parent = page_keys(FINGERPRINT, [bytes(32)])[0]
@@ -248,7 +254,7 @@ def keys() -> dict[str, Any]:
 
 
 def codecs() -> dict[str, Any]:
-    """Numbers and levels of codecs, numbers of element types, and tables of codecs."""
+    """Return the ids and levels of codecs, their tables, and the ids of element types."""
     found: dict[str, Any] = {"out of tree": OUT_OF_TREE_ID}
     for name, kind in CODECS.items():
         found[name] = {
@@ -266,7 +272,7 @@ _SECTIONS = PageFormat.of([Section(one, 640) for one in ELEMENTS[1:]], 16)
 
 
 def _table(name: str, page_format: PageFormat) -> str:
-    """Table of an untrained codec, in hexadecimal."""
+    """Return the table of an untrained codec, in hexadecimal."""
     try:
         return parse(name)(page_format).table.hex()
     except ValueError:
@@ -274,7 +280,7 @@ def _table(name: str, page_format: PageFormat) -> str:
 
 
 def entry_points() -> dict[str, Any]:
-    """Names by which vLLM and a shell find the program."""
+    """Return the names by which vLLM and a shell find the package."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     classes = (
         "tiered_kv.connectors.vllm.connector:TieredContinuumConnector",

@@ -1,4 +1,4 @@
-"""The golden files are byte for byte the files that 913b4b9 wrote."""
+"""The golden files are byte for byte the files that commit 913b4b9 wrote."""
 
 from __future__ import annotations
 

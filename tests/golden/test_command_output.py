@@ -1,4 +1,4 @@
-"""Shapes of the JSON that each verb prints with ``--json``."""
+"""Shape of the JSON that each command prints with ``--json``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def output(*arguments: object, code: int = 0) -> Any:
     return shape(json.loads(result.stdout))
 
 
-def test_of_stores(copy: Copy, tmp_path: Path, compare: Compare) -> None:
+def test_output_for_stores(copy: Copy, tmp_path: Path, compare: Compare) -> None:
     path = copy("store")
     found = {verb: output("store", verb, path) for verb in ("ls", "stat", "verify")}
     found["export"] = output("store", "export", path, "--all", tmp_path / "out")
@@ -41,13 +41,13 @@ def test_of_stores(copy: Copy, tmp_path: Path, compare: Compare) -> None:
     compare("output_store", found)
 
 
-def test_of_memory_files(copy: Copy, compare: Compare) -> None:
+def test_output_for_memory_files(copy: Copy, compare: Compare) -> None:
     path = copy("memory")
     found = {"memory ls": output("memory", "ls", path), "memory gc": output("memory", "gc", path)}
     compare("output_memory", found)
 
 
-def test_of_snapshots_on_disk(copy: Copy, compare: Compare) -> None:
+def test_output_for_snapshots_on_disk(copy: Copy, compare: Compare) -> None:
     folder = copy("snapshots")
     found = {
         "inspect": output("inspect", folder / "night", "--verify"),
@@ -57,7 +57,7 @@ def test_of_snapshots_on_disk(copy: Copy, compare: Compare) -> None:
     compare("output_inspect", found)
 
 
-def test_of_a_servers_snapshots(
+def test_output_for_a_servers_snapshots(
     server: RouteServer,
     root: Path,
     tmp_path: Path,
@@ -76,7 +76,7 @@ def test_of_a_servers_snapshots(
     compare("output_snapshot", found)
 
 
-def test_of_traces(copy: Copy, compare: Compare) -> None:
+def test_output_for_traces(copy: Copy, compare: Compare) -> None:
     path = copy("trace") / "trace.jsonl"
     found = {
         "trace analyze": output("trace", "analyze", path),
@@ -86,7 +86,7 @@ def test_of_traces(copy: Copy, compare: Compare) -> None:
     compare("output_trace", found)
 
 
-def test_of_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compare: Compare) -> None:
+def test_output_of_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compare: Compare) -> None:
     monkeypatch.setattr("tiered_kv.sizing.model_shape.ask_vllm", answer_recorded)
     found = {}
     for name, config in (("window", GEMMA3_12B), ("state", NEMOTRON_9B)):
@@ -97,8 +97,8 @@ def test_of_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compare: Comp
     compare("output_plan", found)
 
 
-def test_of_doctor(monkeypatch: pytest.MonkeyPatch, compare: Compare) -> None:
-    """The checks themselves take seconds, and are left out."""
+def test_output_of_doctor(monkeypatch: pytest.MonkeyPatch, compare: Compare) -> None:
+    """The real checks take seconds, so a fixed finding replaces them."""
     finding = warn("cores", "two", "give it more")
     monkeypatch.setitem(doctor_command.__globals__, "examine", lambda **_: [finding])
     compare("output_doctor", output("doctor"))

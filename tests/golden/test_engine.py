@@ -1,7 +1,7 @@
-"""A current engine continues with the files of an engine of 913b4b9.
+"""A current engine continues from the files of an engine of commit 913b4b9.
 
-Its keys are those of ``tiered_kv.testing.engine``: whoever changes how that engine names its model
-or its blocks makes these files unreadable, as a change of the product's own keys would.
+Page keys are those of ``tiered_kv.testing.engine``. A change of how that engine names its model or
+its blocks makes these files unreadable, as a change of the product's own keys would.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ JOB = {"job_id": "agent"}
 FIRST = text(300, seed=1)
 SECOND = FIRST + expected(FIRST, 8) + text(30, seed=2)
 CONTEXT = SECOND + expected(SECOND, 8)
-"""Tokens of the job's two turns. The last one's KV was never computed."""
+"""Tokens of the job's two turns. The last token's KV was never computed."""
 OTHER = text(100, seed=3)
 BLOCK = 16
 
@@ -42,7 +42,8 @@ def engine(**extra: Any) -> Iterator[SecondRig]:
 
 
 def goes_on(rig: SecondRig, source: str, least: int) -> None:
-    """Check the job's next turn, and that KV for that many tokens came from there."""
+    """Run the job's next turn, and assert its answer, and that KV for at least ``least`` tokens
+    came from ``source``."""
     prompt = CONTEXT + text(20, seed=4)
     assert rig.ask("turn 3", prompt, params=JOB) == expected(prompt, 4)
     assert rig.ask("other", OTHER) == expected(OTHER, 4)
@@ -88,7 +89,7 @@ def test_the_snapshot_is_restored(copy: Copy, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["memory", "ssd"])
 def test_without_these_files_the_context_is_computed(name: str, copy: Copy) -> None:
-    """The tokens counted in the tests above come from the golden files alone."""
+    """The tokens counted in the tests above therefore come from the golden files alone."""
     folder = copy("engine") / name
     shutil.rmtree(folder)
     paths: dict[str, Any] = {"cpu_path": str(folder)}

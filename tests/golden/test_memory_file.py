@@ -1,4 +1,5 @@
-"""A memory file of 913b4b9: single pages, pages compressed together, and a slot without a page."""
+"""A memory file of commit 913b4b9: single pages, pages compressed together, and slots without a
+page."""
 
 from __future__ import annotations
 
@@ -34,15 +35,15 @@ GEOMETRY = Geometry(FINGERPRINT, rank=1, ranks=2, replica=0, slots=SLOTS, slot_b
 NAME = "0-1.slots"
 TABLE_AT, SLOTS_AT, HEADER_BYTES = 4096, 8192, 120
 SAVED = 1_700_000_000_000_000_000
-"""Nanoseconds since 1970, when the first page was saved."""
+"""Time at which the first page was saved, in nanoseconds since 1970."""
 SINGLE = {0: 0, 3: 1, 5: 2, 1: 3, 19: 60, 18: 61}
-"""Slots of single pages, and nanoseconds from then until each was saved."""
+"""Slot of each single page, and how many nanoseconds after ``SAVED`` it was saved."""
 BUNDLE = tuple(range(30, 19, -1))
 """Slots of the pages that are compressed together."""
 UNUSED = (2, 4, *range(6, 18), 31)
 
 Found = dict[PageKey, tuple[tuple[int, ...], int, bytes]]
-"""Slots, time and bytes of each page."""
+"""Slots, time and bytes of each page, by key."""
 
 
 def expected() -> Found:
@@ -56,7 +57,7 @@ def expected() -> Found:
 
 
 def read(folder: Path) -> Found:
-    """Everything that the next engine adopts; nothing if the file is refused."""
+    """Return everything that the next engine adopts, or nothing if the file is refused."""
     try:
         memory = open_memory(folder, GEOMETRY, keep=True)
     except ConfigError:
@@ -130,7 +131,7 @@ def test_bytes_without_a_meaning_may_change(part: str, copy: Copy) -> None:
         assert read(folder) == whole
 
 
-def test_headers_and_notes_are_written_as_they_were(written: Path) -> None:
+def test_headers_and_notes_are_written_in_the_same_format(written: Path) -> None:
     content = (written / "memory" / NAME).read_bytes()
     header = parse_file_header(content[:TABLE_AT])
     assert header.geometry == GEOMETRY

@@ -1,4 +1,4 @@
-"""No name is lost or added, unless a file in ``names/`` records it."""
+"""No published name is removed or added unless a file in ``names/`` records it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiered_kv.config import load_config
 
 
 @pytest.mark.parametrize("kind", GATHERED)
-def test_names_are_those_that_users_know(kind: str, compare: Compare) -> None:
+def test_names_match_the_published_names(kind: str, compare: Compare) -> None:
     compare(kind, GATHERED[kind]())
 
 
@@ -34,9 +34,10 @@ OTHERS = {
     "trace_steps": "1",
     "harmless_calls": "look,listen",
 }
-"""A value of each setting that is not its default; of the others, a path."""
+"""A value of each setting that differs from its default. Settings that are not listed get a
+path."""
 NEEDED = {"cpu_keep": "cpu_path", "trace_steps": "trace"}
-"""Settings without which another one is refused."""
+"""For some settings, another setting that is required with it."""
 
 
 def test_every_setting_is_read_by_its_variable_and_by_its_key(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""A notebook of a killed process of 913b4b9: facts that hold, were replaced, or were deleted."""
+"""The notebook of a killed process of commit 913b4b9, with facts that are valid, replaced or
+deleted."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ NOTED: list[tuple[str, Any] | None] = [
     ("job 1", {"turns": 2, "blocks": 19, "started": 1000.0}),
     ("job 2", {"turns": 1, "name": "ü 🎉"}),
     ("tail 2", {"tokens": []}),
-    None,  # all tails are struck out
+    None,  # deletes all tails
     ("tail 3", {"tokens": [4]}),
-    None,  # and job 2
+    None,  # deletes job 2
 ]
-"""The fact in each line."""
+"""The fact on each line. None is a deletion."""
 LATEST = (2, 6)
-"""Numbers of the lines whose facts hold."""
+"""Numbers of the lines whose facts are still valid."""
 
 
 def expected() -> list[tuple[str, Any]]:
@@ -30,7 +31,7 @@ def expected() -> list[tuple[str, Any]]:
 
 
 def read(folder: Path) -> list[tuple[str, Any]]:
-    """Facts that the next engine finds, oldest first."""
+    """Return the facts that the next engine finds, oldest first."""
     book = open_notebook(folder, 2, keep=True)
     book.close()
     return list(book.facts("").items())
@@ -44,7 +45,7 @@ def test_the_next_engine_finds_every_fact(copy: Copy) -> None:
     assert read(folder) == expected(), "and the one after it"
 
 
-def test_lines_are_written_as_they_were(copy: Copy) -> None:
+def test_lines_are_written_in_the_same_format(copy: Copy) -> None:
     folder = copy("notebook")
     there = (folder / NAME).read_bytes()
     (folder / NAME).unlink()
@@ -63,7 +64,7 @@ def test_lines_are_written_as_they_were(copy: Copy) -> None:
 
 
 def test_a_changed_byte_is_noticed(copy: Copy) -> None:
-    """A line without its digest is ignored, so that an older fact may hold again."""
+    """A line whose digest does not match is ignored, so an older fact may become valid again."""
     folder = copy("notebook")
     content = (folder / NAME).read_bytes()
     begins = [0, *(at + 1 for at, byte in enumerate(content) if byte == ord("\n"))]

@@ -1,4 +1,5 @@
-"""Policy files of 913b4b9, of every policy that learns. The trees in two of them are ignored."""
+"""Files of every policy that learns, written by commit 913b4b9. Entries that a policy no longer
+uses are ignored."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from tiered_kv.policies import registry
 LEARNING = {"occupancy": 2300, "contextserve": 600, "continuum": 60, "continuum-fixed": 60}
 """Policies that learn, and the number of gaps that each observed."""
 IGNORED = {"occupancy": {"trees", "learned"}, "contextserve": {"trees"}}
-"""Entries of a policy's state that it had in 913b4b9, and has no longer."""
+"""Entries of a policy's state in commit 913b4b9 that no longer exist."""
 TOOLS = [("bash", "ls", "ls <path>"), ("bash", "pytest", "pytest <path>"), ("read",), ()]
 
 
 def made_up(count: int) -> Iterator[tuple[tuple[str, ...], float]]:
-    """The tool and the length of each gap that ended."""
+    """Yield tool and duration of each generated gap, without the gaps that never ended."""
     chance = np.random.default_rng(1)
     for n in range(count):
         tool = int(chance.integers(len(TOOLS)))
@@ -32,7 +33,7 @@ def made_up(count: int) -> Iterator[tuple[tuple[str, ...], float]]:
 
 
 def still_read(content: bytes, name: str) -> bytes:
-    """The file without the entries that its policy ignores."""
+    """Return the file without the entries that its policy ignores."""
     saved = json.loads(content)
     for entry in IGNORED.get(name, ()):
         del saved["learned"][entry]
@@ -40,7 +41,7 @@ def still_read(content: bytes, name: str) -> bytes:
 
 
 def read(folder: Path, name: str) -> object:
-    """State that the next engine loads; None if it loads nothing."""
+    """Return the state that the next engine loads, or None if it loads nothing."""
     policy = registry.policy(name)
     state = PolicyState(policy, folder, name)
     found = policy.dump() if state.load() else None
@@ -69,7 +70,7 @@ def test_the_next_engine_loads_what_was_learned(name: str, copy: Copy) -> None:
 
 
 @pytest.mark.parametrize("name", ["contextserve", "continuum", "continuum-fixed"])
-def test_the_gaps_are_those_that_were_observed(name: str, written: Path) -> None:
+def test_loaded_gaps_equal_the_observed_ones(name: str, written: Path) -> None:
     saved = json.loads((written / "policies" / f"policy-{name}.json").read_text())
     observed = list(made_up(LEARNING[name]))
     found = {tuple(one["tool"]): one["gaps"] for one in saved["learned"]["tools"]}
@@ -89,7 +90,7 @@ def test_a_changed_byte_is_noticed(name: str, copy: Copy) -> None:
         bad = changed(content, at)
         path.write_bytes(bad)
         found = read(path.parent, name)
-        if as_json(bad) == saved:  # a float's last digit, beyond its precision
+        if as_json(bad) == saved:  # the last digit of a float, beyond its precision
             assert found == saved["learned"]
         else:
             assert found != saved["learned"], f"the change at {at} went unnoticed"

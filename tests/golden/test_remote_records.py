@@ -1,4 +1,5 @@
-"""Values of a remote store as 913b4b9 puts them: pages of both codecs, and a codec's table."""
+"""Values that commit 913b4b9 wrote to a remote store: pages of two codecs, and one codec's
+table."""
 
 from __future__ import annotations
 
@@ -28,13 +29,13 @@ Values = dict[bytes, bytes]
 
 
 class ReadOnly:
-    """A read-only remote store with these values."""
+    """A read-only remote store that contains ``values``."""
 
     def __init__(self, values: Values) -> None:
         self._values = values
 
     def check(self, deadline: float) -> None:
-        """Do nothing: the store is always reachable."""
+        """Does nothing, because the store is always reachable."""
 
     def exists(self, keys: Sequence[RemoteKey], deadline: float) -> list[Outcome]:
         return [Outcome.HIT if key.name in self._values else Outcome.MISS for key in keys]
@@ -55,12 +56,12 @@ class ReadOnly:
         return False
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing, because nothing is open."""
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine is late."""
+    """Allow a slow machine more time per call."""
     monkeypatch.setattr(remote_pages, "CALL_S", 60.0)
 
 
@@ -70,7 +71,7 @@ def values(written: Path) -> Values:
 
 
 def read(values: Values) -> dict[PageKey, bytes]:
-    """Every page that another engine finds."""
+    """Return every page that another engine finds."""
     pages = RemotePages(lambda: ReadOnly(values), SITE, parse("raw")(FORMAT), from_table, 1e9)
     out = np.zeros((len(KEYS), FORMAT.page_bytes), np.uint8)
     failed = pages.get(list(zip(KEYS, out, strict=True)))
@@ -95,7 +96,7 @@ def test_another_engine_finds_every_page(values: Values) -> None:
     assert read(values) == pages_of(KEYS)
 
 
-def test_values_are_named_and_written_as_they_were(values: Values) -> None:
+def test_values_have_the_same_names_and_format(values: Values) -> None:
     table = values[name_of_table(values)][DIGEST_BYTES:]
     for key in KEYS:
         value = values[name_of(key)]

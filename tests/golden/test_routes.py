@@ -1,4 +1,4 @@
-"""Answers of every route, from an engine with jobs that run, wait, and are snapshotted."""
+"""Answers of every route, from an engine with running, waiting and snapshotted jobs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HINTS = {
 
 
 class RigCore:
-    """vLLM's client of an engine, which makes a step whenever an operation is polled."""
+    """vLLM's client of an engine. Each poll of an operation runs one engine step."""
 
     def __init__(self, rig: SecondRig) -> None:
         self._rig = rig
@@ -53,7 +53,7 @@ class RigCore:
 
 
 class Scripted(StatelessPolicy):
-    """Pins the jobs of one name, and has the KV of others wait in CPU memory."""
+    """Pins one job's KV in VRAM, and keeps other jobs' KV in CPU memory."""
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         forecast = Forecast(np.linspace(0.0, 0.995, len(GRID)))
@@ -74,7 +74,7 @@ def engine(tmp_path: Path, **extra: Any) -> Iterator[SecondRig]:
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Shapes of all answers."""
+    """Return the shapes of all routes' answers."""
     monkeypatch.setenv("TIERED_KV_SNAPSHOT_PATH", str(tmp_path / "snapshots"))
     found = dict[str, Any]()
     with engine(tmp_path) as rig:
@@ -128,23 +128,21 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def answered(ask: Ask, path: str, body: dict[str, Any] | None = None, status: int = 200) -> Any:
-    """Return the answer of a route. A body is posted."""
+    """Call a route and return its answer. With a body, the call is a POST."""
     found = ask(path, "POST", json=body) if body else ask(path)
     assert found.status_code == status, found.text
     return found.json()
 
 
-def test_every_answer_has_the_fields_that_clients_know(
-    asked: dict[str, Any], compare: Compare
-) -> None:
+def test_every_answer_has_the_published_fields(asked: dict[str, Any], compare: Compare) -> None:
     compare("routes", asked)
 
 
 def test_status_and_jobs_are_the_same_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compare: Compare
 ) -> None:
-    """The order of the fields and the form of each number included. Other tests have the names of
-    counters and gauges, and the number of steps depends on how fast copies are."""
+    """Compares the text, including the order of fields and the format of numbers. The counters and
+    gauges are compared by other tests, and the number of steps depends on how fast copies are."""
     monkeypatch.setattr(endpoints, "__version__", "0.1.0")
     monkeypatch.setattr(vllm, "__version__", "0.32.0")
     found = dict[str, str]()
@@ -176,10 +174,10 @@ def test_status_and_jobs_are_the_same_text(
 
 
 @pytest.mark.parametrize("path", [SNAPSHOTS, RESTORES, FORKS])
-def test_every_body_may_have_the_fields_that_clients_know(
+def test_every_body_may_have_the_published_fields(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A body with an unknown field, or without a required one, is refused."""
+    """A body with an unknown field, or without a required field, is refused."""
     fields = json.loads((NAMES / "bodies.json").read_text())[path]
     with engine(tmp_path) as rig:
         _, ask = serve(monkeypatch, RigCore(rig))

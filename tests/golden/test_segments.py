@@ -1,6 +1,7 @@
-"""A store of 913b4b9: a sealed segment of each codec, and one that a killed process left open.
+"""A store of commit 913b4b9: a sealed segment of each of two codecs, and one that a killed process
+left open.
 
-``tests/storage/store/test_written_before.py`` reads stores of an earlier commit, of every codec.
+``tests/storage/store/test_written_before.py`` reads stores of an earlier commit, with every codec.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from tiered_kv.storage.store.store import SegmentStore
 from tiered_kv.testing.segments import SegmentFile
 
 RAW, CENTRED, OPEN = 1, 2, 3
-"""Numbers of the segments."""
+"""Segment numbers."""
 FIXED_BYTES, DIGEST_BYTES = 88, 16
-"""Sizes of a segment header's fields before its table, and of the digest after it."""
+"""Sizes of the segment header's fields before the codec table, and of the digest after the
+table."""
 
 
 def options(root: Path) -> StoreOptions:
@@ -44,14 +46,15 @@ def segment(root: Path, number: int) -> Path:
 
 
 def expected_keys() -> list[PageKey]:
-    """Keys in the order in which their pages were written. Two were written again."""
+    """Return the keys in the order in which their pages were written. Two pages were written
+    twice."""
     first, second = keys_of(0, 4, 1), keys_of(100, 17, 2)
     third = keys_of(200, 2) + keys_of(300, 1, 1)
     return [*first[2:], first[0], *second, first[1], *third]
 
 
 def read(root: Path) -> dict[PageKey, bytes]:
-    """Every page that the next engine finds, the one written longest ago first."""
+    """Return every page that the next engine finds, oldest first."""
     store = SegmentStore(options(root), parse("raw")(FORMAT), from_table)
     try:
         keys = store.keys()
@@ -82,7 +85,7 @@ def test_segments_name_their_codecs(written: Path) -> None:
         assert (header.rank, header.ranks, header.replica) == (0, 1, 0)
 
 
-def test_headers_and_footers_are_written_as_they_were(written: Path) -> None:
+def test_headers_and_footers_are_written_in_the_same_format(written: Path) -> None:
     for number in (RAW, CENTRED, OPEN):
         path = segment(written / "store", number)
         content, found = path.read_bytes(), SegmentFile(path)
@@ -100,7 +103,7 @@ def test_headers_and_footers_are_written_as_they_were(written: Path) -> None:
 
 
 def parts(root: Path, number: int) -> dict[str, range]:
-    """Offsets to change, in each part of a segment."""
+    """Return offsets to change, for each part of a segment."""
     found = SegmentFile(segment(root, number))
     used = FIXED_BYTES + len(found.header.table) + DIGEST_BYTES
     live = found.entries[2]

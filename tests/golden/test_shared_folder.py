@@ -1,4 +1,5 @@
-"""A shared folder of 913b4b9: packs of both codecs, two of them deleted, and a deleted page."""
+"""A shared folder of commit 913b4b9: packs of two codecs, two of them deleted, and a page deleted
+alone."""
 
 from __future__ import annotations
 
@@ -33,19 +34,19 @@ SITE = StoreSite(FINGERPRINT, RANK, 4, 0, True, FORMAT, 1)
 RAW = keys_of(0, 16, 1) + keys_of(50, 3)
 CODED = keys_of(100, 16, 1) + keys_of(150, 3)
 LOST = [*RAW[:8], CODED[17]]
-"""Pages of the two deleted packs, and a page that was deleted alone."""
+"""Pages of the two deleted packs, and the page that was deleted alone."""
 KEPT = [key for key in RAW + CODED if key not in LOST]
 WRITER = "machine.0"
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine is late."""
+    """Allow a slow machine more time per call."""
     monkeypatch.setattr(remote_pages, "CALL_S", 60.0)
 
 
 def read(root: Path) -> dict[PageKey, bytes]:
-    """Every page that another engine finds."""
+    """Return every page that another engine finds."""
     pages = RemotePages(
         lambda: SharedRoot(root, 1 << 20), SITE, parse("raw")(FORMAT), from_table, 1e9
     )
@@ -74,7 +75,7 @@ def places_in(folder: Path) -> dict[bytes, Place]:
     return reader.contents.places
 
 
-def test_the_index_is_written_as_it_was(written: Path) -> None:
+def test_the_index_is_written_in_the_same_format(written: Path) -> None:
     index = (written / "shared" / WRITER / "index").read_bytes()
     entries, number = entries_of(index), index[HEAD_BYTES - 16 : HEAD_BYTES]
     assert head_of(number) + pack_entries(entries, number) == index

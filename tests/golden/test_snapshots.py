@@ -1,4 +1,5 @@
-"""A snapshot of 913b4b9, as a folder and as a zip file: two ranks, and groups of two formats."""
+"""A snapshot of commit 913b4b9, as a folder and as a zip file: two ranks, and groups of two
+formats."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def group(index: int, page_format: PageFormat, block_size: int) -> SnapshotGroup
 
 GROUPS = (group(0, FORMAT, 16), group(1, MIXED, 32))
 BLOCKS = (3, 2)
-"""Blocks of each group."""
+"""Number of blocks of each group."""
 
 
 def key_of(number: int, block: int) -> bytes:
@@ -95,7 +96,7 @@ def expected() -> Manifest:
 
 
 def check_pages(path: Path) -> None:
-    """Check every page of a snapshot."""
+    """Assert the bytes of every page of a snapshot."""
     with open_snapshot(path) as snapshot:
         for one in expected().pages:
             out = np.zeros(GROUPS[one.group].page_format.page_bytes, np.uint8)
@@ -112,7 +113,7 @@ def test_every_page_is_found(name: str, copy: Copy) -> None:
     check_pages(path)
 
 
-def test_the_manifest_is_written_as_it_was(written: Path) -> None:
+def test_the_manifest_is_written_in_the_same_format(written: Path) -> None:
     assert dump(expected()) == (written / "snapshots" / "night" / "manifest.json").read_bytes()
 
 
@@ -124,7 +125,8 @@ def test_a_changed_byte_of_the_manifest_is_refused(written: Path) -> None:
 
 
 def refused(path: Path) -> bool:
-    """True if the snapshot cannot be opened or verified; its pages are right if it can."""
+    """Return True if the snapshot cannot be opened or verified. Otherwise asserts the bytes of its
+    pages."""
     try:
         with open_snapshot(path) as snapshot:
             snapshot.verify()
@@ -135,9 +137,10 @@ def refused(path: Path) -> bool:
 
 
 def most_are_refused(path: Path, offsets: Sequence[int], folder: Path) -> None:
-    """Change bytes of encoded pages. A few are bits that zstd fills up with: nothing reads them."""
+    """Change bytes of encoded pages, and assert that at least 95% of the changes are refused. The
+    other changes hit padding bits of zstd, which are never read."""
     content = path.read_bytes()
-    path.unlink()  # the pool has it too
+    path.unlink()  # the file is also linked in the pool
     unnoticed = 0
     for at in offsets:
         path.write_bytes(changed(content, at))
@@ -150,8 +153,9 @@ def test_a_changed_byte_of_a_page_is_refused_or_changes_nothing(number: int, cop
     folder = copy("snapshots") / "night"
     path = folder / "pages" / sha256(page_of(number, 0, 0)).hexdigest()
     content = path.read_bytes()
-    path.unlink()  # the pool has it too
-    for at in (*range(16), *range(20, 36)):  # its tokens, in between, do not count for decoding
+    path.unlink()  # the file is also linked in the pool
+    # The token count in between does not matter for decoding.
+    for at in (*range(16), *range(20, 36)):
         path.write_bytes(changed(content, at))
         assert refused(folder), f"the change at {at} went unnoticed"
     path.write_bytes(content)

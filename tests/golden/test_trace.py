@@ -1,4 +1,4 @@
-"""A trace that 913b4b9 wrote: turns, one of them with every field, and a step."""
+"""A trace written by commit 913b4b9: two turns, one of them with every field set, and a step."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_every_record_is_read(written: Path) -> None:
     assert TraceHeader.from_json(header) == HEADER
 
 
-def test_records_are_written_as_they_were(written: Path) -> None:
+def test_records_are_written_in_the_same_format(written: Path) -> None:
     path = written / "trace" / "trace.jsonl"
     assert path.read_text().splitlines() == [HEADER.to_line(), WHOLE.to_line(), BARE.to_line()]
     assert steps_of(path).read_text().splitlines() == [HEADER.to_line(), STEP.to_line()]

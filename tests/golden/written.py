@@ -1,4 +1,4 @@
-"""Files written by commit 913b4b9, and the contents of their pages; see ``README.md``."""
+"""Files written by commit 913b4b9, and the contents of their pages. See ``README.md``."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ FINGERPRINT = bytes(range(16))
 
 
 def page(key: bytes, page_format: PageFormat = FORMAT) -> Bytes:
-    """Page of a key. Numbers between 1/256 and 2, as bf16, of either sign: they compress."""
+    """Return the page of a key: bf16 numbers with absolute values from 1/256 to 2, which compress
+    well."""
     bits = np.frombuffer(shake_128(key).digest(page_format.page_bytes), np.uint8).copy()
     bits[1::2] = bits[1::2] & 0x80 | 0x3C | bits[1::2] & 0x03
     return bits
 
 
 def keys_of(first: int, count: int, tails: int = 0) -> list[PageKey]:
-    """Keys of ``count`` full blocks, and of ``tails`` partial blocks after the last of them."""
+    """Return the keys of ``count`` full blocks, and of ``tails`` partial blocks after the last full
+    one."""
     hashes = [sha256(n.to_bytes(4, "big")).digest() for n in range(first, first + count)]
     keys = page_keys(FINGERPRINT, hashes)
     return keys + [tail_key(keys[-1], range(n + 1), None) for n in range(tails)]
 
 
 def pages_of(keys: list[PageKey]) -> dict[PageKey, bytes]:
-    """Page of each key."""
+    """Return the page of each key."""
     return {key: page(key).tobytes() for key in keys}
 
 
 def changed(content: bytes, at: int) -> bytes:
-    """The content with one bit changed, in the byte at that offset."""
+    """Return the content with one bit of the byte at offset ``at`` flipped."""
     return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
 
 def changes(content: bytes, offsets: range) -> Iterator[tuple[int, bytes]]:
-    """The content with a changed byte, for each of these offsets."""
+    """Yield each offset, and the content with one bit flipped there."""
     for at in offsets:
         yield at, changed(content, at)

@@ -1,4 +1,4 @@
-"""VRAM and pinned memory for tests, and the available ways of copying."""
+"""VRAM and pinned memory for tests, and the available copy methods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tiered_kv.transfer.host_memory import AnonymousMemory, CpuPool
 
 WAYS = ["staged", "runs", "faster"]
 BUFFER_BYTES = 384 << 10
-"""A staging buffer: three pages of the races, so that jobs go through both buffers many times."""
+"""Size of a staging buffer: three pages of the race tests, so that jobs use both buffers many
+times."""
 NEEDS_CUDA = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -43,7 +44,8 @@ def pinned_pool(num_slots: int, page_bytes: int) -> CpuPool:
 
 @dataclass
 class Vram:
-    """A backend over a storage in VRAM and a pinned pool, both full of random bytes."""
+    """A transfer backend with a KV storage in VRAM and a pinned pool, both filled with random
+    bytes."""
 
     layout: PageLayout
     storage: Any
@@ -52,14 +54,14 @@ class Vram:
     rng: np.random.Generator
 
     def read(self) -> Bytes:
-        """When all work enqueued so far is done."""
+        """Wait for all work enqueued so far, and return a copy of the storage."""
         torch.cuda.synchronize()
         copied: Bytes = self.storage.cpu().numpy()
         return copied
 
     def writer(self) -> Callable[[int, NDArray[np.int64], Bytes], None]:
-        """Writes pages on the compute stream without waiting on the CPU. Pages written once are
-        already in VRAM."""
+        """Return a function that writes pages on the compute stream without waiting on the CPU.
+        Indices and pages are uploaded only once."""
         indices: dict[int, Any] = {}
         pages: dict[int, Any] = {}
 
@@ -75,7 +77,7 @@ class Vram:
 
 
 def keep_busy(cycles: int) -> None:
-    """Keep the GPU behind the CPU: its compute stream does nothing for some cycles."""
+    """Keep the GPU behind the CPU: the compute stream sleeps for some cycles."""
     torch.cuda._sleep(cycles)  # noqa: SLF001 - torch has no other
 
 

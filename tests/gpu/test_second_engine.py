@@ -29,7 +29,7 @@ def test_a_context_comes_back_from_pinned_memory(mode: RestoreMode) -> None:
         rig.check_clean()
 
 
-def test_a_failed_restore_is_computed_again() -> None:
+def test_a_failed_restore_is_recomputed() -> None:
     prompt = text(300, seed=2)
     with SecondRig(RigOptions(device="cuda")) as rig:
         faulty = rig.inject(FaultyTransfer)

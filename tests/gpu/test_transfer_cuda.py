@@ -1,4 +1,4 @@
-"""The CUDA transfer backend obeys the same contract. Skipped without CUDA."""
+"""The CUDA transfer backend fulfils the transfer contract. Skipped without CUDA."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def test_pages_of_every_kind_come_back_bit_for_bit(kind: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
-def test_a_tensor_of_every_dtype_is_what_it_was(dtype: str, way: str) -> None:
-    """Every bit pattern, including NaNs of all payloads."""
+def test_a_tensor_of_every_dtype_is_restored_exactly(dtype: str, way: str) -> None:
+    """Tests every bit pattern, including NaNs with all payloads."""
     kind = getattr(torch, dtype)
     shape = (3, BLOCKS, 2, TOKENS, 2, 64)  # layers, blocks, keys and values, tokens, heads
     page = int(np.prod(shape[2:])) * kind.itemsize
@@ -118,7 +118,7 @@ def test_a_tensor_of_every_dtype_is_what_it_was(dtype: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_more_pages_than_a_buffer_holds_are_copied_all_the_same(way: str) -> None:
+def test_more_pages_than_a_buffer_holds_are_copied(way: str) -> None:
     many, run = 1_000, BUFFER_BYTES // 6
     with vram(way, page_layout([Placement(2, many * run, run, 0)], many), many) as gpu:
         pages = gpu.read().reshape(2, many, run)
@@ -131,8 +131,8 @@ def test_more_pages_than_a_buffer_holds_are_copied_all_the_same(way: str) -> Non
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_pages_beyond_four_gib_are_copied_from_where_they_are(way: str) -> None:
-    """On both sides, as in any real KV cache: offsets that do not fit into 32 bits."""
+def test_pages_beyond_four_gib_are_copied(way: str) -> None:
+    """Offsets on both sides do not fit into 32 bits, as in any real KV cache."""
     page = 64 << 20
     layout = PageLayout((Region(0, 2, 5 << 30, page, page // 2),), 66)
     storage = torch.zeros(layout.storage_bytes, dtype=torch.uint8, device="cuda")
@@ -159,12 +159,12 @@ def test_pages_beyond_four_gib_are_copied_from_where_they_are(way: str) -> None:
             for number, block in enumerate(blocks, 1):
                 for half, where in enumerate(halves):
                     assert (where[block * page :][: page // 2] == 10 * number + half).all()
-            # In parts: counting takes eight bytes for each.
+            # In parts, because counting needs eight bytes per element.
             there = sum(int(torch.count_nonzero(part)) for part in storage.split(1 << 28))
             assert there == 3 * page, "and nowhere else"
 
 
-def test_memory_that_cannot_be_pinned_does_no_harm_to_what_comes_after() -> None:
+def test_memory_that_cannot_be_pinned_does_not_affect_later_calls() -> None:
     """CUDA keeps the error of a call, and torch would attribute it to its next kernel."""
     with closing(CpuPool(pinned(AnonymousMemory(4 * (1 << 20))), 1 << 20)) as pool:
         with pytest.raises(CudaError):

@@ -1,6 +1,5 @@
-"""Provoked races: the GPU is kept behind the CPU while jobs are submitted, so that anything not
-ordered by an event happens too early. Skipped without CUDA.
-"""
+"""Provoked races. The GPU is kept behind the CPU while jobs are submitted, so that any operation
+that is not ordered by an event runs too early. Skipped without CUDA."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ BLOCKS = 64
 RUN = 16 << 10
 LAYOUT = page_layout([Placement(8, BLOCKS * RUN, RUN, 0)], BLOCKS)
 WHILE = 20_000_000
-"""Cycles of the GPU: some ten milliseconds."""
+"""Number of GPU cycles, about ten milliseconds."""
 
 
 def kv(gpu: Vram) -> torch.Tensor:
-    """The storage as ``[layers, blocks, bytes]``."""
+    """Return the storage as ``[layers, blocks, bytes]``."""
     viewed: torch.Tensor = gpu.storage.reshape(8, BLOCKS, RUN)
     return viewed
 
@@ -47,8 +46,8 @@ def test_a_save_reads_what_a_late_compute_stream_writes_before_it(way: str) -> N
 
 
 def test_a_save_is_not_disturbed_by_a_compute_stream_that_rewrites_other_blocks(way: str) -> None:
-    """The save does not disturb those writes either. Once it is reported, its own blocks may be
-    rewritten immediately."""
+    """The save does not disturb those writes either. Once a save is reported, its blocks may be
+    overwritten immediately."""
     with vram(way, LAYOUT, BLOCKS) as gpu:
         even = range(0, BLOCKS, 2)
         for value in range(1, 100):
@@ -85,12 +84,13 @@ def test_what_is_enqueued_after_run_sees_the_load(way: str) -> None:
             kv(gpu).zero_()
             gpu.backend.run(CopyJob(number, Direction.LOAD, range(BLOCKS), range(BLOCKS)))
             wrong += (kv(gpu) != number + 1).sum()
-            torch.cuda.current_stream().synchronize()  # the slots are the CPU's again
+            torch.cuda.current_stream().synchronize()  # the CPU may overwrite the slots again
         assert wrong.item() == 0
 
 
 def test_a_block_is_saved_and_loaded_back_to_back_without_a_pause(way: str) -> None:
-    """Save, load elsewhere, rewrite the source, a thousand times: the CPU never waits."""
+    """Save a block, load it into another, and overwrite the source, a thousand times. The CPU never
+    waits."""
     with vram(way, LAYOUT, 4) as gpu:
         wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         for number in range(1000):
@@ -121,8 +121,8 @@ def test_concurrent_saves_and_loads_do_not_mix(way: str) -> None:
 
 
 def test_replays_of_a_cuda_graph_are_ordered_like_other_work(way: str) -> None:
-    """A graph that counts in every byte: saves and loads between its replays see the counts
-    that stand where they were submitted."""
+    """The graph adds one to every byte. Saves and loads between its replays see the values from the
+    time of their submission."""
     with vram(way, LAYOUT, BLOCKS) as gpu:
         kv(gpu).zero_()
         torch.cuda.synchronize()
@@ -156,7 +156,7 @@ def test_a_job_during_the_capture_of_a_graph_is_refused_and_the_graph_is_whole(w
         assert (kv(gpu) == 1).all().item()
 
 
-def test_nothing_is_held_when_all_is_done(way: str) -> None:
+def test_after_all_jobs_the_backend_holds_nothing(way: str) -> None:
     with vram(way, LAYOUT, BLOCKS) as gpu:
         for number in range(200):
             job = CopyJob(number, Direction.SAVE, [number % BLOCKS], [number % BLOCKS])
@@ -170,9 +170,7 @@ def test_nothing_is_held_when_all_is_done(way: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [512, 1021, 18432])
-def test_a_hundred_thousand_random_operations_leave_every_page_as_it_should_be(
-    way: str, run: int
-) -> None:
+def test_every_page_is_right_after_a_hundred_thousand_random_operations(way: str, run: int) -> None:
     layout = page_layout([Placement(5, 40 * run, run, 0)], 40)
     operations = 100_000 if run == 512 else 10_000
     with vram(way, layout, 48) as gpu:
@@ -180,8 +178,8 @@ def test_a_hundred_thousand_random_operations_leave_every_page_as_it_should_be(
         everything.go(operations)
 
 
-def test_a_page_in_vram_is_where_the_layout_says(way: str) -> None:
-    """The view ``kv`` of this file's tests, against the addresses of the conformance suite."""
+def test_a_page_in_vram_has_the_addresses_of_its_layout(way: str) -> None:
+    """Check the view ``kv`` of this file against the addresses of the conformance suite."""
     with vram(way, LAYOUT, 1) as gpu:
         gpu.backend.run(CopyJob(1, Direction.SAVE, [5], [0]))
         gpu.backend.drain()

@@ -1,4 +1,4 @@
-"""Cores of a process, with and without a container's limit."""
+"""Number of cores that a process may use, with and without a container's limit."""
 
 from pathlib import Path
 
@@ -9,14 +9,14 @@ from tiered_kv.machine import CORES, spare_cores, usable_cores
 
 
 def limit(mounted: Path, group: str, said: str) -> None:
-    """Write a control group's limit."""
+    """Write the CPU limit of a control group."""
     (mounted / group).mkdir(parents=True, exist_ok=True)
     (mounted / group / "cpu.max").write_text(said)
 
 
 @pytest.fixture(autouse=True)
 def sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with sixteen cores."""
+    """Simulate a machine with sixteen cores."""
     monkeypatch.setattr(machine, "CORES", frozenset(range(16)))
 
 
@@ -36,14 +36,14 @@ def test_a_container_may_use_less_than_its_machine_has(
     assert usable_cores("/", tmp_path) == cores
 
 
-def test_the_narrowest_group_counts(tmp_path: Path) -> None:
+def test_the_strictest_control_group_counts(tmp_path: Path) -> None:
     limit(tmp_path, "pod", "300000 100000")
     limit(tmp_path, "pod/server", "800000 100000")
     assert usable_cores("/pod/server", tmp_path) == 3
 
 
 @pytest.mark.parametrize("said", ["", "nonsense", "100000 0", "1 2 3"])
-def test_what_cannot_be_read_is_no_limit(tmp_path: Path, said: str) -> None:
+def test_an_unreadable_limit_is_ignored(tmp_path: Path, said: str) -> None:
     limit(tmp_path, "", said)
     assert usable_cores("/", tmp_path) == 16
 

@@ -1,4 +1,4 @@
-"""Memory of a process, with and without a container's limit."""
+"""Memory that a process may use, with and without a container's limit."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ GIB = 1 << 30
 
 @pytest.fixture
 def meminfo(tmp_path: Path) -> Path:
-    """A machine with 64 GiB, of which 48 are left."""
+    """Write the meminfo file of a machine with 64 GiB, of which 48 are available."""
     file = tmp_path / "meminfo"
     file.write_text(f"MemTotal: {64 * GIB >> 10} kB\nMemAvailable: {48 * GIB >> 10} kB\n")
     return file
 
 
 def limit(folder: Path, most: str, used: int, cached: int = 0) -> None:
-    """Write a control group's limit, its usage, and the part of the usage that is inactive
+    """Write a control group's memory limit, its usage, and how much of the usage is inactive
     files."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.max").write_text(f"{most}\n")
@@ -28,7 +28,7 @@ def limit(folder: Path, most: str, used: int, cached: int = 0) -> None:
     (folder / "memory.stat").write_text(f"anon 1\ninactive_file {cached}\nactive_file 2\n")
 
 
-def test_the_memory_left_is_some_of_the_machines() -> None:
+def test_available_memory_is_part_of_the_machines() -> None:
     total, available = system_memory()
     assert 0 < available <= total < 1 << 50
 
@@ -43,12 +43,12 @@ def test_a_container_may_have_less_than_its_machine(tmp_path: Path, meminfo: Pat
     assert system_memory("/", tmp_path, meminfo) == (16 * GIB, 12 * GIB)
 
 
-def test_the_narrowest_group_counts(tmp_path: Path, meminfo: Path) -> None:
+def test_the_strictest_control_group_counts(tmp_path: Path, meminfo: Path) -> None:
     limit(tmp_path / "pod", str(16 * GIB), 6 * GIB)
     limit(tmp_path / "pod" / "server", str(32 * GIB), 5 * GIB)
     assert system_memory("/pod/server", tmp_path, meminfo) == (16 * GIB, 10 * GIB)
 
 
-def test_idle_files_in_memory_can_be_had_back(tmp_path: Path, meminfo: Path) -> None:
+def test_inactive_file_pages_count_as_available(tmp_path: Path, meminfo: Path) -> None:
     limit(tmp_path / "pod", str(16 * GIB), 15 * GIB, cached=9 * GIB)
     assert system_memory("/pod", tmp_path, meminfo) == (16 * GIB, 10 * GIB)

@@ -1,9 +1,9 @@
-"""A machine that carries out an order book's orders on bytes, and checks the results.
+"""A machine that executes an order book's orders on bytes, and checks the results.
 
-``OrdersMachine`` is a Hypothesis state machine. Its rules are what a scheduler may do and
-what can happen to a worker, in any order: saves, restores, packs, cancels, resets, copies that
-fail, ranks that report late. Beside the planner it keeps a ``World``: a plain model, a dict of
-what each key must hold, and real bytes: VRAM, slots and SSD of every rank, as dicts.
+``OrdersMachine`` is a Hypothesis state machine. Its rules are the possible actions of a scheduler
+and events at a worker, in any order: saves, restores, compression, cancellations, resets, failed
+copies, late reports. In addition to the order book it has a ``World``: a model of what each key
+must contain, and the bytes in VRAM, slots and SSD of every rank, as dicts.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from .world import KEYS, PAGE_BYTES, Bundle, Flight, Page, World
 
 
 class OrdersMachine(World):
-    """Whatever the rules do, the order book and the model agree."""
+    """After any sequence of rules, the order book and the model agree."""
 
-    # -- what the scheduler does --------------------------------------------------
+    # -- actions of the scheduler --------------------------------------------------
 
     @rule(data=st.data(), keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4))
     def save(self, data: st.DataObject, keys: list[PageKey]) -> None:
-        """Blocks have filled: some of their pages are known already, some named twice."""
+        """Save pages of full blocks. Some of the pages are already saved, and some are given
+        twice."""
         blocks = self.free_blocks(data, len(keys))
         keys = keys[: len(blocks)]
         before, in_use = dict(self.pages), self.slots_in_use()
@@ -50,7 +51,7 @@ class OrdersMachine(World):
 
         content = dict(zip(blocks, keys, strict=True))
         planned = [content[block] for block in order.blocks] if order else []
-        # A page evicted for one key may be asked for later on in the same order.
+        # A page evicted for one key may be requested later in the same order.
         gone = {*planned} & before.keys() | self.index.missing(before).keys()
         assert gone <= idle, "a page in use was evicted"
         assert len(gone) == self.index.evictions - evictions
@@ -74,7 +75,7 @@ class OrdersMachine(World):
         self.pass_time(data)
 
     def fill_blocks(self, order: SaveOrder, keys: list[PageKey]) -> None:
-        """Do the step's computation, in time for the copy behind it."""
+        """Write the blocks' contents, as the forward pass does before the save copies them."""
         flight = self.flights[order.order_id] = Flight(order, [])
         for key, block, slot in zip(keys, order.blocks, order.slots, strict=True):
             self.serial += 1
@@ -89,7 +90,7 @@ class OrdersMachine(World):
     @rule(data=st.data())
     @precondition(lambda self: any(page.whole for page in self.pages.values()))
     def restore(self, data: st.DataObject) -> None:
-        """A turn returns: readable pages are brought back, one of them perhaps twice."""
+        """Restore readable pages for a returning turn. One page may be given twice."""
         readable = [page.key for page in self.pages.values() if page.whole]
         keys = data.draw(st.lists(st.sampled_from(readable), min_size=1, max_size=4))
         blocks = self.free_blocks(data, len(keys))
@@ -109,7 +110,7 @@ class OrdersMachine(World):
     @rule(data=st.data())
     @precondition(lambda self: self.to_pack())
     def pack(self, data: st.DataObject) -> None:
-        """Unused pages are compressed in place, in any order."""
+        """Compress unused pages in place, in any order."""
         keys = st.lists(st.sampled_from(self.to_pack()), min_size=1, max_size=4, unique=True)
         order = self.planner.plan_pack(data.draw(keys), group=0)
 
@@ -127,7 +128,7 @@ class OrdersMachine(World):
 
     @rule(data=st.data(), keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4))
     def demote(self, data: st.DataObject, keys: list[PageKey]) -> None:
-        """Pages are demoted to SSD. Some are already there, being demoted, or missing."""
+        """Demote pages to SSD. Some are already there, being demoted, or missing."""
         on_the_way = {p.key for f in self.flights.values() if self.is_demotion(f) for p in f.pages}
         order = self.planner.plan_demote(SSD, keys, due=0.0)
 
@@ -146,7 +147,7 @@ class OrdersMachine(World):
     @rule(data=st.data(), keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4))
     @precondition(lambda self: self.on_ssd)
     def promote(self, data: st.DataObject, keys: list[PageKey]) -> None:
-        """Pages are promoted from SSD. Some are already in CPU memory, or being promoted."""
+        """Promote pages from SSD. Some are already in CPU memory, or being promoted."""
         wanted = [k for k in dict.fromkeys(keys) if k in self.on_ssd and k not in self.pages]
         before = dict(self.pages)
         idle = {key for key in before if self.idle(key)}
@@ -170,7 +171,7 @@ class OrdersMachine(World):
 
     @rule(data=st.data())
     def disturb(self, data: st.DataObject) -> None:
-        """An unrelated event happens."""
+        """Run one of several unrelated actions."""
         key = data.draw(st.sampled_from(KEYS))
         what = [
             self.use,
@@ -192,7 +193,7 @@ class OrdersMachine(World):
         self.pages.pop(key, None)
 
     def restore_what_is_not_readable(self, key: PageKey) -> None:
-        """An invalid restore. It must not leave earlier pages locked."""
+        """Order an invalid restore. It must not leave earlier pages locked."""
         if self.readable(key):
             return
         readable = [page.key for page in self.pages.values() if page.whole]
@@ -204,12 +205,12 @@ class OrdersMachine(World):
         raise AssertionError("an unreadable page was ordered")
 
     def report_from_nowhere(self, _: PageKey) -> None:
-        """Report a restore that was made to fail (id 0), or an order of another life."""
+        """Report a restore that was made to fail (id 0), and an order of an earlier engine."""
         report = OrderReport(self.world, frozenset({0}), 0, 0.0)
         assert self.planner.settle({OrderId(0): report, OrderId(1 << 40): report}) == []
 
     def cancel(self, _: PageKey) -> None:
-        """The newest save is taken back before it was sent."""
+        """Cancel the newest save before it is sent."""
         for flight in self.unsent_saves()[-1:]:
             assert isinstance(flight.order, SaveOrder)
             self.planner.cancel(flight.order)
@@ -229,7 +230,7 @@ class OrdersMachine(World):
             self.give_up(flight)
 
     def reset(self, key: PageKey) -> None:
-        """Weights were updated: nothing that was saved may be found again."""
+        """Reset the cache because weights were updated. No saved page may be found again."""
         while self.unsent_saves():
             self.cancel(key)
         self.abandon_saves(key)
@@ -239,17 +240,17 @@ class OrdersMachine(World):
         self.pages.clear()
         self.on_ssd.clear()
 
-    # -- what happens at the workers ------------------------------------------------
+    # -- events at the workers -----------------------------------------------------
 
     def pass_time(self, data: st.DataObject) -> None:
-        """Workers copy or report, or finish all orders. Part of every rule, because examples in
-        which nothing is ever reported would prove little."""
+        """Let workers copy or report, or finish all orders. Every rule calls this, because examples
+        without any report would test little."""
         for _ in range(data.draw(st.sampled_from([1, 0, 2, 4]))):
             what = data.draw(st.sampled_from([self.copy, self.copy, self.report, self.finish]))
             what(data)
 
     def copy(self, data: st.DataObject) -> None:
-        """One rank carries out one order; some of its pages may be torn."""
+        """Let one rank execute one order. Some of its pages may be torn."""
         if not self.to_copy():
             return
         fail = data.draw(st.just(set[int]()) | st.sets(st.integers(0, 3), max_size=2))
@@ -257,13 +258,13 @@ class OrdersMachine(World):
         self.carry_out(flight, rank, fail)
 
     def report(self, data: st.DataObject) -> None:
-        """Reports of some ranks on some orders arrive together."""
+        """Deliver reports of some ranks on some orders together."""
         waiting = self.to_report()
         count = data.draw(st.integers(1, 4))
         self.deliver([waiting.pop(self.draw_index(data, waiting)) for _ in waiting[:count]])
 
     def finish(self, _: st.DataObject) -> None:
-        """Every rank carries out its remaining orders, and all are reported."""
+        """Let every rank execute its remaining orders, and deliver all reports."""
         for flight, rank in self.to_copy():
             self.carry_out(flight, rank, set())
         self.deliver(self.to_report())
@@ -314,7 +315,7 @@ class OrdersMachine(World):
             self.check_settled(done, self.flights[done.order.order_id])
 
     def transported(self, content: bytes) -> bytes:
-        """Bytes that arrive of a page that is copied; an honest worker changes nothing."""
+        """Return the bytes of a page as they arrive after a copy. Subclasses may corrupt them."""
         return content
 
     def check_settled(self, done: Settled[Any], flight: Flight) -> None:
@@ -335,7 +336,9 @@ class OrdersMachine(World):
             elif isinstance(flight.order, DemoteOrder):
                 if i not in flight.failed and not flight.abandoned:
                     self.on_ssd[page.key] = page.serial
-            elif i in flight.failed:  # whoever holds the key now: better lost than wrong
+            # The key may have a newer page, but losing that page is better than reading wrong
+            # bytes.
+            elif i in flight.failed:
                 self.pages.pop(page.key, None)
             else:
                 for rank in self.ranks:
@@ -343,7 +346,7 @@ class OrdersMachine(World):
                     assert found == page.bytes_of(rank), f"a wrong page: {found!r}"
         self.end(flight)
 
-    # -- what is always true -----------------------------------------------------------
+    # -- invariants -----------------------------------------------------------------------
 
     @invariant()
     def every_slot_has_one_owner(self) -> None:
@@ -383,9 +386,9 @@ class OrdersMachine(World):
         assert self.planner.bandwidth > 0
 
     def teardown(self) -> None:
-        """At the end all orders are reported. Then every existing page can be read back."""
+        """Report all orders at the end. Every remaining page can then be read."""
         if not hasattr(self, "planner") or sys.exc_info()[0] is not None:
-            return  # it never began, or has failed already
+            return  # the machine was never initialised, or has already failed
         for flight in list(self.flights.values()):
             for rank in set(self.ranks) - set(flight.copied):
                 flight.copied[rank] = frozenset(range(len(flight.order.slots)))

@@ -1,4 +1,4 @@
-"""The page index obeys its contract with compressed pages, under any eviction rule."""
+"""The page index fulfils its contract with compressed pages, under any eviction rule."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pack(index: CheckedIndex, keys: list[PageKey], kept: int) -> None:
     index.packed(index.pack(keys)[0], kept)
 
 
-def test_a_bundle_goes_when_its_least_valuable_page_is_next() -> None:
+def test_a_bundle_is_evicted_with_its_least_valuable_page() -> None:
     index = CheckedIndex(PageIndex(6, LeastRecentlyUsed()))
     index.put(*KEYS[:6])
     pack(index, [KEYS[1], KEYS[2], KEYS[5]], kept=3)
@@ -63,7 +63,7 @@ def test_a_page_that_was_read_cold_counts_as_just_used() -> None:
     assert [*index.missing(dict.fromkeys(KEYS[:4]))] == [KEYS[1]]
 
 
-def test_pages_of_no_context_are_looked_at_last_the_next_time() -> None:
+def test_pages_without_a_context_are_considered_last_the_next_time() -> None:
     index = CheckedIndex(PageIndex(8, rule := ByWorth(lambda: 0.0, 64)))
     index.put(*KEYS[:6])
     rule.on_gap_begun("job", KEYS[3:6], Forecast(GRID * 0 + 1.0), 0.0, 1.0)
@@ -72,7 +72,7 @@ def test_pages_of_no_context_are_looked_at_last_the_next_time() -> None:
     assert index.oldest_raw(2) == [KEYS[3:5]]
 
 
-def test_pages_that_are_read_keep_their_place_and_are_not_packed() -> None:
+def test_pages_being_read_keep_their_slot_and_are_not_packed() -> None:
     index = CheckedIndex(PageIndex(8, rule := ByWorth(lambda: 0.0, 64)))
     index.put(*KEYS[:5])
     rule.on_gap_begun("job", KEYS[:5], Forecast(GRID * 0 + 1.0), 0.0, 1.0)

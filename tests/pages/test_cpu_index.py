@@ -1,4 +1,4 @@
-"""The page index obeys its contract under any eviction order."""
+"""The page index fulfils its contract under any eviction order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiered_kv.testing.single_pages import commit, reserve
 
 
 class LastInFirstOut(EvictionOrder):
-    """The newest page goes first; being used changes nothing."""
+    """Evicts the newest page first. Uses of a page do not change the order."""
 
     def __init__(self) -> None:
         self._keys: list[PageKey] = []
@@ -35,7 +35,7 @@ class LastInFirstOut(EvictionOrder):
 
 
 class AnyPage(LastInFirstOut):
-    """A page by lot, the same until something changes."""
+    """Evicts a random page. The choice stays the same until a page is added."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def test_the_page_used_longest_ago_is_evicted_and_tails_before_heads() -> None:
         assert slot is not None
         commit(index, key, slot)
 
-    index.touch(reversed(keys[:2]))  # a context of two pages: its head is used last
+    index.touch(reversed(keys[:2]))  # a context of two pages, whose first page is touched last
     reserve(index, keys[4])
     assert index.state(keys[2]) is PageState.MISSING
     reserve(index, keys[5])

@@ -1,4 +1,5 @@
-"""Index and order book together: a page that is read is the page that was saved."""
+"""The page index and the order book together: every page that is read is the page that was
+saved."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ A, B, C = (PageKey(name * 20) for name in (b"A", b"B", b"C"))
 
 @pytest.fixture
 def planner() -> OrderBook:
-    """Two ranks, two slots."""
+    """Create an order book for two ranks with two slots."""
     return OrderBook(
         PageIndex(2, LeastRecentlyUsed()), 2, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()}
     )
@@ -42,7 +43,7 @@ def saved(planner: OrderBook, *keys: PageKey) -> None:
     assert planner.settle({order.order_id: report()})
 
 
-def test_a_page_already_saved_or_on_its_way_is_left_out(planner: OrderBook) -> None:
+def test_a_page_already_saved_or_being_saved_is_left_out(planner: OrderBook) -> None:
     first = planner.plan_save({A: 1})
     assert first is not None
     assert first.blocks == (1,)
@@ -62,7 +63,7 @@ def test_pages_without_a_slot_are_not_saved_and_counted(planner: OrderBook) -> N
     assert planner.unsaved == 2
 
 
-def test_every_order_has_an_id_of_its_own_and_none_is_zero(planner: OrderBook) -> None:
+def test_every_order_has_a_unique_id_and_none_is_zero(planner: OrderBook) -> None:
     saved(planner, A, B)
     orders = [planner.plan_load("r", [A], [n], RestoreMode.SYNC) for n in range(3)]
     ids = {order.order_id for order in orders}
@@ -70,7 +71,7 @@ def test_every_order_has_an_id_of_its_own_and_none_is_zero(planner: OrderBook) -
     assert 0 not in ids
 
 
-def test_pages_and_blocks_of_a_load_must_be_as_many(planner: OrderBook) -> None:
+def test_a_load_needs_as_many_blocks_as_pages(planner: OrderBook) -> None:
     saved(planner, A)
     with pytest.raises(ValueError, match="1 pages cannot fill 2 blocks"):
         planner.plan_load("r", [A], [1, 2], RestoreMode.SYNC)
@@ -94,7 +95,7 @@ def test_copies_of_unknown_duration_teach_nothing(planner: OrderBook) -> None:
     assert planner.bandwidth == BANDWIDTH
 
 
-def test_reports_merge_in_any_order() -> None:
+def test_reports_can_be_merged_in_any_order() -> None:
     one = OrderReport(1, frozenset({1}), 100, 0.5)
     two = OrderReport(2, frozenset({2}), 300, 0.1)
     assert one.merge(two) == OrderReport(3, frozenset({1, 2}), 100, 0.5)
@@ -127,7 +128,7 @@ def settle(planner: OrderBook, order: Order, *failed: int) -> Settled[Any]:
 
 
 def on_ssd(planner: OrderBook, *keys: PageKey) -> None:
-    """The pages were saved, demoted, and evicted from CPU memory."""
+    """Save and demote the pages, then remove them from CPU memory."""
     saved = planner.plan_save({key: block for block, key in enumerate(keys)})
     assert saved is not None
     settle(planner, saved)
@@ -138,7 +139,7 @@ def on_ssd(planner: OrderBook, *keys: PageKey) -> None:
         planner.index.forget(key)
 
 
-def test_so_many_pages_go_down_as_may_and_those_on_their_way_do_not_count() -> None:
+def test_demotions_are_limited_and_pages_being_demoted_do_not_count() -> None:
     planner = OrderBook(
         PageIndex(4, LeastRecentlyUsed()), 1, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()}
     )
@@ -159,7 +160,7 @@ def test_so_many_pages_go_down_as_may_and_those_on_their_way_do_not_count() -> N
     assert rest.keys == (C,)
 
 
-def test_a_page_keeps_its_place_in_line_when_it_is_demoted() -> None:
+def test_a_demoted_page_keeps_its_eviction_order() -> None:
     planner = OrderBook(
         PageIndex(3, LeastRecentlyUsed()), 1, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()}
     )
@@ -192,7 +193,7 @@ def test_a_promoted_page_is_readable_once_it_is_whole() -> None:
     )
 
 
-def test_an_order_that_is_not_due_is_not_worth_stepping_for() -> None:
+def test_an_order_that_is_not_due_does_not_cause_steps() -> None:
     planner = OrderBook(
         PageIndex(2, LeastRecentlyUsed()), 1, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()}
     )

@@ -1,4 +1,4 @@
-"""Partial blocks are found by the page before them and by their tokens."""
+"""Tails (partial blocks) are found by the key of the previous page, and by their tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_tail_is_found_by_what_follows_it() -> None:
 
 
 def test_a_tail_under_other_extra_keys_is_another_tail() -> None:
-    """Extra keys hold the cache salt and the adapter."""
+    """Extra keys contain the cache salt and the adapter."""
     tails = TailIndex(NoNotebook())
     mine = tails.add(PARENT, ("mine",), [1, 2, 3])
     assert tails.longest(PARENT, ("yours",), [1, 2, 3], always) is None
@@ -62,7 +62,7 @@ def test_the_oldest_fork_of_a_context_is_forgotten() -> None:
     assert len(tails) == MAX_TAILS_PER_PARENT
 
 
-def test_a_tail_named_again_is_young_again_and_counts_once() -> None:
+def test_a_tail_added_again_becomes_the_newest_and_counts_once() -> None:
     tails = TailIndex(NoNotebook())
     for first in range(MAX_TAILS_PER_PARENT):
         tails.add(PARENT, None, [100 + first])
@@ -75,7 +75,7 @@ def test_a_tail_named_again_is_young_again_and_counts_once() -> None:
     assert shared(tails, [101]) == 0
 
 
-def test_tails_whose_pages_are_gone_are_pruned() -> None:
+def test_tails_whose_pages_were_evicted_are_pruned() -> None:
     tails = TailIndex(NoNotebook())
     kept = tails.add(PARENT, None, [1])
     tails.add(PARENT, None, [2])
@@ -106,7 +106,7 @@ SHORT_TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=4)
     SHORT_TOKENS,
     st.sets(st.integers(0, 29)),
 )
-def test_the_longest_tail_is_what_looking_at_all_of_them_gives(
+def test_the_longest_tail_equals_an_exhaustive_search(
     added: list[tuple[bytes, list[int]]], wanted: list[int], unreadable: set[int]
 ) -> None:
     tails = TailIndex(NoNotebook())
@@ -135,7 +135,7 @@ def test_the_longest_tail_is_what_looking_at_all_of_them_gives(
 
 
 def facts(key: bytes, tokens: Sequence[object], extra: object = None) -> NoNotebook:
-    """Notes that name a page for these tokens."""
+    """Return notes that name a page for these tokens."""
     noted = {"parent": PARENT.hex(), "extra": _digest(extra).hex(), "tokens": list(tokens)}
 
     class Noted(NoNotebook):
@@ -155,12 +155,13 @@ def test_a_noted_tail_is_found_only_under_the_key_of_its_tokens(extra: object) -
 
 
 @pytest.mark.parametrize("token", ["7", 7.5, -1, 1 << 63, None, True])
-def test_a_noted_tail_of_what_are_no_tokens_is_ignored(token: object) -> None:
+def test_a_noted_tail_with_invalid_tokens_is_ignored(token: object) -> None:
     assert not len(TailIndex(facts(tail_key(PARENT, [7], None), [token])))
 
 
 def test_a_tail_in_a_full_page_is_not_noted() -> None:
-    """Its key is a hash of the engine's, which proves nothing here."""
+    """The key of a full page is the engine's hash, from which the tail's tokens cannot be
+    verified."""
     noted = list[str]()
 
     class Noting(NoNotebook):

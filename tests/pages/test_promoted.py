@@ -1,4 +1,4 @@
-"""Promoted pages: used, or evicted unused."""
+"""Promoted pages count as used or as evicted unused."""
 
 from tiered_kv.keys import PageKey
 from tiered_kv.pages.cpu_index import PromotedPages
@@ -6,7 +6,7 @@ from tiered_kv.pages.cpu_index import PromotedPages
 A, B, C = (PageKey(bytes([n] * 32)) for n in range(3))
 
 
-def test_what_is_restored_was_used_once_and_what_goes_before_was_wasted() -> None:
+def test_a_restored_page_counts_as_used_once_and_an_evicted_one_as_wasted() -> None:
     pages = PromotedPages()
     pages.came_up([A, B], 10)
     pages.read([A, C])

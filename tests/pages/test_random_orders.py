@@ -1,5 +1,5 @@
-"""Index and order book agree with the model under random operations, and the machine detects
-planted bugs."""
+"""The page index and the order book agree with the model under random operations, and the machine
+detects planted bugs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tiered_kv.policies.cache.lru import LeastRecentlyUsed
 from tiered_kv.testing.single_pages import commit
 from tiered_kv.testing.stores import SSD
 
-# Shrinking a failure takes minutes: for HYPOTHESIS_PROFILE=thorough, not for every red build.
+# Shrinking a failing example takes minutes, so it is done only with HYPOTHESIS_PROFILE=thorough.
 QUICK = [Phase.explicit, Phase.generate]
 THOROUGH = settings.get_current_profile_name() == "thorough"
 
@@ -66,7 +66,7 @@ class ForgetsAFailureOfTheOtherRank(OrderBook):
 
 
 def settled(flight: Flight[Any], report: OrderReport) -> Settled[Any]:
-    """An order that is over, and nothing done about it."""
+    """Return a finished order without any of its effects."""
     return Settled(flight.order, flight.keys, report.failed, flight.abandoned, report.seconds)
 
 
@@ -104,7 +104,7 @@ class EvictsWhatIsRead(PageIndex):
 
 
 class FreesSlotsInUse(PageIndex):
-    """Consistent in itself: only the bytes tell."""
+    """The index stays consistent, so only the bytes reveal the bug."""
 
     def forget(self, key: PageKey) -> None:
         if key in self._resident:
@@ -217,7 +217,7 @@ HUNT = settings(max_examples=500, stateful_step_count=60, phases=QUICK, report_m
 
 
 @pytest.mark.parametrize("broken", [*PLANNERS, *INDEXES, *COLD_PAGES])
-def test_the_machine_notices_a_broken_part(broken: type[Any]) -> None:
+def test_the_machine_detects_a_broken_part(broken: type[Any]) -> None:
     class Machine(OrdersMachine):
         def make(self, num_slots: int, ranks: int) -> OrderBook:
             index = broken if broken in INDEXES else PageIndex
@@ -243,6 +243,6 @@ class OneWrongByte(OrdersMachine):
         return content.replace(b"save 3 rank 1", b"save 4 rank 1")
 
 
-def test_the_machine_notices_a_single_wrong_page() -> None:
+def test_the_machine_detects_a_single_wrong_page() -> None:
     with pytest.raises(AssertionError, match="a wrong page"):
         run_state_machine_as_test(OneWrongByte, settings=HUNT)

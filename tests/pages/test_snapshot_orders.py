@@ -1,4 +1,5 @@
-"""Orders for snapshots: results reach the operation that ordered them, and others are dropped."""
+"""Results of snapshot orders reach the operation that issued the order. Other results are
+dropped."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def index() -> PageIndex:
 
 
 class Orders(SnapshotOrders):
-    """Orders with a book of their own."""
+    """Snapshot orders with their own order book."""
 
     def __init__(self, index: PageIndex, ranks: int) -> None:
         self.book = OrderBook(index, ranks, [1], 1.0)
@@ -49,7 +50,7 @@ def test_written_pages_are_held_until_every_rank_has_reported(index: PageIndex) 
         assert not len(held)
     assert index.in_use == 4
     for key in KEYS[:4]:
-        index.forget(key)  # still held: its bytes are being written
+        index.forget(key)  # still held, because the bytes are being written
     orders.settle({writing.order.order_id: report()})
     assert not writing.over
     assert index.free_slots == 4

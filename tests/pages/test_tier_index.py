@@ -1,4 +1,4 @@
-"""The index of pages on SSD: which exist, and which were used since they were written."""
+"""The index of pages on SSD: which pages exist, and which were used after they were written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def full() -> TierIndex:
     return index
 
 
-def test_pages_are_there_until_discarded() -> None:
+def test_pages_exist_until_discarded() -> None:
     index = full()
     index.discard([KEYS[0], PageKey(b"never there")])
     assert KEYS[0] not in index
@@ -31,7 +31,7 @@ def test_a_page_counts_as_used_if_it_was_used_after_it_was_written() -> None:
     assert not index.was_used(PageKey(b"never there"))
 
 
-def test_a_page_that_is_written_once_more_must_be_used_again() -> None:
+def test_a_page_that_is_written_again_must_be_used_again() -> None:
     index = full()
     index.touch([KEYS[1]])
     index.on_rewritten([KEYS[1], KEYS[2], PageKey(b"never there")])

@@ -1,4 +1,4 @@
-"""The state of ``OrdersMachine``: the expected page of each key, and real bytes on every rank."""
+"""The state of ``OrdersMachine``: the expected page of each key, and the bytes on every rank."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ PageOrder: TypeAlias = SaveOrder | LoadOrder | PackOrder | DemoteOrder | Promote
 
 @dataclass(eq=False)
 class Bundle:
-    """Pages that are packed together, or about to be, and the slots that are theirs."""
+    """Pages that are compressed together, or about to be, and the slots of the bundle."""
 
     slots: list[int]
     serial: int
 
     def kept(self, rank: int) -> int:
-        """Slots that a rank needs, which is another number on each."""
+        """Return the number of slots that a rank needs. It differs between ranks."""
         return 1 + (self.serial + rank) % len(self.slots)
 
 
@@ -45,7 +45,7 @@ class Bundle:
 class Page:
     """Expected state of a page: its bytes, and where they are.
 
-    ``bytes_of`` a rank differ from those of every other save that ever was.
+    ``bytes_of`` differs between ranks and between saves.
     """
 
     key: PageKey
@@ -56,12 +56,12 @@ class Page:
 
     @property
     def place(self) -> int:
-        """The place that orders name."""
+        """The place by which orders refer to the page."""
         return self.slot if self.bundle is None else cold_place(self.bundle.slots[0])
 
     @property
     def slots(self) -> list[int]:
-        """Slots that must stay as they are for the page."""
+        """Slots that must not change while the page exists."""
         return [self.slot] if self.bundle is None else self.bundle.slots
 
     @property
@@ -77,7 +77,7 @@ class Page:
 
 @dataclass(eq=False)
 class Flight:
-    """An order in flight: the ranks that have copied, and the ranks that have reported."""
+    """An order in flight, the ranks that have executed it, and the ranks that have reported."""
 
     order: PageOrder
     pages: list[Page]
@@ -91,11 +91,12 @@ class Flight:
 
     @property
     def bundle(self) -> Bundle | None:
-        """The bundle that is about to be packed."""
+        """The bundle that the order is about to compress; None for other orders."""
         return self.pages[0].bundle if isinstance(self.order, PackOrder) else None
 
     def kept(self, ranks: Iterable[int]) -> int:
-        """Slots that the bundle fills on these ranks; 0 if it is lost on one, or is none."""
+        """Return the number of slots that the bundle needs on these ranks. 0 if there is no bundle,
+        or a rank has lost it."""
         lost = self.bundle is None or any(self.copied[rank] for rank in ranks)
         return 0 if lost or self.bundle is None else max(map(self.bundle.kept, ranks))
 
@@ -104,9 +105,9 @@ class Flight:
 
 
 class World(RuleBasedStateMachine):
-    """The order book under test, the model beside it, and the bytes of every rank.
+    """The order book under test, the model, and the bytes of every rank.
 
-    Subclasses may plant a bug in ``make``.
+    Subclasses may override ``make`` to plant a bug.
     """
 
     def make(self, num_slots: int, ranks: int) -> OrderBook:
@@ -121,13 +122,13 @@ class World(RuleBasedStateMachine):
         self.vram = [dict.fromkeys(BLOCKS, b"nothing yet") for _ in self.ranks]
         self.slots = [dict.fromkeys(range(num_slots), b"nothing yet") for _ in self.ranks]
         self.ssd: list[dict[PageKey, bytes]] = [{} for _ in self.ranks]
-        # Slots of the bundle that begins in a slot, what they must hold, and its pages.
+        # By first slot of a bundle: its slots, their expected content, and its pages.
         self.packed_pages: list[dict[int, tuple[list[int], bytes, dict[PageKey, bytes]]]]
         self.packed_pages = [{} for _ in self.ranks]
         self.on_ssd: dict[PageKey, int] = {}  # key -> serial of the page
         self.pages: dict[PageKey, Page] = {}
         self.flights: dict[OrderId, Flight] = {}
-        self.held: dict[int, int] = {}  # block -> orders that need it to stay
+        self.held: dict[int, int] = {}  # block -> number of orders that need it unchanged
         self.serial = 0
 
     @property
@@ -148,7 +149,7 @@ class World(RuleBasedStateMachine):
         return {slot for page in chain(self.pages.values(), used) for slot in page.slots}
 
     def content(self, rank: int, key: PageKey, place: int) -> bytes:
-        """Bytes that a rank reads there."""
+        """Return the bytes that a rank reads at a place."""
         if place >= 0:
             return self.slots[rank][place]
         slots, mark, pages = self.packed_pages[rank].get(cold_place(place), ([], b"", {}))
@@ -157,7 +158,7 @@ class World(RuleBasedStateMachine):
         return pages.get(key, b"another bundle")
 
     def carry_out_pack(self, flight: Flight, rank: int, fail: bool) -> None:
-        """Compress pages over their own slots, or lose them."""
+        """Compress pages into their own slots, or lose them."""
         order, slots, bundle = flight.order, self.slots[rank], flight.bundle
         assert isinstance(order, PackOrder)
         assert bundle is not None
@@ -194,7 +195,7 @@ class World(RuleBasedStateMachine):
         return isinstance(flight.order, DemoteOrder) and not flight.abandoned
 
     def forget(self, page: Page) -> None:
-        """Absent, unless another save has taken the page's place."""
+        """Remove the page from the model, unless a newer save has replaced it."""
         if self.pages.get(page.key) is page:
             del self.pages[page.key]
 
@@ -209,7 +210,8 @@ class World(RuleBasedStateMachine):
                 self.held[block] -= 1
 
     def free_blocks(self, data: st.DataObject, count: int) -> list[int]:
-        """Blocks that no order needs; abandoned saves may still read them, and get garbage."""
+        """Return blocks that no order needs. Abandoned saves may still read them and get
+        garbage."""
         free = [block for block in BLOCKS if not self.held.get(block)]
         first = data.draw(st.integers(0, len(free) - 1)) if free else 0
         return (free[first:] + free[:first])[:count]

@@ -1,5 +1,5 @@
-"""Tests of vLLM that pass on stock but not with the connector, by design: by mode, with the
-reason."""
+"""vLLM tests that pass on stock vLLM but not with this project's classes, by design: the reason by
+mode and test."""
 
 from __future__ import annotations
 

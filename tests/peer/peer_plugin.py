@@ -1,6 +1,7 @@
 """A pytest plugin that runs vLLM's tests with this project's classes.
 
-Loaded by this name from its own folder: ``tests`` is vLLM's there. ``PEER_MODE`` chooses.
+It is loaded by this name from its own folder, because ``tests`` is vLLM's package there.
+``PEER_MODE`` selects the classes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def pytest_configure() -> None:
     )
 
     class Sync(ContinuumScheduler):
-        """Never the asynchronous one: the test names the class that it means."""
+        """The synchronous scheduler, even with async scheduling, because the test chooses the
+        class."""
 
     if mode == SCHEDULER:
         scheduler.Scheduler = Sync
@@ -34,7 +36,7 @@ def pytest_configure() -> None:
         return
 
     class WithConnector:
-        """A scheduler that has our connector if it would have none."""
+        """A scheduler with this project's connector if it would have none."""
 
         def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any):
             kv_cache_config = _give_connector(vllm_config, kv_cache_config)
@@ -51,8 +53,8 @@ def pytest_configure() -> None:
 
 
 def _give_connector(vllm_config: Any, kv_cache_config: Any) -> Any:
-    """Returns the configuration of the KV cache, with memory for it; the same if the engine is
-    left as it is: it has a connector, or is one that ours refuses."""
+    """Return the KV cache configuration with memory for the connector. Returns it unchanged if the
+    engine has a connector, or is a type of engine that the connector refuses."""
     from vllm.config import KVTransferConfig
     from vllm.v1.kv_cache_interface import KVCacheTensor
 
@@ -89,7 +91,8 @@ def _give_connector(vllm_config: Any, kv_cache_config: Any) -> Any:
 
 
 def _copied_at_once(scheduler_output: Any, result: Any) -> Any:
-    """The step's result, with the word of a worker that has made every copy already."""
+    """Return the step's result, extended with a worker report that all of the step's copies have
+    finished."""
     from vllm.v1.outputs import KVConnectorOutput
 
     from tiered_kv.connectors.vllm.envelopes import TieredMetadata, TieredWorkerMetadata

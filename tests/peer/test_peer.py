@@ -1,5 +1,5 @@
-"""vLLM's own tests of its scheduler and connectors, run with this project's classes: tests that
-pass on stock pass, except for differences by design."""
+"""vLLM's own tests of its scheduler and connectors, run with this project's classes. Every test
+that passes on stock vLLM passes, except for differences by design."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def tests_of_vllm() -> Path:
 
 
 def passing(folder: Path, mode: str, report: Path) -> set[str]:
-    """Those of vLLM's tests that pass. What needs a model from elsewhere fails on stock too."""
+    """Return the vLLM tests that pass. Tests that need to download a model also fail on stock
+    vLLM."""
     files = [name for name in FILES if (folder / name).exists()]
     assert len(files) > 20, "vLLM has moved its tests"
     done = subprocess.run(
@@ -76,7 +77,7 @@ def stock(tests_of_vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> set[
 @pytest.mark.peer
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("mode", [SCHEDULER, CONNECTOR])
-def test_what_passes_on_stock_passes_with_ours(
+def test_tests_that_pass_on_stock_pass_with_our_classes(
     tests_of_vllm: Path, stock: set[str], tmp_path: Path, mode: str
 ) -> None:
     ours = passing(tests_of_vllm, mode, tmp_path / "report.xml")

@@ -1,4 +1,5 @@
-"""The installed vLLM's tests, from its source package, because no wheel contains them."""
+"""The tests of the installed vLLM version, from its source package, because no wheel contains
+them."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ MODEL = {
     "word_embed_proj_dim": 768,
     "torch_dtype": "float16",
 }
-"""The configuration of facebook/opt-125m, which most of the tests name: found by that path in the
-folder they run in. None of them loads its weights."""
+"""Configuration of facebook/opt-125m, which most of the tests name. They find it by that path in
+the folder that they run in, and none loads its weights."""
 
 CONFTEST = '''"""In place of vLLM's own, which starts what these tests do not need."""
 
@@ -40,11 +41,11 @@ def default_vllm_config():
 
 
 def vllm_tests(version: str, cache: Path) -> Path:
-    """A folder with vLLM's ``tests``, downloaded once by pip, from wherever it is told to.
+    """Return a folder with vLLM's ``tests``, which pip downloads once from its configured index.
 
     Args:
-        version: of vLLM.
-        cache: where it is kept.
+        version: the vLLM version.
+        cache: folder that keeps the tests.
 
     Raises:
         RuntimeError: pip found no source package.
@@ -55,8 +56,8 @@ def vllm_tests(version: str, cache: Path) -> Path:
     part = cache / f"tests-{version}.part"
     shutil.rmtree(part, ignore_errors=True)
     (part / "pip").mkdir(parents=True)
-    # pip unpacks a source package to ask it for its metadata, which that of vLLM cannot give
-    # without a compiler. What was unpacked is all that is wanted, and stays.
+    # pip unpacks a source package to generate its metadata, which fails for vLLM without a
+    # compiler. The unpacked tests are all that is needed, and --no-clean keeps them.
     command = "-m pip download --no-clean --no-deps --no-build-isolation --no-binary :all:"
     done = subprocess.run(
         [sys.executable, *command.split(), "--dest", str(part), f"vllm=={version}"],

@@ -1,4 +1,4 @@
-"""Published policies behave as published."""
+"""Baseline policies behave as published."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def tell(policy: TurnPolicy, tool: ToolUse | None, *gaps: float) -> None:
 # -- Continuum, as published ----------------------------------------------------------
 
 
-def test_continuum_begins_with_an_exponential_guess() -> None:
-    """τ* = ln(T + R) for gaps of 1 s on average and η = 1; no pin if that is not above 0."""
+def test_continuum_starts_with_an_exponential_prior() -> None:
+    """τ* = ln(T + R) for gaps of 1 s on average and η = 1. There is no pin if τ* is not above 0."""
     policy = Continuum()
     tell(policy, LS, *[50.0] * 99)
     made = policy.decide(turn_end(tool=LS), Costs(recompute_s=10.0, queue_s=2.0))
@@ -51,7 +51,7 @@ def test_continuum_begins_with_an_exponential_guess() -> None:
     assert policy.decide(turn_end(tool=LS), Costs(recompute_s=0.5)).tier is Tier.DROP
 
 
-def test_continuum_takes_all_tools_until_it_has_a_hundred_gaps_of_one() -> None:
+def test_continuum_pools_all_tools_until_one_has_a_hundred_gaps() -> None:
     policy = Continuum()
     tell(policy, TEST, *[3.0] * 150)
     tell(policy, LS, *[0.5] * 99)
@@ -71,7 +71,7 @@ def brute_force(gaps: list[float], benefit_s: float) -> float:
 def test_continuum_s_time_to_live_is_the_best_of_the_recorded_gaps(
     tenths: list[int], benefit: int
 ) -> None:
-    gaps = [tenth / 8 for tenth in tenths]  # eighths: no rounding decides
+    gaps = [tenth / 8 for tenth in tenths]  # eighths are exact, so no result depends on rounding
     policy = Continuum()
     tell(policy, LS, *gaps)
     made = policy.decide(turn_end(tool=LS), Costs(recompute_s=float(benefit)))
@@ -80,7 +80,7 @@ def test_continuum_s_time_to_live_is_the_best_of_the_recorded_gaps(
     assert gain == pytest.approx(np.mean(np.array(gaps) <= best) * benefit - best)
 
 
-def test_continuum_weighs_the_queue_by_how_jobs_remember() -> None:
+def test_continuum_weighs_the_queue_by_memoryfulness() -> None:
     policy = Continuum()
     tell(policy, LS, *[5.0] * 100)
     waits = Costs(recompute_s=1.0, queue_s=10.0)
@@ -151,7 +151,7 @@ def test_contextserve_leaves_the_rest_to_continuum() -> None:
     assert (made.tier, made.ttl_s, made.gap_class) == (Tier.PIN, 0.2, GapClass.UNCERTAIN)
 
 
-def test_contextserve_asks_the_narrowest_context_that_has_seen_enough() -> None:
+def test_contextserve_uses_the_narrowest_context_with_enough_gaps() -> None:
     policy = ContextServe()
     tell(policy, ToolUse(("bash", "sync", "sync a")), *[0.1] * 9)
     tell(policy, ToolUse(("bash", "sync", "sync b")), *[60.0] * 10)
@@ -161,10 +161,10 @@ def test_contextserve_asks_the_narrowest_context_that_has_seen_enough() -> None:
     assert other.gap_class is GapClass.UNCERTAIN, "nine are too few: the tool has both"
 
 
-# -- the rest -----------------------------------------------------------------------------
+# -- other baselines ------------------------------------------------------------------------
 
 
-def test_infercept_preserves_until_that_wasted_as_much_as_the_alternative() -> None:
+def test_infercept_preserves_until_its_waste_equals_the_alternatives() -> None:
     assert InferCept().decide(turn_end(), COSTS) == Decision(Tier.PIN, 10.0)
     assert InferCept().decide(turn_end(), Costs(10.0, cpu_s=0.5)) == Decision(Tier.PIN, 1.0)
 
@@ -176,7 +176,7 @@ def test_without_a_policy_there_is_lru_or_nothing() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 class TestEveryPolicy:
-    """Beside what ``test_conformance`` asks of it."""
+    """Tests in addition to ``test_conformance``."""
 
     @settings(max_examples=25)
     @given(past=st.lists(st.tuples(turn_ends, gaps_s, st.booleans()), max_size=5), turn=turn_ends)
@@ -190,7 +190,7 @@ class TestEveryPolicy:
         assert (made.ttl_s > 0) is (made.tier is Tier.PIN)
         assert policy.decide(turn, COSTS) == made
 
-    def test_what_is_not_its_own_is_refused(self, name: str) -> None:
+    def test_another_policys_state_is_refused(self, name: str) -> None:
         policy = POLICIES[name]()
         if not policy.dump():
             return

@@ -1,4 +1,4 @@
-"""A forecast is a distribution over the grid, and its methods agree."""
+"""A forecast is a distribution over the grid, and its methods are consistent."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ times = st.floats(0, 20_000)
 
 
 def at(gap_s: float) -> Forecast:
-    """A gap that is known."""
+    """Return the forecast of a gap of known length."""
     made = np.zeros(CELLS)
     made[cell_of(gap_s)] = 1.0
     return Forecast.of_masses(made)
 
 
-def test_the_grid_reaches_from_a_blink_to_hours_in_small_steps() -> None:
+def test_the_grid_covers_milliseconds_to_hours_in_small_steps() -> None:
     assert GRID[0] <= 0.05
     assert GRID[-1] >= 2 * 3600
     assert (np.diff(GRID) > 0).all()
@@ -32,7 +32,7 @@ def test_the_grid_reaches_from_a_blink_to_hours_in_small_steps() -> None:
 
 @pytest.mark.parametrize("round_s", [0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 3600])
 def test_round_waits_of_programs_are_points_of_the_grid(round_s: float) -> None:
-    """A time to live that ends just short of a `sleep 30` waits for nothing."""
+    """A time to live that ends just before a `sleep 30` does would be wasted."""
     assert round_s in GRID.tolist()
 
 
@@ -53,7 +53,7 @@ def test_more_time_is_never_less_likely(forecast: Forecast, one: float, other: f
 
 
 @given(forecasts)
-def test_all_that_is_asked_at_a_point_of_the_grid_is_what_the_arrays_say(
+def test_values_at_grid_points_equal_the_arrays(
     forecast: Forecast,
 ) -> None:
     assert [forecast.within(t) for t in GRID] == pytest.approx(forecast.cdf.tolist())
@@ -108,7 +108,7 @@ def test_waiting_twice_is_waiting_longer(
         assert twice.within(t) == pytest.approx(forecast.after(high).within(t), abs=1e-6)
 
 
-def test_what_is_surely_over_by_now_and_is_not_may_never_come() -> None:
+def test_a_gap_beyond_its_forecast_may_never_end() -> None:
     assert at(5).after(60) == Forecast(np.zeros(len(GRID)))
 
 

@@ -1,4 +1,4 @@
-"""The default policy over a day on a server."""
+"""The default policy after a day of observations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_quick_tools_are_waited_for_and_slow_ones_are_not() -> None:
     assert policy.decide(turn_end(tool=NO_TOOL), COSTS).tier is Tier.CPU
 
 
-def test_what_pays_depends_on_what_is_saved() -> None:
+def test_the_decision_depends_on_what_is_saved() -> None:
     policy = after_a_day()
     assert policy.decide(turn_end(tool=BUILD), Costs(recompute_s=600.0)).tier is Tier.PIN
     assert policy.decide(turn_end(tool=LS), Costs(recompute_s=0.01)).tier is not Tier.PIN
@@ -48,7 +48,7 @@ def test_a_turn_whose_tool_is_not_read_yet_is_decided_too() -> None:
     assert made.ttl_s < 2
 
 
-def test_after_a_restart_it_decides_as_before() -> None:
+def test_decisions_are_the_same_after_a_restart() -> None:
     policy, other = after_a_day(), Occupancy()
     other.load(json.loads(json.dumps(policy.dump())))
     for tool in (LS, BUILD, NO_TOOL, None):
@@ -81,8 +81,8 @@ def test_any_turn_gets_a_decision_and_the_same_one_twice(
     assert policy.decide(turn, costs) == made
 
 
-def test_a_decision_takes_no_time_that_a_scheduler_would_notice() -> None:
-    """About 65 µs on an idle core."""
+def test_a_decision_takes_microseconds() -> None:
+    """A decision takes about 65 µs on an idle core."""
     policy = after_a_day()
     turns = [turn_end("0", number, tool=BUILD) for number in range(50)]
     assert loops(lambda: [policy.decide(turn, COSTS) for turn in turns], calls=len(turns)) < 10

@@ -1,4 +1,4 @@
-"""Policies are found by name."""
+"""Policies are found by built-in name or by module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_all_policies_by_name() -> None:
         assert policy(name) is not policy(name), "two engines share nothing"
 
 
-def test_ours_are_the_defaults() -> None:
+def test_defaults_are_this_projects_policies() -> None:
     assert isinstance(policy(TierConfig().policy), Occupancy)
     assert eviction(TierConfig().eviction) is ByWorth
 
@@ -38,7 +38,7 @@ def test_a_policy_of_another_package_is_named_with_its_module() -> None:
 
 
 class Forgetful(FixedPin):
-    """A policy that lacks something."""
+    """A policy that lacks a required attribute."""
 
     reads_tools = property()
 

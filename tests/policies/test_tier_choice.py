@@ -1,4 +1,4 @@
-"""The chosen tier in different situations of a server."""
+"""The tier chosen in different situations of a server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_long_queue_makes_a_pin_worth_it_again() -> None:
     assert choose(TURN, QUICK, forgetful).tier is Tier.CPU
 
 
-def test_vram_that_others_want_more_is_not_held() -> None:
+def test_vram_that_other_jobs_need_more_is_not_pinned() -> None:
     assert choose(TURN, QUICK, Costs(recompute_s=1, vram_price=1)).tier is Tier.PIN
     assert choose(TURN, QUICK, Costs(recompute_s=1, vram_price=10)).tier is not Tier.PIN
 
@@ -46,7 +46,7 @@ def test_a_slow_tool_is_waited_for_in_cpu_memory_while_that_lasts() -> None:
     assert (made.tier, made.ttl_s, made.gap_class) == (Tier.CPU, 0.0, GapClass.SLOW)
 
 
-def test_and_on_ssd_if_its_pages_would_be_evicted_before() -> None:
+def test_a_slow_tool_is_waited_for_on_ssd_if_cpu_memory_would_evict_it() -> None:
     made = choose(TURN, MINUTES, Costs(recompute_s=10, cpu_s=0.5, tiers_s={SSD: 2}, cpu_stay_s=60))
     assert made.tier is Tier.STORE
     assert made.back_s is not None
@@ -54,14 +54,14 @@ def test_and_on_ssd_if_its_pages_would_be_evicted_before() -> None:
     assert MINUTES.within(on_its_way_s) == pytest.approx(BACK_BEFORE, abs=0.05)
 
 
-def test_an_ssd_slower_than_prefilling_is_no_place() -> None:
+def test_an_ssd_slower_than_prefilling_is_not_used() -> None:
     slow = Costs(recompute_s=1, cpu_s=0.5, tiers_s={SSD: 2}, cpu_stay_s=60)
     assert choose(TURN, MINUTES, slow).tier is Tier.CPU
     assert choose(TURN, MINUTES, Costs(recompute_s=1, tiers_s={SSD: 2})).tier is Tier.DROP
     assert choose(TURN, MINUTES, Costs(recompute_s=1)).tier is Tier.DROP
 
 
-def test_a_job_that_may_well_be_gone_is_not_brought_back() -> None:
+def test_a_job_that_has_probably_ended_is_not_promoted() -> None:
     made = choose(TURN, NEVER, Costs(recompute_s=10, cpu_s=0.5, tiers_s={SSD: 2}, cpu_stay_s=60))
     assert (made.tier, made.back_s) == (Tier.STORE, None)
 
@@ -72,7 +72,7 @@ def test_a_return_earlier_than_a_promotion_takes_starts_immediately() -> None:
     assert (made.tier, made.back_s) == (Tier.STORE, 0.0)
 
 
-def test_a_way_up_that_takes_no_time_starts_when_the_job_is_expected() -> None:
+def test_an_instant_promotion_starts_when_the_job_is_expected() -> None:
     made = choose(
         TURN, MINUTES, Costs(recompute_s=10, cpu_s=0.5, tiers_s={SSD: 0.0}, cpu_stay_s=60)
     )
@@ -89,12 +89,12 @@ def test_a_way_up_that_takes_no_time_starts_when_the_job_is_expected() -> None:
         (turn_end(aborted=True), Tier.CPU),
     ],
 )
-def test_what_no_price_decides_on(turn: TurnEnd, tier: Tier) -> None:
+def test_turns_that_are_decided_without_prices(turn: TurnEnd, tier: Tier) -> None:
     assert unpriced(turn) == Decision(tier)
     assert choose(turn, QUICK, Costs(recompute_s=10)) == Decision(tier)
 
 
-def test_only_a_pin_has_a_deadline_and_only_a_store_has_a_way_back() -> None:
+def test_only_a_pin_has_a_deadline_and_only_a_store_promotes() -> None:
     for forecast in (QUICK, MINUTES, NEVER):
         for cpu_s in (None, 0.5):
             for tiers_s in ({}, {SSD: 2.0}):
@@ -106,7 +106,7 @@ def test_only_a_pin_has_a_deadline_and_only_a_store_has_a_way_back() -> None:
                     assert unpriced(TURN) is None
 
 
-def test_a_pin_saves_a_prefill_as_often_as_what_waits_elsewhere_is_lost() -> None:
+def test_a_pin_saves_a_prefill_as_often_as_other_tiers_lose_the_pages() -> None:
     sure = Costs(recompute_s=10, cpu_s=0.5)
     assert sure.restore_s == 0.5
     assert replace(sure, survival=0.0).restore_s == 10

@@ -1,4 +1,4 @@
-"""Turn ends for the tests of this folder."""
+"""Ends of turns, for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def turn_end(
     last: bool = False,
     aborted: bool = False,
 ) -> TurnEnd:
-    """A turn of that job; None belongs to no job."""
+    """Return the end of a turn of this job, or of no job if it is None."""
     return TurnEnd(
         job=None if job is None else JobKey("", job),
         turn=turn,
@@ -34,7 +34,8 @@ def turn_end(
 
 
 def forecast_of(gaps: dict[float, float]) -> Forecast:
-    """Gaps in seconds and their probabilities. The probability missing to 1 never ends."""
+    """Return a forecast from gaps in seconds and their probabilities. The probability missing to 1
+    is that the gap never ends."""
     masses = np.zeros(len(CELL_LOG_S))
     for gap_s, probability in gaps.items():
         masses[np.abs(CELL_LOG_S - math.log(gap_s)).argmin()] += probability

@@ -19,7 +19,7 @@ def keys(*names: str) -> list[RemoteKey]:
 
 @pytest.fixture
 def make_server(tmp_path: Path) -> Iterator[MakeServer]:
-    """Servers by option, gone at the end of the test."""
+    """Return a function that starts a Valkey server. The servers are killed after the test."""
     servers: list[ValkeyServer] = []
 
     def make(**options: Any) -> ValkeyServer:

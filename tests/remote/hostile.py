@@ -1,4 +1,4 @@
-"""A server whose answers a test chooses."""
+"""A server that sends arbitrary answers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Answer = Callable[[list[bytes]], bytes]
 
 @contextlib.contextmanager
 def hostile_server(answer: Answer) -> Iterator[str]:
-    """Serve one connection after the other. Returns the address.
+    """Serve one connection at a time. Yields the address.
 
     Args:
-        answer: gives what is sent back for the words of a command.
+        answer: returns the bytes to send for the words of a command.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     open_now: set[socket.socket] = set()
@@ -54,5 +54,5 @@ def _command(line: Callable[[], bytes], read: Callable[[int], bytes]) -> list[by
 
 
 def value(content: bytes) -> bytes:
-    """A value in the wire format."""
+    """Encode a value in the wire format."""
     return b"$%d\r\n%b\r\n" % (len(content), content)

@@ -1,4 +1,4 @@
-"""Pages in a remote store of any address."""
+"""Opens pages in a remote store at any address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses are parsed in every usual form, and never show a password."""
+"""Addresses are parsed in every usual form, and error messages never show a password."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_folders_are_read() -> None:
     assert parse_address("file:///mnt/kv").most_bytes == 32 << 30
 
 
-def test_who_we_are_is_read() -> None:
+def test_user_and_password_are_read() -> None:
     address = parse_address(f"valkey://agent:p%40{SECRET}@kv:1")
     assert (address.user, address.password) == ("agent", f"p@{SECRET}")
     assert parse_address(f"valkey://:{SECRET}@kv").password == SECRET
@@ -71,7 +71,7 @@ def test_who_we_are_is_read() -> None:
         "file:///mnt/a%00b",
     ],
 )
-def test_what_is_no_address_is_refused_without_being_quoted(text: str) -> None:
+def test_an_invalid_address_is_refused_without_being_quoted(text: str) -> None:
     with pytest.raises(ConfigError, match="TIERED_KV_REMOTE") as caught:
         load_config({"TIERED_KV_REMOTE": text})
     assert SECRET not in str(caught.value)
@@ -111,7 +111,7 @@ def test_the_password_comes_from_the_environment_or_a_file(tmp_path: Path) -> No
         ({"TIERED_KV_TIERS": "remote"}, None),
     ],
 )
-def test_what_does_not_fit_together_is_refused(more: dict[str, str], advice: str | None) -> None:
+def test_conflicting_settings_are_refused(more: dict[str, str], advice: str | None) -> None:
     told = {"TIERED_KV_REMOTE": "valkey://kv", **more}
     if advice is None:
         assert load_config(told).tier_names == ("remote", "remote"), "refused with the tiers"
@@ -120,7 +120,7 @@ def test_what_does_not_fit_together_is_refused(more: dict[str, str], advice: str
         load_config(told)
 
 
-def test_who_observes_or_does_nothing_uses_no_store() -> None:
+def test_observe_and_off_modes_use_no_store() -> None:
     told = {"TIERED_KV_REMOTE": "valkey://kv"}
     assert load_config(told).tier_names == ("remote",)
     assert load_config({**told, "TIERED_KV_MODE": "observe"}).tier_names == ()

@@ -32,7 +32,7 @@ def test_pauses_grow_until_a_call_works() -> None:
     assert breaker.lets_through(now + FIRST_PAUSE_S)
 
 
-def test_patience_is_lost_once_until_something_works() -> None:
+def test_a_store_is_waited_for_until_patience_runs_out() -> None:
     patience = Patience()
     assert patience.lasts(100.0)
     assert patience.lasts(100.0 + 0.9 * PATIENCE_S)
@@ -42,7 +42,7 @@ def test_patience_is_lost_once_until_something_works() -> None:
     assert patience.lasts(1000.0)
 
 
-def test_trouble_that_lasts_or_comes_and_goes_is_logged_once() -> None:
+def test_lasting_or_recurring_failures_are_logged_once() -> None:
     complaint, now = Complaint(), 100.0
     assert not complaint.ends(), "there was none"
     assert complaint.begins("full", now)
@@ -58,7 +58,7 @@ def test_trouble_that_lasts_or_comes_and_goes_is_logged_once() -> None:
     assert said == [True] * (MOST_COMPLAINTS - 2) + [False] * (99 - MOST_COMPLAINTS + 2)
 
 
-def test_a_server_that_goes_moves_its_own_runs_alone() -> None:
+def test_a_removed_server_moves_only_its_own_runs() -> None:
     servers = [b"a:1", b"b:1", b"c:1"]
     runs = [b"run %d" % number for number in range(900)]
     before = [servers[server_of(run, servers)] for run in runs]

@@ -1,5 +1,5 @@
-"""Failed calls: their leftovers are not taken for the answer to the next call, nor is one error
-taken for the server's answer to every call."""
+"""Failed calls. Their leftovers are not taken for the next call's answer, and an error for one call
+does not count for every call."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def read(store: ValkeyStore, *names: RemoteKey) -> list[bytes | Outcome]:
 
 
 def filled(server: ValkeyServer, *names: str) -> tuple[ValkeyStore, list[RemoteKey]]:
-    """A store with values that say whose they are."""
+    """Return a store whose values equal their keys' names, and the keys."""
     store, found = ValkeyStore(server.address), keys(*names)
     assert set(store.put([(key, [key.name]) for key in found], soon())) == {STORED}
     return store, found
 
 
-def test_more_than_was_asked_for_is_not_the_next_answer() -> None:
+def test_excess_bytes_are_not_the_next_answer() -> None:
     extra = [value(b"nobody asked for this")]
 
     def answer(words: list[bytes]) -> bytes:
@@ -81,7 +81,7 @@ def test_an_interrupted_read_leaves_nothing_for_the_next_one(server: ValkeyServe
     store.close()
 
 
-def test_a_read_that_was_left_in_the_middle_leaves_nothing_for_the_next_one(
+def test_an_abandoned_read_leaves_nothing_for_the_next_one(
     server: ValkeyServer,
 ) -> None:
     store, (a, b, c) = filled(server, "a", "b", "c")
@@ -101,7 +101,7 @@ def test_a_connection_closed_by_the_server_is_reopened(server: ValkeyServer) -> 
 def test_a_server_that_repeats_the_password_does_not_put_it_into_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As Valkey does if it does not know the command."""
+    """Valkey repeats the arguments if it does not know the command."""
 
     def answer(words: list[bytes]) -> bytes:
         said = b" ".join(b"'%b'" % word for word in words[1:])
@@ -137,7 +137,7 @@ def test_a_deletion_must_be_repeated_if_values_may_still_arrive(server: ValkeySe
     store.close()
 
 
-def test_a_silent_server_does_not_hide_what_lies_on_the_others(make_server: MakeServer) -> None:
+def test_a_silent_server_does_not_hide_values_on_the_others(make_server: MakeServer) -> None:
     servers = [make_server() for _ in range(2)]
     store = ValkeyStore(parse_address("valkey://" + ",".join(str(one.server) for one in servers)))
     labels = [str(one.server).encode() for one in servers]
@@ -159,12 +159,12 @@ def test_a_silent_server_does_not_hide_what_lies_on_the_others(make_server: Make
 # -- connecting ---------------------------------------------------------------------------
 
 
-def test_all_addresses_of_a_name_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_addresses_of_a_name_share_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
         place = listener.getsockname()
-        waiting = [socket.socket() for _ in range(8)]  # with these it takes no more
+        waiting = [socket.socket() for _ in range(8)]  # these connections fill the listener's queue
         for one in waiting:
             one.setblocking(False)
             one.connect_ex(place)
@@ -178,7 +178,7 @@ def test_all_addresses_of_a_name_share_the_time(monkeypatch: pytest.MonkeyPatch)
             one.close()
 
 
-def test_a_name_server_that_does_not_answer_is_waited_for_no_longer_than_asked(
+def test_a_silent_name_server_does_not_exceed_the_deadline(
     server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers, real = threading.Event(), socket.getaddrinfo
@@ -196,7 +196,7 @@ def test_a_name_server_that_does_not_answer_is_waited_for_no_longer_than_asked(
     until = time.monotonic() + 30.0
     while store.exists(keys("a"), soon()) != [Outcome.MISS]:
         assert time.monotonic() < until
-    answers.clear()  # and known addresses are used meanwhile
+    answers.clear()  # the known addresses are used meanwhile
     server.talk(b"CLIENT", b"KILL", b"TYPE", b"normal", b"SKIPME", b"yes")
     assert store.exists(keys("a"), soon()) == [Outcome.MISS]
     answers.set()
@@ -217,7 +217,8 @@ OF_SERVER = ["LOADING", "MASTERDOWN", "BUSY", "NOAUTH", "WRONGPASS"]
 
 
 def answering(errors: dict[bytes, str], bad_key: bytes = b"") -> Answer:
-    """A server with a value under every key, which returns errors by command, or for one key."""
+    """Return the answers of a server that has a value under every key, and returns errors for some
+    commands or for one key."""
 
     def answer(words: list[bytes]) -> bytes:
         command = words[0]
@@ -266,7 +267,7 @@ def test_a_server_that_refuses_reads_takes_writes(code: str) -> None:
 @pytest.mark.parametrize(
     ("code", "outcome"), [*OF_KEY.items(), *((code, DOWN) for code in OF_COMMAND)]
 )
-def test_an_error_for_one_key_is_no_answer_for_the_others(code: str, outcome: Outcome) -> None:
+def test_an_error_for_one_key_does_not_count_for_the_others(code: str, outcome: Outcome) -> None:
     names = keys(*"abcdefghijklmno")
     errors = dict.fromkeys((b"GET", b"EXISTS", b"SET", b"UNLINK"), code)
     with hostile_server(answering(errors, bad_key=b"c")) as url:
@@ -285,7 +286,7 @@ def test_an_error_for_one_key_is_no_answer_for_the_others(code: str, outcome: Ou
 
 @pytest.mark.parametrize("code", OF_SERVER)
 @pytest.mark.parametrize("command", [b"GET", b"EXISTS"])
-def test_a_server_that_serves_nothing_is_left_alone(code: str, command: bytes) -> None:
+def test_a_server_that_refuses_everything_is_not_called(code: str, command: bytes) -> None:
     asked: list[bytes] = []
     answer, (a,) = answering({command: code}), keys("a")
 
@@ -330,7 +331,7 @@ def test_a_connection_on_which_a_call_failed_is_closed_without_a_further_call() 
         store.close()
 
 
-def test_a_server_that_refuses_writes_is_offered_one_now_and_then(
+def test_a_server_that_refuses_writes_is_retried_occasionally(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     offered, now = list[float](), [1000.0]
@@ -357,7 +358,7 @@ def test_a_server_that_refuses_writes_is_offered_one_now_and_then(
 
 @pytest.mark.usefixtures("_not_paused")
 @pytest.mark.parametrize("code", [*OF_WRITES, *OF_COMMAND, *OF_SERVER])
-def test_the_same_trouble_is_logged_once(code: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_same_error_is_logged_once(code: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tiered_kv")
     errors, (a,) = {b"SET": code}, keys("a")
     with hostile_server(answering(errors)) as url:
@@ -406,7 +407,7 @@ def test_a_user_without_ping_permission_is_accepted(server: ValkeyServer) -> Non
     store.close()
 
 
-def test_a_server_in_protected_mode_does_not_let_us_in() -> None:
+def test_a_server_in_protected_mode_is_reported() -> None:
     with hostile_server(lambda _: b"-DENIED it runs in protected mode\r\n") as url:
         store = ValkeyStore(parse_address(url))
         with pytest.raises(RefusedError, match="protected"):

@@ -45,7 +45,7 @@ def put(pages: RemotePages, first: int) -> None:
 
 
 def put_trained(pages: RemotePages) -> Codec:
-    """Put pages by a codec with a table."""
+    """Put pages until their codec has been trained, and return the trained codec."""
     put(pages, 0)
     while (codec := pages.codec_of_new_pages) is None:
         time.sleep(0.01)
@@ -55,7 +55,7 @@ def put_trained(pages: RemotePages) -> Codec:
 
 
 def test_an_evicted_table_is_put_again(tmp_path: Path) -> None:
-    """A folder deletes its oldest values for new ones."""
+    """A shared folder deletes its oldest values to store new ones."""
     ours, at = open_pages(tmp_path, "centred", gib=0.001), 100
     put_trained(ours)
     while ours.counters()["remote_bytes_written"] < 3 << 20:
@@ -70,10 +70,11 @@ def test_an_evicted_table_is_put_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", ["missing", "damaged"])
-def test_a_table_that_cannot_be_used_is_read_once_and_then_once_in_a_while(
+def test_an_unusable_table_is_read_once_and_then_occasionally(
     server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
-    """Not once for each page, of which each would take as much memory as the longest table."""
+    """Otherwise the table would be read once per page, and each read allocates memory for the
+    longest table."""
     ours, theirs = open_at(server.url, "centred"), open_at(server.url)
     changing = make_store(server.address)
     codec = put_trained(ours)
@@ -119,15 +120,15 @@ def test_a_table_that_was_damaged_is_counted_and_read_again(
     theirs, out = open_at(server.url), np.zeros(PAGE_FORMAT.page_bytes, np.uint8)
     assert theirs.get([(page_key(1), out)]) == {0}
     assert theirs.counters()["remote_pages_bad"] == 1
-    put(ours, 0)  # and the table with them
+    put(ours, 0)  # this also writes the table
     assert not theirs.get([(page_key(1), out)])
     for one in (ours, theirs, damaging):
         one.close()
 
 
-def test_a_strange_codec_spoils_no_neighbour(tmp_path: Path) -> None:
+def test_an_unknown_codec_does_not_affect_other_pages(tmp_path: Path) -> None:
     def make(codec_id: int, table: bytes, page_format: PageFormat) -> Codec:
-        if table:  # as a codec of one's own may do with a table of its next version
+        if table:  # as a user's own codec may do with a table of a newer version
             raise KeyError("version 2")
         return from_table(codec_id, table, page_format)
 

@@ -34,7 +34,7 @@ def put(pages: RemotePages, *keys: PageKey) -> frozenset[int]:
 
 
 def reset(pages: RemotePages) -> None:
-    """Delete everything, as the I/O thread does it, and wait until it is done."""
+    """Delete all pages as the I/O thread does, and wait until they are deleted."""
     pages.clear()
     pages.close()
     for thread in threading.enumerate():
@@ -43,7 +43,7 @@ def reset(pages: RemotePages) -> None:
 
 
 def found(address: str, *keys: PageKey, run: PageKey | None = None) -> list[PageKey]:
-    """Keys that another engine gets."""
+    """Return the keys whose pages another engine can read."""
     theirs, out = open_at(address), np.zeros((len(keys), PAGE_FORMAT.page_bytes), np.uint8)
     if run is not None:
         theirs.place(keys, [run] * len(keys))
@@ -54,7 +54,7 @@ def found(address: str, *keys: PageKey, run: PageKey | None = None) -> list[Page
 
 @contextmanager
 def mount_failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Indexes of folders cannot be written."""
+    """Make the indexes of shared folders unwritable."""
 
     def failing(path: Path, flags: int = os.O_RDONLY) -> AbstractContextManager[int]:
         if path.name == "index":
@@ -66,24 +66,24 @@ def mount_failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_the_folder_is_caught_up_with_that_has_the_pages(
+def test_pages_are_deleted_from_the_folder_that_has_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address, key = f"file://{tmp_path}?gib=0.1", page_key(1)
     neighbour, ours = open_at(address), open_at(address)
     assert not put(neighbour, page_key(2))
     assert not put(ours, key)
-    neighbour.close()  # its folder is free now, and comes before ours
+    neighbour.close()  # releases its folder, which sorts before this engine's
     with mount_failing(monkeypatch):
         assert put(ours, page_key(3)) == {0}
-    reset(ours)  # while the folder is left alone
+    reset(ours)  # while failed calls pause the use of the folder
     assert not found(address, key)
 
 
 def test_pages_are_deleted_on_the_servers_of_their_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Own pages are remembered longer than looked-up pages."""
+    """An engine remembers the runs of its own pages longer than those of looked-up pages."""
     monkeypatch.setattr(remote_pages, "CALL_S", 20.0)
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
@@ -102,7 +102,7 @@ def test_pages_are_deleted_on_the_servers_of_their_runs(
         assert not found(address, *keys, run=run)
 
 
-def test_what_a_server_took_and_could_not_say_in_time_is_deleted(
+def test_a_page_that_a_server_stored_too_late_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ValkeyServer(tmp_path) as server:
@@ -113,13 +113,13 @@ def test_what_a_server_took_and_could_not_say_in_time_is_deleted(
         assert put(ours, key) == {0}
         server.go_on()
         monkeypatch.setattr(remote_pages, "CALL_S", 20.0)
-        while found(server.url, key) != [key]:  # it is asked again after a while
+        while found(server.url, key) != [key]:  # the call is repeated after a while
             time.sleep(0.05)
         reset(ours)
         assert not found(server.url, key, other)
 
 
-def test_what_a_folder_took_though_it_failed_is_deleted(
+def test_a_page_that_a_folder_stored_despite_an_error_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.0)
@@ -128,6 +128,6 @@ def test_what_a_folder_took_though_it_failed_is_deleted(
     assert not put(ours, page_key(3))
     with mount_failing(monkeypatch):
         assert put(ours, key) == {0}
-    assert not put(ours, other)  # writes the index anew, with both
+    assert not put(ours, other)  # rewrites the index, with both pages
     reset(ours)
     assert not found(address, key, other)

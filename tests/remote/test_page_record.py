@@ -1,4 +1,4 @@
-"""A record returns the page that was put, or is refused, whatever happened to its bytes."""
+"""A record returns the page that was put, or is refused if any of its bytes changed."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def test_a_record_of_another_page_or_format_is_refused() -> None:
         open_record(memoryview(record()), KEY, PageFormat(ElementType.BF16, 256, 8))
 
 
-def test_the_longest_record_has_room_for_every_page() -> None:
+def test_the_longest_record_fits_every_page() -> None:
     most = FORMAT.page_bytes + FORMAT.page_bytes // 64 + 4096
     assert len(record(b"x" * most, b"")) == longest_record(FORMAT, len(KEY))
 
 
-def test_tables_have_names_of_their_own() -> None:
+def test_tables_have_unique_names() -> None:
     assert table_name(3, b"") == NO_TABLE
     assert len({table_name(3, b"a"), table_name(4, b"a"), table_name(3, b"b"), NO_TABLE}) == 4

@@ -1,4 +1,4 @@
-"""Replies are parsed in any chunks, and invalid bytes are refused."""
+"""Replies are parsed in chunks of any length, and invalid bytes are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class Pieces:
     st.lists(st.binary(max_size=3 * BUFFER_BYTES), max_size=5),
     st.lists(st.integers(1, BUFFER_BYTES), max_size=20),
 )
-def test_values_of_any_length_come_in_any_pieces(values: list[bytes], pieces: list[int]) -> None:
+def test_values_of_any_length_may_arrive_in_any_chunks(
+    values: list[bytes], pieces: list[int]
+) -> None:
     stream = b"".join(b"$%d\r\n%b\r\n" % (len(value), value) for value in values)
     replies = Replies(Pieces(stream + b"+OK\r\n", *pieces))
     for at, value in enumerate(values):
@@ -55,13 +57,13 @@ def test_values_of_any_length_come_in_any_pieces(values: list[bytes], pieces: li
 
 
 @given(st.integers(0, 2**63), st.lists(st.integers(1, 3), max_size=30))
-def test_numbers_come_in_any_pieces(number: int, pieces: list[int]) -> None:
+def test_numbers_may_arrive_in_any_chunks(number: int, pieces: list[int]) -> None:
     replies = Replies(Pieces(b":%d\r\n:1\r\n" % number, *pieces))
     assert replies.number() == number
     assert replies.number() == 1
 
 
-def test_a_value_that_is_not_there_has_no_bytes() -> None:
+def test_a_missing_value_has_no_bytes() -> None:
     replies = Replies(Pieces(b"$-1\r\n:7\r\n"))
     assert replies.length() == ABSENT
     assert replies.number() == 7
@@ -87,7 +89,7 @@ def test_an_error_is_reported_in_the_servers_words() -> None:
         b"x" * (MOST_LINE + BUFFER_BYTES),
     ],
 )
-def test_what_is_no_value_is_refused(stream: bytes) -> None:
+def test_an_invalid_value_is_refused(stream: bytes) -> None:
     replies = Replies(Pieces(stream))
     with pytest.raises((ProtocolError, ConnectionResetError)):
         replies.value(memoryview(bytearray(replies.length())))

@@ -1,5 +1,5 @@
-"""A real server: values are read back, and every call ends in time whatever happens to the
-server."""
+"""A real Valkey server. Values are read back, and every call returns before its deadline whatever
+happens to the server."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class TestValkeyStore(RemoteConformance):
 
 
 class TestSeveralServers(TestValkeyStore):
-    """A store on three of them."""
+    """A store on three servers."""
 
     @pytest.fixture(autouse=True)
     def serve(self, make_server: MakeServer) -> None:
         self.servers = [make_server() for _ in range(3)]
 
 
-def test_a_value_of_another_kind_is_bad_and_the_others_are_good(
+def test_a_value_of_another_type_is_bad_and_the_others_are_good(
     store: ValkeyStore, server: ValkeyServer
 ) -> None:
     names = keys("a", "list", "b")
@@ -83,7 +83,7 @@ def test_a_full_server_refuses_writes(make_server: MakeServer) -> None:
     store.close()
 
 
-def test_a_server_that_is_killed_is_down_and_comes_back_empty(
+def test_a_killed_server_is_down_and_returns_empty(
     store: ValkeyStore, server: ValkeyServer
 ) -> None:
     put(store, keys("a"), b"value")
@@ -102,7 +102,7 @@ def test_a_server_that_is_killed_is_down_and_comes_back_empty(
     assert put(store, keys("a"), b"value") == {Outcome.STORED}
 
 
-def test_a_server_that_is_stopped_is_late_and_then_left_alone(
+def test_a_stopped_server_is_late_and_then_not_called(
     store: ValkeyStore, server: ValkeyServer
 ) -> None:
     put(store, keys("a"), b"value")
@@ -118,7 +118,7 @@ def test_a_server_that_is_stopped_is_late_and_then_left_alone(
         server.go_on()
 
 
-def test_a_short_call_that_is_late_leaves_the_next_one_free(
+def test_a_late_short_call_does_not_block_the_next_one(
     store: ValkeyStore, server: ValkeyServer
 ) -> None:
     put(store, keys("a"), b"value")
@@ -158,7 +158,7 @@ def test_a_server_that_sends_single_bytes_slowly_is_late() -> None:
 
 
 def test_a_late_value_is_not_mistaken_for_another(store: ValkeyStore, server: ValkeyServer) -> None:
-    """The answer to a call that was given up must not answer the next one."""
+    """The answer to an abandoned call must not be taken for the answer to the next call."""
     put(store, keys("a"), b"old")
     put(store, keys("b"), b"new")
     server.pause()
@@ -171,13 +171,13 @@ def test_a_late_value_is_not_mistaken_for_another(store: ValkeyStore, server: Va
     assert found == {0: b"new"}
 
 
-def test_an_expired_deadline_counts_as_no_failure(store: ValkeyStore) -> None:
+def test_an_expired_deadline_is_not_a_failure(store: ValkeyStore) -> None:
     put(store, keys("a"), b"value")
     assert store.exists(keys("a"), time.monotonic() - 1) == [DOWN]
     assert store.exists(keys("a"), soon()) == [HIT]
 
 
-def test_runs_lie_on_servers_of_their_own_and_one_may_be_down(make_server: MakeServer) -> None:
+def test_runs_are_spread_over_servers_and_one_may_be_down(make_server: MakeServer) -> None:
     servers = [make_server() for _ in range(3)]
     address = parse_address("valkey://" + ",".join(str(one.server) for one in servers))
     store = ValkeyStore(address)
@@ -195,7 +195,7 @@ def test_runs_lie_on_servers_of_their_own_and_one_may_be_down(make_server: MakeS
     assert set(store.exists(names, soon())) == {DOWN}
 
 
-def test_a_password_is_asked_for(make_server: MakeServer) -> None:
+def test_a_wrong_password_is_refused(make_server: MakeServer) -> None:
     server = make_server(password="hunter2")
     store = ValkeyStore(server.address)
     assert put(store, keys("a"), b"value") == {Outcome.STORED}
@@ -208,7 +208,7 @@ def test_a_password_is_asked_for(make_server: MakeServer) -> None:
         stranger.close()
 
 
-def test_a_user_may_be_let_to_our_keys_alone(server: ValkeyServer) -> None:
+def test_a_user_may_be_restricted_to_our_keys(server: ValkeyServer) -> None:
     server.talk(b"ACL", b"SETUSER", b"agent", b"on", b">pw", b"~tkv:*", b"+@all")
     store = ValkeyStore(parse_address(f"valkey://agent:pw@{server.server}"))
     assert put(store, keys("tkv:p:a"), b"value") == {Outcome.STORED}
@@ -218,7 +218,7 @@ def test_a_user_may_be_let_to_our_keys_alone(server: ValkeyServer) -> None:
 
 @contextlib.contextmanager
 def encrypted(server: ValkeyServer, folder: Path) -> Iterator[tuple[int, Path]]:
-    """A port at which the server speaks TLS, with the certificate to trust."""
+    """Yield a port at which the server can be reached over TLS, and the certificate to trust."""
     certificate, key = folder / "cert.pem", folder / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
     command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
@@ -240,7 +240,7 @@ def encrypted(server: ValkeyServer, folder: Path) -> Iterator[tuple[int, Path]]:
             except (OSError, ssl.SSLError):
                 plain.close()
                 continue
-            # One thread a connection, which answers a call before it reads the next.
+            # One thread per connection, which answers a call before it reads the next.
             back = socket.create_connection(("127.0.0.1", server.port))
             pipes.append(threading.Thread(target=_relay, args=(client, back)))
             pipes[-1].start()
@@ -258,7 +258,8 @@ def encrypted(server: ValkeyServer, folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _relay(client: ssl.SSLSocket, back: socket.socket) -> None:
-    """Carry bytes both ways until one side ends. A TLS socket is for one thread."""
+    """Copy bytes in both directions until one side ends. A TLS socket may be used by one thread
+    only."""
     with client, back, contextlib.suppress(OSError, ssl.SSLError):
         while True:
             ready = [client] if client.pending() else select.select([client, back], [], [])[0]

@@ -1,4 +1,4 @@
-"""Requests to an engine in this process, one at a time, with the sources of each prompt."""
+"""Requests to an engine in this process, one at a time, with the sources of each prompt's KV."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from tiered_kv.bench.servers.engines import Engine
 from tiered_kv.policies.pricing.estimators import PrefillFit
 
 FIRST_WORD = 5
-"""Token ids below it are special."""
+"""First ordinary token id. Lower ids are special tokens."""
 TOOL_S = 300.0
-"""Duration that every turn reports for its tool: long enough for a pin to outlast a test."""
+"""Seconds that every turn announces for its tool: long enough that a pin outlasts the test."""
 
 
 def text(tokens: int, seed: int) -> list[int]:
-    """A text of random words."""
+    """Return a text of random words."""
     return random.Random(seed).choices(range(FIRST_WORD, VOCABULARY), k=tokens)
 
 
 @dataclass(slots=True)
 class Source:
-    """Sources of one request's prompt, in tokens, as vLLM's scheduler counts them.
+    """Sources of one request's prompt, in tokens, as counted by vLLM's scheduler.
 
     Attributes:
-        prompt: its length.
-        local: found in VRAM.
-        computed: scheduled before the first token of the answer; more than the rest if a restore
-            failed.
-        steps: steps after that token.
-        drafted: guesses that these steps verified.
+        prompt: length of the prompt.
+        local: tokens found in VRAM.
+        computed: tokens scheduled before the first token of the answer. Exceeds the rest of the
+            prompt if a restore failed.
+        steps: number of steps after the first token of the answer.
+        drafted: number of draft tokens that these steps verified.
     """
 
     prompt: int
@@ -70,10 +70,10 @@ class Turn:
     """A prompt, its answer, and the sources of the prompt's KV.
 
     Attributes:
-        number: identifies it among the turns of an engine.
-        logprobs: of each token of the answer.
-        found: digests of the bytes in VRAM that its hit needs, by rank, as they were when its
-            first tokens were computed.
+        number: identifies the turn among all turns of the engine.
+        logprobs: log probability of each token of the answer.
+        found: digests, by rank, of the KV in VRAM that the hit needs, taken when the turn's first
+            tokens were computed.
     """
 
     number: int
@@ -85,30 +85,30 @@ class Turn:
 
     @property
     def acceptance(self) -> float | None:
-        """Fraction of a drafter's guesses that were right; None without any. The last step's may be
-        cut off by the answer's end."""
+        """Fraction of draft tokens that were accepted; None without draft tokens. The end of the
+        answer may cut off accepted tokens of the last step."""
         source = self.source
         right = len(self.tokens) - 1 - source.steps
         return right / source.drafted if source.drafted else None
 
     @property
     def context(self) -> list[int]:
-        """Prompt and answer."""
+        """Tokens of the prompt and the answer."""
         return self.prompt + self.tokens
 
     def recomputed(self, after: Turn) -> int:
-        """Tokens that had KV at the end of this turn, all but the last, and that the turn after it
-        computed again."""
+        """Return how many tokens the turn ``after`` recomputed that had KV at the end of this turn.
+        The last token of the answer has none."""
         return max(0, self.source.prompt + len(self.tokens) - 1 - after.source.found)
 
     def says_the_same(self, other: Turn) -> bool:
-        """True if tokens and logprobs are equal bit for bit."""
+        """Return True if tokens and logprobs are equal bit for bit."""
         return self.tokens == other.tokens and self.logprobs == other.logprobs
 
 
 class SlowPrefills(PrefillFit):
-    """Prefills that are worth any restore: a fast core computes a tiny model's before a disk has
-    read its pages."""
+    """Prefill estimates that make every restore worthwhile. A fast core would prefill a tiny model
+    before a disk has read its pages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,10 +123,10 @@ class Asker:
     """An engine that answers one request at a time.
 
     Attributes:
-        image: an image at the start of every prompt; None for none.
-        image_tokens: tokens that it takes.
+        image: image at the start of every prompt, or None.
+        image_tokens: number of tokens of the image.
         options: further arguments of every request.
-        groups: its KV groups, as the scheduler has them.
+        groups: the engine's KV groups, as the scheduler lists them.
     """
 
     engine: Engine
@@ -152,30 +152,31 @@ class Asker:
 
     @property
     def alignment(self) -> int:
-        """Tokens at whose multiples a prefix is found in VRAM."""
+        """Number of tokens. A prefix hit in VRAM ends at a multiple of it."""
         managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
         return max(int(manager.cache_hit_alignment_tokens) for manager in managers)
 
     @property
     def dropped(self) -> int:
-        """Tokens at the end of a hit that vLLM recomputes, because a drafter's KV of the last one
-        depends on what follows."""
+        """Tokens at the end of a hit that vLLM recomputes. The draft model's KV of the last token
+        depends on the token that follows."""
         drafts = self.scheduler.vllm_config.speculative_config
         return self.alignment if drafts is not None and drafts.use_eagle() else 0
 
     @property
     def offloaded_groups(self) -> list[KvGroup]:
-        """The groups that the connector copies, in its own order."""
+        """Groups that the connector copies, in the connector's order."""
         by_index = {group.index: group for group in self.groups}
         return [by_index[group.index] for group in self.engine.half.facts.groups]
 
     @property
     def draft_layers(self) -> list[str]:
-        """Names of a drafter's layers."""
+        """Names of the draft model's layers."""
         return sorted({name for names in self._workers(draft_layers) for name in names})
 
     def text(self, tokens: int, seed: int) -> list[int]:
-        """A prompt of random words, that many tokens long with the image at its start."""
+        """Return a prompt of random words with ``tokens`` tokens, including the image at its
+        start."""
         if self.image is None:
             return text(tokens, seed)
         return [IMAGE_TOKEN, *text(tokens - self.image_tokens, seed)]
@@ -189,12 +190,12 @@ class Asker:
         stop: str | None = None,
         last: bool = False,
     ) -> Turn:
-        """Run one turn, and wait until all copies that it caused are done.
+        """Run one turn, and wait for all copies that it caused.
 
         Args:
-            name: name of the job. Jobs of other names share no KV with it.
-            stop: a string that ends the answer.
-            last: True if no turn of that job follows.
+            name: name of the job. Jobs of different names share no KV.
+            stop: string that ends the answer.
+            last: True if this is the job's last turn.
         """
         from vllm import SamplingParams
 
@@ -214,7 +215,7 @@ class Asker:
             asked["multi_modal_data"] = {"image": self.image}
         (output,) = self.engine.llm.generate([asked], params, use_tqdm=False, **self.options)
         self.engine.settle()
-        source = next(iter(self._sources.values()))  # then come those of idle steps
+        source = next(iter(self._sources.values()))  # later entries are the requests of idle steps
         answer = output.outputs[0]
         steps = zip(answer.token_ids, answer.logprobs, strict=False)
         return Turn(
@@ -227,12 +228,14 @@ class Asker:
         )
 
     def started(self, turn: Turn, tokens: int) -> Sequence[Digests]:
-        """Digests of the bytes that a hit of ``tokens`` needs, by rank, as the turn found them."""
+        """Return digests, by rank, of the KV that a hit of ``tokens`` needs, as the turn found
+        it."""
         found: Sequence[Digests] = self._workers(digests, f"{turn.number} started", tokens)
         return found
 
     def ended(self, turn: Turn, tokens: int) -> Sequence[Digests]:
-        """Digests of the same bytes, as the turn left them."""
+        """Return digests, by rank, of the KV that a hit of ``tokens`` needs, as the turn left
+        it."""
         found: Sequence[Digests] = self._workers(digests, f"{turn.number} ended", tokens)
         return found
 
@@ -245,7 +248,7 @@ class Asker:
             round_ += 1
 
     def evict_vram(self) -> None:
-        """Remove every block of VRAM from the prefix cache; lower tiers keep their pages."""
+        """Remove every block of VRAM from the prefix cache. Lower tiers keep their pages."""
         self.engine.settle()
         pool = self.scheduler.kv_cache_manager.block_pool
         pool.evict_blocks(set(range(pool.num_gpu_blocks)))
@@ -261,7 +264,7 @@ class Asker:
     @contextmanager
     def zeroed(self, position: int) -> Iterator[Callable[[], int]]:
         """Zero a group's pages before they are restored, until the block ends. Yields a function
-        that then returns the number of zeroed pages."""
+        that returns the number of zeroed pages once the block has ended."""
         struck = list[int]()
         self._workers(start_zeroing, position)
         try:
@@ -271,7 +274,7 @@ class Asker:
 
     @contextmanager
     def zeroed_layers(self, layers: list[str]) -> Iterator[None]:
-        """Zero the KV that a request finds of these layers, until the block ends."""
+        """Zero the KV that requests find for these layers, until the block ends."""
         self._zeroed_layers = layers
         try:
             yield
@@ -279,7 +282,7 @@ class Asker:
             self._zeroed_layers = []
 
     def _workers(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Results of every worker, by rank."""
+        """Call a method on every worker. Returns the results by rank."""
         return self.engine.llm.collective_rpc(method, args=args)
 
     def _watch_steps(self) -> None:
@@ -311,7 +314,7 @@ class Asker:
         scheduler.schedule = scheduled
 
     def _watch_ends(self) -> None:
-        """Copy the KV that a turn leaves."""
+        """Copy the KV that a turn leaves in VRAM."""
         connector = self.scheduler.connector
         finish: Callable[..., Any] = connector.request_finished_all_groups
 

@@ -1,13 +1,13 @@
 """Checks of one tiny model: ``python -m tests.e2e.models.checks NAME FOLDER``.
 
-Stock vLLM runs the model, then the connector, then the connector after a restart. ``row.json`` in
-the folder is written after every engine, so that a process that dies has reported what it saw. With
-``--mixed`` the process writes ``mixed.json`` alone, see ``mixed_prefix``.
+The model runs on stock vLLM, then with the connector, then with the connector after a restart.
+``row.json`` in the folder is written after every engine, so that a process that dies has reported
+its earlier results. With ``--mixed`` the process only writes ``mixed.json``, see ``mixed_prefix``.
 
-With dense retention, an aligned context gives the same answer wherever its KV comes from. Every
-source has a job of its own: their prompts are equal but share no KV, so that each finds exactly the
-context and computes exactly the rest. Where a drafter looks ahead, vLLM's pool gives a block less,
-and a restore may give more. With vLLM's own retention, turns of an agent follow.
+With dense retention, an aligned context gives the same answer from any source of KV. Each source
+has a job of its own. The jobs' prompts are equal but share no KV, so that each finds exactly the
+context and computes exactly the rest. If a draft model looks ahead, vLLM's pool finds one block
+less, and a restore may find more. The turns of an agent follow, with vLLM's own retention.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ ENGINE = {
     "enable_prefix_caching": True,
 }
 DENSE = {"prefix_cache_retention_interval": None}
-"""Option of an engine that caches windows and states at every block."""
+"""Engine option that makes vLLM cache windows and states at every block."""
 CPU_GIB, SSD_GIB = 0.25, 1
 
 CONTEXT, AFTER = 768, 60
-"""Least tokens of the aligned context, and tokens after it."""
+"""Minimum length of the aligned context, and number of tokens after it."""
 PROMPT, ANSWER, MORE = 700, 60, 30
-"""Tokens of a turn's prompt (no whole number of blocks), of its answer, and of what is added to it
-by the next turn."""
+"""Tokens of a turn's prompt (not a whole number of blocks), of its answer, and of the text that the
+next turn appends."""
 COMPARED = 8
 """Tokens of an answer that is compared."""
 DRAFTED = 33
-"""Tokens of an answer of which guesses are counted: one, and steps of up to four."""
+"""Tokens of an answer whose draft tokens are counted: one token, then steps of up to four."""
 LEAST_BEFORE_STOP = 20
-"""Tokens of an answer before the stop string that ends it."""
+"""Minimum length of an answer before the stop string that ends it."""
 CPU, SSD, RESTART, VRAM = "cpu", "ssd", "restart", "vram"
 
 
 class Engines:
-    """Engines of one model, one after the other, on the same SSD.
+    """Engines of one model that run one after another on the same SSD folder.
 
     Args:
         folder: a scratch folder.
@@ -70,7 +70,7 @@ class Engines:
 
     @contextmanager
     def started(self, *, connector: bool, **options: Any) -> Iterator[Asker]:
-        """A running engine."""
+        """Start an engine, and stop it when the block ends."""
         settings: dict[str, Any] = {**ENGINE, **self._model.options, **options}
         asked: dict[str, Any] = {}
         image = None
@@ -149,12 +149,13 @@ class AlignedContext:
             self._asker.ask(self.context, name, 1)
 
     def go_on(self, name: str, tokens: int = COMPARED) -> Turn:
-        """Run the job's next turn, which is its last: it keeps nothing in VRAM."""
+        """Run the job's next turn. It is declared the last, so that it keeps nothing in VRAM."""
         return self._asker.ask(self.context + text(AFTER, 2), name, tokens, last=True)
 
 
 def before_restart(asker: Asker, row: Row) -> Turn:
-    """Fill in what one engine shows; returns the turn that was a hit in VRAM."""
+    """Fill in the results of the first engine with the connector. Returns the turn that was a hit
+    in VRAM."""
     case = AlignedContext(asker)
     row.context = case.tokens
     case.start(VRAM)
@@ -180,7 +181,7 @@ def before_restart(asker: Asker, row: Row) -> Turn:
 
 
 def after_restart(asker: Asker, row: Row, hit: Turn) -> None:
-    """Fill in what an engine shows that was started again with the same SSD."""
+    """Fill in the results of an engine restarted with the same SSD."""
     case = AlignedContext(asker)
     # By the end of another turn the connector has read the adapter's files.
     asker.ask(asker.text(AFTER, 5), "first", 1, last=True)
@@ -220,8 +221,8 @@ def _control(asker: Asker, case: AlignedContext, hit: Turn, row: Row) -> None:
 
 
 def _acceptance(asker: Asker, case: AlignedContext) -> dict[str, float | None]:
-    """Fraction of a drafter's guesses that are right after a hit in VRAM, after a restore, and with
-    its own layers' KV zeroed. Empty without a drafter that has layers."""
+    """Return the fraction of draft tokens that are accepted after a hit in VRAM, after a restore,
+    and with the KV of the draft layers zeroed. Empty unless there is a draft model with layers."""
     layers = asker.draft_layers
     found = dict[str, float | None]()
     for name in ("pool", "restored", "zeroed") if layers else ():
@@ -234,8 +235,8 @@ def _acceptance(asker: Asker, case: AlignedContext) -> dict[str, float | None]:
 
 
 def mixed_prefix(model: TinyModel, folder: Path) -> None:
-    """Compare a hit in VRAM with one of which the second half is restored from CPU memory: what the
-    next turn then finds and answers."""
+    """Compare a hit in VRAM with a hit whose second half is restored from CPU memory: the KV that
+    the next turn finds, and its answer."""
     with Engines(model, folder).started(connector=True, **DENSE) as asker:
         case = AlignedContext(asker)
         case.start("computed")
@@ -262,10 +263,10 @@ def mixed_prefix(model: TinyModel, folder: Path) -> None:
 
 
 def stock_turns(asker: Asker, row: Row) -> None:
-    """Fill in what stock vLLM shows, with nothing evicted.
+    """Fill in the results of stock vLLM, which has evicted nothing.
 
     Raises:
-        RuntimeError: it does not run the model here, with the reason.
+        RuntimeError: vLLM cannot run the model here, with the reason.
     """
     config = asker.scheduler.vllm_config
     if not config.cache_config.enable_prefix_caching:
@@ -279,7 +280,7 @@ def stock_turns(asker: Asker, row: Row) -> None:
 
 
 def turns(asker: Asker, row: Row) -> None:
-    """Fill in what the connector shows."""
+    """Fill in the results of an agent's turns with the connector."""
     with row.noting("restore of a turn"):
         first = _first(asker, "one")
         _restore(asker, first, row)
@@ -329,7 +330,7 @@ def _restore(asker: Asker, first: Turn, row: Row) -> None:
 
 
 def _stop_string(asker: Asker, first: Turn, row: Row) -> None:
-    """End the same answer at a word that it has not said before."""
+    """Let the same answer end with a stop string that it has not contained before."""
     answer = [f"w{token}" for token in first.tokens]
     new = (at for at in range(LEAST_BEFORE_STOP, len(answer)) if _is_new(answer, at))
     at = next(new, None)
@@ -347,7 +348,7 @@ def _stop_string(asker: Asker, first: Turn, row: Row) -> None:
 
 
 def _is_new(answer: Sequence[str], at: int) -> bool:
-    """True unless the text before that word contains it, as ``w100`` contains ``w10``."""
+    """Return True unless the words before it contain that word, as ``w100`` contains ``w10``."""
     return answer[at] not in " ".join(answer[:at])
 
 

@@ -1,6 +1,6 @@
-"""Worker of a pipeline's rank on CPU, which vLLM 0.32 lacks.
+"""A CPU worker for pipeline parallelism, which vLLM 0.32 lacks.
 
-Its CPU worker warms nothing up, so that ranks behind the first have no tensors to receive into.
+vLLM's CPU worker does not warm up, so ranks after the first have no tensors to receive into.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 
 class PipelineWorker(CPUWorker):
-    """vLLM's CPU worker, with the tensors that come from the rank before."""
+    """vLLM's CPU worker, with tensors to receive the previous rank's output."""
 
     def compile_or_warm_up_model(self) -> Any:
         done = super().compile_or_warm_up_model()

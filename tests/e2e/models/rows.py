@@ -1,4 +1,4 @@
-"""The result row of a tiny model: what was restored, measured in a separate process."""
+"""Results of a tiny model's checks, which run in a separate process."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ ROW, MIXED = "row.json", "mixed.json"
 
 @dataclass(slots=True)
 class Row:
-    """Findings of one model. False, 0 and None also mean: never reached.
+    """Results of one model. False, 0 and None can also mean that the check was not reached.
 
     Attributes:
-        groups: KV groups in words.
+        groups: descriptions of the KV groups.
         context: tokens of the aligned context.
-        equal: answers after restores from CPU memory, SSD and a restart are those after a hit in
-            VRAM, bit for bit, and each was really restored.
-        equal_bytes: a turn restores exactly the bytes that the turn before it left in VRAM, and two
+        equal: answers after restores from CPU memory, from SSD and after a restart equal the answer
+            after a hit in VRAM bit for bit, and each context was really restored.
+        equal_bytes: a turn restores exactly the bytes that the previous turn left in VRAM, and two
             restores give the same answer.
-        control_differs: zeros in place of any one group's pages change the answer.
-        pinned_hit: tokens of a pinned job found in VRAM after rivals had filled it.
-        cpu_tokens, ssd_tokens, restart_tokens: tokens restored of the aligned context.
-        answer_recomputed: tokens of the last turn that had KV and are recomputed after VRAM has
-            lost it.
-        stock_answer_recomputed: the same with stock vLLM, whose VRAM has lost nothing.
-        stripped_hit: tokens found of a prompt that leaves out half of the last answer.
+        control_differs: zeroing any one group's pages changes the answer.
+        pinned_hit: tokens of a pinned job found in VRAM after other requests had filled it.
+        cpu_tokens, ssd_tokens, restart_tokens: tokens of the aligned context that were restored.
+        answer_recomputed: tokens of the previous turn that had KV, and are recomputed after they
+            were evicted from VRAM.
+        stock_answer_recomputed: the same on stock vLLM, which evicted nothing.
+        stripped_hit: tokens found of a prompt that omits half of the last answer.
         stop_string_hit: tokens found of a prompt after an answer that a stop string ended.
         stop_string_had: tokens of that prompt that had KV.
-        acceptance: fraction of a drafter's guesses that are right, by the place of its KV.
-        notes: what is wrong, or was left out, in words.
+        acceptance: fraction of draft tokens that are accepted, by the source of the KV.
+        notes: failures and omissions, in words.
         cannot_start: reason why stock vLLM does not run the model here; None if it does.
         seconds: duration of all checks.
     """
@@ -76,7 +76,7 @@ class Row:
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """All fields by name, but for those that do not concern the model."""
+        """Return all fields by name, without fields that do not apply to the model."""
         fields = asdict(self)
         for name in ("acceptance", "cannot_start"):
             if not fields[name]:
@@ -85,7 +85,7 @@ class Row:
 
     @contextmanager
     def noting(self, what: str) -> Iterator[None]:
-        """Turn an exception into a note, so that the other checks go on."""
+        """Turn an exception into a note, so that the other checks continue."""
         try:
             yield
         except Exception as error:
@@ -93,7 +93,7 @@ class Row:
             self.notes.append(f"{what}: {in_a_line(error)}")
 
     def summary(self) -> str:
-        """The row in a line of words."""
+        """Return the row as one line of text."""
         if self.cannot_start is not None:
             return f"cannot start: {self.cannot_start}"
         words = [
@@ -108,7 +108,7 @@ class Row:
 
 
 def in_a_line(error: BaseException) -> str:
-    """Type and start of the message of the error that caused this one."""
+    """Return the type of the original error, and the start of its message, on one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     message = " ".join(str(error).split())[:200]
@@ -116,7 +116,7 @@ def in_a_line(error: BaseException) -> str:
 
 
 def run_model(model: TinyModel, log: Path, timeout_s: float) -> Row:
-    """Run all checks of a model; the row goes as far as its process went."""
+    """Run all checks of a model. If its process fails, the row has the results up to then."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f"{model.name}-", ignore_cleanup_errors=True) as name:
         failed = run_checks(model, Path(name), log, timeout_s)
@@ -133,7 +133,7 @@ def run_model(model: TinyModel, log: Path, timeout_s: float) -> Row:
 def run_checks(
     model: TinyModel, folder: Path, log: Path, timeout_s: float, *options: str
 ) -> str | None:
-    """Run ``checks`` in a process group of its own, of which nothing is left afterwards.
+    """Run ``checks`` in its own process group, and wait until all of its processes have ended.
 
     Returns:
         The reason why it failed, or None.
@@ -163,12 +163,12 @@ def run_checks(
 
 
 def environment(base: Mapping[str, str], folder: Path, model: TinyModel) -> dict[str, str]:
-    """Environment of a model's process."""
+    """Return the environment of a model's process."""
     env = {name: value for name, value in base.items() if not name.startswith("TIERED_KV_")}
     cores = sorted(os.sched_getaffinity(0))
     of_ranks = [cores[rank :: model.ranks] for rank in range(model.ranks)]
     env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(all_cores, of_ranks))
-    env["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin make tiny steps several times as long
+    env["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads make tiny steps several times as long
     env["TIERED_KV_HARMLESS_CALLS"] = HARMLESS
     env["TMPDIR"] = str(folder)  # vLLM leaves sockets there
     paths = [str(ROOT), env.get("PYTHONPATH", "")]

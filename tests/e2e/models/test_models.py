@@ -18,7 +18,7 @@ EVERY_MODEL = [
     pytest.param(model, id=model.name, marks=() if model.name == "gemma3" else pytest.mark.nightly)
     for model in EVERY
 ]
-"""All models; the one that runs every time has full attention and windows."""
+"""All models. The model that also runs outside nightly has full attention and windows."""
 FOUND_AT_EVERY_TOKEN = {
     "llama": [f"full attention, 4 layers, blocks of {BLOCK}"],
     "gemma3": [
@@ -26,7 +26,7 @@ FOUND_AT_EVERY_TOKEN = {
         f"window of 200, 2 layers, blocks of {BLOCK}",
     ],
 }
-"""KV groups of models of which a restore leaves nothing to recompute."""
+"""KV groups of models for which nothing has to be recomputed after a restore."""
 
 
 @pytest.mark.parametrize("model", EVERY_MODEL)
@@ -56,8 +56,8 @@ def test_a_model_is_restored_bit_for_bit(model: TinyModel, tmp_path: Path) -> No
 def test_a_recurrent_model_continues_after_a_local_prefix_and_a_restored_tail(
     tmp_path: Path, name: str
 ) -> None:
-    """Mamba 2 and a gated delta net. A state covers every token before it; reports on other
-    connectors (LMCache#4247) describe wrong text in this case."""
+    """The models have Mamba 2 layers and a gated delta net. A state depends on every token before
+    it. LMCache#4247 reports wrong text from another connector in this case."""
     model, log = next(one for one in MODELS if one.name == name), tmp_path / "log"
     failed = run_checks(model, tmp_path, log, TIMEOUT_S, "--mixed")
     assert failed is None, log.read_text()[-3000:]

@@ -1,8 +1,8 @@
 """Functions that run in an engine's workers: they copy KV in VRAM, digest the copies, and zero KV.
 
-The scheduler's side calls them by ``collective_rpc``, so that it does not matter where the workers
-run. Copies stay with the workers; digests travel. KV groups are read from vLLM's own configuration.
-The connector reads it too; this is written apart from it, so that the two can disagree.
+The scheduler process calls them by ``collective_rpc``, so the workers may run in any process.
+Copies stay in the workers, and only digests are returned. KV groups are read from vLLM's own
+configuration. The connector reads it too; this code is separate, so that the two can disagree.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBack
 from tiered_kv.transfer.host_memory import CpuPool
 
 HARMLESS = "watch,keep,arm,digests,draft_layers,start_zeroing,end_zeroing"
-"""Names of these functions, for ``TIERED_KV_HARMLESS_CALLS``: they change no weights."""
+"""Names of these functions for ``TIERED_KV_HARMLESS_CALLS``, because they change no weights."""
 NULL_BLOCK = 0
 Tables = Sequence[Sequence[int]]
-"""Ids of a request's blocks, by group."""
+"""Block ids of a request, by group."""
 Digests = Mapping[str, str]
-"""Digests of bytes by the group's words, or the reason why there is none."""
+"""By description of the group, the digest of its bytes, or the reason why there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers whose blocks are of one type.
+    """Layers whose blocks have the same type.
 
     Attributes:
         index: the engine's number of the group.
-        block_size: tokens of a block.
+        block_size: tokens per block.
         words: type and block size in words.
     """
 
@@ -42,12 +42,12 @@ class KvGroup:
     words: str
 
     def needs(self, tokens: int) -> range:
-        """Blocks that a hit of ``tokens`` needs."""
+        """Return the blocks that a hit of ``tokens`` needs."""
         return self.reach.blocks(tokens, self.block_size)
 
 
 def kv_groups(kv_cache_config: Any) -> list[KvGroup]:
-    """The groups whose blocks can be found again."""
+    """Return the groups whose blocks vLLM can find in its prefix cache."""
     groups = kv_cache_config.kv_cache_groups
     found = []
     for index in getattr(kv_cache_config, "prefix_cacheable_group_ids", range(len(groups))):
@@ -78,15 +78,16 @@ class Snapshot:
     """Copy of the blocks that a hit of ``tokens`` needs.
 
     Attributes:
-        blocks: tensors of each block, by group and index of the block. Blocks that the request
-            does not have are missing.
+        blocks: tensors of each block, by group and block index. Blocks that the request does not
+            have are missing.
     """
 
     tokens: int
     blocks: dict[int, dict[int, list[Any]]]
 
     def digest(self, group: KvGroup, tokens: int) -> str:
-        """Digest of a group's bytes that a hit of ``tokens`` needs, no more than the copy's own."""
+        """Return the digest of the group's bytes that a hit of ``tokens`` needs, which must be at
+        most the copy's ``tokens``. Returns a sentence if they are missing."""
         is_state = group.reach.kind is KvKind.STATE
         if is_state and self.tokens != tokens:
             return f"a state after {self.tokens} tokens, not {tokens}"
@@ -108,10 +109,10 @@ def _raw_bytes(tensor: Any) -> bytes:
 
 
 class Vram:
-    """KV memory of one worker. Lives in its process.
+    """KV memory of one worker, in the worker's process.
 
     Args:
-        runner: its model runner.
+        runner: the worker's model runner.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -157,8 +158,8 @@ class Vram:
         return [self._rows(cache, block).clone() for cache in caches]
 
     def _rows(self, cache: Any, block: int) -> Any:
-        """A layer's block as ``[..., tokens, numbers of a token]``."""
-        pieces = cache.shape[0] // self._num_blocks  # kernel blocks of a block
+        """Return a layer's block as a tensor ``[..., tokens, numbers per token]``."""
+        pieces = cache.shape[0] // self._num_blocks  # kernel blocks per block
         if pieces == 1:
             return cache[block]
         import torch
@@ -167,13 +168,13 @@ class Vram:
 
 
 class ZeroedGroup(TransferBackend):
-    """Transfer that zeroes a group's pages in CPU memory just before they are restored.
+    """Transfer backend that zeroes a group's pages in CPU memory just before they are restored.
 
     Args:
-        group: position of the group among those that are offloaded.
+        group: position of the group among the offloaded groups.
 
     Attributes:
-        struck: pages zeroed so far.
+        struck: number of pages zeroed so far.
     """
 
     def __init__(self, inner: TransferBackend, pool: CpuPool, group: int) -> None:
@@ -205,7 +206,7 @@ class ZeroedGroup(TransferBackend):
             self.struck += len(job.slots)
 
 
-# -- calls --------------------------------------------------------------------------
+# -- functions that the scheduler process calls -----------------------------------------
 
 
 def watch(worker: Any) -> None:
@@ -214,17 +215,17 @@ def watch(worker: Any) -> None:
 
 
 def keep(worker: Any, label: str, tables: Tables, tokens: int) -> None:
-    """See ``Vram.keep``."""
+    """Copy blocks, see ``Vram.keep``."""
     worker.model_runner.watched_vram.keep(label, tables, tokens)
 
 
 def arm(worker: Any, label: str, tables: Tables, tokens: int, zeroed: Sequence[str]) -> None:
-    """``keep`` when the next forward pass starts, and then zero the KV of some layers."""
+    """Copy blocks when the next forward pass starts, then zero the KV of some layers."""
     worker.model_runner.watched_vram.armed.append((label, tables, tokens, zeroed))
 
 
 def digests(worker: Any, label: str, tokens: int) -> Digests:
-    """Digests of a copy, as far as a hit of ``tokens`` goes."""
+    """Return the digests of a copy's bytes that a hit of ``tokens`` needs."""
     vram: Vram = worker.model_runner.watched_vram
     taken = vram.snapshots.get(label)
     return {
@@ -236,19 +237,19 @@ def digests(worker: Any, label: str, tokens: int) -> Digests:
 
 
 def draft_layers(worker: Any) -> list[str]:
-    """Names of a drafter's layers."""
+    """Return the names of the draft model's layers."""
     drafter = getattr(worker.model_runner, "drafter", None)
     return sorted(getattr(drafter, "_draft_attn_layer_names", ()))
 
 
 def start_zeroing(_worker: Any, position: int) -> None:
-    """Restore zeros in place of a group's pages."""
+    """Make restores write zeros in place of a group's pages."""
     half = _half()
     half.backend = ZeroedGroup(half.backend, half.pool, position)
 
 
 def end_zeroing(_worker: Any) -> int:
-    """Put the worker's own transfer back; returns the number of zeroed pages."""
+    """Put the worker's own transfer backend back. Returns the number of zeroed pages."""
     half = _half()
     zeroed: ZeroedGroup = half.backend
     half.backend = zeroed.inner
@@ -262,13 +263,14 @@ def _half() -> Any:
 
 
 def unlike(one: Sequence[Digests], other: Sequence[Digests]) -> list[str]:
-    """Differences between the ranks' digests, in words; none if all bytes agree."""
+    """Return the differences between the ranks' digests as sentences. Empty if all bytes are
+    equal."""
     wrong = []
     for rank, (before, after) in enumerate(zip(one, other, strict=True)):
         where = f"rank {rank}, " if len(one) > 1 else ""
         for group, digest in before.items():
             if digest != after[group]:
                 wrong.append(f"bytes of {where}{group}: {digest}, then {after[group]}")
-            elif " " in digest:  # words: there is nothing to compare
+            elif " " in digest:  # words, so there are no bytes to compare
                 wrong.append(f"bytes of {where}{group}: {digest}")
     return wrong

@@ -1,4 +1,4 @@
-"""One server for all tests of this folder, because its start takes half a minute."""
+"""One server for all tests of this folder, because it takes half a minute to start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiered_kv.bench.servers.vllm_server import CONNECTOR, ServerOptions, VllmSe
 
 @pytest.fixture(scope="package")
 def snapshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The server's folder of snapshots."""
+    """The server's snapshot folder."""
     return tmp_path_factory.mktemp("snapshots")
 
 
@@ -24,7 +24,7 @@ def server(
     small_model: Path, snapshots: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VllmServer]:
     """A server that reads Continuum's fields, accepts forced answers, writes a trace, and has the
-    routes and the middleware of the plugin."""
+    plugin's routes and middleware."""
     folder = tmp_path_factory.mktemp("server")
     options = ServerOptions(
         model=small_model,

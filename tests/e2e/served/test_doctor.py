@@ -13,7 +13,7 @@ from tiered_kv.doctor.running_server import check_server
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-def test_a_real_server_is_well(server: VllmServer, client: httpx.Client) -> None:
+def test_a_real_server_is_healthy(server: VllmServer, client: httpx.Client) -> None:
     ask(client, list(range(100, 500)), **job("doctor"))
     tick(client)
     found = by_check(check_server(f"{server.url}/v1"))

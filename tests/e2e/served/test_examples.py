@@ -43,7 +43,7 @@ def test_the_agent_is_one_job_whose_turns_find_their_context(
     monkeypatch.setattr(agent, "shell", shell)
     monkeypatch.setattr(agent, "STEPS", 4)
     monkeypatch.setattr(agent, "ANSWER_TOKENS", 16)
-    # The small model writes no commands: whatever it writes counts as one.
+    # The small model writes no commands, so everything that it writes counts as one.
     monkeypatch.setattr(agent, "COMMAND", re.compile("(.+)"))
 
     agent.run(f"{server.url}/v1", "Count the lines of every file of this project. " * 20)

@@ -1,4 +1,4 @@
-"""The example of docs/snapshots.md, verbatim: an agent continues in three ways."""
+"""The example in docs/snapshots.md runs verbatim: an agent is continued in three ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that name jobs in their own fields, against a real server."""
+"""Clients name their jobs in their own fields, on a real server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLAUDE_CODE = {"user_id": json.dumps({"device_id": "d" * 64, "session_id": SESSI
 
 
 def turns(server: VllmServer, job: str, count: int) -> list[TurnRecord]:
-    """The job's turns in the trace, once that many are written."""
+    """Return the job's turns in the trace, once at least ``count`` are written."""
 
     def of_job(found: list[TurnRecord]) -> list[TurnRecord]:
         return [one for one in found if one.job == job]
@@ -71,7 +71,7 @@ def test_jobs_named_at_the_top_level_are_known_to_the_connector(server: VllmServ
 def test_sessions_of_clients_are_jobs_on_their_paths(
     client: httpx.Client, server: VllmServer
 ) -> None:
-    """The last turn of each is streamed."""
+    """The last turn of each job is streamed."""
     codex = "0199c7a4-0000-7d31-a7c2-3f1f0c6d2b11"
     for job_id, path, body in (
         (SESSION, "/v1/messages", {**MESSAGE, "metadata": CLAUDE_CODE}),
@@ -100,7 +100,7 @@ def test_sessions_of_clients_are_jobs_on_their_paths(
 def test_a_recorded_subagent_is_a_job_below_its_parent(
     client: httpx.Client, server: VllmServer
 ) -> None:
-    """Claude Code's requests, as it sent them. The prompts are ours."""
+    """The requests are those that Claude Code sent, with replaced prompts."""
     run = next(one for one in clients() if one.name == "claude_code").again()
     with closing(Player(server.url, routed=False)) as player:
         player.play(run, "/v1/messages", 0)
@@ -119,7 +119,8 @@ def test_a_recorded_subagent_is_a_job_below_its_parent(
 def test_without_the_middleware_parameters_and_the_header_reach_every_path(
     client: httpx.Client, server: VllmServer
 ) -> None:
-    """It moves nothing in these. A turn is in the trace when the next one has come."""
+    """The middleware does not change these requests. A turn is written to the trace when the next
+    one arrives."""
     bodies = {
         "/v1/chat/completions": CHAT,
         "/v1/completions": COMPLETION,
@@ -138,13 +139,13 @@ def test_without_the_middleware_parameters_and_the_header_reach_every_path(
             assert len(turns(server, f"{name} {place}", 1)) == 1, (path, place)
 
 
-def test_sessions_that_are_none_are_counted(client: httpx.Client, server: VllmServer) -> None:
+def test_invalid_sessions_are_counted(client: httpx.Client, server: VllmServer) -> None:
     ignored = count(client, "hints_ignored")
     for session in (["a"], 3.5, "x" * 10_000):
         user_id = json.dumps({"session_id": session})
         for bad in ({"session_id": session}, {"metadata": {"user_id": user_id}}):
             client.post("/v1/messages", json={**MESSAGE, **bad}).raise_for_status()
     tick(client)
-    # The last one's user id is too long to be looked into.
+    # The user id of the last request is too long to be parsed.
     assert count(client, "hints_ignored") - ignored == 5
     server.check()

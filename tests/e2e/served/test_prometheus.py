@@ -1,4 +1,5 @@
-"""A real Prometheus scrapes the server, and answers every query of the dashboard and the alerts."""
+"""A real Prometheus scrapes the server, and evaluates every query of the dashboard and the
+alerts."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ LISTENING = re.compile(r'"Listening on".* address=(127\.0\.0\.1:\d+)')
 def prometheus(
     server: VllmServer, client: httpx.Client, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[httpx.Client]:
-    """A Prometheus that has scraped the server a few times, after two turns of a job."""
+    """A Prometheus that has scraped the server at least three times, after two turns of a job."""
     context = texts(client, 1, 400)[0][:300]
     answer = ask(client, context, **job("scraped"))["choices"][0]["token_ids"]
     ask(client, context + answer + [7] * 40, **job("scraped", last=True))
@@ -54,7 +55,7 @@ def prometheus(
 
 @contextmanager
 def running(folder: Path) -> Iterator[str]:
-    """A Prometheus with the configuration in this folder. Returns its address."""
+    """Run Prometheus with the configuration in this folder. Yields its address."""
     log = folder / "log"
     command = [
         program("prometheus"),
@@ -81,7 +82,7 @@ def running(folder: Path) -> Iterator[str]:
 
 
 def asked(prometheus: httpx.Client, query: str) -> list[dict[str, Any]]:
-    """Series that a query currently returns."""
+    """Return the series that a query currently returns."""
     answer = prometheus.get("/api/v1/query", params={"query": query}).json()
     assert answer["status"] == "success", (query, answer)
     assert not answer.get("warnings")
@@ -97,7 +98,7 @@ def wait_for(prometheus: httpx.Client, query: str) -> None:
 
 
 @pytest.mark.parametrize(("title", "query"), [*panel_queries(), *rule_queries()])
-def test_every_query_names_what_the_server_has(
+def test_every_query_names_metrics_of_the_server(
     prometheus: httpx.Client, title: str, query: str
 ) -> None:
     asked(prometheus, query)

@@ -1,4 +1,4 @@
-"""Forced answers on a real server: the client of the replay, its logits processor and its trace."""
+"""Forced answers on a real server: the replay's client, its logits processor and its trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def jobs(client: httpx.Client) -> list[Job]:
-    """Two jobs of three turns of real text, the second with the longer answers."""
+    """Two jobs with three turns of real text. The second job has the longer answers."""
     made = []
     for number, text in enumerate(texts(client, 2, 700)):
         added, answer = 180, 24 + 16 * number
@@ -62,13 +62,14 @@ def complete(client: httpx.Client, prompt: list[int], **body: Any) -> httpx.Resp
 
 
 def scored(client: httpx.Client, prompt: list[int], answer: tuple[int, ...]) -> list[float]:
-    """Probabilities of an answer's tokens, by the model, asked for nothing but to read."""
+    """Return the model's logprobs of an answer's tokens, computed in one pass as part of a
+    prompt."""
     asked = complete(client, [*prompt, *answer], max_tokens=1, prompt_logprobs=0)
     read = asked.raise_for_status().json()["choices"][0]["prompt_logprobs"][len(prompt) :]
     return [at[str(token)]["logprob"] for at, token in zip(read, answer, strict=True)]
 
 
-def test_forced_jobs_say_what_was_recorded_with_the_models_own_logprobs(
+def test_forced_jobs_answer_as_recorded_with_the_models_own_logprobs(
     client: httpx.Client, server: VllmServer, jobs: list[Job], forced: tuple[JobDone, ...]
 ) -> None:
     free = play(server, jobs, force=False)
@@ -87,15 +88,15 @@ def test_forced_jobs_say_what_was_recorded_with_the_models_own_logprobs(
                     said.logprobs, scored(client, job.prompt(at), turn.answer), strict=True
                 )
             ]
-            # One is computed token by token, the other in one pass: in bf16 they differ by 0.03
-            # on average and 0.24 at most, as two forced runs do.
+            # One answer is computed token by token, the other in one pass. In bf16 their logprobs
+            # differ by 0.03 on average and 0.24 at most, like those of two forced runs.
             assert sum(off) / len(off) < 0.1
             assert max(off) < 1
 
 
 def test_the_trace_explains_every_prompt(server: VllmServer, forced: tuple[JobDone, ...]) -> None:
     path = Path(server.options.env["TIERED_KV_TRACE"])
-    deadline = time.monotonic() + EVENT_S  # it is written behind the answers
+    deadline = time.monotonic() + EVENT_S  # the trace is written later than the answers
     turns = []
     while time.monotonic() < deadline:
         turns = [turn for job in with_sources(forced, path) for turn in job.turns]

@@ -1,4 +1,4 @@
-"""The routes of a real server: their answers about a job over time, and calls that must fail."""
+"""The routes of a real server: what they report about a job over time, and calls that must fail."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def status(client: httpx.Client) -> dict[str, Any]:
 
 
 def settled(client: httpx.Client, name: str) -> dict[str, Any]:
-    """The job, once its tool call has been read. An idle engine notices this late."""
+    """Return the job once its tool call has been read. An idle engine reads it late."""
     deadline = time.monotonic() + EVENT_S
     while (found := the_job(client, name))["gap"]["tool_unread"] and time.monotonic() < deadline:
         tick(client)
@@ -94,10 +94,10 @@ def test_a_job_is_followed_from_its_first_turn_to_its_last(client: httpx.Client)
     assert after["steps"] > before["steps"]
 
 
-def test_the_status_is_what_metrics_say(client: httpx.Client) -> None:
+def test_the_status_equals_the_metrics(client: httpx.Client) -> None:
     ask(client, texts(client, 1, 200)[0][:150], **job("counted"))
     deadline = time.monotonic() + EVENT_S
-    while True:  # an engine that rests may have heard of copies since it told the metrics
+    while True:  # an idle engine may have received reports of copies after its last metrics
         tick(client)
         said, shown = status(client), events(client.get("/metrics").text)
         told = said["counters"] | said["gauges"]
@@ -109,7 +109,7 @@ def test_the_status_is_what_metrics_say(client: httpx.Client) -> None:
     assert said["gauges"]["cpu_slots"] > 0
 
 
-def test_pages_of_jobs_have_each_of_them_once(client: httpx.Client) -> None:
+def test_pages_of_the_job_list_contain_each_job_once(client: httpx.Client) -> None:
     names = [f"page {at}" for at in range(5)]
     for at, name in enumerate(names):
         ask(client, [300 + at] * 40, max_tokens=1, **job(name))
@@ -125,7 +125,7 @@ def test_pages_of_jobs_have_each_of_them_once(client: httpx.Client) -> None:
 
 
 def test_an_idle_engine_answers_and_stays_idle(client: httpx.Client) -> None:
-    """Only the query wakes it: it makes no step."""
+    """Only the query wakes the engine, and it runs no step."""
     deadline = time.monotonic() + EVENT_S
     while (steps := status(client)["steps"]) != status(client)["steps"]:
         assert time.monotonic() < deadline, "copies end"
@@ -133,7 +133,7 @@ def test_an_idle_engine_answers_and_stays_idle(client: httpx.Client) -> None:
 
 
 CALLERS = 8
-"""Clients that call at the same time. Each may leave a connection that is not closed yet."""
+"""Number of concurrent clients. Each may leave a connection that is not closed yet."""
 HOSTILE = (
     ("GET", "tiered_kv/jobs?limit=0", 400),
     ("GET", f"tiered_kv/jobs?limit={'9' * 4000}", 400),
@@ -156,11 +156,11 @@ HOSTILE = (
     ("GET", "tiered_kv/hints", 405),
     ("PUT", "tiered_kv/jobs", 405),
 )
-"""Hostile calls: method, path, and the status that each must get."""
+"""Hostile calls: method, path, and expected status."""
 
 
 def send(port: int, method: str, path: str) -> int:
-    """Status of a call that sends the path unchanged, which httpx would normalise."""
+    """Send a call with the path unchanged, which httpx would normalise. Returns the status."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=EVENT_S)
     try:
         connection.request(method, f"/{path}")
@@ -170,7 +170,7 @@ def send(port: int, method: str, path: str) -> int:
 
 
 def held_by(group: int) -> dict[int, tuple[int, int]]:
-    """Threads and descriptors of each process of a group."""
+    """Return the number of threads and open descriptors of each process in a group."""
     folders = {pid: Path(f"/proc/{pid}") for pid in group_members(group)}
     return {
         pid: (len(list((one / "task").iterdir())), len(list((one / "fd").iterdir())))
@@ -208,7 +208,7 @@ def test_hostile_calls_are_refused_and_leave_nothing_behind(
 @pytest.mark.parametrize(
     "headers", [{"Origin": "https://evil.example.com"}, {"Host": "evil.example.com"}]
 )
-def test_web_pages_get_nothing(client: httpx.Client, headers: dict[str, str]) -> None:
+def test_calls_from_web_pages_are_refused(client: httpx.Client, headers: dict[str, str]) -> None:
     answer = client.get("/tiered_kv/jobs", headers=headers)
     assert answer.status_code == 403
     assert json.loads(answer.text).keys() == {"error"}

@@ -46,8 +46,9 @@ def test_a_five_turn_job_holds_its_blocks_until_its_last_turn(client: httpx.Clie
     assert count(client, "pins_ended_returned") >= 4
 
 
-def test_a_turn_that_ends_by_a_stop_string_is_waited_for(client: httpx.Client) -> None:
-    """The engine sees an abort: the API server finds stop strings, and has it end the request."""
+def test_a_turn_that_ends_with_a_stop_string_is_pinned(client: httpx.Client) -> None:
+    """The engine sees an abort, because the API server detects stop strings and aborts the
+    request."""
     drain(client)
     context = texts(client, 1, 400)[0][:300]
     said = ask(client, context, max_tokens=12, **job("before", last=True))["choices"][0]["text"]
@@ -67,7 +68,8 @@ def test_a_pinned_context_survives_rivals_that_evict_an_unpinned_one(
     pinned, unpinned = (text[:1000] for text in texts(client, 2, 1000))
     ask(client, unpinned, max_tokens=1, **job("one-off", last=True))
     ask(client, pinned, max_tokens=1, **job("holder"))
-    # On a slow machine these take longer than a pin lasts: the job's own turns renew it.
+    # On a slow machine these requests take longer than a pin lasts, so the job's own turns renew
+    # it.
     for i in range(9):
         ask(client, [(i * 1500 + j) % 40_000 + 50 for j in range(700)], max_tokens=1)
         ask(client, pinned, max_tokens=1, **job("holder"))
@@ -131,7 +133,7 @@ def test_resets_pause_and_sleep_work_while_pins_and_saves_are_pending(
 ) -> None:
     prompt = texts(client, 1, 600)[0]
     for path in ("/reset_prefix_cache", "/pause", "/sleep?level=0"):
-        ask(client, prompt, **job("resting"))  # pinned for two seconds, its tail being saved
+        ask(client, prompt, **job("resting"))  # pinned for two seconds, while its tail is saved
         answer = client.post(path)
         assert answer.status_code == 200, f"{path}: {answer.text}"
         if path == "/pause":
@@ -143,7 +145,9 @@ def test_resets_pause_and_sleep_work_while_pins_and_saves_are_pending(
     assert count(client, "pins_ended_reset") >= 1
 
 
-def test_a_client_that_goes_away_leaves_nothing(client: httpx.Client, server: VllmServer) -> None:
+def test_a_client_that_disconnects_leaves_nothing_behind(
+    client: httpx.Client, server: VllmServer
+) -> None:
     body = {"model": MODEL_NAME, "prompt": [5] * 300, "max_tokens": 400, "stream": True}
     last = job("gone", last=True)
     with client.stream("POST", "/v1/completions", json={**body, **last}) as stream:
@@ -162,12 +166,13 @@ def test_a_client_that_goes_away_leaves_nothing(client: httpx.Client, server: Vl
 def test_the_tool_call_of_an_answer_is_read_and_its_gap_observed(
     client: httpx.Client, server: VllmServer
 ) -> None:
-    """The client names no job and no tool. The prompt reveals the job, and the answer the tool."""
+    """The client names no job and no tool. The connector infers the job from the prompt, and the
+    tool from the answer."""
     answer = "I wait for it.\n\n```bash\ncd /src && sleep 1.5\n```"
     chat = [{"role": "user", "content": "Is the server up? " + "Look at its log. " * 40}]
     body = {"model": MODEL_NAME, "max_tokens": 60, "temperature": 0}
     forced = {**body, "structured_outputs": {"choice": [answer]}}
-    for _ in range(3):  # the last one ends the second one's story
+    for _ in range(3):  # the third turn completes the second turn's record
         response = client.post("/v1/chat/completions", json={**forced, "messages": chat})
         response.raise_for_status()
         said = response.json()["choices"][0]["message"]["content"]

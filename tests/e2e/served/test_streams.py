@@ -1,5 +1,4 @@
-"""Streamed answers of a real server report the sources of their prompt, like complete answers
-do."""
+"""Streamed answers of a real server report the sources of their prompt, like complete answers."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def events(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """JSON objects of a streamed answer."""
+    """Return the JSON objects of a streamed answer."""
     found = list[dict[str, Any]]()
     with client.stream(
         "POST", path, json={"model": MODEL_NAME, "temperature": 0, "stream": True, **body}
@@ -44,7 +43,7 @@ def events(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[s
 
 
 def reports(found: list[dict[str, Any]]) -> list[dict[str, int]]:
-    """Reports in events, including reports of complete answers in one event."""
+    """Return the reports in events, including a complete answer that is sent as one event."""
     params = [
         one.get("kv_transfer_params") or one.get("response", {}).get("kv_transfer_params")
         for one in found
@@ -58,23 +57,23 @@ def test_a_streamed_answer_has_its_report(client: httpx.Client, path: str) -> No
     found = events(client, path, body)
     assert len(found) > 4, "token by token"
     said = reports(found)
-    # vLLM joins outputs of several answers that wait to be sent: the report of one may go then.
+    # vLLM merges outputs of several answers that wait to be sent, and can drop one's report then.
     assert 1 <= len(said) <= body.get("n", 1)
     for one in said:
         assert one["prompt_tokens"] > 100
         assert sum(one[part] for part in PARTS) == one["prompt_tokens"]
-    # The same prompt again: all but its last block is there, and the report says so.
+    # The same prompt again: all but its last block is cached, and the report says so.
     (again, *_) = reports(events(client, path, body))
     assert again["vram_tokens"] + again["cpu_tokens"] > 100
     assert again["prompt_tokens"] == said[0]["prompt_tokens"]
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_an_answer_without_a_job_is_streamed_as_ever(client: httpx.Client, path: str) -> None:
+def test_an_answer_without_a_job_is_streamed_unchanged(client: httpx.Client, path: str) -> None:
     assert reports(events(client, path, BODIES[path])) == []
 
 
-def test_openai_s_client_reads_it_with_the_rest(server: VllmServer) -> None:
+def test_openais_client_reads_the_report_with_the_answer(server: VllmServer) -> None:
     body = BODIES["/v1/chat/completions"]
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE_S) as made:
         whole = made.chat.completions.create(
@@ -107,8 +106,10 @@ def test_openai_s_client_reads_it_with_the_rest(server: VllmServer) -> None:
     assert said["prompt_tokens"] == chunks[-1].usage.prompt_tokens
 
 
-def test_a_client_that_leaves_ends_its_request(client: httpx.Client, server: VllmServer) -> None:
-    """The listener to an answer passes on that its client has left."""
+def test_a_client_that_disconnects_ends_its_request(
+    client: httpx.Client, server: VllmServer
+) -> None:
+    """The listener to an answer reports that the client has disconnected."""
     body = {"model": MODEL_NAME, "prompt": [7] * 200, "max_tokens": 1500, "ignore_eos": True}
     turns = count(client, "turns")
     with (

@@ -25,6 +25,6 @@ def test_a_real_server_is_shown(server: VllmServer, client: httpx.Client) -> Non
     assert seen.total.counters["turns"] == before.total.counters["turns"] + 1
     vram = seen.total.tiers.vram
     assert vram.blocks > vram.cached_blocks > 0
-    lines = shown(seen, 120, 40 + len(seen.jobs))  # other tests' jobs are there too
+    lines = shown(seen, 120, 40 + len(seen.jobs))  # other tests' jobs are listed too
     assert [line for line in lines if line.startswith("looked at ")]
     assert lines[0].startswith(f"{server.url}  tiered-kv ")

@@ -1,5 +1,5 @@
-"""A client's waiting jobs count against other clients up to an equal share, and fully against the
-client itself."""
+"""The waiting jobs of a client count against other clients only up to an equal share, and fully
+against the client itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ waiting = st.dictionaries(
 )
 
 
-def test_a_client_that_leaves_more_than_its_share_holds_up_itself_alone() -> None:
+def test_a_client_that_exceeds_its_share_only_delays_itself() -> None:
     fair = FairShare.of({"greedy": Blocks(90.0, 200.0), "modest": Blocks(10.0, 20.0)}, ROOM)
     assert fair.of_others("modest", anywhere=False) == 40.0
     assert fair.of_others("modest", anywhere=True) == 50.0
@@ -29,7 +29,7 @@ def test_a_client_that_is_alone_gets_half() -> None:
     assert fair.of_others("alone", anywhere=False) == 0.0
 
 
-def test_nothing_is_left_out_before_any_job_waits() -> None:
+def test_everything_counts_before_any_job_waits() -> None:
     assert FairShare().of_others("new", anywhere=True) == 0.0
 
 

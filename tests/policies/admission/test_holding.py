@@ -43,12 +43,12 @@ def test_a_held_turn_is_reconsidered_after_a_change_or_an_interval() -> None:
         (0, 0.5, 51, 51, False),
         (0, 1.25, 125, 125, True),
         (200, 1.0, 100, 200, True),
-        (200, 1.0, 300, 200, True),  # CPU memory takes all of it
+        (200, 1.0, 300, 200, True),  # the whole context fits into CPU memory
         (200, 1.0, 100, 201, False),
-        (50, 1.0, 100, 100, True),  # CPU memory is the smaller one
+        (50, 1.0, 100, 100, True),  # CPU memory is smaller than VRAM
         (50, 1.0, 100, 101, False),
         (200, 0.5, 300, 101, False),
-        (200, 1.25, 300, 201, False),  # no more than there is
+        (200, 1.25, 300, 201, False),  # no more than the existing memory
     ],
 )
 def test_what_fits(cpu: int, share: float, peak: float, anywhere: float, has_room: bool) -> None:
@@ -62,7 +62,7 @@ def test_contexts_that_fit_into_a_tier_below_hold_no_job_back() -> None:
 
 
 @given(st.integers(1, 1000), st.integers(0, 1000), blocks, blocks, blocks)
-def test_a_job_has_room_wherever_a_larger_one_has(
+def test_a_job_fits_wherever_a_larger_one_fits(
     vram: int, cpu: int, peak: float, more: float, elsewhere: float
 ) -> None:
     room = Room(vram, cpu)
@@ -78,7 +78,7 @@ def test_too_little_is_admitted_if_blocks_stay_free_while_a_job_is_held() -> Non
 
 
 @given(st.integers(1, 1000), st.integers(0, 1000), blocks, blocks)
-def test_what_has_no_place_is_what_does_not_fit(
+def test_a_job_that_does_not_fit_has_an_overflow(
     vram: int, cpu: int, peak: float, elsewhere: float
 ) -> None:
     room, anywhere = Room(vram, cpu), peak + elsewhere

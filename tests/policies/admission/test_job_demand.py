@@ -56,7 +56,7 @@ def test_the_mean_context_lies_between_the_first_and_the_last() -> None:
     assert mean_context(JobDemand(10.0, 2.0, 4.0)) == 14.0
 
 
-def test_what_one_client_leaves_open_does_not_make_gaps_long() -> None:
+def test_jobs_that_one_client_leaves_open_do_not_lengthen_gaps() -> None:
     pace = TurnPace()
     for _ in range(100):
         pace.on_gap(1e6)

@@ -17,7 +17,7 @@ def test_started_jobs_are_admitted_before_new_ones() -> None:
     assert sorted([newer, new, YOUNG, OLD], key=parked_rank) == [OLD, YOUNG, new, newer]
 
 
-def test_those_that_hold_something_are_admitted_first() -> None:
+def test_jobs_that_hold_blocks_are_admitted_first() -> None:
     preempted, pinned = (
         QueuePosition(8.0, 8.0, preempted=True),
         QueuePosition(7.0, 7.0, has_kv=True),
@@ -32,7 +32,7 @@ def test_the_victim_is_the_youngest_job_that_continues() -> None:
     assert max([OLD, last], key=running_rank) == OLD
 
 
-def test_where_seats_are_short_an_older_job_precedes_by_its_seniority_at_most() -> None:
+def test_if_seats_are_short_age_gives_a_bounded_precedence() -> None:
     waits, old, pinned = (
         QueuePosition(50.0, 100.0),
         QueuePosition(1.0, 109.0),

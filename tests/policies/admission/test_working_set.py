@@ -1,4 +1,4 @@
-"""The projected demand of active jobs, and the fraction of the pool that is committed."""
+"""The projected demand of active jobs, and the fraction of the pool that may be committed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_jobs_that_differ_in_pace_meet_at_their_largest() -> None:
     )
 
 
-def test_of_many_moments_some_are_looked_at() -> None:
+def test_only_some_of_many_moments_are_evaluated() -> None:
     jobs = [JobDemand(10, 1, left) for left in range(1, 500)]
     assert Demand(jobs).peak() == pytest.approx(
         max(sum(10 + t for one in jobs if one.left >= t) for t in range(500)), rel=0.02
@@ -87,7 +87,7 @@ def test_a_job_that_waits_elsewhere_counts_for_the_time_that_it_runs() -> None:
 def test_changed_jobs_count_as_if_all_jobs_were_counted_again(
     found: list[JobDemand], data: st.DataObject
 ) -> None:
-    """Including sums over a prefix of the jobs."""
+    """Also checks sums over a prefix of the jobs."""
     had = data.draw(st.integers(1, len(found)))
     demand = Demand([share._replace(blocks=7.0) for share in found[:had]])
     for place, share in enumerate(found):
@@ -105,7 +105,7 @@ def test_changed_jobs_count_as_if_all_jobs_were_counted_again(
         assert demand.peak(first=first) == pytest.approx(wanted)
 
 
-def test_turns_left_are_those_of_jobs_that_came_so_far() -> None:
+def test_remaining_turns_are_those_of_jobs_that_reached_this_turn() -> None:
     lengths = JobLengths()
     assert lengths.left(6) == 6, "nothing is known: as many again"
     for turns in (2, 4, 8, 8):
@@ -140,7 +140,7 @@ def test_a_job_of_one_turn_counts_and_a_job_without_turns_displaces_none() -> No
     assert lengths.left(4) == 4, "and now it is not"
 
 
-def test_growth_is_that_of_late() -> None:
+def test_growth_is_that_of_recent_turns() -> None:
     growth = Growth()
     assert growth.mean == 0
     for _ in range(300):
@@ -152,7 +152,7 @@ def test_growth_is_that_of_late() -> None:
     assert growth.mean < 20, "a context that was cut has not grown"
 
 
-def test_the_share_given_out_falls_with_losses_and_rises_with_room_to_spare() -> None:
+def test_the_committed_share_falls_with_losses_and_rises_with_spare_space() -> None:
     overcommit = Overcommit()
     assert overcommit.share == 1
     overcommit.returned(found=0.1, lost=0.02)
@@ -168,7 +168,7 @@ def test_the_share_given_out_falls_with_losses_and_rises_with_room_to_spare() ->
     assert overcommit.share == MOST > 1
 
 
-def test_the_share_rises_once_a_second_however_often_a_job_is_looked_at() -> None:
+def test_the_share_rises_at_most_once_per_second() -> None:
     often, seldom = Overcommit(), Overcommit()
     for look in range(41):
         often.spare(look * LEARN_EVERY_S / 4)
@@ -179,7 +179,8 @@ def test_the_share_rises_once_a_second_however_often_a_job_is_looked_at() -> Non
 
 @pytest.mark.parametrize("context", [0.01, 0.1, 1.0, 3.0])
 def test_the_share_recovers_as_contexts_are_found_whole(context: float) -> None:
-    """By the share of the pool that was found, not by how many they were; and never beyond 1."""
+    """The recovery depends on the fraction of the pool that was found, not on the number of
+    contexts. The share never exceeds 1."""
     overcommit = Overcommit()
     overcommit.returned(found=0.0, lost=0.3)
     for _ in range(round(3 / context)):
@@ -188,7 +189,7 @@ def test_the_share_recovers_as_contexts_are_found_whole(context: float) -> None:
 
 
 def test_the_share_settles_where_as_much_recovers_as_is_lost() -> None:
-    """One context of ten is gone: a tenth less is given out."""
+    """One context of ten is lost, so about a tenth less is committed."""
     overcommit = Overcommit()
     for turn in range(2_000):
         overcommit.returned(*((0.0, 0.01) if turn % 10 == 0 else (0.01, 0.0)))

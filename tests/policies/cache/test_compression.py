@@ -1,4 +1,5 @@
-"""Pages are compressed in time, but not too early, and not so many at a time that hits are lost."""
+"""Pages are compressed in time but not too early, and not so many concurrently that hits are
+lost."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def test_slots_for_decoded_pages_come_in_two_halves(num_slots: int, staging: int
         (1 << 40, LEAST_PAGES),
     ],
 )
-def test_a_bundle_has_as_many_pages_as_are_worth_it(page_bytes: int, pages: int) -> None:
+def test_the_number_of_pages_in_a_bundle_depends_on_their_size(page_bytes: int, pages: int) -> None:
     assert bundle_pages(page_bytes) == pages
 
 
@@ -59,7 +60,7 @@ def test_a_bundle_has_as_many_pages_as_are_worth_it(page_bytes: int, pages: int)
         (8, 4, [4, 4]),
     ],
 )
-def test_what_is_left_of_a_stretch_is_a_bundle_if_it_is_half_as_long(
+def test_the_rest_of_a_stretch_is_a_bundle_if_it_is_half_full(
     pages: int, most: int, sizes: list[int]
 ) -> None:
     assert bundles_of(pages, most) == sizes
@@ -74,7 +75,7 @@ def test_nothing_is_compressed_while_a_slot_is_free_and_few_are_taken_at_once() 
     assert wanted(free=0, burst=0) == MOST_PACKING
 
 
-def test_a_burst_asks_for_more_free_slots_up_to_a_bound() -> None:
+def test_a_burst_requires_more_free_slots_up_to_a_bound() -> None:
     most = 1024 // FREE_SHARE
     assert wanted(free=100, burst=100) == 0
     assert wanted(free=99, burst=100)
@@ -82,7 +83,7 @@ def test_a_burst_asks_for_more_free_slots_up_to_a_bound() -> None:
     assert wanted(free=most - 1, burst=1 << 20)
 
 
-def test_few_bundles_are_under_way_at_a_time() -> None:
+def test_few_bundles_are_compressed_concurrently() -> None:
     assert wanted(under_way=MOST_PACKING) == 0
     assert wanted(under_way=MOST_PACKING + 1) == 0
     assert wanted(under_way=MOST_PACKING - 1) == 1
@@ -97,7 +98,7 @@ def test_small_pools_want_a_free_slot_too(num_slots: int) -> None:
 @given(
     st.integers(0, 1 << 20), st.integers(0, 1 << 20), st.integers(0, 1 << 21), st.integers(0, 20)
 )
-def test_a_free_slot_more_never_asks_for_more(
+def test_more_free_slots_never_require_more_compression(
     num_slots: int, free: int, burst: int, under_way: int
 ) -> None:
     found = wanted(num_slots, free, burst, under_way)

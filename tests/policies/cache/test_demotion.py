@@ -1,4 +1,4 @@
-"""Pages are demoted in time, and not so many at a time that nothing can be evicted."""
+"""Pages are demoted in time, and not so many concurrently that no page can be evicted."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ def test_the_window(slots: int, tier_pages: int | None, window: int) -> None:
     [
         (32, 100, 0, 0, True),
         (33, 100, 0, 0, False),  # more than half of the slots are free
-        (0, 100, 95, 0, False),  # looked at a moment ago
+        (0, 100, 95, 0, False),  # the pages were examined a moment ago
         (0, 100, 94, 0, True),
-        (0, 100, 0, 100, False),  # as much was written as came
+        (0, 100, 0, 100, False),  # as many pages were written as arrived
     ],
 )
-def test_when_to_look(free: int, taken: int, looked_at: int, ahead: int, due: bool) -> None:
+def test_when_pages_are_examined(
+    free: int, taken: int, looked_at: int, ahead: int, due: bool
+) -> None:
     look = LookAhead.of(64, None)
     found = look.due(free=free, num_slots=64, taken=taken, looked_at=looked_at, ahead=ahead)
     assert found is due

@@ -1,4 +1,5 @@
-"""A store is queried for a context in two parts, and not awaited if recomputing is faster."""
+"""A store is queried for a context in two parts, and its answer is not awaited if recomputing is
+faster."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tiered_kv.connectors.runtime.pages.lookups import (
 )
 
 
-def test_a_store_that_lacks_the_beginning_is_not_asked_for_the_rest() -> None:
+def test_a_store_without_the_first_pages_is_not_queried_for_the_rest() -> None:
     assert pages_asked(0, 8192) == FIRST_LOOKUP
     assert pages_asked(1, 8192 - FIRST_LOOKUP) == 8192 - FIRST_LOOKUP
     assert pages_asked(0, 5) == 5
@@ -34,7 +35,7 @@ def test_an_answer_is_not_waited_for_longer_than_computing_takes() -> None:
     assert answer_wait_s(10.0, measured=True) == LOOKUP_SHARE * 10.0
 
 
-def test_an_estimate_makes_the_wait_longer_alone() -> None:
+def test_an_estimate_can_only_lengthen_the_wait() -> None:
     assert answer_wait_s(0.0, measured=False) == LOOKUP_S
     assert answer_wait_s(LOOKUP_S / 2, measured=False) == LOOKUP_S
     assert answer_wait_s(10.0, measured=False) == LOOKUP_SHARE * 10.0

@@ -1,4 +1,4 @@
-"""Sync or async: the mode with the least total wait of all requests."""
+"""The restore mode, sync or async, is the one with the lower total wait over all requests."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_a_copy_that_costs_nothing_is_not_waited_for() -> None:
 def test_the_mode_chosen_is_the_one_that_costs_less(cost: RestoreCost) -> None:
     assume(cost.others > 0)
     waits = {
-        SYNC: cost.copy_s * (1 + cost.others),  # everybody waits for the copy
-        ASYNC: max(cost.copy_s, 2 * cost.step_s),  # one waits two steps, or for the copy
+        SYNC: cost.copy_s * (1 + cost.others),  # all requests wait for the copy
+        ASYNC: max(cost.copy_s, 2 * cost.step_s),  # one request waits two steps, or for the copy
     }
     assert waits[FasterRestore().choose(cost)] == min(waits.values())
 
@@ -74,5 +74,5 @@ def test_longer_steps_never_turn_sync_into_async(cost: RestoreCost, more: float)
 
 @pytest.mark.parametrize("mode", list(RestoreMode))
 @given(cost=COSTS)
-def test_always_is_always(mode: RestoreMode, cost: RestoreCost) -> None:
+def test_always_restore_ignores_costs(mode: RestoreMode, cost: RestoreCost) -> None:
     assert AlwaysRestore(mode).choose(cost) is mode

@@ -29,7 +29,8 @@ def test_a_stride_is_of_whole_blocks(block_size: int) -> None:
 def test_a_decoding_request_is_examined_in_time(
     block_size: int, step: int, saved: int, further: int
 ) -> None:
-    """Not before its next blocks are full, and no more than a few steps after; with others."""
+    """The request is examined after its next blocks are full, at most a few steps later, together
+    with other requests."""
     stride = SaveStride.of(block_size)
     computed = saved * block_size + further % stride.tokens
     look = stride.next_look(step, saved=saved, computed=computed, known=computed)

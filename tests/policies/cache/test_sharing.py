@@ -1,5 +1,5 @@
-"""A tier that other engines write to is not queried for a while after two late answers in a row, or
-a wrong one."""
+"""A tier that other engines write to is not queried for a while after repeated late answers, or
+after a damaged page."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tiered_kv.connectors.runtime.lower_tiers.demotion import (
 )
 
 
-def test_one_stall_of_the_machine_is_no_reason_for_doubt() -> None:
+def test_one_stall_of_the_machine_does_not_suspend_queries() -> None:
     doubt = Doubt()
-    for late_s in (0.0, 0.01, ONE_STALL_S / 2):  # turns that waited at once
+    for late_s in (0.0, 0.01, ONE_STALL_S / 2):  # turns that waited concurrently
         doubt.late(100.0 + late_s)
     assert not doubt.rules(101.0)
     doubt.worked()
@@ -41,6 +41,6 @@ def test_a_tier_that_is_late_again_is_doubted_and_longer_each_time() -> None:
 def test_damaged_pages_are_an_immediate_reason() -> None:
     doubt = Doubt()
     doubt.failed(100.0)
-    doubt.failed(100.1)  # of turns that waited at once
+    doubt.failed(100.1)  # reported by turns that waited concurrently
     assert doubt.rules(100.0 + FIRST_DOUBT_S / 2)
     assert not doubt.rules(100.0 + FIRST_DOUBT_S)

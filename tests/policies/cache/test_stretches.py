@@ -1,4 +1,4 @@
-"""Pages are compressed only with pages that follow them in a context."""
+"""Pages are compressed only together with pages that are adjacent in a context."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SOON = Forecast(np.ones(len(GRID)))
 
 
 def pages(text: str) -> list[PageKey]:
-    """A page for each letter."""
+    """Return a page for each letter."""
     return [PageKey(letter.encode()) for letter in text]
 
 
 class Order(ByWorth):
-    """The rule under test, with pages that are all in CPU memory."""
+    """The rule under test. All pages are in CPU memory."""
 
     def __init__(self, **contexts: str) -> None:
         super().__init__(lambda: 0.0, 1000)
@@ -38,7 +38,7 @@ class Order(ByWorth):
         self.on_gap_begun(job, pages(text), SOON, 0.0, 1.0)
 
     def said(self, text: str) -> list[str]:
-        """Stretches as words."""
+        """Return the stretches of these pages as words."""
         return [b"".join(found).decode() for found in self.stretches(pages(text))]
 
 
@@ -46,7 +46,7 @@ def test_pages_that_follow_each_other_are_one_stretch_in_the_order_of_the_contex
     assert Order(job="abcdef").said("dbca") == ["abcd"]
 
 
-def test_a_missing_page_parts_two_stretches() -> None:
+def test_a_missing_page_separates_two_stretches() -> None:
     assert Order(job="abcdefgh").said("hgeba") == ["ab", "e", "gh"]
 
 
@@ -54,18 +54,18 @@ def test_pages_of_two_jobs_are_never_in_one_stretch() -> None:
     assert sorted(Order(one="abc", other="xyz").said("axbycz")) == ["abc", "xyz"]
 
 
-def test_what_several_jobs_begin_with_is_a_stretch_of_its_own() -> None:
+def test_a_prefix_of_several_jobs_is_a_separate_stretch() -> None:
     order = Order(one="abcde", other="abcxy")
     assert sorted(order.said("abcdexy")) == ["abc", "de", "xy"]
     assert sorted(order.said("yxcb")) == ["bc", "xy"]
 
 
-def test_a_prefix_of_a_prefix_is_parted_too() -> None:
+def test_a_prefix_of_a_prefix_is_separate_too() -> None:
     order = Order(one="abcde", two="abcxy", three="apq")
     assert sorted(order.said("edcbaxypq")) == ["a", "bc", "de", "pq", "xy"]
 
 
-def test_pages_of_no_context_are_left_out() -> None:
+def test_pages_without_a_context_are_left_out() -> None:
     order = Order(job="abc")
     order.added_all(pages("st"))
     assert order.said("satbu") == ["ab"]
@@ -104,10 +104,10 @@ TEXTS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(0, 
 
 @given(TEXTS, st.integers(0, 1 << 30))
 def test_each_stretch_is_a_piece_of_a_context(jobs: list[tuple[int, int, int]], seed: int) -> None:
-    """Contexts are paths in a tree, in which a page's key stands for all tokens before it."""
+    """Contexts are paths in a tree: the key of a page identifies all tokens before it."""
     rng, order, contexts = random.Random(seed), Order(), dict[int, list[PageKey]]()
     for job, length, branch in jobs:
-        # Pages with one branch are in one context; the first three are those of all.
+        # Pages of one branch share a context. The first three pages belong to all branches.
         keys = [PageKey(b"%d/%d" % (branch if i > 2 else 0, i)) for i in range(length)]
         order.saves(keys)
         order.on_gap_begun(job, keys, SOON, 0.0, 1.0)

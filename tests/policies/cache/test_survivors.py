@@ -21,20 +21,20 @@ def surviving(
     return survivors(KEYS, used.__contains__, lambda key: known.get(key, 0.0))
 
 
-def test_what_was_used_survives() -> None:
+def test_used_pages_survive() -> None:
     assert surviving([KEYS[1], KEYS[6]]) == (KEYS[1], KEYS[6])
 
 
-def test_so_does_what_a_job_is_likely_to_come_back_for() -> None:
+def test_pages_of_jobs_that_are_likely_to_return_survive() -> None:
     assert surviving([], {KEYS[0]: 0.9, KEYS[3]: LIKELY, KEYS[5]: 0.4}) == (KEYS[0], KEYS[3])
 
 
-def test_at_most_half_survive_the_last_written_ones() -> None:
+def test_at_most_half_survive_and_those_are_the_newest() -> None:
     assert surviving(KEYS) == tuple(KEYS[4:])
     assert survivors(KEYS[:1], lambda _: True, lambda _: 1.0) == ()
 
 
-def test_of_more_than_half_the_likeliest_survive() -> None:
+def test_of_more_than_half_the_likeliest_to_be_used_survive() -> None:
     chances = dict(zip(KEYS, [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2], strict=True))
     assert surviving(KEYS, chances) == tuple(KEYS[:4])
 
@@ -45,7 +45,7 @@ def table(values: st.SearchStrategy[float]) -> st.SearchStrategy[Callable[[PageK
 
 
 @given(table(st.booleans()), table(st.floats(0, 1)), st.integers(0, len(KEYS)))
-def test_whoever_dies_was_no_likelier_than_those_who_survive(
+def test_no_deleted_page_was_likelier_to_be_used_than_a_survivor(
     used: Callable[[PageKey], bool], chance: Callable[[PageKey], float], length: int
 ) -> None:
     dying = KEYS[:length]

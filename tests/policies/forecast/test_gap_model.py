@@ -29,7 +29,7 @@ LS = ToolUse(("bash", "ls", "ls <path>"))
 def taught(
     gaps: dict[ToolUse | None, float], times: int = 40, spread: float = 0.3, seed: int = 0
 ) -> GapModel:
-    """A model that saw each tool that often, each gap of a job of its own."""
+    """Return a model that observed each tool ``times`` times, each gap from a different job."""
     model, rng = GapModel(), random.Random(seed)
     for number in range(times):
         for tool, median_s in gaps.items():
@@ -43,7 +43,7 @@ def median(model: GapModel, tool: ToolUse | None, job: str = "new", output: int 
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=20))
-def test_ranks_are_shared_out_between_knots_without_loss(pairs: list[tuple[float, float]]) -> None:
+def test_ranks_are_distributed_between_knots_without_loss(pairs: list[tuple[float, float]]) -> None:
     ranks, weights = np.array(pairs).T
     shared = at_knots(ranks, weights)
     assert shared.sum() == pytest.approx(weights.sum())
@@ -90,14 +90,14 @@ def test_an_unknown_subcommand_is_forecast_like_its_tool_but_less_certainly() ->
     assert forecast.quantile(0.1) < 1 < forecast.quantile(0.9)
 
 
-def test_what_is_not_read_yet_takes_what_all_took() -> None:
+def test_a_tool_call_that_is_not_read_yet_is_forecast_like_all_tools() -> None:
     model = taught({PYTEST: 20.0, LS: 0.2})
     forecast = model.forecast(turn_end(tool=None))
     assert forecast.within(1) == pytest.approx(0.5, abs=0.1), "one gap in two was an `ls`"
 
 
-def test_two_modes_are_seen_once_there_is_enough_to_see() -> None:
-    """A posterior of ln X alone would put most gaps in between."""
+def test_two_modes_are_found_after_enough_observations() -> None:
+    """A unimodal posterior of ln X would put most of the probability between the two modes."""
     model = GapModel()
     for number in range(100):
         gap_s = 0.1 if number % 2 else 100.0
@@ -106,7 +106,7 @@ def test_two_modes_are_seen_once_there_is_enough_to_see() -> None:
     assert forecast.within(80) - forecast.within(0.2) < 0.2
 
 
-def test_a_rule_speaks_until_there_is_experience() -> None:
+def test_a_rule_applies_until_there_are_observations() -> None:
     slow = Rule(median_s=30.0, sigma=0.5)
     model = taught({LS: 0.2})
     make = ToolUse(("bash", "make", "make all"), rule=slow)
@@ -149,7 +149,7 @@ def test_a_job_that_has_been_quick_so_far_is_expected_back_sooner() -> None:
 
 
 def test_every_gap_changes_the_forecast_for_new_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their forecast is kept only until the next gap."""
+    """The cached forecast for new jobs is valid only until the next gap."""
     monkeypatch.setattr(gap_model, "MOST_KEPT", 1)
     model = taught({LS: 1.0, PYTEST: 60.0})
     before = model.forecast(turn_end("new", tool=LS))
@@ -165,7 +165,7 @@ def test_every_gap_changes_the_forecast_for_new_jobs(monkeypatch: pytest.MonkeyP
 
 
 def test_a_job_s_answers_of_one_length_are_followed_by_gaps_of_one_length() -> None:
-    """Calls of one tool are about equally long, even where no tool is named."""
+    """Calls of one tool have similar lengths, even if no tool is named."""
     model = taught({None: 10.0}, times=100, spread=1.5)
     for number in range(15):
         model.observe(turn_end("job", number, output=40), 1.0, ended=True)
@@ -173,7 +173,7 @@ def test_a_job_s_answers_of_one_length_are_followed_by_gaps_of_one_length() -> N
     assert median(model, None, "job", output=45) < 0.3 * median(model, None, "job", output=800)
 
 
-def test_jobs_of_the_same_name_under_different_salts_are_strangers() -> None:
+def test_jobs_of_the_same_name_under_different_salts_are_unrelated() -> None:
     model = taught({None: 20.0}, times=100, spread=1.5)
     mine = TurnEnd(JobKey("mine", "job"), 1, False, False, 3000, 200, 100)
     for _ in range(10):
@@ -184,7 +184,8 @@ def test_jobs_of_the_same_name_under_different_salts_are_strangers() -> None:
 
 
 def test_gaps_that_had_not_ended_count_as_longer_not_as_nothing() -> None:
-    """Half of the gaps are given up after 10 s: the others alone would make all seem short."""
+    """Half of the gaps are abandoned after 10 s. The other half alone would make all gaps seem
+    short."""
     rng = random.Random(1)
     told, cut = GapModel(), GapModel()
     for number in range(400):
@@ -198,7 +199,7 @@ def test_gaps_that_had_not_ended_count_as_longer_not_as_nothing() -> None:
     assert cut.forecast(new).within(10) > 0.9
 
 
-def test_forecasts_are_right_as_often_as_they_say() -> None:
+def test_forecasts_are_calibrated() -> None:
     rng = random.Random(3)
     model = GapModel()
     below: dict[float, list[bool]] = {0.5: [], 0.9: []}
@@ -214,7 +215,7 @@ def test_forecasts_are_right_as_often_as_they_say() -> None:
         assert np.mean(hits) == pytest.approx(q, abs=0.03)
 
 
-def test_what_models_invent_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_invented_tool_names_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hierarchy, "MAX_NODES", 20)
     monkeypatch.setattr(history, "MAX_JOBS", 10)
     model = taught({PYTEST: 20.0}, times=5)

@@ -1,4 +1,4 @@
-"""Conjugate updates add up, and the Student-t is right where it is known exactly."""
+"""Conjugate updates add up, and the Student-t distribution matches its closed forms."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def updated(belief: NormalInverseGamma, logs: list[float]) -> NormalInverseGamma
 
 
 @given(observations, observations)
-def test_it_does_not_matter_in_how_many_pieces_one_learns(
+def test_observations_may_be_learned_in_any_number_of_parts(
     first: list[float], then: list[float]
 ) -> None:
     prior = NormalInverseGamma(0.0, 1.0, 1.0, 1.0)
@@ -59,7 +59,7 @@ def test_enough_observations_are_believed() -> None:
     assert belief.cdf(at) == pytest.approx([0.1587, 0.5, 0.8413], abs=0.01)
 
 
-def test_beliefs_held_less_firmly_keep_what_they_say_but_change_sooner() -> None:
+def test_weakened_beliefs_keep_their_mean_but_change_faster() -> None:
     firm = updated(NormalInverseGamma(0.0, 1.0, 1.0, 1.0), [2.0, 2.5] * 50)
     loose = firm.capped(4)
     assert loose.mu == firm.mu

@@ -1,4 +1,4 @@
-"""A job is (scope, session, agent), from whatever ids a request has."""
+"""A job is identified by scope, session and agent, from whichever ids a request has."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def who(
     xargs: object = None,
     session_id: object = None,
 ) -> Identity:
-    """Identity of a request that has passed the middleware."""
+    """Return the identity of a request that has passed the middleware."""
     carried = claim(headers, body).ids
     return identify({"client": carried, **params} if carried else params, xargs, session_id)
 
@@ -57,14 +57,14 @@ def test_a_request_without_ids_has_no_identity() -> None:
     assert identify(None) == identify({}, {}) == identify("text") == NOBODY
 
 
-def test_a_subagent_is_a_job_of_its_own_and_knows_its_parent() -> None:
+def test_a_subagent_is_a_separate_job_and_has_its_parents_id() -> None:
     assert who(CLAUDE).job == "S"
     assert who(SUBAGENT)[:4] == ("S/agent:a1", "S", "a1", "S")
     assert who(NESTED)[:4] == ("S/agent:a2", "S", "a2", "S/agent:a1")
 
 
 def test_a_thread_with_the_id_of_its_session_is_the_main_agent() -> None:
-    """Codex gives both to each request."""
+    """Codex sends both ids with each request."""
     codex = {"session-id": "S", "thread-id": "S"}
     child = {"session-id": "S", "thread-id": "T", "x-codex-parent-thread-id": "S"}
     assert who(codex)[:4] == ("S", "S", None, None)
@@ -72,7 +72,8 @@ def test_a_thread_with_the_id_of_its_session_is_the_main_agent() -> None:
 
 
 def test_sessions_may_have_parents() -> None:
-    """OpenCode starts a session for each subagent. Its id is also vLLM's session id."""
+    """OpenCode starts a session for each sub-agent. The id of that session is also vLLM's session
+    id."""
     child = {"x-session-affinity": "T", "x-parent-session-id": "S"}
     assert who(child, session_id="T")[:4] == ("T", "T", None, "S")
     assert who({"x-parent-session-id": "S"}, session_id="T").parent == "S"
@@ -126,12 +127,13 @@ def test_claude_codes_user_id_has_the_session_in_two_forms() -> None:
     + [{"prompt_cache_key": key} for key in (7, "", "my-application", ["S"])]
     + [{"client_metadata": 3}, {"nvext": {"agent_context": "S"}}, {"previous_response_id": 3}],
 )
-def test_what_many_conversations_share_is_no_session(body: dict[str, Any]) -> None:
+def test_ids_that_many_conversations_share_are_not_sessions(body: dict[str, Any]) -> None:
     assert claim({}, body) == ({}, False)
 
 
 def test_a_subagent_without_an_id_is_inferred_below_its_session() -> None:
-    """Behind a router that drops headers, Claude Code's system prompt has the only mark."""
+    """If a router drops the headers, only the system prompt shows that the request is from a
+    sub-agent of Claude Code."""
     body = {"metadata": {"user_id": json.dumps({"session_id": "S"})}, "system": MARK}
     assert who({}, body)[:4] == (None, "S", None, "S")
     assert who(SUBAGENT, body).job == "S/agent:a1"
@@ -141,7 +143,7 @@ def test_a_subagent_without_an_id_is_inferred_below_its_session() -> None:
 
 
 def test_aiperfs_header_is_read_from_aiperf_only() -> None:
-    """Elsewhere a correlation id is new in each request."""
+    """In other clients, a correlation id is new in each request."""
     header = {"x-correlation-id": "c"}
     assert who({**header, "user-agent": "aiperf/1.0"}).job == "c"
     assert who({**header, "user-agent": "python"}) == who(header) == NOBODY
@@ -175,7 +177,7 @@ def test_one_session_for_all_does_not_merge_clients_and_agents() -> None:
 
 
 def test_one_gateway_header_for_all_does_not_hide_the_clients_own_session() -> None:
-    """LiteLLM, for example, in front of Claude Code."""
+    """For example, LiteLLM in front of Claude Code."""
     gateway = {"x-litellm-session-id": "G"}
     bodies = [{"metadata": {"user_id": json.dumps({"session_id": one})}} for one in "ST"]
     assert [who(gateway, one).job for one in bodies] == ["G/session:S", "G/session:T"]
@@ -184,13 +186,13 @@ def test_one_gateway_header_for_all_does_not_hide_the_clients_own_session() -> N
 
 
 def test_a_job_id_is_used_as_it_is() -> None:
-    """The documents promise that requests with the same one are turns of one job."""
+    """The documentation promises that requests with the same job_id are turns of one job."""
     for headers in (CLAUDE, SUBAGENT, {}):
         found = who(headers, params={"job_id": "j"}, session_id="R")
         assert (found.job, found.parent) == ("j", None)
 
 
-def test_unusable_ids_are_counted_and_the_next_source_is_asked() -> None:
+def test_unusable_ids_are_counted_and_the_next_source_is_used() -> None:
     long = "x" * (MAX_JOB_ID_CHARS + 1)
     for bad in ("", long, 3.5, True, ["S"], {"a": 1}, f"{INFERRED_PREFIX}7"):
         found = identify({"session_id": bad}, None, "known")
@@ -218,11 +220,11 @@ def test_different_parts_give_different_ids() -> None:
                 assert len(found.job) <= MAX_JOB_ID_CHARS
 
 
-# -- the table ----------------------------------------------------------------------
+# -- the table of sources -----------------------------------------------------------
 
 
 def test_every_field_of_the_table_is_read() -> None:
-    """The table is the documentation, and the code."""
+    """The table is both the documentation and the code."""
     for source in SOURCES:
         for name in (*source.session, *source.job):
             *above, last = name.split(".")
@@ -257,7 +259,8 @@ NAMED = [one for one in CLIENTS if one.ids or one.name in ("agentic_context", "c
 
 
 def engine_side(turn: Request, path: str, *, headers: bool) -> Identity:
-    """Identity of a recorded request in the engine, after middleware and vLLM."""
+    """Return the identity of a recorded request as the engine sees it, after the middleware and
+    vLLM."""
     body = json.dumps({**turn.body, "messages": [], "input": ""}).encode()
     sent = [(name.encode(), value.encode()) for name, value in turn.headers.items()]
     got = json.loads(carry(body, path, sent if headers else []))
@@ -318,11 +321,11 @@ def test_recordings_have_no_secrets_and_no_paths() -> None:
         assert not re.search(r"authorization|api-key|Bearer|/tmp|/home|/work", text, re.IGNORECASE)
 
 
-# -- whatever comes -----------------------------------------------------------------
+# -- arbitrary requests ---------------------------------------------------------------
 
 
 def check(rng: random.Random) -> None:
-    """One request with arbitrary ids."""
+    """Check one request with arbitrary ids."""
     headers = {
         name: str(rng.choice(LEAVES)) for name in rng.sample(sorted(HEADERS), rng.randrange(5))
     }
@@ -357,7 +360,7 @@ def _has_bytes(value: Any) -> bool:
 
 @pytest.mark.scripts(40, nightly=1_000)
 def test_arbitrary_ids_name_bounded_jobs_and_raise_nothing(seeds: range) -> None:
-    """A hundred requests of each seed."""
+    """Checks a hundred requests per seed."""
     for seed in seeds:
         rng = random.Random(seed)
         for _ in range(100):
@@ -367,12 +370,12 @@ def test_arbitrary_ids_name_bounded_jobs_and_raise_nothing(seeds: range) -> None
 # -- costs --------------------------------------------------------------------------
 
 MOST_CALLS = 400
-"""Python and C calls for the identity of a request, about 0.1 µs each."""
+"""Limit of Python and C calls to identify a request, at about 0.1 µs each."""
 
 
 def calls(turn: Request, text: str) -> int:
-    """Calls that the identity of a request takes, in the API server and in the engine; the least of
-    three counts, because the garbage collector may call too."""
+    """Return the number of calls that identifying a request takes in the API server and the engine:
+    the minimum of three counts, because the garbage collector may make calls too."""
     return min(_calls(turn, text) for _ in range(3))
 
 
@@ -386,7 +389,7 @@ def _calls(turn: Request, text: str) -> int:
         seen += event in ("call", "c_call")
 
     params = json.loads(carry(body, turn.path, sent)).get("kv_transfer_params")
-    read_hints(params, None, "R")  # Python caches the answers of isinstance
+    read_hints(params, None, "R")  # warms up Python's cache of isinstance results
     sys.setprofile(count)
     try:
         carry(body, turn.path, sent)
@@ -398,7 +401,7 @@ def _calls(turn: Request, text: str) -> int:
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda one: one.name)
 def test_an_identity_costs_few_calls_however_long_the_prompt_is(client: Client) -> None:
-    """Clocks of shared machines tell less: bench.identities measures the time."""
+    """Clocks on shared machines are too noisy for this test. bench.identities measures the time."""
     for turn in client.turns:
         short, long = calls(turn, ""), calls(turn, "x" * 200_000)
         assert short == long

@@ -1,4 +1,4 @@
-"""Jobs are inferred from prompts: conversations with a toy hash chain."""
+"""Jobs are inferred from prompts, in conversations with a simplified hash chain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def agents() -> Agents:
 
 @pytest.mark.parametrize("length", range(9))
 def test_a_job_is_followed_from_turn_to_turn(agents: Agents, length: int) -> None:
-    """At any place of a prompt's end within a block."""
+    """The prompt may end at any position within a block."""
     prompt = question(*range(700, 700 + length))
     for number in range(1, 6):
         turn = agents.asked(prompt, answer=[90, 91])
@@ -31,8 +31,8 @@ def test_a_job_is_followed_from_turn_to_turn(agents: Agents, length: int) -> Non
     assert len(agents.lineage) == 1
 
 
-def test_the_answer_need_not_come_back_as_it_was(agents: Agents) -> None:
-    """The client tokenizes it again, and removes thoughts."""
+def test_the_answer_may_return_changed(agents: Agents) -> None:
+    """The client tokenizes the answer again, and removes thoughts."""
     first = agents.asked(question(7), answer=list(range(800, 900)))
     again = agents.asked([*question(7), 899, *TOOL])
     assert again == Inferred(first.job, 2)
@@ -40,8 +40,11 @@ def test_the_answer_need_not_come_back_as_it_was(agents: Agents) -> None:
 
 @pytest.mark.parametrize("length", range(4))
 @pytest.mark.parametrize("lost", range(7))
-def test_the_end_of_a_prompt_may_not_come_back(agents: Agents, lost: int, length: int) -> None:
-    """A template opens a thought that it leaves out of the history; more is another prompt."""
+def test_the_end_of_a_prompt_may_be_missing_in_the_next_one(
+    agents: Agents, lost: int, length: int
+) -> None:
+    """A chat template may open a thought that it omits from the history. If more tokens are
+    missing, it is another prompt."""
     prompt = [*question(*range(length)), *range(60, 66)]
     first = agents.asked(prompt)
     after = agents.asked([*prompt[: len(prompt) - lost], 77, 78, *TOOL, *ASSISTANT])
@@ -49,7 +52,7 @@ def test_the_end_of_a_prompt_may_not_come_back(agents: Agents, lost: int, length
 
 
 def test_a_common_system_prompt_joins_nothing(agents: Agents) -> None:
-    """Questions of one token, all behind the same full blocks."""
+    """The questions have one token each, after the same full blocks."""
     for word in range(200, 260):
         assert agents.asked(question(word)).turn == 1
     assert len(agents.lineage) == 60
@@ -84,15 +87,15 @@ def test_a_prompt_without_hashes_has_no_job(agents: Agents) -> None:
 # -- forks, repeats, samples --------------------------------------------------------
 
 
-def test_of_very_many_samples_the_latest_are_compared(agents: Agents) -> None:
+def test_only_the_latest_of_many_samples_are_compared(agents: Agents) -> None:
     for n in range(3 * MAX_TWINS):
         latest = agents.asked(question(7), answer=[90, 91, 300 + n])
     assert agents.asked([*question(7), 90, 91, 299 + 3 * MAX_TWINS, *TOOL]).job == latest.job
 
 
 def test_indistinguishable_twins_continue_in_order(agents: Agents) -> None:
-    """Two runs of the same task, whose answers are cut: any single choice may be wrong, but not
-    both."""
+    """Two runs of the same task whose answers are cut off. One choice may be wrong, but both runs
+    continue."""
     first, second = agents.ask(question(7)), agents.ask(question(7))
     agents.end(first)
     agents.end(second)
@@ -101,7 +104,7 @@ def test_indistinguishable_twins_continue_in_order(agents: Agents) -> None:
     assert agents.asked(prompt) == Inferred(second.job, 2)
 
 
-def test_a_twin_that_was_given_up_long_ago_does_not_return(agents: Agents) -> None:
+def test_a_twin_that_was_abandoned_long_ago_gets_no_turn(agents: Agents) -> None:
     agents.asked(question(7))
     for other in range(300, 310):
         agents.asked(question(other))
@@ -110,7 +113,8 @@ def test_a_twin_that_was_given_up_long_ago_does_not_return(agents: Agents) -> No
 
 
 def test_a_second_run_follows_the_steps_of_the_first(agents: Agents) -> None:
-    """Meanwhile it extends its own last turn, although the first run is further ahead."""
+    """Meanwhile the second run extends its own last turn, although the first run is further
+    ahead."""
     prompts = [question(7) + n * [*TOOL, *ASSISTANT] for n in range(4)]
     first = [agents.asked(prompt).job for prompt in prompts]
     second = [agents.asked(prompt).job for prompt in prompts[:3]]
@@ -119,7 +123,7 @@ def test_a_second_run_follows_the_steps_of_the_first(agents: Agents) -> None:
 
 
 def test_no_turn_is_given_to_a_job_of_another_salt(agents: Agents) -> None:
-    """Even if the hashes were the same."""
+    """Equal hashes do not change that."""
     mine = agents.asked(question(7), salt="mine")
     theirs = agents.asked([*question(7), *TOOL], salt="theirs")
     assert theirs.turn == 1
@@ -159,10 +163,10 @@ def test_the_least_recently_active_job_is_forgotten(
     assert agents.asked([*question(6), *TOOL]).turn == 1
 
 
-def test_repeats_without_end_are_not_all_remembered(
+def test_only_some_of_endless_repeats_are_remembered(
     agents: Agents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example of a health check."""
+    """For example, the requests of a health check."""
     monkeypatch.setattr(module, "MAX_NEIGHBOURS", 10)
     for _ in range(100):
         latest = agents.asked(question(7))

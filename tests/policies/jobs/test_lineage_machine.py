@@ -16,7 +16,7 @@ from tiered_kv.policies.jobs.lineage import Inferred
 
 @dataclass
 class Conversation:
-    """The lineage's task with one client: its prompts, and the job that each belongs to."""
+    """A conversation of one client: its prompts, and the job that they belong to."""
 
     salt: str
     prompts: list[list[int]]
@@ -27,10 +27,10 @@ class Conversation:
 
 
 class Conversations(RuleBasedStateMachine):
-    """Trees of conversations, many of them with the same beginnings.
+    """Trees of conversations, many of which start with the same tokens.
 
-    Every answer and every message holds a token that never comes again, so there is one right
-    job for each turn.
+    Every answer and every message contains a unique token, so that each turn has exactly one right
+    job.
     """
 
     def __init__(self) -> None:
@@ -102,13 +102,13 @@ class Conversations(RuleBasedStateMachine):
     @rule(data=st.data(), salt=st.sampled_from(["", "a", "b"]))
     @precondition(lambda self: self.all)
     def repeat(self, data: st.DataObject, salt: str) -> None:
-        """The same prompt again: a sample, or another client with the same task."""
+        """Send the same prompt again, as a sample or by another client with the same task."""
         prompt = data.draw(st.sampled_from(self.all)).prompts[-1]
         if not self.waiting_for(salt, prompt):
             self.ask_anew(salt, prompt)
 
     def waiting_for(self, salt: str, prompt: list[int]) -> bool:
-        """True if the prompt may be the next one of some conversation."""
+        """Return True if the prompt may be the next one of a conversation."""
         return any(
             one.salt == salt
             and not one.running

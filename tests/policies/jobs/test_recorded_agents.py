@@ -1,4 +1,4 @@
-"""Recorded agents, replayed without job names: each turn is assigned to the job that its session
+"""Recorded agents are replayed without job names. Each turn is assigned to the job that its session
 started."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not TRACES.is_dir(), reason="no recorded session
 BLOCK = 16
 Sessions = Sequence[Sequence[Recorded]]
 Rounds = Iterable[Sequence[Recorded]]
-"""Turns that run together, one round after the other."""
+"""Rounds of turns. The turns of a round run concurrently."""
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +34,8 @@ def sessions() -> Sessions:
 
 
 def as_chat(session: Sequence[Recorded]) -> list[Recorded]:
-    """The session with its answers in the prompts, where a chat template puts them. A prompt that
-    does not extend the one before starts a new chat."""
+    """Return the session with its answers inserted into the prompts, where a chat template puts
+    them. A prompt that does not extend the previous one starts a new chat."""
     shown, last, found = "", "", []
     for turn in session:
         if not last or not turn.prompt.startswith(last):
@@ -47,17 +47,17 @@ def as_chat(session: Sequence[Recorded]) -> list[Recorded]:
 
 
 def together(sessions: Sessions) -> Rounds:
-    """The n-th turns of all sessions in each round."""
+    """Yield rounds: the n-th turns of all sessions run in the n-th round."""
     return ([t for t in turns if t is not None] for turns in zip_longest(*sessions))
 
 
 def as_recorded(sessions: Sessions) -> Rounds:
-    """One turn in each round, at the times of the recording."""
+    """Yield rounds of one turn each, in the order of the recording."""
     return ([t] for t in sorted((t for s in sessions for t in s), key=lambda turn: turn.at))
 
 
 def shuffled(sessions: Sessions) -> Iterator[Sequence[Recorded]]:
-    """The next turns of some sessions, drawn at random, in each round."""
+    """Yield rounds with the next turns of randomly drawn sessions."""
     draws, left = random.Random(0), [list(session) for session in sessions]
     while left := [session for session in left if session]:
         drawn = [session for session in left if draws.random() < 0.5]
@@ -66,7 +66,7 @@ def shuffled(sessions: Sessions) -> Iterator[Sequence[Recorded]]:
 
 
 class Words:
-    """A tokenizer to which each word, space and mark is a token."""
+    """A tokenizer with a token for each word, space and punctuation mark."""
 
     def __init__(self) -> None:
         self._ids = dict[str, int]()
@@ -76,7 +76,8 @@ class Words:
 
 
 def block_hashes(prompt: Sequence[int], salt: str) -> list[bytes]:
-    """Hashes of the full blocks, each chained to the one before it, the first to the salt."""
+    """Return the hashes of the full blocks. Each is chained to the previous one, and the first to
+    the salt."""
     hashes, parent = [], salt.encode()
     for end in range(BLOCK, len(prompt) + 1, BLOCK):
         parent = hashlib.sha256(parent + array("q", prompt[end - BLOCK : end]).tobytes()).digest()
@@ -85,9 +86,12 @@ def block_hashes(prompt: Sequence[int], salt: str) -> list[bytes]:
 
 
 def outcomes(rounds: Rounds, salt_of: Callable[[Recorded], str] = lambda _: "") -> Counter[str]:
-    """Number of turns by outcome: ``right`` if a session's first turn became a new job, or a later
-    one was given to a job that the session began; ``wrong`` if it was given to another session's
-    job; ``missed`` otherwise."""
+    """Return the number of turns by outcome.
+
+    ``right``: a session's first turn became a new job, or a later turn was assigned to a job that
+    the session started. ``wrong``: a turn was assigned to another session's job. ``missed``: all
+    others.
+    """
     lineage, tokens, found = Lineage(BLOCK), Words(), Counter[str]()
     owners, seen = dict[JobKey, str](), set[str]()
     for turns in rounds:

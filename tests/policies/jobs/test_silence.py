@@ -1,4 +1,4 @@
-"""Most jobs end silently: the longer a job is silent, the less space is reserved for it."""
+"""Most jobs end without notice. The longer a job is silent, the less space is reserved for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_job_returns_soon_as_its_tool_does() -> None:
 
 
 def test_a_job_that_should_have_returned_has_probably_ended() -> None:
-    """Its tool takes seconds, and 5% of clients end without notice."""
+    """The job's tool takes seconds, and 5% of the client's jobs end without notice."""
     chances = [soon_chance(QUICK, away_s, 0.95) for away_s in (0.0, 1.0, 100.0)]
     assert chances[0] == pytest.approx(0.95)
     assert chances == sorted(chances, reverse=True)
@@ -29,11 +29,11 @@ def test_a_job_that_should_have_returned_has_probably_ended() -> None:
 
 
 @given(st.sampled_from([QUICK, HOURS, NEVER]), st.floats(0, 1e5), st.floats(0.01, 1))
-def test_a_chance_is_one(forecast: Forecast, away_s: float, goes_on: float) -> None:
+def test_a_chance_is_between_0_and_1(forecast: Forecast, away_s: float, goes_on: float) -> None:
     assert 0 <= soon_chance(forecast, away_s, goes_on) <= 1 + 1e-9
 
 
-def test_a_client_whose_jobs_go_without_a_word_is_known_for_it() -> None:
+def test_the_return_rate_follows_how_a_clients_jobs_end() -> None:
     rate = ReturnRate()
     assert rate.share == 0.95
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""A turn waits for a pin that is worth it, if another request will free blocks."""
+"""A turn waits for a valuable pin if another request will free blocks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ STARTED_AT = 7.0
     ("preempted", "somebody_runs", "in_job_order", "new", "waits"),
     [
         (False, True, True, False, True),
-        (False, True, False, False, False),  # an older job may be behind it
+        (False, True, False, False, False),  # an older job may be queued behind it
         (False, True, False, True, True),
-        (True, True, True, True, False),  # it goes before all others
-        (False, False, True, True, False),  # nobody would give blocks back
+        (True, True, True, True, False),  # a preempted request precedes all others
+        (False, False, True, True, False),  # no other request would free blocks
     ],
     ids=["in job order", "in any other", "a new job", "preempted", "nothing runs"],
 )

@@ -42,7 +42,7 @@ def test_the_pin_that_saves_the_least_with_a_block_goes_first() -> None:
     assert release_order(pins, job("b"), None) == [job("c"), job("a"), job("b")], "spared"
 
 
-def test_of_pins_that_nothing_is_forecast_for_the_youngest_jobs_goes_first() -> None:
+def test_of_pins_without_a_forecast_the_youngest_jobs_goes_first() -> None:
     unpriced = PinValue(PinState.UNPRICED)
     pins = {job(name): PinView(unpriced, 4, at) for name, at in (("old", 1.0), ("young", 2.0))}
     assert release_order(pins, None, None) == [job("young"), job("old")]
@@ -59,7 +59,7 @@ def test_of_pins_that_nothing_is_forecast_for_the_youngest_jobs_goes_first() -> 
         (PinState.WORTHLESS, 0.0, True, True),
     ],
 )
-def test_who_waits_for_a_pin(
+def test_which_requests_wait_for_a_pin(
     state: PinState, per_second: float, for_older: bool, for_younger: bool
 ) -> None:
     pins = {job("pinned"): PinView(PinValue(state, 1.0, per_second), 4, 5.0)}
@@ -69,7 +69,7 @@ def test_who_waits_for_a_pin(
 
 
 @given(PINS, st.none() | st.floats(0, 9, allow_nan=False))
-def test_whoever_may_not_wait_gets_at_least_what_others_get(
+def test_the_release_order_does_not_depend_on_the_waiter(
     pins: dict[JobKey, PinView], waiter: float | None
 ) -> None:
     everything = release_order(pins, None, None)

@@ -19,19 +19,19 @@ from tiered_kv.policies.pricing.estimators import (
 
 
 def prefill_s(behind: int, tokens: int) -> float:
-    """A machine that takes 0.2 s per 1,000 tokens, and 0.01 s more for each pair of such
-    thousands."""
+    """Return the prefill time of a machine that takes 0.2 s per 1,000 tokens, plus a quadratic
+    part."""
     begin, end = behind / 1000, (behind + tokens) / 1000
     return 0.2 * (end - begin) + 0.01 * (end**2 - begin**2)
 
 
-def test_nothing_is_known_of_prefills_before_the_first() -> None:
+def test_prefill_times_are_unknown_before_the_first_prefill() -> None:
     fit = PrefillFit()
     assert not fit.measured
     assert fit.seconds(0, 5000) == 0.0
 
 
-def test_prefills_of_several_lengths_tell_the_linear_from_the_quadratic_part() -> None:
+def test_prefills_of_several_lengths_separate_linear_and_quadratic_parts() -> None:
     fit = PrefillFit()
     for behind, tokens in [(0, 1000), (0, 8000), (4000, 500), (0, 300), (20_000, 2000)]:
         fit.observe(behind, tokens, prefill_s(behind, tokens))
@@ -39,7 +39,7 @@ def test_prefills_of_several_lengths_tell_the_linear_from_the_quadratic_part() -
         assert fit.seconds(behind, tokens) == pytest.approx(prefill_s(behind, tokens), rel=1e-6)
 
 
-def test_prefills_of_one_length_are_taken_for_linear() -> None:
+def test_prefills_of_one_length_give_a_linear_fit() -> None:
     fit = PrefillFit()
     for _ in range(5):
         fit.observe(0, 2000, 1.0)
@@ -83,7 +83,7 @@ def test_queue_delay_is_the_mean_of_the_last_hundred() -> None:
 
 
 def correlated(lengths: list[int]) -> float:
-    """The definition, from all pairs."""
+    """Return the correlation according to its definition, computed from all pairs."""
     pairs = [(k, n - k) for n in lengths for k in range(1, n + 1)]
     served, left = np.array(pairs, float).T
     if served.std() == 0 or left.std() == 0:
@@ -110,7 +110,7 @@ def test_jobs_of_one_length_are_memoryful_and_geometric_ones_are_not() -> None:
     assert geometric.value < 0.1
 
 
-def test_jobs_without_turns_say_nothing() -> None:
+def test_jobs_without_turns_are_ignored() -> None:
     eta = Memoryfulness()
     eta.observe(0)
     assert eta.value == 1.0
@@ -134,7 +134,7 @@ def test_the_price_does_not_fall_as_demand_rises() -> None:
     assert prices[-1] == PRICE
 
 
-def test_the_price_of_a_known_demand_is_shared_by_those_who_lose_without_a_pin() -> None:
+def test_the_price_is_divided_by_the_requests_that_a_restore_delays() -> None:
     assert ShadowPrice.of(1001.0, 1000) == PRICE
     assert ShadowPrice.of(1001.0, 1000, held_up=4.0) == PRICE / 4
     assert ShadowPrice.of(1001.0, 1000, held_up=0.0) == PRICE, "nothing is lost"
@@ -150,7 +150,7 @@ def test_a_burst_is_remembered_for_a_while() -> None:
     assert price.price(1000, pinned=300) == 0.0
 
 
-def test_what_was_not_found_again_makes_waiting_outside_vram_less_sure() -> None:
+def test_lost_pages_lower_the_survival_outside_vram() -> None:
     survival = Survival(1.0)
     survival.observe(found=900, wanted=900)
     assert survival.share == 1.0

@@ -46,7 +46,7 @@ def test_no_other_wait_is_better(forecast: Forecast, benefit_s: float, price: fl
 
 
 @given(forecasts, benefits, st.floats(1, 5), st.floats(1, 5))
-def test_the_dearer_the_room_the_shorter_the_wait(
+def test_a_higher_vram_price_shortens_the_wait(
     forecast: Forecast, benefit_s: float, one: float, other: float
 ) -> None:
     cheap, dear = sorted([one, other])
@@ -54,7 +54,7 @@ def test_the_dearer_the_room_the_shorter_the_wait(
 
 
 def test_a_pin_is_charged_for_the_time_it_is_held_not_for_its_deadline() -> None:
-    """Continuum would have to pay 20 s for the late half, and would not wait for any."""
+    """Continuum would charge 20 s for the late half of the gaps, and so would not pin at all."""
     forecast = forecast_of({1.0: 0.5, 19.0: 0.5})
     assert best_wait(forecast, 20.0, 1.0) == pytest.approx(19, abs=1)
     assert utility(forecast, 20.0, 1.0).max() == pytest.approx(20 - 10, abs=0.5)
@@ -67,7 +67,7 @@ def test_no_wait_lasts_through_a_lull_that_costs_more_than_it_saves() -> None:
     assert best_wait(forecast_of({}), 10.0, 1.0) == 0, "it never comes"
 
 
-def test_unused_space_is_free_but_not_for_ever() -> None:
+def test_unused_space_is_free_but_not_forever() -> None:
     forecast = forecast_of({5.0: 0.5, 3000.0: 0.5})
     assert best_wait(forecast, 20.0, 1.0) == pytest.approx(5, abs=0.5)
     assert best_wait(forecast_of({15.0: 0.1}), 20.0, 1.0) == 0
@@ -81,7 +81,7 @@ def test_an_insignificant_gain_counts_as_none() -> None:
 
 
 @pytest.mark.parametrize("benefit_s", [0.0, -0.5, -1.0])
-def test_nothing_to_save_is_nothing_to_wait_for(benefit_s: float) -> None:
+def test_without_savings_there_is_no_wait(benefit_s: float) -> None:
     assert best_wait(forecast_of({1.0: 1.0}), benefit_s, 1.0) == 0
     assert best_wait(forecast_of({1.0: 1.0}), benefit_s, 0.0) == 0
 
@@ -107,12 +107,13 @@ def test_a_pin_earns_what_it_saves_over_the_time_that_it_is_held() -> None:
     assert saved_per_second(never, costs, 60.0) == 0
 
 
-def test_a_pin_earns_nothing_by_letting_its_job_go_before_others() -> None:
-    """Its own job queues for ten seconds less, and others for as much more."""
+def test_a_pin_earns_nothing_by_letting_its_job_overtake_others() -> None:
+    """The pin makes its own job queue for ten seconds less, and other jobs for ten seconds more."""
     soon = forecast_of({1.0: 1.0})
     copied = Costs(recompute_s=6.0, cpu_s=0.5, queue_s=10.0)
     assert saved_per_second(soon, copied, 60.0) == pytest.approx(0.5 / soon.held(60.0))
-    # Four others run while it is computed, and none while it queues: (10 + 5 * 6) / (10 + 6).
+    # Four others run while the context is recomputed, and none while the job queues: (10 + 5 * 6) /
+    # (10 + 6).
     computed = Costs(recompute_s=6.0, queue_s=10.0, held_up=40 / 16)
     assert saved_per_second(soon, computed, 60.0) == pytest.approx(5 * 6.0 / soon.held(60.0))
 
@@ -120,13 +121,13 @@ def test_a_pin_earns_nothing_by_letting_its_job_go_before_others() -> None:
 @pytest.mark.parametrize(
     ("copy_s", "survival", "wait_s", "expected"),
     [
-        (0.5, 1.0, 5.0, 1.0),  # all of it is copied
-        (0.5, 0.0, 0.0, 8.0),  # all of it is computed
+        (0.5, 1.0, 5.0, 1.0),  # the whole context is copied
+        (0.5, 0.0, 0.0, 8.0),  # the whole context is recomputed
         (0.0, 0.5, 5.0, (5 + 8 * 5) / 10),
-        (20.0, 1.0, 0.0, 8.0),  # to copy it takes longer
+        (20.0, 1.0, 0.0, 8.0),  # copying takes longer than recomputing
     ],
 )
-def test_what_is_computed_again_holds_up_all_that_run(
+def test_recomputing_delays_all_running_requests(
     copy_s: float, survival: float, wait_s: float, expected: float
 ) -> None:
     found = held_up(copy_s, 10.0, wait_s=wait_s, survival=survival, running=8)
@@ -134,7 +135,7 @@ def test_what_is_computed_again_holds_up_all_that_run(
 
 
 @given(st.floats(0, 60), st.floats(1e-3, 60), benefits, st.floats(0, 1), st.integers(0, 100))
-def test_a_restore_holds_up_its_own_job_at_least_and_no_more_than_run(
+def test_a_restore_delays_at_least_its_own_job_and_at_most_all_running(
     copy_s: float, recompute_s: float, wait_s: float, survival: float, running: int
 ) -> None:
     found = held_up(copy_s, recompute_s, wait_s=wait_s, survival=survival, running=running)

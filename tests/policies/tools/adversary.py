@@ -1,4 +1,4 @@
-"""Adversarial text for parsers, and how long they take to read it."""
+"""Adversarial text for parsers, and a measure of how long they take to read it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Callable
 from hypothesis import strategies as st
 
 MAX_PASSES = 8.0
-"""8 ms for 1,000 tokens where one character takes 250 ns; the worst that was found took 4.3."""
+"""Limit of ``passes``: 8 ms for 1,000 tokens if one character takes 250 ns. The worst text found so
+far took 4.3."""
 
 _ROUNDS = 5
 _YARD = 4000
@@ -45,7 +46,8 @@ SHELL = [
 
 
 def soups(pieces: list[str]) -> st.SearchStrategy[str]:
-    """Texts of these pieces and of others, in any order, often the same ones over and over."""
+    """Return a strategy for texts of these and arbitrary pieces in any order, often with many
+    repetitions."""
     piece = st.sampled_from(pieces) | st.text(max_size=12)
     once = st.lists(piece, max_size=60).map("".join)
     again = st.builds(
@@ -57,10 +59,11 @@ def soups(pieces: list[str]) -> st.SearchStrategy[str]:
 
 
 def passes(read: Callable[[str], object], text: str) -> float:
-    """Times that this thread could have taken ``text`` apart by characters while it read it once.
+    """Return how many times this thread could have split ``text`` into characters while it read it
+    once.
 
-    The best of some rounds, each with its own yardstick beside it: a slow machine is slow at both.
-    A short text counts as one of 1,000 tokens.
+    The result is the best of several rounds. Each round times its own split, because a slow machine
+    slows both. A short text counts as one of 1,000 tokens.
     """
     chars = max(len(text), _YARD)
     best = float("inf")

@@ -1,4 +1,4 @@
-"""Tool calls are read in every model's format, and thoughts are not mistaken for calls."""
+"""Tool calls are parsed in every model's format, and thoughts are not mistaken for calls."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_format_is_read(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if "gpt-oss" not in name])
-def test_what_is_called_in_thought_is_not_called(name: str) -> None:
+def test_a_call_in_a_thought_is_not_a_call(name: str) -> None:
     text = FORMATS[name]
     assert read_tool_calls(f"<think>{text}</think>All done.") == ()
     assert read_tool_calls(f"{text}</think>All done.") == (), "the thought began before the text"
@@ -97,8 +97,8 @@ def test_models_mark_thinking_in_their_own_ways(begin: str, end: str) -> None:
     assert read_tool_calls(f"{thought}\n{thought}\n```bash\nls\n```")[0].command == "ls"
 
 
-def test_a_marker_in_an_argument_is_no_thinking() -> None:
-    """Agents edit chat templates, too."""
+def test_a_marker_in_an_argument_does_not_start_a_thought() -> None:
+    """Agents edit chat templates too."""
     call = f"<tool_call>{CALL}</tool_call>".replace("ls -l", "grep '</think>' a")
     for text in (call, f"<think>Where is it?</think>{call}"):
         assert [c.command for c in read_tool_calls(text)] == ["grep '</think>' a"]
@@ -111,7 +111,7 @@ def test_a_call_that_a_thought_only_mentions_does_not_hide_its_end() -> None:
     assert after_thinking(text) == f"<tool_call>{CALL}</tool_call>"
 
 
-def test_several_calls_come_in_their_order() -> None:
+def test_several_calls_are_returned_in_order() -> None:
     names = ["read", "grep", "bash"]
     calls = [f'{{"name": "{name}", "arguments": {{}}}}' for name in names]
     for text in (
@@ -141,11 +141,11 @@ def test_several_calls_come_in_their_order() -> None:
         "<tool_call>nothing\nto see</tool_call>",
     ],
 )
-def test_an_answer_is_no_call(answer: str) -> None:
+def test_an_answer_without_a_call_has_none(answer: str) -> None:
     assert read_tool_calls(answer) == ()
 
 
-def test_of_a_call_that_is_cut_off_its_name_and_texts_are_had() -> None:
+def test_a_truncated_call_has_its_name_and_complete_strings() -> None:
     cut = '{"name": "bash", "arguments": {"command": "cat > a.py <<EOF\\nimport os\\n'
     command = "cat > a.py <<EOF\nimport os"
     assert read_tool_calls(f"<tool_call>{cut}")[0].command == command
@@ -154,7 +154,7 @@ def test_of_a_call_that_is_cut_off_its_name_and_texts_are_had() -> None:
     assert read_tool_calls(raw) == (ToolCall("bash", {"command": "ls"}, "ls"),)
 
 
-def test_a_line_break_in_a_json_string_is_forgiven() -> None:
+def test_a_line_break_in_a_json_string_is_accepted() -> None:
     text = '<tool_call>{"name": "bash", "arguments": {"command": "cd a\nmake"}}</tool_call>'
     assert read_tool_calls(text)[0].command == "cd a\nmake"
 
@@ -177,7 +177,7 @@ def test_calls_in_python_are_read_and_not_run() -> None:
     )
 
 
-def test_the_code_tool_of_gpt_oss_gets_its_code_as_it_is() -> None:
+def test_the_code_tool_of_gpt_oss_gets_its_code_unchanged() -> None:
     text = "<|channel|>analysis to=python code<|message|>print(1)<|call|>"
     assert read_tool_calls(text) == (ToolCall("python", {"code": "print(1)"}),)
 
@@ -212,7 +212,7 @@ def test_the_words_of_a_name() -> None:
     assert name_parts("functions.run_SQL_query2") == ["run", "sql", "query2"]
 
 
-def test_a_model_in_a_loop_is_not_read_for_ever() -> None:
+def test_a_repeating_answer_is_read_up_to_a_limit() -> None:
     assert len(read_tool_calls(f"<tool_call>{CALL}</tool_call>" * 500)) == MAX_CALLS
 
 
@@ -233,12 +233,12 @@ def test_only_the_end_of_a_text_is_read() -> None:
 @example("<think>" * 9000 + "</think>" * 9000)
 @example("```bash\n" * 8000)
 @example("\ud800<tool_call>\x00")
-def test_no_text_makes_the_reader_raise_or_dawdle(text: str) -> None:
+def test_no_text_makes_the_reader_raise_or_hang(text: str) -> None:
     assert passes(read_tool_calls, text) < MAX_PASSES
 
 
 @given(st.sampled_from(MARKERS), st.sampled_from(MARKERS))
-def test_a_megabyte_of_markers_is_nothing_special(one: str, other: str) -> None:
+def test_a_megabyte_of_markers_is_read_in_time(one: str, other: str) -> None:
     text = (one + other) * (1_000_000 // len(one + other))
     assert passes(lambda _: read_tool_calls(text), text[-MAX_CHARS:]) < MAX_PASSES
 

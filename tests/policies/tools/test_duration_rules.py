@@ -1,4 +1,4 @@
-"""Prior knowledge of tool durations, before any observation."""
+"""Rules for tool durations that apply before any observation."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_some_commands_are_faster_than_others(faster: str, slower: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["ls -la", "cat a", "git status", "sed -n 1,5p a"])
-def test_what_agents_do_most_is_done_within_a_second(command: str) -> None:
+def test_the_most_frequent_commands_take_less_than_a_second(command: str) -> None:
     assert median_s(command) < 1
 
 
@@ -106,8 +106,8 @@ def test_what_agents_do_most_is_done_within_a_second(command: str) -> None:
         ("pip install --help", "pip install --help"),
     ],
 )
-def test_what_makes_it_another_thing_is_part_of_the_name(command: str, name: str) -> None:
-    """Commands of one name learn from each other."""
+def test_arguments_that_change_the_duration_are_part_of_the_name(command: str, name: str) -> None:
+    """Commands with the same name share observations."""
     assert known_command(command.split()).name == name
 
 
@@ -117,11 +117,11 @@ def test_no_command_has_two_rules() -> None:
 
 
 @pytest.mark.parametrize("said", ["submit", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"])
-def test_an_agent_that_submits_does_not_come_back_soon(said: str) -> None:
+def test_an_agent_that_submits_does_not_return_soon(said: str) -> None:
     assert median_s(said) > median_s("pip install a")
 
 
-def test_nothing_is_invented_about_unknown_commands() -> None:
+def test_unknown_commands_have_no_rule() -> None:
     assert known_command(["frobnicate", "-x"]) == ("frobnicate", None)
     assert known_command(["./frobnicate"]).rule is not None, "some program, at least"
 

@@ -1,4 +1,4 @@
-"""Shell commands are parsed as a shell does, and garbage does no harm."""
+"""Shell commands are parsed as a shell does, and arbitrary text causes no error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiered_kv.policies.tools.wrappers import LONGEST_S, SOME_TIMES, program, se
 
 
 def programs(command: str) -> list[str]:
-    """Programs that run, in their order."""
+    """Return the programs that a command runs, in order."""
     return [segment.words[0] for segment in take_apart(command).segments]
 
 
@@ -48,7 +48,7 @@ def bounds(command: str) -> tuple[float, float]:
         ("! make", ["make"]),
     ],
 )
-def test_segments_are_what_runs(command: str, runs: list[str]) -> None:
+def test_segments_are_the_programs_that_run(command: str, runs: list[str]) -> None:
     assert programs(command) == runs
 
 
@@ -67,7 +67,7 @@ def test_substitutions_run_first(command: str, runs: list[str]) -> None:
     assert programs(command) == runs
 
 
-def test_a_here_document_is_input_and_no_commands() -> None:
+def test_a_here_document_is_input_and_not_commands() -> None:
     write = "cat <<'EOF' > a.py && python a.py\nimport os; make\nEOF\nls"
     assert programs(write) == ["cat", "python", "ls"]
     assert programs("cat <<-A <<B\nmake\n\tA\nmake\nB\nls") == ["cat", "ls"]
@@ -162,15 +162,15 @@ def test_sleep_is_exact_and_a_timeout_caps(command: str, least_s: float, most_s:
         ("sleep 4 & sleep 3 & ls; wait", ["ls", "sleep", "sleep"], 4),
     ],
 )
-def test_what_runs_in_the_background_is_not_waited_for(
+def test_commands_in_the_background_are_not_waited_for(
     command: str, runs: list[str], least_s: float
 ) -> None:
-    """Unless the command waits for it."""
+    """Commands in the background count only if the command waits for them."""
     assert programs(command) == runs
     assert bounds(command)[0] == least_s
 
 
-def test_a_loop_runs_as_often_as_its_words_say() -> None:
+def test_repetitions_of_loops_and_xargs_are_counted() -> None:
     def times(command: str) -> list[int]:
         return [segment.times for segment in take_apart(command).segments]
 
@@ -210,7 +210,7 @@ def test_programs_have_names_without_folders_and_versions() -> None:
     ]
 
 
-def test_there_may_be_nothing_to_run() -> None:
+def test_a_command_may_run_nothing() -> None:
     assert unwrap([]).words == unwrap(["A=b"]).words == unwrap(["", ""]).words == ()
 
 
@@ -245,18 +245,18 @@ def test_a_value_that_looks_like_the_end_of_the_options_is_a_value() -> None:
 @example("x" * 1_000_000)
 @example("echo '" + "a b " * 250_000)
 @example("timeout inf sleep 1e400; sleep nan; sleep -5")
-def test_no_text_makes_it_raise_or_dawdle(command: str) -> None:
+def test_no_text_makes_the_parser_raise_or_hang(command: str) -> None:
     assert passes(take_apart, command) < MAX_PASSES
 
 
-def test_commands_in_the_background_count_as_well() -> None:
+def test_commands_in_the_background_count_towards_the_limit() -> None:
     last = [segment.words for segment in take_apart("make & " * (MAX_SEGMENTS - 1) + "ls").segments]
     assert last == [("ls",)]
     assert not take_apart("make & " * MAX_SEGMENTS + "ls").segments, "as after so many others"
 
 
 @given(soups(SHELL))
-def test_bounds_are_bounds(command: str) -> None:
+def test_the_lower_bound_does_not_exceed_the_upper(command: str) -> None:
     script = take_apart(command)
     assert 0 <= script.least_s <= script.most_s
     assert script.least_s <= LONGEST_S

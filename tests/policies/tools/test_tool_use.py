@@ -144,8 +144,8 @@ def test_background_commands_return_immediately() -> None:
         assert use.rule.median_s < UNKNOWN_S
 
 
-def test_the_command_is_kept_whole_up_to_a_point() -> None:
-    """Learned features look at all of it."""
+def test_the_command_is_kept_up_to_a_limit() -> None:
+    """Learned features use the whole command."""
     assert shell("cd a && pytest | tail").command == "cd a && pytest | tail"
     assert len(shell("echo " + "x" * 100_000).command) == 2_000
 
@@ -178,7 +178,7 @@ def test_other_tools_are_classified_by_name_and_action(
     assert tool_use([call]).path == path
 
 
-def test_waiting_is_exact() -> None:
+def test_the_duration_of_a_wait_is_exact() -> None:
     for call in (
         ToolCall("wait", {"seconds": 3}),
         ToolCall("sleep", {"ms": "3000"}),
@@ -190,7 +190,7 @@ def test_waiting_is_exact() -> None:
 
 
 def test_a_secret_in_a_command_is_masked() -> None:
-    """Paths are saved with the store."""
+    """The paths are saved with the store, so they must not contain secrets."""
     path = shell("curl -H 'Authorization: Bearer t0k3n' --token=t0k3n -u me:t0k3n a.org/t0k3n").path
     assert not any("t0k3n" in part for part in path)
 
@@ -203,7 +203,7 @@ def test_a_secret_in_a_command_is_masked() -> None:
 @example("python " + "-u " * 50_000)
 @example("pytest " + "a::b " * 50_000)
 @example("make -" + "1" * 200_000)
-def test_no_command_makes_it_raise_or_dawdle(command: str) -> None:
+def test_no_command_makes_it_raise_or_hang(command: str) -> None:
     assert passes(shell, command) < MAX_PASSES
     use = shell(command)
     assert 0 <= use.least_s <= use.most_s

@@ -9,14 +9,15 @@ from tiered_kv.testing.checked_kv import text
 from tiered_kv.testing.vllm.rig import Rig
 
 TOKENS, BLOCKS = 300, 64
-"""A new job takes 19 blocks of 63: there is room for three, and none for a fourth."""
+"""Prompt tokens of a new job, and blocks of the pool. A new job needs 19 of the 63 usable blocks,
+so three fit and a fourth does not."""
 
 
 def holding_rig(
     make_rig: MakeRig, *, in_job_order: bool, priority: bool = False, **settings: Any
 ) -> Rig:
-    """A rig on which recomputing contexts is expensive, so that jobs are held back for lack of
-    space."""
+    """Create a rig on which recomputing contexts is expensive, so that jobs are held back for lack
+    of space."""
     rig = make_rig(
         blocks=BLOCKS,
         max_model_len=512,
@@ -29,13 +30,13 @@ def holding_rig(
 
 
 def prefills_take(rig: Rig, token_s: float) -> None:
-    """Let the estimate of a prefill be that many seconds per token, whatever is measured."""
+    """Fix the estimated prefill time to this many seconds per token."""
     fit = rig.half.gaps.prefills.fit
     vars(fit)["seconds"] = lambda behind, tokens: token_s * tokens
 
 
 def begin(rig: Rig, name: str, *, tokens: int = TOKENS, last: bool = True, seed: int = 0) -> None:
-    """The first turn of a new job."""
+    """Add the first turn of a new job."""
     params = {"job_id": name, "is_last_step": last}
     rig.add(name, text(tokens, seed=seed or sum(name.encode())), max_tokens=40, params=params)
 

@@ -1,4 +1,4 @@
-"""Jobs that a client leaves open, or misdeclares, do not delay others for long."""
+"""Jobs that a client leaves open, or misdeclares, do not delay other jobs for long."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from tiered_kv.testing.checked_kv import text
 from tiered_kv.testing.vllm.rig import Rig
 
 OPEN = 8
-"""Contexts of 19 blocks: more than VRAM has room for, of 127, or CPU memory, of 100."""
+"""Number of contexts of 19 blocks: more than fit into VRAM (127 blocks) or into CPU memory
+(100)."""
 
 
 def served(make_rig: MakeRig) -> Rig:
-    """A server with forecasts, and VRAM for other requests next to one client's contexts."""
+    """Create a server with forecasts, and with VRAM for other requests next to one client's
+    contexts."""
     return make_rig(
         blocks=128,
         max_model_len=2048,
@@ -33,7 +35,7 @@ def served(make_rig: MakeRig) -> Rig:
 
 
 def leaves_open(rig: Rig, said: dict[str, Any], jobs: int = OPEN) -> None:
-    """One client starts jobs that never continue, and then keeps a request decoding."""
+    """Let one client start jobs that never continue, and then keep a request decoding."""
     for n in range(jobs):
         params = {"job_id": f"open{n}", "is_last_step": False, **said}
         rig.add(f"open{n}", text(TOKENS, seed=n), params=params, salt="one")
@@ -43,7 +45,7 @@ def leaves_open(rig: Rig, said: dict[str, Any], jobs: int = OPEN) -> None:
 
 
 def waits_s(rig: Rig, name: str) -> float:
-    """Seconds for which a new job of another client is held."""
+    """Return for how many seconds a new job of another client is held back."""
     params = {"job_id": name, "is_last_step": True}
     rig.add(name, text(TOKENS, seed=sum(name.encode())), params=params, salt=f"salt {name}")
     began = rig.now
@@ -76,7 +78,7 @@ def test_jobs_left_open_hold_others_no_longer_than_their_chance_to_return(
     rig.run()
 
 
-def test_a_late_return_says_nothing_about_other_jobs(make_rig: MakeRig) -> None:
+def test_a_late_return_does_not_affect_other_jobs(make_rig: MakeRig) -> None:
     rig = served(make_rig)
     rig.ask("late", text(TOKENS, seed=50), params={"job_id": "late"}, salt="one")
     rig.now += 8 * 3600.0
@@ -90,7 +92,7 @@ def test_a_late_return_says_nothing_about_other_jobs(make_rig: MakeRig) -> None:
 
 
 def test_a_pin_of_a_job_unlikely_to_return_is_released_for_any_request(make_rig: MakeRig) -> None:
-    """Its worth was computed while a return was likely."""
+    """The pin's worth was computed while a return was likely."""
     rig = make_rig(
         blocks=64,
         max_model_len=1024,
@@ -98,7 +100,7 @@ def test_a_pin_of_a_job_unlikely_to_return_is_released_for_any_request(make_rig:
         in_job_order=True,
     )
     said = {"job_id": "open", "is_last_step": False, "tool_name": "bash", "expected_tool_s": 1.0}
-    for turn in range(1, 41):  # so that the forecast is sure: it returns after a second
+    for turn in range(1, 41):  # makes the forecast certain that the job returns after a second
         rig.ask(f"open{turn}", text(TOKENS, seed=1), params=said, salt="one")
         rig.now += 1.0
     rig.ask("open0", text(700, seed=2), params={**said, "job_id": "gone"}, salt="one")
@@ -118,8 +120,8 @@ def test_a_pin_of_a_job_unlikely_to_return_is_released_for_any_request(make_rig:
     rig.run()
 
 
-def test_a_context_shared_by_jobs_that_have_gone_takes_no_room(make_rig: MakeRig) -> None:
-    """Clients whose requests never name a job the same way twice leave such families behind."""
+def test_a_context_shared_by_ended_jobs_needs_no_space(make_rig: MakeRig) -> None:
+    """Clients that never use a job name twice leave such families of jobs behind."""
     rig = served(make_rig)
     shared = text(TOKENS, seed=7)
     said = {"tool_name": "bash", "expected_tool_s": 1.0, "is_last_step": False}

@@ -65,7 +65,7 @@ def test_without_admission_control_no_job_is_held(make_rig: MakeRig, in_job_orde
     rig.check_clean()
 
 
-def test_a_job_that_has_started_is_not_held_however_full_it_is(make_rig: MakeRig) -> None:
+def test_a_started_job_is_never_held_for_space(make_rig: MakeRig) -> None:
     rig = holding_rig(make_rig, in_job_order=True)
     begin(rig, "a", last=False)
     rig.run()
@@ -83,13 +83,14 @@ def test_a_job_that_has_started_is_not_held_however_full_it_is(make_rig: MakeRig
 
 
 def goes_on(rig: Rig, name: str) -> None:
-    """The second turn of a job: its context is of 25 blocks."""
+    """Add the second turn of a job, whose context has 25 blocks."""
     context = rig.prompts[name] + rig.outputs[name] + text(60, seed=ord(name))
     rig.add(f"{name}2", context, max_tokens=20, params={"job_id": name, "is_last_step": True})
 
 
 def after_a_turn(make_rig: MakeRig, **settings: Any) -> Rig:
-    """Three jobs have had their first turn; their contexts grow beyond the pool of 63 blocks."""
+    """Return a rig on which three jobs have finished their first turn. Their contexts will exceed
+    the pool of 63 blocks."""
     rig = holding_rig(make_rig, in_job_order=True, pin_fraction=0, **settings)
     rig.policy = FixedPin(60.0)
     for name in "abc":
@@ -98,8 +99,8 @@ def after_a_turn(make_rig: MakeRig, **settings: Any) -> Rig:
     return rig
 
 
-def test_a_job_is_not_held_while_cpu_memory_has_room_for_what_waits(make_rig: MakeRig) -> None:
-    """40 slots hold two jobs of 19 blocks, and VRAM the third; 200 slots hold all."""
+def test_a_job_is_not_held_while_cpu_memory_can_hold_waiting_contexts(make_rig: MakeRig) -> None:
+    """40 slots hold two jobs of 19 blocks, and VRAM holds the third. 200 slots hold all jobs."""
     for slots, waiting in ((40, ["d"]), (200, [])):
         rig = holding_rig(make_rig, in_job_order=True, cpu_gib=slots * 16 * 8 / 2**30)
         for name in "abcd":
@@ -110,8 +111,8 @@ def test_a_job_is_not_held_while_cpu_memory_has_room_for_what_waits(make_rig: Ma
         rig.check_clean()
 
 
-def test_more_than_all_is_given_out_of_vram_but_not_of_cpu_memory(make_rig: MakeRig) -> None:
-    """Four jobs of 19 blocks are more than 62 slots, though not more than five quarters of them."""
+def test_vram_is_overcommitted_but_cpu_memory_is_not(make_rig: MakeRig) -> None:
+    """Four jobs of 19 blocks exceed 62 slots, but not 1.25 times as many."""
     for slots, waiting in ((62, ["d"]), (80, [])):
         rig = holding_rig(make_rig, in_job_order=True, cpu_gib=slots * 16 * 8 / 2**30)
         rig.gate.overcommit.share = MOST
@@ -123,8 +124,8 @@ def test_more_than_all_is_given_out_of_vram_but_not_of_cpu_memory(make_rig: Make
         rig.check_clean()
 
 
-def test_a_job_waits_until_all_that_have_begun_fit_somewhere(make_rig: MakeRig) -> None:
-    """Jobs that are away need no VRAM now, but one of VRAM and CPU memory must hold them all."""
+def test_a_job_waits_until_all_started_jobs_fit_somewhere(make_rig: MakeRig) -> None:
+    """Jobs that are away need no VRAM now, but VRAM and CPU memory together must hold all jobs."""
     for slots, waiting in ((40, ["d"]), (120, [])):
         rig = holding_rig(
             make_rig, in_job_order=True, pin_fraction=0, cpu_gib=slots * 16 * 8 / 2**30
@@ -145,7 +146,8 @@ def test_a_job_waits_until_all_that_have_begun_fit_somewhere(make_rig: MakeRig) 
 
 
 def held_behind_others(rig: Rig) -> list[str]:
-    """Names of the turns held back once all jobs continue and one more has arrived."""
+    """Return the names of the turns held back once all three jobs continue and a new one has
+    arrived."""
     rig.now += 5
     for name in "abc":
         goes_on(rig, name)
@@ -156,7 +158,7 @@ def held_behind_others(rig: Rig) -> list[str]:
 
 
 def test_a_job_is_admitted_if_displaced_contexts_are_recomputed_quickly(make_rig: MakeRig) -> None:
-    """Turns and their gaps take some seconds here, whatever prefills take."""
+    """Turns and their gaps take some seconds here, independently of the prefill time."""
     for token_s, waiting in ((1e3, ["d"]), (1e-6, [])):
         rig = after_a_turn(make_rig)
         prefills_take(rig, token_s)
@@ -168,7 +170,7 @@ def test_a_job_is_admitted_if_displaced_contexts_are_recomputed_quickly(make_rig
 def test_a_job_is_admitted_if_displaced_contexts_are_on_ssd(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
-    """However dear it would be to compute again."""
+    """The cost of recomputing does not matter then."""
     ssd: dict[str, Any] = {"cpu_gib": 8 * 16 * 8 / 2**30, "ssd_path": str(tmp_path), "ssd_gib": 1.0}
     for tiers, waiting in (({}, ["d"]), (ssd, [])):
         rig = after_a_turn(make_rig, **tiers)
@@ -193,7 +195,7 @@ def test_a_job_that_waited_too_long_is_admitted(make_rig: MakeRig) -> None:
     rig.check_clean()
 
 
-def test_a_job_is_not_held_when_there_is_nothing_else_to_do(make_rig: MakeRig) -> None:
+def test_a_job_is_not_held_on_an_idle_engine(make_rig: MakeRig) -> None:
     rig = holding_rig(make_rig, in_job_order=True)
     for name in "abc":
         begin(rig, name, last=False)
@@ -215,7 +217,7 @@ def test_jobs_that_arrive_together_are_counted_before_they_run(make_rig: MakeRig
 
 
 @pytest.mark.parametrize("whose", ["d", None], ids=["one", "all"])
-def test_a_client_that_hangs_up_is_held_no_longer(make_rig: MakeRig, whose: str | None) -> None:
+def test_an_aborted_request_is_no_longer_held(make_rig: MakeRig, whose: str | None) -> None:
     from vllm.v1.request import RequestStatus
 
     rig = holding_rig(make_rig, in_job_order=True)
@@ -236,13 +238,13 @@ def test_vllm_s_own_queue_holds_eight_jobs(make_rig: MakeRig) -> None:
     for number in range(3 + 10):
         begin(rig, f"job{number}", seed=100 + number)
         rig.step()
-    # The one held for longest was let in for the last that was looked at, and has no room yet.
+    # The job held back longest is admitted after the last query, and has no space yet.
     assert rig.held() == sorted(f"job{number}" for number in range(4, 12))
     rig.run()
     rig.check_clean()
 
 
-def test_what_jobs_share_is_counted_once(make_rig: MakeRig) -> None:
+def test_blocks_that_jobs_share_are_counted_once(make_rig: MakeRig) -> None:
     rig = holding_rig(make_rig, in_job_order=True)
     shared = text(256, seed=5)
     for number in range(8):
@@ -255,7 +257,7 @@ def test_what_jobs_share_is_counted_once(make_rig: MakeRig) -> None:
     rig.run()
 
 
-def test_a_job_that_fell_silent_no_longer_takes_room(make_rig: MakeRig) -> None:
+def test_a_silent_job_no_longer_reserves_space(make_rig: MakeRig) -> None:
     rig = holding_rig(make_rig, in_job_order=True)
     begin(rig, "a", last=False)
     rig.run()
@@ -305,8 +307,8 @@ def test_many_jobs_are_counted_over_several_queries(
     assert rig.gate.jobs.peak() == 0
 
 
-def test_of_a_crowd_in_vllm_s_queue_one_step_lets_in_a_bounded_number(make_rig: MakeRig) -> None:
-    """The engine looks up each request that is held back, and goes on to the next."""
+def test_one_step_admits_a_bounded_number_of_queued_requests(make_rig: MakeRig) -> None:
+    """vLLM looks up each request that is held back, and continues with the next one."""
     rig = holding_rig(make_rig, in_job_order=False)
     for name in "abc":
         begin(rig, name)
@@ -318,7 +320,7 @@ def test_of_a_crowd_in_vllm_s_queue_one_step_lets_in_a_bounded_number(make_rig: 
     assert len(rig.held()) == MOST_HELD_IN_QUEUE
 
 
-def test_a_crowd_of_parked_jobs_leaves_over_several_steps(
+def test_many_parked_jobs_are_admitted_over_several_steps(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = holding_rig(make_rig, in_job_order=True)
@@ -333,7 +335,7 @@ def test_a_crowd_of_parked_jobs_leaves_over_several_steps(
     rig.run()
 
 
-def test_a_job_that_returns_after_long_comes_after_those_that_are_there(make_rig: MakeRig) -> None:
+def test_a_job_that_returns_late_comes_after_active_jobs(make_rig: MakeRig) -> None:
     rig = holding_rig(make_rig, in_job_order=True)
     for name in "ab":
         begin(rig, name, last=False, tokens=100)
@@ -358,7 +360,8 @@ def test_requests_without_a_job_count_while_they_run(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = holding_rig(make_rig, in_job_order=True)
-    monkeypatch.setattr(Lineage, "arrived", lambda *_: None)  # nothing is inferred of them
+    # No jobs are inferred for these requests.
+    monkeypatch.setattr(Lineage, "arrived", lambda *_: None)
     for name in "abcd":
         rig.add(name, text(TOKENS, seed=ord(name)), max_tokens=40)
         rig.step()

@@ -1,4 +1,5 @@
-"""The course of jobs is learned from earlier jobs, and determines the space they need."""
+"""The number of turns and the growth of jobs are learned from earlier jobs, and determine the space
+reserved for them."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def jobs(rig: Rig) -> ActiveJobs:
 
 
 def turn(rig: Rig, number: int, tokens: int, *, last: bool = False) -> None:
-    """A turn of one job, whose answer extends its context to that many tokens."""
+    """Run a turn of one job, whose answer extends the context to ``tokens`` tokens."""
     prompt = text(tokens, seed=1)[: tokens - 4]
     rig.ask(f"t{number}", prompt, params={"job_id": "j", "is_last_step": last})
 
@@ -36,8 +37,8 @@ def test_finished_jobs_show_how_many_turns_jobs_have(rig: Rig) -> None:
     assert jobs(rig).job_forecast.lengths.left(1) == 2
 
 
-def test_so_does_one_whose_client_hung_up(rig: Rig) -> None:
-    """As far as is known, it has ended."""
+def test_an_aborted_job_shows_how_many_turns_jobs_have(rig: Rig) -> None:
+    """An aborted job counts as finished."""
     for number in range(4):
         turn(rig, number, 160 + 16 * number)
     rig.add("t4", text(240, seed=1), max_tokens=50, params={"job_id": "j"})
@@ -67,7 +68,7 @@ def test_intervals_between_turns_measure_how_regular_a_job_is(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "waiting"), [(31 * 16, []), (31 * 16 + 1, ["b"])])
-def test_the_room_is_all_of_vram_but_the_block_that_vllm_keeps(
+def test_all_blocks_except_vllms_null_block_can_be_used(
     rig: Rig, tokens: int, waiting: list[str]
 ) -> None:
     begin(rig, "a", tokens=32 * 16)

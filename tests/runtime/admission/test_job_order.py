@@ -1,4 +1,4 @@
-"""Which request goes first, which is preempted, and what remains of vLLM's own order."""
+"""The order in which requests are admitted and preempted, and what remains of vLLM's own order."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tiered_kv.testing.vllm.engine import make_scheduler
 from tiered_kv.testing.vllm.rig import Rig
 
 
-def test_requests_are_taken_in_the_order_of_their_jobs(make_rig: MakeRig) -> None:
-    """A turn of an old job goes before the first of a young one, though it came later."""
+def test_requests_are_admitted_in_the_order_of_their_jobs(make_rig: MakeRig) -> None:
+    """A turn of an old job precedes the first turn of a newer job, although it arrived later."""
     rig = make_rig(blocks=200, max_model_len=512, max_num_seqs=1, in_job_order=True)
     begin(rig, "old", tokens=20, last=False)
     rig.run()
@@ -35,11 +35,12 @@ def test_requests_are_taken_in_the_order_of_their_jobs(make_rig: MakeRig) -> Non
 
 
 @pytest.mark.parametrize("in_job_order", [False, True])
-def test_a_pin_outlasts_younger_jobs_while_something_runs(
+def test_a_pin_outlasts_younger_jobs_while_a_request_runs(
     make_rig: MakeRig, in_job_order: bool
 ) -> None:
-    """They would be the next to lose their KV to the one that returns. vLLM's own scheduler may
-    have the older job wait behind the younger one, so there pins give way to whoever is first."""
+    """The younger jobs would be the next to lose their KV to the returning job. vLLM's own
+    scheduler may queue the older job behind the younger one, so there pins are released for the
+    first request in the queue."""
     rig = make_rig(blocks=56, max_model_len=256, extra={"cpu_gib": 0.0}, in_job_order=in_job_order)
     for name in ("old", "middle", "young"):
         rig.ask(name, text(200, seed=len(name)), params={"job_id": name})
@@ -83,7 +84,7 @@ def test_blocks_of_a_finished_job_are_evicted_before_blocks_of_others(
 
 
 def cached_blocks(rig: Rig, context: list[int]) -> int:
-    """Leading blocks of a context that VRAM still has."""
+    """Return the number of leading blocks of a context that VRAM still has."""
     request = rig.add("probe", context, max_tokens=1)
     rig.abort("probe")
     found = [rig.pool.get_cached_block(one, [0]) is not None for one in request.block_hashes]
@@ -91,7 +92,7 @@ def cached_blocks(rig: Rig, context: list[int]) -> int:
     return found.index(False) if False in found else len(found)
 
 
-def test_the_latest_job_is_preempted_but_no_last_turn(make_rig: MakeRig) -> None:
+def test_the_newest_job_is_preempted_unless_it_is_in_its_last_turn(make_rig: MakeRig) -> None:
     rig = make_rig(blocks=20, max_model_len=256, max_batched_tokens=256, in_job_order=True)
     for name, last in (("old", False), ("ends", True), ("young", False)):
         rig.now += 1
@@ -158,17 +159,17 @@ def test_a_scheduler_that_cannot_query_the_connector_continues_as_vllm_s_own(
     assert rig.outputs["d"] == expected(text(TOKENS, seed=ord("d")), 40)
 
 
-def test_when_nothing_happens_for_long_everything_held_is_given_up(
+def test_without_progress_everything_held_is_released(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An unforeseen fault: here, jobs are held back although nothing runs."""
+    """Simulates an unforeseen fault: jobs are held back although nothing runs."""
     rig = holding_rig(make_rig, in_job_order=True)
     begin(rig, "pinned", last=False)
     rig.run()
     monkeypatch.setattr(rig.gate, "holds", lambda turn, behind=False: turn.hold.new)
     monkeypatch.setattr(rig.gate, "lets_overdue_in", lambda turn: not turn.hold.new)
     begin(rig, "stuck")
-    for _ in range(10):  # at rest, but for a step now and then: a paused engine
+    for _ in range(10):  # an idle, paused engine that runs a step now and then
         rig.step()
         rig.now += 5
     assert rig.held() == ["stuck"]
@@ -195,7 +196,7 @@ def test_stock_vllm_s_priorities_are_left_alone(make_rig: MakeRig) -> None:
     assert finished.index("urgent") < finished.index("late")
 
 
-def test_whoever_is_urgent_is_held_before_others(make_rig: MakeRig) -> None:
+def test_urgent_requests_are_parked_before_others(make_rig: MakeRig) -> None:
     rig = holding_rig(make_rig, in_job_order=True, priority=True)
     for name in "abc":
         begin(rig, name)
@@ -209,10 +210,10 @@ def test_whoever_is_urgent_is_held_before_others(make_rig: MakeRig) -> None:
     assert list(rig.finished).index("urgent") < list(rig.finished).index("late")
 
 
-def test_vllm_shares_a_step_among_those_in_its_queue(
+def test_vllm_shares_a_step_among_its_queued_requests(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parked requests get no part of it, and all other requests are visible to vLLM."""
+    """Parked requests get no part of the step, but all other requests are visible to vLLM."""
     rig = holding_rig(make_rig, in_job_order=True)
     counts = []
     match = rig.half.match
@@ -240,7 +241,7 @@ def test_without_the_connector_it_is_vllm_s_scheduler(make_rig: MakeRig) -> None
 def test_the_scheduler_that_vllm_has_for_diffusion_models_is_not_replaced(
     make_rig: MakeRig, ahead: bool
 ) -> None:
-    """vLLM uses the named scheduler class, and would skip its own."""
+    """vLLM uses the scheduler class that --scheduler-cls names, and would not use its own."""
     rig = make_rig(extra=None, ahead=ahead)
     rig.config.diffusion_config = object()
     with pytest.raises(UnsupportedError, match=r"diffusion models: remove --scheduler-cls\.$"):
@@ -250,7 +251,7 @@ def test_the_scheduler_that_vllm_has_for_diffusion_models_is_not_replaced(
 
 
 class NobodyWalks(dict[str, Any]):
-    """Parked requests by id, which may be looked up but not iterated."""
+    """Parked requests by id. The test fails if they are iterated instead of looked up."""
 
     def items(self) -> Any:
         raise AssertionError("all that are parked are looked at")

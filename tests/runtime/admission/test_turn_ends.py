@@ -17,7 +17,7 @@ VRAM_ONLY = {"cpu_gib": 0.0}
 
 
 def cut_short(rig: Rig, name: str, *, stop: tuple[str, ...] = ()) -> None:
-    """A turn of a job that is aborted after two steps."""
+    """Start a turn of a job, and abort it after two steps."""
     rig.add(name, text(100, seed=1), params={"job_id": name}, max_tokens=50, stop=stop)
     rig.step()
     rig.step()
@@ -25,8 +25,8 @@ def cut_short(rig: Rig, name: str, *, stop: tuple[str, ...] = ()) -> None:
     rig.run()
 
 
-def test_a_turn_that_met_a_stop_string_ended_by_itself(make_rig: MakeRig) -> None:
-    """vLLM's API server finds it, and has the engine abort the request."""
+def test_a_turn_aborted_by_a_stop_string_counts_as_finished(make_rig: MakeRig) -> None:
+    """vLLM's API server detects the stop string, and aborts the request in the engine."""
     rig = make_rig(extra={**VRAM_ONLY, "admission": "auto"})
     cut_short(rig, "stopped", stop=("Observation:",))
     cut_short(rig, "hung up")
@@ -43,8 +43,8 @@ def test_a_request_with_stop_strings_and_no_output_was_cancelled(make_rig: MakeR
     assert rig.count("pins") == 0
 
 
-def test_a_job_that_tries_again_after_an_abort_is_not_a_new_one(make_rig: MakeRig) -> None:
-    """Its client may repeatedly wait for less than a minute."""
+def test_a_job_that_retries_after_an_abort_is_not_new(make_rig: MakeRig) -> None:
+    """The client may abort and retry repeatedly in less than a minute."""
     rig = holding_rig(make_rig, in_job_order=True)
     begin(rig, "patient", tokens=100, last=False)
     rig.run()
@@ -64,7 +64,7 @@ def test_a_job_that_tries_again_after_an_abort_is_not_a_new_one(make_rig: MakeRi
     rig.check_clean()
 
 
-def test_jobs_whose_clients_hung_up_are_forgotten_in_the_end(
+def test_aborted_jobs_are_eventually_forgotten(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tiered_kv.connectors.runtime.admission.active_jobs.MOST_SILENT", 3)
@@ -81,7 +81,8 @@ def test_jobs_whose_clients_hung_up_are_forgotten_in_the_end(
 def test_turns_of_a_job_that_arrive_together_start_with_the_first(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None of them may be held back as a new job, or take the space of the others when it ends."""
+    """None of the turns is held back as a new job, and none frees the others' space when it
+    ends."""
     rig = holding_rig(make_rig, in_job_order=True)
     for name in "ab":
         begin(rig, name)
@@ -102,8 +103,9 @@ def test_turns_of_a_job_that_arrive_together_start_with_the_first(
     rig.run()
 
 
-def test_streamed_input_is_left_alone(make_rig: MakeRig) -> None:
-    """vLLM removes the last token of each part, and changes hashes that it has announced."""
+def test_streamed_input_is_ignored(make_rig: MakeRig) -> None:
+    """vLLM removes the last token of each input chunk, and changes hashes that it has already
+    reported."""
     rig = make_rig()
     rig.add("stream", text(127, seed=1), max_tokens=1, params={"job_id": "j"}, resumable=True)
     for _ in range(5):
@@ -114,8 +116,9 @@ def test_streamed_input_is_left_alone(make_rig: MakeRig) -> None:
     rig.check_clean()
 
 
-def test_what_jobs_wait_with_is_not_listed_once_for_each(make_rig: MakeRig) -> None:
-    """Thousands of jobs wait for hours, each with thousands of pages."""
+def test_waiting_jobs_do_not_store_their_own_page_lists(make_rig: MakeRig) -> None:
+    """Thousands of jobs may wait for hours, each with thousands of pages, so waiting jobs keep no
+    page lists of their own."""
     rig = make_rig()
     for number in range(3):
         rig.ask(f"t{number}", text(300, seed=number), params={"job_id": f"j{number}"})
@@ -126,7 +129,7 @@ def test_what_jobs_wait_with_is_not_listed_once_for_each(make_rig: MakeRig) -> N
     assert rig.outputs["again"] == expected(rig.prompts["again"], 4)
 
 
-def test_a_turn_whose_end_fails_does_not_run_for_ever(
+def test_a_turn_whose_end_fails_does_not_count_as_running_forever(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_rig(extra={"admission": "auto"})

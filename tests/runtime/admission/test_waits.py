@@ -22,7 +22,7 @@ from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.vllm.rig import Rig
 
 LIMIT_S = 10.0
-"""admission_max_wait_s."""
+"""Value of admission_max_wait_s."""
 STEP_S = 0.05
 
 both_orders = pytest.mark.parametrize(
@@ -31,14 +31,15 @@ both_orders = pytest.mark.parametrize(
 
 
 def limited(make_rig: MakeRig, **options: Any) -> Rig:
-    """A rig with that admission limit, and two seats unless stated otherwise."""
+    """Create a rig with this admission limit, and two seats unless stated otherwise."""
     extra = {"cpu_gib": 0.001, "admission": "auto", "admission_max_wait_s": LIMIT_S}
     extra |= options.pop("extra", {})
     return make_rig(**{"blocks": 64, "max_num_seqs": 2, **options}, extra=extra)
 
 
 def busy_jobs(rig: Rig, jobs: int, tokens: int = 20) -> Callable[[], None]:
-    """Jobs that never end, each with a next turn as soon as one has finished; returns a step."""
+    """Return a function that runs one step. The jobs never end: each gets its next turn when a turn
+    has finished."""
     contexts = {f"busy{i}": text(tokens, seed=i) for i in range(jobs)}
     turns = dict.fromkeys(contexts, 0)
 
@@ -49,14 +50,14 @@ def busy_jobs(rig: Rig, jobs: int, tokens: int = 20) -> Callable[[], None]:
                 name, params = f"{job}.{turns[job]}", {"job_id": job}
                 rig.add(name, contexts[job], max_tokens=4, params=params)
         rig.step()
-        rig.wait_for_worker()  # a copy takes less than a step, however busy the machine is
+        rig.wait_for_worker()  # makes a copy take less than a step, also on a busy machine
         rig.now += STEP_S
 
     return step
 
 
 def wait_of(rig: Rig, step: Callable[[], None], name: str = "newcomer", **how: Any) -> float:
-    """Seconds until a newcomer among the busy jobs is answered."""
+    """Return the seconds until a new request is answered while the busy jobs run."""
     prompt = text(30, seed=99)
     rig.add(name, prompt, max_tokens=4, **how)
     began = rig.now
@@ -91,8 +92,8 @@ def test_jobs_that_never_end_keep_no_request_waiting_beyond_the_limit(
 def test_pins_of_jobs_that_never_end_give_way_to_an_overdue_request(
     make_rig: MakeRig, in_job_order: bool
 ) -> None:
-    """VRAM is short rather than seats: the pins of the older jobs are worth more than the wait of a
-    younger one, turn after turn."""
+    """VRAM is scarce rather than seats. The older jobs' pins are worth more than a younger job's
+    wait, turn after turn."""
     rig = limited(
         make_rig,
         blocks=34,
@@ -165,11 +166,11 @@ def test_a_higher_priority_goes_before_an_overdue_request_and_an_equal_one_does_
     assert list(rig.finished) == ["running", "higher", "overdue", "equal"]
 
 
-def test_an_overdue_request_waits_for_a_tier_a_little_longer_only(
+def test_an_overdue_request_waits_for_a_tier_only_a_little_longer(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
-    """The SSD hangs, and the context is dear to compute: it would be waited for without the limit,
-    while later arrivals are served."""
+    """The SSD hangs, and recomputing the context is expensive. Without the limit, the request would
+    wait for the SSD while later arrivals are served."""
     limit_s = 5.0
     extra = {"admission": "off", "admission_max_wait_s": limit_s, **tiers(tmp_path)}
     rig = limited(make_rig, max_num_seqs=8, extra=extra)
@@ -223,7 +224,7 @@ def test_a_request_that_waits_for_its_grammar_keeps_no_other_waiting(make_rig: M
 def test_a_request_that_an_idle_engine_refuses_keeps_others_waiting_for_a_while_only(
     make_rig: MakeRig,
 ) -> None:
-    """For a reason that this connector does not know, as another connector's."""
+    """The reason for the refusal is unknown to this connector, such as another connector's."""
     rig = limited(make_rig)
     match = rig.half.match
     rig.half.match = lambda name, found: (None, False) if name == "never" else match(name, found)
@@ -242,13 +243,14 @@ def test_a_request_that_an_idle_engine_refuses_keeps_others_waiting_for_a_while_
 
 
 def test_a_client_that_fills_the_pool_leaves_others_their_share(make_rig: MakeRig) -> None:
-    """Seats are free: each request takes a fifth of the pool."""
+    """Seats are free, but each request needs a fifth of the pool."""
     rig = limited(
         make_rig,
         blocks=64,
         max_num_seqs=64,
         in_job_order=True,
-        extra={"admission": "off", "cpu_gib": 0.0},  # no save holds blocks for a time of its own
+        # No save holds blocks any longer than the request.
+        extra={"admission": "off", "cpu_gib": 0.0},
     )
     live, count = set[str](), 0
 

@@ -28,14 +28,14 @@ def test_pages_of_one_context_come_first_and_the_rest_of_it_before_the_next() ->
     assert not backlog
 
 
-def test_nothing_waits_of_a_context_without_pages() -> None:
+def test_a_context_without_pages_adds_nothing() -> None:
     backlog = Backlog()
     backlog.add(Waiting([], {}))
     with pytest.raises(IndexError):
         backlog.take(1)
 
 
-def test_what_is_cleared_waits_no_longer() -> None:
+def test_cleared_pages_no_longer_wait() -> None:
     backlog = Backlog()
     backlog.add(Waiting(pages(1, 2), {}))
     backlog.clear()
@@ -45,7 +45,7 @@ def test_what_is_cleared_waits_no_longer() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=9)), st.lists(st.integers(1, 4), min_size=1))
-def test_every_page_comes_out_once_in_order(contexts: list[list[int]], most: list[int]) -> None:
+def test_every_page_is_taken_once_in_order(contexts: list[list[int]], most: list[int]) -> None:
     backlog = Backlog()
     for context in contexts:
         backlog.add(Waiting(pages(*context), {}))

@@ -1,4 +1,4 @@
-"""The cost of each tier is measured at startup, and learned from requests."""
+"""The cost of each tier is measured at startup, and then learned from requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ JOB = {"job_id": "j"}
 
 
 class Asked(Lru):
-    """Records the costs that it receives."""
+    """A policy that records the costs that it receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def test_vram_is_free_on_an_idle_engine(rig: Rig) -> None:
 
 
 def test_an_agent_that_has_the_engine_to_itself_pays_nothing(make_rig: MakeRig) -> None:
-    """Even though its context takes most of the pool."""
+    """Its context takes most of the pool."""
     for admission in ("auto", "off"):
         rig = make_rig(blocks=41, max_model_len=512, extra={"admission": admission})
         rig.policy = asked = Asked()
@@ -78,7 +78,7 @@ def test_vram_has_a_price_while_requests_wait_for_it(rig: Rig) -> None:
     assert rig.costs(320).vram_price == 0.0
 
 
-def test_room_is_first_theirs_who_began_first(make_rig: MakeRig) -> None:
+def test_vram_is_reserved_for_the_oldest_jobs_first(make_rig: MakeRig) -> None:
     """A pin of the oldest job costs nothing, however many jobs started after it."""
     extra = {"cpu_gib": 0.0, "admission": "auto"}
     rig = make_rig(blocks=64, max_model_len=512, extra=extra)
@@ -111,7 +111,7 @@ def test_without_cpu_memory_prefilling_is_all_there_is(make_rig: MakeRig) -> Non
     assert costs.restore_s == pytest.approx(10.0)
 
 
-def test_only_turns_whose_kv_had_left_vram_tell_of_the_queue(rig: Rig) -> None:
+def test_only_turns_whose_kv_left_vram_measure_the_queue(rig: Rig) -> None:
     prompt = text(320, seed=1)
     rig.ask("t1", prompt, params=JOB)
     rig.now += 1.0
@@ -127,11 +127,11 @@ def test_only_turns_whose_kv_had_left_vram_tell_of_the_queue(rig: Rig) -> None:
     assert rig.gaps.costs.queue.mean_s == pytest.approx(7.0)
 
 
-def test_where_cpu_memory_loses_what_waits_in_it_a_pin_saves_a_prefill(
+def test_if_cpu_memory_evicts_contexts_a_pin_saves_a_prefill(
     make_rig: MakeRig,
 ) -> None:
-    """Two alternating contexts. CPU memory holds one of them, and VRAM none next to other
-    requests."""
+    """Two contexts alternate. CPU memory can hold one of them, and VRAM none in addition to the
+    other requests."""
     rig = make_rig(blocks=128, extra={"cpu_gib": 24 * 16 * 8 / 2**30})
     prices = rig.gaps.costs
     assert prices.survival.share == 1.0
@@ -146,7 +146,7 @@ def test_where_cpu_memory_loses_what_waits_in_it_a_pin_saves_a_prefill(
     assert costs.restore_s > 0.8 * costs.recompute_s
 
 
-def test_where_cpu_memory_keeps_what_waits_in_it_a_pin_saves_a_copy(rig: Rig) -> None:
+def test_if_cpu_memory_keeps_contexts_a_pin_saves_a_copy(rig: Rig) -> None:
     rig.gaps.costs.survival.share = 0.5
     for turn in range(7):
         rig.ask(f"t{turn}", text(320, seed=1), max_tokens=1, params=JOB)
@@ -156,7 +156,7 @@ def test_where_cpu_memory_keeps_what_waits_in_it_a_pin_saves_a_copy(rig: Rig) ->
 
 
 def test_a_client_that_rewrites_its_history_lost_nothing(make_rig: MakeRig) -> None:
-    """Although less is found than the job waited with: all that the prompt shares with it is."""
+    """Fewer tokens are found than the job had, but all that the prompt shares with the context."""
     rig = make_rig(blocks=128, extra={"admission": "auto"}, max_model_len=512)
     overcommit = rig.gate.overcommit
     head = text(256, seed=1)
@@ -168,7 +168,7 @@ def test_a_client_that_rewrites_its_history_lost_nothing(make_rig: MakeRig) -> N
 
 
 @pytest.mark.parametrize("how", ["reset", "aborted"])
-def test_what_is_gone_for_other_reasons_was_not_lost(make_rig: MakeRig, how: str) -> None:
+def test_pages_missing_for_other_reasons_do_not_count_as_lost(make_rig: MakeRig, how: str) -> None:
     rig = make_rig(blocks=128, extra={"admission": "auto"}, max_model_len=512)
     overcommit = rig.gate.overcommit
     prompt = text(400, seed=1)
@@ -185,7 +185,7 @@ def test_what_is_gone_for_other_reasons_was_not_lost(make_rig: MakeRig, how: str
     assert (rig.gaps.costs.survival.share, overcommit.share) == (1.0, 1.0)
 
 
-def test_a_context_that_cpu_memory_lost_lets_fewer_jobs_begin(make_rig: MakeRig) -> None:
+def test_a_context_lost_from_cpu_memory_admits_fewer_jobs(make_rig: MakeRig) -> None:
     small = {"cpu_gib": 24 * 16 * 8 / 2**30, "admission": "auto"}
     rig = make_rig(blocks=128, extra=small, max_model_len=512)
     rig.policy = Lru()
@@ -198,7 +198,7 @@ def test_a_context_that_cpu_memory_lost_lets_fewer_jobs_begin(make_rig: MakeRig)
 
 
 def test_recomputing_delays_every_request_and_a_copy_delays_none(rig: Rig) -> None:
-    """With 8 running requests, by what happens to KV without a pin."""
+    """With 8 running requests, the delay depends on what happens to KV without a pin."""
     prices = rig.gaps.costs
     rig.gaps.prefills.fit.observe(0, 320, 10.0)
     rig.turns.running = 8
@@ -209,7 +209,7 @@ def test_recomputing_delays_every_request_and_a_copy_delays_none(rig: Rig) -> No
     assert 7.9 < prices.costs(320).held_up < 8.0, "almost all seconds are computing"
 
 
-def test_pages_stay_for_ever_while_there_is_room_for_more(make_rig: MakeRig) -> None:
+def test_pages_stay_forever_while_slots_are_free(make_rig: MakeRig) -> None:
     rig = make_rig(blocks=128, extra={"cpu_gib": 40 * 16 * 8 / 2**30})
     index = rig.pages.index
     assert index.stay_s() == math.inf
@@ -221,10 +221,10 @@ def test_pages_stay_for_ever_while_there_is_room_for_more(make_rig: MakeRig) -> 
     assert index.stay_s() == pytest.approx(40 / taken_per_s, rel=0.1)
 
 
-# -- at start -----------------------------------------------------------------------------
+# -- at startup ---------------------------------------------------------------------------
 
 
-def test_copies_are_timed_and_nothing_is_left_under_way() -> None:
+def test_copies_are_timed_and_finished() -> None:
     layout = page_layout([Placement(1, 0, 1 << 16, 0)], 9)
     pool = CpuPool(AnonymousMemory(6 * layout.page_bytes), layout.page_bytes)
     backend = CpuTransfer([layout], np.zeros(9 << 16, np.uint8), pool)
@@ -278,13 +278,13 @@ def test_the_work_of_a_prefill_is_two_operations_for_each_weight_and_token() -> 
     assert quadratic == pytest.approx(1e6 * work.per_token2 / 0.5e12)
 
 
-def test_of_experts_only_the_active_ones_work() -> None:
+def test_only_active_experts_count() -> None:
     experts = {**SMOL, "num_experts_per_tok": 8, "moe_intermediate_size": 192}
     work = prefill_work(SimpleNamespace(hf_text_config=SimpleNamespace(**experts)))
     assert work == prefill_work(SimpleNamespace(hf_text_config=SimpleNamespace(**SMOL)))
 
 
-def test_only_layers_of_full_attention_look_at_all_tokens() -> None:
+def test_only_full_attention_layers_read_all_tokens() -> None:
     layers = SMOL["num_hidden_layers"]
     mixed = {**SMOL, "layer_types": ["full_attention"] + ["linear_attention"] * (layers - 1)}
     whole, some = (
@@ -297,7 +297,7 @@ def test_only_layers_of_full_attention_look_at_all_tokens() -> None:
 
 
 class PerLayer:
-    """A configuration whose heads differ from layer to layer."""
+    """A model configuration whose heads differ between layers."""
 
     num_hidden_layers, hidden_size, num_attention_heads = 4, 128, 2
 
@@ -306,10 +306,10 @@ class PerLayer:
         raise RuntimeError("it varies across layers")
 
 
-def test_a_model_whose_layers_differ_in_size_is_not_guessed_at() -> None:
+def test_a_model_whose_layers_differ_in_size_gives_no_estimate() -> None:
     assert prefill_work(SimpleNamespace(hf_text_config=PerLayer())) is None
 
 
-def test_a_model_of_unusual_shape_is_not_guessed_at() -> None:
+def test_a_model_of_unusual_shape_gives_no_estimate() -> None:
     for shape in ({}, {**SMOL, "hidden_size": None}, {**SMOL, "num_attention_heads": 0}):
         assert prefill_work(SimpleNamespace(hf_text_config=SimpleNamespace(**shape))) is None

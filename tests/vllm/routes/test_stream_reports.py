@@ -217,7 +217,7 @@ def test_other_requests_are_not_listened_to() -> None:
     listen(object())
 
 
-def test_a_client_that_leaves_ends_its_request() -> None:
+def test_a_client_that_disconnects_ends_its_request() -> None:
     engine: Any = Engine([None, None, None])
     app = FastAPI()
     app.state.args = Namespace(middleware=[], host="127.0.0.1")
