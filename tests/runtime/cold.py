@@ -1,4 +1,4 @@
-"""Engines whose CPU memory compresses pages, and helpers for stories."""
+"""Engines whose CPU memory compresses pages, and helpers for their tests."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ from tiered_kv.testing.shrinking import Shrinking
 PAGE = 16 * CELL
 SLOTS = 96
 TURN = 160
-"""Tokens of a turn's prompt: ten pages."""
+"""Tokens of a turn's prompt, which fill ten pages."""
 FILLS = 7
-"""Jobs whose pages nearly fill the slots."""
+"""Number of jobs whose pages nearly fill the slots."""
 WAITS = Decision(Tier.CPU, forecast=Forecast(np.linspace(0.0, 0.9, len(GRID))))
-"""The KV waits in CPU memory, and its job is expected back."""
+"""Decision to keep the KV in CPU memory for a job that is expected back."""
 
 
 @pytest.fixture
 def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages are compressed by fours, since contexts are short here; and nothing is measured for
-    longer than it takes."""
+    """Compress pages in bundles of four, since contexts are short here, and shorten
+    measurements."""
     monkeypatch.setattr(cpu_compression, "BUNDLE_BYTES", 4 * PAGE)
     monkeypatch.setattr(autotune, "MEASURE_S", 0.0)
     monkeypatch.setattr(cpu_memory, "measure_flops", lambda *_: 0.0)
 
 
 def cold_settings(slots: int = SLOTS, page: int = PAGE, **more: Any) -> dict[str, Any]:
-    """Settings with that many slots in CPU memory, of pages that can be compressed."""
+    """Return settings for ``slots`` slots of compressible pages in CPU memory."""
     return {"cpu_gib": (slots * page + 1) / (1 << 30), "codec": shrinking.NAME, **more}
 
 
 class Held:
-    """A codec whose calls wait or fail while a test says so.
+    """Controls a codec whose calls wait or fail when the test chooses.
 
     Attributes:
-        encodes, decodes: set while calls need not wait.
+        encodes, decodes: calls wait while this event is not set.
         failing: number of the next encodes and decodes that fail.
     """
 
@@ -64,18 +64,18 @@ class Held:
         self.let_go()
 
     def let_go(self) -> None:
-        """Let all calls go on."""
+        """Let all waiting and later calls continue."""
         self.encodes.set()
         self.decodes.set()
 
     def while_it_waits(self, wait: Callable[[], object]) -> None:
-        """Call what waits for the codec, and let that go on meanwhile."""
+        """Call a function that waits for the codec, and let the codec continue meanwhile."""
         with ThreadPoolExecutor(1) as thread:
             thread.submit(self.let_go)
             wait()
 
     def strike(self, call: str) -> bool:
-        """True if this call of the codec is to fail."""
+        """Return True if this call of the codec must fail. Counts the failure."""
         strikes = self.failing[call] > 0
         self.failing[call] -= strikes
         return strikes
@@ -83,7 +83,7 @@ class Held:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    """A codec that can be held, and can fail."""
+    """A codec whose calls a test can block and fail."""
     made, encode, decode = Held(), Shrinking.encode, Shrinking.decode
 
     def encoded(self: Shrinking, page: Bytes) -> EncodedPage:
@@ -107,12 +107,13 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 
 def prompt(job: int, tag: str = "job") -> list[int]:
-    """The first prompt of a job; other tags are of other jobs."""
+    """Return the first prompt of a job. Jobs of different tags have different prompts."""
     return text(TURN, seed=len(tag) * 10_000 + job)
 
 
 def fill_cpu(rig: EngineRig, jobs: int, *, tag: str = "job") -> None:
-    """First turns of that many jobs, one after the other; their KV waits for the next ones."""
+    """Run the first turns of ``jobs`` jobs, one after another. Their KV then waits in CPU
+    memory."""
     rig.policy = Always(WAITS)
     for job in range(jobs):
         rig.now += 1.0
@@ -121,7 +122,7 @@ def fill_cpu(rig: EngineRig, jobs: int, *, tag: str = "job") -> None:
 
 
 def start_packing(rig: EngineRig, held: Held) -> None:
-    """CPU memory is nearly full, and the first job's pages are being compressed: that is held."""
+    """Fill most of CPU memory, start to compress the first job's pages, and block the codec."""
     fill_cpu(rig, FILLS)
     held.encodes.clear()
     rig.add("last", prompt(FILLS), params={"job_id": "last"})
@@ -130,7 +131,8 @@ def start_packing(rig: EngineRig, held: Held) -> None:
 
 
 def come_back(rig: EngineRig, job: int, tag: str = "job") -> int:
-    """A job's second turn; gives the tokens of its prompt that were restored."""
+    """Run a job's second turn. Returns how many tokens of its prompt were restored from CPU
+    memory."""
     name, first = f"{tag}{job}-again-{rig.steps}", prompt(job, tag)
     before = rig.count("prompt_tokens_cpu")
     longer = [*first, *expected(first, 4), *text(20, seed=2000 + job)]
@@ -139,7 +141,7 @@ def come_back(rig: EngineRig, job: int, tag: str = "job") -> int:
 
 
 def inject_cold(rig: EngineRig) -> FaultyTransfer:
-    """Put faults around the copies of restores of which some pages are compressed."""
+    """Inject faults into the copies of restores that include compressed pages."""
     compressor = rig.worker_half.compressor
     faulty = compressor.backend = FaultyTransfer(compressor.backend)
     return faulty
@@ -150,7 +152,8 @@ def compressed_bundles(rig: EngineRig) -> list[Bundle]:
 
 
 def damage(rig: EngineRig, bundles: int | None = None) -> int:
-    """Damage compressed pages in CPU memory, or those of some bundles; gives how many bundles."""
+    """Damage the compressed pages of some or all bundles in CPU memory. Returns the number of
+    bundles."""
     rig.worker_half.compressor.drain()
     packed = compressed_bundles(rig)[:bundles]
     for bundle in packed:
@@ -160,10 +163,12 @@ def damage(rig: EngineRig, bundles: int | None = None) -> int:
 
 
 def flip_a_byte(rig: EngineRig, rng: random.Random) -> bool:
-    """Damage CPU memory where it holds compressed pages; False if there are none."""
+    """Flip a bit in the slots of compressed pages in CPU memory. Returns False if there are
+    none."""
     if rig.worker_half.compressor is None:
         return False
-    rig.worker_half.compressor.drain()  # who reads a page has made sure of it
+    # Pages that are being read have been verified before the damage.
+    rig.worker_half.compressor.drain()
     slots = [slot for bundle in compressed_bundles(rig) for slot in bundle.slots]
     if not slots:
         return False

@@ -13,7 +13,8 @@ MakeRig = Callable[..., Rig]
 
 @pytest.fixture
 def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
-    """Rigs by options, closed at the end of the test. Nothing is held but where a test says so."""
+    """Return a function that creates rigs, which are closed after the test. Admission is off unless
+    a test sets it."""
     rigs: list[Rig] = []
 
     def make(**options: Any) -> Rig:

@@ -1,4 +1,4 @@
-"""Asynchronous scheduling, as on GPUs: a step is scheduled before the previous one has finished."""
+"""Async scheduling, as on GPUs: a step is scheduled before the previous one has finished."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_turn_restored_from_cpu_memory_gives_the_same_answer(make_rig: MakeRig
     rig.check_clean()
 
 
-def test_every_restore_is_async_as_vllm_cannot_go_back_on_a_sync_one(make_rig: MakeRig) -> None:
+def test_every_restore_is_async_because_vllm_cannot_undo_a_sync_one(make_rig: MakeRig) -> None:
     rig = make_rig(ahead=True)
     rig.pages.restores.policy = AlwaysRestore(RestoreMode.SYNC)
     faulty = rig.inject(FaultyTransfer)
@@ -50,7 +50,7 @@ def test_every_restore_is_async_as_vllm_cannot_go_back_on_a_sync_one(make_rig: M
 def test_a_turn_that_stops_while_its_next_token_is_computed_keeps_only_its_answer(
     make_rig: MakeRig,
 ) -> None:
-    """The step that was scheduled ahead writes the KV of one token more."""
+    """The step that was scheduled in advance writes the KV of another token."""
     rig = make_rig(ahead=True)
     prompt = text(90, seed=3)
     whole = expected(prompt, 30)
@@ -66,11 +66,11 @@ def test_a_turn_that_stops_while_its_next_token_is_computed_keeps_only_its_answe
 
 @pytest.mark.parametrize("in_job_order", [False, True])
 @pytest.mark.parametrize("saved", [False, True])
-def test_blocks_that_are_free_a_step_later_cost_no_pin(
+def test_no_pin_is_released_for_blocks_that_are_free_a_step_later(
     make_rig: MakeRig, in_job_order: bool, saved: bool
 ) -> None:
-    """vLLM gives a turn's blocks back once the step that was scheduled ahead of its end is over;
-    who waits for them waits that step."""
+    """vLLM frees a turn's blocks once the step that was scheduled before its end has finished. A
+    request that needs them waits for that step."""
     prompt = text(260, seed=3)
     rig = tight(make_rig, in_job_order, saved=prompt if saved else ())
     before = rig.count("pins_ended_pressure")
@@ -86,7 +86,7 @@ def test_blocks_that_are_free_a_step_later_cost_no_pin(
     rig.check_clean()
 
 
-def test_a_running_request_waits_a_step_for_blocks_rather_than_take_a_pin(
+def test_a_running_request_waits_a_step_before_a_pin_is_released(
     make_rig: MakeRig,
 ) -> None:
     rig = tight(make_rig, in_job_order=False)
@@ -100,10 +100,10 @@ def test_a_running_request_waits_a_step_for_blocks_rather_than_take_a_pin(
     rig.run()
 
 
-def test_a_restored_request_waits_a_step_for_blocks_rather_than_take_a_pin(
+def test_a_restored_request_waits_a_step_before_a_pin_is_released(
     make_rig: MakeRig,
 ) -> None:
-    """The third place of vLLM's step at which blocks are found missing."""
+    """This is the third place in vLLM's step where blocks can be missing."""
     rig = tight(make_rig, in_job_order=False)
     room = rig.admission.pressure
     request = SimpleNamespace(num_tokens=300, num_computed_tokens=0)
@@ -120,7 +120,8 @@ def test_a_restored_request_waits_a_step_for_blocks_rather_than_take_a_pin(
 
 
 def tight(make_rig: MakeRig, in_job_order: bool, saved: Sequence[int] = ()) -> Rig:
-    """A rig of which a job that is away has pinned a quarter; ``saved`` is in CPU memory."""
+    """Create a rig on which an absent job has pinned a quarter of the blocks. ``saved`` is in CPU
+    memory."""
     rig = make_rig(
         blocks=41,
         max_model_len=512,
@@ -143,8 +144,8 @@ def one_that_stops(rig: Rig) -> None:
 
 
 def run_until_it_stops(rig: Rig) -> None:
-    """Its last step was heard of, and the one that was scheduled ahead of that is under way. What
-    is being saved is late for longer."""
+    """Step until the request's end is known. The step scheduled in advance is then still running.
+    Waits for saves before each step, because pending saves would free blocks even later."""
     while "stops" not in rig.finished:
         rig.wait_for_worker()
         rig.step()

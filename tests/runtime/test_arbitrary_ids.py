@@ -18,7 +18,7 @@ REQUESTS, MOST_JOBS = 20, 5
 
 
 @pytest.mark.scripts(4, nightly=1_000)
-def test_arbitrary_ids_cost_no_answer_and_cross_no_salt(
+def test_arbitrary_ids_change_no_answer_and_cross_no_salt(
     make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seeds: range
 ) -> None:
     monkeypatch.setattr(job_table, "MAX_JOBS", MOST_JOBS)
@@ -30,7 +30,7 @@ def test_arbitrary_ids_cost_no_answer_and_cross_no_salt(
             name = rng.choice(["resp_", "chatcmpl-"]) + f"{seed}a{number}-0123abcd"
             after = {"follows": f"resp_{seed}a{number - 1}", "session": rng.choice([1, None])}
             said = {"client": after} if rng.random() < 0.3 else anything(rng)
-            params = said if isinstance(said, dict) else {}  # vLLM refuses others
+            params = said if isinstance(said, dict) else {}  # vLLM refuses other types
             before = len(policy(rig).asked)
             assert rig.ask(name, prompt, params=params, salt=salt) == expected(prompt, 4)
             rig.now += 1.0

@@ -1,7 +1,7 @@
 """Memory that clients or a hung device could fill: no container of either half grows with traffic.
 
-Each story lowers the declared bounds, sends jobs that clients made up, and follows the references
-of both halves and of every module. A container that still grows has no bound.
+Each test lowers the declared bounds, sends jobs with invented names, and follows the references of
+both halves and of every module. A container that still grows has no bound.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.transfer.base import Direction
 
 TURNS = 90
-"""Turns between two measurements."""
+"""Number of turns between two measurements."""
 MOST_OPEN_REQUESTS = 12
 BOUNDS = {
     "connectors.runtime.admission.active_jobs.MOST_SILENT": 4,
@@ -68,14 +68,15 @@ BOUNDS = {
     "storage.remote_pages.MOST_RUNS": 64,
     "trace.trace_writer.MAX_QUEUED": 32,
 }
-"""The bounds that the project declares, each with a low value that this traffic reaches."""
+"""The bounds that the project declares, each with a value so low that the traffic of these tests
+reaches it."""
 REACHED = {
     "JobTable._jobs": "connectors.runtime.job_table.MAX_JOBS",
     "Lineage._jobs": "policies.jobs.lineage.MAX_JOBS",
     "OpenGaps._gaps": "connectors.runtime.between_turns.open_gaps.MOST_OPEN",
     "RecentDecisions._last": "connectors.runtime.between_turns.turn_ends.MOST_RECENT",
 }
-"""Containers that are full at the end of every story."""
+"""Containers that are full at the end of every test, with their bounds."""
 AS_LARGE_AS_DISKS = {
     "Catalogue.pages",
     "FolderContents._names[]",
@@ -88,8 +89,8 @@ AS_LARGE_AS_DISKS = {
     "VirtualStore._segments[]",
     "VirtualStore._where",
 }
-"""Containers with an entry for each page on SSD or in a shared folder, or with two at most. The
-size that an operator gives those is their bound, and these stories do not fill it."""
+"""Containers with one or two entries for each page on SSD or in a shared folder. They are bounded
+by the configured size of those, which these tests do not fill."""
 
 
 @pytest.fixture
@@ -103,15 +104,16 @@ def low_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setattr(module, name, low)
 
 
-# -- sizes of what is reachable ---------------------------------------------------------
+# -- sizes of reachable containers -------------------------------------------------------
 
 
 def sizes(roots: Iterable[object]) -> Counter[str]:
-    """The size of each container that is reachable from ``roots`` or from a module of the package.
+    """Return the size of each container that is reachable from ``roots`` or from a module of the
+    package.
 
     Containers are named by their owner: ``JobTable._jobs`` is an attribute, ``JobTable._jobs[]``
     all containers in it together. The size is the number of items, of bytes for arrays, and of
-    characters for long texts. Objects of other packages are not entered.
+    characters for long strings. Objects of other packages are not entered.
     """
     found, seen = Counter[str](), set[int]()
     waiting = deque[tuple[str, object]]((type(root).__name__, root) for root in roots)
@@ -138,7 +140,7 @@ def _of_modules() -> Iterator[tuple[str, object]]:
 
 
 def _parts(name: str, one: Any, found: Counter[str]) -> Iterable[tuple[str, object]]:
-    """The objects that ``one`` refers to, each with its name. Counts ``one`` if it is a
+    """Return the objects that ``one`` refers to, each with its name. Counts ``one`` if it is a
     container."""
     inside = name if name.endswith("[]") else f"{name}[]"
     match one:
@@ -175,7 +177,7 @@ def _parts(name: str, one: Any, found: Counter[str]) -> Iterable[tuple[str, obje
 
 
 def _copied(container: Any) -> list[Any]:
-    """The items of a container that a thread may be changing."""
+    """Return the items of a container that another thread may be changing."""
     while True:
         try:
             return list(container.items() if isinstance(container, Mapping) else container)
@@ -200,7 +202,7 @@ def _is_ours(module: str) -> bool:
 
 
 class Clients:
-    """Clients that make up jobs, salts, tools and commands, and hang up, retry or come back."""
+    """Clients that invent jobs, salts, tools and commands, and disconnect, retry or return."""
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
@@ -210,7 +212,7 @@ class Clients:
         self._open: list[str] = []
 
     def send(self, turns: int) -> None:
-        """Send that many turns and wait for their answers."""
+        """Send ``turns`` turns, and wait for their answers."""
         for _ in range(turns):
             self._send_turn()
             self._rig.now += self._rng.choice([0.01, 0.05, 0.2])
@@ -230,7 +232,7 @@ class Clients:
         rng, rig = self._rng, self._rig
         params, salt, prompt = self._turn_of_a_job()
         luck = rng.random()
-        for _ in range(2 if luck > 0.9 else 1):  # perhaps two at once
+        for _ in range(2 if luck > 0.9 else 1):  # sometimes two concurrently
             self._sent += 1
             name = f"request {self._sent}"
             rig.add(name, prompt, max_tokens=rng.randrange(1, 12), params=params, salt=salt)
@@ -264,7 +266,7 @@ class Clients:
 
 
 class ByLot(StatelessPolicy):
-    """Decisions of every kind, by lot."""
+    """Chooses pin, CPU or store at random; never drops."""
 
     reads_tools = True
 
@@ -279,7 +281,7 @@ class ByLot(StatelessPolicy):
 
 
 class Tokenizer:
-    """Decodes every answer to another tool call, once the gate is open."""
+    """Decodes every answer to a different tool call, once the gate is open."""
 
     def __init__(self, gate: threading.Event) -> None:
         self._gate = gate
@@ -314,8 +316,8 @@ def shared(folder: Path) -> str:
 
 
 def held_back(gate: threading.Event, owner: Any, *names: str) -> threading.Event:
-    """Have calls of these methods wait until the gate is open. Returns an event that the first of
-    them sets."""
+    """Make calls of these methods wait until the gate is open. Returns an event that the first call
+    sets."""
     waits = threading.Event()
 
     def call(usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -329,9 +331,13 @@ def held_back(gate: threading.Event, owner: Any, *names: str) -> threading.Event
 
 
 def check_that_nothing_grows(rig: Rig) -> Counter[str]:
-    """Send the same number of turns four times. Containers fill during the first two; those that
-    grow in proportion to the turns double during the others. Containers of few items may hold the
-    blocks of VRAM or the slots of CPU memory, which these stories use in part."""
+    """Send the same number of turns four times, and assert that no container grows. Returns the
+    final sizes.
+
+    Containers fill during the first two rounds. Those that grow in proportion to the turns double
+    during the others. Small containers may hold the blocks of VRAM or the slots of CPU memory,
+    which these tests use only in part.
+    """
     clients, found = Clients(rig), list[Counter[str]]()
     for _ in range(4):
         clients.send(TURNS)
@@ -347,13 +353,13 @@ def check_that_nothing_grows(rig: Rig) -> Counter[str]:
     assert not grown, "\n".join(f"{name}: {each}" for name, each in grown.items())
     for name, bound in REACHED.items():
         if name in after:
-            late = after[name] - BOUNDS[bound]  # some are counted now and then
+            late = after[name] - BOUNDS[bound]  # some containers are counted occasionally
             assert 0 <= late < MOST_OPEN_REQUESTS, f"{name} has {after[name]}"
     return after
 
 
 @pytest.mark.usefixtures("low_bounds")
-def test_made_up_jobs_salts_and_tools_fill_nothing(make_rig: MakeRig, tmp_path: Path) -> None:
+def test_invented_jobs_salts_and_tools_fill_no_container(make_rig: MakeRig, tmp_path: Path) -> None:
     gate = threading.Event()
     gate.set()
     rig = make(make_rig, tmp_path, gate, snapshot_path=str(tmp_path / "snapshots"))
@@ -382,7 +388,8 @@ def test_nothing_waits_without_bound_for_copies_that_hang(
 ) -> None:
     gate = threading.Event()
     gate.set()
-    rig = make(make_rig, tmp_path, gate, slots=24, remote=shared(tmp_path))  # of 64 blocks
+    # Fewer slots than the 64 blocks.
+    rig = make(make_rig, tmp_path, gate, slots=24, remote=shared(tmp_path))
     rig.policy = ByLot()
     faulty = rig.inject(FaultyTransfer)
     faulty.hold(Direction.SAVE)
@@ -392,7 +399,7 @@ def test_nothing_waits_without_bound_for_copies_that_hang(
 
 
 @pytest.mark.usefixtures("low_bounds")
-def test_observing_fills_nothing(make_rig: MakeRig, tmp_path: Path) -> None:
+def test_observe_mode_fills_no_container(make_rig: MakeRig, tmp_path: Path) -> None:
     gate = threading.Event()
     gate.set()
     check_that_nothing_grows(make(make_rig, tmp_path, gate, mode="observe", policy="continuum"))
@@ -412,7 +419,7 @@ def test_a_job_that_returns_early_leaves_no_entry_until_it_was_expected() -> Non
     assert [(job, 1.0, ())] == expected.take(until=1e9)
 
 
-def test_clients_that_make_up_salts_and_jobs_share_what_is_remembered_of_silent_jobs() -> None:
+def test_clients_with_invented_salts_share_the_bound_of_silent_jobs() -> None:
     scopes = Scopes()
     for salt in range(1024):
         for name in range(200):
@@ -450,10 +457,10 @@ def test_finished_jobs_do_not_queue_for_a_hung_disk(tmp_path: Path) -> None:
     assert notebook.lost > 0
 
 
-def test_tails_of_prompts_are_no_more_than_twice_the_pages(make_rig: MakeRig) -> None:
+def test_there_are_at_most_twice_as_many_tails_as_pages(make_rig: MakeRig) -> None:
     slots = 16
     rig = make_rig(extra={"cpu_gib": (slots * PAGE + 1) / (1 << 30)})
-    for number in range(3 * slots):  # 20 + 12 tokens have KV: the turn itself leaves no tail
+    for number in range(3 * slots):  # 20 + 12 tokens have KV, so the turn's end leaves no tail
         rig.ask(f"{number}", text(20, seed=number), max_tokens=13)
     assert rig.index.evictions > 0
     assert len(rig.pages.tails) <= 2 * slots

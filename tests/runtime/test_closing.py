@@ -24,7 +24,7 @@ def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
 
 
 def test_a_copy_that_failed_is_not_flushed(rig: Rig, make_rig: MakeRig, tmp_path: Path) -> None:
-    """Its slot holds the bytes of whoever had it before."""
+    """The slot still has the bytes of the page that used it before."""
     rig.inject(FaultyTransfer).fail_next(Direction.SAVE, {3, 4})
     rig.ask("first", CONTEXT)
     assert rig.count("save_failures") == 2
@@ -35,7 +35,7 @@ def test_a_copy_that_failed_is_not_flushed(rig: Rig, make_rig: MakeRig, tmp_path
     assert second.count("prompt_tokens_ssd") == 3 * 16
 
 
-def test_a_copy_under_way_is_waited_for_and_flushed(
+def test_a_copy_in_flight_is_awaited_and_flushed(
     rig: Rig, make_rig: MakeRig, tmp_path: Path
 ) -> None:
     backend = rig.inject(FaultyTransfer)
@@ -66,7 +66,7 @@ def test_a_jobs_last_tokens_are_found_on_ssd_by_the_next_engine(
     second.check_clean()
 
 
-def test_the_slab_is_given_back(rig: Rig) -> None:
+def test_the_slab_is_freed(rig: Rig) -> None:
     pool = rig.worker_half.pool
     rig.ask("first", CONTEXT)
     rig.close()

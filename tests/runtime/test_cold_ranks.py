@@ -44,7 +44,7 @@ def test_the_rank_with_the_larger_bundle_determines_what_is_free(rig: TwoRankRig
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_damage_on_one_rank_has_the_page_computed_on_both(rig: TwoRankRig, rank: int) -> None:
+def test_a_page_damaged_on_one_rank_is_computed_on_both(rig: TwoRankRig, rank: int) -> None:
     fill_cpu(rig, JOBS)
     worker = [rig.ranks.worker, rig.ranks.second][rank]
     for slot in rig.index.cold.slots:
@@ -73,7 +73,7 @@ def test_pages_that_one_rank_cannot_encode_are_lost_on_both(rig: TwoRankRig, ran
     rig.check_clean()
 
 
-def test_what_one_rank_cannot_compress_is_not_compressed(rig: TwoRankRig) -> None:
+def test_pages_that_one_rank_cannot_compress_stay_uncompressed(rig: TwoRankRig) -> None:
     rig.ranks.introduce(lambda said: replace(said, compresses=()))
     fill_cpu(rig, JOBS)
     assert rig.index.evictions > 0
@@ -83,8 +83,8 @@ def test_what_one_rank_cannot_compress_is_not_compressed(rig: TwoRankRig) -> Non
     rig.check_clean()
 
 
-def test_slots_for_decoded_pages_hold_none_whatever_was_measured(rig: TwoRankRig) -> None:
-    """A speed of 0 says only that none is known."""
+def test_slots_for_decoded_pages_are_reserved_for_any_measured_speed(rig: TwoRankRig) -> None:
+    """A speed of 0 only means that the speed is unknown."""
     staging = rig.ranks.worker.compressor.staging
     rig.ranks.introduce(lambda said: replace(said, slots=said.slots - 1), copy=0.0)
     assert rig.index.num_slots == rig.index.free_slots == SLOTS - staging - 1

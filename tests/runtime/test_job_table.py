@@ -1,4 +1,4 @@
-"""Jobs: turns that belong together, remembered as long as they may continue."""
+"""Jobs: turns that belong together, remembered while they may continue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_turns_of_a_job_are_counted_from_its_birth() -> None:
     assert len(table) == 1
 
 
-def test_equal_names_under_other_salts_are_strangers() -> None:
+def test_equal_names_under_other_salts_are_other_jobs() -> None:
     table = JobTable()
     mine = table.turn_arrived(JobKey("me", "job"), "r1", 0.0, blocks=1)
     yours = table.turn_arrived(JobKey("you", "job"), "r2", 1.0, blocks=1)
@@ -55,7 +55,7 @@ def test_a_job_is_not_over_while_another_of_its_turns_runs() -> None:
     assert len(table) == 0
 
 
-def test_a_turn_that_ends_twice_is_no_mistake() -> None:
+def test_a_turn_may_end_twice() -> None:
     table = JobTable()
     job = table.turn_arrived(KEY, "r1", 0.0, blocks=1)
     table.turn_ended(job, "r1", over=True)
@@ -89,7 +89,7 @@ def test_a_job_that_starts_again_is_the_youngest() -> None:
     assert [job.key.name for job in oldest_first] == ["second", "first"]
 
 
-def test_a_turn_that_is_lost_does_not_run_for_ever() -> None:
+def test_a_lost_turn_does_not_count_as_running_forever() -> None:
     table = JobTable()
     job = table.turn_arrived(KEY, "r1", 0.0, blocks=1)
     table.turn_lost(job, "r1")
@@ -97,7 +97,7 @@ def test_a_turn_that_is_lost_does_not_run_for_ever() -> None:
     assert len(table) == 1
 
 
-def test_jobs_that_come_and_go_at_random_are_listed_in_the_order_in_which_they_came() -> None:
+def test_random_jobs_are_listed_in_order_of_arrival() -> None:
     table, chance, alive = JobTable(), random.Random(29), list[jobs.Job]()
     for at in range(2000):
         if alive and chance.random() < 0.45:
@@ -110,11 +110,11 @@ def test_jobs_that_come_and_go_at_random_are_listed_in_the_order_in_which_they_c
     assert len(alive) > 100
 
 
-# -- responses that are continued -----------------------------------------------------------
+# -- continued responses ----------------------------------------------------------------------
 
 
-def test_a_response_leads_to_its_job_once() -> None:
-    """A second request after it is a fork, which is another job."""
+def test_a_response_continues_its_job_once() -> None:
+    """A second request that follows the same response is a fork, which is another job."""
     responses = Responses()
     responses.answered(KEY, "resp_4f0c-1a2b3c4d")
     assert responses.take("other salt", "resp_4f0c") is None

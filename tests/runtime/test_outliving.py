@@ -1,6 +1,7 @@
-"""CPU memory that outlives its engine: what the next engine finds, and what it must not find.
+"""CPU memory that outlives its engine: pages that the next engine finds, and pages that it must not
+find.
 
-An engine is "killed" by looking at a copy of its file: that is what a killed process leaves.
+To "kill" an engine, a test copies its memory file, because a killed process leaves the same bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def rig(folder: Path, *, keep: bool = False, **extra: object) -> Iterator[Second
 
 
 def settle(made: SecondRig) -> None:
-    """Wait until the worker has hashed what the scheduler told it."""
+    """Wait until the worker has hashed all pages that the scheduler reported, and all notes are
+    written."""
     made.run()
     assert made.worker_half.lasting.wait_idle(30.0)
     assert made.half.deps.notebook.drain(30.0)
@@ -59,7 +61,7 @@ def test_the_next_engine_finds_the_contexts_of_one_that_was_killed(tmp_path: Pat
     with rig(killed) as second:
         for name, prompt in prompts.items():
             assert second.ask(name, prompt) == expected(prompt, 4)
-        whole = sum(len(prompt) - 1 for prompt in prompts.values())  # one has to be computed
+        whole = sum(len(prompt) - 1 for prompt in prompts.values())  # one token has to be computed
         assert from_memory(second) == whole
         second.check_clean()
 
@@ -78,7 +80,7 @@ def test_pages_on_hugetlbfs_are_found_though_jobs_are_not(
 ) -> None:
     prompt = text(300, seed=1)
     with huge_folder() as folder:
-        for found in (0, 288):  # the last tokens, which fill no block, are noted with the job
+        for found in (0, 288):  # the last tokens, which fill no block, are stored with the job
             with rig(folder, keep=True) as one:
                 assert one.ask("a", prompt, params={"job_id": "a"}) == expected(prompt, 4)
                 assert from_memory(one) == found
@@ -92,7 +94,7 @@ def test_another_engine_at_the_same_time_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_nothing_is_found_of_what_was_reset(tmp_path: Path) -> None:
+def test_pages_from_before_a_reset_are_not_found(tmp_path: Path) -> None:
     prompt = text(300, seed=1)
     with rig(tmp_path, keep=True) as one:
         one.ask("before", prompt)
@@ -143,7 +145,7 @@ def test_the_end_of_a_turn_that_fills_no_block_is_found_too(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_job_continues_where_it_was(tmp_path: Path, named: bool) -> None:
+def test_a_job_continues_in_the_next_engine(tmp_path: Path, named: bool) -> None:
     def job(name: str) -> dict[str, str] | None:
         return {"job_id": name} if named else None
 
@@ -171,7 +173,7 @@ def test_a_start_that_is_refused_keeps_the_pages(tmp_path: Path) -> None:
         killed = as_killed(tmp_path / "memory", tmp_path / "killed")
     with (
         rig(tmp_path / "another", **ssd),
-        pytest.raises(ConfigError, match="in use by process"),  # the folder on SSD is
+        pytest.raises(ConfigError, match="in use by process"),  # the SSD folder is in use
         rig(killed, **ssd),
     ):
         pass

@@ -1,4 +1,5 @@
-"""Two ranks whose CPU memory outlives them in one file each: a page is found if both have it."""
+"""Two ranks whose CPU memory outlives them, in one file each. A page is found if both ranks have
+it."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def rig(folder: Path) -> Iterator[TwoRankRig]:
 
 
 def _keep_all(folder: Path) -> None:
-    """Leave both files as they are."""
+    """Leave both files unchanged."""
 
 
 def _lose_one(folder: Path) -> None:
@@ -47,7 +48,7 @@ def _lose_one(folder: Path) -> None:
 
 
 def _damage_a_page_of_one(folder: Path) -> None:
-    """Flip the last byte that is not 0: it is in a slot."""
+    """Flip a bit of the last byte that is not 0, which is in a slot."""
     path = folder / "0-1.slots"
     held = bytearray(path.read_bytes())
     at = len(held.rstrip(b"\0")) - 1
@@ -59,7 +60,7 @@ def _damage_a_page_of_one(folder: Path) -> None:
     ("change", "least", "most"),
     [(_keep_all, 299, 299), (_lose_one, 0, 0), (_damage_a_page_of_one, 0, 298)],
 )
-def test_pages_are_found_that_both_ranks_have(
+def test_pages_that_both_ranks_have_are_found(
     tmp_path: Path, change: Callable[[Path], None], least: int, most: int
 ) -> None:
     prompt = text(300, seed=1)
@@ -78,10 +79,10 @@ def test_pages_are_found_that_both_ranks_have(
         second.check_clean()
 
 
-def test_compressed_pages_are_found_that_both_ranks_have(
+def test_compressed_pages_that_both_ranks_have_are_found(
     tmp_path: Path, small_bundles: None
 ) -> None:
-    """Each rank's bundles have sizes of their own, and the next engine goes on with them."""
+    """Bundles have different sizes on the two ranks, and the next engine continues with them."""
     block, jobs = 128, 10
     extra = cold_settings(48, 2 * LAYERS * block * CELL)
 

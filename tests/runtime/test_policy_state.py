@@ -1,4 +1,4 @@
-"""The learned state of a policy outlives the engine, and no file can corrupt it."""
+"""The learned state of a policy outlives the engine, and an invalid file is ignored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Counting(StatelessPolicy):
-    """Learns how many gaps there were."""
+    """A policy that learns the number of gaps."""
 
     def __init__(self) -> None:
         self.gaps = 0
@@ -51,18 +51,18 @@ def learned(gaps: int) -> Counting:
 
 
 def loaded(folder: Path, name: str = "counting") -> int | None:
-    """The state that an engine finds at its start; None without one."""
+    """Return the state that an engine finds at startup, or None."""
     policy = Counting()
     return policy.gaps if PolicyState(policy, folder, name).load() else None
 
 
-def test_what_was_learned_is_there_after_a_restart(tmp_path: Path) -> None:
+def test_learned_state_is_loaded_after_a_restart(tmp_path: Path) -> None:
     policy = learned(7)
     keeper = PolicyState(policy, tmp_path / "store", "counting")
     assert not keeper.load()
     keeper.close()
     policy.gaps = 8
-    keeper.close()  # again: nothing happens
+    keeper.close()  # closing again does nothing
     (path,) = (tmp_path / "store").iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert loaded(tmp_path / "store") == 7
@@ -75,14 +75,14 @@ def test_each_policy_has_a_file_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("after_s", "saved"), [(SAVE_EVERY_S - 1, None), (SAVE_EVERY_S, 3)])
-def test_it_is_saved_now_and_then(
+def test_learned_state_is_saved_periodically(
     after_s: float, saved: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = learned(3)
     keeper = PolicyState(policy, tmp_path, "counting")
     keeper.save_if_due(now=1000.0)
     keeper.save_if_due(now=1000.0 + after_s)
-    monkeypatch.setattr(policy, "dump", dict)  # so that closing has nothing to save
+    monkeypatch.setattr(policy, "dump", dict)  # leaves closing nothing to save
     keeper.close()
     assert loaded(tmp_path) == saved
 
@@ -132,7 +132,7 @@ def test_an_unusable_file_is_reported_once_and_replaced(
     assert loaded(tmp_path) == 1
 
 
-def test_a_folder_that_cannot_be_written_costs_a_line_in_the_log(
+def test_an_unwritable_folder_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
@@ -156,7 +156,7 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path) -> None:
 def test_two_engines_with_one_process_number_save_concurrently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engines of two containers both have number 1."""
+    """The engines of two containers both have process id 1."""
     one, other = (PolicyState(learned(n), tmp_path, "counting") for n in (1, 2))
     monkeypatch.setattr(os, "getpid", lambda: 1)
     waiting = [other]
@@ -199,8 +199,9 @@ def test_the_next_save_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     assert loaded(tmp_path) == 3
 
 
-def test_numbers_without_end_come_back(tmp_path: Path) -> None:
-    """A policy of somebody's own may keep a least gap, of which none was seen yet."""
+def test_infinite_numbers_are_restored(tmp_path: Path) -> None:
+    """For example, a custom policy may keep the shortest gap, which is infinite before the first
+    one."""
     policy = learned(3)
     policy.dump = lambda: {"gaps": math.inf}  # type: ignore[method-assign]
     PolicyState(policy, tmp_path, "counting").close()

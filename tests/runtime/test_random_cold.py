@@ -32,14 +32,14 @@ from tiered_kv.testing.vllm.rig import Rig
 pytestmark = pytest.mark.usefixtures("small_bundles")
 KINDS: Sequence[tuple[GroupSpec, ...]] = [
     *[()] * 4,
-    *(groups for name, groups in MODELS.items() if name != "state"),  # those are not compressed
+    *(groups for name, groups in MODELS.items() if name != "state"),  # states are not compressed
 ]
 CALM = {"turn": 90, "abort": 5, "reset": 1}
 FAULTS = {"fail_copy": 4, "fail_store": 4}
 
 
 class Clients(Script):
-    """Clients of an engine whose copies of compressed pages can fail as well as the others."""
+    """Clients of an engine whose copies of compressed pages can fail too."""
 
     steps = (0, 1, 3, 8)
 
@@ -56,7 +56,7 @@ class Clients(Script):
 
 
 def befall(rig: Rig, held: Held, rng: random.Random) -> None:
-    """Have trouble with compressed pages between two steps."""
+    """Inject a random fault of compressed pages between two steps."""
     match rng.randrange(6):
         case 0:
             held.let_go()
@@ -76,7 +76,7 @@ def befall(rig: Rig, held: Held, rng: random.Random) -> None:
 
 @contextmanager
 def troubled(rig: Rig, held: Held, rng: random.Random, chance: float) -> Iterator[None]:
-    """Have trouble befall an engine before some of its steps."""
+    """Inject faults before some of the engine's steps, until the block ends."""
     right, wait = rig.step, rig.wait_for_worker
 
     def step() -> Any:
@@ -103,7 +103,7 @@ def test_random_scripts_end_well(tmp_path: Path, held: Held, seeds: range) -> No
 
 
 def play_script(folder: Path, held: Held, seed: int) -> Mapping[str, int]:
-    """Play one script, and have a second engine find what it left on SSD."""
+    """Play one script, and let a second engine find the pages that it left on SSD."""
     rng = random.Random(seed)
     groups = KINDS[seed % len(KINDS)]
     page = max((group.block_size for group in groups), default=16) * PAGE // 16

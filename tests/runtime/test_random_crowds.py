@@ -1,8 +1,8 @@
-"""More live agents than seats, whose jobs never end: no request waits much beyond the admission
+"""More active agents than seats, whose jobs never end: no request waits much beyond the admission
 limit, and clients get equal shares of the seats.
 
-The rule that no later arrival is admitted before an overdue request is watched by the rig itself
-(``tiered_kv.testing.fairness``), here as in every other random script.
+The rig itself checks (``tiered_kv.testing.fairness``) that no later arrival is admitted before an
+overdue request, here as in every other random script.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tiered_kv.testing.vllm.rig import Rig, RigOptions
 STEP_S = 0.05
 STEPS = 200
 COPIED_WITHIN = 4
-"""Steps within which copies are over. They take real time and steps do not: on a busy machine a
-save would hold its blocks for hundreds of steps."""
+"""Number of steps within which copies finish. Copies take real time but steps do not, so on a busy
+machine a save could hold its blocks for hundreds of steps."""
 ANSWER = 11
 
 
@@ -40,13 +40,13 @@ class Agent:
 
 
 class Crowd(Script):
-    """Agents in a closed loop: none has two turns at the same time, and none ever ends."""
+    """Agents in a closed loop: none runs two turns concurrently, and none ever ends."""
 
     def __init__(self, rig: Rig, rng: random.Random, agents: list[Agent]) -> None:
         super().__init__(rig, rng, {}, [])
         self.agents = agents
         self.waits: dict[str, float] = {}
-        """How long each request waited for its first blocks."""
+        """Seconds that each request waited for its first blocks."""
         self._arrived: dict[str, float] = {}
         self._allocated = rig.half.on_allocated
         rig.half.on_allocated = self._watched
@@ -80,14 +80,14 @@ class Crowd(Script):
             rig.wait_for_worker()
 
     def end(self) -> None:
-        """Let the turns under way be the last."""
+        """Finish the running turns, and start no further ones."""
         self.agents.clear()
         self.finish()
 
 
 def some_agents(rng: random.Random) -> list[Agent]:
-    """Agents of clients with salts, with one job id for all of a client's traffic, or with a job id
-    for each agent."""
+    """Return agents of several clients: with salts, with one job id for all of a client's requests,
+    or with a job id for each agent."""
     agents = []
     for client in range(rng.randrange(2, 6)):
         salt = rng.choice([None, f"salt {client}"])
@@ -118,8 +118,8 @@ def play_script(folder: Path, seed: int) -> None:
     )
     with Rig(folder / "model", options) as rig:
         crowd = Crowd(rig, rng, some_agents(rng))
-        # An overdue request goes before all that arrived later, so that those before it are at most
-        # one of each agent. Each takes some steps of prefill and of decoding.
+        # An overdue request precedes all later arrivals, so at most one request of each agent
+        # precedes it. Each of those takes some steps of prefilling and decoding.
         turn_s = STEP_S * (ANSWER + LONGEST / 64 + 5)
         bound_s = limit_s + len(crowd.agents) * turn_s
         for _ in range(STEPS):
@@ -131,13 +131,14 @@ def play_script(folder: Path, seed: int) -> None:
 
 
 @pytest.mark.scripts(75, nightly=4_000)
-def test_crowds_are_served_fairly(tmp_path: Path, seeds: range) -> None:
+def test_random_crowds_are_served_fairly(tmp_path: Path, seeds: range) -> None:
     play_each(tmp_path, seeds, play_script)
 
 
 @pytest.mark.parametrize("one_id", [False, True], ids=["salts", "one job id each"])
 def test_clients_that_keep_the_seats_full_get_equal_shares(tmp_path: Path, one_id: bool) -> None:
-    """One client has ten concurrent requests, another four, a third one. Four seats."""
+    """One client has ten concurrent requests, another has four, and a third has one. There are four
+    seats."""
     options = RigOptions(blocks=400, max_num_seqs=4, in_job_order=True, extra={"cpu_gib": 0.0})
     with Rig(tmp_path / "model", options) as rig:
         rng = random.Random(7)
@@ -158,7 +159,7 @@ def test_clients_that_keep_the_seats_full_get_equal_shares(tmp_path: Path, one_i
         running = Counter[str]()
         for _ in range(STEPS):
             crowd.step()
-            for agent in crowd.agents:  # no tool takes time: all clients always want more
+            for agent in crowd.agents:  # tools take no time, so all clients always have requests
                 agent.due_s = 0.0
             running.update(name[0] for name in rig.running())
         crowd.end()
@@ -169,7 +170,7 @@ def test_clients_that_keep_the_seats_full_get_equal_shares(tmp_path: Path, one_i
 
 
 def newcomers_wait_s(folder: Path, extra: dict[str, Any] | None) -> float:
-    """Mean time to the first token of newcomers, among twice as many agents as seats."""
+    """Return the mean time to first token of new jobs, among twice as many agents as seats."""
     options = RigOptions(
         blocks=100,
         max_num_seqs=4,

@@ -1,7 +1,6 @@
 """A sequence of engines, each of which finds the pages of its predecessors in a folder, or in a
-shared store that must be queried. Whatever happened to either, outputs are right, and no engine
-finds KV from before a reset.
-"""
+shared store that must be queried. Whatever happens to either, outputs are right, and no engine
+finds KV from before a reset."""
 
 from __future__ import annotations
 
@@ -30,10 +29,10 @@ ACTS = {"turn": 65, "abort": 5, "fail_copy": 5, "reset": 3, "trouble": 22}
 
 
 class Weights(PagedModel):
-    """The model, with weights that a reset changes: KV of others is wrong.
+    """The model, with weights that change at a reset. KV of other weights is wrong.
 
     Attributes:
-        generation: tells them apart; those on disk are the first.
+        generation: identifies the weights. 0 are the weights on disk.
     """
 
     generation = 0
@@ -47,7 +46,7 @@ class Weights(PagedModel):
 
 @contextmanager
 def life(rng: random.Random, **extra: object) -> Iterator[SecondRig]:
-    """An engine of some size."""
+    """Create an engine of random size."""
     size = rng.choice([16, 16, 16, 8])
     options = RigOptions(
         blocks=rng.choice([40, 80]),
@@ -69,7 +68,7 @@ def life(rng: random.Random, **extra: object) -> Iterator[SecondRig]:
 
 
 class Life(Script):
-    """Clients of one engine, and trouble with what it shares with others."""
+    """Clients of one engine, and faults in the folder or store that it shares with others."""
 
     steps = range(8)
     passes = (0, 0.1, 3, 20)
@@ -85,13 +84,13 @@ class Life(Script):
         return super().reset()
 
     def trouble(self) -> None:
-        """Trouble with what is shared; scripts about it replace this."""
+        """Inject a fault into the shared folder or store. Does nothing; subclasses override it."""
 
     def live(self) -> None:
         self.play(self.rng.randrange(5, 25))
 
 
-# -- a tier that must be asked -------------------------------------------------------------
+# -- a tier that must be queried -----------------------------------------------------------
 
 
 def play_asked(folder: Path, seed: int) -> Mapping[str, int]:
@@ -121,8 +120,8 @@ def test_engines_over_an_asked_tier_end_well(
 
 
 def damage(folder: Path, rng: random.Random) -> None:
-    """Change bytes of files, cut them short, or delete them. The first bytes of a memory file stay:
-    a file without them is somebody else's, so that an engine refuses to start, and says so."""
+    """Change bytes of files, truncate them, or delete them. The magic of a memory file stays,
+    because an engine refuses to start with a foreign file."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in rng.sample(files, min(len(files), rng.choice([1, 1, 3]))):
         first = len(MAGIC) if path.suffix == ".slots" else 0
@@ -144,7 +143,8 @@ def damage(folder: Path, rng: random.Random) -> None:
 
 
 def copy(folder: Path, to: Path) -> None:
-    """Copy what a killed engine would leave; files that go meanwhile are gone."""
+    """Copy the files that a killed engine would leave. Files that disappear meanwhile are
+    skipped."""
     with suppress(shutil.Error):
         shutil.copytree(folder, to)
 
@@ -167,9 +167,9 @@ def play_folder(folder: Path, seed: int) -> Mapping[str, int]:
             script = Life(rig, rng, ACTS, contexts)
             script.live()
             how = rng.random()
-            if how < 0.4:  # killed: nothing more of it reaches its files
+            if how < 0.4:  # as if killed: nothing else reaches its files
                 copy(home, following)
-            if how < 0.7:  # else it is closed in the middle of its work
+            if how < 0.7:  # otherwise it is closed in the middle of its work
                 script.finish()
             for tier in ("cpu", "ssd"):
                 found[tier] += rig.count(f"prompt_tokens_{tier}")

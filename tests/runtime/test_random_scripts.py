@@ -30,7 +30,8 @@ from tiered_kv.testing.vllm.rig import Rig
 
 @pytest.fixture(autouse=True)
 def _processor_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrix products of every engine would take a quarter of the time; the rig ignores them."""
+    """Skip the measurement of matrix products, which would take a quarter of the time. The rig
+    ignores its result."""
     monkeypatch.setattr(cpu_memory, "measure_flops", lambda *_: 0.0)
 
 
@@ -38,8 +39,8 @@ ACTS = {"turn": 70, "abort": 10, "fail_copy": 8, "fail_store": 7, "reset": 5, "h
 
 
 def watch_the_order(rig: Rig) -> None:
-    """Check that no new job starts while an older one is parked, that parked requests are in the
-    order of their admission, and that none is parked beyond the admission limit."""
+    """Check that no new job starts while an older one is parked, that parked requests are in
+    admission order, and that none is parked beyond the admission limit."""
     allocated, build = rig.half.on_allocated, rig.half.build_orders
     longest = rig.options.extra["admission_max_wait_s"] if rig.options.extra else 0.0
     queue = rig.admission.queue
@@ -80,7 +81,7 @@ def play_script(
     """Play one script.
 
     Args:
-        groups: kinds of KV; one of full attention without any.
+        groups: KV groups; a single one with full attention if empty.
         configure: changes vLLM's configuration.
     """
     rng = random.Random(seed)
@@ -106,14 +107,14 @@ def test_random_scripts_end_well(tmp_path: Path, seeds: range) -> None:
 
 
 @pytest.mark.scripts(1000, nightly=10_000)
-def test_random_scripts_with_kinds_of_kv_end_well(tmp_path: Path, seeds: range) -> None:
+def test_random_scripts_with_several_kv_types_end_well(tmp_path: Path, seeds: range) -> None:
     models = list(MODELS.values())
     play_each(tmp_path, seeds, lambda at, seed: play_script(at, seed, models[seed % len(models)]))
 
 
 @pytest.mark.scripts(75, nightly=4_000)
 def test_random_scripts_of_the_second_engine_end_well(tmp_path: Path, seeds: range) -> None:
-    """An engine that has nothing of vLLM, one time in five without connector."""
+    """The engine contains no part of vLLM. In one of five scripts it has no connector."""
 
     def play(folder: Path, seed: int) -> Mapping[str, int]:
         rng = random.Random(seed)

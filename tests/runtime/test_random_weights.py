@@ -1,5 +1,5 @@
 """Random clients while weights change: requests that start after a reset or an update use no
-earlier KV, in any tier, also after restarts."""
+earlier KV in any tier, also after restarts."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ UPDATES: Sequence[str | Callable[..., object]] = (
 
 
 class Generations(CheckingRunner):
-    """Writes KV that tells by which weights it was computed, and checks that of requests whose
-    blocks were all given to them since the weights changed."""
+    """Writes KV that identifies the weights that it was computed with. Checks the KV of requests
+    all of whose blocks were allocated after the last change of weights."""
 
     def __init__(self, rig: Rig) -> None:
         pages = rig.groups[0].page_bytes
@@ -56,10 +56,10 @@ class Generations(CheckingRunner):
 
 
 class Workers:
-    """Workers that get other weights with every call that is an update.
+    """Workers that get different weights with every call that is an update.
 
     Args:
-        versions: numbers of weights; those of the files are 0.
+        versions: numbers of the next weights. The weights on disk have number 0.
     """
 
     def __init__(self, rig: Rig, versions: Iterator[int]) -> None:
@@ -70,14 +70,14 @@ class Workers:
     def collective_rpc(
         self, method: object, timeout: object = None, args: object = (), kwargs: object = None
     ) -> None:
-        """As an executor of vLLM has it."""
+        """Call a method on the workers, with the signature of vLLM's executor."""
         if method in UPDATES:
             self.runner.begin()
             self.runner.generation = next(self._versions)
 
 
 class Updates(Script):
-    """Trainers update weights through calls to the workers, and may reset as well."""
+    """Trainers update weights through calls to the workers, and sometimes reset the cache."""
 
     workers: Workers
 
@@ -87,7 +87,7 @@ class Updates(Script):
     def update(self) -> None:
         if self.rng.random() < 0.3:
             self.rig.run()
-        for _ in range(self.rng.choice([1, 1, 3])):  # start, update, finish
+        for _ in range(self.rng.choice([1, 1, 3])):  # as a start, an update and a finish call
             self.workers.collective_rpc(self.rng.choice(UPDATES))
             if self.rng.random() < 0.3:
                 self.rig.step()
@@ -96,7 +96,7 @@ class Updates(Script):
 
 
 class Resets(Script):
-    """Weights change at every reset, whether vLLM makes or refuses it."""
+    """Weights change at every reset, whether vLLM carries it out or refuses it."""
 
     weights: Generations
     refused = 0
@@ -128,8 +128,8 @@ def test_no_request_after_a_reset_uses_earlier_kv(tmp_path: Path, seeds: range) 
 
 
 def play_updates(folder: Path, seed: int) -> None:
-    """Engines that follow each other on the same folders, each of which starts with the weights of
-    the files. Every update is another model, whose KV is told from all others."""
+    """Play engines one after another on the same folders. Each starts with the weights on disk, and
+    every update is a different model with distinguishable KV."""
     rng, versions = random.Random(seed), itertools.cycle(range(1, 255))
     memory, place = folder / "memory", rng.choice(["ssd", "memory", "none"])
     acts = {"turn": 65, "abort": 7, "fail_copy": 5, "wait": 5, "update": 18}
@@ -151,7 +151,7 @@ def play_updates(folder: Path, seed: int) -> None:
             script = Updates(rig, rng, acts, contexts)
             script.workers, contexts = Workers(rig, versions), script.contexts
             script.play(rng.randrange(15, 35))
-            if place == "memory" and rng.random() < 0.5:  # what a killed engine leaves
+            if place == "memory" and rng.random() < 0.5:  # the files that a killed engine leaves
                 memory = folder / f"memory of {life}"
                 shutil.copytree(kept[place]["cpu_path"], memory)
             script.finish()

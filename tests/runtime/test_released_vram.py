@@ -15,7 +15,7 @@ PROMPT = text(200, seed=1)
 
 
 @pytest.mark.parametrize("direction", list(Direction))
-def test_what_was_under_way_is_done_and_memory_elsewhere_is_used(direction: Direction) -> None:
+def test_pending_copies_finish_and_the_new_memory_is_used(direction: Direction) -> None:
     with SecondRig(RigOptions(max_model_len=256)) as rig:
         rig.pages.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
         rig.ask("t1", PROMPT)
@@ -44,7 +44,7 @@ def test_what_was_under_way_is_done_and_memory_elsewhere_is_used(direction: Dire
         rig.check_clean()
 
 
-def test_without_cpu_memory_nothing_is_to_be_done() -> None:
+def test_without_cpu_memory_nothing_is_done() -> None:
     with SecondRig(RigOptions(extra={"cpu_gib": 0})) as rig:
         rig.worker_half.release_vram()
         rig.worker_half.take_vram()

@@ -1,4 +1,5 @@
-"""Resetting vLLM's cache works whatever is held, and no earlier KV is found afterwards."""
+"""Resetting vLLM's prefix cache works whatever is pinned or pending, and no earlier KV is found
+afterwards."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from tiered_kv.testing.vllm.rig import Rig
 
 
 def test_a_running_request_is_not_saved_once_its_kv_was_reset(make_rig: MakeRig) -> None:
-    """Its blocks were made by the weights of before; vLLM lets it run on with them."""
+    """Its blocks were computed with the old weights. vLLM lets it continue with them."""
     rig = make_rig()
     prompt = text(100, seed=3)
     rig.add("old", prompt, max_tokens=60)
@@ -27,8 +28,8 @@ def test_a_running_request_is_not_saved_once_its_kv_was_reset(make_rig: MakeRig)
     rig.check_clean()
 
 
-def test_what_vllm_does_not_reset_is_not_found_by_those_who_come(make_rig: MakeRig) -> None:
-    """They would save it for those who come after them, under the keys of the new weights."""
+def test_blocks_that_vllm_does_not_reset_are_not_found_by_new_requests(make_rig: MakeRig) -> None:
+    """Later requests would save these blocks under the keys of the new weights."""
     rig = make_rig()
     prompt = text(100, seed=3)
     rig.add("old", prompt, max_tokens=60)
@@ -63,7 +64,8 @@ def blocks_of(rig: Rig, request_id: str) -> set[int]:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_blocks_restored_after_a_reset_are_not_found(make_rig: MakeRig, ahead: bool) -> None:
-    """It is of the past generation. vLLM hashes its blocks when it has come."""
+    """The restored blocks are from the previous generation. vLLM hashes them when the restore has
+    finished."""
     rig = make_rig(ahead=ahead)
     rig.pages.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
     prompt = text(200, seed=1)
@@ -99,12 +101,13 @@ def test_blocks_that_a_request_fills_after_a_reset_are_not_found(
     prompt = text(300, seed=1)
     rig.add("old", prompt, max_tokens=60)
     for _ in range(2):
-        rig.step()  # 128 tokens of the prompt are there
+        rig.step()  # 128 tokens of the prompt are computed
 
     assert not rig.scheduler.reset_prefix_cache()
     while not rig.outputs["old"]:
         rig.step()
-    rig.add("short", prompt[:129], max_tokens=1)  # the first 128 tokens anew, beside it
+    # Computes the first 128 tokens again, while the old request runs.
+    rig.add("short", prompt[:129], max_tokens=1)
     while "short" not in rig.finished:
         rig.step()
     rig.add("long", prompt, max_tokens=2)

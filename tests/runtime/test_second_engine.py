@@ -1,4 +1,4 @@
-"""The runtime in an engine other than vLLM."""
+"""The runtime works in an engine other than vLLM."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 
-def test_it_runs_where_vllm_is_absent() -> None:
+def test_the_runtime_works_without_vllm() -> None:
     code = """
 import sys
 sys.modules["vllm"] = None

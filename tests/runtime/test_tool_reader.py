@@ -1,4 +1,4 @@
-"""Answers are read on another thread, and nothing in them stops it."""
+"""Answers are parsed on another thread, and no answer stops it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MakeReader = Callable[..., ToolReader]
 
 
 class CharacterTokenizer:
-    """A token is a character. Remembers what it was asked for."""
+    """A tokenizer with one token per character, which records its calls."""
 
     def __init__(self) -> None:
         self.decoded: list[int] = []
@@ -63,7 +63,7 @@ def make_reader(tokenizer: CharacterTokenizer) -> Iterator[MakeReader]:
 
 
 def take_all(reader: ToolReader, queued: int) -> list[Result]:
-    """Everything that was queued."""
+    """Return the results of everything that was queued."""
     taken: list[Result] = []
     waiting = threading.Event()
     for _ in range(30_000):
@@ -81,7 +81,7 @@ def read_one(reader: ToolReader, text: str) -> ToolUse:
     return use
 
 
-def test_tools_come_with_their_tickets_in_order(
+def test_tools_are_returned_with_their_tickets_in_order(
     make_reader: MakeReader, tokenizer: CharacterTokenizer
 ) -> None:
     reader = make_reader()
@@ -125,7 +125,7 @@ def test_only_the_end_of_an_answer_is_decoded(
     assert tokenizer.decoded == [MAX_TOKENS]
 
 
-def test_a_call_that_began_before_the_end_is_looked_for(
+def test_a_call_that_started_before_the_decoded_end_is_found(
     make_reader: MakeReader, tokenizer: CharacterTokenizer
 ) -> None:
     reader = make_reader()
@@ -135,7 +135,7 @@ def test_a_call_that_began_before_the_end_is_looked_for(
     assert read_one(reader, "z" * 50_000) == NO_TOOL
 
 
-def test_without_a_tokenizer_nothing_is_known(
+def test_without_a_tokenizer_no_tool_is_read(
     make_reader: MakeReader, caplog: pytest.LogCaptureFixture
 ) -> None:
     def load() -> Any:

@@ -1,5 +1,5 @@
-"""Weights that change while the engine runs: no KV of other weights is found, in any tier, before
-or after a restart."""
+"""Weights that change while the engine runs: no KV of other weights is found in any tier, before or
+after a restart."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_pins_of_old_kv_are_released(make_rig: MakeRig) -> None:
 
 
 def test_a_request_that_runs_meanwhile_is_not_saved(make_rig: MakeRig) -> None:
-    """Its KV is of both."""
+    """Its KV is computed partly with the old and partly with the new weights."""
     rig = make_rig()
     workers = workers_of(rig)
     rig.add("mixed", PROMPT, max_tokens=40)
@@ -92,7 +92,7 @@ def test_a_request_that_runs_meanwhile_is_not_saved(make_rig: MakeRig) -> None:
 def test_after_a_restart_no_kv_of_updated_weights_is_found(
     make_rig: MakeRig, tmp_path: Path, place: str
 ) -> None:
-    """The policy's number as cache salt is the same in both lives."""
+    """The cache salt is the policy's number, which is the same before and after the restart."""
     folder = tmp_path / place
     extra: dict[str, Any] = {"codec": "raw", "cpu_gib": 0.001, "policy": "lru"}
     if place == "ssd":
@@ -114,7 +114,7 @@ def test_after_a_restart_no_kv_of_updated_weights_is_found(
     rig.check_clean()
 
 
-def test_an_engine_that_is_observed_keeps_what_stock_keeps(make_rig: MakeRig) -> None:
+def test_in_observe_mode_an_update_removes_nothing(make_rig: MakeRig) -> None:
     rig = make_rig(extra={"cpu_gib": 0.001, "mode": "observe"})
     watch(workers := SimpleNamespace(collective_rpc=lambda *call: None), rig.connector)
     rig.ask("before", PROMPT)
@@ -132,7 +132,7 @@ def test_the_log_names_the_method_and_warns_of_one_that_is_called_often(
     caplog.set_level(logging.INFO, "tiered_kv")
     for _ in range(OFTEN + 5):
         workers.collective_rpc("is_alive")
-    # A logger that both handles and propagates has a record captured twice.
+    # A logger that both handles and propagates a record captures it twice.
     said = {id(one): one for one in caplog.records if "is_alive" in one.getMessage()}
     first, second = said.values()
     assert first.levelno == logging.INFO
@@ -143,8 +143,8 @@ def test_the_log_names_the_method_and_warns_of_one_that_is_called_often(
     assert len({id(one) for one in caplog.records if "is_alive" in one.getMessage()}) == 3
 
 
-def test_vllm_has_every_executor_watched_that_is_given_the_connector(make_rig: MakeRig) -> None:
-    """By the way that an engine core goes at its start, also inside a MultiConnector."""
+def test_every_executor_with_the_connector_is_watched(make_rig: MakeRig) -> None:
+    """Calls the same functions as an engine core at startup, also inside a MultiConnector."""
     from vllm.v1.executor.abstract import Executor
 
     rig = make_rig()
@@ -173,7 +173,7 @@ def test_vllm_has_every_executor_watched_that_is_given_the_connector(make_rig: M
 
 
 class Several:
-    """As much of vLLM's MultiConnector as is looked at."""
+    """The part of vLLM's MultiConnector that is read."""
 
     def __init__(self, connectors: Sequence[Any]) -> None:
         self._connectors = connectors
@@ -182,8 +182,8 @@ class Several:
         return None
 
 
-def test_a_weight_version_that_a_trainer_declares_is_an_update(make_rig: MakeRig) -> None:
-    """The call counts as an update however the weights were transferred."""
+def test_a_declared_weight_version_counts_as_an_update(make_rig: MakeRig) -> None:
+    """The call counts as an update, however the weights were transferred."""
     from vllm.v1.engine.core import EngineCore
 
     rig = make_rig()
@@ -196,7 +196,7 @@ def test_a_weight_version_that_a_trainer_declares_is_an_update(make_rig: MakeRig
     assert rig.count("weight_updates") == 1
 
 
-def test_an_adapter_loaded_in_place_begins_a_generation(make_rig: MakeRig, tmp_path: Path) -> None:
+def test_an_adapter_loaded_in_place_starts_a_generation(make_rig: MakeRig, tmp_path: Path) -> None:
     rig = make_rig()
     workers = workers_of(rig)
     (tmp_path / "adapter").mkdir()

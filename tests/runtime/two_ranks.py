@@ -1,6 +1,5 @@
-"""Two ranks of one engine. The model runs on the first. The second has the same KV with other bits,
-so that its pages are encoded to different sizes.
-"""
+"""Two ranks of one engine. The model runs on the first rank. The second rank has the same KV with
+some bits flipped, so that its pages are encoded to different sizes."""
 
 from __future__ import annotations
 
@@ -22,16 +21,17 @@ from tiered_kv.testing.engine.port import base_fingerprint, read_facts
 from tiered_kv.testing.engine.rig import SecondRig
 
 TURN = 0x5A
-"""Bits in which the second rank's bytes differ."""
+"""Bits that are flipped in the second rank's bytes."""
 
 
 def facts_of_two(size: EngineSize) -> EngineFacts:
-    """The engine's configuration with two ranks."""
+    """Return the engine's configuration with two ranks."""
     return replace(read_facts(size), ranks=2)
 
 
 class TwoRanks(Halves):
-    """Both halves for two ranks. What the second restores is compared with the first's.
+    """Both connector halves for two ranks. Restores of the second rank are compared with those of
+    the first.
 
     Attributes:
         second: the second rank's worker half.
@@ -52,13 +52,14 @@ class TwoRanks(Halves):
         self.second = WorkerHalf(facts, config, 1, lambda: (base_fingerprint(facts),), clock)
         self.second.register([self.mirror])
         self.filled: dict[OrderId, list[int]] = {}
-        self._coming: dict[str, set[int]] = {}  # blocks of restores beside the steps, by request
+        self._coming: dict[str, set[int]] = {}  # blocks of async restores, by request
         self._bad: set[int] = set()
         self._arrived: list[set[str]] = [set(), set()]
         self.introduce(lambda said: said)
 
     def introduce(self, change: Callable[[Handshake], Handshake], **speeds: float) -> None:
-        """Let the scheduler half hear what both ranks hold, the second as changed."""
+        """Send the handshakes of both ranks to the scheduler half, the second one after
+        ``change``."""
         said = {0: self.worker.handshake(), 1: change(self.second.handshake())}
         for rank, one in said.items():
             said[rank] = replace(one, speeds=replace(one.speeds, flops=0.0, **speeds))
@@ -87,7 +88,7 @@ class TwoRanks(Halves):
         for request_id in both:
             self._compare(self._coming[request_id] - self._bad)
             del self._coming[request_id]
-        # Those of restores that go on on one rank are told of when these are over.
+        # Failures of restores that continue on one rank are reported when these have finished.
         bad = frozenset(self._bad.difference(*self._coming.values()))
         self._bad -= bad
         return Loads(frozenset(both), bad)
@@ -115,11 +116,11 @@ class TwoRanks(Halves):
 
 
 class TwoRankRig(SecondRig):
-    """The engine with two ranks, to drive step by step."""
+    """A rig with two ranks."""
 
     @property
     def ranks(self) -> Any:
-        """Both halves."""
+        """The halves of both ranks."""
         return self.halves
 
     def wait_for_worker(self) -> None:

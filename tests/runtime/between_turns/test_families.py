@@ -1,4 +1,5 @@
-"""A job whose sub-agents run is expected when they have ended, and not by the clock."""
+"""A job with running sub-agents is expected back when they have finished, and not after a forecast
+time."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def of_child(name: str = "child", **more: Any) -> dict[str, Any]:
 
 
 class WaitsForChildren(ByTool):
-    """While children run, the context waits on SSD; once they are over, it is pinned."""
+    """While children run, the context waits on SSD. Once they have finished, it is pinned."""
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:
         tool = turn.tool
@@ -57,7 +58,7 @@ def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
 
 
 def parent_waits(rig: Rig) -> None:
-    """The parent's turn has called the tool that starts the child."""
+    """Run a parent's turn whose answer calls the tool that starts the child."""
     rig.ask("p1", CONTEXT, params=OF_PARENT)
     reader(rig).says("p1", FAST)
     rig.step()
@@ -65,7 +66,7 @@ def parent_waits(rig: Rig) -> None:
 
 
 def asked_tools(rig: Rig, job: JobKey = PARENT) -> list[tuple[str, ...]]:
-    """Tools of the job's gap, in the order of its decisions."""
+    """Return the tools of the job's gap, in the order of its decisions."""
     asked = [end.tool for end, _ in policy(rig).asked if end.job == job]
     return [tool.path for tool in asked if tool is not None]
 
@@ -80,11 +81,11 @@ def test_the_context_of_a_parent_leaves_vram_while_its_child_runs(rig: Rig) -> N
     assert len(rig.pages.book.stores[SSD].index) >= 20
 
 
-def test_a_child_that_has_answered_brings_its_parent_back(rig: Rig) -> None:
+def test_a_finished_child_brings_its_parent_back(rig: Rig) -> None:
     parent_waits(rig)
     rig.ask("c1", text(60, seed=5), params=of_child())
     rig.run()
-    rig.index.clear()  # CPU memory was short meanwhile
+    rig.index.clear()  # as if CPU memory had been full meanwhile
     rig.fill()
     reader(rig).says("c1", NO_TOOL)
     rig.now += 40.0
@@ -137,7 +138,7 @@ def test_a_child_that_starts_before_the_call_was_read_counts(rig: Rig) -> None:
     assert asked_tools(rig)[-1] == ("(sub-agents)", "fast")
 
 
-def test_a_child_that_goes_on_behind_its_parents_back_holds_nobody_up(rig: Rig) -> None:
+def test_a_child_that_outlives_its_parents_turn_delays_no_job(rig: Rig) -> None:
     parent_waits(rig)
     rig.ask("c1", text(60, seed=5), params=of_child())
     reader(rig).says("c1", LONG)
@@ -152,7 +153,7 @@ def test_a_child_that_goes_on_behind_its_parents_back_holds_nobody_up(rig: Rig) 
     assert asked_tools(rig)[-1] == ("fast",)
 
 
-def test_what_only_a_child_had_goes_first_once_it_has_answered(rig: Rig) -> None:
+def test_pages_of_a_finished_child_are_evicted_first(rig: Rig) -> None:
     parent_waits(rig)
     rig.ask("c1", text(60, seed=5), params=of_child())
     rig.ask("c2", text(60, seed=5) + text(100, seed=6), params=of_child())
@@ -163,7 +164,7 @@ def test_what_only_a_child_had_goes_first_once_it_has_answered(rig: Rig) -> None
     assert set(rig.index.least_valuable(4)) <= set(own)
 
 
-def test_a_parent_that_nobody_knows_or_that_runs_waits_for_no_child(rig: Rig) -> None:
+def test_an_unknown_or_running_parent_waits_for_no_child(rig: Rig) -> None:
     rig.ask("c1", text(60, seed=5), params=of_child())
     rig.add("p1", CONTEXT, max_tokens=8, params=OF_PARENT)
     rig.step()
@@ -184,7 +185,7 @@ def test_children_of_a_parent_are_bounded(rig: Rig) -> None:
 
 
 def test_a_child_of_a_job_that_has_started_is_not_held_back(make_rig: MakeRig) -> None:
-    """Its parent would keep its space and wait for it."""
+    """The parent would keep its space and wait for the child."""
     rig = holding_rig(make_rig, in_job_order=True)
     for name in ("parent", "b", "c"):
         begin(rig, name, last=False)
@@ -197,7 +198,8 @@ def test_a_child_of_a_job_that_has_started_is_not_held_back(make_rig: MakeRig) -
 
 
 def test_siblings_that_start_together_are_served_from_one_prefill(make_rig: MakeRig) -> None:
-    """vLLM finds the blocks that a running request computes as soon as they are scheduled."""
+    """vLLM finds the blocks of a running request in its prefix cache as soon as they are
+    scheduled."""
     rig = make_rig(blocks=200, max_batched_tokens=64)
     shared = text(256, seed=4)
     for n in range(3):

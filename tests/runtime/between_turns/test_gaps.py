@@ -1,4 +1,4 @@
-"""From the end of a turn to the job's next turn: provisional pins, decisions, gaps, and
+"""The time from the end of a turn to the job's next turn: provisional pins, decisions, gaps, and
 learning."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_a_turn_is_pinned_for_two_seconds_while_its_tool_call_is_read(rig: Rig) 
     assert pinned(rig) == 0, "nobody has read it"
 
 
-def test_a_fast_tool_makes_the_pin_a_longer_one(rig: Rig) -> None:
+def test_a_fast_tool_extends_the_pin(rig: Rig) -> None:
     rig.ask("t1", CONTEXT, params=JOB)
     reader(rig).says("t1", FAST)
     rig.step()
@@ -69,7 +69,7 @@ def test_a_verdict_against_the_pin_releases_it(rig: Rig) -> None:
     rig.check_clean()
 
 
-def test_a_verdict_that_comes_after_the_next_turn_is_late(rig: Rig) -> None:
+def test_a_verdict_after_the_next_turn_is_ignored(rig: Rig) -> None:
     rig.ask("t1", CONTEXT, params=JOB)
     rig.ask("t2", CONTEXT + text(20, seed=2), params=JOB)
     reader(rig).says("t1", NO_TOOL)
@@ -81,7 +81,7 @@ def test_a_verdict_that_comes_after_the_next_turn_is_late(rig: Rig) -> None:
     assert pinned(rig) == 0
 
 
-def test_a_verdict_about_a_pin_that_had_to_give_way_pins_nothing(rig: Rig) -> None:
+def test_a_verdict_about_a_released_pin_pins_nothing(rig: Rig) -> None:
     rig.ask("t1", CONTEXT, params=JOB)
     rig.pins.release_all()
     reader(rig).says("t1", FAST)
@@ -100,7 +100,7 @@ def test_an_unreadable_tool_call_is_decided_immediately(rig: Rig) -> None:
     assert (rig.count("answers_unread"), rig.count("tool_read_errors")) == (1, 2)
 
 
-def test_a_client_that_names_its_tool_is_taken_at_its_word(rig: Rig) -> None:
+def test_a_tool_named_by_the_client_is_used(rig: Rig) -> None:
     hints = {**JOB, "tool_command": "cd /src && timeout 60 pytest -x", "expected_tool_s": 12.5}
     rig.ask("t1", CONTEXT, params=hints)
     assert reader(rig).asked == {}
@@ -142,7 +142,7 @@ def test_a_gap_that_does_not_end_is_censored(rig: Rig) -> None:
     assert pinned(rig) == 7, "those of the other"
 
 
-def test_gaps_that_last_when_the_engine_ends_are_censored(rig: Rig) -> None:
+def test_gaps_that_are_open_at_shutdown_are_censored(rig: Rig) -> None:
     rig.ask("t1", CONTEXT, params=JOB)
     rig.now += 3.0
     rig.close()
@@ -166,7 +166,7 @@ def test_a_client_without_hints_is_recognized_by_its_prompts(rig: Rig) -> None:
 
 
 def test_a_continued_response_is_the_next_turn_whatever_its_prompt_is(rig: Rig) -> None:
-    """A server may rebuild the prompt without the thoughts of the last answer."""
+    """A server may rebuild the prompt without the thoughts in the last answer."""
     rig.ask("resp_1-aaaaaaaa", CONTEXT)
     after = {"client": {"follows": "resp_1"}}
     rig.ask("resp_2-bbbbbbbb", text(50, seed=2) + CONTEXT, params=after)
@@ -215,7 +215,7 @@ def test_a_verdict_that_was_read_while_the_engine_was_idle_counts(rig: Rig) -> N
     rig.run()
 
 
-def test_a_client_that_tries_again_after_an_abort_teaches_nothing(rig: Rig) -> None:
+def test_a_retry_after_an_abort_is_not_observed_as_a_gap(rig: Rig) -> None:
     rig.add("t1", CONTEXT, max_tokens=50, params=JOB)
     for _ in range(10):
         rig.step()
@@ -275,7 +275,7 @@ def test_a_pin_is_held_while_the_next_turn_queues(make_rig: MakeRig) -> None:
     rig.check_clean()
 
 
-def test_a_turn_that_is_aborted_while_it_queues_gives_the_pin_up(make_rig: MakeRig) -> None:
+def test_a_turn_aborted_in_the_queue_releases_its_pin(make_rig: MakeRig) -> None:
     rig = make_rig(blocks=128, max_model_len=512, max_num_seqs=1)
     rig.policy = ByTool()
     rig.ask("t1", CONTEXT, params=JOB)
@@ -289,10 +289,10 @@ def test_a_turn_that_is_aborted_while_it_queues_gives_the_pin_up(make_rig: MakeR
     rig.check_clean()
 
 
-# -- learned ------------------------------------------------------------------------------
+# -- learning -----------------------------------------------------------------------------
 
 
-def test_what_was_learned_of_gaps_outlives_the_engine(make_rig: MakeRig, tmp_path: Path) -> None:
+def test_learned_gaps_outlive_the_engine(make_rig: MakeRig, tmp_path: Path) -> None:
     extra = {
         "cpu_gib": 0.001,
         "ssd_path": str(tmp_path / "ssd"),

@@ -1,4 +1,5 @@
-"""Contexts that should exist when their job returns, and what is learned if they do not."""
+"""Contexts that should still be cached when their job returns, and what is learned if they are
+not."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def make(make_rig: MakeRig, **settings: Any) -> Rig:
 
 
 def comes_back(rig: Rig, gap_s: float) -> None:
-    """The job's next turn, after others have had all of VRAM."""
+    """Let the job's next turn arrive after other requests have filled VRAM."""
     rig.ask("t1", CONTEXT, params=JOB)
     rig.now += gap_s
     rig.step()
@@ -36,7 +37,7 @@ def comes_back(rig: Rig, gap_s: float) -> None:
 @pytest.mark.parametrize(
     ("gap_s", "lost"), [(0.0, True), (PIN_S - 1, True), (PIN_S, False), (PIN_S + 1, False)]
 )
-def test_a_pin_that_gave_way_was_a_loss_until_its_time_was_up(
+def test_a_pin_released_before_its_deadline_counts_as_a_loss(
     make_rig: MakeRig, gap_s: float, lost: bool
 ) -> None:
     rig = make(make_rig)
@@ -49,12 +50,12 @@ def test_a_pin_that_gave_way_was_a_loss_until_its_time_was_up(
     ("tier", "slots", "lost"),
     [
         (Tier.CPU, 10, True),
-        (Tier.CPU, 0, False),  # it was never saved
+        (Tier.CPU, 0, False),  # the context was never saved
         (Tier.DROP, 10, False),
-        (Tier.CPU, 1000, False),  # it is still there
+        (Tier.CPU, 1000, False),  # the context is still in CPU memory
     ],
 )
-def test_what_was_saved_and_is_gone_was_a_loss(
+def test_saved_pages_that_are_missing_count_as_a_loss(
     make_rig: MakeRig, tier: Tier, slots: int, lost: bool
 ) -> None:
     rig = make(make_rig, cpu_gib=slots * 16 * 8 / 2**30)
@@ -64,8 +65,9 @@ def test_what_was_saved_and_is_gone_was_a_loss(
 
 
 @pytest.mark.parametrize(("gone", "lost"), [(0, False), (1, False), (2, True)])
-def test_a_block_more_or_less_is_no_loss(make_rig: MakeRig, gone: int, lost: bool) -> None:
-    """Blocks that are known to agree, 16 in all; the one of the last token may be missing."""
+def test_one_missing_block_is_not_a_loss(make_rig: MakeRig, gone: int, lost: bool) -> None:
+    """The context has 16 blocks that are known to agree with the prompt. One block may be missing,
+    because the last token's block may be."""
     rig = make(make_rig)
     rig.policy = FixedPin(PIN_S)
     prompt = text(256, seed=1)
@@ -79,7 +81,7 @@ def test_a_block_more_or_less_is_no_loss(make_rig: MakeRig, gone: int, lost: boo
     assert (rig.gate.overcommit.share < 1.0) is lost
 
 
-def test_a_context_that_is_found_whole_brings_some_of_the_room_back(make_rig: MakeRig) -> None:
+def test_a_complete_hit_restores_some_of_the_overcommit(make_rig: MakeRig) -> None:
     rig = make(make_rig)
     rig.policy = FixedPin(PIN_S)
     comes_back(rig, 1.0)

@@ -1,4 +1,4 @@
-"""Prompts that match the context of their job, and the worth of the job's pages in that case."""
+"""How far a prompt matches its job's context, and how a waiting job's pages are valued."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tiered_kv.policies.distribution import GRID, Forecast
 
 
 def hashes(context: str) -> list[bytes]:
-    """As vLLM's: each covers all blocks before it."""
+    """Return a hash per block that covers all blocks before it, as vLLM's hashes do."""
     return [context[: n + 1].encode() for n in range(len(context))]
 
 
 @given(st.text("ab", max_size=60), st.text("ab", max_size=30), st.text("ab", max_size=30))
-def test_contexts_agree_as_far_as_they_do_in_whole_steps(head: str, one: str, other: str) -> None:
+def test_the_common_prefix_is_found_in_whole_steps(head: str, one: str, other: str) -> None:
     first, second = head + one, head + other
     pairs = zip(first, second, strict=False)
     agree = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
@@ -38,11 +38,11 @@ def test_contexts_agree_as_far_as_they_do_in_whole_steps(head: str, one: str, ot
     assert common == agree // SKETCH_EVERY * SKETCH_EVERY
 
 
-def test_nothing_is_known_of_a_context_that_was_forgotten() -> None:
+def test_a_forgotten_context_matches_nothing() -> None:
     assert PrefixSketch().common_blocks(PrefixSketch.of(hashes("a" * 40))) == 0
 
 
-# -- what is waited for in CPU memory ------------------------------------------------------
+# -- waiting in CPU memory ----------------------------------------------------------------
 
 
 SOON, LATE = (Forecast(np.minimum(GRID / most_s, 1.0)) for most_s in (10.0, 1000.0))
@@ -51,7 +51,8 @@ TOOL = ToolUse(("tool",))
 
 
 class Forecasts(StatelessPolicy):
-    """Nothing of turns that ran no tool yet, or what a test says; all wait in CPU memory."""
+    """A policy with one forecast for turns whose tool call is unread and one for the others. All KV
+    waits in CPU memory."""
 
     def __init__(self, unread: Forecast | None, read: Forecast | None) -> None:
         self._of = {None: unread, TOOL: read}
@@ -78,7 +79,7 @@ class Waiting:
         self.placement.decide(f"t{turn}", end, pages, sketch, None, unread=unread, away=True)
 
     def chance(self) -> float:
-        """That the job wants its first page in the next five seconds."""
+        """Return the probability that the job needs its first page in the next five seconds."""
         return self.order.return_chance(PAGES[0], 5.0)
 
 
@@ -104,7 +105,7 @@ def test_pages_of_a_job_without_a_forecast_belong_to_no_job() -> None:
 
 
 def test_a_wait_for_no_page_changes_no_order() -> None:
-    """Nothing of the turn was saved: what it was to find is still there, or is not."""
+    """None of the turn's pages were saved, so the pages of the turn before are still valued."""
     waiting = Waiting(Forecasts(SOON, SOON))
     waiting.ends(1, pages=PAGES)
     waiting.placement.on_returned(JobKey("", "j"))

@@ -1,4 +1,4 @@
-"""Jobs expected back from SSD."""
+"""Prefetches for jobs that are expected back and whose pages are on SSD."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
 
 
 def long_gone(rig: Rig) -> None:
-    """A job whose context is on SSD only, expected back a minute after its turn."""
+    """Create a job whose context is only on SSD, and which is expected back a minute after its
+    turn."""
     rig.ask("t1", CONTEXT, params=JOB)
     reader(rig).says("t1", LONG)
     rig.run()
@@ -49,14 +50,14 @@ def long_gone(rig: Rig) -> None:
 
 @pytest.mark.parametrize("began_later", [0.0, 900.0, -1e6])
 def test_a_long_gap_takes_the_context_to_ssd_and_back_in_time(rig: Rig, began_later: float) -> None:
-    """Also if the worker's clock has another origin."""
+    """The worker's clock may have another origin."""
     rig.worker_ahead_s = -began_later
     long_gone(rig)
     rig.now += 59.0
     rig.wait_for_worker()
     assert rig.count("pages_promoted") == 0, "it is not expected yet"
     rig.now += 1.5
-    rig.wait_for_worker()  # no hook runs: the I/O thread does it by itself
+    rig.wait_for_worker()  # no hook runs, so the I/O thread promotes the pages by itself
     rig.ask("else", text(17, seed=3))
     assert rig.count("pages_promoted_ahead") == 21
     assert rig.count("pages_promoted") == 21
@@ -67,7 +68,7 @@ def test_a_long_gap_takes_the_context_to_ssd_and_back_in_time(rig: Rig, began_la
 
 
 def telling(rig: Rig, told: list[Any]) -> Callable[..., Any]:
-    """The hook, which records its results."""
+    """Return a hook that calls the real one and records its results."""
     tell = rig.connector.get_external_cache_hit_sources
 
     def hook(*asked: Any) -> Any:
@@ -104,7 +105,7 @@ def test_a_job_that_returns_early_is_served_immediately(rig: Rig) -> None:
     assert not rig.gaps.manager.prefetch
 
 
-def test_promotions_ahead_leave_most_slots_to_others(rig: Rig) -> None:
+def test_prefetches_leave_most_slots_to_others(rig: Rig) -> None:
     slots = rig.index.num_slots
     for i in range(12):
         rig.ask(f"t{i}", text(320, seed=i), params={"job_id": f"j{i}"})

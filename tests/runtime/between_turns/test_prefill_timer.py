@@ -1,4 +1,4 @@
-"""The cost of computing a prompt token is learned from the engine's own requests."""
+"""The cost of prefilling a token is learned from the engine's own requests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_prefill_lasts_until_the_first_token_of_the_answer() -> None:
     assert clock.fit.seconds(500, 1000) == pytest.approx(2.0), "it is seen once"
 
 
-def test_later_prefills_move_what_is_known() -> None:
+def test_later_prefills_update_the_estimate() -> None:
     clock = PrefillTimer(ahead=False)
     for seconds in (1.0, 3.0):
         one = turn(1000)
@@ -55,7 +55,7 @@ def test_later_prefills_move_what_is_known() -> None:
     assert 1.0 < clock.fit.seconds(0, 1000) < 3.0
 
 
-def test_short_aborted_and_preempted_prefills_say_nothing() -> None:
+def test_short_aborted_and_preempted_prefills_are_ignored() -> None:
     clock = PrefillTimer(ahead=False)
     short, aborted, preempted = turn(FEWEST_TOKENS - 1), turn(1000), turn(1000)
     for one in (short, aborted, preempted):
@@ -68,8 +68,8 @@ def test_short_aborted_and_preempted_prefills_say_nothing() -> None:
     assert clock.running == []
 
 
-def test_a_step_that_is_scheduled_ahead_begins_when_the_next_one_is_scheduled() -> None:
-    """The step before it runs until then: a prefill of one step does not take two."""
+def test_a_step_scheduled_ahead_starts_when_the_next_one_is_scheduled() -> None:
+    """The previous step runs until then, so a prefill of one step is not timed as two."""
     clock = PrefillTimer(ahead=True)
     one = turn(1000)
     clock.on_started(one, now=10.0, whole=True)
@@ -94,16 +94,16 @@ def test_the_time_that_a_restore_takes_is_not_that_of_the_prefill_behind_it(
         rig.wait_for_worker()
         rig.step()
     rig.now += 1.0
-    rig.ask("next", text(1, seed=3), max_tokens=1)  # a step that looks
+    rig.ask("next", text(1, seed=3), max_tokens=1)  # a step that polls the timer
     assert rig.count("restores_async") == 1
     assert rig.gaps.prefills.fit.seconds(160, 200) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("mode", RestoreMode)
-def test_a_preempted_request_that_is_restored_is_no_prefill(
+def test_a_restored_preempted_request_is_not_a_prefill(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, mode: RestoreMode
 ) -> None:
-    """It has output already: the prefill would seem to take no time at all."""
+    """The request already has output, so its prefill would seem to take no time."""
     rig = make_rig(blocks=30, max_model_len=400)
     rig.pages.restores.policy = AlwaysRestore(mode)
     seen: list[int] = []

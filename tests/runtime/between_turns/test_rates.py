@@ -1,4 +1,4 @@
-"""Demand rates for VRAM and CPU memory, and their current level."""
+"""Demand for VRAM and CPU memory: its rate, and its current level."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from tiered_kv.testing.policies import FixedPin
 from tiered_kv.testing.vllm.rig import Rig
 
 
-def test_pins_are_no_demand(make_rig: MakeRig) -> None:
-    """They are released on demand: space is short only for running or waiting requests."""
+def test_pins_do_not_count_as_demand(make_rig: MakeRig) -> None:
+    """Pins are released on demand, so space is scarce only because of running or waiting
+    requests."""
     rig = make_rig(blocks=64, max_model_len=512, extra={"cpu_gib": 0.0})
     rig.policy = FixedPin(3600.0)
     for job in ("a", "b"):
@@ -23,11 +24,11 @@ def test_pins_are_no_demand(make_rig: MakeRig) -> None:
 
 
 def saves(rig: Rig, number: int) -> None:
-    """Twenty pages more."""
+    """Save twenty more pages."""
     rig.ask(f"r{number}", text(320, seed=number), max_tokens=1)
 
 
-def test_how_fast_slots_are_taken_is_looked_at_every_five_seconds(make_rig: MakeRig) -> None:
+def test_the_rate_of_taken_slots_is_measured_every_five_seconds(make_rig: MakeRig) -> None:
     rig = make_rig(blocks=128, extra={"cpu_gib": 40 * 16 * 8 / 2**30})
     index = rig.pages.index
     saves(rig, 0)

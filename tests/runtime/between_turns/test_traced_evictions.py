@@ -1,4 +1,5 @@
-"""Evicted pages of a waiting job are traced with its last turn, by the tier they left."""
+"""The trace records evicted pages of a waiting job with its last turn, by the tier that evicted
+them."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from tiered_kv.trace.job_story import story
 
 LAST = {**JOB, "is_last_step": True}
 PAGES = 320 // 16 + 1
-"""Pages of its context, the partial one at the end of the answer included."""
+"""Number of pages of the job's context, including the partial block at the end of the answer."""
 
 
 def small_rig(make_rig: MakeRig, tmp_path: Path, tier: Tier, **extra: Any) -> Rig:
-    """An engine whose CPU memory has space for three contexts."""
+    """Create an engine whose CPU memory has space for three contexts."""
     given = {"cpu_gib": 64 * 16 * CELL / 2**30, "trace": str(tmp_path / "trace.jsonl"), **extra}
     rig = make_rig(blocks=64, max_model_len=512, extra=given)
     rig.policy = Always(Decision(tier, 0.0, GapClass.SLOW, FORECAST))
@@ -29,7 +30,7 @@ def small_rig(make_rig: MakeRig, tmp_path: Path, tier: Tier, **extra: Any) -> Ri
 
 
 def rivals(rig: Rig, first: int, last: int) -> None:
-    """Jobs that come once each, and are waited for as well."""
+    """Run one turn of each of several other jobs, which then wait too."""
     for n in range(first, last):
         rig.ask(f"rival-{n}", text(320, seed=100 + n), params={"job_id": f"rival-{n}"})
         rig.wait_for_worker()
@@ -59,7 +60,7 @@ def test_a_job_whose_pages_stay_reports_no_evictions(make_rig: MakeRig, tmp_path
     rig.ask("t1", CONTEXT, params=JOB)
     rig.now += 1
     rig.ask("t2", CONTEXT + text(9, seed=2), params=LAST)
-    rivals(rig, 0, 12)  # its pages go after it is over
+    rivals(rig, 0, 12)  # the finished job's pages are evicted now
     records = traced(rig)
     assert records["t1"].pages.evicted == records["t2"].pages.evicted == {}
 
@@ -70,7 +71,7 @@ def test_pages_that_a_store_evicts_are_reported_too(make_rig: MakeRig, tmp_path:
     rig = small_rig(make_rig, tmp_path, Tier.STORE, **below)
     rig.ask("t1", CONTEXT, params=JOB)
     rig.wait_for_worker()
-    # Long after its forecast has ended, nobody expects the job: its pages do not survive.
+    # Long after its forecast return, the job is no longer expected, so its pages do not survive.
     rig.now += 200
     rivals(rig, 0, 90)
     assert rig.count("ssd_pages_reclaimed") > 0

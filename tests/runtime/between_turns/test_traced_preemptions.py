@@ -1,4 +1,5 @@
-"""Preemptions of a turn are traced: how often, when, and what was found afterwards."""
+"""The trace records a turn's preemptions: their number and times, and the tokens found
+afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ LAST = {"is_last_step": True}
 
 
 def crowd(rig: Rig) -> dict[str, int]:
-    """Run three turns whose answers do not fit together. Returns how often vLLM preempted each."""
+    """Run three turns whose answers do not fit into VRAM together. Returns how often vLLM preempted
+    each."""
     requests: dict[str, Any] = {}
     for name in ("one", "two", "three"):
         rig.now += 1
@@ -67,7 +69,7 @@ def preempted_one(make_rig: MakeRig, tmp_path: Path) -> TurnRecord:
     return max(traced(rig).values(), key=lambda one: one.preempted.count)
 
 
-def test_other_programs_and_people_are_recognized(make_rig: MakeRig, tmp_path: Path) -> None:
+def test_exports_for_other_tools_contain_preemptions(make_rig: MakeRig, tmp_path: Path) -> None:
     one = preempted_one(make_rig, tmp_path)
     count, at_s, back_s = one.preempted.count, one.preempted.at_s[0], one.preempted.back_s[0]
 
@@ -94,7 +96,7 @@ def test_other_programs_and_people_are_recognized(make_rig: MakeRig, tmp_path: P
     assert f"It continued after {back_s:.3g} s, with {one.preempted.found[0]} tokens found." in told
 
 
-def test_a_turn_that_ends_while_it_is_away_has_no_moment_at_which_it_went_on(
+def test_a_turn_that_ends_while_preempted_has_no_resume_time(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
     rig = make_rig(**with_trace(tmp_path))
@@ -114,7 +116,7 @@ def test_a_turn_that_ends_while_it_is_away_has_no_moment_at_which_it_went_on(
     assert (one.count, len(one.at_s), one.back_s, one.found) == (1, 1, (), ())
 
 
-def test_a_cache_reset_preempts_those_that_run(make_rig: MakeRig, tmp_path: Path) -> None:
+def test_a_cache_reset_preempts_running_requests(make_rig: MakeRig, tmp_path: Path) -> None:
     rig = make_rig(**with_trace(tmp_path, blocks=64))
     rig.add("r", text(80, seed=1), max_tokens=20, params={"job_id": "j", **LAST})
     for _ in range(3):

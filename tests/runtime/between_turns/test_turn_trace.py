@@ -1,4 +1,4 @@
-"""The trace records the history of every turn once its gap has ended."""
+"""The trace records every turn once its gap has ended."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
 
 
 def written(rig: Rig) -> list[str]:
-    """Requests whose records are in the file while the engine runs."""
+    """Return the requests whose records are in the file while the engine runs."""
     trace = rig.gaps.log.trace
     assert trace._writer.drain()  # type: ignore[union-attr]  # noqa: SLF001
     assert rig.options.extra is not None
@@ -179,10 +179,10 @@ def test_the_time_of_a_pin_is_charged_at_the_price_of_the_decision(
     assert (gap.saved_s, gap.cost_s) == (0.0, 20.0)
 
 
-# -- how a story ends -------------------------------------------------------------------------
+# -- how a gap ends ---------------------------------------------------------------------------
 
 
-def test_a_job_that_is_given_up_was_not_worth_its_pin(rig: Rig) -> None:
+def test_an_abandoned_job_records_the_cost_of_its_pin(rig: Rig) -> None:
     rig.ask("t1", CONTEXT, params=JOB)
     reader(rig).says("t1", FAST)
     rig.step()
@@ -213,7 +213,7 @@ def test_open_records_are_written_as_far_as_known_when_the_engine_stops(
     assert {one.pin.end for one in found.values()} == {PinEnd.CLOSED}
 
 
-def test_turns_that_run_when_the_engine_stops_are_recorded_as_they_are(rig: Rig) -> None:
+def test_turns_running_at_shutdown_are_recorded(rig: Rig) -> None:
     rig.add("runs", CONTEXT, params=JOB)
     rig.step()
     rig.add("waits", text(100, seed=1))
@@ -240,11 +240,11 @@ def test_turns_of_jobs_that_are_not_expected_back_are_recorded_immediately(rig: 
     assert hopeless.times == TurnTimes()
 
 
-# -- when things happened ---------------------------------------------------------------------
+# -- times ------------------------------------------------------------------------------------
 
 
 def test_times_are_reported_as_the_scheduler_observes_them(rig: Rig) -> None:
-    """A prompt of two steps, and an answer of three tokens; a second between two steps."""
+    """The prompt takes two steps, the answer has three tokens, and steps are a second apart."""
     rig.add("t1", CONTEXT, max_tokens=3, params=LAST)
     rig.now += 2.0
     while "t1" not in rig.finished:
@@ -307,7 +307,8 @@ def test_a_held_back_job_reports_for_how_long(make_rig: MakeRig, tmp_path: Path)
 
 
 def gone_to_ssd(rig: Rig) -> None:
-    """A job whose context is on SSD only, expected back a minute after its turn."""
+    """Create a job whose context is only on SSD, and which is expected back a minute after its
+    turn."""
     rig.ask("t1", CONTEXT, params=JOB)
     reader(rig).says("t1", LONG)
     rig.run()
@@ -317,7 +318,7 @@ def gone_to_ssd(rig: Rig) -> None:
     rig.fill()
 
 
-def test_pages_that_come_up_for_a_turn_are_its_own(rig: Rig) -> None:
+def test_pages_promoted_for_a_turn_are_recorded_with_it(rig: Rig) -> None:
     rig.policy = Always(Decision(Tier.STORE))
     gone_to_ssd(rig)
     rig.now += 10.0
@@ -356,7 +357,7 @@ def test_tokens_that_a_job_lost_are_recorded_with_the_turn_that_recomputes_them(
     assert (tokens.recomputed, tokens.lost) == (329, 256), "hashes of every eighth block are kept"
 
 
-# -- off, and failing -------------------------------------------------------------------------
+# -- every turn, and failures -----------------------------------------------------------------
 
 
 def test_every_turn_has_one_record_and_counters_agree(rig: Rig) -> None:

@@ -1,4 +1,4 @@
-"""Engines for tests of what happens between two turns."""
+"""Engines for tests of the time between two turns."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ FORECAST = Forecast(np.minimum(GRID / 100, 1.0))
 
 
 class ByTool(StatelessPolicy):
-    """FAST tools pin for 30 s, LONG ones go to SSD and are back after a minute, others stay in
-    CPU memory; what is not read yet counts as FAST."""
+    """FAST tools pin for 30 s, LONG tools wait on SSD and return after a minute, and others wait in
+    CPU memory. Unread tool calls count as FAST."""
 
     reads_tools = True
 
@@ -48,13 +48,13 @@ class ByTool(StatelessPolicy):
 
 
 class Reader:
-    """Returns tool calls that a test chooses, when the test allows it."""
+    """Returns tool calls that the test chooses, at the time that the test chooses."""
 
     def __init__(self) -> None:
         self.asked: dict[str, list[int]] = {}
         self.full = False
         self.dropped = self.errors = 0
-        self.answers = (("", FAST),)  # asked in every step
+        self.answers = (("", FAST),)  # the engine reads this attribute in every step
         self._read: list[tuple[str, ToolUse]] = []
 
     def read(self, ticket: str, token_ids: Sequence[int]) -> bool:
@@ -75,7 +75,7 @@ class Reader:
 
 
 def waiting_rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
-    """An engine with all tiers, whose tool calls are read when a test says so."""
+    """Create an engine with all tiers, whose tool calls are read when the test calls ``says``."""
     extra: dict[str, Any] = {
         "cpu_gib": 200 * 16 * CELL / 2**30,
         "ssd_path": str(tmp_path / "ssd"),
@@ -103,7 +103,7 @@ def pinned(rig: Rig) -> int:
 
 
 def traced(rig: Rig) -> dict[str, TurnRecord]:
-    """The trace of an engine that ends now, by request."""
+    """Close the engine, and return its trace by request."""
     rig.close()
     assert rig.options.extra is not None
     reader = TraceReader(Path(rig.options.extra["trace"]))

@@ -1,4 +1,4 @@
-"""Models with several KV types, and helpers for stories."""
+"""Models with several KV types, and helpers for their tests."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MODELS: dict[str, tuple[GroupSpec, ...]] = {
     "full and a window of larger blocks": (FULL, GroupSpec(KvKind.WINDOW, 32, 70)),
     "full of larger blocks and a window": (GroupSpec(KvKind.FULL, 32), WINDOW),
 }
-"""Groups by a name for the test's report."""
+"""Groups of each model, by a name for the test id."""
 JOB = {"job_id": "job"}
 PROMPT = text(150, seed=1)
 ANSWER = 21
-"""Tokens of the first turn's answer: the context ends inside a block."""
+"""Tokens of the first turn's answer. The context then ends inside a block."""
 
 
 def forget_vram(rig: Rig) -> None:
-    """Have vLLM find nothing in VRAM any more; what is saved stays."""
+    """Evict everything from VRAM's prefix cache. Saved pages remain."""
     rig.run()
     rig.wait_for_worker()
     rig.run()
@@ -38,10 +38,10 @@ def forget_vram(rig: Rig) -> None:
 
 
 def cpu_tokens(rig: Rig) -> int:
-    """Prompt tokens restored so far."""
+    """Return the number of prompt tokens restored from CPU memory so far."""
     return rig.count("prompt_tokens_cpu")
 
 
 def readable(rig: Rig) -> list[PageKey]:
-    """The pages in CPU memory that nobody uses."""
+    """Return the pages in CPU memory that no order uses."""
     return list(rig.index.least_valuable(rig.index.num_slots))

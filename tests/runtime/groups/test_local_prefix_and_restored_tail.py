@@ -1,8 +1,8 @@
 """VRAM holds the start of a context, and the rest is restored. A model with states continues from
 the state at the end of the restored part, and its output equals that of a full computation.
 
-A state stands for every token before it. Reports on other connectors (LMCache#4247) describe wrong
-text in exactly this case.
+A state depends on every token before it. LMCache#4247 reports wrong text from another connector in
+this case.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ NEXT = text(30, seed=2)
 
 
 def ask_next(rig: Rig, prompt: list[int]) -> tuple[int, int]:
-    """Ask the job's next turn, and compare its answer with that of a fresh computation.
+    """Run the job's next turn, and compare its answer with a fresh computation.
 
     Returns:
-        Tokens of its prompt that were found in VRAM, and that were restored.
+        Prompt tokens found in VRAM, and prompt tokens restored from CPU memory.
     """
     names = "prompt_tokens_vram", "prompt_tokens_cpu"
     before = [rig.count(name) for name in names]
@@ -44,7 +44,7 @@ def ask_next(rig: Rig, prompt: list[int]) -> tuple[int, int]:
 
 
 def forget_behind(rig: Rig, prompt: list[int], tokens: int, groups: Collection[int]) -> None:
-    """Have VRAM lose the blocks of some of vLLM's groups behind the first tokens of a prompt."""
+    """Evict the blocks of some of vLLM's groups after the first ``tokens`` tokens of a prompt."""
     request = rig.make_request("hashes", prompt)
     unit = rig.half.facts.hash_tokens
     for block_hash in request.block_hashes[tokens // unit :]:
@@ -57,7 +57,7 @@ def forget_behind(rig: Rig, prompt: list[int], tokens: int, groups: Collection[i
 @recurrent
 @ahead
 @pytest.mark.parametrize("retention", [0, None], ids=["sparse", "dense"])
-def test_a_context_whose_beginning_another_request_left_in_vram(
+def test_a_context_whose_start_another_request_left_in_vram(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...], ahead: bool, retention: int | None
 ) -> None:
     rig = make(make_rig, groups, ahead=ahead, retention=retention)
@@ -77,9 +77,9 @@ def test_a_context_whose_beginning_another_request_left_in_vram(
 def test_a_context_whose_end_has_left_vram(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...], ahead: bool, lost: str
 ) -> None:
-    """Attention may reach further in VRAM than the states do: vLLM goes by the shorter."""
+    """Attention blocks may reach further in VRAM than states do. vLLM then uses the shorter hit."""
     rig = make(make_rig, groups, ahead=ahead, retention=None)
-    rig.ask("before", PROMPT[:70])  # vLLM keeps states where prompts end
+    rig.ask("before", PROMPT[:70])  # vLLM keeps a state at the end of each prompt
     answer = rig.ask("t1", PROMPT, max_tokens=ANSWER, params=JOB)
     rig.run()
     rig.wait_for_worker()

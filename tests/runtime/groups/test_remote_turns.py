@@ -1,6 +1,5 @@
-"""A job's next turn on another engine finds its context in the remote store, whatever KV types its
-model keeps.
-"""
+"""A job's next turn on another engine finds its context in the remote store, for any KV types of
+the model."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ models = pytest.mark.parametrize("groups", WITH_FULL.values(), ids=WITH_FULL)
 
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[list[ValkeyServer]]:
-    """Two servers; pages lie on either."""
+    """Two servers, over which the pages are distributed."""
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
         folder.mkdir()
@@ -41,14 +40,14 @@ def open_engine(
 ) -> Rig:
     url = "valkey://" + ",".join(str(one.server) for one in servers)
     extra = {"cpu_gib": 0.01, "codec": "raw", "policy": "lru", "remote": url}
-    # Many steps a prompt: nobody asks for what is computed in one.
+    # Prompts take many steps, because the store is not queried for what one step computes.
     return make_rig(
         groups=tuple(groups), blocks=200, max_batched_tokens=32, max_num_seqs=8, extra=extra
     )
 
 
 def ask(rig: Rig, name: str, prompt: Sequence[int], tokens: int) -> list[int]:
-    """A turn, with waits for whatever is under way, also after its end."""
+    """Run a turn, and wait until every order has finished, also after the turn's end."""
     rig.add(name, prompt, max_tokens=tokens, params=JOB)
     for _ in range(2000):
         rig.step()
@@ -59,7 +58,7 @@ def ask(rig: Rig, name: str, prompt: Sequence[int], tokens: int) -> list[int]:
         if not rig.scheduler.has_requests():
             if not rig.orders_under_way:
                 break
-            time.sleep(0.002)  # writes leave the link to others
+            time.sleep(0.002)  # writes leave bandwidth for other transfers
     else:
         raise AssertionError("orders are under way for ever")
     assert rig.outputs[name] == expected(prompt, tokens)
@@ -87,7 +86,7 @@ def test_a_jobs_next_turn_is_found_by_another_engine(
 
 
 @models
-def test_jobs_that_change_engines_all_the_time_get_the_same_answers(
+def test_jobs_that_alternate_between_engines_get_the_same_answers(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...], servers: list[ValkeyServer]
 ) -> None:
     engines = [open_engine(make_rig, groups, servers) for _ in range(2)]
@@ -104,10 +103,11 @@ def test_jobs_that_change_engines_all_the_time_get_the_same_answers(
 
 
 @models
-def test_a_store_without_windows_and_states_costs_a_moment(
+def test_a_store_without_windows_and_states_costs_little_time(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...], servers: list[ValkeyServer]
 ) -> None:
-    """The pages of one group are of no use without those of the others."""
+    """Pages of one group are useless without the other groups' pages, except at chunk
+    boundaries."""
     first = open_engine(make_rig, groups, servers)
     answer = ask(first, "t1", PROMPT, ANSWER)
     fingerprints = [
@@ -122,7 +122,7 @@ def test_a_store_without_windows_and_states_costs_a_moment(
                 server.talk(b"DEL", name)
     second = open_engine(make_rig, groups, servers)
     ask(second, "t2", PROMPT + answer + text(30, seed=2), 4)
-    # At the begin of a chunk nothing but the other group is needed.
+    # At the start of a chunk, only the pages of the full attention group are needed.
     chunks = [group.span for group in groups if group.kind is KvKind.CHUNK]
     usable = sum((len(PROMPT) + ANSWER) // span * span for span in chunks)
     assert second.count("prompt_tokens_remote") == usable
@@ -130,7 +130,8 @@ def test_a_store_without_windows_and_states_costs_a_moment(
 
 
 def names_in(server: ValkeyServer, prefix: bytes) -> list[bytes]:
-    """Keys that begin so. Their parts are bytes of any kind."""
+    """Return the keys with this prefix, parsed from the reply because keys may contain any
+    bytes."""
     said = server.talk(b"KEYS", b"*")
     found, at = [], said.index(b"\r\n") + 2
     while at < len(said):

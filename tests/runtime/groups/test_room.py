@@ -1,4 +1,5 @@
-"""Space for contexts with several KV types: pins are released for everything a request needs."""
+"""Space for contexts with several KV types: pins are released for all blocks that a request
+needs."""
 
 from __future__ import annotations
 
@@ -17,23 +18,24 @@ from .kinds import ANSWER, CHUNK, FULL, JOB, PROMPT, STATE, WINDOW, forget_vram
 
 KEEPER = text(160, seed=8)
 FREE = range(4, 14)
-"""Free blocks: from fewer than a turn needs, but for those under the pin, to more."""
+"""Numbers of free blocks, from fewer than a turn needs without releasing the pin to more than it
+needs."""
 GROUPS = pytest.mark.parametrize(
     "groups", [(FULL, STATE, STATE, STATE), (FULL, WINDOW, WINDOW)], ids=["states", "windows"]
 )
 
 
 def take_all_but(rig: Rig, free: int) -> list[Any]:
-    """Have VRAM with so many free blocks; returns those that were taken."""
+    """Allocate blocks until ``free`` are left. Returns the allocated blocks."""
     return list(rig.pool.get_new_blocks(rig.free_blocks - free))
 
 
 @pytest.mark.parametrize("free", FREE)
 @GROUPS
-def test_pins_give_way_to_a_restored_turn_that_continues_from_states(
+def test_pins_are_released_for_a_restored_turn_with_states(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...], free: int
 ) -> None:
-    """A state that was restored stays beside the one that is computed from it."""
+    """A restored state remains next to the state that is computed from it."""
     rig = make_rig(groups=groups, blocks=120, extra={"cpu_gib": 0.01})
     answer = rig.ask("t1", PROMPT, max_tokens=ANSWER, params=JOB)
     forget_vram(rig)
@@ -54,7 +56,7 @@ def test_pins_give_way_to_a_restored_turn_that_continues_from_states(
 
 @pytest.mark.parametrize("beside", FREE)
 @GROUPS
-def test_pins_give_way_to_a_turn_that_finds_its_states_in_vram(
+def test_pins_are_released_for_a_turn_with_states_in_vram(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...], beside: int
 ) -> None:
     rig = make_rig(groups=groups, blocks=120, extra={"cpu_gib": 0})
@@ -75,8 +77,8 @@ def test_pins_give_way_to_a_turn_that_finds_its_states_in_vram(
 
 @pytest.mark.parametrize("other", [WINDOW, CHUNK, STATE], ids=lambda group: group.kind.value)
 def test_a_pin_does_not_block_a_long_prompt_forever(make_rig: MakeRig, other: GroupSpec) -> None:
-    """vLLM asks for more blocks than a window or chunk keeps in the end: those of the tokens that
-    it computes at a time come on top. The clock stands still, so that no pin expires."""
+    """vLLM allocates more blocks than a window or chunk finally keeps, because the tokens computed
+    in one step need additional ones. The clock stands still, so that no pin expires."""
     rig = make_rig(groups=(FULL, other))
     rig.ask("pinned", text(200, seed=1), params=JOB)
     prompt = text(504, seed=9)
@@ -89,7 +91,7 @@ SMALL_WINDOW = GroupSpec(KvKind.WINDOW, 16, 32)
 
 @pytest.mark.parametrize("seed", range(60, 76))
 def test_restored_turns_do_not_wait_for_each_others_blocks(make_rig: MakeRig, seed: int) -> None:
-    """Six agents and five groups of windows, in a pool for two contexts."""
+    """Six agents and five window groups share a pool that has space for two contexts."""
     rng = random.Random(seed)
     rig = make_rig(
         groups=(FULL, *[SMALL_WINDOW] * 5),

@@ -24,7 +24,7 @@ ahead = pytest.mark.parametrize("ahead", [False, True], ids=["sync", "ahead"])
 
 
 def returning(rig: Rig) -> list[int]:
-    """Have a turn end and leave VRAM; returns the prompt of the next one."""
+    """Run a turn, evict it from VRAM, and return the prompt of the next turn."""
     answer = rig.ask("t1", PROMPT, max_tokens=ANSWER, params=JOB)
     forget_vram(rig)
     return PROMPT + answer + text(30, seed=2)
@@ -33,10 +33,10 @@ def returning(rig: Rig) -> list[int]:
 @several
 @ahead
 @pytest.mark.parametrize("which", [0, 1], ids=["first group", "second group"])
-def test_a_group_that_does_not_arrive_has_all_computed(
+def test_a_group_that_does_not_arrive_is_recomputed_with_all_others(
     make_rig: MakeRig, groups: Sequence[GroupSpec], ahead: bool, which: int
 ) -> None:
-    """vLLM cannot be told of single blocks here: the request begins anew."""
+    """vLLM cannot be told of single failed blocks here, so the request starts from scratch."""
     rig = make_rig(groups=groups, blocks=200, extra={"cpu_gib": 0.01}, ahead=ahead)
     faulty = rig.inject(FaultyTransfer)
     prompt = returning(rig)
@@ -55,7 +55,7 @@ def test_a_group_that_does_not_arrive_has_all_computed(
 
 @several
 @ahead
-def test_a_request_that_goes_away_while_its_groups_are_loaded_leaves_nothing(
+def test_a_request_aborted_while_its_groups_load_leaves_nothing(
     make_rig: MakeRig, groups: Sequence[GroupSpec], ahead: bool
 ) -> None:
     rig = make_rig(groups=groups, blocks=200, extra={"cpu_gib": 0.01}, ahead=ahead)
@@ -111,7 +111,7 @@ def test_a_restore_that_cannot_be_ordered_is_computed(
 
 
 @several
-def test_contexts_come_up_from_ssd_and_after_a_restart(
+def test_contexts_are_promoted_from_ssd_also_after_a_restart(
     make_rig: MakeRig, groups: Sequence[GroupSpec], tmp_path: Path
 ) -> None:
     extra = {"cpu_gib": 0.01, "ssd_path": str(tmp_path / "ssd"), "ssd_gib": 0.02, "codec": "raw"}
@@ -137,10 +137,9 @@ def test_contexts_come_up_from_ssd_and_after_a_restart(
 
 
 @ahead
-def test_a_request_whose_restore_failed_does_not_block_those_behind_it(
-    make_rig: MakeRig, ahead: bool
-) -> None:
-    """vLLM keeps it before requests that hold blocks, and reserves room for it once more."""
+def test_a_failed_restore_does_not_block_later_requests(make_rig: MakeRig, ahead: bool) -> None:
+    """vLLM keeps the failed request before requests that hold blocks, and reserves space for it
+    again."""
     rig = make_rig(groups=MODELS["window"], blocks=16, extra={"cpu_gib": 0.01}, ahead=ahead)
     faulty = rig.inject(FaultyTransfer)
     prompt = returning(rig)
@@ -159,9 +158,9 @@ def test_a_request_whose_restore_failed_does_not_block_those_behind_it(
     rig.check_clean()
 
 
-def test_restores_come_behind_a_request_whose_own_failed(make_rig: MakeRig) -> None:
-    """vLLM keeps room for that one until it has it, and lets no other restore into that; a request
-    for which room lacks, before it in the queue, would block it for ever."""
+def test_other_restores_wait_for_a_request_whose_restore_failed(make_rig: MakeRig) -> None:
+    """vLLM reserves space for the failed request until it fits, and admits no other restore into
+    that space. A request in front of it without enough space would block it forever."""
     rig = make_rig(groups=MODELS["full and window"], blocks=40, extra={"cpu_gib": 0.01})
     other = text(150, seed=9)
     rig.ask("t0", other)

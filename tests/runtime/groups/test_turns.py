@@ -1,4 +1,4 @@
-"""A job's context is restored completely, whatever KV types its model keeps."""
+"""A job's context is restored completely, for any KV types of the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make(make_rig: MakeRig, groups: Sequence[GroupSpec], **options: object) -> R
 
 
 def last_tokens(rig: Rig) -> int:
-    """Tokens of the first turn's context whose KV its last step leaves behind."""
+    """Return the number of tokens of the first turn's context that have KV after its last step."""
     with_last = rig.options.ahead and rig.half.facts.has_states
     return len(PROMPT) + ANSWER - (not with_last)
 
@@ -33,11 +33,11 @@ def last_tokens(rig: Rig) -> int:
 @models
 @ahead
 @retention
-def test_a_finished_answer_comes_back_to_its_last_token(
+def test_a_finished_answer_is_restored_up_to_its_last_token(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...], ahead: bool, retention: int | None
 ) -> None:
-    """vLLM by itself caches nothing of an answer in windows and states. Ahead, a turn that ends by
-    a stop token has one more step under way, which advances the state in place."""
+    """vLLM alone caches no windows and states of an answer. With async scheduling, a turn that ends
+    with a stop token has another step in flight, which advances the state in place."""
     rig = make(make_rig, groups, ahead=ahead, retention=retention)
     stop = expected(PROMPT, ANSWER)[-1]
     answer = rig.ask("t1", PROMPT, max_tokens=60, stop_ids=[stop], params=JOB)
@@ -52,10 +52,10 @@ def test_a_finished_answer_comes_back_to_its_last_token(
 
 @models
 @ahead
-def test_a_turn_that_ends_by_its_length_comes_back_as_well(
+def test_a_turn_that_ends_by_its_length_is_restored_too(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...], ahead: bool
 ) -> None:
-    """Its last token is never computed, ahead or not."""
+    """Its last token is never computed, with or without async scheduling."""
     rig = make(make_rig, groups, ahead=ahead)
     answer = rig.ask("t1", PROMPT, max_tokens=ANSWER, params=JOB)
     forget_vram(rig)
@@ -65,7 +65,9 @@ def test_a_turn_that_ends_by_its_length_comes_back_as_well(
 
 
 @models
-def test_turn_after_turn_comes_back(make_rig: MakeRig, groups: tuple[GroupSpec, ...]) -> None:
+def test_several_turns_in_a_row_are_restored(
+    make_rig: MakeRig, groups: tuple[GroupSpec, ...]
+) -> None:
     rig = make(make_rig, groups)
     context, known = list(PROMPT), 0
     for turn in range(5):
@@ -80,10 +82,10 @@ def test_turn_after_turn_comes_back(make_rig: MakeRig, groups: tuple[GroupSpec, 
 
 
 @models
-def test_a_prompt_that_leaves_out_the_answer_finds_the_prompts_end(
+def test_a_prompt_without_the_answer_hits_up_to_the_last_prompts_end(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...]
 ) -> None:
-    """As with a template that drops what a model thought."""
+    """Some chat templates drop the model's thoughts."""
     rig = make(make_rig, groups)
     rig.ask("t1", PROMPT, max_tokens=ANSWER, params=JOB)
     forget_vram(rig)
@@ -96,10 +98,11 @@ def test_a_prompt_that_leaves_out_the_answer_finds_the_prompts_end(
 
 @models
 @ahead
-def test_a_text_that_was_cut_finds_the_prompts_end(
+def test_an_answer_cut_by_a_stop_string_hits_up_to_the_prompts_end(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...], ahead: bool
 ) -> None:
-    """vLLM's API server finds stop strings, and has the engine abort what goes on beyond them."""
+    """vLLM's API server detects stop strings, and aborts the request, which has generated further
+    tokens."""
     rig = make(make_rig, groups, ahead=ahead)
     rig.add("t1", PROMPT, max_tokens=60, params=JOB, stop=["stop"])
     while len(rig.outputs["t1"]) < ANSWER:
@@ -120,8 +123,8 @@ def test_a_text_that_was_cut_finds_the_prompts_end(
 def test_a_pinned_context_stays_in_vram_while_rivals_fill_it(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...], ahead: bool
 ) -> None:
-    """The window and the state at the prompt's end leave the table while the model answers: they
-    are held from the prompt on."""
+    """The window and the state at the prompt's end leave the block table while the model answers,
+    so they are held from the end of the prompt."""
     rig = make(make_rig, groups, ahead=ahead, blocks=140, extra={"cpu_gib": 0})
     answer = rig.ask("t1", PROMPT, max_tokens=60, params=JOB)
     assert len(rig.pins) == 1
@@ -152,7 +155,9 @@ def test_blocks_at_a_prompts_end_are_released_before_any_preemption(
 
 
 @pytest.mark.parametrize("kind", [KvKind.WINDOW, KvKind.STATE])
-def test_without_the_pages_of_one_kind_nothing_is_restored(make_rig: MakeRig, kind: KvKind) -> None:
+def test_without_the_pages_of_one_kv_type_nothing_is_restored(
+    make_rig: MakeRig, kind: KvKind
+) -> None:
     rig = make(make_rig, MODELS["full, window and state"])
     rig.add("t1", PROMPT, max_tokens=ANSWER, params=JOB)
     group = next(at for at, one in enumerate(rig.half.facts.groups) if one.reach.kind is kind)

@@ -29,7 +29,7 @@ rig.close()
 
 
 def keys_on(host: Path, model: str, **environment: str) -> str:
-    """Keys of the pages of one turn, on a host with a home and an environment of its own."""
+    """Return the page keys of one turn, on a host with its own home folder and environment."""
     folder = host / model
     folder.parent.mkdir(parents=True)
     (host / "tmp").mkdir()
@@ -53,7 +53,7 @@ def keys_on(host: Path, model: str, **environment: str) -> str:
     return ran.stdout.splitlines()[-1]
 
 
-def test_keys_hold_nothing_of_one_host(tmp_path: Path) -> None:
+def test_keys_do_not_depend_on_the_host(tmp_path: Path) -> None:
     one = keys_on(tmp_path / "alpha", "models/SmolLM", USER="one", TZ="UTC", OMP_NUM_THREADS="1")
     other = keys_on(
         tmp_path / "beta",

@@ -1,6 +1,5 @@
-"""Agents under memory pressure, the same on every engine: jobs of several turns with tools in
-between.
-"""
+"""Agents under memory pressure, identical on every engine: jobs of several turns with tool calls in
+between."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ STEP_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Jobs, fixed before the first run.
+    """Jobs that are fixed before the first run.
 
     Attributes:
-        begins: moment at which each job begins, seconds.
-        said: by job and turn, the tokens that a tool adds before it.
-        gaps: by job and turn, the seconds before it.
+        begins: start time of each job, in seconds.
+        said: by job and turn, the tokens that a tool adds before the turn.
+        gaps: by job and turn, the seconds before the turn.
     """
 
     begins: tuple[float, ...]
@@ -37,7 +36,7 @@ class _Job:
 
 
 def script(seed: int, jobs: int = 8, turns: int = 5, gap_s: float = 3.0) -> Script:
-    """Make a script: all jobs share a system prompt, and their tools answer at length."""
+    """Create a script in which all jobs share a system prompt, and tools add many tokens."""
     rng = random.Random(seed)
     system = text(32, seed=7)
     said = tuple(
@@ -53,8 +52,8 @@ def script(seed: int, jobs: int = 8, turns: int = 5, gap_s: float = 3.0) -> Scri
 
 
 def play(rig: EngineRig, given: Script) -> None:
-    """Run all jobs to their end. Nothing waits for this machine: what was ordered of a worker is
-    done a step later."""
+    """Run all jobs to their end. The engine never waits for real time: worker orders finish a step
+    later."""
     jobs = [_Job(rig.now + begin, []) for begin in given.begins]
     turns = len(given.said[0])
     while open_jobs := [number for number, job in enumerate(jobs) if job.turn < turns]:
@@ -69,7 +68,7 @@ def play(rig: EngineRig, given: Script) -> None:
 
 
 def _advance(rig: EngineRig, given: Script, job: _Job, number: int) -> None:
-    """End the job's turn if it is over, and begin with the next one if it is due."""
+    """Finish the job's turn if its answer is complete, and start the next one if it is due."""
     turns = len(given.said[number])
     if job.request is not None and job.request in rig.finished:
         job.context += rig.outputs[job.request]

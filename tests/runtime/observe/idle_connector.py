@@ -1,8 +1,8 @@
-"""A connector that does nothing at all.
+"""A connector that does nothing.
 
-With any connector vLLM frees windows and states of a request that ends in another order, and under
-asynchronous scheduling all of its blocks a step later. There an engine that is observed is compared
-with one that has this.
+With any connector, vLLM frees the windows and states of a finished request in another order, and
+under async scheduling it frees all blocks a step later. In these cases, an engine in observe mode
+is compared with an engine with this connector.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 
 class IdleConnector(KVConnectorBase_V1, SupportsHMA):
-    """Finds nothing, keeps nothing."""
+    """Finds no tokens, and keeps no blocks."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         return 0, False
@@ -48,7 +48,7 @@ class IdleConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def with_idle_connector(config: Any) -> None:
-    """Have vLLM make one."""
+    """Configure vLLM to create an IdleConnector."""
     from vllm.config import KVTransferConfig
 
     config.kv_transfer_config = KVTransferConfig(

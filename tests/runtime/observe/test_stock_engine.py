@@ -1,5 +1,5 @@
 """An engine in observe mode behaves like the same engine without a connector: each step has the
-same requests, tokens and blocks, and nothing is allocated."""
+same requests, tokens and blocks, and no CPU memory is allocated."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ HOSTILE: Sequence[object] = (
     {"job_id": "\ud800", "tool_command": "x" * 10_000},
     {"job_id": "", "is_last_step": 2**60},
 )
-"""Hints that make no sense, or hardly any."""
+"""Hints that are invalid or implausible."""
 
 
 def look(rig: EngineRig, scheduled: Any) -> object:
-    """All that an engine decides of its blocks and its requests."""
+    """Return everything that an engine has decided about its blocks and requests."""
     if isinstance(rig, SecondRig):
         pool, engine = rig.engine.pool, rig.engine
         tables = {name: [block.block_id for block in table] for name, table in pool.tables.items()}
@@ -50,7 +50,7 @@ def look(rig: EngineRig, scheduled: Any) -> object:
 
 
 class Twins:
-    """An engine without connector and one that is observed, driven as one rig. They are compared
+    """An engine without a connector and one in observe mode, driven as one rig. They are compared
     after every step."""
 
     half = None
@@ -80,7 +80,7 @@ class Twins:
 
     def reset_cache(self, *, running: bool) -> None:
         for rig in self.rigs:
-            with suppress(RuntimeError):  # vLLM: steps are in flight
+            with suppress(RuntimeError):  # vLLM raises this while steps are in flight
                 rig.reset_cache(running=running)
 
     def step(self) -> None:
@@ -94,7 +94,8 @@ class Twins:
             assert self.steps < 2000, "still busy"
 
     def check_clean(self) -> None:
-        """No memory, no thread of a tier, no reference on a block, no order to a worker."""
+        """Assert that the engines gave the same answers, and that the observed one has no CPU
+        memory, no store and no block reference."""
         stock, rig = self.rigs
         assert stock.outputs == rig.outputs
         assert list(stock.finished) == list(rig.finished)
@@ -115,7 +116,7 @@ class Clients(Script):
 
 
 def compare(stock: EngineRig, observed: EngineRig, rng: random.Random, folder: Path) -> None:
-    """Run one script on both."""
+    """Run one random script on both engines."""
     if rng.random() < 0.7:
         observed.policy = registry.policy(rng.choice(sorted(registry.POLICIES)))
     acts = {"turn": 75, "abort": 15, "reset": 10}
@@ -135,7 +136,7 @@ def settings(rng: random.Random, page_bytes: int, folder: Path) -> dict[str, Any
 
 
 @pytest.mark.scripts(25, nightly=2_000)
-def test_the_second_engine_serves_as_by_itself(tmp_path: Path, seeds: range) -> None:
+def test_the_second_engine_behaves_as_without_connector(tmp_path: Path, seeds: range) -> None:
     def play(folder: Path, seed: int) -> None:
         rng = random.Random(seed)
         size, extra = some_size(rng), settings(rng, 16 * CELL * LAYERS, folder)
@@ -156,7 +157,8 @@ def test_vllm_schedules_as_without_connector(tmp_path: Path, seeds: range) -> No
     def play(folder: Path, seed: int) -> None:
         rng = random.Random(seed)
         options = some_options(rng, rng.choice(GROUPS), extra=settings(rng, 16 * CELL, folder))
-        by_any = bool(options.groups) or options.ahead  # then any connector has vLLM free later
+        # Then vLLM frees blocks later with any connector.
+        by_any = bool(options.groups) or options.ahead
         company = with_idle_connector if by_any else options.configure
         stock = replace(options, extra=None, in_job_order=False, configure=company)
         with Rig(folder / "stock", stock) as alone, Rig(folder / "observed", options) as observed:

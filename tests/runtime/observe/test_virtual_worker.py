@@ -1,5 +1,5 @@
-"""A worker that moves no bytes reports each order after the time its bytes would take, and its
-stores hold what was written to them."""
+"""A worker that moves no bytes reports each order after its simulated transfer time, and its stores
+contain the written pages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KEYS = [PageKey(bytes([65 + n]) * 20) for n in range(80)]
 
 @pytest.fixture
 def book() -> OrderBook:
-    """A page takes a second to CPU memory, and ten to SSD."""
+    """An order book in which copying a page takes one second to CPU memory, and ten to SSD."""
     index = PageIndex(80, LeastRecentlyUsed())
     made = OrderBook(index, RANKS, [PAGE_BYTES], BANDWIDTH, {SSD: TierIndex()})
     made.stores[SSD].bandwidth = SSD_BANDWIDTH
@@ -71,12 +71,12 @@ def send(worker: VirtualWorker, now: float, *orders: StoreOrder, **more: object)
 
 
 def settle(book: OrderBook, said: Reports | None) -> int:
-    """Have reports count; how many orders are over on every rank."""
+    """Process reports. Returns the number of orders that are finished on every rank."""
     return len(book.settle(said.orders)) if said is not None else 0
 
 
 def stored(book: OrderBook, worker: VirtualWorker, keys: list[PageKey]) -> None:
-    """Bring pages to CPU memory and to SSD, before the hundredth second."""
+    """Save pages to CPU memory and demote them to SSD, by t = 100 s."""
     save(book, worker, keys, now=0.0)
     settle(book, worker.take_reports(50.0))
     order = book.plan_demote(SSD, keys, 0.0)
@@ -86,8 +86,8 @@ def stored(book: OrderBook, worker: VirtualWorker, keys: list[PageKey]) -> None:
 
 
 def filled(book: OrderBook, worker: VirtualWorker) -> tuple[TierReport, Proposal]:
-    """Write more pages to SSD than it holds, before the millionth second; returns the report of the
-    store and the segment that it would delete."""
+    """Write more pages to SSD than it can hold, by t = 1e6 s. Returns the store's report and the
+    segment that it proposes to delete."""
     save(book, worker, KEYS, now=0.0)
     settle(book, worker.take_reports(100.0))
     order = book.plan_demote(SSD, KEYS, 0.0)
@@ -165,7 +165,7 @@ def test_a_reset_empties_the_tiers(book: OrderBook, worker: VirtualWorker) -> No
     assert said.stores[SSD][0].stored_bytes == 0
 
 
-def test_a_segment_proposed_before_a_reset_is_no_segment_of_the_new_store(
+def test_a_segment_proposed_before_a_reset_is_not_deleted_after_it(
     book: OrderBook, worker: VirtualWorker
 ) -> None:
     _, proposal = filled(book, worker)
@@ -211,7 +211,7 @@ def test_a_full_store_proposes_a_segment_and_reports_lost_pages(
     assert said.stores[SSD][0].gone == (KEYS[0],)
 
 
-def test_bundles_fill_a_share_of_their_slots(book: OrderBook, worker: VirtualWorker) -> None:
+def test_bundles_fill_a_fraction_of_their_slots(book: OrderBook, worker: VirtualWorker) -> None:
     save(book, worker, KEYS[:64], now=0.0)
     settle(book, worker.take_reports(100.0))
     free = book.index.free_slots
@@ -222,7 +222,7 @@ def test_bundles_fill_a_share_of_their_slots(book: OrderBook, worker: VirtualWor
     assert all(map(book.index.readable, KEYS[:64]))
 
 
-def test_a_line_carries_one_transfer_after_another() -> None:
+def test_a_line_transfers_one_order_at_a_time() -> None:
     line = Line(100.0, latency_s=1.0)
     assert line.send(200, now=10.0) == 13.0
     assert line.send(100, now=10.0) == 15.0, "behind the first"
@@ -252,9 +252,7 @@ def test_a_full_store_deletes_its_oldest_segment_except_the_survivors() -> None:
     assert report.stored_bytes == 2 * SEGMENTS * PAGE_BYTES
 
 
-def test_survivors_are_written_behind_the_orders_before_them(
-    book: OrderBook, worker: VirtualWorker
-) -> None:
+def test_survivors_are_written_after_earlier_orders(book: OrderBook, worker: VirtualWorker) -> None:
     save(book, worker, KEYS, now=0.0)
     settle(book, worker.take_reports(100.0))
     order = book.plan_demote(SSD, KEYS[:70], 0.0)

@@ -1,5 +1,5 @@
-"""An engine in observe mode estimates what it would have saved, and the connector then saves that
-on the same jobs: prompt tokens that are not computed, beyond the engine's own hits."""
+"""An engine in observe mode estimates how many prompt tokens the connector would save, and the
+connector then saves that number on the same jobs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rig(mode: str, slots: int, **settings: Any) -> SecondRig:
 
 
 def found(one: SecondRig) -> int:
-    """Prompt tokens that were not computed."""
+    """Return the number of prompt tokens that were not computed."""
     return one.count("prompt_tokens_vram") + one.count("prompt_tokens_cpu")
 
 
@@ -46,7 +46,8 @@ def would_have_saved(one: SecondRig) -> dict[str, int]:
 
 
 def both(given: Script, slots: int, **settings: Any) -> tuple[dict[str, int], int]:
-    """Play a script twice; returns what observing says of it, and what managing then saves."""
+    """Play a script twice. Returns the estimate of observe mode, and the tokens that managing then
+    saves."""
     with rig("observe", slots, **settings) as observed:
         play(observed, given)
         said, alone = dict(would_have_saved(observed)), found(observed)
@@ -67,8 +68,8 @@ def test_cpu_memory_for_all_jobs(seed: int) -> None:
 
 
 def pinned_beside_rivals(one: SecondRig) -> int:
-    """A job's context waits in VRAM while others use all of the rest; prompt tokens that its next
-    turn finds."""
+    """Let a job's context wait in VRAM while others use the rest of it. Returns the prompt tokens
+    that the next turn finds."""
     one.policy = FixedPin(ttl_s=60.0)
     context = text(240, seed=1)
     one.ask("first", context, params={"job_id": "a"})
@@ -89,7 +90,7 @@ def test_a_pin_alone() -> None:
     assert said["cpu"] == said["ssd"] == 0
 
 
-def test_a_pin_that_would_have_given_way_saves_nothing() -> None:
+def test_a_pin_that_would_have_been_released_saves_nothing() -> None:
     def crowded(one: SecondRig) -> int:
         one.policy = FixedPin(ttl_s=60.0)
         context = text(240, seed=1)
@@ -131,11 +132,11 @@ def test_an_ssd_below_a_small_cpu_memory(tmp_path: Path, seed: int) -> None:
     assert said["ssd"] > 0
 
 
-def test_pages_that_came_up_for_turns_count_as_used(tmp_path: Path) -> None:
+def test_pages_promoted_for_turns_count_as_used(tmp_path: Path) -> None:
     on_disk = {"ssd_path": str(tmp_path / "ssd"), "ssd_gib": 1, "codec": "raw"}
     with rig("observe", 90, admission="off", **on_disk) as observed:
         play(observed, script(1))
-        for _ in range(2):  # the last ones are on their way
+        for _ in range(2):  # the last reports are still in flight
             observed.now += 1.0
             observed.ask(f"last{observed.now}", text(40, seed=3))
         used = observed.index.promoted.used
@@ -144,7 +145,7 @@ def test_pages_that_came_up_for_turns_count_as_used(tmp_path: Path) -> None:
         assert not (tmp_path / "ssd").exists()
 
 
-def test_where_vram_holds_all_jobs_only_the_ends_of_turns_would_be_restored() -> None:
+def test_if_vram_holds_all_jobs_only_partial_blocks_would_be_restored() -> None:
     said, saved = both(script(1, jobs=2), slots=300)
     assert said == {"vram": 0, "cpu": saved, "ssd": 0}
     assert saved < 2 * 5 * 16, "less than a block a turn"
@@ -159,7 +160,7 @@ def test_pages_from_before_a_reset_would_not_be_found() -> None:
         assert would_have_saved(observed) == before
 
 
-def test_trace_status_and_stats_tell_the_same(tmp_path: Path) -> None:
+def test_trace_status_and_stats_report_the_same(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     with rig("observe", 300, trace=str(path)) as observed:
         play(observed, script(0))

@@ -1,6 +1,7 @@
-"""A tier of another package: pages of many engines in one place, which may be slow or broken.
+"""A third-party tier: pages of many engines in one place, which may be slow or faulty.
 
-It is configured as any tier out of tree: ``TIERED_KV_TIERS=tests.runtime.pages.shared_store:...``.
+It is configured like any out-of-tree tier:
+``TIERED_KV_TIERS=tests.runtime.pages.shared_store:...``.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ SHARED = TierId("shared")
 
 @dataclass(slots=True)
 class Place:
-    """Pages of all engines, with the digest of each, and faults to come.
+    """Pages of all engines with their digests, and faults to inject.
 
     Attributes:
-        open: cleared while no call is to return.
-        lost: pages that it denies having once it is asked for their bytes.
+        open: calls block while this event is not set.
+        lost: pages that the place reports as missing when they are read.
     """
 
     pages: dict[tuple[int, PageKey], tuple[bytes, bytes]] = field(default_factory=dict)
@@ -36,7 +37,7 @@ class Place:
     stores: int = 0
 
     def corrupt(self, keys: Collection[PageKey]) -> None:
-        """Flip a byte of these pages."""
+        """Flip a bit of each of these pages."""
         for (rank, key), (page, digest) in list(self.pages.items()):
             if key in keys:
                 self.pages[rank, key] = (bytes([page[0] ^ 1]) + page[1:], digest)
@@ -46,7 +47,7 @@ PLACE = Place()
 
 
 def renew() -> Place:
-    """Begin with an empty place that works."""
+    """Replace the global place with an empty one that has no faults, and return it."""
     global PLACE
     PLACE = Place()
     PLACE.open.set()
@@ -54,7 +55,7 @@ def renew() -> Place:
 
 
 class SharedStore(PageStore):
-    """A rank's way to the place."""
+    """One rank's connection to the place."""
 
     def __init__(self, site: StoreSite) -> None:
         self._place, self._rank = PLACE, site.rank
@@ -96,7 +97,8 @@ class SharedStore(PageStore):
             self._place.pages.pop((self._rank, key), None)
 
     def clear(self) -> None:
-        """Leave the others' pages; a new generation has other keys."""
+        """Does nothing, because the pages belong to other engines too. A new generation has other
+        keys."""
 
     def close(self) -> None:
         if not self._closed:
@@ -105,7 +107,7 @@ class SharedStore(PageStore):
 
 
 class SharedTier:
-    """The place, as a tier."""
+    """The place as a tier."""
 
     def __init__(self, config: TierConfig) -> None:
         self.spec = TierSpec(SHARED, Knowledge.ASKED)

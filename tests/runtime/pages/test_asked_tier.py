@@ -1,5 +1,4 @@
-"""A tier of another package that must be queried: its answers are late, partial, wrong or
-missing."""
+"""A third-party tier that must be queried: its answers are late, partial, wrong or missing."""
 
 from __future__ import annotations
 
@@ -38,13 +37,13 @@ def place() -> Iterator[Place]:
 
 
 def shared(path: Path, **more: Any) -> dict[str, Any]:
-    """Settings with the shared tier alone below CPU memory."""
+    """Return settings with the shared tier as the only tier below CPU memory."""
     settings = {**tiers(path), "tiers": OURS, **more}
     return {name: value for name, value in settings.items() if not name.startswith("ssd")}
 
 
 def ask(rig: Rig, name: str) -> None:
-    """Another engine's context, with waits for whatever is under way."""
+    """Request the context, which another engine computed, and wait for every order."""
     rig.add(name, CONTEXT)
     while rig.scheduler.has_requests():
         rig.step()
@@ -54,7 +53,7 @@ def ask(rig: Rig, name: str) -> None:
 
 
 def write(make_rig: MakeRig, path: Path) -> None:
-    """An engine computes the context, writes it to the place, and is gone."""
+    """Compute the context on one engine, write it to the place, and close the engine."""
     rig = make_rig(extra=shared(path), max_batched_tokens=64)
     rig.ask("first", CONTEXT)
     push_out(rig)
@@ -62,7 +61,7 @@ def write(make_rig: MakeRig, path: Path) -> None:
     rig.close()
 
 
-def test_one_engines_pages_come_up_in_another(
+def test_one_engines_pages_are_promoted_in_another(
     make_rig: MakeRig, tmp_path: Path, place: Place
 ) -> None:
     write(make_rig, tmp_path)
@@ -76,9 +75,7 @@ def test_one_engines_pages_come_up_in_another(
     rig.check_clean()
 
 
-def test_a_page_that_is_nowhere_is_computed(
-    make_rig: MakeRig, tmp_path: Path, place: Place
-) -> None:
+def test_a_page_in_no_tier_is_computed(make_rig: MakeRig, tmp_path: Path, place: Place) -> None:
     rig = make_rig(extra=shared(tmp_path), max_batched_tokens=64)
     ask(rig, "first")
     assert place.asked
@@ -109,7 +106,7 @@ def test_pages_that_turn_out_lost_or_bad_are_computed(
 
 
 def test_missing_answers_delay_no_request(make_rig: MakeRig, tmp_path: Path, place: Place) -> None:
-    """The place hangs. A turn waits for a moment, then computes; later ones do not even ask."""
+    """The place hangs. A turn waits briefly and then computes. Later turns do not query it."""
     write(make_rig, tmp_path)
     rig = make_rig(extra=shared(tmp_path), max_batched_tokens=64)
     rig.add("again", CONTEXT)
@@ -149,7 +146,7 @@ def test_both_tiers_are_used_and_the_fastest_first(
     rig.check_clean()
 
 
-def test_a_page_that_one_rank_lacks_is_not_there() -> None:
+def test_a_page_that_one_rank_lacks_counts_as_missing() -> None:
     now = 0.0
     pages, store = AskedIndex(lambda: now), StoreId(SHARED, CONTEXT_GROUP)
     book = OrderBook(PageIndex(4, LeastRecentlyUsed()), 2, [256], 1e9, {store: pages})
@@ -185,7 +182,9 @@ def test_the_latest_answers_are_kept_and_written_pages_are_not_written_again(
     assert keys[9] in pages
 
 
-def test_a_reset_voids_what_was_asked(make_rig: MakeRig, tmp_path: Path, place: Place) -> None:
+def test_a_reset_invalidates_pending_queries(
+    make_rig: MakeRig, tmp_path: Path, place: Place
+) -> None:
     write(make_rig, tmp_path)
     rig = make_rig(extra=shared(tmp_path), max_batched_tokens=64)
     rig.add("again", CONTEXT)
@@ -216,7 +215,7 @@ def test_stores_are_closed_with_the_engine(make_rig: MakeRig, tmp_path: Path, pl
         (f"{OURS},{OURS}", "remove the duplicate"),
     ],
 )
-def test_a_tier_that_cannot_be_had_is_refused(
+def test_an_unavailable_tier_is_refused(
     make_rig: MakeRig, tmp_path: Path, place: Place, name: str, advice: str
 ) -> None:
     with pytest.raises(ConfigError, match=advice):

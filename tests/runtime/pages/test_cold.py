@@ -34,9 +34,9 @@ from tiered_kv.transfer.base import Direction
 
 pytestmark = pytest.mark.usefixtures("small_bundles")
 JOBS = 10
-"""Jobs whose pages are more than there are slots, and have room if they are compressed."""
+"""Number of jobs whose pages exceed the slots, but fit if they are compressed."""
 CONTEXT = 163
-"""Tokens of a job's context: its first prompt and answer, but for the last token."""
+"""Tokens of a job's context with KV: its first prompt and answer without the last token."""
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def rig(make_rig: MakeRig) -> Rig:
 
 
 def cold_restores(rig: Rig) -> list[LoadOrder]:
-    """Orders to restore compressed pages, from now on."""
+    """Return a list that receives the orders to restore compressed pages from now on."""
     compressor, orders = rig.worker_half.compressor, list[LoadOrder]()
     load = compressor.load
 
@@ -57,8 +57,8 @@ def cold_restores(rig: Rig) -> list[LoadOrder]:
     return orders
 
 
-def test_more_pages_than_slots_are_held_and_all_of_them_are_right(rig: Rig) -> None:
-    jobs = JOBS - 1  # with room for what their second turns add
+def test_more_pages_than_slots_are_held_and_restored_correctly(rig: Rig) -> None:
+    jobs = JOBS - 1  # leaves space for the pages of their second turns
     fill_cpu(rig, jobs)
     assert len(rig.index) > SLOTS
     assert rig.count("pages_compressed") == rig.index.cold.compressed > SLOTS // 2
@@ -71,7 +71,7 @@ def test_more_pages_than_slots_are_held_and_all_of_them_are_right(rig: Rig) -> N
     orders = cold_restores(rig)
     for job in range(jobs):
         assert come_back(rig, job) == CONTEXT
-        rig.settle()  # before the next one takes slots
+        rig.settle()  # before the next job takes slots
     assert any(len(order.cold) < len(order.slots) for order in orders), "none partly compressed"
     cold = sum(len(order.cold) for order in orders)
     assert rig.count("pages_decompressed") == cold
@@ -128,7 +128,8 @@ def test_a_turn_of_another_job_does_not_wait(rig: Rig, held: Held) -> None:
 
 
 def after_a_reset(rig: Rig) -> None:
-    """Nothing of before is found, and the new generation is kept compressed as well."""
+    """Assert that nothing from before the reset is found, and that the new generation is compressed
+    too."""
     before = rig.count("prompt_tokens_cpu")
     assert rig.ask("anew", prompt(0)) == expected(prompt(0), 4)
     assert rig.count("prompt_tokens_cpu") == before
@@ -174,11 +175,11 @@ def test_a_reset_while_compressed_pages_are_restored(
     after_a_reset(rig)
 
 
-# -- requests and engines that end ----------------------------------------------------------
+# -- requests and engines that end early -----------------------------------------------------
 
 
 def start_restore(rig: Rig, held: Held) -> None:
-    """A request's compressed pages are on their way."""
+    """Start a restore of compressed pages, and block it."""
     fill_cpu(rig, JOBS)
     held.decodes.clear()
     rig.add("again", prompt(0))
@@ -186,7 +187,7 @@ def start_restore(rig: Rig, held: Held) -> None:
         rig.step()
 
 
-def test_a_request_that_goes_away_during_its_restore_leaves_nothing(rig: Rig, held: Held) -> None:
+def test_a_request_aborted_during_its_restore_leaves_nothing(rig: Rig, held: Held) -> None:
     start_restore(rig, held)
     rig.abort("again")
     for _ in range(3):
@@ -199,8 +200,8 @@ def test_a_request_that_goes_away_during_its_restore_leaves_nothing(rig: Rig, he
 
 
 @pytest.mark.parametrize("start", [start_packing, start_restore])
-def test_an_engine_that_ends_finishes_what_is_under_way(rig: Rig, held: Held, start: Any) -> None:
-    """The rule for threads says that none is left."""
+def test_an_engine_that_closes_finishes_pending_work(rig: Rig, held: Held, start: Any) -> None:
+    """The fixture that detects leaked threads finds none."""
     start(rig, held)
     held.while_it_waits(rig.close)
     assert rig.worker_half.compressor is None
@@ -237,13 +238,13 @@ def test_without_vram_restores_fail_and_their_tokens_are_computed(rig: Rig) -> N
 # -- damage -----------------------------------------------------------------------------------
 
 
-def test_a_damaged_page_is_computed_again(rig: Rig) -> None:
+def test_a_damaged_page_is_recomputed(rig: Rig) -> None:
     fill_cpu(rig, JOBS)
     cold = rig.index.cold.compressed
     assert damage(rig)
     for job in range(JOBS):
         assert come_back(rig, job) == CONTEXT, "it shows only on the way"
-        rig.settle()  # before the next one takes slots
+        rig.settle()  # before the next job takes slots
     assert 0 < rig.count("restore_failures") <= cold
     rig.settle()
     rig.check_clean()
@@ -251,7 +252,7 @@ def test_a_damaged_page_is_computed_again(rig: Rig) -> None:
     rig.check_clean()
 
 
-def test_pages_that_cannot_be_encoded_stay_as_they_are(
+def test_pages_that_cannot_be_encoded_stay_uncompressed(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Shrinking, "encode", broken)
@@ -283,7 +284,7 @@ def test_pages_that_cannot_be_decoded_are_computed(
 
 
 def broken(self: Shrinking, page: Bytes | EncodedPage, out: Bytes | None = None) -> EncodedPage:
-    """A codec that does not work."""
+    """Fail, as a broken codec does."""
     if out is not None:
         out[:] = 255
     raise CodecError("injected")
@@ -340,7 +341,7 @@ def test_a_turn_waits_for_the_pages_of_every_group(make_rig: MakeRig) -> None:
     rig.check_clean()
 
 
-def test_compressed_pages_go_down_to_ssd_and_are_right_after_a_restart(
+def test_compressed_pages_are_demoted_and_right_after_a_restart(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
     extra = cold_settings(ssd_path=str(tmp_path / "ssd"), ssd_gib=0.1)
@@ -357,7 +358,7 @@ def test_compressed_pages_go_down_to_ssd_and_are_right_after_a_restart(
     second.check_clean()
 
 
-def test_the_last_flush_takes_compressed_pages_along(make_rig: MakeRig, tmp_path: Path) -> None:
+def test_the_last_flush_includes_compressed_pages(make_rig: MakeRig, tmp_path: Path) -> None:
     extra = cold_settings(ssd_path=str(tmp_path / "ssd"), ssd_gib=0.1)
     rig = make_rig(extra=extra)
     rig.worker_half.stores[SSD].io.store.put = lambda pages: frozenset(range(len(pages)))

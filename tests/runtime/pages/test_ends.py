@@ -1,4 +1,5 @@
-"""Ends of contexts: which KV of a finished request may be kept, and its prompt boundaries."""
+"""Ends of contexts: how much KV of a finished request may be kept, and the boundaries of its
+prompt."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def over(computed: int, under_way: int = 0, *, cut: bool = False, tokens: int = 
         (over(0), 0, "it was preempted, and has nothing"),
     ],
 )
-def test_a_state_is_kept_only_if_it_is_known_what_it_covers(
+def test_a_state_is_kept_only_if_its_tokens_are_known(
     request_: Any, state: int | None, why: str
 ) -> None:
     assert state_tokens(request_, model(FULL, STATE)) == state, why
@@ -58,7 +59,7 @@ def test_with_speculation_no_running_state_is_kept() -> None:
 @pytest.mark.parametrize(
     ("request_", "kept"), [(over(49), 49), (over(50, 1), 49), (over(53, 1), 49)]
 )
-def test_kv_of_the_last_token_is_never_counted_on(request_: Any, kept: int) -> None:
+def test_kv_of_the_last_token_is_never_assumed(request_: Any, kept: int) -> None:
     assert kept_tokens(request_) == kept
 
 
@@ -66,7 +67,7 @@ def prompt(tokens: int, shared: int = 0) -> Any:
     return SimpleNamespace(num_prompt_tokens=tokens, shared_tokens=shared)
 
 
-def test_a_prompts_boundaries_are_where_it_is_found_again_where_others_part_and_its_end() -> None:
+def test_boundaries_of_a_prompt_are_hit_positions_fork_points_and_its_end() -> None:
     assert prompt_boundaries(prompt(50, shared=22), model(FULL, WINDOW)) == [50, 48, 20]
     assert prompt_boundaries(prompt(50, shared=22), model(FULL, STATE)) == [48, 20]
     assert prompt_boundaries(prompt(48), model(FULL, WINDOW)) == [48, 44]
@@ -77,7 +78,7 @@ def test_with_full_attention_alone_every_block_is_a_boundary() -> None:
     assert prompt_boundaries(prompt(50, shared=22), model(FULL)) == []
 
 
-def test_the_block_before_is_left_out_where_drafts_depend_on_the_next_token() -> None:
+def test_the_last_block_is_left_out_if_drafts_depend_on_the_next_token() -> None:
     drafts = facts_of([group(0, 4, FULL, draft_tokens=1), group(1, 4, STATE)])
     assert last_boundary(prompt(50), model(FULL, STATE)) == 48
     assert last_boundary(prompt(50), drafts) == 44

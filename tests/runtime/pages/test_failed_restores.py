@@ -19,12 +19,13 @@ from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.transfer.base import Direction
 
 PROMPT = text(300, seed=1)
-"""Eighteen blocks and a few tokens."""
+"""The prompt has eighteen blocks and a few tokens."""
 
 
 @pytest.fixture
 def rig(make_rig: MakeRig) -> Rig:
-    """The prompt's KV is in CPU memory alone, and its fourth page cannot be brought back."""
+    """A rig on which the prompt's KV is only in CPU memory, and restoring its fourth page fails
+    once."""
     rig = make_rig(blocks=128)
     rig.pages.restores.policy = AlwaysRestore(RestoreMode.SYNC)
     faulty = rig.inject(FaultyTransfer)
@@ -34,7 +35,7 @@ def rig(make_rig: MakeRig) -> Rig:
     return rig
 
 
-def test_who_joined_a_failed_restore_leaves_nothing_behind_it(rig: Rig) -> None:
+def test_a_request_that_joined_a_failed_restore_leaves_no_bad_block(rig: Rig) -> None:
     """Two requests of one step share the blocks, and are aborted before they compute them."""
     longer = PROMPT + text(100, seed=2)
     rig.add("restores", PROMPT)
@@ -49,7 +50,7 @@ def test_who_joined_a_failed_restore_leaves_nothing_behind_it(rig: Rig) -> None:
     rig.check_clean()
 
 
-def test_who_holds_a_bad_block_is_not_saved(rig: Rig) -> None:
+def test_a_request_with_a_bad_block_is_not_saved(rig: Rig) -> None:
     longer = PROMPT + text(100, seed=2)
     rig.add("restores", PROMPT)
     rig.add("joins", longer)
@@ -74,7 +75,7 @@ def test_requests_that_only_ran_alongside_are_saved_in_the_next_step(rig: Rig) -
 
 
 class Touched(Restores):
-    """Restores that are their own pool and saves, and record calls of these."""
+    """A Restores that acts as its own pool and saves, and records their calls."""
 
     def __init__(self, tables: dict[str, list[Any]]) -> None:
         self._pool: Any = self
@@ -97,8 +98,8 @@ class Touched(Restores):
         self.watched.append((turn, step))
 
 
-def test_who_has_no_blocks_yet_or_is_being_loaded_is_left_alone() -> None:
-    """Whatever was computed for those that came behind them."""
+def test_requests_without_blocks_or_being_loaded_are_ignored() -> None:
+    """The result does not depend on the requests that came after them."""
     forgot = []
 
     def turn(name: str, *, admitted: bool = True, loading: bool = False) -> Any:

@@ -56,7 +56,7 @@ def turn_of(facts: EngineFacts, tokens: Sequence[int]) -> Turn:
 
 
 class Searched:
-    """A prompt, and pages that can be had of it."""
+    """A prompt, and a random set of available pages for it."""
 
     def __init__(self, rng: random.Random) -> None:
         reaches = rng.choices(KINDS, k=rng.randint(1, 3))
@@ -98,7 +98,7 @@ class Searched:
         return found
 
     def last_pages(self, at: int, tokens: int) -> list[PageKey | None]:
-        """Pages of which each would do for the last block of a prefix."""
+        """Return the alternative pages for the last block of a prefix."""
         one, turn = self.groups[at], self.turn
         state, aligned = one.reach.kind is KvKind.STATE, tokens % UNIT == 0
         found: list[PageKey | None] = []
@@ -111,7 +111,7 @@ class Searched:
         return found
 
     def holds(self, tokens: int, tail: Tail | None) -> bool:
-        """True if the pages of a prefix can be had."""
+        """Return True if all pages of a prefix are available."""
         for at, one in enumerate(self.groups):
             needed, whole = one.needs(tokens), tokens // one.block_size
             state = one.reach.kind is KvKind.STATE
@@ -132,7 +132,8 @@ class Searched:
         return True
 
     def longest(self) -> int:
-        """Length of the longest prefix beyond the start, by trying all."""
+        """Return the length of the longest available prefix beyond the start, found by trying all
+        lengths."""
         for tokens in range(self.limit, self.start, -1):
             ends: list[Tail | None] = [None]
             text = self.turn.request.all_token_ids
@@ -160,7 +161,7 @@ def test_the_longest_prefix_is_found(seed: int) -> None:
 
 
 def check_pages(case: Searched, found: Found) -> None:
-    """Check that the pages fill the blocks that the prefix needs, and can all be had."""
+    """Check that the pages fill the blocks that the prefix needs, and are all available."""
     parts = {part.group: part for part in found.parts}
     for at, one in enumerate(case.groups):
         blocks = [i for i in one.needs(found.tokens) if i >= case.start // one.block_size]
@@ -171,7 +172,7 @@ def check_pages(case: Searched, found: Found) -> None:
             assert case.there.issuperset(part.keys)
 
 
-def test_the_last_tokens_are_left_out_where_drafts_depend_on_the_next_one() -> None:
+def test_the_last_tokens_are_left_out_if_drafts_depend_on_the_next_one() -> None:
     facts = facts_of([group(0, 8, KvReach(), draft_tokens=1)])
     turn, tails = turn_of(facts, range(100)), TailIndex(NoNotebook())
     place = turn.tail_place(96)

@@ -1,4 +1,5 @@
-"""A long context in CPU memory is restored over several steps, and hashed as it arrives."""
+"""A long context in CPU memory is restored over several steps, and enters the prefix cache as it
+arrives."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.transfer.base import Direction
 
 LONG = text(320, seed=3)
-"""Twenty pages; the last token is computed."""
+"""A prompt of twenty pages. Its last token is always computed."""
 PAGES_A_STEP = 4
 
 
 @pytest.fixture
 def rig(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Rig:
-    """The long context is in CPU memory only, and somebody else is answered."""
+    """A rig on which the long context is only in CPU memory, while another request is decoding."""
     monkeypatch.setattr(restores, "SYNC_PAGES", 8)
     monkeypatch.setattr(restores, "PAGES_A_STEP", 8)
     monkeypatch.setattr(pieces, "PAGES_A_STEP", PAGES_A_STEP)
@@ -40,7 +41,7 @@ def finish(rig: Rig) -> None:
     rig.check_clean()
 
 
-def test_no_step_orders_more_than_its_share(rig: Rig) -> None:
+def test_no_step_orders_more_than_its_limit(rig: Rig) -> None:
     rig.add("again", LONG)
     start, ordered = rig.worker_half.start, list[int]()
 
@@ -60,12 +61,12 @@ def test_no_step_orders_more_than_its_share(rig: Rig) -> None:
     assert rig.count("restores_in_pieces") == 0, "CPU memory had all pages"
 
 
-def test_another_request_finds_what_has_arrived(rig: Rig) -> None:
+def test_another_request_finds_pages_that_have_arrived(rig: Rig) -> None:
     faulty = rig.inject(FaultyTransfer)
     rig.add("again", LONG)
     rig.step()
     rig.wait_for_worker()
-    faulty.hold(Direction.LOAD)  # what is ordered from here on does not arrive
+    faulty.hold(Direction.LOAD)  # copies ordered from here on do not arrive
     for _ in range(3):
         rig.step()
     assert not rig.outputs["again"]
@@ -81,7 +82,7 @@ def test_another_request_finds_what_has_arrived(rig: Rig) -> None:
     assert rig.outputs["again"] == expected(LONG, 4)
 
 
-def test_what_a_failed_piece_and_those_behind_it_lack_is_computed(rig: Rig) -> None:
+def test_pages_of_a_failed_piece_and_later_ones_are_computed(rig: Rig) -> None:
     faulty = rig.inject(FaultyTransfer)
     rig.add("again", LONG)
     rig.step()
@@ -92,7 +93,7 @@ def test_what_a_failed_piece_and_those_behind_it_lack_is_computed(rig: Rig) -> N
     assert rig.ask("later", LONG) == expected(LONG, 4)
 
 
-def test_a_page_that_is_gone_before_its_piece_is_ordered_is_computed(rig: Rig) -> None:
+def test_a_page_evicted_before_its_piece_is_ordered_is_computed(rig: Rig) -> None:
     rig.add("again", LONG)
     rig.step()
     gone = rig.turn("again").page_keys()[15]
@@ -103,7 +104,7 @@ def test_a_page_that_is_gone_before_its_piece_is_ordered_is_computed(rig: Rig) -
 
 
 @pytest.mark.parametrize("end", ["abort", "reset"])
-def test_an_end_meanwhile_leaves_nothing(rig: Rig, end: str) -> None:
+def test_an_abort_or_reset_meanwhile_leaves_nothing(rig: Rig, end: str) -> None:
     rig.add("again", LONG)
     rig.step()
     rig.step()
@@ -117,8 +118,9 @@ def test_an_end_meanwhile_leaves_nothing(rig: Rig, end: str) -> None:
     assert rig.ask("once more", LONG) == expected(LONG, 4)
 
 
-def test_a_turn_that_was_preempted_is_found_as_far_as_it_has_arrived_this_time(rig: Rig) -> None:
-    """At its first admission VRAM had half of the prompt; after its preemption it has nothing."""
+def test_a_preempted_turn_counts_only_pages_that_arrived_again(rig: Rig) -> None:
+    """At its first admission, VRAM had half of the prompt. After its preemption, VRAM has
+    nothing."""
     half = LONG[:160]
     rig.add("half", half, max_tokens=40)
     while not rig.outputs["half"]:

@@ -33,7 +33,7 @@ PAGE = 16 * CELL
 
 
 def tiers(path: Path, *, slots: int = 64, ssd_gib: float = 0.02) -> dict[str, Any]:
-    """Settings with that many slots in CPU memory and pages on SSD under ``path``."""
+    """Return settings for ``slots`` slots in CPU memory, and for pages on SSD under ``path``."""
     return {
         "cpu_gib": (slots * PAGE + 1) / (1 << 30),
         "ssd_path": str(path / "ssd"),
@@ -55,7 +55,7 @@ def ask_again(rig: Rig, name: str = "again") -> None:
     assert rig.ask(name, CONTEXT) == expected(CONTEXT, 4)
 
 
-def test_what_is_still_in_cpu_memory_is_not_read_from_ssd(rig: Rig) -> None:
+def test_pages_in_cpu_memory_are_not_read_from_ssd(rig: Rig) -> None:
     rig.ask("first", CONTEXT)
     push_out(rig)
     ask_again(rig, "second")
@@ -67,7 +67,7 @@ def test_what_is_still_in_cpu_memory_is_not_read_from_ssd(rig: Rig) -> None:
     rig.check_clean()
 
 
-def test_what_vram_still_has_is_not_read_from_ssd(rig: Rig) -> None:
+def test_pages_in_vram_are_not_read_from_ssd(rig: Rig) -> None:
     rig.policy = Always(Decision(Tier.STORE))
     rig.ask("first", CONTEXT, params={"job_id": "j"})
     assert len(rig.pages.book.stores[SSD].index) == 21
@@ -80,7 +80,8 @@ def test_what_vram_still_has_is_not_read_from_ssd(rig: Rig) -> None:
 def test_the_contents_are_reported_before_the_first_query(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
-    """vLLM exports gauges with steps only, so an engine makes one as soon as it has started."""
+    """vLLM exports gauges only during steps, so an engine runs one step right after it has
+    started."""
     first = make_rig(extra=tiers(tmp_path, slots=200))
     first.ask("first", CONTEXT)
     first.close()
@@ -130,7 +131,7 @@ def test_an_engine_with_other_weights_finds_nothing(make_rig: MakeRig, tmp_path:
 
 @dataclass
 class Gate:
-    """Holds the store's reads until it is opened."""
+    """Blocks the store's reads until ``open`` is set."""
 
     open: threading.Event
     asked: threading.Event
@@ -138,7 +139,7 @@ class Gate:
 
 @pytest.fixture
 def gate(rig: Rig) -> Iterator[Gate]:
-    """Set up once the context is on SSD only."""
+    """Put the context on SSD only, and block the store's reads."""
     rig.ask("first", CONTEXT)
     push_out(rig)
     made = Gate(threading.Event(), threading.Event())
@@ -202,8 +203,8 @@ def test_a_long_context_is_promoted_over_several_steps(
 def test_no_more_pages_wait_for_a_disk_that_hangs_than_cpu_memory_holds(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
-    """A call that hangs reports no failure, so no pause begins. Once it returns, the pages that are
-    still in CPU memory are written."""
+    """A hanging call reports no failure, so the tier is not paused. Once it returns, the pages that
+    are still in CPU memory are written."""
     rig = make_rig(extra=tiers(tmp_path, slots=40))
     rig.policy = Always(Decision(Tier.STORE))
     answers, target = threading.Event(), store(rig)
@@ -230,7 +231,7 @@ def test_no_more_pages_wait_for_a_disk_that_hangs_than_cpu_memory_holds(
     rig.check_clean()
 
 
-def test_orders_that_fail_together_are_one_failure(rig: Rig) -> None:
+def test_orders_that_fail_together_count_as_one_failure(rig: Rig) -> None:
     rig.ask("first", CONTEXT)
     keys = tuple(rig.index.least_valuable(5))
     order = DemoteOrder(OrderId(0), SSD, keys, tuple(range(5)), 0.0)
@@ -273,7 +274,7 @@ def test_counts_of_a_store_are_reported_once_despite_resets(
 
 
 def test_a_generation_ends_with_its_engine(make_rig: MakeRig, tmp_path: Path) -> None:
-    """Another engine that was reset as often may have been given other weights."""
+    """Another engine with the same number of resets may have different weights."""
     first = make_rig(extra=tiers(tmp_path))
     first.ask("first", CONTEXT)
     assert first.scheduler.reset_prefix_cache()
@@ -283,8 +284,9 @@ def test_a_generation_ends_with_its_engine(make_rig: MakeRig, tmp_path: Path) ->
     assert not list((tmp_path / "ssd").rglob("*.seg"))
 
 
-def test_a_turn_goes_to_ssd_although_its_last_save_was_doubtful(rig: Rig) -> None:
-    """Another's restore fails as it ends: the save just ordered is dropped, and not waited for."""
+def test_a_turn_is_demoted_although_its_last_save_was_doubtful(rig: Rig) -> None:
+    """Another request's restore fails as the turn ends: the save just ordered is dropped, and not
+    awaited."""
     rig.policy = Always(Decision(Tier.STORE))
     rig.add("first", CONTEXT, params={"job_id": "j"})
     while "first" not in rig.finished:
@@ -299,10 +301,10 @@ def test_a_turn_goes_to_ssd_although_its_last_save_was_doubtful(rig: Rig) -> Non
     rig.check_clean()
 
 
-def test_a_turn_that_ends_with_a_whole_page_goes_to_ssd_to_its_end(
+def test_a_turn_that_ends_with_a_whole_page_is_demoted_completely(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
-    """Nothing is left to save then, while the last step's pages are still on their way."""
+    """No page is left to save then, while the last step's pages are still being saved."""
     rig = make_rig(extra=tiers(tmp_path), max_batched_tokens=2048)
     rig.policy = Always(Decision(Tier.STORE))
     rig.add("first", CONTEXT, 1, params={"job_id": "j"})
@@ -311,8 +313,8 @@ def test_a_turn_that_ends_with_a_whole_page_goes_to_ssd_to_its_end(
     rig.check_clean()
 
 
-def test_segments_die_and_what_was_used_survives(make_rig: MakeRig, tmp_path: Path) -> None:
-    """A capacity of a few hundred pages, and thousands of them."""
+def test_segments_are_deleted_and_used_pages_survive(make_rig: MakeRig, tmp_path: Path) -> None:
+    """The SSD has space for a few hundred pages, and thousands are written."""
     rig = make_rig(extra=tiers(tmp_path, ssd_gib=0.004))
     for turn in range(12):
         assert rig.ask(f"hot-{turn}", CONTEXT) == expected(CONTEXT, 4)

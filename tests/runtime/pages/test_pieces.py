@@ -15,12 +15,13 @@ from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.vllm.rig import Rig
 
 SLOTS = 12
-"""Slots of CPU memory. The context has twenty pages."""
+"""Slots in CPU memory. The context has twenty pages."""
 
 
 @pytest.fixture
 def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
-    """The context is on SSD only: an engine with more CPU memory has left it there."""
+    """A rig on which the context is only on SSD, where an engine with more CPU memory has written
+    it."""
     first = make_rig(extra=tiers(tmp_path, slots=200))
     first.ask("first", CONTEXT)
     first.close()
@@ -31,7 +32,7 @@ def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
 
 
 def read_by(rig: Rig, before: Callable[[int], None]) -> None:
-    """Have something done before each read of the store; it is told how many there were."""
+    """Call ``before`` before each read of the store, with the number of earlier reads."""
     target = store(rig)
     read, reads = target.get, iter(range(10_000))
 
@@ -44,7 +45,7 @@ def read_by(rig: Rig, before: Callable[[int], None]) -> None:
 
 
 def begin(rig: Rig) -> None:
-    """The context is asked for again, and the first of its pieces have come."""
+    """Request the context again, and step until its first pieces have arrived."""
     rig.add("again", CONTEXT)
     while not len(rig.pages.pieces):
         rig.step()
@@ -52,7 +53,7 @@ def begin(rig: Rig) -> None:
     assert rig.outputs["again"] == []
 
 
-def test_a_context_larger_than_cpu_memory_comes_back_whole(rig: Rig) -> None:
+def test_a_context_larger_than_cpu_memory_is_restored_completely(rig: Rig) -> None:
     others = set(rig.index.least_valuable(SLOTS))
     assert rig.ask("again", CONTEXT) == expected(CONTEXT, 4)
     assert rig.count("restores_in_pieces") == 1
@@ -63,8 +64,9 @@ def test_a_context_larger_than_cpu_memory_comes_back_whole(rig: Rig) -> None:
     rig.check_clean()
 
 
-def test_two_turns_bring_up_what_they_share(rig: Rig) -> None:
-    longer = CONTEXT + text(20, seed=7)  # what one has given back, the other orders again
+def test_two_turns_promote_the_pages_they_share(rig: Rig) -> None:
+    # Pages that one turn has released are ordered again by the other.
+    longer = CONTEXT + text(20, seed=7)
     rig.add("a", CONTEXT)
     rig.add("b", longer)
     rig.run()
@@ -96,7 +98,7 @@ def test_pages_that_cannot_be_read_are_computed(rig: Rig) -> None:
     rig.check_clean()
 
 
-def test_what_has_not_come_in_the_time_that_computing_takes_is_computed(rig: Rig) -> None:
+def test_pages_that_take_longer_than_computing_are_computed(rig: Rig) -> None:
     rig.gaps.prefills.fit.observe(0, 1000, 1.0)
     begin(rig)
     rig.now += 60.0
@@ -108,7 +110,7 @@ def test_what_has_not_come_in_the_time_that_computing_takes_is_computed(rig: Rig
     rig.check_clean()
 
 
-def test_a_reset_meanwhile_ends_it(rig: Rig) -> None:
+def test_a_reset_meanwhile_ends_the_restore(rig: Rig) -> None:
     begin(rig)
     rig.half.reset()
     assert len(rig.pages.pieces) == 0
@@ -119,8 +121,8 @@ def test_a_reset_meanwhile_ends_it(rig: Rig) -> None:
     rig.check_clean()
 
 
-def test_a_page_that_ssd_has_takes_no_slot_from_others_when_it_is_saved(rig: Rig) -> None:
-    """VRAM has it again, computed or restored; its copy on SSD will do."""
+def test_saving_a_page_that_ssd_has_evicts_no_other(rig: Rig) -> None:
+    """VRAM has the page again, computed or restored. Its copy on SSD is enough."""
     rig.ask("one more", text(100, seed=4))
     rig.wait_for_worker()
     rig.step()

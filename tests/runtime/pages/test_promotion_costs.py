@@ -1,4 +1,4 @@
-"""A promotion is made if it is faster than recomputing."""
+"""A promotion is made only if it is faster than recomputing."""
 
 from __future__ import annotations
 

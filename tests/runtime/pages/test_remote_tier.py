@@ -1,5 +1,5 @@
-"""The remote tier on real servers: one engine's context is found by another, and no failure of the
-store changes an answer or delays others."""
+"""The remote tier on real servers: an engine finds the context of another engine, and no failure of
+the store changes an answer or delays other requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def server(tmp_path: Path) -> Iterator[ValkeyServer]:
 
 
 def remote(server: ValkeyServer, *, slots: int = 64, **more: Any) -> dict[str, Any]:
-    """Settings with that many slots in CPU memory above the store."""
+    """Return settings for ``slots`` slots in CPU memory and the remote store."""
     return settings_with(server.url, slots=slots, **more)
 
 
@@ -48,7 +48,7 @@ def settings_with(url: str, *, slots: int = 64, **more: Any) -> dict[str, Any]:
 
 
 def ask(rig: Rig, name: str, prompt: Sequence[int] = CONTEXT, **params: object) -> None:
-    """A turn, with waits for whatever is under way."""
+    """Run a turn, and wait for every order, also after the turn's end."""
     rig.add(name, prompt, params=params or None)
     while rig.scheduler.has_requests() or rig.orders_under_way:
         rig.step()
@@ -58,7 +58,7 @@ def ask(rig: Rig, name: str, prompt: Sequence[int] = CONTEXT, **params: object) 
 
 
 def settle(rig: Rig) -> None:
-    """Let what was ordered at a turn's end be done."""
+    """Step until the orders of a turn's end are finished."""
     for _ in range(200):
         rig.step()
         rig.wait_for_worker()
@@ -74,7 +74,8 @@ def pages_in(server: ValkeyServer) -> int:
 
 
 def write(make_rig: MakeRig, server: ValkeyServer, **more: Any) -> None:
-    """An engine computes a turn of a job, leaves its context in the store, and is gone."""
+    """Compute a turn of a job on one engine, wait until its context is in the store, and close the
+    engine."""
     rig = make_rig(extra=remote(server, **more), max_batched_tokens=64)
     ask(rig, "first", job_id="job")
     settle(rig)
@@ -111,7 +112,7 @@ def test_a_shared_folder_does_the_same_without_a_server(make_rig: MakeRig, tmp_p
 
 
 @pytest.mark.parametrize("waiting", ["a few", "too many"])
-def test_pages_beyond_those_under_way_wait_and_the_rest_is_counted(
+def test_excess_pages_wait_and_those_beyond_the_queue_are_counted(
     make_rig: MakeRig, server: ValkeyServer, waiting: str
 ) -> None:
     slots = 64
@@ -132,7 +133,7 @@ def test_pages_beyond_those_under_way_wait_and_the_rest_is_counted(
 def test_a_turn_that_ends_with_a_whole_page_is_written_to_its_end(
     make_rig: MakeRig, server: ValkeyServer
 ) -> None:
-    """Nothing is left to save then, while the last step's pages are still on their way."""
+    """No page is left to save then, while the last step's pages are still being saved."""
     rig = make_rig(extra=remote(server, slots=128), max_batched_tokens=2048)
     prompts = {name: text(320, seed=at) for at, name in enumerate(("one", "two"))}
     for name, prompt in prompts.items():
@@ -143,7 +144,7 @@ def test_a_turn_that_ends_with_a_whole_page_is_written_to_its_end(
     rig.check_clean()
 
 
-def test_new_pages_alone_are_written(make_rig: MakeRig, server: ValkeyServer) -> None:
+def test_only_new_pages_are_written(make_rig: MakeRig, server: ValkeyServer) -> None:
     rig = make_rig(extra=remote(server), max_batched_tokens=64)
     ask(rig, "first", job_id="job")
     settle(rig)
@@ -174,7 +175,7 @@ def test_a_prefix_that_two_jobs_share_is_written_although_both_have_ended(
     rig.check_clean()
 
 
-def test_a_store_that_is_empty_costs_a_moment(make_rig: MakeRig, server: ValkeyServer) -> None:
+def test_an_empty_store_costs_little_time(make_rig: MakeRig, server: ValkeyServer) -> None:
     rig = make_rig(extra=remote(server), max_batched_tokens=64)
     ask(rig, "first", job_id="job")
     assert rig.count("prompt_tokens_recomputed") == len(CONTEXT)
@@ -182,7 +183,7 @@ def test_a_store_that_is_empty_costs_a_moment(make_rig: MakeRig, server: ValkeyS
     rig.check_clean()
 
 
-def test_changed_bytes_are_computed_and_the_store_is_doubted(
+def test_changed_pages_are_recomputed_and_the_store_is_paused(
     make_rig: MakeRig, server: ValkeyServer
 ) -> None:
     write(make_rig, server)
@@ -229,10 +230,10 @@ def test_a_stopped_store_delays_no_request(make_rig: MakeRig, server: ValkeyServ
     rig.check_clean()
 
 
-def test_an_answer_is_waited_for_as_long_as_all_of_the_prompt_is_worth(
+def test_the_wait_for_an_answer_depends_on_the_whole_prompt(
     make_rig: MakeRig, server: ValkeyServer
 ) -> None:
-    """Without the answer for its first pages the others are computed as well."""
+    """Without the answer for the first pages, all other pages would be recomputed too."""
     rig = make_rig(extra=remote(server), max_batched_tokens=2048, max_model_len=2048, blocks=200)
     prompt = text(100 * 16, seed=7)
     rig.gaps.prefills.fit.observe(0, len(prompt), 160.0)
@@ -240,7 +241,8 @@ def test_an_answer_is_waited_for_as_long_as_all_of_the_prompt_is_worth(
     try:
         rig.add("long", prompt)
         rig.step()
-        rig.now += 6.0  # more than a twentieth for the first 64 pages, less than for all 100
+        # More than the limit for the first 64 pages, less than the limit for all 100.
+        rig.now += 6.0
         rig.step()
         assert not rig.outputs["long"]
         assert rig.count("lookups_overdue") == 0
@@ -275,7 +277,7 @@ def test_a_store_that_writes_slowly_does_not_keep_an_idle_engine_stepping(
     rig.check_clean()
 
 
-def test_a_store_that_is_killed_and_comes_back_is_used_again(
+def test_a_store_that_is_killed_and_restarted_is_used_again(
     make_rig: MakeRig, server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(breaker, "PATIENCE_S", 1.0)
@@ -291,7 +293,8 @@ def test_a_store_that_is_killed_and_comes_back_is_used_again(
     turn = 0
     while not pages_in(server):
         assert time.monotonic() < until
-        rig.now += 1.0  # servers are left alone for longer, but not all of them together
+        # Advances the pauses of the servers, which are not all paused at the same time.
+        rig.now += 1.0
         turn += 1
         ask(rig, f"turn {turn}", [*CONTEXT, *text(16 * (turn % 8), seed=turn)], job_id="job")
         settle(rig)
@@ -302,7 +305,8 @@ def test_a_store_that_is_killed_and_comes_back_is_used_again(
 def test_pages_of_another_generation_are_not_shared(
     make_rig: MakeRig, server: ValkeyServer
 ) -> None:
-    """After a reset the weights may have changed: what was put goes, and nothing more is."""
+    """After a reset the weights may have changed. Stored pages are deleted, and no more are
+    written."""
     rig = make_rig(extra=remote(server), max_batched_tokens=64)
     ask(rig, "first", job_id="job")
     settle(rig)
@@ -318,7 +322,7 @@ def test_pages_of_another_generation_are_not_shared(
     rig.check_clean()
 
 
-def test_tenants_find_their_own_pages_alone(make_rig: MakeRig, server: ValkeyServer) -> None:
+def test_tenants_find_only_their_own_pages(make_rig: MakeRig, server: ValkeyServer) -> None:
     rig = make_rig(extra=remote(server), max_batched_tokens=64)
     rig.add("mine", CONTEXT, params=JOB, salt="mine")
     rig.run()
@@ -335,7 +339,7 @@ def test_tenants_find_their_own_pages_alone(make_rig: MakeRig, server: ValkeySer
     other.check_clean()
 
 
-def test_pages_lie_on_several_servers_and_one_may_be_down(
+def test_pages_are_spread_over_servers_and_one_may_be_down(
     make_rig: MakeRig, server: ValkeyServer, tmp_path: Path
 ) -> None:
     with ValkeyServer(tmp_path) as second:

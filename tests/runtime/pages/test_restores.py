@@ -19,12 +19,12 @@ BOTH = pytest.mark.parametrize("mode", list(RestoreMode))
 
 
 def evicted(rig: Rig, prompt: list[int]) -> None:
-    """Leave the prompt's KV in CPU memory alone."""
+    """Put the prompt's KV into CPU memory only."""
     assert rig.ask("first", prompt) == expected(prompt, 4)
     rig.fill()
 
 
-def test_a_prompt_that_ended_in_a_block_its_answer_filled_is_found_whole(
+def test_a_prompt_whose_last_block_its_answer_filled_is_found_completely(
     make_rig: MakeRig,
 ) -> None:
     rig = make_rig()
@@ -48,17 +48,17 @@ def test_a_job_keeps_even_a_tail_without_a_full_block(make_rig: MakeRig) -> None
     assert rig.count("prompt_tokens_cpu") == 8
 
 
-def test_a_few_stray_tokens_take_no_slot(make_rig: MakeRig) -> None:
+def test_a_few_tokens_without_a_job_take_no_slot(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.ask("stray", text(3, seed=6))
     assert len(rig.index) == 0
 
 
 @pytest.mark.parametrize("length", [300, 296, 40])
-def test_a_request_aborted_before_its_restore_is_known_to_have_failed_harms_no_other(
+def test_a_request_aborted_before_its_restore_failure_is_known_harms_no_other(
     make_rig: MakeRig, length: int
 ) -> None:
-    """vLLM carries out aborts between the forward pass and what the workers report of it."""
+    """vLLM aborts requests after the forward pass, but before it handles the workers' reports."""
     rig = make_rig()
     rig.pages.restores.policy = AlwaysRestore(RestoreMode.SYNC)
     faulty = rig.inject(FaultyTransfer)
@@ -127,7 +127,7 @@ def test_a_full_cpu_tier_evicts_the_oldest_context_from_its_end(make_rig: MakeRi
 
 
 def test_a_failure_reported_before_drops_no_further_save(make_rig: MakeRig) -> None:
-    """Workers tell of all failures so far in every report; only a new one makes saves doubtful."""
+    """Workers list all failures so far in every report. Only a new failure makes saves doubtful."""
     rig = make_rig()
     rig.add("t1", text(200, seed=46))
     while "t1" not in rig.finished:
@@ -150,7 +150,7 @@ def test_a_failure_reported_before_drops_no_further_save(make_rig: MakeRig) -> N
 def test_many_concurrent_returns_start_their_restores_over_a_few_steps(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a prompt that restores nothing does not wait for them."""
+    """A prompt that restores nothing does not wait for the restores."""
     monkeypatch.setattr("tiered_kv.connectors.runtime.pages.restores.PAGES_A_STEP", 8)
     rig = make_rig(blocks=200, extra={"cpu_gib": 0.001})
     prompts = {f"r{i}": text(80, seed=i) for i in range(6)}

@@ -19,7 +19,7 @@ def keys(count: int) -> list[PageKey]:
 
 
 @pytest.mark.parametrize(("slots", "room"), [(64, 32), (3, 1), (2, 1), (1, 1)])
-def test_what_is_due_takes_half_the_slots_at_most(
+def test_promotions_that_are_due_take_at_most_half_the_slots(
     make_rig: MakeRig, tmp_path: Path, slots: int, room: int
 ) -> None:
     rig = make_rig(extra=tiers(tmp_path, slots=slots))
@@ -31,7 +31,9 @@ def test_what_is_due_takes_half_the_slots_at_most(
     assert list(order.keys) == pages[:room]
 
 
-def test_what_others_are_waiting_for_is_left_to_them(make_rig: MakeRig, tmp_path: Path) -> None:
+def test_slots_that_other_turns_wait_for_are_left_to_them(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
     rig = make_rig(extra=tiers(tmp_path, slots=64))
     rig.ask("first", CONTEXT)
     rig.wait_for_worker()
@@ -53,7 +55,7 @@ def test_what_others_are_waiting_for_is_left_to_them(make_rig: MakeRig, tmp_path
 
 
 @pytest.mark.parametrize(("taken", "goes_down"), [(31, False), (32, True), (33, True)])
-def test_pages_go_down_once_half_the_slots_are_taken(
+def test_pages_are_demoted_once_half_the_slots_are_taken(
     make_rig: MakeRig, tmp_path: Path, taken: int, goes_down: bool
 ) -> None:
     rig = make_rig(extra=tiers(tmp_path, slots=64))
@@ -63,10 +65,8 @@ def test_pages_go_down_once_half_the_slots_are_taken(
     assert any(rig.tiers[SSD].outboxes) is goes_down
 
 
-def test_a_busy_engine_brings_a_context_back_when_it_is_due(
-    make_rig: MakeRig, tmp_path: Path
-) -> None:
-    """It never falls idle: nothing was ordered ahead."""
+def test_a_busy_engine_promotes_a_context_when_it_is_due(make_rig: MakeRig, tmp_path: Path) -> None:
+    """The engine is never idle, and no prefetch was ordered."""
     rig = waiting_rig(make_rig, tmp_path)
     rig.add("busy", text(20, seed=9), max_tokens=400)
     rig.add("t1", CONTEXT, params=JOB)

@@ -1,4 +1,4 @@
-"""When a decoding request is examined for blocks to save."""
+"""Decoding requests are examined for blocks to save only when some may be full."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tiered_kv.testing.checked_kv import text
     ids=["of short blocks", "that do not divide it", "of long blocks"],
 )
 def test_a_few_blocks_are_saved_together(make_rig: MakeRig, block_size: int, stride: int) -> None:
-    """As many as 256 tokens have, or one; and nobody is looked at before they may be full."""
+    """The blocks of 256 tokens are saved together, or one block if it is longer. A request is not
+    examined before they may be full."""
     rig = make_rig(blocks=40 * 16 // block_size + 8, block_size=block_size, max_model_len=2048)
     prompt = 3 * block_size // 2
     rig.add("long", text(prompt, seed=1), max_tokens=2 * stride + 100)
@@ -28,7 +29,7 @@ def test_a_few_blocks_are_saved_together(make_rig: MakeRig, block_size: int, str
         if pages := sum(len(order.blocks) for order in output.kv_connector_metadata.orders.saves):
             orders[computed] = pages
             assert rig.half.step % TOGETHER == 0
-    full = block_size + stride  # the prompt had filled one block
+    full = block_size + stride  # the prompt filled one block
     assert min(orders) in range(full, full + TOGETHER)
     assert set(orders.values()) == {stride // block_size}
     due = rig.turn("long").save.due

@@ -1,4 +1,4 @@
-"""Faults of the disk: the output stays right, the engine continues, and a counter rises."""
+"""Disk faults: outputs stay right, the engine continues, and a counter increases."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def files() -> FaultyFiles:
 
 @pytest.fixture
 def rig(make_rig: MakeRig, tmp_path: Path, files: FaultyFiles) -> Rig:
-    """An engine whose store is a real one on a disk that can be made to fail."""
+    """An engine with a real store, on a disk whose calls can be made to fail."""
     made = make_rig(extra=tiers(tmp_path), max_batched_tokens=64)
     io = made.worker.worker_half.stores[SSD].io
     options = io.store.options
@@ -53,7 +53,7 @@ def broken(files: FaultyFiles) -> None:
 
 
 @pytest.mark.parametrize("fault", [full, over_quota, read_only, broken])
-def test_a_disk_that_takes_nothing(
+def test_a_disk_that_accepts_no_writes(
     rig: Rig, files: FaultyFiles, fault: Callable[[FaultyFiles], None]
 ) -> None:
     fault(files)
@@ -66,7 +66,7 @@ def test_a_disk_that_takes_nothing(
 
 
 @pytest.mark.parametrize("fault", [full, broken])
-def test_a_disk_that_stops_taking_still_gives(
+def test_a_disk_that_stops_accepting_writes_is_still_read(
     rig: Rig, files: FaultyFiles, fault: Callable[[FaultyFiles], None]
 ) -> None:
     rig.ask("first", CONTEXT)
@@ -77,7 +77,7 @@ def test_a_disk_that_stops_taking_still_gives(
     rig.check_clean()
 
 
-def test_a_disk_that_gives_errors(rig: Rig, files: FaultyFiles) -> None:
+def test_a_disk_that_returns_errors(rig: Rig, files: FaultyFiles) -> None:
     rig.ask("first", CONTEXT)
     push_out(rig)
     files.fail("pread", errno.EIO, times=float("inf"))
@@ -98,7 +98,7 @@ def test_a_folder_that_vanishes(rig: Rig, tmp_path: Path) -> None:
     rig.check_clean()
 
 
-def test_a_disk_that_heals_is_used_again(rig: Rig, files: FaultyFiles) -> None:
+def test_a_disk_that_recovers_is_used_again(rig: Rig, files: FaultyFiles) -> None:
     full(files)
     rig.ask("first", CONTEXT)
     push_out(rig)

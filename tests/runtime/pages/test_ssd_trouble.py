@@ -1,5 +1,4 @@
-"""Partial failures, ranks that disagree, stores that are too small: each caused a bug once, or
-nearly."""
+"""Regression tests: partial failures, ranks that disagree, and stores that are too small."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
     return make_rig(extra=tiers(tmp_path), max_batched_tokens=64)
 
 
-def test_a_save_given_up_under_way_is_not_flushed(make_rig: MakeRig, tmp_path: Path) -> None:
-    """A hook fails while a copy is slow: its blocks are given up, others write into them, and
-    the copy ends well, with their bytes in its slots."""
+def test_a_save_abandoned_in_flight_is_not_flushed(make_rig: MakeRig, tmp_path: Path) -> None:
+    """A hook fails while a copy is slow. Its blocks are freed and overwritten by another request,
+    and the copy then succeeds with the wrong bytes in its slots."""
     first = make_rig(extra=tiers(tmp_path, slots=400), max_batched_tokens=512)
     backend = first.inject(FaultyTransfer)
     backend.hold(Direction.SAVE)
@@ -59,7 +58,7 @@ def test_a_save_given_up_under_way_is_not_flushed(make_rig: MakeRig, tmp_path: P
     ask_again(second)
 
 
-def test_a_store_smaller_than_the_look_ahead_is_not_written_for_ever(
+def test_a_store_smaller_than_the_look_ahead_is_not_written_forever(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
     rig = make_rig(extra=tiers(tmp_path, slots=6000, ssd_gib=0.012), max_batched_tokens=256)
@@ -78,8 +77,8 @@ def test_a_store_smaller_than_the_look_ahead_is_not_written_for_ever(
     rig.check_clean()
 
 
-def test_ranks_agree_on_who_survives() -> None:
-    """Two ranks propose the same pages, one after the other; some of them were used."""
+def test_ranks_agree_on_the_surviving_pages() -> None:
+    """Two ranks propose the same pages, one after the other. Some of the pages were used."""
     pages = TierIndex()
     reclaims = Reclaims(pages, 2, lambda _: 0.0, lambda: 0.0)
     keys = tuple(PageKey(bytes([n]) * 48) for n in range(20))
@@ -94,7 +93,7 @@ def test_ranks_agree_on_who_survives() -> None:
     assert set(reclaims.take()[0].survivors) == set(keys[6:8]), "all ranks had asked: anew"
 
 
-def test_a_reclaim_that_fails_is_asked_for_again(make_rig: MakeRig, tmp_path: Path) -> None:
+def test_a_failed_reclaim_is_requested_again(make_rig: MakeRig, tmp_path: Path) -> None:
     rig = make_rig(extra=tiers(tmp_path, ssd_gib=0.004))
     target = store(rig)
     reclaim = target.reclaim
@@ -112,7 +111,7 @@ def test_a_reclaim_that_fails_is_asked_for_again(make_rig: MakeRig, tmp_path: Pa
     rig.check_clean()
 
 
-def test_an_error_in_the_ssd_tier_costs_no_block(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_ssd_tier_leaks_no_block(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise RuntimeError("injected")
 
@@ -139,7 +138,7 @@ def test_a_proposal_from_before_a_reset_is_ignored(
     assert io.proposal is None
 
 
-def test_a_disk_that_cannot_be_measured_is_used_all_the_same(
+def test_a_disk_that_cannot_be_measured_is_still_used(
     make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> Any:
@@ -154,7 +153,7 @@ def test_a_disk_that_cannot_be_measured_is_used_all_the_same(
 
 
 def test_a_slow_spell_of_the_disk_is_forgotten(rig: Rig) -> None:
-    """A refused promotion teaches nothing, so the estimate recovers by itself."""
+    """A refused promotion measures nothing, so the estimated bandwidth recovers by itself."""
     rig.ask("first", CONTEXT)
     push_out(rig)
     rig.gaps.prefills.fit.observe(0, 1000, 1e-3)
@@ -166,7 +165,7 @@ def test_a_slow_spell_of_the_disk_is_forgotten(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("broken", ["the tier", "the eviction rule"])
-def test_an_error_in_a_stores_news_costs_no_block_of_a_save(
+def test_an_error_in_a_stores_report_leaks_no_block_of_a_save(
     broken: str, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig.add("first", CONTEXT)

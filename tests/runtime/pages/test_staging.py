@@ -22,13 +22,13 @@ from tiered_kv.testing.policies import Always
 from tiered_kv.testing.vllm.rig import Rig
 
 OTHER = text(320, seed=2)
-"""As long as the context. CPU memory has 64 slots, half of them for what comes up: one of the two
-fits."""
+"""A second context of the same length. Half of the 64 slots in CPU memory are for promotions, so
+one of the two contexts fits."""
 
 
 @pytest.fixture
 def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
-    """Both contexts are on SSD only."""
+    """A rig on which both contexts are only on SSD."""
     made = make_rig(extra=tiers(tmp_path), blocks=40, max_batched_tokens=64)
     for context in (CONTEXT, OTHER):
         made.ask(f"first {context[0]}", context)
@@ -39,7 +39,7 @@ def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
 
 @pytest.fixture
 def reads(rig: Rig) -> Iterator[threading.Event]:
-    """Nothing is read before it is set."""
+    """Event that blocks all reads of the store until it is set."""
     may_read, target = threading.Event(), store(rig)
     read = target.get
 
@@ -54,7 +54,7 @@ def reads(rig: Rig) -> Iterator[threading.Event]:
 
 
 def from_ssd(rig: Rig, name: str, prompt: Sequence[int]) -> int:
-    """Tokens of a turn's prompt that have come up once it is over."""
+    """Finish a turn, and return how many tokens of its prompt were promoted from SSD."""
     before = rig.count("prompt_tokens_ssd")
     rig.run()
     assert rig.outputs[name] == expected(prompt, 4)
@@ -80,10 +80,10 @@ def test_a_turn_waits_for_the_slots_of_another_rather_than_compute(
     rig.check_clean()
 
 
-def test_turns_compute_what_has_not_come_in_the_time_that_computing_takes(
+def test_turns_compute_pages_that_take_longer_than_computing(
     rig: Rig, reads: threading.Event
 ) -> None:
-    """Both the one that waits for its pages, and the one that waits for slots."""
+    """This applies to a turn that waits for its pages, and to a turn that waits for slots."""
     rig.gaps.prefills.fit.observe(0, 1000, 1.0)
     rig.add("a", CONTEXT)
     rig.add("b", OTHER)
@@ -104,15 +104,18 @@ def test_turns_compute_what_has_not_come_in_the_time_that_computing_takes(
 
 
 def wait_for_vram(rig: Rig) -> None:
-    """Have a turn wait for another to give blocks back."""
+    """Let a turn wait until another one frees blocks."""
     rig.add("busy", text(400, seed=3), max_tokens=60)
     while not rig.outputs["busy"]:
         rig.step()
     rig.add("a", CONTEXT)
 
 
-def test_pages_come_up_while_their_turn_waits_for_vram(rig: Rig, reads: threading.Event) -> None:
-    """It loses nothing by waiting, so it waits for as long as it takes. Nobody overtakes it."""
+def test_pages_are_promoted_while_their_turn_waits_for_vram(
+    rig: Rig, reads: threading.Event
+) -> None:
+    """The turn loses no time by waiting, so it waits as long as necessary, and no request overtakes
+    it."""
     wait_for_vram(rig)
     rig.add("small", text(5, seed=4))
     rig.step()
@@ -130,10 +133,10 @@ def test_pages_come_up_while_their_turn_waits_for_vram(rig: Rig, reads: threadin
     rig.check_clean()
 
 
-def test_what_came_up_for_a_turn_is_not_evicted_before_it_has_it(
+def test_pages_promoted_for_a_turn_are_not_evicted_before_it_uses_them(
     rig: Rig, reads: threading.Event
 ) -> None:
-    """Others are saved meanwhile, more than CPU memory holds."""
+    """Meanwhile more pages are saved than CPU memory holds."""
     wait_for_vram(rig)
     rig.step()
     reads.set()
@@ -152,10 +155,10 @@ def test_what_came_up_for_a_turn_is_not_evicted_before_it_has_it(
 
 
 @pytest.mark.parametrize("with_ssd", [True, False])
-def test_a_copy_of_what_vram_has_goes_first_where_a_tier_below_keeps_it(
+def test_a_copy_of_vrams_pages_is_evicted_first_if_a_lower_tier_has_them(
     make_rig: MakeRig, tmp_path: Path, with_ssd: bool
 ) -> None:
-    """Without such a tier it is all that is left of a context that VRAM lets go."""
+    """Without such a tier, the copy is all that remains of a context after VRAM evicts it."""
     below = tiers(tmp_path, slots=200)
     rig = make_rig(extra=below if with_ssd else {"cpu_gib": below["cpu_gib"]}, blocks=80)
     rig.policy = Always(Decision(Tier.CPU, forecast=Forecast(np.linspace(0.0, 1.0, len(GRID)))))

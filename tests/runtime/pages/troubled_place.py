@@ -18,22 +18,21 @@ from tiered_kv.storage.remote_pages import NoPages, RemotePages
 from tiered_kv.tiers import Knowledge, TierId, TierSpec
 
 HOLD_S = 0.02
-"""Time for which a call is kept waiting, seconds."""
+"""Seconds for which a call is delayed."""
 
 
 @dataclass
 class Place:
-    """Values of all engines, and the trouble of the moment.
+    """Values of all engines, and the current faults.
 
     Attributes:
-        values: the values by name.
-        answers: outcome of each key of the next calls; a call that is None is answered as it should
-            be.
-        read_only: true while every write is refused.
-        stored_late: true while writes that are said to be late are stored all the same.
-        open: cleared while the next call is to be kept waiting.
+        values: the stored values by name.
+        answers: injected outcome of each key of the next calls; None for a correct answer.
+        read_only: True if every write is refused.
+        stored_late: True if writes that are reported as late are stored nevertheless.
+        open: cleared to delay the next call.
         retry_s: as for ``RemotePages``.
-        hits: values that were read whole.
+        hits: number of values that were read completely.
     """
 
     values: dict[bytes, bytes] = field(default_factory=dict)
@@ -49,12 +48,12 @@ class Place:
         self.open.set()
 
     def befall(self, rng: random.Random) -> None:
-        """Trouble between two steps."""
+        """Inject a random fault between two steps."""
         with self.lock:
             names = sorted(name for name, value in self.values.items() if value)
             some = rng.sample(names, min(len(names), rng.choice([1, 3, 1000])))
             match rng.randrange(9):
-                case 0:  # evicted by others
+                case 0:  # evicted by other clients
                     for name in some:
                         del self.values[name]
                 case 1:
@@ -62,7 +61,7 @@ class Place:
                         changed = bytearray(self.values[name])
                         changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
                         self.values[name] = bytes(changed)
-                case 2:  # each is another page's
+                case 2:  # the values of several pages are swapped
                     moved = [self.values[name] for name in some]
                     self.values.update(zip(some, moved[1:] + moved[:1], strict=True))
                 case 3:
@@ -80,14 +79,14 @@ class Place:
                     self.answers += [outcome] * rng.choice([1, 3]) + [None] * rng.randrange(3)
 
     def recover(self) -> None:
-        """End all trouble, but for what it did to values."""
+        """End all faults. Damaged values stay damaged."""
         with self.lock:
             self.answers.clear()
             self.read_only = self.stored_late = False
             self.open.set()
 
     def next_answer(self, *possible: Outcome) -> Outcome | None:
-        """Outcome of the next call; None if it is answered as it should be."""
+        """Return the injected outcome of the next call, or None for a correct answer."""
         if not self.open.wait(HOLD_S):
             self.open.set()
         with self.lock:
@@ -99,21 +98,21 @@ PLACE = Place()
 
 
 def renew() -> Place:
-    """Start with an empty, working store."""
+    """Replace the global place with an empty one that has no faults, and return it."""
     global PLACE
     PLACE = Place()
     return PLACE
 
 
 class Way:
-    """One engine's way to the place, a ``RemoteStore``."""
+    """One engine's connection to the place, which implements ``RemoteStore``."""
 
     def __init__(self) -> None:
         self._place = PLACE
         self._closed = False
 
     def check(self, deadline: float) -> None:
-        """It can be reached."""
+        """Does nothing, because the place can always be reached."""
 
     def exists(self, keys: Sequence[RemoteKey], deadline: float) -> list[Outcome]:
         answer = self._next(Outcome.HIT, Outcome.MISS, Outcome.LATE, Outcome.DOWN)
@@ -163,7 +162,7 @@ class Way:
 
 
 class OwnTier:
-    """The place, as a tier that takes whatever is evicted from CPU memory."""
+    """The faulty shared store, as a tier that receives the pages evicted from CPU memory."""
 
     spec = TierSpec(TierId("place"), Knowledge.ASKED)
 
@@ -179,6 +178,6 @@ class OwnTier:
 
 
 class SharedTier(OwnTier):
-    """The place, as a tier in which engines leave contexts for each other."""
+    """The faulty shared store, as a tier through which engines share contexts."""
 
     spec = TierSpec(TierId("place"), Knowledge.ASKED, shared=True, in_runs=True)

@@ -1,4 +1,4 @@
-"""Ghost pins reserve no real blocks: the engine's blocks are never touched."""
+"""Ghost pins reserve no real blocks, and never change the engine's blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAMES = [bytes([n]) for n in range(8)]
 
 
 class Clock:
-    """Stands still until somebody moves it."""
+    """A clock that stands still until a test moves it."""
 
     now = 0.0
 
@@ -22,7 +22,7 @@ class Clock:
 
 @pytest.fixture
 def real() -> Blocks:
-    """Ten blocks, eight of which are hashed and free."""
+    """A pool of ten blocks, eight of which are hashed and free."""
     pool = Blocks(10)
     for block, name in zip(taken := pool.take(8), NAMES, strict=True):
         pool.publish(block, name)
@@ -39,7 +39,7 @@ def ghosts(pool: GhostPool, count: int) -> list[Ghost]:
     return [pool.ghost(0, name) for name in NAMES[:count]]
 
 
-def test_the_engine_s_blocks_are_left_alone(real: Blocks, pool: GhostPool) -> None:
+def test_the_engines_blocks_are_not_changed(real: Blocks, pool: GhostPool) -> None:
     before = real.free_order
     pool.hold(real.blocks[:3])
     assert real.free_order == before
@@ -50,7 +50,7 @@ def test_the_engine_s_blocks_are_left_alone(real: Blocks, pool: GhostPool) -> No
     assert pool.num_free() == 10
 
 
-def test_ghosts_take_room_until_the_last_reference_goes(pool: GhostPool) -> None:
+def test_ghosts_take_space_until_the_last_reference_is_released(pool: GhostPool) -> None:
     held = ghosts(pool, 3)
     pool.hold(held)
     again = ghosts(pool, 2)
@@ -63,7 +63,7 @@ def test_ghosts_take_room_until_the_last_reference_goes(pool: GhostPool) -> None
     assert pool.num_free() == 10
 
 
-def test_a_ghost_is_found_although_its_block_went_to_another(real: Blocks, pool: GhostPool) -> None:
+def test_a_ghost_is_found_although_its_block_was_reused(real: Blocks, pool: GhostPool) -> None:
     pool.hold(ghosts(pool, 2))
     real.take(10)
     assert real.cached(NAMES[0]) is None
@@ -73,7 +73,7 @@ def test_a_ghost_is_found_although_its_block_went_to_another(real: Blocks, pool:
     assert pool.short, "two blocks are taken that a pin would hold"
 
 
-def test_what_is_in_use_takes_no_room_twice(real: Blocks) -> None:
+def test_blocks_in_use_are_not_counted_twice(real: Blocks) -> None:
     clock = Clock()
     pool = GhostPool(PortPool(real), clock)
     pool.hold(ghosts(pool, 4))
@@ -81,5 +81,5 @@ def test_what_is_in_use_takes_no_room_twice(real: Blocks) -> None:
     block = real.cached(NAMES[0])
     assert block is not None
     real.hold([block])
-    clock.now += 1.0  # they are counted now and then
+    clock.now += 1.0  # ghosts whose blocks are in use are counted again after an interval
     assert pool.num_free() == 9 - 3

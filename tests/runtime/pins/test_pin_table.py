@@ -15,14 +15,14 @@ A, B, C, D = (JobKey("", name) for name in "abcd")
 
 
 def held(saves_s: float, earns: float) -> PinValue:
-    """Value of a pin; infinite earnings stand for a policy that forecasts nothing."""
+    """Return the value of a pin. Infinite earnings stand for a policy without forecasts."""
     if earns == math.inf:
         return PinValue(PinState.UNPRICED, saves_s)
     return PinValue(PinState.HELD, saves_s, earns)
 
 
 def fill(pool: Blocks, count: int) -> list[Block]:
-    """Take blocks, and fill each with KV that nobody has had before."""
+    """Allocate blocks, and give each a unique hash."""
     blocks = pool.take(count)
     for block in blocks:
         pool.publish(block, secrets.token_bytes(8))
@@ -30,20 +30,20 @@ def fill(pool: Blocks, count: int) -> list[Block]:
 
 
 class Engine:
-    """A pool of 20 usable blocks, of which requests take and give up what they like."""
+    """A pool of 20 usable blocks, which requests allocate and free."""
 
     def __init__(self, budget: int = 12) -> None:
         self.pool = Blocks(20)
         self.pins = PinTable(PortPool(self.pool), budget)
 
     def ran(self, count: int) -> list[Block]:
-        """Blocks of a turn that is about to end: it still holds them."""
+        """Allocate the blocks of a turn that is about to end."""
         return fill(self.pool, count)
 
     def finish_pinned(self, job: JobKey, blocks: list[Block], deadline: float = 2.0,
                       born: float = 0.0, saves_s: float = 0.0,
                       earns: float = math.inf) -> int:  # fmt: skip
-        """A turn ends as vLLM ends it: first our hook, then its own references go."""
+        """End a turn as vLLM does: call our hook first, then release vLLM's references."""
         pinned = self.pins.pin(job, blocks, deadline, born, held(saves_s, earns))
         self.pool.release(reversed(blocks))
         return pinned
@@ -57,8 +57,8 @@ class Engine:
         return self.pool.num_free()
 
 
-def test_what_is_released_is_reused_last_and_its_head_last_of_all() -> None:
-    """So that a pin that ran out is still a hit for as long as possible."""
+def test_released_blocks_are_reused_last_and_the_first_ones_last_of_all() -> None:
+    """An expired pin can then still be a hit for as long as possible."""
     engine = Engine()
     blocks = engine.ran(3)
     engine.finish_pinned(A, blocks)
@@ -77,11 +77,11 @@ def test_a_turn_without_full_blocks_has_nothing_to_pin() -> None:
 # -- time -------------------------------------------------------------------------------
 
 
-# -- giving way -------------------------------------------------------------------------
+# -- release under pressure -------------------------------------------------------------
 
 
 def crowded() -> Engine:
-    """Three pins of four blocks: B's job is the oldest, A's the youngest."""
+    """Return an engine with three pins of four blocks. B's job is the oldest, A's the youngest."""
     engine = Engine()
     for job, born in ((A, 30.0), (B, 10.0), (C, 20.0)):
         engine.turn(job, 4, born=born)
@@ -89,7 +89,7 @@ def crowded() -> Engine:
     return engine
 
 
-def test_the_youngest_job_gives_way_first_and_no_more_than_needed() -> None:
+def test_the_youngest_jobs_pin_is_released_first_and_no_more_than_needed() -> None:
     engine = crowded()
     assert engine.pins.make_room(lambda: engine.free >= 12) == 1
     assert [job in engine.pins for job in (A, B, C)] == [False, True, True]
@@ -98,7 +98,7 @@ def test_the_youngest_job_gives_way_first_and_no_more_than_needed() -> None:
     assert [job in engine.pins for job in (A, B, C)] == [False, True, False]
 
 
-def test_the_pin_that_saves_least_with_a_block_gives_way_before_a_younger_job() -> None:
+def test_the_pin_that_saves_least_per_block_is_released_before_a_younger_jobs() -> None:
     engine = Engine()
     engine.turn(A, 2, born=30.0, saves_s=4.0)
     engine.turn(B, 6, born=10.0, saves_s=6.1)
@@ -110,7 +110,7 @@ def test_the_pin_that_saves_least_with_a_block_gives_way_before_a_younger_job() 
     assert A not in engine.pins, "less was to be saved when its tool call was read"
 
 
-def test_the_pin_of_a_turn_that_has_arrived_outlasts_all_that_wait() -> None:
+def test_the_pin_of_an_arrived_turn_outlasts_pins_of_waiting_jobs() -> None:
     engine = Engine()
     engine.turn(A, 4, born=30.0, saves_s=1.0)
     engine.turn(B, 4, born=10.0, saves_s=100.0)
@@ -119,7 +119,7 @@ def test_the_pin_of_a_turn_that_has_arrived_outlasts_all_that_wait() -> None:
     assert A in engine.pins
 
 
-def test_the_pin_of_the_job_that_needs_the_room_goes_last() -> None:
+def test_the_pin_of_the_job_that_needs_the_space_is_released_last() -> None:
     engine = crowded()
     assert engine.pins.make_room(lambda: engine.free >= 16, spare=A) == 2
     assert A in engine.pins
@@ -153,7 +153,7 @@ def test_a_pin_of_an_older_job_is_released_if_it_is_not_worth_a_wait() -> None:
     assert engine.pins.make_room(lambda: engine.free >= 20, waiter_started_at=30.0) == 1
 
 
-def test_for_a_turn_that_may_not_wait_all_of_them_go() -> None:
+def test_all_pins_are_released_for_a_turn_that_cannot_wait() -> None:
     engine = Engine()
     engine.turn(A, 4, born=10.0, saves_s=9.0, earns=100.0)
     assert engine.pins.make_room(lambda: engine.free >= 20, waiter_started_at=30.0) == 0

@@ -15,10 +15,10 @@ from tiered_kv.testing.engine.port import PortPool
 
 
 class PinsMachine(RuleBasedStateMachine):
-    """Turns of a few jobs, some on a common prefix, begin, end and are pinned in any order.
+    """Turns of a few jobs, some with a common prefix, start, end and are pinned in any order.
 
-    The model says for each pin which blocks it must hold; every reference in the pool must
-    then belong to a pin or to a running turn.
+    The model knows which blocks each pin must hold. Every reference in the pool must then belong to
+    a pin or to a running turn.
     """
 
     JOBS = (A, B, C, D)
@@ -35,7 +35,8 @@ class PinsMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), length=st.integers(1, 8))
     def begin(self, data: st.DataObject, length: int) -> None:
-        """A turn takes over the head of another context, if it likes, and fills more."""
+        """Start a turn. It may share the first blocks of another context, and allocates further
+        ones."""
         contexts = [*self.running, *(blocks for blocks, _, _ in self.model.values())]
         head: list[Block] = []
         if contexts:

@@ -27,12 +27,13 @@ def used_blocks(rig: Rig) -> int:
 
 
 def test_a_context_of_most_of_the_pool_is_pinned_whole(make_rig: MakeRig) -> None:
-    """On small cards one job's context is half of VRAM, and dearest to compute again."""
+    """On small GPUs one job's context fills half of VRAM, and is the most expensive to
+    recompute."""
     rig = make_rig(blocks=64, max_model_len=1008, extra=VRAM_ONLY)
     context = text(800, seed=1)
     rig.ask("long", context, params=turn("job"))
     assert rig.pins.held_blocks == 50
-    for number in range(4):  # without a pin it would be gone
+    for number in range(4):  # without a pin these would evict the context
         rig.ask(f"rival{number}", text(180, seed=10 + number))
     rig.ask("back", context)
     assert rig.count("prompt_tokens_vram") == 784, "the last token is computed in any case"
@@ -53,10 +54,11 @@ def test_a_job_that_returns_with_another_text_does_not_wait_for_its_own_pin(
 
 
 def test_no_request_waits_for_a_pin_while_only_a_preempted_turn_runs(make_rig: MakeRig) -> None:
-    """It has no blocks to give back, and vLLM may not come to it before the one that waits."""
+    """The preempted turn has no blocks to free, and vLLM may not reach it before the waiting
+    request."""
     rig = make_rig(blocks=64, max_model_len=1008, extra=VRAM_ONLY, in_job_order=True)
     rig.ask("old", text(800, seed=1), params=turn("job"))
-    rig.turns.running += 1  # as for one that was preempted
+    rig.turns.running += 1  # simulates a preempted turn
     rig.add("young", text(500, seed=2))
     rig.step()
     assert [r.request_id for r in rig.scheduler.running] == ["young"]
@@ -65,7 +67,7 @@ def test_no_request_waits_for_a_pin_while_only_a_preempted_turn_runs(make_rig: M
 
 
 @pytest.mark.parametrize("in_job_order", [False, True])
-def test_pins_over_the_whole_pool_give_way_to_a_new_request(
+def test_pins_over_the_whole_pool_are_released_for_a_new_request(
     make_rig: MakeRig, in_job_order: bool
 ) -> None:
     rig = make_rig(blocks=64, max_model_len=512, extra=VRAM_ONLY, in_job_order=in_job_order)
@@ -86,8 +88,8 @@ def test_pins_over_the_whole_pool_give_way_to_a_new_request(
 def test_a_request_that_lacks_no_blocks_takes_none_from_pins(
     make_rig: MakeRig, mode: RestoreMode
 ) -> None:
-    """vLLM may put a request off that has a hit for reasons of its own. Only with an async restore
-    can those be blocks: it leaves what prefills under way still need."""
+    """vLLM may defer a request that has a hit for its own reasons. A lack of blocks is possible
+    only with an async restore, which leaves the blocks that prefills in progress still need."""
     rig = make_rig(extra=VRAM_ONLY)
     rig.ask("r1", text(150, seed=1), params=turn("job"))
     rig.add("waits", text(100, seed=2))
@@ -100,7 +102,7 @@ def test_a_request_that_lacks_no_blocks_takes_none_from_pins(
 
 
 def test_a_restored_request_gets_its_blocks_from_pins(make_rig: MakeRig) -> None:
-    """After an async restore vLLM asks no hook again before it allocates."""
+    """After an async restore, vLLM calls no hook before it allocates."""
     rig = make_rig(blocks=64, max_model_len=512)
     rig.pages.restores.policy = AlwaysRestore(RestoreMode.ASYNC)
     prompt = text(300, seed=1)
@@ -111,7 +113,7 @@ def test_a_restored_request_gets_its_blocks_from_pins(make_rig: MakeRig) -> None
     rig.step()  # 19 blocks are allocated and being restored
     pool = rig.pool
     grabbed = pool.get_new_blocks(pool.get_num_free_blocks())
-    # Stands for pins that were made while the restore was under way.
+    # Simulates pins that were made while the restore was in progress.
     rig.pins.budget = len(grabbed)
     value = PinValue(PinState.HELD, 0.0, 1.0)
     assert rig.pins.pin(JobKey("", "late"), grabbed, rig.now + 60, rig.now, value) == len(grabbed)
@@ -145,7 +147,7 @@ def test_two_concurrent_turns_of_a_job_are_counted_and_balance(make_rig: MakeRig
     rig.check_clean()
 
 
-def test_a_turn_of_no_job_is_not_pinned(make_rig: MakeRig) -> None:
+def test_a_turn_without_a_job_is_not_pinned(make_rig: MakeRig) -> None:
     rig = make_rig(extra=VRAM_ONLY)
     rig.ask("t1", text(100, seed=1))
     assert rig.count("pins") == 0

@@ -15,7 +15,7 @@ from tiered_kv.testing.vllm.rig import Rig
 
 
 class Later:
-    """A transfer backend whose copies are reported some steps late, as those of a GPU are."""
+    """A transfer backend whose copies are reported some steps late, like those of a GPU."""
 
     def __init__(self, backend: Any, steps: float) -> None:
         self.steps = steps
@@ -37,8 +37,8 @@ class Later:
 
 
 def old_and_young(rig: Rig, *, young: int) -> dict[str, tuple[list[int], int]]:
-    """Old requests that decode, and take a block each 16 tokens; then young ones whose prompts
-    fill the pool in one step. Returns prompts, and how many tokens they shall get."""
+    """Add old requests that decode, and take a block every 16 tokens, then young ones whose prompts
+    fill the pool in one step. Returns the prompt and the answer length of each."""
     asked = {}
     for i in range(6 if young == 1 else 1):
         asked[f"old{i}"] = text(16 * 6 + 13, seed=i), 60
@@ -71,7 +71,7 @@ def most_preempted_at_once(rig: Rig, young: int) -> int:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("in_job_order", [False, True])
 @pytest.mark.parametrize("young", [1, 8])
-def test_no_more_are_preempted_together_than_by_stock_vllm(
+def test_no_more_requests_are_preempted_together_than_by_stock_vllm(
     make_rig: MakeRig, ahead: bool, in_job_order: bool, young: int
 ) -> None:
     size = {"blocks": 64, "max_model_len": 1024, "max_batched_tokens": 2048, "ahead": ahead}
@@ -81,8 +81,8 @@ def test_no_more_are_preempted_together_than_by_stock_vllm(
     assert most_preempted_at_once(ours, young) == stock == 1
 
 
-def test_who_waits_for_saves_that_never_end_waits_for_a_second(make_rig: MakeRig) -> None:
-    """A worker that is gone reports nothing: then others are preempted, and all go on."""
+def test_a_request_waits_at_most_a_second_for_saves_that_never_end(make_rig: MakeRig) -> None:
+    """A dead worker reports nothing. Then other requests are preempted, and all continue."""
     rig = make_rig(blocks=64, max_model_len=1024, max_batched_tokens=2048)
     stuck = rig.inject(lambda backend: Later(backend, float("inf")))
     asked = old_and_young(rig, young=8)
@@ -91,7 +91,7 @@ def test_who_waits_for_saves_that_never_end_waits_for_a_second(make_rig: MakeRig
     def preempted() -> int:
         return sum(request.num_preemptions for request in requests)
 
-    while rig.step().total_num_scheduled_tokens:  # until one waits that is the first of all
+    while rig.step().total_num_scheduled_tokens:  # until the first request of all has to wait
         pass
     waited_with = preempted()
     assert waited_with <= 1, "and its blocks were being saved"

@@ -1,4 +1,4 @@
-"""Snapshot queries to a rig, made like the routes query an engine."""
+"""Sends snapshot queries to a rig, as the routes send them to an engine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tiered_kv.testing.rig import EngineRig
 
 
 def ask(rig: EngineRig, what: str, **question: Any) -> dict[str, Any]:
-    """The engine's answer to a question."""
+    """Send a query, and return the engine's answer."""
     return answer(rig.half, {"ask": what, **question})
 
 
 def take(rig: EngineRig, job: str, name: str, **how: bool) -> dict[str, Any]:
-    """Begin to take a snapshot; gives the engine's answer."""
+    """Start taking a snapshot, and return the engine's answer."""
     how = {"wait_turn": False, "stop": False, "exact": False, **how}
     return ask(rig, "snapshot", job=job, name=name, **how)
 
@@ -23,29 +23,29 @@ def take(rig: EngineRig, job: str, name: str, **how: bool) -> dict[str, Any]:
 def restore(
     rig: EngineRig, name: str, job: str | None = None, *, exact: bool = False
 ) -> dict[str, Any]:
-    """Begin to bring a snapshot back."""
+    """Start restoring a snapshot, and return the engine's answer."""
     return ask(rig, "restore", name=name, job=job, salt=fresh_salt() if exact else None)
 
 
 def fork(rig: EngineRig, job: str, *children: str, exact: bool = False) -> dict[str, Any]:
-    """Begin to fork a job."""
+    """Start forking a job, and return the engine's answer."""
     return ask(rig, "fork", job=job, **{"as": list(children)}, exact=exact)
 
 
 def step(rig: EngineRig) -> None:
-    """Make a step, with whatever files and copies are under way done before it."""
+    """Wait for pending file operations and copies, then run a step."""
     settle(rig)
     rig.step()
 
 
 def settle(rig: EngineRig) -> None:
-    """Wait until the work on files and the copies that were begun are done."""
+    """Wait for pending file operations and copies."""
     rig.half.snapshots.drain()
     rig.wait_for_worker()
 
 
 def outcome(rig: EngineRig, begun: dict[str, Any]) -> dict[str, Any]:
-    """Step until an operation is over; gives what came of it."""
+    """Step until an operation has ended, and return its outcome."""
     assert begun.get("operation") is not None, begun
     for _ in range(500):
         said = ask(rig, "operation", engine=begun["engine"], id=begun["operation"])
@@ -56,7 +56,7 @@ def outcome(rig: EngineRig, begun: dict[str, Any]) -> dict[str, Any]:
 
 
 def result(rig: EngineRig, begun: dict[str, Any]) -> dict[str, Any]:
-    """Result of an operation that must go well."""
+    """Return the result of an operation, and assert that it succeeds."""
     said = outcome(rig, begun)
     assert said["state"] == "done", said
     found: dict[str, Any] = said["result"]
@@ -64,7 +64,7 @@ def result(rig: EngineRig, begun: dict[str, Any]) -> dict[str, Any]:
 
 
 def why(rig: EngineRig, begun: dict[str, Any]) -> str:
-    """Sentence by which an operation that must not go well is refused, or fails."""
+    """Return the message of an operation, and assert that it is refused or fails."""
     if "refused" in begun:
         return str(begun["refused"])
     said = outcome(rig, begun)

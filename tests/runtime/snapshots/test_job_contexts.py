@@ -1,4 +1,4 @@
-"""Contexts of waiting jobs, bounded by memory and by the number of jobs."""
+"""The contexts of waiting jobs are kept, limited by memory and by the number of jobs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_long_names_and_parameters_count_too(monkeypatch: pytest.MonkeyPatch) ->
     assert len(contexts) < 10
 
 
-def test_forks_count_their_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_forks_share_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context_pages, "MOST_TOKENS", 50_000)
     contexts, shared = Contexts(), list(range(20_000))
     contexts.remember(job("other"), context(list(range(10_000))))
@@ -64,7 +64,7 @@ def test_forks_count_their_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert contexts.get(job("other")) is not None
     for i in range(63):
         contexts.forget(job(f"fork {i}"))
-    contexts.remember(job("fork 63"), context(shared))  # once more
+    contexts.remember(job("fork 63"), context(shared))  # the same context again
     contexts.remember(job("late"), context(list(range(15_000))))
     assert contexts.get(job("other")) is not None
     contexts.remember(job("later"), context(list(range(15_000))))
@@ -102,7 +102,7 @@ def test_contexts_of_forgotten_jobs_are_forgotten(
     assert len(contexts) == 4
 
 
-def test_a_long_line_of_forks_names_its_last_parents(rig: SecondRig) -> None:
+def test_a_long_chain_of_forks_lists_its_last_parents(rig: SecondRig) -> None:
     rig.ask("r", text(40, seed=1), params={"job_id": "fork 0"})
     for i in range(MOST_PARENTS + 5):
         result(rig, fork(rig, f"fork {i}", f"fork {i + 1}"))

@@ -1,4 +1,5 @@
-"""A job continues in another engine, whatever KV types its model keeps and wherever the KV was."""
+"""A job continues in another engine from a snapshot, for any KV types of its model and any tiers of
+its pages."""
 
 from __future__ import annotations
 
@@ -28,13 +29,13 @@ from tiered_kv.testing.vllm.rig import Rig
 models = pytest.mark.parametrize("groups", MODELS.values(), ids=MODELS)
 ahead = pytest.mark.parametrize("ahead", [False, True], ids=["sync", "ahead"])
 JOBS = 10
-"""Jobs whose pages are more than there are slots, and have room if they are compressed."""
+"""Number of jobs whose pages exceed the slots, but fit if they are compressed."""
 MakeOne = Callable[..., Rig]
 
 
 @pytest.fixture
 def make(make_rig: MakeRig, tmp_path: Path) -> MakeOne:
-    """Makes engines with one folder of snapshots."""
+    """Return a function that creates engines with a common snapshot folder."""
 
     def made(groups: tuple[GroupSpec, ...] = (), **options: Any) -> Rig:
         extra = options.pop("extra", {"cpu_gib": 0.01})
@@ -94,7 +95,7 @@ def test_a_running_turn_is_cut_or_refused(
     clean(here)
 
 
-def test_pages_that_only_ssd_has_come_up_for_it(make: MakeOne, tmp_path: Path) -> None:
+def test_pages_that_only_ssd_has_are_promoted_for_a_snapshot(make: MakeOne, tmp_path: Path) -> None:
     page = make().half.facts.slot_bytes
     ssd = {"ssd_path": str(tmp_path / "ssd"), "ssd_gib": 0.02, "codec": "raw"}
     here = make(extra={"cpu_gib": (64 * page + 1) / (1 << 30), **ssd}, max_batched_tokens=64)
@@ -157,7 +158,7 @@ def test_pages_that_are_being_compressed_are_waited_for(make: MakeOne, held: Hel
     assert there.ask("on", turn, params={"job_id": "job0"}) == expected(turn, 4)
 
 
-def test_each_rank_has_pages_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_has_its_own_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(halves, "read_facts", facts_of_two)
     monkeypatch.setattr(engine_rig, "Halves", TwoRanks)
     extra = {
@@ -193,7 +194,7 @@ def test_forks_of_a_model_with_states_wait_for_a_turn_end(make: MakeOne) -> None
 
 
 def test_a_turn_whose_block_has_left_the_window_is_not_captured(make: MakeOne) -> None:
-    """The engine puts a placeholder where a block was."""
+    """vLLM's block table has a placeholder where the block was."""
     rig = make()
     rig.add("t1", PROMPT, max_tokens=60, params=JOB)
     while len(rig.outputs["t1"]) < 5:

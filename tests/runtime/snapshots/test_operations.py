@@ -22,7 +22,7 @@ from tiered_kv.snapshot.manifest import SnapshotError
 
 @dataclass(frozen=True, slots=True)
 class Answer(JsonObject):
-    """Result of an operation."""
+    """Result of an operation in these tests."""
 
     answer: int
 
@@ -45,7 +45,7 @@ def operations(clock: Clock) -> Operations:
 
 
 class Owner:
-    """An operation that owns something until it ends."""
+    """An operation that owns a resource until it ends."""
 
     def __init__(self) -> None:
         self.owns, self.over = False, False
@@ -62,7 +62,7 @@ class Owner:
         return Answer(1)
 
 
-def test_it_continues_once_its_wait_has_ended(operations: Operations) -> None:
+def test_an_operation_continues_once_its_wait_has_ended(operations: Operations) -> None:
     owner = Owner()
     number = operations.begin(owner.steps())
     operations.advance()
@@ -75,7 +75,7 @@ def test_it_continues_once_its_wait_has_ended(operations: Operations) -> None:
     assert not operations.under_way
 
 
-def test_a_test_that_fails_ends_its_own_operation_alone(operations: Operations) -> None:
+def test_a_failing_condition_ends_only_its_own_operation(operations: Operations) -> None:
     broken, other, fails = Owner(), Owner(), [False]
     first = operations.begin(_waits_for(fails, broken))
     second = operations.begin(other.steps())
@@ -102,7 +102,7 @@ def _waits_for(fails: list[bool], owner: Owner) -> Steps:
     return Answer(0)
 
 
-def test_one_that_waits_for_too_long_is_ended(operations: Operations, clock: Clock) -> None:
+def test_an_operation_that_waits_too_long_is_ended(operations: Operations, clock: Clock) -> None:
     owner = Owner()
     number = operations.begin(owner.steps())
     clock.now = LONGEST_WAIT_S
@@ -118,7 +118,7 @@ def undo() -> None:
     raise RuntimeError("injected")
 
 
-def test_all_can_be_ended_though_one_cannot_be_undone(operations: Operations) -> None:
+def test_all_operations_can_be_ended_although_one_fails_to_undo(operations: Operations) -> None:
     def stubborn() -> Steps:
         try:
             yield Wait("something", lambda: False)
@@ -150,7 +150,7 @@ def test_work_that_has_not_started_is_cancelled(operations: Operations) -> None:
     assert operations.outcome(number)["result"] == {"answer": 3}
 
 
-def test_outcomes_are_kept_of_so_many(operations: Operations) -> None:
+def test_a_limited_number_of_outcomes_is_kept(operations: Operations) -> None:
     def refuse(i: int) -> Steps:
         yield Wait("nothing", lambda: True)
         raise SnapshotError(f"{i}")

@@ -1,4 +1,4 @@
-"""Random turns, snapshots, forks, faults and resets: outputs stay right, every operation ends,
+"""Random turns, snapshots, forks, faults and resets. Outputs stay right, every operation ends,
 restored pages exist, and no slot, block or reference leaks."""
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ INJECTED = "The operation failed; see the engine's log."
 
 
 class Naming:
-    """Naming of contexts that is slow, or fails, when a script says so.
+    """Makes the naming of contexts slow, or makes it fail.
 
     Attributes:
-        goes_on: set unless naming waits.
-        failing: calls that are to fail. failed: calls that did.
+        goes_on: naming waits while this event is not set.
+        failing: number of the next calls that fail.
+        failed: number of calls that failed.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class Naming:
         self.failing = self.failed = 0
 
     def strike(self) -> None:
-        """Wait, and fail if this call is to."""
+        """Wait while calls are blocked, and fail if failures are left."""
         assert self.goes_on.wait(300)
         if self.failing:
             self.failing -= 1
@@ -101,7 +102,7 @@ class Player(Script):
     ) -> None:
         super().__init__(rig, rng, acts, contexts)
         self.begun: list[dict[str, Any]] = []
-        self.names: dict[str, bool] = {}  # snapshots, and whether they are exact
+        self.names: dict[str, bool] = {}  # whether each snapshot is exact, by name
         adopt = rig.gaps.manager.adopt
 
         def adopted(end: TurnEnd, named: Request, pages: Sequence[PageKey]) -> None:
@@ -116,13 +117,13 @@ class Player(Script):
             self.rig.wait_for_worker()
 
     def send(self, job: str, prompt: list[int], **fields: Any) -> str:
-        """Send a turn, rarely while another of its job runs."""
+        """Send a turn. While another turn of its job runs, another job usually sends it instead."""
         if self.runs(job) and self.rng.random() < 0.9:
             return super().send("another", prompt, **fields)
         return super().send(job, prompt, **fields)
 
     def runs(self, job: str) -> bool:
-        """True if a turn of that job is under way."""
+        """Return True if a turn of that job is running."""
         return any(one.running for one in self.rig.gaps.manager.jobs.named(job, 9))
 
     def operate(self) -> None:
@@ -165,7 +166,7 @@ class Player(Script):
             self.begun.append(said)
 
     def trouble(self) -> None:
-        """A fault, or something slow, or the end of that."""
+        """Start or end a random fault or delay."""
         rng, rig = self.rng, self.rig
         assert self.faulty is not None
         match rng.randrange(8):
@@ -206,7 +207,8 @@ class Player(Script):
         super().finish()
 
     def check(self, name: str, answer: list[int]) -> None:
-        """An operation may have stopped the turn."""
+        """Compare an answer, which may be shorter than expected because an operation stopped the
+        turn."""
         said = self.rig.outputs[name]
         assert said == answer[: len(said)], name
         assert said or self.rig.aborted(name), name
@@ -227,7 +229,7 @@ def test_random_scripts_with_snapshots_end_well(
 
 
 def play_script(folder: Path, seed: int, naming: Naming) -> Mapping[str, int]:
-    """Play one script on one engine, or on two that share a folder of snapshots."""
+    """Play one script on one engine, or on two that share a snapshot folder."""
     rng = random.Random(seed)
     contexts, kind = some_contexts(rng, 5), make_kind(folder, rng)
     acts = {"turn": 50, "operate": 35, "abort": 5, "trouble": rng.choice([0, 0, 3, 10])}
@@ -241,7 +243,7 @@ def play_script(folder: Path, seed: int, naming: Naming) -> Mapping[str, int]:
         for _ in range(rng.randrange(15, 50)):
             rng.choice(players).act()
         if rng.random() < 0.1:
-            return {}  # with operations under way
+            return {}  # ends with operations in progress
         counts = Counter[str]()
         for one in players:
             one.finish()
@@ -252,7 +254,8 @@ def play_script(folder: Path, seed: int, naming: Naming) -> Mapping[str, int]:
 
 
 def go_on_elsewhere(players: Sequence[Player], rng: random.Random) -> None:
-    """Snapshots that are left have the bytes that they should: a job goes on from each."""
+    """Restore remaining snapshots and continue a job from each, which verifies the snapshots'
+    bytes."""
     there = rng.choice(players)
     left = sorted(name for one in players for name in one.names)
     for name in rng.sample(left, min(2, len(left))):
@@ -275,13 +278,13 @@ def go_on_elsewhere(players: Sequence[Player], rng: random.Random) -> None:
 
 
 def make_kind(folder: Path, rng: random.Random) -> Callable[[int], EngineRig]:
-    """Choose a kind of engine, and return what makes one by its number."""
+    """Choose a type of engine, and return a function that creates one by its number."""
     groups = rng.choice([(), (), (), *MODELS.values()])
     second = not groups and rng.random() < 0.5
     page = max((group.block_size for group in groups), default=16) * PAGE // 16
     slots = rng.choice([24, 40, 60, 100, 300]) * max(1, len(groups))
     on_disk: dict[str, Any] = {"ssd_gib": rng.choice([1, 0.004])} if rng.random() < 0.4 else {}
-    states = any(group.kind is KvKind.STATE for group in groups)  # these are not compressed
+    states = any(group.kind is KvKind.STATE for group in groups)  # states are not compressed
     cold = not second and not states and rng.random() < 0.5
     size = some_size(rng, groups)
     options = some_options(rng, groups, **size, max_num_seqs=rng.choice([1, 2, 8]))

@@ -1,4 +1,4 @@
-"""Every step is in the trace if that is enabled, with the engine's load."""
+"""If enabled, the trace contains every step, with the engine's load."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def options(tmp_path: Path, **extra: Any) -> dict[str, Any]:
 
 
 def steps_of(rig: Rig, tmp_path: Path) -> list[StepRecord]:
-    """The steps of an engine that ends now."""
+    """Close the engine, and return the steps in its trace."""
     rig.close()
     reader = StepReader(tmp_path / "trace.jsonl")
     found = list(reader)
@@ -73,7 +73,7 @@ def test_waiting_and_held_requests_are_distinguished(make_rig: MakeRig, tmp_path
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["sync", "ahead"])
-def test_tokens_add_up_to_what_was_computed_preempted_or_not(
+def test_tokens_add_up_to_the_computed_ones_with_and_without_preemption(
     make_rig: MakeRig, tmp_path: Path, ahead: bool
 ) -> None:
     rig = make_rig(
@@ -93,8 +93,9 @@ def test_tokens_add_up_to_what_was_computed_preempted_or_not(
     figures = step_figures(steps_of(rig, tmp_path))
     prompts = sum(lengths.values())
     assert figures.prefill_tokens > prompts, "what was lost was computed again"
-    # The last token of a prompt gives the first of its answer, and of what is computed again the
-    # next one; steps that run ahead of a preemption may compute a token for nothing.
+    # The last token of a prompt produces the first token of its answer, and the last token of a
+    # recomputed context produces the next one. With async scheduling, a token computed just before
+    # a preemption may be discarded.
     ended = 60 * len(lengths) - len(lengths) - again
     assert figures.decode_tokens == ended if not ahead else figures.decode_tokens >= ended
     assert figures.levels["scheduled"].peak == 3
@@ -125,7 +126,8 @@ def test_a_step_that_cannot_be_traced_changes_nothing(
 
 
 def test_a_step_takes_no_longer_with_more_jobs_and_pages(make_rig: MakeRig, tmp_path: Path) -> None:
-    """Its work is counted, and not timed: it looks at no job, page, block or answering request."""
+    """The test counts work instead of time: a step examines no job, page, block or decoding
+    request."""
     rig = make_rig(**options(tmp_path), max_num_seqs=32)
     for n in range(20):
         rig.add(f"r{n}", text(20, seed=n), max_tokens=12, params={"job_id": f"j{n}"})

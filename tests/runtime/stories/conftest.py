@@ -1,4 +1,4 @@
-"""The engines of the stories: vLLM's scheduler, and an engine independent of vLLM."""
+"""The engines on which these tests run: vLLM's scheduler, and an engine independent of vLLM."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ def vllm_engine(folder: Path, options: dict[str, Any]) -> EngineRig:
 
 
 def second_engine(folder: Path, options: dict[str, Any]) -> EngineRig:
-    # vLLM's pool has a block that is never given out.
+    # vLLM's pool has a null block, which is never allocated.
     return SecondRig(SecondOptions(**{**options, "blocks": options.get("blocks", 64) - 1}))
 
 
 @pytest.fixture(params=[vllm_engine, second_engine], ids=["vLLM", "second"])
 def make_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeEngine]:
-    """Engines by their options, closed at the end. Nobody is held but where a story says so."""
+    """Return a function that creates engines, which are closed after the test. Admission is off
+    unless a test sets it."""
     made: list[EngineRig] = []
 
     def make(**options: Any) -> EngineRig:

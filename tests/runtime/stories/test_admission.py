@@ -9,7 +9,8 @@ from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.rig import EngineRig
 
 TOKENS = 300
-"""A new job takes 19 blocks of 63: there is room for three, and none for a fourth."""
+"""Prompt tokens of a new job, which needs 19 of the 63 usable blocks. Three jobs fit and a fourth
+does not."""
 
 
 def holding(make_engine: MakeEngine, **settings: Any) -> EngineRig:
@@ -17,7 +18,7 @@ def holding(make_engine: MakeEngine, **settings: Any) -> EngineRig:
 
 
 def begin(rig: EngineRig, name: str) -> None:
-    """The only turn of a new job."""
+    """Add the only turn of a new job."""
     params = {"job_id": name, "is_last_step": True}
     rig.add(name, text(TOKENS, seed=ord(name)), max_tokens=40, params=params)
 
@@ -47,7 +48,7 @@ def test_without_admission_control_no_job_is_held(make_engine: MakeEngine) -> No
     rig.check_clean()
 
 
-def test_a_client_that_hangs_up_makes_room(make_engine: MakeEngine) -> None:
+def test_an_aborted_request_frees_space(make_engine: MakeEngine) -> None:
     rig = holding(make_engine)
     for name in "abcd":
         begin(rig, name)

@@ -19,7 +19,7 @@ def used_blocks(rig: EngineRig) -> int:
     return rig.free_at_start - rig.free_blocks
 
 
-def test_a_five_turn_job_holds_what_it_has_and_lets_go_at_the_end(
+def test_a_five_turn_job_holds_its_blocks_and_releases_them_at_the_end(
     make_engine: MakeEngine,
 ) -> None:
     rig = make_engine(extra=VRAM_ONLY)
@@ -29,7 +29,8 @@ def test_a_five_turn_job_holds_what_it_has_and_lets_go_at_the_end(
         context += rig.ask(f"t{i}", context, params=turn("job", last=i == 5)) + text(30, seed=i)
         after = used_blocks(rig)
         rig.now += 1.0
-        rig.ask(f"tick{i}", text(1, seed=100 + i), max_tokens=1)  # hooks run in the gap
+        # A step, in which hooks run during the gap.
+        rig.ask(f"tick{i}", text(1, seed=100 + i), max_tokens=1)
         assert used_blocks(rig) == after, "a pin holds still through its gap"
         held.append(after)
     assert held[:5] == sorted(set(held[:5])), "each turn holds more than the one before"
@@ -38,7 +39,7 @@ def test_a_five_turn_job_holds_what_it_has_and_lets_go_at_the_end(
     rig.check_clean()
 
 
-def test_a_pin_ends_when_its_time_is_up(make_engine: MakeEngine) -> None:
+def test_a_pin_ends_at_its_deadline(make_engine: MakeEngine) -> None:
     rig = make_engine(extra=VRAM_ONLY)
     rig.ask("t1", text(100, seed=1), params=turn("job"))
     assert used_blocks(rig) > 0
@@ -68,7 +69,7 @@ def test_a_pinned_context_survives_rivals_that_evict_an_unpinned_one(
     assert rig.count("prompt_tokens_vram") == before
 
 
-def test_pins_over_the_whole_pool_give_way_to_a_new_request(make_engine: MakeEngine) -> None:
+def test_pins_over_the_whole_pool_are_released_for_a_new_request(make_engine: MakeEngine) -> None:
     rig = make_engine(blocks=64, max_model_len=512, extra=VRAM_ONLY)
     for i in range(6):
         rig.ask(f"r{i}", text(150, seed=i), params=turn(f"job{i}"))
@@ -83,7 +84,7 @@ def test_pins_over_the_whole_pool_give_way_to_a_new_request(make_engine: MakeEng
     assert rig.pins.held_blocks < 50, "youngest went, the oldest may stay"
 
 
-def test_a_running_request_takes_from_pins_before_it_preempts(make_engine: MakeEngine) -> None:
+def test_a_running_request_releases_pins_before_it_preempts(make_engine: MakeEngine) -> None:
     rig = make_engine(blocks=41, max_model_len=512, extra=VRAM_ONLY)
     for i in range(3):
         rig.ask(f"r{i}", text(150, seed=i), params=turn(f"job{i}"))  # 9 full blocks each
@@ -99,7 +100,7 @@ def test_a_running_request_takes_from_pins_before_it_preempts(make_engine: MakeE
     assert rig.preemptions("grows") == 0
 
 
-def test_no_more_pins_go_than_a_running_request_needs(make_engine: MakeEngine) -> None:
+def test_no_more_pins_are_released_than_a_running_request_needs(make_engine: MakeEngine) -> None:
     rig = make_engine(blocks=41, max_model_len=512, extra=VRAM_ONLY)
     for i in range(3):
         rig.ask(f"r{i}", text(150, seed=i), params=turn(f"job{i}"))

@@ -1,4 +1,4 @@
-"""A reset works whatever is held, and no earlier KV is found afterwards."""
+"""A reset works whatever is pinned or pending, and no earlier KV is found afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_reset_succeeds_while_pins_and_saves_are_pending(make_engine: MakeEngi
     rig.check_clean()
 
 
-def test_saves_under_way_during_a_reset_are_never_found(make_engine: MakeEngine) -> None:
+def test_saves_in_flight_during_a_reset_are_never_found(make_engine: MakeEngine) -> None:
     rig = make_engine()
     prompt = text(200, seed=2)
     rig.add("t1", prompt)

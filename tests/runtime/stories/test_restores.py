@@ -16,13 +16,13 @@ BOTH = pytest.mark.parametrize("mode", list(RestoreMode))
 
 
 def evicted(rig: EngineRig, prompt: list[int]) -> None:
-    """Leave the prompt's KV in CPU memory alone."""
+    """Put the prompt's KV into CPU memory only."""
     assert rig.ask("first", prompt) == expected(prompt, 4)
     rig.fill()
 
 
 @BOTH
-def test_an_evicted_context_comes_back_from_cpu_memory(
+def test_an_evicted_context_is_restored_from_cpu_memory(
     make_engine: MakeEngine, mode: RestoreMode
 ) -> None:
     rig = make_engine()
@@ -33,7 +33,7 @@ def test_an_evicted_context_comes_back_from_cpu_memory(
     assert rig.ask("again", prompt) == expected(prompt, 4)
 
     assert rig.count(f"restores_{mode.value}") == 1
-    assert rig.count("prompt_tokens_cpu") == 299  # all but the one that must be computed
+    assert rig.count("prompt_tokens_cpu") == 299  # all but the last token, which must be computed
     rig.check_clean()
 
 
@@ -49,8 +49,8 @@ def test_the_next_turn_finds_the_partial_tail_of_the_last(make_engine: MakeEngin
     rig.check_clean()
 
 
-def test_a_fork_takes_what_it_shares(make_engine: MakeEngine) -> None:
-    """From VRAM while it is there, from CPU memory after; as far as the tokens agree."""
+def test_a_fork_finds_the_tokens_it_shares(make_engine: MakeEngine) -> None:
+    """The shared tokens come from VRAM while they are cached there, and later from CPU memory."""
     rig = make_engine()
     prompt = text(296, seed=4)  # 18 blocks and 8 tokens
     rig.ask("first", prompt)
@@ -66,7 +66,7 @@ def test_a_fork_takes_what_it_shares(make_engine: MakeEngine) -> None:
     rig.check_clean()
 
 
-def test_tails_of_another_salt_are_strangers(make_engine: MakeEngine) -> None:
+def test_tails_of_another_salt_are_not_found(make_engine: MakeEngine) -> None:
     rig = make_engine()
     prompt = text(9, seed=7)
     turn = {"job_id": "j"}
@@ -103,7 +103,8 @@ def test_blocks_filled_while_decoding_are_saved(make_engine: MakeEngine) -> None
 
 
 def test_a_preempted_request_resumes_from_what_was_saved(make_engine: MakeEngine) -> None:
-    """Preemption tells no connector, so only what was saved eagerly is still there."""
+    """vLLM calls no connector hook for a preemption, so only pages saved earlier can be
+    restored."""
     rig = make_engine(blocks=30, max_model_len=400)
     prompts = {f"r{i}": text(120, seed=20 + i) for i in range(3)}
     for name, prompt in prompts.items():
@@ -118,7 +119,7 @@ def test_a_preempted_request_resumes_from_what_was_saved(make_engine: MakeEngine
 
 
 @BOTH
-def test_a_failed_restore_is_recomputed_and_not_tried_again(
+def test_a_failed_restore_is_recomputed_and_not_retried(
     make_engine: MakeEngine, mode: RestoreMode
 ) -> None:
     rig = make_engine()
@@ -137,8 +138,8 @@ def test_a_failed_restore_is_recomputed_and_not_tried_again(
     rig.check_clean()
 
 
-def test_what_was_computed_on_a_failed_restore_is_not_saved(make_engine: MakeEngine) -> None:
-    """The forward pass of that step attended to garbage: its KV must never be found."""
+def test_kv_computed_on_a_failed_restore_is_not_saved(make_engine: MakeEngine) -> None:
+    """The forward pass of that step attended to garbage, so its KV must never be found."""
     rig = make_engine()
     rig.pages.restores.policy = AlwaysRestore(RestoreMode.SYNC)
     faulty = rig.inject(FaultyTransfer)
@@ -205,8 +206,8 @@ def test_a_turn_whose_async_restore_failed_is_saved_like_any_other(
     rig.check_clean()
 
 
-def test_a_silently_wrong_page_is_noticed(make_engine: MakeEngine) -> None:
-    """Without this, the other stories would prove nothing."""
+def test_a_silently_wrong_page_is_detected(make_engine: MakeEngine) -> None:
+    """Without this test, the other tests could pass with wrong KV."""
     rig = make_engine()
     faulty = rig.inject(FaultyTransfer)
     prompt = text(300, seed=13)
@@ -217,7 +218,7 @@ def test_a_silently_wrong_page_is_noticed(make_engine: MakeEngine) -> None:
         rig.ask("again", prompt)
 
 
-def test_a_failed_save_is_not_there(make_engine: MakeEngine) -> None:
+def test_a_page_whose_save_failed_is_missing(make_engine: MakeEngine) -> None:
     rig = make_engine()
     faulty = rig.inject(FaultyTransfer)
     prompt = text(300, seed=14)

@@ -1,4 +1,5 @@
-"""A job is saved from one engine, restored in another, and continues there unchanged."""
+"""A snapshot of a job is taken in one engine and restored in another, where the job continues
+unchanged."""
 
 from __future__ import annotations
 
@@ -41,13 +42,13 @@ TURN_2 = PROMPT + ANSWER + text(30, seed=2)
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Folder of the snapshots of all engines of a test."""
+    """Snapshot folder of all engines in a test."""
     return tmp_path / "snapshots"
 
 
 @pytest.fixture
 def engine(make_engine: MakeEngine, root: Path) -> Any:
-    """Makes engines that take snapshots into one folder."""
+    """Return a function that creates engines with a common snapshot folder."""
 
     def make(**extra: Any) -> EngineRig:
         settings = {"cpu_gib": 0.001, "snapshot_path": str(root), **extra}
@@ -61,13 +62,13 @@ def answered(rig: EngineRig) -> None:
 
 
 def clean(rig: EngineRig) -> None:
-    """Check that nothing is held but by pins."""
+    """Release all pins, and check that nothing else is held."""
     rig.pins.release_all()
     rig.check_clean()
 
 
 def until_answering(rig: EngineRig, request: str, tokens: int) -> None:
-    """Step until a request has answered so many tokens."""
+    """Step until a request has generated ``tokens`` tokens."""
     while len(rig.outputs[request]) < tokens:
         step(rig)
 
@@ -83,13 +84,13 @@ def test_a_job_continues_in_another_engine(engine: Any) -> None:
     assert taken["kv_tokens"] == brought["kv_tokens"] == 307
     assert brought["cache_salt"] is None
     assert there.ask("turn 2", TURN_2, params=JOB) == expected(TURN_2, 4)
-    assert there.count("prompt_tokens_cpu") == 307  # the tail too
+    assert there.count("prompt_tokens_cpu") == 307  # including the tail
     here.run()
     clean(here)
     clean(there)
 
 
-def test_it_is_found_without_its_name(engine: Any) -> None:
+def test_a_restored_job_is_recognized_without_its_name(engine: Any) -> None:
     here, there = engine(), engine()
     answered(here)
     result(here, take(here, "agent", "night"))
@@ -103,7 +104,7 @@ def test_it_is_found_without_its_name(engine: Any) -> None:
     clean(there)
 
 
-def test_the_folder_that_a_server_makes_is_for_its_owner_alone(engine: Any, root: Path) -> None:
+def test_a_folder_created_by_a_server_is_private(engine: Any, root: Path) -> None:
     here = engine()
     answered(here)
     result(here, take(here, "agent", "night"))
@@ -131,14 +132,14 @@ def test_a_running_turn_is_captured_and_continues_in_both_engines(engine: Any) -
     clean(there)
 
 
-def test_an_exact_one_has_names_of_its_own(engine: Any) -> None:
+def test_an_exact_snapshot_has_its_own_page_keys(engine: Any) -> None:
     here, there = engine(), engine()
     here.add("turn 1", PROMPT, max_tokens=40, params=JOB)
     until_answering(here, "turn 1", 5)
 
     result(here, take(here, "agent", "midway", exact=True))
     here.run()
-    assert len(here.index) == 22  # those of the turn's 339 tokens, and none of the snapshot's
+    assert len(here.index) == 22  # the pages of the turn's 339 tokens, and none of the snapshot's
     there.ask("other", PROMPT, max_tokens=1)  # has the same text in VRAM
     brought = result(there, restore(there, "midway", exact=True))
     so_far = list(open_snapshot(here.half.deps.config.snapshot_path / "midway").manifest.token_ids)
@@ -147,12 +148,12 @@ def test_an_exact_one_has_names_of_its_own(engine: Any) -> None:
 
     assert there.ask("on", so_far, max_tokens=8, params=JOB, salt=salt) == expected(so_far, 8)
 
-    assert there.count("prompt_tokens_cpu") - before == len(so_far) - 1  # nothing of VRAM
+    assert there.count("prompt_tokens_cpu") - before == len(so_far) - 1  # nothing comes from VRAM
     assert salt != result(there, restore(there, "midway", "again", exact=True))["cache_salt"]
     clean(there)
 
 
-def test_a_near_one_is_no_exact_one(engine: Any) -> None:
+def test_an_approximate_snapshot_is_not_restored_as_exact(engine: Any) -> None:
     rig = engine()
     answered(rig)
     result(rig, take(rig, "agent", "night"))
@@ -161,7 +162,7 @@ def test_a_near_one_is_no_exact_one(engine: Any) -> None:
     assert "another computation" in why(rig, take(rig, "agent", "exact", exact=True))
 
 
-def test_it_may_wait_for_the_end_of_the_turn(engine: Any) -> None:
+def test_a_snapshot_may_wait_for_the_end_of_the_turn(engine: Any) -> None:
     rig = engine()
     rig.add("turn 1", PROMPT, max_tokens=8, params=JOB)
     step(rig)
@@ -172,7 +173,7 @@ def test_it_may_wait_for_the_end_of_the_turn(engine: Any) -> None:
     assert taken["kv_tokens"] == 307
 
 
-def test_it_may_end_the_turn(engine: Any) -> None:
+def test_a_snapshot_may_end_the_turn(engine: Any) -> None:
     rig = engine()
     rig.add("turn 1", PROMPT, max_tokens=80, params=JOB)
     until_answering(rig, "turn 1", 3)
@@ -239,7 +240,7 @@ def test_snapshots_of_forks_share_pages_on_disk(engine: Any, root: Path) -> None
         assert snapshot.manifest.parents == ("agent",)
 
 
-def test_what_is_damaged_is_refused_and_nothing_is_seen(engine: Any, root: Path) -> None:
+def test_a_damaged_snapshot_is_refused_and_leaves_nothing(engine: Any, root: Path) -> None:
     here, there = engine(), engine()
     answered(here)
     result(here, take(here, "agent", "night"))
@@ -256,7 +257,7 @@ def test_what_is_damaged_is_refused_and_nothing_is_seen(engine: Any, root: Path)
     clean(there)
 
 
-def test_a_context_that_has_no_room_is_refused(engine: Any, make_engine: MakeEngine) -> None:
+def test_a_context_that_does_not_fit_is_refused(engine: Any, make_engine: MakeEngine) -> None:
     here = engine()
     answered(here)
     result(here, take(here, "agent", "night"))
@@ -269,13 +270,13 @@ def test_a_context_that_has_no_room_is_refused(engine: Any, make_engine: MakeEng
     clean(there)
 
 
-def test_pages_that_are_there_make_no_room_for_the_others(engine: Any) -> None:
+def test_a_restore_does_not_evict_its_own_existing_pages(engine: Any) -> None:
     here = engine()
     answered(here)
     result(here, take(here, "agent", "night"))
     page = here.half.facts.slot_bytes
     there = engine(cpu_gib=(22 * page + 1) / (1 << 30))
-    there.ask("begin", PROMPT[:161], max_tokens=1)  # ten of its pages, used the longest ago
+    there.ask("begin", PROMPT[:161], max_tokens=1)  # ten of its pages, used longest ago
     there.ask("rival", text(190, seed=9), max_tokens=1)
 
     result(there, restore(there, "night"))
@@ -287,7 +288,7 @@ def test_pages_that_are_there_make_no_room_for_the_others(engine: Any) -> None:
     assert there.count("prompt_tokens_recomputed") - computed == len(TURN_2) - 307
 
 
-def test_an_exact_one_without_room_leaves_nothing(engine: Any) -> None:
+def test_an_exact_snapshot_without_space_leaves_nothing(engine: Any) -> None:
     page = engine().half.facts.slot_bytes
     rig = engine(cpu_gib=(12 * page + 1) / (1 << 30))
     rig.add("turn 1", PROMPT, max_tokens=40, params=JOB)
@@ -298,15 +299,15 @@ def test_an_exact_one_without_room_leaves_nothing(engine: Any) -> None:
     settle(rig)
     rig.run()
     assert rig.outputs["turn 1"] == expected(PROMPT, 40)
-    again = why(rig, take(rig, "agent", "late", exact=True))  # it waits now
+    again = why(rig, take(rig, "agent", "late", exact=True))  # the job is waiting now
     assert "a running turn" in again
     clean(rig)
 
 
-def test_what_only_vram_holds_is_taken_from_there(engine: Any) -> None:
+def test_pages_only_in_vram_are_captured_from_there(engine: Any) -> None:
     page = engine().half.facts.slot_bytes
     rig = engine(cpu_gib=(30 * page + 1) / (1 << 30))
-    answered(rig)  # pinned
+    answered(rig)  # the context is pinned
     rig.ask("rival", text(400, seed=9))
 
     assert result(rig, fork(rig, "agent", "child"))["extra_pages"] > 0
@@ -324,7 +325,7 @@ def test_a_job_whose_kv_was_evicted_reports_it(engine: Any) -> None:
     assert "evicted" in why(rig, take(rig, "agent", "late"))
 
 
-def test_a_reset_ends_what_is_under_way(engine: Any) -> None:
+def test_a_reset_ends_running_operations(engine: Any) -> None:
     rig = engine()
     answered(rig)
     begun = take(rig, "agent", "night")
@@ -332,7 +333,7 @@ def test_a_reset_ends_what_is_under_way(engine: Any) -> None:
     rig.reset_cache()
 
     assert "reset" in why(rig, begun)
-    assert take(rig, "agent", "night")["operation"] is None  # nothing is known of it any more
+    assert take(rig, "agent", "night")["operation"] is None  # the job's context was forgotten
     rig.run()
     clean(rig)
 
@@ -360,8 +361,8 @@ def test_an_engine_without_a_folder_names_the_setting(make_engine: MakeEngine) -
 
 
 @pytest.mark.parametrize("at", range(1, 9))
-def test_whoever_hangs_up_meanwhile_leaves_it_whole(engine: Any, at: int) -> None:
-    """The turn ends at any step of its capture."""
+def test_an_abort_during_a_capture_leaves_it_complete(engine: Any, at: int) -> None:
+    """The turn ends at some step of its capture."""
     rig = engine()
     rig.add("turn 1", PROMPT, max_tokens=40, params=JOB)
     until_answering(rig, "turn 1", 2)
@@ -380,7 +381,7 @@ def test_whoever_hangs_up_meanwhile_leaves_it_whole(engine: Any, at: int) -> Non
     clean(rig)
 
 
-# -- operations that end in the middle ---------------------------------------------------
+# -- operations that end early -----------------------------------------------------------
 
 ENDS = {
     "reset": "The cache was reset meanwhile.",
@@ -395,14 +396,14 @@ GATES = {
     "opening the snapshot": (ContextNames, "name"),
     "reading pages": (Snapshot, "read_page"),
 }
-"""The call that an operation waits for, by its words for that."""
+"""The call that an operation waits for, by its description in the operation's status."""
 
 
 COPIED = "copying pages to CPU memory"
 
 
 class Gate:
-    """A call that waits, and may then fail."""
+    """Blocks one call of a method, and may then make it fail."""
 
     def __init__(self, patch: pytest.MonkeyPatch, where: type, name: str, number: int) -> None:
         self.reached, self.goes_on, self.fails = threading.Event(), threading.Event(), False
@@ -420,7 +421,7 @@ class Gate:
 
 
 def until_waiting(rig: EngineRig, begun: dict[str, Any], doing: str, gate: Gate) -> None:
-    """Step until an operation waits for that, at the gate."""
+    """Step until an operation waits at the gate and reports that it is ``doing`` this."""
     for _ in range(600):
         reached = gate.reached.wait(0.05)
         said = ask(rig, "operation", engine=0, id=begun["operation"])
@@ -452,7 +453,7 @@ def until_waiting(rig: EngineRig, begun: dict[str, Any], doing: str, gate: Gate)
         ("restore", "reading pages", 1),
     ],
 )
-def test_an_operation_that_ends_in_the_middle_holds_nothing(
+def test_an_operation_that_ends_early_holds_nothing(
     engine: Any, monkeypatch: pytest.MonkeyPatch, how: str, doing: str, number: int, end: str
 ) -> None:
     rig = engine()
@@ -503,7 +504,7 @@ def test_a_capture_that_ends_while_pages_are_copied_holds_nothing(engine: Any, h
     faulty = rig.inject(FaultyTransfer)
     rig.add("turn 1", PROMPT, max_tokens=60, params=JOB)
     until_answering(rig, "turn 1", 5)
-    if how == "waiting":  # its last blocks are in VRAM alone
+    if how == "waiting":  # its last blocks are only in VRAM
         faulty.hold(Direction.SAVE)
         while "turn 1" not in rig.finished:
             rig.step()
@@ -527,10 +528,10 @@ def test_a_capture_that_ends_while_pages_are_copied_holds_nothing(engine: Any, h
     assert len(rig.index) <= 23
 
 
-# -- pages that CPU memory has, or almost has ----------------------------------------------
+# -- pages in CPU memory, or being copied there ----------------------------------------------
 
 
-def test_a_capture_makes_no_room_from_its_own_pages(engine: Any) -> None:
+def test_a_capture_does_not_evict_its_own_pages(engine: Any) -> None:
     page = engine().half.facts.slot_bytes
     rig = engine(cpu_gib=(30 * page + 1) / (1 << 30), codec="raw")
     rig.add("turn 1", PROMPT, max_tokens=100, params=JOB)
@@ -601,7 +602,7 @@ def test_a_waiting_job_whose_copies_keep_failing_reports_it(engine: Any) -> None
     faulty = rig.inject(FaultyTransfer)
     for _ in range(60):
         faulty.fail_next(Direction.SAVE)
-    answered(rig)  # its KV is in VRAM alone
+    answered(rig)  # its KV is only in VRAM
     assert not len(rig.index)
     struck = faulty.struck
 
@@ -616,7 +617,7 @@ def test_a_capture_needs_slots_for_just_its_pages(engine: Any) -> None:
     page = engine().half.facts.slot_bytes
     rig = engine(cpu_gib=(20 * page + 1) / (1 << 30), codec="raw")
     rig.add("turn 1", PROMPT, max_tokens=100, params=JOB)
-    until_answering(rig, "turn 1", 6)  # 19 pages and a part of one more
+    until_answering(rig, "turn 1", 6)  # 19 full pages and a partial one
     for _ in range(9):
         step(rig)
 
@@ -633,7 +634,7 @@ def test_a_capture_next_to_held_pages_reports_that_there_is_no_space(engine: Any
     rig.ask("other", text(200, seed=3), max_tokens=4, params={"job_id": "other"})
     rig.add("turn 1", PROMPT, max_tokens=100, params=JOB)
     until_answering(rig, "turn 1", 5)
-    with HeldPages(rig.index) as held:  # another operation
+    with HeldPages(rig.index) as held:  # as if by another operation
         held.hold(list(rig.index.least_valuable(14)))
 
         assert "TIERED_KV_CPU_GIB" in why(rig, take(rig, "agent", "midway", exact=True))
@@ -674,19 +675,20 @@ def test_a_restore_waits_for_pages_that_are_being_saved(engine: Any, fails: bool
 
 
 def forget_vram(rig: EngineRig) -> None:
-    """Have nothing found in VRAM."""
+    """Remove everything from VRAM's prefix cache."""
     rig.pins.release_all()
     rig.half.pool.forget([one.block_id for one in rig.half.pool.blocks if not one.is_null])
 
 
 def until_named_twice(rig: EngineRig, begun: dict[str, Any], gate: Gate) -> None:
-    """Step until a capture of a waiting job holds its pages, and names them once more."""
+    """Step until a capture of a waiting job holds its pages, and computes their keys a second
+    time."""
     until_waiting(rig, begun, "computing the context's page keys", gate)
     assert rig.index.in_use > 10
 
 
 def lose_a_page(rig: EngineRig) -> None:
-    """A restore of the same text fails for one page, which is forgotten."""
+    """Restore the same text, with a failure for one page, which the index then forgets."""
     forget_vram(rig)
     rig.inject(FaultyTransfer).fail_next(Direction.LOAD, {2})
     rig.add("other", PROMPT, max_tokens=4)
@@ -697,7 +699,7 @@ def lose_a_page(rig: EngineRig) -> None:
     assert rig.outputs["other"] == expected(PROMPT, 4)
 
 
-def test_a_held_page_that_is_forgotten_is_written_all_the_same(
+def test_a_held_page_that_is_forgotten_is_still_written(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = engine()
@@ -734,18 +736,18 @@ def test_a_fork_whose_page_is_evicted_fails(engine: Any, monkeypatch: pytest.Mon
     ended = outcome(rig, begun)
 
     assert "other" in said
-    if ended["state"] == "failed":  # nothing has saved the page again meanwhile
+    if ended["state"] == "failed":  # unless the page was saved again meanwhile
         assert "try again" in ended["why"]
         assert ask(rig, "job", id="child")["jobs"] == []
     rig.run()
     clean(rig)
 
 
-# -- jobs that go on meanwhile -----------------------------------------------------------
+# -- jobs that continue meanwhile ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_job_that_continues_during_its_restore_is_left_alone(
+def test_a_job_that_continues_during_its_restore_is_not_changed(
     engine: Any, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
     here, there = engine(), engine()
@@ -755,7 +757,7 @@ def test_a_job_that_continues_during_its_restore_is_left_alone(
     begun = restore(there, "night")
     until_waiting(there, begun, "reading pages", gate)
     prompt = text(200, seed=9)
-    there.add("r0", prompt, max_tokens=4 if ends else 60, params=JOB)  # its client goes on
+    there.add("r0", prompt, max_tokens=4 if ends else 60, params=JOB)  # the job's client continues
     there.step()
     while ends and "r0" not in there.finished:
         there.step()
@@ -786,7 +788,7 @@ def test_a_job_is_found_among_many_of_its_name(engine: Any) -> None:
     clean(there)
 
 
-def test_a_capture_waits_for_the_first_token_of_whichever_turn_runs(engine: Any) -> None:
+def test_a_capture_waits_for_the_first_token_of_the_running_turn(engine: Any) -> None:
     rig = engine()
     rig.add("turn 1", PROMPT, max_tokens=8, params=JOB)
     begun = take(rig, "agent", "night")
@@ -803,10 +805,10 @@ def test_a_capture_waits_for_the_first_token_of_whichever_turn_runs(engine: Any)
     clean(rig)
 
 
-# -- what an error costs -------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------
 
 
-def test_a_capture_gives_its_blocks_back_when_the_engine_needs_all(
+def test_a_capture_releases_its_blocks_when_the_engine_needs_all(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = engine()
@@ -829,7 +831,9 @@ def test_a_capture_gives_its_blocks_back_when_the_engine_needs_all(
     clean(rig)
 
 
-def test_a_disk_that_hangs_gets_no_more_to_do(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hung_disk_gets_no_further_operations(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = engine()
     answered(rig)
     gate = Gate(monkeypatch, SnapshotDraft, "begin", 1)

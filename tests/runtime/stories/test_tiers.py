@@ -17,12 +17,12 @@ from tiered_kv.testing.rig import EngineRig
 from tiered_kv.testing.stores import SSD
 
 CONTEXT = text(320, seed=1)
-"""Twenty pages."""
+"""A context of twenty pages."""
 SLOTS = 64
 
 
 def settings(make_engine: MakeEngine, path: Path, slots: int) -> dict[str, Any]:
-    """Settings with that many slots in CPU memory and pages on SSD under ``path``."""
+    """Return settings for ``slots`` slots in CPU memory, and for pages on SSD under ``path``."""
     page = make_engine().half.facts.slot_bytes
     return {
         "cpu_gib": (slots * page + 1) / (1 << 30),
@@ -39,7 +39,7 @@ def rig(make_engine: MakeEngine, tmp_path: Path) -> EngineRig:
 
 
 def push_out(rig: EngineRig) -> None:
-    """Rivals take all of VRAM and of CPU memory, no faster than a disk can follow."""
+    """Fill all of VRAM and CPU memory with other contexts, no faster than a disk can follow."""
     for i in range(8):
         name = f"rival-{rig.steps}"
         rig.add(name, text(300, seed=rig.steps * 100 + i))
@@ -66,7 +66,8 @@ def test_a_context_evicted_from_cpu_memory_is_promoted_from_ssd(rig: EngineRig) 
 def test_a_restarted_engine_serves_the_earlier_contexts(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    """From its first request on, although its CPU memory was large enough: closing flushes."""
+    """Its first request already finds the pages, although CPU memory was large enough, because
+    closing flushes them."""
     extra = settings(make_engine, tmp_path, 200)
     first = make_engine(extra=extra)
     first.ask("first", CONTEXT)
@@ -79,12 +80,12 @@ def test_a_restarted_engine_serves_the_earlier_contexts(
     second.check_clean()
 
 
-def test_a_page_that_rotted_is_computed_again(rig: EngineRig, tmp_path: Path) -> None:
+def test_a_damaged_page_on_ssd_is_recomputed(rig: EngineRig, tmp_path: Path) -> None:
     rig.ask("first", CONTEXT)
     push_out(rig)
     for segment in (tmp_path / "ssd").rglob("*.seg"):
         data = bytearray(segment.read_bytes())
-        for position in range(4096, len(data), 512):  # the headers of segments stay whole
+        for position in range(4096, len(data), 512):  # leaves the segment headers intact
             data[position] ^= 1
         segment.write_bytes(data)
 
@@ -106,7 +107,7 @@ def test_a_turn_with_a_long_forecast_is_demoted_immediately(rig: EngineRig) -> N
     rig.check_clean()
 
 
-def test_an_aborted_turn_leaves_its_pages_to_come(rig: EngineRig) -> None:
+def test_pages_ordered_for_an_aborted_turn_still_arrive(rig: EngineRig) -> None:
     rig.ask("first", CONTEXT)
     push_out(rig)
     rig.add("again", CONTEXT)
@@ -118,7 +119,7 @@ def test_an_aborted_turn_leaves_its_pages_to_come(rig: EngineRig) -> None:
     rig.check_clean()
 
 
-def test_a_cache_reset_invalidates_what_is_on_disk(rig: EngineRig) -> None:
+def test_a_cache_reset_invalidates_pages_on_disk(rig: EngineRig) -> None:
     rig.ask("first", CONTEXT)
     push_out(rig)
     old = rig.worker_half.stores[SSD].io.store.options.folder

@@ -26,14 +26,14 @@ from tiered_kv.testing.vllm.rig import Rig
 
 
 def status(rig: Rig) -> EngineStatus:
-    """The status, which clients read as it was."""
+    """Return the status. Asserts that clients can parse it without loss."""
     found = engine_status.status(rig.half)
     said = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert EngineStatus.from_json(said) == found
     return found
 
 
-def test_a_new_engine_has_everything_and_holds_nothing(make_rig: MakeRig) -> None:
+def test_the_status_of_a_new_engine_shows_all_tiers_empty(make_rig: MakeRig) -> None:
     rig = make_rig(blocks=64)
     found = status(rig)
     vram, cpu = found.tiers.vram, found.tiers.cpu
@@ -50,7 +50,7 @@ def test_a_new_engine_has_everything_and_holds_nothing(make_rig: MakeRig) -> Non
     assert found.decisions == Decisions(0, None, ())
 
 
-def test_without_cpu_memory_there_are_pins_alone(make_rig: MakeRig) -> None:
+def test_without_cpu_memory_the_status_has_only_pins(make_rig: MakeRig) -> None:
     found = status(make_rig(extra={"cpu_gib": 0.0}))
     assert found.mode == "vram"
     assert found.tiers.cpu.bytes == 0
@@ -87,8 +87,8 @@ def test_a_job_between_two_turns_is_seen_in_every_tier(make_rig: MakeRig, tmp_pa
 
 
 def test_counters_are_those_of_the_metrics(make_rig: MakeRig) -> None:
-    """Counters that components keep themselves are up to date, and nothing is taken from the
-    metrics."""
+    """Counters that components keep themselves are up to date. Reading the status removes nothing
+    from the metrics."""
     rig = make_rig(blocks=24, max_model_len=256, extra={"cpu_gib": 40 * 16 * CELL / 2**30})
     for at in range(6):
         rig.ask(f"r{at}", text(200, seed=at))

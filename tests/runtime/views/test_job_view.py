@@ -25,7 +25,8 @@ def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
 
 
 def view(rig: Rig, name: str = "j") -> dict[str, Any]:
-    """The one job of that name. It is JSON."""
+    """Return the only job of this name. Asserts that it is valid JSON, and that the job list has
+    the same values."""
     now = JobView(rig.half)
     (found,) = now.named(name, 10)
     told: dict[str, Any] = json.loads(json.dumps(found, allow_nan=False))
@@ -39,7 +40,8 @@ def view(rig: Rig, name: str = "j") -> dict[str, Any]:
 
 
 def after_s(said: dict[str, Any], moment: str) -> float:
-    """Seconds from the begin of the gap to a moment of the KV, to the hundredth."""
+    """Return the seconds from the start of the gap to a time in the job's KV status, rounded to
+    0.01."""
     return round(float(said["kv"][moment] - said["gap"]["since"]), 2)
 
 
@@ -101,7 +103,7 @@ def test_a_waiting_job_reports_where_its_kv_is_and_until_when(rig: Rig) -> None:
     assert said["kv"]["until"] is None
 
 
-def test_a_job_that_is_away_for_long_waits_below_cpu_memory(rig: Rig) -> None:
+def test_a_job_that_is_away_for_long_waits_in_a_lower_tier(rig: Rig) -> None:
     rig.ask("t1", CONTEXT, params=JOB)
     reader(rig).says("t1", LONG)
     rig.step()
@@ -166,7 +168,7 @@ def test_a_held_back_job_reports_its_state(make_rig: MakeRig) -> None:
 
 
 def test_jobs_with_the_same_name_are_distinguished_by_their_salts(rig: Rig) -> None:
-    """The salts themselves are secrets of clients."""
+    """The salts themselves are clients' secrets."""
     for salt in ("secret-a", "secret-b", None):
         rig.ask(f"t {salt}", CONTEXT, params=JOB, salt=salt)
     found = JobView(rig.half).named("j", 10)
@@ -175,7 +177,7 @@ def test_jobs_with_the_same_name_are_distinguished_by_their_salts(rig: Rig) -> N
     assert len(JobView(rig.half).named("j", 2)) == 2
 
 
-def test_jobs_are_listed_page_by_page_while_they_come_and_go(rig: Rig) -> None:
+def test_jobs_are_listed_page_by_page_while_they_change(rig: Rig) -> None:
     for at in range(5):
         rig.ask(f"t{at}", text(20, seed=at), params={"job_id": f"job {at}"})
     first = JobView(rig.half).page(0, 2)

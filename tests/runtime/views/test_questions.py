@@ -35,7 +35,7 @@ def test_each_question_has_its_answer(rig: Rig) -> None:
 
 
 def test_a_list_continues_from_engine_to_engine(rig: Rig) -> None:
-    """This one is the first: behind it come those of the second."""
+    """This engine is the first. The jobs of the second engine follow its own."""
     assert len(answer(rig.half, {"ask": "jobs", "limit": 9, "after": [0, 0]})["jobs"]) == 4
     assert answer(rig.half, {"ask": "jobs", "limit": 9, "after": [1, 0]})["jobs"] == []
 
@@ -50,6 +50,6 @@ def test_an_answer_is_bounded_whatever_is_asked(rig: Rig, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "nonsense", [{}, {"ask": "everything"}, {"ask": "job"}, {"ask": "jobs", "limit": 3}]
 )
-def test_what_is_no_question_is_refused(rig: Rig, nonsense: dict[str, Any]) -> None:
+def test_a_malformed_query_is_refused(rig: Rig, nonsense: dict[str, Any]) -> None:
     with pytest.raises((KeyError, ValueError)):
         answer(rig.half, nonsense)

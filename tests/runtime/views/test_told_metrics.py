@@ -23,8 +23,8 @@ def rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
 
 @pytest.fixture
 def told(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Everything that the engine tells from now on: the sums of what is counted, and all that is
-    observed. Gauges are the last ones."""
+    """Everything that the engine reports from now on: sums of counters, all observations, and the
+    latest gauges."""
     return listen(rig, monkeypatch)
 
 
@@ -42,7 +42,7 @@ def listen(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def counted(rig: Rig, begin: str) -> dict[str, float]:
-    """Counters whose names begin so, of what happened."""
+    """Return the nonzero counters whose names start with ``begin``."""
     totals = rig.half.stats.totals()
     return {name: count for name, count in totals.items() if name.startswith(begin) and count}
 
@@ -65,7 +65,7 @@ def test_everything_reported_has_a_name(rig: Rig, told: dict[str, Any]) -> None:
     assert rig.half.stats.take() == {}, "nothing happened since"
 
 
-def test_each_gap_is_decided_once_for_good(rig: Rig) -> None:
+def test_each_gap_has_one_final_decision(rig: Rig) -> None:
     rig.ask("t1", CONTEXT, params=JOB)
     assert not counted(rig, "decided"), "the tool call is not read yet"
     read(rig, "t1", LONG)
@@ -106,7 +106,7 @@ def test_a_gap_is_measured_by_its_forecast(rig: Rig, told: dict[str, Any]) -> No
     assert len(told["gap_over_median"]) == 1, "the last gap ended with nobody's return"
 
 
-def test_pages_are_moved_with_their_bytes_in_some_time(rig: Rig) -> None:
+def test_moved_pages_bytes_and_seconds_are_counted(rig: Rig) -> None:
     rig.ask("t1", CONTEXT, params=JOB)
     read(rig, "t1", LONG)
     page = rig.half.facts.slot_bytes
