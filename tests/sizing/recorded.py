@@ -1,8 +1,7 @@
 """Recorded answers of vLLM about models, so that tests do not have to wait minutes for vLLM.
 
-``python -m tests.sizing.recorded`` asks vLLM what is not recorded yet, or everything with
-``--again``, and runs the tests. ``test_vllm_kv.py`` and ``test_published.py`` ask vLLM itself and
-compare.
+``python -m tests.sizing.recorded`` runs the tests and records missing answers, or all of them with
+``--again``. ``test_vllm_kv.py`` and ``test_published.py`` compare the recorded answers with vLLM's.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ CONFIGS = HERE / "published.tar.xz"
 """Published configurations, from ai-dynamo/aiconfigurator (Apache-2.0) at 095f58a."""
 ANSWERS = HERE / "answers.json"
 RECORD = "TIERED_KV_RECORD_ANSWERS"
-"""Set while answers are recorded."""
+"""Environment variable that is set while answers are recorded."""
 AT_A_TIME = 12
-"""Requests of one process."""
+"""Number of requests that one process answers."""
 
 
 def published() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names of published models, and what to ask about them."""
+    """Yield the names of published models, and the request about each."""
     with tarfile.open(fileobj=io.BytesIO(CONFIGS.read_bytes()), mode="r:xz") as archive:
         files = {
             one.name: json.loads(found.read())
@@ -53,7 +52,7 @@ def request(
     gpu: str = "h200-141",
     **options: Any,
 ) -> dict[str, Any]:
-    """Build what to ask about a configuration."""
+    """Build a request about a configuration."""
     return {
         "config": dict(config),
         "quantization": quantization,
@@ -66,18 +65,18 @@ def request(
 
 
 def key_of(asked: Mapping[str, Any]) -> str:
-    """Key of a request in the file of answers."""
+    """Return the key of a request in the file of answers."""
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def answers() -> dict[str, dict[str, Any]]:
-    """The recorded answers."""
+    """Return all recorded answers."""
     found: dict[str, dict[str, Any]] = json.loads(ANSWERS.read_text()) if ANSWERS.exists() else {}
     return found
 
 
 def answer_recorded(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Answer as vLLM did when this was recorded."""
+    """Return the recorded answers to requests. Records missing ones if ``RECORD`` is set."""
     known = answers()
     if missed := [one for one in requests if key_of(one) not in known]:
         assert RECORD in os.environ, "not recorded: run python -m tests.sizing.recorded"
@@ -96,7 +95,8 @@ def _record(requests: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def main() -> int:
-    """Record what is asked about the published models and in the tests, if it is not yet known."""
+    """Record the answers about published models and those that the tests need, unless they are
+    already known."""
     if "--again" in sys.argv:
         ANSWERS.unlink()
     answer = answers()

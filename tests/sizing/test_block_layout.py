@@ -1,4 +1,4 @@
-"""Blocks of the pool, for models whose groups are known from vLLM's log."""
+"""Block layouts of the KV pool, for models whose groups are known from vLLM's log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published models are read as their authors and vLLM describe them."""
+"""The shapes of published models agree with their authors' descriptions and with vLLM."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def read_shape(folder: Path, **options: Any) -> ModelShape:
 
 
 def kinds(shape: ModelShape) -> dict[KvKind, tuple[int, float, int]]:
-    """Layers, bytes of a token or a state in one, and span, by kind."""
+    """Return, by KV type, the number of layers, the bytes per token or state in one layer, and the
+    span."""
     return {
         one.kind: (one.layers, one.token_bytes or one.state_bytes, one.reach.span)
         for one in shape.kv
@@ -59,14 +60,14 @@ PUBLISHED = (
 @pytest.mark.parametrize(
     ("config", "total", "active", "kv"), PUBLISHED, ids=[c["model_type"] for c, *_ in PUBLISHED]
 )
-def test_a_published_model_has_the_size_that_its_authors_tell(
+def test_a_published_model_has_the_size_that_its_authors_state(
     tmp_path: Path,
     config: Mapping[str, Any],
     total: float,
     active: float,
     kv: dict[KvKind, tuple[int, int, int]],
 ) -> None:
-    """Billions of parameters within two percent, and layers as vLLM counts them."""
+    """The number of parameters is within two percent, and the layers are those that vLLM counts."""
     shape = read_shape(write(tmp_path, config))
     assert shape.parameters / 1e9 == pytest.approx(total, rel=0.02)
     assert shape.active_parameters / 1e9 == pytest.approx(active, rel=0.02)
@@ -76,7 +77,7 @@ def test_a_published_model_has_the_size_that_its_authors_tell(
 
 
 def test_fields_that_a_published_file_leaves_out_are_those_of_its_class(tmp_path: Path) -> None:
-    """Gemma 3 4B names neither heads nor a pattern of layers."""
+    """The file of Gemma 3 4B contains neither the heads nor the layer pattern."""
     text = {
         "model_type": "gemma3_text",
         "hidden_size": 2560,
@@ -99,7 +100,7 @@ def test_a_file_is_as_good_as_its_folder(tmp_path: Path) -> None:
     assert read_shape(folder / "config.json") == read_shape(folder)
 
 
-def test_ranks_share_heads_until_there_are_none_left(tmp_path: Path) -> None:
+def test_heads_are_split_over_ranks_or_replicated(tmp_path: Path) -> None:
     folder = write(tmp_path, LLAMA_8B)
     assert [kinds(read_shape(folder, ranks=n))[FULL][1] for n in (1, 2, 8, 16)] == [
         4096,
@@ -125,7 +126,7 @@ def test_states_are_split_over_ranks_but_for_groups_that_all_need(tmp_path: Path
     assert half > whole // 2, "both ranks need the group"
 
 
-def test_kv_in_fp8_takes_half_and_states_stay_as_they_are(tmp_path: Path) -> None:
+def test_kv_in_fp8_takes_half_and_states_are_unchanged(tmp_path: Path) -> None:
     folder = write(tmp_path, NEMOTRON_9B)
     half = kinds(read_shape(folder, kv_dtype="fp8"))
     assert half == {FULL: (4, 2048, 0), STATE: (27, 5_316_608, 0)}
@@ -145,7 +146,7 @@ def test_a_quantized_model_may_bring_the_type_of_its_kv(tmp_path: Path) -> None:
     assert "fp8" in shape.notes[0]
 
 
-def test_what_is_assumed_of_a_file_is_a_note(tmp_path: Path) -> None:
+def test_assumptions_about_a_file_are_notes(tmp_path: Path) -> None:
     weights = {"num_bits": 4, "type": "int", "group_size": 32, "strategy": "group"}
     config = {
         "quant_method": "compressed-tensors",
@@ -180,7 +181,7 @@ REFUSED: tuple[tuple[Mapping[str, Any], str], ...] = (
 
 
 @pytest.mark.parametrize(("config", "said"), REFUSED)
-def test_what_neither_vllm_nor_transformers_reads_is_refused(
+def test_fields_that_neither_vllm_nor_transformers_reads_are_refused(
     tmp_path: Path, config: Mapping[str, Any], said: str
 ) -> None:
     with pytest.raises(ModelError, match=said):

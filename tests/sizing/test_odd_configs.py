@@ -1,4 +1,4 @@
-"""Faulty configurations are either read or refused with a sentence."""
+"""Faulty configurations are either read or refused with one sentence."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ODD: tuple[tuple[str, Any], ...] = (
 )
 
 
-def test_a_field_that_is_wrong_is_no_surprise() -> None:
+def test_a_wrong_field_is_accepted_or_refused_with_one_sentence() -> None:
     pytest.importorskip("vllm")
     models = (LLAMA_8B, NEMOTRON_9B, QWEN3_NEXT_80B)
     asked = [

@@ -18,7 +18,7 @@ REFUSED = {
     "sgl-project--DeepSeek-V4-Pro-FP8": "the file has no swiglu_limit, which vLLM's class",
     "stepfun-ai--Step-3.7-Flash-FP8": "Model architectures ['Step3p7FlashForCausalLM'] are not",
 }
-"""Models that are not planned, since vLLM refuses them, and a part of the message."""
+"""Models that cannot be planned because vLLM refuses them, and a part of the message."""
 
 
 def answer(model: str) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def answer(model: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("model", [one for one in PUBLISHED if one not in REFUSED])
-def test_a_model_has_about_the_parameters_that_its_name_says(model: str) -> None:
+def test_a_model_has_about_as_many_parameters_as_its_name_says(model: str) -> None:
     found = answer(model)
     assert 0 < found["active_parameters"] <= found["parameters"]
     if named := NAMED.search(model):
@@ -34,7 +34,7 @@ def test_a_model_has_about_the_parameters_that_its_name_says(model: str) -> None
 
 
 @pytest.mark.parametrize("model", REFUSED)
-def test_what_is_not_known_is_named(model: str) -> None:
+def test_missing_facts_are_named(model: str) -> None:
     assert REFUSED[model] in answer(model)["error"]
 
 
@@ -107,19 +107,20 @@ MODELOPT_0_29 = {
 
 
 def on_eight(config: dict[str, Any], quantization: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Answer about a model on eight GPUs."""
+    """Return the recorded answer about a model on eight GPUs."""
     return answer_recorded([request(config, quantization, ranks=8)])[0]
 
 
 def test_a_pattern_of_layers_is_read() -> None:
-    """In MiMo-V2-Flash one layer in four sees all tokens, the others a window."""
+    """In MiMo-V2-Flash, one of four layers has full attention, and the others have a window."""
     found = on_eight(MIMO_V2_FLASH)
     assert {one["reach"][1]: one["layers"] for one in found["kv"]} == {128: 36, 0: 12}
     assert found["assumed"]["sliding_window_size"] == 128, "by another name in this file"
 
 
 def test_a_model_has_the_parameters_that_its_file_describes() -> None:
-    """transformers' class of MiMo-V2-Flash has 256 experts where a file names none."""
+    """transformers' class for MiMo-V2-Flash defaults to 256 experts. This file contains no number
+    of experts."""
     found = on_eight(MIMO_V2_FLASH)
     assert found["weight_bytes"] == pytest.approx(2 * found["parameters"], rel=0.01)
 
@@ -151,7 +152,8 @@ def test_kv_is_of_the_type_that_the_checkpoint_asks_for() -> None:
 
 
 def test_keys_of_an_index_are_counted() -> None:
-    """57 of MiniMax-M3's 60 layers keep one of 128 elements next to four heads' keys and values."""
+    """57 of MiniMax-M3's 60 layers keep an index key of 128 elements, in addition to four heads'
+    keys and values."""
     found = answer("nvidia--MiniMax-M3-NVFP4")["kv"]
     kept = sum(one["layers"] * one["token_bytes"] for one in found)
     assert kept == 60 * 4 * 2 * 128 * 2 + 57 * 128 * 2

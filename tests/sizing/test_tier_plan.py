@@ -47,7 +47,7 @@ def test_every_gpu_has_a_source() -> None:
 
 @pytest.mark.parametrize(("gpu", "ranks"), [("h100-80", 1), ("rtx4090-24", 1), ("h100-80", 2)])
 def test_a_plan_and_the_simulator_agree_on_llama(tmp_path: Path, gpu: str, ranks: int) -> None:
-    """The simulator's table has rounded parameters, and counts the embeddings as work."""
+    """The simulator's table rounds the parameters, and counts the embeddings as work."""
     plan, simulated = (
         planned(tmp_path, gpu=gpu, ranks=ranks),
         machine(gpu, "llama-3.1-8b", ranks=ranks),
@@ -75,7 +75,7 @@ def test_a_layer_with_a_window_never_reads_more_than_the_window() -> None:
     assert cost.near(2, 900) == 8, "and later every new token attends to one window"
 
 
-def test_restores_go_as_fast_as_the_links(tmp_path: Path) -> None:
+def test_restores_are_as_fast_as_the_links(tmp_path: Path) -> None:
     plan = planned(tmp_path, cpu_gib=64.0, ssd_gib=100.0, ssd_gbps=4.0)
     vram, cpu, ssd = plan.tiers
     nbytes = 32_768 * 131_072
@@ -87,7 +87,7 @@ def test_restores_go_as_fast_as_the_links(tmp_path: Path) -> None:
     assert ssd.contexts == 25
 
 
-def test_a_gap_is_worth_waiting_while_the_share_of_the_tier_is_cheaper(tmp_path: Path) -> None:
+def test_the_break_even_gap_depends_on_the_cost_of_the_tiers_space(tmp_path: Path) -> None:
     plan = planned(tmp_path, cpu_gib=64.0)
     vram, cpu = plan.tiers
     share = 1 / cpu.contexts
@@ -97,7 +97,7 @@ def test_a_gap_is_worth_waiting_while_the_share_of_the_tier_is_cheaper(tmp_path:
     assert plan.pin_s / vram.contexts == pytest.approx(cpu.restore_s)
 
 
-def test_a_disk_that_is_slower_than_computing_holds_nothing_worth_waiting_for(
+def test_a_disk_slower_than_prefilling_has_no_break_even_gap(
     tmp_path: Path,
 ) -> None:
     plan = planned(tmp_path, ssd_gib=100.0, ssd_gbps=0.1)
@@ -144,7 +144,7 @@ def test_a_context_that_is_too_long_is_reported(tmp_path: Path) -> None:
 
 
 def test_longer_blocks_are_advised_where_a_context_may_have_thousands(tmp_path: Path) -> None:
-    """Not where states make blocks long, nor where contexts end early."""
+    """There is no advice if states make blocks long, or if contexts are short."""
     llama, nemotron = (
         read_shape(write(tmp_path, config), gpu=SETUP.gpu) for config in (LLAMA_8B, NEMOTRON_9B)
     )

@@ -1,7 +1,7 @@
 """Bytes per token and per state equal those that a running vLLM computes.
 
-``plan`` asks vLLM as it is on a GPU, with what needs one replaced. Here vLLM's CPU build is asked
-with nothing replaced, about tiny models.
+``plan`` runs vLLM's code for GPUs, with the parts that need a GPU replaced. These tests run vLLM's
+CPU build with nothing replaced, on tiny models.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_KERNEL = ("deepseek_v2", "deepseek_v3")
-"""Models whose vectors are too short for the kernels of GPUs, so vLLM refuses them there."""
+"""Models whose vectors are too short for GPU kernels, so that vLLM refuses them on GPUs."""
 TINY = [model for model in (*MODELS, *MORE) if not model.adapter and model.name not in NO_KERNEL]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Configurations of tiny models, and what vLLM makes of them."""
+    """Write the configurations of tiny models, and what vLLM computes for them."""
     pytest.importorskip("vllm")
     made = tmp_path_factory.mktemp("models")
     path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
@@ -45,14 +45,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Layers as vLLM has them, by model."""
+    """Layers as vLLM computes them, by model."""
     found: dict[str, list[dict[str, Any]]] = json.loads((folder / "specs.json").read_text())
     return found
 
 
 @pytest.fixture(scope="module")
 def ours(folder: Path, theirs: dict[str, Any]) -> dict[str, ModelShape]:
-    """Shapes of the models on a GPU, by model; all in one process."""
+    """Shapes of the models on a GPU, by model, computed in one process."""
     asked = [
         request_of(
             folder / model.name,
@@ -70,7 +70,7 @@ def ours(folder: Path, theirs: dict[str, Any]) -> dict[str, ModelShape]:
 
 
 @pytest.mark.parametrize("model", TINY, ids=lambda model: model.name)
-def test_a_layer_s_kv_takes_what_vllm_gives_it(
+def test_the_kv_of_a_layer_has_vllms_size(
     model: Any, ours: dict[str, ModelShape], theirs: dict[str, list[dict[str, Any]]]
 ) -> None:
     expected = Counter(
@@ -83,7 +83,7 @@ def test_a_layer_s_kv_takes_what_vllm_gives_it(
 
 
 @pytest.mark.parametrize("model", TINY, ids=lambda model: model.name)
-def test_layers_are_put_into_the_groups_that_vllm_makes(
+def test_layers_are_in_vllms_groups(
     model: Any, ours: dict[str, ModelShape], theirs: dict[str, list[dict[str, Any]]]
 ) -> None:
     sizes = Counter(one["group"] for one in theirs[model.name]).values()

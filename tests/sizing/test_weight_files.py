@@ -1,4 +1,4 @@
-"""Size of weights: as served from files, from an index, or estimated."""
+"""Size of a model's weights: as loaded from files, from an index, or estimated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLOATS = {"F32": 4, "BF16": 2, "U8": 1}
 
 
 def write_tensors(file: Path, **tensors: tuple[str, int]) -> None:
-    """Write a file of safetensors: the type and number of elements of each tensor."""
+    """Write a safetensors file, given the type and number of elements of each tensor."""
     header, at = dict[str, Any](), 0
     for name, (kind, count) in tensors.items():
         end = at + count * FLOATS[kind]
@@ -30,21 +30,21 @@ def weighed(folder: Path, element: int | None = 2) -> Weights:
     return weigh(folder, 1_000_000_000, 562_500_000, element)
 
 
-def test_files_are_weighed_as_they_are_served(tmp_path: Path) -> None:
+def test_files_are_counted_in_the_served_dtype(tmp_path: Path) -> None:
     folder = write(tmp_path, LLAMA_8B)
     write_tensors(folder / "model.safetensors", a=("F32", 1000), b=("BF16", 500))
     assert weighed(folder) == Weights(3000, "1 safetensors files")
     assert weighed(folder, 4).nbytes == 6000
 
 
-def test_quantized_files_are_loaded_as_they_are(tmp_path: Path) -> None:
+def test_quantized_files_keep_their_size(tmp_path: Path) -> None:
     folder = write(tmp_path, LLAMA_8B)
     write_tensors(folder / "model.safetensors", blocks=("U8", 1000), scales=("F32", 10))
     assert weighed(folder, None).nbytes == 1040
 
 
 def test_the_index_names_the_files_that_count(tmp_path: Path) -> None:
-    """Mistral's folders have all weights twice, in files of two names."""
+    """Mistral's folders contain all weights twice, in files of two naming schemes."""
     folder = write(tmp_path, LLAMA_8B)
     write_tensors(folder / "consolidated.safetensors", a=("BF16", 100))
     write_tensors(folder / "model-1-of-2.safetensors", a=("BF16", 60))
@@ -71,7 +71,7 @@ DEEP = (200_000).to_bytes(8, "little") + b"[" * 200_000
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 64, POINTER, HALF, DEEP])
-def test_files_that_are_not_there_yet_do_not_count(tmp_path: Path, content: bytes) -> None:
+def test_incomplete_files_do_not_count(tmp_path: Path, content: bytes) -> None:
     folder = write(tmp_path, LLAMA_8B)
     (folder / "model.safetensors").write_bytes(content)
     assert weighed(folder).source.startswith("estimated")

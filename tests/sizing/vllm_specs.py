@@ -1,7 +1,7 @@
-"""KV of tiny models as vLLM computes it: ``python -m tests.sizing.vllm_specs FOLDER``.
+"""Compute the KV of tiny models with vLLM: ``python -m tests.sizing.vllm_specs FOLDER``.
 
-A process of its own, since vLLM keeps its groups of ranks. Models have no weights: they are made on
-torch's ``meta`` device.
+This runs in a separate process, because vLLM's process groups persist. Models have no weights,
+because they are created on torch's ``meta`` device.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ MORE = (
     TinyModel("exaone4", "Exaone4Config", "Exaone4ForCausalLM", {"sliding_window": 200}),
     TinyModel("qwen2", "Qwen2Config", "Qwen2ForCausalLM"),
 )
-"""Architectures that the catalogue leaves out, since they do not run here."""
+"""Architectures that the catalogue omits, because they do not run here."""
 
 
 def write_config(model: TinyModel, folder: Path) -> Path:
-    """Write a tiny model's configuration, as transformers saves it."""
+    """Write a tiny model's configuration, as transformers saves it. Returns its folder."""
     import transformers
 
     common = {} if model.image_tokens else COMMON
@@ -55,7 +55,7 @@ def write_config(model: TinyModel, folder: Path) -> Path:
 
 
 def specs_of(folder: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Kind, bytes, span and groups of every layer that keeps KV, as vLLM has them."""
+    """Return the type, bytes, span and groups of every layer with KV, as vLLM computes them."""
     import torch
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
     from vllm.distributed import (
@@ -85,13 +85,13 @@ def specs_of(folder: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
         max_model_len=2048,
         **options,
     ).create_engine_config()
-    config.cache_config.mamba_ssm_cache_dtype = "auto"  # which the CPU build makes float32
+    config.cache_config.mamba_ssm_cache_dtype = "auto"  # the CPU build sets it to float32
     if (of_model := MODELS_CONFIG_MAP.get(config.model_config.architecture)) is not None:
         of_model.verify_and_update_config(config)
     with set_current_vllm_config(config):
         store = f"file://{folder}/ranks"
         init_distributed_environment(1, 0, store, 0, "gloo")
-        destroy_model_parallel()  # groups of the model before
+        destroy_model_parallel()  # process groups of the previous model
         ensure_model_parallel_initialized(1, 1)
         with torch.device("meta"):
             initialize_model(vllm_config=config)
@@ -124,17 +124,17 @@ def specs_of(folder: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def per_token(spec: Any) -> int:
-    """Bytes of a token in a layer of attention."""
+    """Return the bytes per token in an attention layer."""
     whole, rest = divmod(spec.real_page_size_bytes, spec.block_size)
     assert not rest
     return int(whole)
 
 
 def main(folder: Path) -> None:
-    """Write what vLLM computes for every tiny model into ``specs.json``."""
+    """Write what vLLM computes for every tiny model to ``specs.json``."""
     write_torchvision(folder)
     sys.path.insert(0, str(folder))
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # vLLM looks at models in a process
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # vLLM inspects models in a subprocess
     found = {}
     for model in (*MODELS, *MORE):
         if not model.adapter:

@@ -1,7 +1,7 @@
-"""Makers of snapshots that are killed with SIGKILL at their n-th step, for every n.
+"""Snapshot makers that are killed with SIGKILL at their n-th step, for every n.
 
-Run as ``python -m tests.snapshot.killed_makers FOLDER STORY``: the makers are forks of this
-process, which has no thread. It prints the number of moments at which one was killed.
+Run as ``python -m tests.snapshot.killed_makers FOLDER STORY``. The makers are forks of this
+process, which has no other thread. It prints the number of moments at which a maker was killed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from tiered_kv.snapshot.pack import pack, unpack
 from tiered_kv.snapshot.reader import find_snapshot, open_snapshot
 
 STEPS = ("open", "write", "fsync", "rename", "link", "unlink", "mkdir", "rmdir")
-"""Calls of the operating system that change something, or soon will."""
+"""System calls that change files, or open them for a change."""
 
 LONGER = outline(PLAIN, ranks=2, tokens=60)
-"""Two ranks, four pages each. Three of rank 0 are those of ``ONE``."""
+"""Snapshot of two ranks with four pages each. Three pages of rank 0 are also in ``ONE``."""
 
 
 def die_at(moment: int) -> None:
-    """Kill this process before its step of that number, or half-way through it if it writes."""
+    """Make this process kill itself before its ``moment``-th step, or in the middle of that step if
+    it is a write."""
     lock, steps = threading.Lock(), itertools.count(1)
 
     def wrap(owner: Any, name: str) -> None:
@@ -58,14 +59,14 @@ def die_at(moment: int) -> None:
 
     for name in STEPS:
         wrap(os, name)
-    wrap(zipfile.ZipFile, "writestr")  # which writes by other ways
+    wrap(zipfile.ZipFile, "writestr")  # writestr writes without os.write
 
 
 def killed_at(moment: int, act: Callable[[], object]) -> bool:
-    """Do something in another process; True if that was killed.
+    """Call a function in a forked process. Returns True if the process was killed.
 
     Raises:
-        AssertionError: it failed by itself.
+        AssertionError: the process failed by itself.
     """
     child = os.fork()
     if child == 0:
@@ -85,8 +86,8 @@ def killed_at(moment: int, act: Callable[[], object]) -> bool:
 
 
 def moments(act: Callable[[], object]) -> Iterator[int]:
-    """Every moment at which a maker can be killed, after it was; then once more, when it was
-    not."""
+    """Yield every moment at which a maker was killed, after the kill, and a last one at which the
+    maker survived."""
     for moment in itertools.count(1):
         alive = not killed_at(moment, act)
         yield moment
@@ -95,12 +96,13 @@ def moments(act: Callable[[], object]) -> Iterator[int]:
 
 
 def names(root: Path) -> set[str]:
-    """Whatever could be taken for a snapshot."""
+    """Return all names that could be taken for snapshots."""
     return {path.name for path in root.iterdir() if not path.name.startswith(".")}
 
 
 def check_root(root: Path, *, new: str) -> bool:
-    """All that has a name is whole, and what was there before is there; True if ``new`` is."""
+    """Assert that every named snapshot is complete, and that the old ones exist. Returns True if
+    ``new`` exists."""
     for name in names(root):
         path = root / name
         with open_snapshot(path) as snapshot:
@@ -116,13 +118,13 @@ def check_root(root: Path, *, new: str) -> bool:
 
 
 def begun(root: Path) -> None:
-    """The old snapshots."""
+    """Make the old snapshots."""
     make(root, "first", ONE)
     make(root, "second", outline(PLAIN, ranks=1, tokens=20))
 
 
 def writing(root: Path) -> int:
-    """A snapshot that shares pages with others is made."""
+    """Kill makers of a snapshot that shares pages with others."""
     begun(root)
     pool = sorted((root / ".pages").rglob("*/*"))
     count, there = 0, False
@@ -130,9 +132,9 @@ def writing(root: Path) -> int:
         if check_root(root, new="new"):
             there = True
             shutil.rmtree(root / "new")
-        if count % 3 == 0:  # one that is swept by another maker, at any moment
+        if count % 3 == 0:  # another maker, at any moment, sweeps the killed maker's draft
             SnapshotDraft.begin(root, "next").abandon()
-        else:  # the next maker succeeds at the same
+        else:  # the next maker of the same snapshot succeeds
             make(root, "new", LONGER)
             assert check_root(root, new="new")
             shutil.rmtree(root / "new")
@@ -145,19 +147,19 @@ def writing(root: Path) -> int:
 
 
 def renewing(root: Path) -> int:
-    """A snapshot finds all its pages damaged in the pool."""
+    """Kill makers of a snapshot whose pages are all damaged in the pool."""
     begun(root)
     (root / ".kept").mkdir()
     count = 0
 
     def spoil() -> None:
-        for path in page_files(root, "first"):  # which keeps its own
+        for path in page_files(root, "first"):  # the first snapshot keeps its own good pages
             place, kept = root / ".pages" / path.name[:2] / path.name, root / ".kept" / path.name
             place.parent.mkdir(exist_ok=True)
             for one in (place, kept):
                 one.unlink(missing_ok=True)
             place.write_bytes(b"damaged")
-            os.link(place, kept)  # as if a snapshot had it
+            os.link(place, kept)  # as if another snapshot had the damaged page
 
     spoil()
     for moment in moments(lambda: make(root, "new", ONE)):
@@ -174,7 +176,7 @@ def renewing(root: Path) -> int:
 
 
 def packing(root: Path) -> int:
-    """A zip file is made."""
+    """Kill makers of a zip file."""
     begun(root)
     count, there = 0, False
     for moment in moments(lambda: pack(root / "first", root / "new.zip")):
@@ -191,7 +193,7 @@ def packing(root: Path) -> int:
 
 
 def unpacking(root: Path) -> int:
-    """A folder is made of a zip file."""
+    """Kill makers that unpack a zip file to a folder."""
     begun(root)
     pack(root / "first", root / "zipped.zip")
     count, there = 0, False
@@ -209,7 +211,7 @@ def unpacking(root: Path) -> int:
 
 
 def crowding(root: Path) -> int:
-    """Many makers at once are killed at any moment, while others remove and sweep."""
+    """Kill concurrent makers at various moments, while others remove and sweep snapshots."""
     begun(root)
     count = 0
     for turn in range(60):
@@ -219,11 +221,11 @@ def crowding(root: Path) -> int:
             if child == 0:
                 status = 1
                 try:
-                    if maker:  # the first one lives
+                    if maker:  # the first maker survives
                         die_at(1 + (turn * 7 + maker * 13) % 90)
                     name = f"{turn}-{maker}"
                     make(root, name, LONGER)
-                    if turn % 2:  # out of sight first: removing takes many steps
+                    if turn % 2:  # renamed first, because removing it takes many steps
                         (root / name).rename(root / f".gone-{name}")
                         shutil.rmtree(root / f".gone-{name}")
                     status = 0

@@ -1,4 +1,4 @@
-"""Snapshots of small pages, for tests."""
+"""Snapshots with small pages, for tests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FORMATS = (
 
 
 def group(index: int, page_format: PageFormat, block_size: int = 16) -> SnapshotGroup:
-    """A group of an engine."""
+    """Return the description of a KV group."""
     fingerprint = {
         "model": "a" * 32,
         "adapter": "",
@@ -57,11 +57,11 @@ def group(index: int, page_format: PageFormat, block_size: int = 16) -> Snapshot
 
 GROUPS = (group(0, BF16), group(1, MIXED, 32))
 PLAIN = (group(0, OPAQUE),)
-"""A group whose pages no codec shrinks: fast."""
+"""A group whose pages no codec compresses, which makes tests fast."""
 
 
 def outline(groups: Sequence[SnapshotGroup] = GROUPS, ranks: int = 2, tokens: int = 40) -> Manifest:
-    """A manifest without pages."""
+    """Return a manifest without pages."""
     return Manifest(
         created=1.7e9,
         tiered_kv="0.1.0",
@@ -96,17 +96,17 @@ def _page(page_format: PageFormat, seed: int) -> Bytes:
 
 
 def page_of(of: SnapshotGroup, block: int, rank: int, seed: int = 0) -> Bytes:
-    """Bytes of a page; pages of another seed are others."""
+    """Return the bytes of a page, which depend on ``seed``."""
     return _page(of.page_format, 1000 * seed + 10 * block + rank)
 
 
 def key_of(number: int, block: int) -> bytes:
-    """Key of a page."""
+    """Return the key of a page."""
     return sha256(b"%d %d" % (number, block)).digest()
 
 
 def blocks_of(manifest: Manifest, number: int) -> range:
-    """Blocks of a group."""
+    """Return the blocks of a group."""
     return range(-(-manifest.kv_tokens // manifest.groups[number].block_size))
 
 
@@ -119,7 +119,7 @@ def add_pages(writer: PageWriter, manifest: Manifest, rank: int, seed: int = 0) 
 
 
 def make(root: Path, name: str, manifest: Manifest | None = None, seed: int = 0) -> Manifest:
-    """Make a snapshot."""
+    """Make a snapshot, and return its manifest."""
     manifest = manifest or outline()
     with SnapshotDraft.begin(root, name) as draft:
         for rank in range(manifest.ranks):
@@ -130,7 +130,7 @@ def make(root: Path, name: str, manifest: Manifest | None = None, seed: int = 0)
 
 
 def with_pages(manifest: Manifest, seed: int = 0) -> Manifest:
-    """The manifest with its pages, but no sizes."""
+    """Return the manifest with its pages listed, and arbitrary sizes."""
     pages = tuple(
         SnapshotPage(
             number,
@@ -147,7 +147,7 @@ def with_pages(manifest: Manifest, seed: int = 0) -> Manifest:
 
 
 def check_whole(snapshot: Snapshot, seed: int = 0) -> None:
-    """All pages are there and are what was written."""
+    """Assert that all pages exist and have the bytes that were written."""
     manifest = snapshot.manifest
     wanted = sum(len(blocks_of(manifest, n)) for n in range(len(manifest.groups)))
     assert len(manifest.pages) == wanted * manifest.ranks
@@ -160,31 +160,31 @@ def check_whole(snapshot: Snapshot, seed: int = 0) -> None:
 
 
 ONE = outline(PLAIN, ranks=1)
-"""One rank, one group, three pages."""
+"""Manifest of one rank and one group, whose snapshot has three pages."""
 
 
 def written(folder: Path, manifest: Manifest = ONE, rank: int = 0, seed: int = 0) -> PageWriter:
-    """Write the pages of a rank into a draft, and do not finish."""
+    """Write the pages of a rank into a draft, without finishing. Returns the writer."""
     writer = PageWriter(folder, rank)
     add_pages(writer, manifest, rank, seed)
     return writer
 
 
 def pool_files(root: Path) -> set[Path]:
-    """Files of the pool."""
+    """Return the files of the page pool."""
     return {path for path in (root / ".pages").rglob("*") if path.is_file()}
 
 
 def page_files(root: Path, name: str) -> set[Path]:
-    """Files of a snapshot's pages."""
+    """Return the files of a snapshot's pages."""
     return set((root / name / "pages").iterdir())
 
 
 def open_files() -> int:
-    """Number of files that this process has open."""
+    """Return the number of files that this process has open."""
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def drafts(root: Path) -> list[Path]:
-    """Whatever is being made, or was."""
+    """Return the folders of drafts, including those that a killed maker left."""
     return list(root.glob(".making-*"))

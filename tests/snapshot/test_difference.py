@@ -1,4 +1,4 @@
-"""Difference of two snapshots: tokens, pages and fields."""
+"""The difference of two snapshots: tokens, pages and fields."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_snapshot_does_not_differ_from_itself() -> None:
     assert found.fields == {}
 
 
-def test_a_job_that_went_on_has_more() -> None:
+def test_a_job_that_continued_has_more_tokens_and_pages() -> None:
     found = difference(with_pages(outline(tokens=33)), WHOLE)
     assert (found.common_tokens, found.a_tokens, found.b_tokens) == (33, 0, 37)
     assert found.a_pages == 0

@@ -33,7 +33,7 @@ from tiered_kv.snapshot.reader import find_snapshot, open_snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# -- whole snapshots ----------------------------------------------------------------------
+# -- complete snapshots -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
@@ -70,7 +70,7 @@ def test_pages_are_written_on_many_threads(tmp_path: Path) -> None:
         writer = PageWriter(draft.folder, 0)
         page_format = PLAIN[0].page_format
 
-        def add(block: int) -> None:  # four blocks have the same bytes
+        def add(block: int) -> None:  # four blocks each have the same bytes
             page = page_of(PLAIN[0], block % 16, 0)
             writer.add(0, block, key_of(0, block), page_format, page)
 
@@ -125,7 +125,7 @@ def test_ranks_that_hold_the_same_bytes_write_them_once(tmp_path: Path) -> None:
         snapshot.verify()
 
 
-def test_everything_is_durable_before_it_has_its_name(
+def test_files_are_durable_before_they_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(tmp_path, "zero")
@@ -154,7 +154,7 @@ def test_everything_is_durable_before_it_has_its_name(
 # -- drafts -------------------------------------------------------------------------------
 
 
-def test_a_draft_is_no_snapshot(tmp_path: Path) -> None:
+def test_a_draft_is_not_a_snapshot(tmp_path: Path) -> None:
     with SnapshotDraft.begin(tmp_path, "one") as draft:
         written(draft.folder).finish()
         assert draft.folder.parent == tmp_path
@@ -178,7 +178,7 @@ def test_a_draft_is_abandoned_once_and_never_after_it_is_sealed(tmp_path: Path) 
     assert not drafts(tmp_path)
 
 
-def test_a_dead_draft_is_swept_and_a_living_one_is_not(tmp_path: Path) -> None:
+def test_a_dead_draft_is_removed_and_a_live_one_is_not(tmp_path: Path) -> None:
     living = SnapshotDraft.begin(tmp_path, "one")
     dead = tmp_path / f".making-{'0' * 16}"
     dead.mkdir()
@@ -197,7 +197,7 @@ def test_a_dead_draft_is_swept_and_a_living_one_is_not(tmp_path: Path) -> None:
     living.seal(ONE)
 
 
-def test_a_lock_that_a_killed_maker_left_in_its_snapshot_is_swept(tmp_path: Path) -> None:
+def test_a_lock_left_in_a_snapshot_by_a_killed_maker_is_removed(tmp_path: Path) -> None:
     make(tmp_path, "one", ONE)
     (tmp_path / "one" / "lock").touch()
     (tmp_path / "other").mkdir()

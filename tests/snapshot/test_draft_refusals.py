@@ -1,4 +1,4 @@
-"""Drafts: anything invalid is refused with a sentence, and leaves nothing behind."""
+"""Drafts: anything invalid is refused with one sentence, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_bad_name_is_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "7", "A.b_c-d", "x" * 100, "a.zip.b"])
-def test_a_good_name_is_taken(tmp_path: Path, name: str) -> None:
+def test_a_good_name_is_accepted(tmp_path: Path, name: str) -> None:
     make(tmp_path, name, ONE)
     assert find_snapshot(tmp_path, name) == tmp_path / name
 
@@ -76,7 +76,7 @@ def test_a_name_that_is_taken_is_refused_at_both_ends(tmp_path: Path, taken: str
             check_whole(snapshot)
 
 
-def test_a_root_that_cannot_be_written_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_an_unwritable_root_is_refused_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for root in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(SnapshotError, match="a folder is needed that can be written"):
@@ -158,7 +158,7 @@ def test_leftovers_of_writers_do_not_get_into_the_snapshot(tmp_path: Path) -> No
     assert {path.name for path in (tmp_path / "one").iterdir()} == {"manifest.json", "pages"}
 
 
-def test_a_writer_refuses_what_cannot_be_right(tmp_path: Path) -> None:
+def test_a_writer_refuses_invalid_pages(tmp_path: Path) -> None:
     page = page_of(GROUPS[0], 0, 0)
     with SnapshotDraft.begin(tmp_path, "one") as draft:
         writer = PageWriter(draft.folder, 0)
@@ -191,9 +191,7 @@ def test_a_writer_that_lost_a_page_does_not_finish(
             writer.finish()
 
 
-def test_a_disk_that_takes_a_little_at_a_time_is_written_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_partial_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, part: write(fd, part[:100]))
     make(tmp_path, "one")

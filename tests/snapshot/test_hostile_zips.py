@@ -1,4 +1,4 @@
-"""Zip files that are not snapshots are refused with a sentence."""
+"""Zip files that are not snapshots are refused with one sentence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FULL = 0xFFFFFFFF
 
 
 def beyond_any_file() -> bytes:
-    """A first member of 2^63 bytes, and a second one behind it."""
+    """Return a zip file whose first member claims 2^63 bytes, with a second member after it."""
     names, huge = (b"manifest.json", b"pages/" + b"0" * 64), 1 << 63
     local = LOCAL.pack(b"PK\3\4", 45, 0, 0, 0, 0, 0, FULL, FULL, len(names[0]), 0) + names[0]
     sizes = struct.pack("<HHQQ", 1, 16, huge, huge)
@@ -46,7 +46,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("data", FILES.values(), ids=FILES)
-def test_it_is_refused(data: bytes, tmp_path: Path) -> None:
+def test_a_hostile_zip_file_is_refused(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a.zip"
     path.write_bytes(data)
     fd = os.open(path, os.O_RDONLY)

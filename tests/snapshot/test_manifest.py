@@ -25,7 +25,7 @@ from tiered_kv.snapshot.manifest import (
 )
 
 WHOLE = with_pages(outline())
-"""A manifest with everything in it."""
+"""A manifest in which every field is set."""
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 NUMBERS = st.integers(-(2**63) + 1, 2**63 - 1)
@@ -93,7 +93,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
 
 
 @given(manifests())
-def test_what_is_written_is_read(manifest: Manifest) -> None:
+def test_a_written_manifest_is_read_back(manifest: Manifest) -> None:
     data = dump(manifest)
     assert load(data) == manifest
     assert dump(load(data)) == data
@@ -106,12 +106,12 @@ def test_the_order_of_pages_does_not_matter(manifest: Manifest, order: Any) -> N
     assert load(dump(replace(manifest, pages=tuple(pages)))) == manifest
 
 
-def test_a_manifest_survives_being_laid_out_by_another_program() -> None:
+def test_a_manifest_may_be_reformatted_by_another_program() -> None:
     laid_out = json.dumps(json.loads(dump(WHOLE)), indent=3).encode()
     assert load(laid_out) == WHOLE
 
 
-def test_settings_come_back_as_json_has_them() -> None:
+def test_settings_are_read_back_as_json_values() -> None:
     odd = {
         "id2label": {0: "a", 1: "b"},
         "t": (1, 2),
@@ -128,17 +128,17 @@ def test_settings_come_back_as_json_has_them() -> None:
     }
 
 
-# -- what is refused ----------------------------------------------------------------------
+# -- refused manifests --------------------------------------------------------------------
 
 
 def said(manifest: Manifest = WHOLE) -> dict[str, Any]:
-    """A manifest as JSON knows it."""
+    """Return a manifest as parsed JSON."""
     found: dict[str, Any] = json.loads(dump(manifest))
     return found
 
 
 def sealed(found: dict[str, Any]) -> bytes:
-    """A manifest with the digest that it would have if somebody had written it so."""
+    """Serialise a manifest with the right digest for its content."""
     rest = {name: value for name, value in found.items() if name != "sha256"}
     digest = sha256(canonical(rest)).hexdigest()
     return json.dumps({**rest, "sha256": digest}).encode()
@@ -221,7 +221,7 @@ WRONG: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("change", WRONG)
-def test_what_is_not_in_order_is_refused_though_its_digest_is_right(change: str) -> None:
+def test_an_invalid_manifest_with_the_right_digest_is_refused(change: str) -> None:
     found = said()
     WRONG[change][0](found)
     assert WRONG[change][1] in refusal(sealed(found))
@@ -252,7 +252,7 @@ def test_a_change_without_a_new_digest_is_damage() -> None:
         (b'{"format": "tiered-kv snapshot", "version": 1, "sha256": ["x"]}', "not a string"),
     ],
 )
-def test_bytes_that_are_no_manifest_are_refused(data: bytes, why: str) -> None:
+def test_bytes_that_are_not_a_manifest_are_refused(data: bytes, why: str) -> None:
     assert why in refusal(data)
 
 
@@ -273,6 +273,6 @@ BAD: dict[str, Callable[[Manifest], Manifest]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_nothing_is_written_that_could_not_be_read(what: str) -> None:
+def test_an_unreadable_manifest_is_not_written(what: str) -> None:
     with pytest.raises(SnapshotError):
         dump(BAD[what](WHOLE))

@@ -1,4 +1,4 @@
-"""Mismatches between a snapshot and an engine: each is reported, with what would be needed."""
+"""Mismatches between a snapshot and an engine: each is reported, with the required value."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_a_later_patch_of_vllm_can_use_it() -> None:
     assert mismatches(MANIFEST, replace(ENGINE, vllm="0.33.7rc1")) == []
 
 
-def test_settings_are_the_same_though_json_has_them_otherwise() -> None:
-    """Engines have tuples and numbers as names."""
+def test_settings_are_compared_in_their_json_form() -> None:
+    """An engine's configuration contains tuples, and numbers as keys."""
     engine = with_config(shape=(1, 2), id2label={0: "a"})
     text = json.loads(json.dumps({"shape": [1, 2], "id2label": {"0": "a"}}))
     manifest = replace(MANIFEST, groups=with_config(**text).groups)
@@ -116,7 +116,7 @@ def test_all_differences_are_reported_together() -> None:
     assert len(mismatches(MANIFEST, engine)) == 5
 
 
-def test_a_block_of_no_tokens_of_its_own_is_no_difference() -> None:
-    """Tokens of a page's format only help a codec."""
+def test_the_tokens_of_a_page_format_are_not_a_difference() -> None:
+    """The tokens of a page format only help codecs."""
     change: Callable[[int], PageFormat] = lambda tokens: replace(BF16, tokens=tokens)  # noqa: E731
     assert mismatches(MANIFEST, with_group(page_format=change(0))) == []

@@ -1,4 +1,4 @@
-"""Snapshots as zip files, created here or elsewhere: complete, or refused."""
+"""Snapshots as zip files, created here or by other programs: complete, or refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def one(tmp_path: Path) -> Path:
 
 
 def members_of(folder: Path) -> Members:
-    """Members of the zip file of a snapshot."""
+    """Return the members of a snapshot's zip file."""
     paths = [folder / "manifest.json", *sorted((folder / "pages").iterdir())]
     return [(zipfile.ZipInfo(str(path.relative_to(folder))), path.read_bytes()) for path in paths]
 
@@ -49,7 +49,7 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
-# -- there and back -----------------------------------------------------------------------
+# -- valid zip files ----------------------------------------------------------------------
 
 
 def test_a_snapshot_is_the_same_after_a_zip_file(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_one_snapshot_gives_one_zip_file(one: Path, tmp_path: Path) -> None:
 
 
 def test_a_zip_file_of_another_program_is_read(one: Path, tmp_path: Path) -> None:
-    """One with times in extra fields, and with an entry for the folder."""
+    """The zip file has times in extra fields, and an entry for the folder."""
     extra = struct.pack("<HHBI", 0x5455, 5, 1, 1700000000)
     members = members_of(one)
     for info, _ in members:
@@ -122,7 +122,9 @@ def test_nothing_is_overwritten(one: Path, tmp_path: Path) -> None:
         check_whole(packed)
 
 
-def test_what_is_no_snapshot_is_neither_packed_nor_unpacked(one: Path, tmp_path: Path) -> None:
+def test_files_that_are_not_snapshots_are_neither_packed_nor_unpacked(
+    one: Path, tmp_path: Path
+) -> None:
     pack(one, tmp_path / "x.zip")
     data = (tmp_path / "x.zip").read_bytes()
     (tmp_path / "x.zip").write_bytes(data[:-1])
@@ -149,7 +151,7 @@ def test_a_disk_that_is_full_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["root", "x.zip"]
 
 
-def test_what_killed_makers_left_is_swept(one: Path, tmp_path: Path) -> None:
+def test_drafts_of_killed_makers_are_removed(one: Path, tmp_path: Path) -> None:
     (tmp_path / f".making-{'0' * 16}").write_bytes(b"half a zip file")
     (tmp_path / f".making-{'1' * 16}").mkdir()
     pack(one, tmp_path / "x.zip")
@@ -159,7 +161,7 @@ def test_what_killed_makers_left_is_swept(one: Path, tmp_path: Path) -> None:
     assert not drafts(tmp_path)
 
 
-# -- what is refused ----------------------------------------------------------------------
+# -- refused zip files --------------------------------------------------------------------
 
 
 def renamed(number: int, name: str) -> Callable[[Members], None]:
@@ -216,7 +218,7 @@ WRONG: dict[str, tuple[Callable[[Members], object], str]] = {
 
 @pytest.mark.parametrize("what", WRONG)
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_a_zip_file_that_is_not_in_order_is_refused(one: Path, tmp_path: Path, what: str) -> None:
+def test_an_invalid_zip_file_is_refused(one: Path, tmp_path: Path, what: str) -> None:
     members = members_of(one)
     WRONG[what][0](members)
     assert WRONG[what][1] in refusal(write_zip(tmp_path / "x.zip", members))
@@ -228,7 +230,7 @@ def packed(one: Path, tmp_path: Path) -> bytearray:
 
 
 def entry_at(data: bytearray, number: int = 1) -> int:
-    """Offset of a member's entry in the directory."""
+    """Return the offset of a member's entry in the central directory."""
     at = struct.unpack_from("<I", data, len(data) - 6)[0]
     for _ in range(number):
         name, extra, comment = struct.unpack_from("<HHH", data, at + 28)
@@ -242,7 +244,7 @@ def put(data: bytearray, at: int, shape: str, value: int) -> bytearray:
 
 
 def member_at(data: bytearray, number: int = 1) -> int:
-    """Offset of a member's own header."""
+    """Return the offset of a member's local header."""
     return int(struct.unpack_from("<I", data, entry_at(data, number) + 42)[0])
 
 
@@ -252,7 +254,7 @@ def encrypt(data: bytearray) -> None:
 
 
 def overlap(data: bytearray) -> None:
-    """Give a page the place of another."""
+    """Set the offset of one page to that of another."""
     put(data, entry_at(data, 2) + 42, "<I", member_at(data, 1))
 
 
@@ -301,7 +303,7 @@ def test_a_zip_file_that_is_cut_anywhere_is_refused(one: Path, tmp_path: Path) -
         refusal(tmp_path / "x.zip")
 
 
-def test_a_manifest_larger_than_is_read_is_refused(one: Path, tmp_path: Path) -> None:
+def test_a_manifest_above_the_size_limit_is_refused(one: Path, tmp_path: Path) -> None:
     members = members_of(one)
     members[0] = (members[0][0], b" " * ((64 << 20) + 1))
     assert "too large" in refusal(write_zip(tmp_path / "x.zip", members))

@@ -1,4 +1,4 @@
-"""Page files: read back bit for bit as written, or refused."""
+"""Page files are read back bit for bit, or refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def decoded(data: bytes, page_format: PageFormat) -> Bytes:
 
 
 @pytest.mark.parametrize("page_format", FORMATS, ids=lambda one: one.element.value)
-def test_a_page_is_what_it_was(page_format: PageFormat) -> None:
+def test_a_page_is_read_back(page_format: PageFormat) -> None:
     for seed in range(3):
         page = synthetic_page(page_format, seed)
         assert np.array_equal(decoded(stored(page, page_format), page_format), page)
@@ -46,7 +46,7 @@ def test_a_page_is_what_it_was(page_format: PageFormat) -> None:
 
 @settings(max_examples=200)
 @given(st.sampled_from(FORMATS), st.data())
-def test_a_page_of_any_bytes_is_what_it_was(page_format: PageFormat, data: st.DataObject) -> None:
+def test_a_page_of_any_bytes_is_read_back(page_format: PageFormat, data: st.DataObject) -> None:
     some = data.draw(st.binary(min_size=1, max_size=64))
     page = np.resize(np.frombuffer(some, np.uint8), page_format.page_bytes)
     file = stored(page, page_format)
@@ -54,25 +54,25 @@ def test_a_page_of_any_bytes_is_what_it_was(page_format: PageFormat, data: st.Da
     assert np.array_equal(decoded(file, page_format), page)
 
 
-def test_kv_takes_less_room_than_it_is_long() -> None:
+def test_kv_pages_are_compressed() -> None:
     page_format = PageFormat(ElementType.BF16, 64 << 10, 16)
     assert len(stored(synthetic_page(page_format), page_format)) < 0.9 * page_format.page_bytes
 
 
-def test_noise_takes_no_more_room_than_a_header() -> None:
+def test_noise_needs_only_an_additional_header() -> None:
     noise = np.random.default_rng(0).integers(0, 256, BF16.page_bytes, np.uint8)
     for page_format in (BF16, PageFormat(ElementType.OPAQUE, BF16.page_bytes, 16)):
         assert len(stored(noise, page_format)) == HEADER.size + noise.nbytes
 
 
-def test_a_group_that_calls_the_bytes_otherwise_reads_them_too() -> None:
-    """One file serves pages of the same bytes, whatever their groups think of them."""
+def test_a_group_with_another_format_reads_the_same_bytes() -> None:
+    """A file serves all pages with the same bytes, for any format of their groups."""
     page = synthetic_page(BF16, 1)
     other = PageFormat(ElementType.FP32, BF16.page_bytes, 8)
     assert np.array_equal(decoded(stored(page, BF16), other), page)
 
 
-# -- what is refused ----------------------------------------------------------------------
+# -- refused files ------------------------------------------------------------------------
 
 
 def refusal(data: bytes, page_format: PageFormat = BF16) -> str:
@@ -99,7 +99,7 @@ def header(**changes: int | bytes) -> bytes:
 GOOD = header() + bytes(BF16.page_bytes)
 
 
-def test_the_page_that_the_following_are_made_of_is_good() -> None:
+def test_the_base_of_the_following_pages_is_valid() -> None:
     assert not decoded(GOOD, BF16).any()
 
 
@@ -124,7 +124,7 @@ def test_the_page_that_the_following_are_made_of_is_good() -> None:
         (header(plane=0, frame=BF16.page_bytes) + GOOD[HEADER.size :], "raw page"),
     ],
 )
-def test_a_file_that_is_no_page_is_refused(data: bytes, why: str) -> None:
+def test_a_file_that_is_not_a_page_is_refused(data: bytes, why: str) -> None:
     assert why in refusal(data)
 
 
@@ -134,7 +134,7 @@ def test_a_table_of_more_than_64_kib_is_refused() -> None:
     assert "table of 65537 bytes" in refusal(data)
 
 
-def test_no_class_that_a_file_names_is_imported() -> None:
+def test_a_class_named_by_a_file_is_not_imported() -> None:
     name = b"tests.snapshot.made_snapshots:Manifest"
     table = struct.pack("<H", len(name)) + name
     data = header(codec=65535, table=len(table)) + table + bytes(BF16.page_bytes)
@@ -167,9 +167,9 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_file_takes_no_more_memory_than_it_and_a_page_are_long(what: str) -> None:
+def test_reading_a_file_needs_memory_for_the_file_and_a_page(what: str) -> None:
     data = HOSTILE[what]
-    decoded(GOOD, BF16)  # whatever is made once
+    decoded(GOOD, BF16)  # creates everything that is cached
     tracemalloc.start()
     try:
         refusal(data)

@@ -1,6 +1,5 @@
-"""Snapshots of one root: common pages are one file, and each snapshot stays complete without the
-others.
-"""
+"""Snapshots in one root folder: common pages share a file, and each snapshot stays complete without
+the others."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def test_two_snapshots_share_the_files_of_pages_that_both_have(tmp_path: Path) -
     first = make(tmp_path, "first", outline(tokens=33))
     second = make(tmp_path, "second", outline(tokens=65))
     shared = {page.sha256 for page in first.pages} & {page.sha256 for page in second.pages}
-    assert len(shared) == 6  # of both ranks: two full blocks, and a state
+    assert len(shared) == 6  # of both ranks: two full blocks and a state
     for digest in shared:
         files = [tmp_path / name / "pages" / digest for name in ("first", "second")]
         assert files[0].samefile(files[1])
@@ -46,7 +45,7 @@ def test_two_snapshots_share_the_files_of_pages_that_both_have(tmp_path: Path) -
     assert sum(taken.values()) == first.stored_bytes + second.stored_bytes - second.shared_bytes
 
 
-def test_a_snapshot_that_is_removed_takes_nothing_from_another(tmp_path: Path) -> None:
+def test_removing_a_snapshot_does_not_affect_another(tmp_path: Path) -> None:
     make(tmp_path, "first")
     kept = page_files(tmp_path, "first")
     make(tmp_path, "second", outline(tokens=100))
@@ -58,7 +57,7 @@ def test_a_snapshot_that_is_removed_takes_nothing_from_another(tmp_path: Path) -
     assert {path.name for path in pool_files(tmp_path)} == {path.name for path in kept}
 
 
-def test_pages_of_no_snapshot_are_swept(tmp_path: Path) -> None:
+def test_pages_of_no_snapshot_are_removed(tmp_path: Path) -> None:
     make(tmp_path, "first", ONE)
     shutil.rmtree(tmp_path / "first")
     assert len(pool_files(tmp_path)) == 3
@@ -68,7 +67,7 @@ def test_pages_of_no_snapshot_are_swept(tmp_path: Path) -> None:
     }
 
 
-def test_only_pages_are_swept(tmp_path: Path) -> None:
+def test_only_pages_are_removed(tmp_path: Path) -> None:
     make(tmp_path, "first", ONE)
     (tmp_path / ".pages" / "notes").write_text("mine")
     (tmp_path / ".pages" / "00").mkdir(exist_ok=True)
@@ -112,9 +111,7 @@ def folder(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [damage, cut, empty, exchange, symlink, folder])
-def test_a_page_that_is_not_what_it_should_be_is_written_again(
-    tmp_path: Path, harm: Callable[[Path], None]
-) -> None:
+def test_a_damaged_page_is_written_again(tmp_path: Path, harm: Callable[[Path], None]) -> None:
     make(tmp_path, "first", ONE)
     harmed = next(iter(pool_files(tmp_path)))
     harm(harmed)
@@ -186,5 +183,5 @@ def test_many_concurrent_makers_in_one_root_all_succeed(tmp_path: Path) -> None:
 
 
 def sha(path: Path) -> str:
-    """Digest of the page in a file of ``PLAIN``, which is stored as it is."""
+    """Return the digest of the page in a file, whose page is stored raw at its end."""
     return sha256(path.read_bytes()[-PLAIN[0].page_format.page_bytes :]).hexdigest()

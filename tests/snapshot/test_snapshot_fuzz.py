@@ -31,11 +31,11 @@ HOSTILE: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2**31, 2**63, 2**64, 10**400, 0.5, -0.0, 1e308, "", "a", "\0",
     "\ud800", "../x", "/", "a" * 64, "A" * 64, [], {}, [[]], [None], {"": {}}, [[[[[1]]]]],
 )  # fmt: skip
-"""Values that take the place of good ones."""
+"""Values that replace valid ones."""
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
-    """Bytes with one to three changes."""
+    """Return the bytes with one to three changes."""
     found = bytearray(data)
     for _ in range(rng.randint(1, 3)):
         at, kind = rng.randrange(len(found) + 1), rng.randrange(7)
@@ -50,7 +50,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
         elif kind == 4:
             other = rng.randrange(len(found) + 1)
             found[at : at + 8] = found[other : other + 8]
-        elif kind == 5:  # numbers of headers
+        elif kind == 5:  # numbers in headers
             at = rng.randrange(48)
             found[at : at + 4] = rng.choice(
                 (b"\xff" * 4, b"\0" * 4, b"\0\0\0\x80", rng.randbytes(4))
@@ -60,7 +60,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
     return bytes(found)
 
 
-def test_mutated_manifests_are_refused_or_say_what_was_written() -> None:
+def test_mutated_manifests_are_refused_or_equal_the_original() -> None:
     rng = random.Random(1)
     whole = with_pages(outline())
     data = dump(whole)
@@ -77,7 +77,7 @@ def test_mutated_manifests_are_refused_or_say_what_was_written() -> None:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Paths to all values in JSON."""
+    """Return the paths to all values in JSON data."""
     found = [path] if path else []
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
@@ -89,8 +89,8 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
-def test_manifests_of_hostile_values_are_refused_or_agree_with_themselves() -> None:
-    """Their digests are right, as in a deliberate attack."""
+def test_manifests_with_hostile_values_are_refused_or_consistent() -> None:
+    """The digests of these manifests are right, as in a deliberate attack."""
     rng = random.Random(2)
     text = json.dumps(json.loads(dump(with_pages(outline()))))
     names = places(json.loads(text))
@@ -107,7 +107,7 @@ def test_manifests_of_hostile_values_are_refused_or_agree_with_themselves() -> N
                     del holder[last]
                 else:
                     holder[last] = copy.deepcopy(rng.choice(HOSTILE))
-            except (TypeError, LookupError):  # an earlier change was above it
+            except (TypeError, LookupError):  # an earlier change replaced a parent of the value
                 continue
         found.pop("sha256", None)
         digest = sha256(canonical(found)).hexdigest()
@@ -121,7 +121,7 @@ def test_manifests_of_hostile_values_are_refused_or_agree_with_themselves() -> N
 
 
 def check_agreement(manifest: Manifest) -> None:
-    """Check that the content could have been written, and is within its ranges."""
+    """Check that the manifest is consistent, and that its values are in range."""
     assert load(dump(manifest)) == manifest
     assert 0 <= manifest.kv_tokens <= len(manifest.token_ids)
     assert all(0 <= token < 2**31 for token in manifest.token_ids)
@@ -135,7 +135,7 @@ def check_agreement(manifest: Manifest) -> None:
 
 
 @pytest.mark.parametrize("page_format", FORMATS, ids=lambda one: one.element.value)
-def test_mutated_pages_are_refused_or_are_what_was_written(page_format: PageFormat) -> None:
+def test_mutated_pages_are_refused_or_equal_the_original(page_format: PageFormat) -> None:
     rng = random.Random(3)
     guard, size = 64, page_format.page_bytes
     memory = np.full(size + 2 * guard, 0xA5, np.uint8)
@@ -156,14 +156,15 @@ def test_mutated_pages_are_refused_or_are_what_was_written(page_format: PageForm
             refused += not same
     assert (memory[:guard] == 0xA5).all()
     assert (memory[guard + size :] == 0xA5).all()
-    for page, file in zip(pages, files, strict=True):  # as if nothing had been
+    for page, file in zip(pages, files, strict=True):  # earlier errors must not affect this thread
         decode_page(file, page_format, out)
         assert np.array_equal(out, page)
     assert refused > 0
 
 
 def is_whole(path: Path) -> bool:
-    """False if the snapshot is refused. An accepted snapshot must equal what was written."""
+    """Return False if the snapshot is refused. Asserts that an accepted snapshot equals what was
+    written."""
     try:
         with open_snapshot(path) as snapshot:
             snapshot.verify()
@@ -174,7 +175,7 @@ def is_whole(path: Path) -> bool:
     return True
 
 
-def test_mutated_zip_files_are_refused_or_are_what_was_written(tmp_path: Path) -> None:
+def test_mutated_zip_files_are_refused_or_equal_the_original(tmp_path: Path) -> None:
     rng = random.Random(4)
     make(tmp_path, "one", ONE)
     pack(tmp_path / "one", tmp_path / "two.zip")
@@ -182,16 +183,16 @@ def test_mutated_zip_files_are_refused_or_are_what_was_written(tmp_path: Path) -
     directory = data.index(b"PK\1\2")
     whole = 0
     for turn in range(ZIPS):
-        if turn % 2:  # names and numbers
+        if turn % 2:  # change only the directory, which has names and numbers
             other = data[:directory] + mutated(data[directory:], rng)
         else:
             other = mutated(data, rng)
         (tmp_path / "x.zip").write_bytes(other)
         whole += is_whole(tmp_path / "x.zip")
-    assert whole < 0.5 * ZIPS  # times and checksums are not looked at
+    assert whole < 0.5 * ZIPS  # times and checksums are not read
 
 
-def test_mutated_folders_are_refused_or_are_what_was_written(tmp_path: Path) -> None:
+def test_mutated_folders_are_refused_or_equal_the_original(tmp_path: Path) -> None:
     rng = random.Random(5)
     make(tmp_path, "one", ONE)
     files = [path for path in (tmp_path / "one").rglob("*") if path.is_file()]

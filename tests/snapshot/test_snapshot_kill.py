@@ -12,7 +12,8 @@ from tests.snapshot.killed_makers import STORIES
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAST = {"writing": 90, "renewing": 50, "packing": 12, "unpacking": 25, "crowding": 60}
-"""Moments, so that a story that nobody interrupts is noticed."""
+"""Minimum number of moments at which a maker must be killed, so that a test that kills none
+fails."""
 
 
 @pytest.mark.slow

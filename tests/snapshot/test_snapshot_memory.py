@@ -1,4 +1,4 @@
-"""Snapshots that would need much memory get only a little."""
+"""Reading a hostile snapshot needs only a bounded amount of memory."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ print(most)
 
 
 def grown(script: str, *arguments: str) -> int:
-    """Memory that a script took, by its own word, bytes."""
+    """Return the memory in bytes that a script took, as it reports it."""
     done = subprocess.run(
         [sys.executable, "-c", PEAK + script, *arguments],
         cwd=ROOT,

@@ -17,7 +17,8 @@ from tiered_kv.snapshot.reader import find_snapshot, open_snapshot
 
 
 def refusal(path: Path) -> str:
-    """Sentence with which a snapshot is refused, when it is opened or when it is read."""
+    """Return the message with which a snapshot is refused, when it is opened or read. Asserts that
+    no file stays open."""
     before = open_files()
     with pytest.raises(SnapshotError) as caught, open_snapshot(path) as snapshot:
         snapshot.verify()
@@ -40,7 +41,7 @@ def swap(folder: Path) -> None:
 
 def cut(path: Path, nbytes: int = 1) -> None:
     data = path.read_bytes()
-    path.unlink()  # not in the file that others have too
+    path.unlink()  # other snapshots share the file, so it must not be changed
     path.write_bytes(data[:-nbytes])
 
 
@@ -72,7 +73,7 @@ def capital(path: Path) -> None:
 
 
 def forget_a_page(folder: Path) -> None:
-    """Leave a page out of the manifest; its file stays."""
+    """Remove a page from the manifest, but keep its file."""
     path = folder / "manifest.json"
     manifest = load(path.read_bytes())
     path.write_bytes(dump(replace(manifest, pages=manifest.pages[:-1])))
@@ -111,7 +112,7 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("what", HARM)
-def test_a_folder_that_was_harmed_is_refused(tmp_path: Path, what: str) -> None:
+def test_a_damaged_folder_is_refused(tmp_path: Path, what: str) -> None:
     make(tmp_path, "one", ONE)
     change, why = HARM[what]
     change(tmp_path / "one")
@@ -120,7 +121,7 @@ def test_a_folder_that_was_harmed_is_refused(tmp_path: Path, what: str) -> None:
 
 def test_a_huge_manifest_is_refused_before_it_is_read(tmp_path: Path) -> None:
     make(tmp_path, "one", ONE)
-    os.truncate(tmp_path / "one" / "manifest.json", 1 << 40)  # sparse
+    os.truncate(tmp_path / "one" / "manifest.json", 1 << 40)  # a sparse file
     assert "more than the maximum" in refusal(tmp_path / "one")
 
 
@@ -133,7 +134,7 @@ def test_files_next_to_the_snapshot_do_not_matter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "nothing", "text", "empty"])
-def test_what_is_no_snapshot_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_path_that_is_not_a_snapshot_is_refused(tmp_path: Path, kind: str) -> None:
     make(tmp_path, "one", ONE)
     path = tmp_path / "x"
     match kind:
@@ -164,7 +165,7 @@ def test_a_snapshot_is_found_as_a_folder_or_a_zip_file(tmp_path: Path) -> None:
             find_snapshot(tmp_path, name)
 
 
-def test_pages_that_are_not_of_the_snapshot_are_refused(tmp_path: Path) -> None:
+def test_pages_of_another_snapshot_are_refused(tmp_path: Path) -> None:
     made = make(tmp_path, "one", outline())
     out = np.empty(2048, np.uint8)
     with open_snapshot(tmp_path / "one") as snapshot:
@@ -181,7 +182,7 @@ def test_pages_that_are_not_of_the_snapshot_are_refused(tmp_path: Path) -> None:
         snapshot.read_page(page, out)
 
 
-def test_a_page_that_is_exchanged_behind_an_open_snapshot_is_noticed(tmp_path: Path) -> None:
+def test_a_page_replaced_after_opening_is_detected(tmp_path: Path) -> None:
     made = make(tmp_path, "one", ONE)
     out = np.empty(ONE.groups[0].page_format.page_bytes, np.uint8)
     with open_snapshot(tmp_path / "one") as snapshot:

@@ -32,7 +32,7 @@ def key(name: int) -> PageKey:
 
 
 class Rank:
-    """A rank's VRAM and CPU memory: page ``n`` is in slot ``n`` at first, and is wanted in block
+    """A rank's VRAM and CPU memory. Page ``n`` is initially in slot ``n``, and is restored to block
     ``n``."""
 
     def __init__(self) -> None:
@@ -54,19 +54,19 @@ class Rank:
         self.places = list(ALL)
 
     def pack(self, names: Sequence[int]) -> None:
-        """Compress pages together, which share a place from then on."""
+        """Compress pages into one bundle, which becomes their place."""
         order = PackOrder(OrderId(1), 0, tuple(names), tuple(map(key, names)))
         self.compressor.pack(order)
         self.compressor.drain()
         (_, report) = self.reports.pop()
         assert not report.failed
         assert report.slots < len(names)
-        self.pool.slots[list(names[report.slots :])] = 0xAA  # others use what is free
+        self.pool.slots[list(names[report.slots :])] = 0xAA  # as if other pages used the free slots
         for name in names:
             self.places[name] = cold_place(names[0])
 
     def load(self, names: Sequence[int]) -> CopyResult:
-        """Restore pages. Those that did not fail are in their blocks."""
+        """Restore pages. Asserts that every page that did not fail is in its block."""
         self.vram[:] = 0xEE
         places = tuple(self.places[name] for name in names)
         cold = tuple(key(name) for name in names if self.places[name] < 0)
@@ -110,7 +110,7 @@ def test_a_damaged_page_fails_alone(rank: Rank) -> None:
 
 @pytest.mark.parametrize("part", range(3))
 def test_pages_of_a_copy_that_failed_fail_alone(rank: Rank, part: int) -> None:
-    """First the resident pages are copied, then the others, two at a time."""
+    """The resident pages are copied first, then the compressed ones, two at a time."""
     rank.pack([3, 4, 5, 6])
     for _ in range(part):
         rank.copies.fail_next(Direction.LOAD, ())
@@ -118,13 +118,13 @@ def test_pages_of_a_copy_that_failed_fail_alone(rank: Rank, part: int) -> None:
     assert rank.load([3, 0, 4, 1, 5, 2, 6]).failed == [{3}, {2}, {6}][part]
 
 
-def test_nothing_arrives_without_vram(rank: Rank) -> None:
+def test_without_vram_a_restore_fails(rank: Rank) -> None:
     rank.pack([3, 4, 5])
     rank.compressor.release_vram()
     assert rank.load([0, 3, 1]).failed == {0, 1, 2}
 
 
-def test_a_restore_that_breaks_off_fails_as_a_whole(
+def test_an_interrupted_restore_fails_as_a_whole(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank.pack([3, 4, 5])

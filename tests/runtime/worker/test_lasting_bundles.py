@@ -1,7 +1,7 @@
-"""Compressed pages in a memory file: which pages the next engine finds, whenever an engine is
-killed.
+"""Compressed pages in a memory file: which pages the next engine finds, for every moment at which
+an engine can be killed.
 
-An engine is "killed" by looking at a copy of its file: that is what a killed process leaves.
+To "kill" an engine, a test copies its memory file, because a killed process leaves the same bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FORMAT = PageFormat(ElementType.OPAQUE, PAGE, 16)
 
 
 def page_of(key: PageKey) -> NDArray[np.uint8]:
-    """A page that shrinks to about a third, different for each key."""
+    """Return a page that compresses to about a third, and differs for each key."""
     page = np.full(PAGE, key[-1], np.uint8)
     page[: PAGE // 4] = np.random.default_rng(list(key)).integers(0, 256, PAGE // 4)
     return page
@@ -43,7 +43,7 @@ def noise_of(key: PageKey) -> NDArray[np.uint8]:
 
 
 class Engine:
-    """An engine's memory with its bundles."""
+    """An engine's memory file and its bundles."""
 
     def __init__(self, folder: Path, codec: str = "zstd", num_slots: int = GEOMETRY.slots) -> None:
         self.memory = open_in(folder)
@@ -70,7 +70,8 @@ class Engine:
         return PackNote(self.memory, order, saved)
 
     def pack(self, slots: Sequence[int], names: Sequence[int]) -> int:
-        """Pack pages, and have what is free written by others."""
+        """Compress pages into a bundle, and let other pages overwrite the freed slots. Returns the
+        bundle's number of slots."""
         note = self.note(slots, names)
         kept = self.bundles.pack([*map(key_of, names)], slots, map, note)
         self.memory.invalidate(slots[kept:])
@@ -78,7 +79,8 @@ class Engine:
         return kept
 
     def found(self) -> dict[int, bool]:
-        """Names of the pages that were found, and whether each could be read. No wrong page is."""
+        """Return, by page name, whether each adopted page could be read. Asserts that every
+        readable page has the right bytes."""
         known = {key_of(name): name for name in range(100)}
         good = dict[int, bool]()
         for bundle in self.adopted:
@@ -108,7 +110,8 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 
 def after(engine: Engine, to: Path, **more: Any) -> Engine:
-    """The engine after this one, which is killed now."""
+    """Open the next engine on a copy of this engine's memory file, as if this engine had been
+    killed."""
     return Engine(as_killed(engine.memory, to), **more)
 
 
@@ -132,13 +135,13 @@ def test_the_next_engine_finds_compressed_pages(engine: Engine, tmp_path: Path) 
     third.close()
 
 
-def test_a_bundle_that_others_wrote_to_is_not_found_and_its_neighbour_is(
+def test_an_overwritten_bundle_is_not_found_but_its_neighbour_is(
     engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.save(range(12), range(12))
     engine.pack(range(6), range(6))
     engine.pack(range(6, 12), range(6, 12))
-    engine.save([1], [50])  # evicted, and its second slot is the first that was taken
+    engine.save([1], [50])  # overwrites the second slot of the first bundle, which is evicted
     second = after(engine, tmp_path / "killed")
     assert second.found() == all_good(50, 6, 7, 8, 9, 10, 11)
     assert "torn" not in caplog.text
@@ -190,8 +193,8 @@ def test_a_damaged_note_or_record_gives_no_wrong_page(
     engine.save(range(18), range(18))
     for begin in (0, 6, 12):
         engine.pack(range(begin, begin + 6), range(begin, begin + 6))
-    engine.slots[6, 30] ^= 1  # in the second one's note
-    engine.slots[13] ^= 0xFF  # records of the third one
+    engine.slots[6, 30] ^= 1  # in the note of the second bundle
+    engine.slots[13] ^= 0xFF  # in the records of the third bundle
     second = after(engine, tmp_path / "killed")
     assert "its record is damaged" in caplog.text
     found = second.found()
@@ -214,7 +217,7 @@ def test_a_note_that_does_not_fit_into_a_slot_costs_no_page(engine: Engine, tmp_
     second.close()
 
 
-def test_what_this_engine_cannot_read_is_left(
+def test_unreadable_bundles_are_ignored(
     engine: Engine,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -247,10 +250,10 @@ def test_what_this_engine_cannot_read_is_left(
     knows.close()
 
 
-def test_whenever_it_is_killed_no_wrong_page_is_found(
+def test_no_wrong_page_is_found_whenever_the_engine_is_killed(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy is taken before every header that is written, and before every write to a slot."""
+    """The memory file is copied before each written header, and before each write to a slot."""
     copies, invalidate = list[Path](), SlotTable.invalidate
 
     def look() -> None:
@@ -288,7 +291,7 @@ def test_whenever_it_is_killed_no_wrong_page_is_found(
     assert 0 in counts
 
 
-def test_a_memory_that_is_closed_takes_no_note(engine: Engine) -> None:
+def test_a_closed_memory_file_accepts_no_note(engine: Engine) -> None:
     engine.save(range(5), range(5))
     note = engine.note(range(5), range(5))
     memory = engine.memory

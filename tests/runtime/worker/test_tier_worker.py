@@ -1,6 +1,5 @@
 """The final flush: pages that exist only in slots and bundles are written under their own key, or
-not at all.
-"""
+not at all."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def key(n: int) -> PageKey:
 
 
 def page(name: PageKey) -> Bytes:
-    """The only right page of a key. Two of three shrink, to about half."""
+    """Return the only right page of a key. Two of three pages compress, to about half."""
     rng = np.random.default_rng(list(name))
     made = np.full(FORMAT.page_bytes, name[-1], np.uint8)
     noisy = FORMAT.page_bytes if name[-1] % 3 == 0 else FORMAT.page_bytes // 4
@@ -48,7 +47,7 @@ def page(name: PageKey) -> Bytes:
 
 
 class Tier:
-    """A tier of which a test keeps the medium."""
+    """A tier whose medium the test can read."""
 
     spec = TierSpec(TierId("ssd"))
     bandwidth = 1e9
@@ -61,7 +60,7 @@ class Tier:
 
 
 class Worker:
-    """One rank: slots, bundles, and the tier below them, without threads that copy."""
+    """One rank: slots, bundles, and the tier below them, without copy threads."""
 
     def __init__(self, group: int = CONTEXT) -> None:
         self.slots: NDArray[np.uint8] = np.full((NUM_SLOTS, SLOT_BYTES), 0xEE, np.uint8)
@@ -84,7 +83,7 @@ class Worker:
         return OrderId(self.orders)
 
     def overwrite(self, *slots: int) -> None:
-        """Something is about to be written there, and is."""
+        """Announce that the slots will be reused, then overwrite them."""
         self.tier.forget_slots(slots)
         self.slots[list(slots)] = 0xDD
 
@@ -104,7 +103,8 @@ class Worker:
         self.tier.saved(order, failed)
 
     def pack(self, pages: dict[int, int], group: int = CONTEXT) -> int:
-        """Pack page ``n`` of slot ``pages[n]``; gives the number of slots that are left."""
+        """Compress page ``n`` in slot ``pages[n]``. Returns the number of slots that the bundle
+        occupies."""
         order = PackOrder(self.number(), group, tuple(pages.values()), tuple(map(key, pages)))
         self.tier.packed(order)
         return self.compress(order)
@@ -119,7 +119,8 @@ class Worker:
         self.tier.carry_out(TierOrders(invalidated=tuple(one.order_id for one in orders)))
 
     def flushed(self) -> set[int]:
-        """End, and give the pages that are in the tier. All of them are right."""
+        """Close the worker, and return the pages in the tier. Asserts that all of them are
+        right."""
         self.tier.close()
         for name, stored in self.medium.pages.items():
             assert stored.data == page(name).tobytes(), "garbage under a key"
@@ -133,8 +134,9 @@ def worker() -> Iterator[Worker]:
     made.tier.close()
 
 
-def test_a_save_that_became_invalid_before_its_copy_was_done_is_not_flushed(worker: Worker) -> None:
-    """Nothing is kept of it: an engine that runs for months has many of them."""
+def test_a_save_invalidated_before_its_copy_is_not_flushed(worker: Worker) -> None:
+    """Nothing is kept about such a save, because an engine that runs for months has many of
+    them."""
     for _ in range(100):
         late = SaveOrder(worker.number(), CONTEXT, (3,), (3,), (key(1),))
         worker.save({4: 5})
@@ -146,7 +148,7 @@ def test_a_save_that_became_invalid_before_its_copy_was_done_is_not_flushed(work
     assert worker.flushed() == {4, 7}
 
 
-def test_what_the_tier_has_is_not_written_again(worker: Worker) -> None:
+def test_pages_in_the_tier_are_not_written_again(worker: Worker) -> None:
     worker.save({1: 3, 2: 4, 4: 5})
     worker.pack({1: 3, 2: 4})
     worker.medium.pages[key(1)] = StoredPage.of(page(key(1)).tobytes())
@@ -155,8 +157,8 @@ def test_what_the_tier_has_is_not_written_again(worker: Worker) -> None:
     assert worker.medium.pages[key(1)] is before
 
 
-def test_a_page_that_came_up_is_not_flushed_from_its_bundle(worker: Worker) -> None:
-    """It is below already, or was dropped there since."""
+def test_a_promoted_page_is_not_flushed_from_its_bundle(worker: Worker) -> None:
+    """The page is in the lower tier already, or was dropped from it since."""
     worker.save({1: 3})
     worker.overwrite(4)
     worker.slots[4, : FORMAT.page_bytes] = page(key(2))
@@ -174,7 +176,8 @@ def test_saves_invalidated_before_they_end_are_not_flushed(worker: Worker) -> No
 
 
 def test_slots_of_another_group_are_not_flushed_under_our_keys(worker: Worker) -> None:
-    """Groups share the pool; a bundle of another group may lie where ours was."""
+    """Groups share the pool, so a bundle of another group may use the slots of an earlier
+    bundle."""
     pages = {1: 0, 2: 1, 4: 2, 5: 3}
     worker.save(pages)
     worker.pack(pages)
@@ -195,7 +198,7 @@ def test_pages_from_before_a_reset_are_not_flushed(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_whatever_happens_no_garbage_is_flushed_and_nothing_is_lost(seed: int) -> None:
+def test_random_orders_flush_no_garbage_and_lose_no_page(seed: int) -> None:
     script = _Script(random.Random(seed))
     try:
         for _ in range(150):
@@ -206,7 +209,7 @@ def test_whatever_happens_no_garbage_is_flushed_and_nothing_is_lost(seed: int) -
 
 
 class _Script:
-    """A scheduler that does anything, and a worker that does what it is told."""
+    """A scheduler that acts at random, and a worker that executes its orders."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.worker = rng, Worker()
@@ -270,7 +273,8 @@ class _Script:
             self.worker.tier.carry_out(TierOrders(invalidated=(order_id,)))
 
     def end(self) -> None:
-        """Close the worker: what can be read in the end must be flushed, and nothing wrong."""
+        """Close the worker. Every page that is still readable must be flushed, and no wrong
+        page."""
         while self.packing:
             self.end_pack()
         while self.wrong:

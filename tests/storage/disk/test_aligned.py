@@ -1,4 +1,4 @@
-"""Memory for direct I/O is aligned, and reused."""
+"""Buffers for direct I/O are aligned, and reused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiered_kv.storage.disk.files import BLOCK
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, BLOCK, BLOCK + 1, HUGE_PAGE // 2, HUGE_PAGE, 5 << 20])
-def test_memory_begins_at_a_page_and_large_memory_at_a_huge_one(nbytes: int) -> None:
+def test_memory_is_page_aligned_and_large_memory_huge_page_aligned(nbytes: int) -> None:
     memory = aligned_bytes(nbytes)
     assert memory.nbytes >= nbytes
     assert is_blocks(memory)
@@ -25,7 +25,7 @@ def test_memory_begins_at_a_page_and_large_memory_at_a_huge_one(nbytes: int) -> 
 
 
 def may_be_huge(address: int) -> bool:
-    """True if the kernel was asked for huge pages there."""
+    """Return True if the memory at this address is marked for huge pages."""
     asked = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -35,7 +35,7 @@ def may_be_huge(address: int) -> bool:
     return False
 
 
-def test_large_memory_is_asked_for_in_huge_pages_and_small_is_not() -> None:
+def test_only_large_memory_requests_huge_pages() -> None:
     control = mmap.mmap(-1, 4 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         control.madvise(mmap.MADV_HUGEPAGE)
@@ -46,7 +46,7 @@ def test_large_memory_is_asked_for_in_huge_pages_and_small_is_not() -> None:
     assert not may_be_huge(aligned_bytes(HUGE_PAGE // 2 - BLOCK).ctypes.data)
 
 
-def test_buffers_are_used_again_and_only_so_many_are_kept() -> None:
+def test_buffers_are_reused_and_a_limited_number_is_kept() -> None:
     pool = BufferPool(BLOCK, keep=2)
     taken = [pool.take(BLOCK) for _ in range(3)]
     places = [buffer.ctypes.data for buffer in taken]
@@ -56,7 +56,7 @@ def test_buffers_are_used_again_and_only_so_many_are_kept() -> None:
     assert sorted(again) == sorted(places[:2])
 
 
-def test_a_buffer_that_is_too_small_is_not_handed_out() -> None:
+def test_a_buffer_that_is_too_small_is_not_reused() -> None:
     pool = BufferPool(BLOCK, keep=2)
     pool.give(pool.take(BLOCK))
     assert pool.take(3 * BLOCK).nbytes >= 3 * BLOCK

@@ -24,7 +24,7 @@ def test_speeds_are_bytes_over_the_seconds_it_took(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_found_out_before_anything_is_written(
+def test_a_full_disk_is_detected_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:

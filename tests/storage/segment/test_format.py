@@ -1,4 +1,4 @@
-"""The bytes of segments: packed bytes are parsed, and no others."""
+"""The bytes of segments: packed bytes are parsed back, and invalid bytes are refused."""
 
 from __future__ import annotations
 
@@ -118,13 +118,13 @@ def test_a_footer_is_parsed_as_it_was_packed(data: st.DataObject, header: Segmen
 
 
 def total(parse: Callable[[bytes], object], content: bytes) -> None:
-    """Anything may come of it but another exception."""
+    """Parse arbitrary bytes. Only FormatError may be raised."""
     with contextlib.suppress(FormatError):
         parse(content)
 
 
 @given(st.binary(max_size=600))
-def test_any_bytes_can_be_parsed_as_anything(content: bytes) -> None:
+def test_parsers_accept_any_bytes_or_raise_format_error(content: bytes) -> None:
     for start in (content, b"TKVSEG\0\0" + content, pack_segment_header(HEADER)[:80] + content):
         total(segment_header_bytes, start)
         total(parse_segment_header, start)
@@ -215,8 +215,9 @@ def test_a_segment_of_another_version_is_refused_with_its_version() -> None:
         parse_segment_header(bytes(packed))
 
 
-def test_the_format_does_not_change_unnoticed() -> None:
-    """A change here is a new VERSION: stores out there hold these bytes."""
+def test_the_format_has_not_changed() -> None:
+    """A change of the format requires a new VERSION, because existing stores contain these
+    bytes."""
     everything = (
         pack_segment_header(HEADER)
         + pack_record_header(HEADER, RECORD)
@@ -253,7 +254,7 @@ def test_a_footer_with_a_wrong_length_is_refused() -> None:
 
 @pytest.mark.parametrize("lengths", [(40, 40), (48, 49), (48, 47), (81, 15), (256, 48)])
 def test_a_footer_whose_keys_have_other_lengths_is_refused(lengths: tuple[int, int]) -> None:
-    """Even if its digests are right."""
+    """The footer is refused although its digests are right."""
     places = [FooterEntry(PageKey(bytes([n]) * 48), BLOCK * n, 10, 20, 5) for n in (1, 2)]
     footer = bytearray(pack_footer(HEADER, 3 * BLOCK, places))
     rows = np.frombuffer(footer, ENTRY, 2)

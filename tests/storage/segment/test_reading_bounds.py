@@ -33,7 +33,7 @@ from tiered_kv.testing.segment_store import store_options
 
 
 class CountedFiles(UnsafeFiles):
-    """Counts the reads, and the bytes that were asked for."""
+    """Counts the reads, and the requested bytes."""
 
     def __init__(self) -> None:
         self.reads = 0
@@ -58,7 +58,7 @@ def open_store(
 
 
 def unsealed(root: Path, count: int, page_format: PageFormat = PAGE_FORMAT) -> Path:
-    """A segment of that many pages, as a killed process leaves it."""
+    """Write a segment of ``count`` pages, as a killed process leaves it. Returns its path."""
     store = open_store(root, page_format, UnsafeFiles())
     for first in range(0, count, 50):
         keys = [page_key(name) for name in range(first, min(count, first + 50))]
@@ -95,12 +95,13 @@ def test_an_unsealed_segment_of_small_pages_is_read_in_large_reads(
     loaded = load(path, files)
     assert not loaded.sealed
     assert [entry.key for entry in loaded.entries] == [page_key(name) for name in range(1000)]
-    beside = 4 + 50  # the start, the end, and the pages of the last group, one by one
+    # The start, the end, and the pages of the last group, which are read one by one.
+    beside = 4 + 50
     assert files.reads <= beside + path.stat().st_size // (1 << 20) + 2
     assert files.asked < 2 * path.stat().st_size
 
 
-def test_of_large_pages_the_headers_alone_are_read(tmp_path: Path, files: CountedFiles) -> None:
+def test_only_the_headers_of_large_pages_are_read(tmp_path: Path, files: CountedFiles) -> None:
     large = PageFormat(ElementType.BF16, page_bytes=256 << 10, tokens=16)
     path = unsealed(tmp_path, 120, large)
     loaded = load(path, files)
@@ -109,7 +110,7 @@ def test_of_large_pages_the_headers_alone_are_read(tmp_path: Path, files: Counte
     assert files.asked < last_group + (4 << 20)
 
 
-def test_behind_damaged_headers_nothing_is_read_twice(tmp_path: Path, files: CountedFiles) -> None:
+def test_after_damaged_headers_nothing_is_read_twice(tmp_path: Path, files: CountedFiles) -> None:
     path = unsealed(tmp_path, 1000)
     content = bytearray(path.read_bytes())
     for name in range(0, 900, 2):
@@ -121,7 +122,7 @@ def test_behind_damaged_headers_nothing_is_read_twice(tmp_path: Path, files: Cou
     assert files.asked < 2 * len(content)
 
 
-# -- no more than a segment holds ----------------------------------------------------------
+# -- bounded memory ----------------------------------------------------------------------
 
 
 def sparse(path: Path, header: SegmentHeader, nbytes: int, end: bytes = b"") -> None:
@@ -133,7 +134,7 @@ def sparse(path: Path, header: SegmentHeader, nbytes: int, end: bytes = b"") -> 
 
 
 def trailer(header: SegmentHeader, offset: int, count: int, key_bytes: int) -> bytes:
-    """A valid trailer, as an attacker could create it."""
+    """Return a valid trailer, as an attacker could create it."""
     fixed = TRAILER.pack(TRAILER_MAGIC, header.nonce, offset, count, key_bytes, bytes(16))
     return fixed + xxhash.xxh3_128_digest(fixed)
 
@@ -146,7 +147,7 @@ def test_a_file_longer_than_any_segment_is_refused(tmp_path: Path, files: Counte
     assert files.asked < 1 << 20
 
 
-def test_the_longest_segment_is_one(tmp_path: Path, files: CountedFiles) -> None:
+def test_the_longest_segment_is_accepted(tmp_path: Path, files: CountedFiles) -> None:
     assert most_segment_bytes(PAGE_FORMAT) == SEGMENT_BYTES
     huge = PageFormat(ElementType.BF16, 1 << 30, 16)
     options = store_options(tmp_path, page_format=huge)
@@ -189,7 +190,7 @@ def test_a_footer_with_too_many_entries_is_refused(tmp_path: Path, files: Counte
 
 
 @pytest.mark.parametrize("page_bytes", [1 << 32, 1 << 44, (1 << 63) + 4096])
-def test_pages_that_no_record_can_hold_are_none(
+def test_pages_too_large_for_a_record_are_refused(
     tmp_path: Path, files: CountedFiles, page_bytes: int
 ) -> None:
     path = tmp_path / "00000061.seg"
@@ -208,13 +209,13 @@ def little_memory() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("little_memory")
-def test_a_store_with_such_files_in_it_opens_and_serves(tmp_path: Path) -> None:
+def test_a_store_with_oversized_files_opens_and_serves(tmp_path: Path) -> None:
     store = open_store(tmp_path, files=UnsafeFiles())
     key = page_key(1)
     assert store.put([(key, page_bytes(key))]) == frozenset()
     folder = store.options.folder
     store.close()
-    large = PageFormat(ElementType.BF16, 1 << 31, 16)  # of which a segment may have 16 GiB
+    large = PageFormat(ElementType.BF16, 1 << 31, 16)  # a segment of such pages may have 16 GiB
     for number, header, nbytes in (
         (60, header_of(number=60), 1 << 40),
         (61, header_of(page_format=large), 16 << 30),
@@ -232,7 +233,7 @@ def test_a_store_with_such_files_in_it_opens_and_serves(tmp_path: Path) -> None:
     store.close()
 
 
-def test_real_files_give_no_descriptor_of_what_is_no_plain_file(tmp_path: Path) -> None:
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")

@@ -1,4 +1,4 @@
-"""The index of a writer's folder: any bytes are read, up to the first incomplete entry."""
+"""The index of a writer's folder: any bytes are parsed, up to the first incomplete entry."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENTRIES = st.lists(
 
 
 @given(ENTRIES, st.binary(max_size=60))
-def test_entries_are_read_up_to_the_first_that_is_not_whole(
+def test_entries_are_read_up_to_the_first_incomplete_one(
     entries: Sequence[Entry], tail: bytes
 ) -> None:
     data = pack_entries(entries, NUMBER)
@@ -52,14 +52,14 @@ def test_any_bytes_are_read(data: bytes) -> None:
     number_in(data[:32])
 
 
-def test_entries_of_another_index_count_for_nothing() -> None:
+def test_entries_of_another_index_are_ignored() -> None:
     entry = Entry(Kind.VALUE, b"page", Place(1, 0, 5))
     assert parse_entries(pack_entries([entry], NUMBER), bytes(16)) == ([], 0)
     assert number_in(head_of(NUMBER)) == NUMBER
 
 
 @given(ENTRIES)
-def test_the_newest_entry_of_a_name_holds(entries: Sequence[Entry]) -> None:
+def test_the_newest_entry_of_a_name_counts(entries: Sequence[Entry]) -> None:
     contents, expected = FolderContents(), dict[bytes, Place]()
     contents.apply(entries)
     for kind, name, place in entries:

@@ -1,4 +1,5 @@
-"""A shared folder as a remote store: writers add values, readers see them, failures are misses."""
+"""A shared folder as a remote store: writers add values, readers find them, and failures are
+misses."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ Open = Callable[..., SharedRoot]
 
 
 class TestSharedRoot(RemoteConformance):
-    """One process's store in a folder of its own."""
+    """The store of one process, in its own folder."""
 
     def make_store(self, root: Path) -> RemoteStore:
         root.mkdir()
@@ -42,7 +43,7 @@ class TestSharedRoot(RemoteConformance):
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A shared folder of which every look is a fresh one."""
+    """A shared folder in which every lookup refreshes the indexes."""
     monkeypatch.setattr(root_store, "REFRESH_S", 0.0)
     folder = tmp_path / "root"
     folder.mkdir()
@@ -68,7 +69,7 @@ def pack_files(root: Path) -> list[Path]:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> list[int]:
-    """Have a system call fail, until the list given has been emptied."""
+    """Make a system call fail while the returned list is not empty."""
     real, failures = getattr(os, name), [number]
 
     def call(*args: Any) -> Any:
@@ -83,7 +84,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> list[int
 # -- several processes --------------------------------------------------------------
 
 
-def test_what_one_writes_others_find_and_neither_waits_for_a_lock(open_store: Open) -> None:
+def test_others_find_written_values_without_waiting_for_a_lock(open_store: Open) -> None:
     ours, theirs = open_store(), open_store()
     mine, other = some_keys(20), some_keys(20, "other")
     put_all(ours, mine, [b"ours"] * 20)
@@ -123,7 +124,7 @@ def test_a_process_that_wrote_nothing_leaves_nothing(root: Path, open_store: Ope
     assert not list(root.iterdir())
 
 
-def test_what_others_wrote_is_forgotten_and_stays_theirs(open_store: Open) -> None:
+def test_deleting_other_writers_values_only_forgets_them(open_store: Open) -> None:
     ours, theirs = open_store(), open_store()
     put_all(theirs, keys("page"), [b"value"])
     assert ours.exists(keys("page"), soon()) == [HIT]
@@ -162,10 +163,10 @@ def test_without_time_left_the_next_poll_continues(
     assert seen[0] < seen[-1] == 4
 
 
-# -- room ---------------------------------------------------------------------------
+# -- space --------------------------------------------------------------------------
 
 
-def test_the_oldest_values_go_when_a_folder_is_full(root: Path, open_store: Open) -> None:
+def test_the_oldest_values_are_deleted_when_a_folder_is_full(root: Path, open_store: Open) -> None:
     ours, theirs = open_store(most_bytes=800_000), open_store()
     wanted = some_keys(60)
     for at, key in enumerate(wanted):
@@ -178,11 +179,12 @@ def test_the_oldest_values_go_when_a_folder_is_full(root: Path, open_store: Open
     assert ours.put([(keys("big")[0], [bytes(800_001)])], soon()) == [Outcome.REFUSED]
 
 
-def test_a_tenth_of_the_file_system_is_left_and_the_long_gone_go_first(
+def test_a_tenth_of_the_file_system_stays_free_and_dead_writers_values_go_first(
     root: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(own_folder, "LOOK_FOR_GONE_S", 0.0)
-    monkeypatch.setattr(own_folder, "is_locked", lambda _: False)  # locks do not reach other hosts
+    # Locks are not visible on other hosts.
+    monkeypatch.setattr(own_folder, "is_locked", lambda _: False)
     gone, idle, ours = open_store(), open_store(), open_store()
     for at, store in enumerate((gone, idle, ours)):
         put_all(store, keys(f"page {at}"), [bytes(100_000)])
@@ -221,7 +223,7 @@ def test_a_tenth_of_the_file_system_is_left_and_the_long_gone_go_first(
     assert read_all(ours, keys("page 0")) == {0: b"back again"}
 
 
-def test_a_full_disk_is_full_and_the_values_before_are_there(
+def test_on_a_full_disk_earlier_values_are_still_found(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
@@ -234,12 +236,10 @@ def test_a_full_disk_is_full_and_the_values_before_are_there(
     assert theirs.exists(keys("before", "page", "after"), soon()) == [HIT, MISS, HIT]
 
 
-# -- trouble ------------------------------------------------------------------------
+# -- failures -----------------------------------------------------------------------
 
 
-def test_an_index_that_is_torn_hides_nothing_that_is_added_later(
-    root: Path, open_store: Open
-) -> None:
+def test_a_torn_index_hides_no_later_entries(root: Path, open_store: Open) -> None:
     ours, theirs = open_store(), open_store()
     put_all(ours, keys("first"), [b"value"])
     (index,) = root.glob(f"*/{INDEX_NAME}")
@@ -279,7 +279,7 @@ def test_an_index_that_could_not_be_written_is_rewritten(
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ESTALE])
-def test_a_pack_that_went_meanwhile_is_a_miss(
+def test_a_pack_deleted_meanwhile_is_a_miss(
     root: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     ours, theirs, wanted = open_store(), open_store(), some_keys(4)
@@ -313,7 +313,7 @@ def test_packs_that_a_power_cut_shortened_are_left_out(root: Path, open_store: O
     assert again.exists(keys("two", "three"), soon()) == [MISS, HIT]
 
 
-def test_a_disk_that_fails_is_left_alone_and_then_used_again(
+def test_a_failing_disk_is_paused_and_then_used_again(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = open_store(), open_store()
@@ -329,7 +329,7 @@ def test_a_disk_that_fails_is_left_alone_and_then_used_again(
         time.sleep(0.05)
 
 
-def test_a_root_that_is_missing_is_down_and_is_not_made(
+def test_a_missing_root_is_down_and_not_created(
     root: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
@@ -347,7 +347,7 @@ def test_a_root_that_is_missing_is_down_and_is_not_made(
     assert read_all(store, keys("page")) == {0: b"value"}
 
 
-def test_who_lost_the_folder_begins_another(root: Path, open_store: Open) -> None:
+def test_a_process_that_lost_its_folder_starts_another(root: Path, open_store: Open) -> None:
     store, other = open_store(), open_store()
     put_all(store, keys("page"), [b"value"])
     (folder,) = (path for path in root.iterdir() if (path / INDEX_NAME).exists())
@@ -358,7 +358,7 @@ def test_who_lost_the_folder_begins_another(root: Path, open_store: Open) -> Non
     assert other.exists(keys("page", "more"), soon()) == [MISS, HIT]
 
 
-def test_what_is_no_folder_of_ours_is_passed_over(root: Path, open_store: Open) -> None:
+def test_foreign_folders_are_ignored(root: Path, open_store: Open) -> None:
     (root / "file").write_bytes(b"x")
     (root / "empty").mkdir()
     for name, content in (("newer", b"tkvindx\0" + b"\2" * 24), ("strange", b"#!/bin/sh")):

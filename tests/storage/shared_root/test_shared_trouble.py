@@ -26,7 +26,7 @@ from tiered_kv.testing.conformance.remote import put_all, read_all, soon
 MOST = 1 << 24
 TWO_DAYS_S = 2 * 86400.0
 BLOCK, ENTRY = 4096, 32
-"""Bytes of a block of the file system, and of an entry of the index without its name."""
+"""Bytes of a file system block, and of an index entry without its name."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +39,8 @@ def _always_look(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_folder_of_an_engine_that_only_reads_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: bool, looks: bool
 ) -> None:
-    """Its lock shows this to its own host, and its heartbeat to all others. The first rank looks
-    pages up; the others only read them."""
+    """The engine's lock shows to processes on its own host that it is alive, and its heartbeat to
+    all others. The first rank looks up pages, and the others only read them."""
     reader, (one, other) = SharedRoot(tmp_path, MOST), keys("one", "other")
     assert reader.put([(one, [b"x" * 1000])], soon()) == [Outcome.STORED]
     lock = next(tmp_path.glob("*/lock"))
@@ -54,7 +54,7 @@ def test_the_folder_of_an_engine_that_only_reads_stays(
         (got,) = reader.get([one], memoryview(bytearray(1000)), soon())
         assert got.outcome is Outcome.HIT
     writer = SharedRoot(tmp_path, MOST)
-    monkeypatch.setattr(own_folder, "KEPT_FREE", 1.0)  # room is short
+    monkeypatch.setattr(own_folder, "KEPT_FREE", 1.0)  # space is short
     writer.put([(other, [b"y" * 1000])], soon())
     assert lock.exists()
     writer.close()
@@ -79,7 +79,7 @@ def test_an_engine_that_cannot_write_reads_what_others_have(
     others.close()
 
 
-def test_an_entry_of_an_impossible_place_counts_as_none(tmp_path: Path) -> None:
+def test_an_entry_with_an_impossible_place_is_ignored(tmp_path: Path) -> None:
     folder, number, (key,) = tmp_path / "other.0", bytes(16), keys("one")
     folder.mkdir()
     entry = Entry(Kind.VALUE, key.name, Place(1, 1 << 63, 10))
@@ -96,7 +96,7 @@ def test_an_entry_of_an_impossible_place_counts_as_none(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB."""
+    """A mounted file system of 8 MiB. Skips the test without root."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(folder)]
@@ -108,7 +108,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> Path:
-    """Let another program take all remaining space of a disk."""
+    """Fill all remaining space of a disk, as another program could. Returns the filler file."""
     path = disk / "somebody else's"
     with path.open("ab", buffering=0) as file:
         try:
@@ -119,13 +119,13 @@ def fill(disk: Path) -> Path:
 
 
 def values(count: int, name: str = "value") -> list[tuple[RemoteKey, list[bytes]]]:
-    """Values of 100 kB, each of which names its owner."""
+    """Return values of 100 kB, each of which starts with its key."""
     found = keys(*(f"{name} {at} {'x' * 600}" for at in range(count)))
     return [(key, [key.name, bytes(100_000)]) for key in found]
 
 
 def check_values(store: SharedRoot, names: Sequence[RemoteKey]) -> int:
-    """Number of values that are there; each is its own."""
+    """Return the number of values found. Asserts that each belongs to its key."""
     found = read_all(store, names)
     for at, value in found.items():
         assert value is Outcome.MISS or (
@@ -134,7 +134,7 @@ def check_values(store: SharedRoot, names: Sequence[RemoteKey]) -> int:
     return len([one for one in found.values() if one is not Outcome.MISS])
 
 
-def test_on_a_full_disk_the_oldest_values_make_room_for_new_ones(
+def test_on_a_full_disk_the_oldest_values_are_replaced_by_new_ones(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
@@ -143,7 +143,8 @@ def test_on_a_full_disk_the_oldest_values_make_room_for_new_ones(
     names = [key for key, _ in old]
     assert check_values(reader, names) == 45
     index = next(small_disk.glob("*/index")).stat().st_size
-    filler = b"f" * (BLOCK - (index + ENTRY) % BLOCK)  # not one more entry fits into its last block
+    # Makes the index end exactly at a block boundary.
+    filler = b"f" * (BLOCK - (index + ENTRY) % BLOCK)
     put_all(store, [RemoteKey(filler, filler)], [b"value"])
     assert next(small_disk.glob("*/index")).stat().st_size % BLOCK == 0
     fill(small_disk)
@@ -162,7 +163,7 @@ def test_on_a_full_disk_the_oldest_values_make_room_for_new_ones(
 def test_on_a_full_disk_a_process_opens_its_folder_and_continues(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It rewrites the index, and keeps correspondingly fewer values."""
+    """The process rewrites the index, and keeps correspondingly fewer values."""
     monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
     store, old = SharedRoot(small_disk, 6 << 20), values(45)
     store.put(old, soon())
@@ -175,7 +176,7 @@ def test_on_a_full_disk_a_process_opens_its_folder_and_continues(
     again.close()
 
 
-def test_on_a_full_disk_deleted_values_are_found_no_more(
+def test_on_a_full_disk_deleted_values_are_not_found(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
@@ -190,10 +191,10 @@ def test_on_a_full_disk_deleted_values_are_found_no_more(
     store.close()
 
 
-def test_a_quota_that_the_file_system_does_not_tell_of_is_a_full_disk(
+def test_an_unreported_quota_counts_as_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values that did not fit leave no holes, and the oldest pack goes for each call at most."""
+    """Values that did not fit leave no holes, and each call deletes at most the oldest pack."""
     monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
     real, old, new = os.pwrite, values(30), values(30, "new")
 
@@ -221,10 +222,10 @@ def test_a_quota_that_the_file_system_does_not_tell_of_is_a_full_disk(
     store.close()
 
 
-def test_a_disk_that_takes_nothing_costs_a_pack_for_each_call_at_most(
+def test_a_disk_that_accepts_nothing_costs_at_most_one_pack_per_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other programs have taken the space of everything that this process deletes."""
+    """Other programs immediately use the space of everything that this process deletes."""
     monkeypatch.setattr(Breaker, "lets_through", lambda *_: True)
     real, old, new = os.pwrite, values(30), values(12, "new")
 
@@ -251,7 +252,7 @@ def test_a_disk_that_takes_nothing_costs_a_pack_for_each_call_at_most(
     ],
     ids=["full", "broken"],
 )
-def test_values_before_the_one_that_found_the_disk_full_count(
+def test_values_written_before_the_disk_was_full_count(
     error: int, outcomes: list[Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, new = os.pwrite, values(4)
@@ -271,7 +272,7 @@ def test_values_before_the_one_that_found_the_disk_full_count(
     reader.close()
 
 
-def test_a_disk_that_takes_no_more_files_refuses_values(
+def test_a_disk_without_inodes_refuses_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes are free but inodes are not, so a new pack cannot be created."""
@@ -302,7 +303,7 @@ CRASHES: dict[str, str] = {
 
 
 @pytest.mark.parametrize("where", CRASHES.values(), ids=CRASHES)
-def test_a_process_that_is_killed_while_it_writes_the_index_leaves_a_folder_to_the_next(
+def test_a_process_killed_while_writing_the_index_leaves_a_usable_folder(
     tmp_path: Path, where: str
 ) -> None:
     script = f"""
@@ -342,7 +343,8 @@ for number in range(25, 40):
 
 
 def test_a_folder_whose_index_could_not_be_replaced_is_opened(tmp_path: Path) -> None:
-    """A process that was killed there, or ran out of space, leaves the new one."""
+    """A process that was killed before the replacement, or ran out of space, leaves the new
+    index."""
     store = SharedRoot(tmp_path, MOST)
     put_all(store, keys("before"), [b"value"])
     store.close()
@@ -355,13 +357,14 @@ def test_a_folder_whose_index_could_not_be_replaced_is_opened(tmp_path: Path) ->
     again.close()
 
 
-def test_the_number_of_a_pack_that_is_gone_is_not_used_again(tmp_path: Path) -> None:
+def test_the_number_of_a_deleted_pack_is_not_reused(tmp_path: Path) -> None:
     """A reader may still have an old index, and would find other values in the pack."""
     store, reader = SharedRoot(tmp_path, MOST), SharedRoot(tmp_path, MOST)
     put_all(store, keys("old"), [b"old value"])
     assert reader.exists(keys("old"), soon()) == [Outcome.HIT]
     store.close()
-    next(tmp_path.glob("*/*.pack")).unlink()  # and its process was killed before it noted that
+    # As if its process was killed before it updated the index.
+    next(tmp_path.glob("*/*.pack")).unlink()
     again = SharedRoot(tmp_path, MOST)
     put_all(again, keys("new"), [b"new value"])
     assert [path.name for path in tmp_path.glob("*/*.pack")] == ["00000002.pack"]
@@ -370,7 +373,7 @@ def test_the_number_of_a_pack_that_is_gone_is_not_used_again(tmp_path: Path) -> 
     reader.close()
 
 
-# -- no writes --------------------------------------------------------------------------
+# -- read-only folders -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", root_store.NOT_WRITABLE)

@@ -30,7 +30,7 @@ Opener = Callable[..., SegmentStore]
 
 
 def options_of(root: Path, number: int, segments: int = 16) -> StoreOptions:
-    """Stores of one engine's ranks, all with the same capacity."""
+    """Return the options of a store of one rank. All stores have the same capacity."""
     least = store_options(root, capacity_bytes=0).segment_bytes
     return store_options(root, rank=number, ranks=8, capacity_bytes=segments * least)
 
@@ -41,7 +41,7 @@ def open_at(options: StoreOptions) -> SegmentStore:
 
 @pytest.fixture
 def open_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
-    monkeypatch.setattr("tiered_kv.storage.store.capacity.FRESH_S", -1.0)  # always look
+    monkeypatch.setattr("tiered_kv.storage.store.capacity.FRESH_S", -1.0)  # never use a cached size
     opened: list[SegmentStore] = []
 
     def open_store(number: int, segments: int = 16) -> SegmentStore:
@@ -54,7 +54,7 @@ def open_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open
 
 
 def fill(store: SegmentStore, first: int, puts: int = 1, pages: int = 8) -> int:
-    """Number of refused pages."""
+    """Put pages, and return the number of refused pages."""
     refused = 0
     for put in range(puts):
         keys = [page_key(first + put * pages + i) for i in range(pages)]
@@ -81,15 +81,17 @@ def proposal_of(store: SegmentStore) -> Proposal:
     return proposal
 
 
-def test_a_store_alone_takes_it_all_and_no_more(open_store: Opener, tmp_path: Path) -> None:
+def test_a_single_store_uses_the_whole_capacity_and_no_more(
+    open_store: Opener, tmp_path: Path
+) -> None:
     store = open_store(0)
     fill_up(store)
     options = store.options
-    share = options.capacity_bytes - 2 * options.segment_bytes  # the rest is for survivors
+    share = options.capacity_bytes - 2 * options.segment_bytes  # the rest is reserved for survivors
     assert share - options.segment_bytes < used(tmp_path) <= share
 
 
-def test_proposals_begin_before_a_put_fails(open_store: Opener) -> None:
+def test_proposals_start_before_a_put_fails(open_store: Opener) -> None:
     store = open_store(0)
     first = 0
     while store.proposal() is None:
@@ -144,7 +146,7 @@ def test_a_newcomer_gets_one_segment_immediately_and_eventually_its_share(
     assert used(tmp_path) <= capacity
     assert new.proposal() is not None, "it can write nothing, so it may give way to itself"
 
-    # The old store has more than its share now, and is told so until it has not.
+    # The old store exceeds its share now, and gets proposals until it no longer does.
     while (proposal := old.proposal()) is not None:
         old.reclaim(proposal.segment, ())
     assert used(old.options.folder) <= capacity // 2
@@ -156,9 +158,7 @@ def test_a_newcomer_gets_one_segment_immediately_and_eventually_its_share(
     assert used(tmp_path) <= capacity
 
 
-def test_when_a_store_closes_its_share_falls_to_the_others(
-    open_store: Opener, tmp_path: Path
-) -> None:
+def test_when_a_store_closes_the_others_get_its_share(open_store: Opener, tmp_path: Path) -> None:
     one, two = open_store(0), open_store(1)
     fill_up(one)
     fill_up(two)
@@ -168,7 +168,7 @@ def test_when_a_store_closes_its_share_falls_to_the_others(
     assert used(one.options.folder) > one.options.capacity_bytes - 4 * one.options.segment_bytes
 
 
-def test_survivors_have_room_even_when_all_is_full(open_store: Opener, tmp_path: Path) -> None:
+def test_survivors_have_space_even_in_a_full_store(open_store: Opener, tmp_path: Path) -> None:
     store = open_store(0)
     fill_up(store)
     proposal = proposal_of(store)
@@ -177,7 +177,7 @@ def test_survivors_have_room_even_when_all_is_full(open_store: Opener, tmp_path:
     assert used(tmp_path) <= store.options.capacity_bytes
 
 
-def test_survivors_have_room_while_another_store_has_come(
+def test_survivors_have_space_after_another_store_has_opened(
     open_store: Opener, tmp_path: Path
 ) -> None:
     store = open_store(0)
@@ -190,7 +190,7 @@ def test_survivors_have_room_while_another_store_has_come(
     assert used(tmp_path) <= store.options.capacity_bytes
 
 
-def test_the_emptiest_segment_dies_first_else_the_oldest(open_store: Opener) -> None:
+def test_the_emptiest_segment_is_deleted_first_otherwise_the_oldest(open_store: Opener) -> None:
     store = open_store(0)
     fill_up(store)
     assert proposal_of(store).segment == 1
@@ -205,7 +205,7 @@ def test_the_emptiest_segment_dies_first_else_the_oldest(open_store: Opener) -> 
     assert not third.path.exists()
 
 
-def test_a_store_that_was_given_less_room_proposes_until_it_fits(
+def test_a_store_with_less_capacity_proposes_until_it_fits(
     open_store: Opener, tmp_path: Path
 ) -> None:
     store = open_store(0, segments=16)
@@ -272,7 +272,7 @@ def test_tools_name_the_damaged_record(open_store: Opener, tmp_path: Path) -> No
 
 
 def fill_in_turn(root: Path, number: int) -> None:
-    """A process that fills its store and reclaims, for a while."""
+    """Fill a store and reclaim segments for a while, in a separate process."""
     store = open_at(options_of(root, number))
     for put in range(150):
         fill(store, put * 8)
@@ -283,14 +283,14 @@ def fill_in_turn(root: Path, number: int) -> None:
 
 
 def size_of(segment: Path) -> int:
-    """Bytes of a segment; 0 if it is gone."""
+    """Return the bytes of a segment; 0 if it was deleted."""
     try:
         return segment.stat().st_size
     except FileNotFoundError:
         return 0
 
 
-def test_processes_together_keep_to_the_capacity(tmp_path: Path) -> None:
+def test_processes_together_stay_within_the_capacity(tmp_path: Path) -> None:
     writers = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.storage.store.test_capacity", str(tmp_path), str(number)],
@@ -303,9 +303,10 @@ def test_processes_together_keep_to_the_capacity(tmp_path: Path) -> None:
     most = 0
     try:
         while any(writer.poll() is None for writer in writers):
-            with root_locked(tmp_path):  # or a segment that went and one that came both count
+            # Without the lock, a deleted and a new segment could both be counted.
+            with root_locked(tmp_path):
                 most = max(most, sum(map(size_of, tmp_path.rglob("*.seg"))))
-            time.sleep(0.001)  # the writers want the lock as well
+            time.sleep(0.001)  # the writers need the lock too
         outputs = [writer.communicate()[0] for writer in writers]
     finally:
         for writer in writers:

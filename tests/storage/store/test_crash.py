@@ -1,6 +1,5 @@
 """After a crash of the process or the machine at any moment, the store opens and returns all
-durable pages.
-"""
+durable pages."""
 
 from __future__ import annotations
 
@@ -51,11 +50,12 @@ def open_store(
 
 @dataclass
 class Moment:
-    """Pages that were acknowledged after so many steps.
+    """Pages that were acknowledged after a number of file operations.
 
     Attributes:
-        stored: version of each page that must be there.
-        past: versions since the last reset that may be there instead of none.
+        steps: number of recorded file operations.
+        stored: version of each page that must exist.
+        past: versions since the last reset that may exist instead of a missing page.
     """
 
     steps: int
@@ -65,7 +65,7 @@ class Moment:
 
 @dataclass
 class Story:
-    """A store that lives a life; one call after the other, each noted once it returned."""
+    """A sequence of calls on a store. After each call, the acknowledged pages are recorded."""
 
     store: SegmentStore
     files: RecordedFiles
@@ -140,7 +140,8 @@ def found_in(store: SegmentStore) -> dict[int, bytes]:
 
 
 def check(found: dict[int, bytes], before: Moment, after: Moment) -> None:
-    """The pages found are the acknowledged pages, and at most the pages being written."""
+    """Assert that the pages found are the acknowledged pages, and at most the pages being
+    written."""
     for name in before.stored.keys() & after.stored.keys():
         assert name in found, f"page {name} was durable and is lost"
     for name, page in found.items():
@@ -152,7 +153,7 @@ def check(found: dict[int, bytes], before: Moment, after: Moment) -> None:
 
 
 def check_was_stored(name: int, page: bytes, before: Moment, after: Moment) -> None:
-    """It was put since the last reset."""
+    """Assert that the page was put since the last reset."""
     versions = before.past.get(name, set()) | after.past.get(name, set())
     assert is_version(name, page, versions), f"page {name} is wrong, or of before a reset"
 
@@ -180,7 +181,7 @@ def test_a_crash_at_any_write_loses_nothing_durable(
         with closing(open_store(replace(options, root=copy), trained, UnsafeFiles())) as store:
             first = found_in(store)
             check(first, before, after)
-            # Life goes on, and the next restart finds that too.
+            # The store remains usable, and the next restart finds its new page too.
             page = page_bytes(page_key(1000))
             while store.put([(page_key(1000), page)]):
                 proposal = store.proposal()
@@ -191,7 +192,7 @@ def test_a_crash_at_any_write_loses_nothing_durable(
             found = found_in(store)
         lost = [name for name, page in kept.items() if found.get(name) != page]
         assert not lost, "what was there when the store was closed"
-        # Of a page that was reclaimed, an earlier record may lie in a segment that was not.
+        # An earlier record of a reclaimed page may be in a segment that still exists.
         for name in found.keys() - kept.keys():
             assert name in first, f"page {name} is back from before a reset"
             check_was_stored(name, found[name], before, after)
@@ -207,7 +208,7 @@ def kill_options(root: Path) -> StoreOptions:
 
 
 def write_until_killed(root: Path, first: int) -> None:
-    """Puts groups of pages forever, and prints which are durable and which may be lost."""
+    """Put groups of pages forever, and print which are durable and which may be lost."""
 
     def say(what: str, keys: Iterable[PageKey]) -> None:
         os.write(1, f"{what} {' '.join(str(name_of(key)) for key in keys)}\n".encode())
@@ -238,7 +239,7 @@ def kill_again_and_again(root: Path, times: int) -> None:
         try:
             assert writer.stdout is not None
             lines = [writer.stdout.readline() for _ in range(rng.randint(1, 12))]
-            time.sleep(rng.random() * 0.004)  # any moment of what it does next
+            time.sleep(rng.random() * 0.004)  # any moment of its next operations
             os.kill(writer.pid, signal.SIGKILL)
             lines += writer.stdout.read().splitlines(keepends=True)
         finally:
@@ -256,7 +257,7 @@ def kill_again_and_again(root: Path, times: int) -> None:
 
 
 def check_after_kill(root: Path, durable: set[int]) -> set[int]:
-    """Check that everything durable exists and is complete. Returns all pages."""
+    """Check that everything durable exists and is complete. Returns the names of all pages."""
     with closing(open_store(kill_options(root), trained=True)) as store:
         keys = store.keys()
         wanted = [(key, np.zeros(PAGES.page_bytes, np.uint8)) for key in keys]
@@ -279,11 +280,11 @@ def test_kill_minus_nine_at_three_hundred_moments_loses_nothing_durable(tmp_path
     kill_again_and_again(tmp_path, 300)
 
 
-def test_what_survived_a_reclaim_survives_the_kill_in_its_middle_and_the_next_reclaim(
+def test_survivors_outlive_a_kill_during_a_reclaim_and_the_next_reclaim(
     tmp_path: Path,
 ) -> None:
-    """Killed once survivors are written and before their old segment is gone: a full store has
-    both, and more than its share."""
+    """The process is killed after survivors are written, and before their old segment is deleted. A
+    full store then has both, which exceeds its share."""
     segment = store_options(tmp_path, capacity_bytes=0).segment_bytes
     options = store_options(tmp_path / "root", capacity_bytes=8 * segment)
     files = FaultyFiles(UnsafeFiles())
@@ -293,7 +294,8 @@ def test_what_survived_a_reclaim_survives_the_kill_in_its_middle_and_the_next_re
                 break
         first = store.proposal()
         assert first is not None
-        files.fail("unlink", errno.EIO)  # all that is left to do when it is killed
+        # The last operation of a reclaim, before which the process is killed.
+        files.fail("unlink", errno.EIO)
         store.reclaim(first.segment, first.keys[::2])
     assert files.struck == 1
     used = sum(path.stat().st_size for path in options.folder.glob("*.seg"))
@@ -313,15 +315,17 @@ def test_what_survived_a_reclaim_survives_the_kill_in_its_middle_and_the_next_re
 
 
 def unsealed_copy(store: SegmentStore, change: Callable[[bytes], bytes]) -> None:
-    """The newest segment as a killed process leaves it, changed."""
+    """Close the store, and write its newest segment as a killed process leaves it, after
+    ``change``."""
     path = max(store.options.folder.glob("*.seg"))
     content = path.read_bytes()
     store.close()
     path.write_bytes(change(content))
 
 
-def test_records_of_an_earlier_life_of_a_file_are_not_found(tmp_path: Path) -> None:
-    """A file whose blocks still hold whole records of another segment behind its own."""
+def test_stale_records_in_a_reused_file_are_not_found(tmp_path: Path) -> None:
+    """After the segment's own records, the blocks of its file still contain complete records of
+    another segment."""
     options = store_options(tmp_path)
     store = open_store(options, trained=False)
     store.put([(page_key(i), page_bytes(page_key(i))) for i in range(10)])
@@ -329,7 +333,7 @@ def test_records_of_an_earlier_life_of_a_file_are_not_found(tmp_path: Path) -> N
     stale = path.read_bytes()
     store.clear()
     store.close()
-    store = open_store(options, trained=False)  # numbers its segments from the beginning
+    store = open_store(options, trained=False)  # numbers its segments from 1 again
     store.put([(page_key(100), page_bytes(page_key(100)))])
 
     assert path.exists(), "not the same name"
@@ -344,7 +348,7 @@ def test_records_of_an_earlier_life_of_a_file_are_not_found(tmp_path: Path) -> N
     store.close()
 
 
-def test_a_damaged_header_hides_no_record_behind_it(tmp_path: Path) -> None:
+def test_a_damaged_header_hides_no_later_record(tmp_path: Path) -> None:
     options = store_options(tmp_path)
     store = open_store(options, trained=False)
     for i in range(6):

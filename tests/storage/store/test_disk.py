@@ -40,7 +40,7 @@ def put(store: SegmentStore) -> None:
 
 
 def check(store: SegmentStore) -> None:
-    """Every page is found and right."""
+    """Assert that every page is found and right."""
     wanted = [(key, np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for key in KEYS]
     assert store.get(wanted) == frozenset()
     assert all(np.array_equal(out, page_bytes(key)) for key, out in wanted)
@@ -48,7 +48,7 @@ def check(store: SegmentStore) -> None:
 
 @pytest.mark.parametrize("operation", ["create", "pwrite"])
 @pytest.mark.parametrize("direct", [True, False])
-def test_a_full_disk_does_not_hide_whether_it_takes_direct_io(
+def test_a_full_disk_does_not_hide_direct_io_support(
     open_store: Opener, operation: str, direct: bool
 ) -> None:
     store = open_store()
@@ -65,7 +65,7 @@ def test_a_full_disk_does_not_hide_whether_it_takes_direct_io(
 
 
 class WatchedFiles(RealFiles):
-    """Notes which folders were made durable."""
+    """Records which folders were made durable."""
 
     def __init__(self) -> None:
         self.synced: list[Path] = []
@@ -75,7 +75,7 @@ class WatchedFiles(RealFiles):
         super().sync_folder(folder)
 
 
-def test_every_folder_that_is_made_outlives_a_power_cut(open_store: Opener, tmp_path: Path) -> None:
+def test_every_created_folder_is_durable(open_store: Opener, tmp_path: Path) -> None:
     files = WatchedFiles()
     folder = open_store(files, root=tmp_path / "deep" / "root").options.folder
     assert set(folder.parents) & set(files.synced) == {

@@ -1,4 +1,4 @@
-"""A failing disk: pages are refused or lost, nothing raises, and a counter rises."""
+"""A failing disk: pages are refused or lost, nothing raises, and a counter increases."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOREVER = float("inf")
 
 @dataclass
 class Bench:
-    """A store on faulty files, and the pages that it acknowledged."""
+    """A store on a disk that can fail, and the pages that it acknowledged."""
 
     options: StoreOptions
     files: FaultyFiles = field(default_factory=lambda: FaultyFiles(UnsafeFiles()))
@@ -50,7 +50,8 @@ class Bench:
         return failed
 
     def get(self) -> set[PageKey]:
-        """Read everything. Damaged pages are missing, and returned pages are right."""
+        """Read all pages. Asserts that returned pages are right and that failed ones are removed
+        from the store. Returns the failed ones."""
         keys = list(self.stored)
         wanted = [(key, np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for key in keys]
         failed = self.store.get(wanted)
@@ -65,7 +66,7 @@ class Bench:
                 del self.stored[key]
 
     def check(self) -> None:
-        """With the disk well again the store is as good as new."""
+        """Assert that the store works normally again once the disk has recovered."""
         self.files.heal()
         for key in self.get():
             del self.stored[key]
@@ -118,7 +119,7 @@ def test_a_write_that_fails_at_any_time_costs_pages_and_nothing_else(
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
-def test_a_disk_that_stops_taking_anything_still_serves(bench: Bench, error: int) -> None:
+def test_a_disk_that_stops_accepting_writes_still_serves(bench: Bench, error: int) -> None:
     bench.put(30)
     bench.files.fail_writing(error)
     for _ in range(3):
@@ -126,7 +127,7 @@ def test_a_disk_that_stops_taking_anything_still_serves(bench: Bench, error: int
         assert failed
     assert bench.get() == set()
     victim = bench.store.proposal()
-    # A full disk has room again once something goes; one that fails keeps what it has.
+    # A full disk has space after a deletion. A failing disk keeps its segments.
     assert (victim is not None) is (error in (errno.ENOSPC, errno.EDQUOT))
     if victim is not None:
         bench.store.reclaim(victim.segment, victim.keys)
@@ -148,7 +149,7 @@ def test_a_failed_put_leaves_what_was_stored_under_its_keys(bench: Bench) -> Non
 
 
 @pytest.mark.parametrize("operation", ["pwrite", "fdatasync"])
-def test_nothing_is_appended_behind_what_may_be_torn(bench: Bench, operation: str) -> None:
+def test_nothing_is_appended_after_a_possibly_torn_record(bench: Bench, operation: str) -> None:
     bench.put(4)
     (path,) = bench.options.folder.glob("*.seg")
     bench.files.fail(operation, errno.EIO)
@@ -184,7 +185,7 @@ def test_short_reads_and_writes_are_continued(bench: Bench, most: int) -> None:
     bench.check()
 
 
-def test_a_disk_that_takes_less_than_a_block_fails_and_does_not_hang(bench: Bench) -> None:
+def test_a_disk_that_writes_less_than_a_block_fails_and_does_not_hang(bench: Bench) -> None:
     bench.put(10)
     bench.files.most_bytes = 100
     assert bench.put(3) == {0, 1, 2}
@@ -195,18 +196,19 @@ def test_a_disk_that_takes_less_than_a_block_fails_and_does_not_hang(bench: Benc
     bench.check()
 
 
-def test_a_read_error_costs_the_page_it_strikes(bench: Bench) -> None:
+def test_a_read_error_costs_only_the_affected_pages(bench: Bench) -> None:
     bench.put(30)
-    bench.files.fail("pread", errno.EIO, times=2)  # the neighbours together, then one of them
+    # A read of several neighbours, then of one of them.
+    bench.files.fail("pread", errno.EIO, times=2)
     assert len(bench.get()) <= 2
     assert bench.store.stats.read_errors <= 2
     assert bench.files.struck == 2
     bench.check()
 
 
-def test_a_bit_flipped_on_the_way_costs_one_page(bench: Bench) -> None:
+def test_a_bit_flipped_by_a_read_costs_one_page(bench: Bench) -> None:
     bench.put(30)
-    bench.files.flip(8 * 5000 + 3)  # behind the header
+    bench.files.flip(8 * 5000 + 3)  # after the header
     (lost,) = bench.get()
     assert bench.store.stats.pages_bad == 1
     assert bench.store.stats.read_errors == 0
@@ -232,7 +234,7 @@ def test_bits_flipped_during_recovery_cost_pages_and_serve_none_that_is_wrong(
 
 @pytest.mark.parametrize("operation", ["open", "pread", "size"])
 @pytest.mark.parametrize("after", range(3))
-def test_a_segment_that_cannot_be_read_on_opening_may_be_there_next_time(
+def test_a_segment_unreadable_at_startup_may_be_readable_the_next_time(
     bench: Bench, operation: str, after: int
 ) -> None:
     bench.put(40)
@@ -247,8 +249,8 @@ def test_a_segment_that_cannot_be_read_on_opening_may_be_there_next_time(
     bench.check()
 
 
-def test_a_segment_whose_codec_cannot_be_had_now_may_be_read_next_time(bench: Bench) -> None:
-    """There was no memory for it, say: that is no fault of the segment."""
+def test_a_segment_without_its_codec_may_be_readable_the_next_time(bench: Bench) -> None:
+    """For example, memory for the codec was short, which is not a fault of the segment."""
     bench.put(40)
     bench.store.close()
 
@@ -264,7 +266,7 @@ def test_a_segment_whose_codec_cannot_be_had_now_may_be_read_next_time(bench: Be
     bench.check()
 
 
-def test_segments_that_can_never_be_read_make_room_in_the_end(bench: Bench) -> None:
+def test_unreadable_segments_are_eventually_deleted_for_space(bench: Bench) -> None:
     bench.put(60)
     bench.store.close()
     bench.files.fail("size", errno.EIO, times=FOREVER)
@@ -277,7 +279,7 @@ def test_segments_that_can_never_be_read_make_room_in_the_end(bench: Bench) -> N
         bench.make_room()
 
 
-def test_a_folder_that_vanishes_takes_its_pages_with_it(bench: Bench) -> None:
+def test_pages_of_a_deleted_folder_are_missing(bench: Bench) -> None:
     bench.put(30)
     shutil.rmtree(bench.options.root)
     for _ in range(5):
@@ -293,7 +295,7 @@ def test_a_folder_that_vanishes_takes_its_pages_with_it(bench: Bench) -> None:
     bench.check()
 
 
-def test_a_store_whose_lock_was_removed_writes_nothing_over_its_successor(bench: Bench) -> None:
+def test_a_store_whose_lock_was_removed_does_not_overwrite_its_successor(bench: Bench) -> None:
     bench.put(5)
     shutil.rmtree(bench.options.folder)
     successor = Bench(bench.options)
@@ -334,7 +336,7 @@ def test_a_store_that_cannot_be_opened_is_reported_and_holds_nothing(
 
 
 def test_a_segment_that_cannot_be_sealed_on_opening_is_served_unsealed(bench: Bench) -> None:
-    """A killed process left it without a footer, and the disk accepts no more writes."""
+    """A killed process left the segment without a footer, and the disk accepts no more writes."""
     bench.put(7)
     killed = bench.options.folder.with_name("killed")
     shutil.copytree(bench.options.folder, killed)

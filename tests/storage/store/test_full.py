@@ -1,4 +1,4 @@
-"""A disk that is full before the capacity is reached only means less space."""
+"""A disk that is full before the capacity is reached only reduces the space."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ends() -> Iterator[None]:
 
 @dataclass
 class Life:
-    """A store that is written, deletes segments as proposed, and reports its pages."""
+    """A store that is written to, deletes segments as proposed, and reports its pages."""
 
     options: StoreOptions
     files: FileLayer
@@ -65,7 +65,7 @@ class Life:
         )
 
     def put(self, count: int = 8) -> int:
-        """Number of these new pages that are stored."""
+        """Put new pages, and return how many were stored."""
         keys = [page_key(self.next_name + i) for i in range(count)]
         self.next_name += count
         pages = [(key, page_bytes(key)) for key in keys]
@@ -74,7 +74,7 @@ class Life:
         return count - len(failed)
 
     def make_room(self, survivors: int = 2) -> int:
-        """Number of lost survivors."""
+        """Reclaim segments while any is proposed, and return the number of lost survivors."""
         lost = 0
         while (proposal := self.store.proposal()) is not None:
             kept = proposal.keys[:survivors]
@@ -84,7 +84,8 @@ class Life:
         return lost
 
     def go_on(self, puts: int, survivors: int = 2) -> tuple[int, int]:
-        """Pages stored of those put, and survivors lost."""
+        """Put pages and reclaim segments. Returns the numbers of stored pages and of lost
+        survivors."""
         stored = lost = 0
         for _ in range(puts):
             stored += self.put()
@@ -92,7 +93,7 @@ class Life:
         return stored, lost
 
     def check(self) -> None:
-        """Every stored page exists and is right."""
+        """Assert that every stored page exists and is right."""
         assert set(self.store.keys()) == set(self.stored)
         wanted = [(key, np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for key in self.stored]
         assert self.store.get(wanted) == frozenset()
@@ -104,7 +105,7 @@ class Life:
         self.open()
         missing = self.stored.keys() - set(self.store.keys())
         assert not missing, "durable pages are lost"
-        found = self.store.keys()  # those that were dropped may be back
+        found = self.store.keys()  # dropped pages may exist again
         self.stored = {key: page_bytes(key) for key in found}
         self.check()
 
@@ -122,7 +123,7 @@ def used(root: Path) -> int:
 def test_a_disk_smaller_than_the_capacity_is_a_smaller_capacity(
     tmp_path: Path, segments: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """New pages are stored all the time, survivors survive, and not every page causes a report."""
+    """All new pages are stored, survivors survive, and nothing is logged."""
     life = small_life(tmp_path, segments)
     stored, lost = life.go_on(80)
     assert (stored, lost) == (80 * 8, 0)
@@ -137,7 +138,7 @@ def test_a_disk_smaller_than_the_capacity_is_a_smaller_capacity(
 def test_an_unreported_quota_is_a_smaller_capacity(
     tmp_path: Path, segments: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is detected by failed writes, which costs the pages of one put per segment, and one
+    """The quota is detected by failed writes, which cost the pages of one put per segment, and one
     warning in total."""
     life = small_life(tmp_path, segments, tells=False)
     stored, _ = life.go_on(80)
@@ -149,7 +150,7 @@ def test_an_unreported_quota_is_a_smaller_capacity(
 
 
 @pytest.mark.parametrize("tells", [True, False])
-def test_a_disk_that_others_fill_takes_pages_as_long_as_it_has_any_room(
+def test_a_disk_that_others_fill_accepts_pages_while_it_has_space(
     tmp_path: Path, tells: bool
 ) -> None:
     life = small_life(tmp_path, 16, tells=tells)
@@ -157,14 +158,14 @@ def test_a_disk_that_others_fill_takes_pages_as_long_as_it_has_any_room(
     disk = life.files
     assert isinstance(disk, SmallDisk)
     before = used(tmp_path)
-    disk.nbytes = before // 2  # somebody else has written so much
+    disk.nbytes = before // 2  # other programs have used the rest
     life.go_on(20)
     assert used(tmp_path) <= before // 2
     stored, _ = life.go_on(20)
     assert stored > 20 * 8 * 0.5
     life.check()
 
-    disk.nbytes = 100 * CAPACITY  # and has taken it away again
+    disk.nbytes = 100 * CAPACITY  # the other programs have deleted their files
     stored, _ = life.go_on(60)
     assert stored >= 59 * 8
     assert used(tmp_path) > 11 * LEAST, "all of its share but what is kept free"
@@ -174,7 +175,7 @@ def test_a_disk_that_others_fill_takes_pages_as_long_as_it_has_any_room(
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_on_a_full_disk_unused_stores_are_deleted_first(tmp_path: Path, tells: bool) -> None:
-    """A server switched to another model, and the pages of the old one fill the disk."""
+    """A server was switched to another model, and the pages of the old one fill the disk."""
     old = small_life(tmp_path, 6, tells=tells, fingerprint=bytes(16))
     while old.put() == 8:
         pass
@@ -188,7 +189,7 @@ def test_on_a_full_disk_unused_stores_are_deleted_first(tmp_path: Path, tells: b
     new.check()
 
 
-def test_on_a_full_disk_the_store_that_has_most_gives_way_to_a_newcomer(tmp_path: Path) -> None:
+def test_on_a_full_disk_the_largest_store_yields_space_to_a_new_one(tmp_path: Path) -> None:
     old = small_life(tmp_path, 8, rank=0, ranks=2)
     old.go_on(60)
     new = small_life(tmp_path, 8, rank=1, ranks=2)
@@ -202,7 +203,7 @@ def test_on_a_full_disk_the_store_that_has_most_gives_way_to_a_newcomer(tmp_path
         life.check()
 
 
-def test_a_disk_with_less_room_than_a_usual_segment_has_smaller_ones(tmp_path: Path) -> None:
+def test_a_disk_smaller_than_a_usual_segment_has_smaller_ones(tmp_path: Path) -> None:
     options = store_options(tmp_path, capacity_bytes=64 << 20)
     disk = SmallDisk(tmp_path, options.segment_bytes * 3 // 4, inner=UnsafeFiles())
     life = Life(options, disk)
@@ -212,8 +213,8 @@ def test_a_disk_with_less_room_than_a_usual_segment_has_smaller_ones(tmp_path: P
     life.check()
 
 
-def test_a_disk_with_room_for_one_segment_has_it_filled(tmp_path: Path) -> None:
-    """It is not given up for the next one while it takes pages."""
+def test_a_disk_with_space_for_one_segment_fills_it(tmp_path: Path) -> None:
+    """The segment is not proposed for deletion while it accepts pages."""
     life = small_life(tmp_path, 1.5)
     assert life.put() == 8
     assert life.store.proposal() is None
@@ -244,7 +245,7 @@ def test_groups_are_as_small_as_the_segments_that_they_go_to(
 
 
 class FullUntilDeleted(FaultyFiles):
-    """After an operation found no space, all fail until a segment is deleted."""
+    """Once an operation has found no space, all fail until a segment is deleted."""
 
     def __init__(self) -> None:
         super().__init__(UnsafeFiles())
@@ -257,7 +258,7 @@ class FullUntilDeleted(FaultyFiles):
 
 
 def short_life(folder: Path, operation: str = "", error: int = 0, after: int = 0) -> Life:
-    """Puts, reclaims, a drop and a restart, on a disk that is full from some call on."""
+    """Run puts, reclaims, a drop and a restart, on a disk that is full from some call on."""
     files = FullUntilDeleted()
     life = Life(store_options(folder, capacity_bytes=6 * LEAST, io_threads=1), files)
     if operation:
@@ -281,10 +282,11 @@ WRITES = ["create", "preallocate", "pwrite", "fdatasync", "sync_folder", "trunca
     ("operation", "error"),
     [*((one, errno.ENOSPC) for one in WRITES), ("preallocate", errno.EDQUOT)],
 )
-def test_a_disk_that_is_full_at_any_one_write_takes_pages_again(
+def test_a_disk_that_was_full_at_any_write_accepts_pages_again(
     tmp_path: Path, operation: str, error: int
 ) -> None:
-    """Each write in turn: stored pages stay, something frees space, and the store continues."""
+    """Each write fails once: stored pages remain, a reclaim frees space, and the store
+    continues."""
     well = short_life(tmp_path / "well")
     assert isinstance(well.files, FaultyFiles)
     calls = well.files.calls[operation]
@@ -292,7 +294,7 @@ def test_a_disk_that_is_full_at_any_one_write_takes_pages_again(
     for after in range(calls):
         life = short_life(tmp_path / f"{after}", operation, error, after)
         life.check()
-        if not life.stored:  # there never was anything that could make room
+        if not life.stored:  # nothing was ever stored that could be deleted
             assert isinstance(life.files, FaultyFiles)
             life.files.heal()
         life.go_on(2)
@@ -306,7 +308,7 @@ def test_a_disk_that_is_full_at_any_one_write_takes_pages_again(
 def test_a_store_starts_on_a_full_disk_by_replacing_an_unused_store(
     tmp_path: Path,
 ) -> None:
-    """There is not even space for its folder."""
+    """There is not even space for the store's folder."""
     old = small_life(tmp_path, 12, fingerprint=bytes(16))
     old.go_on(8)
     old.store.close()
@@ -319,7 +321,7 @@ def test_a_store_starts_on_a_full_disk_by_replacing_an_unused_store(
     assert (old.options.folder / "00000002.seg").exists()
 
 
-def test_where_nothing_can_give_way_the_start_is_refused_with_a_sentence(tmp_path: Path) -> None:
+def test_if_nothing_can_be_deleted_the_start_is_refused_with_one_sentence(tmp_path: Path) -> None:
     files = FullUntilDeleted()
     files.fail("make_folders", errno.ENOSPC, times=float("inf"))
     tmp_path.joinpath("root").mkdir()
@@ -327,7 +329,7 @@ def test_where_nothing_can_give_way_the_start_is_refused_with_a_sentence(tmp_pat
         Life(store_options(tmp_path / "root", capacity_bytes=CAPACITY), files)
 
 
-def test_a_store_opens_where_its_lock_cannot_say_who_has_it(
+def test_a_store_opens_although_its_lock_cannot_name_the_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life = small_life(tmp_path, 12)
@@ -347,10 +349,8 @@ def test_a_store_opens_where_its_lock_cannot_say_who_has_it(
 
 
 @pytest.mark.parametrize("operation", ["pwrite", "fdatasync"])
-def test_a_disk_that_promises_room_and_has_none_is_full_as_well(
-    tmp_path: Path, operation: str
-) -> None:
-    """A file system that writes elsewhere than it has reserved space."""
+def test_a_disk_without_the_reserved_space_counts_as_full(tmp_path: Path, operation: str) -> None:
+    """The file system writes to other blocks than those it has reserved."""
     files = FaultyFiles(UnsafeFiles())
     life = Life(store_options(tmp_path, capacity_bytes=CAPACITY), files)
     assert life.go_on(5) == (40, 0)
@@ -359,7 +359,7 @@ def test_a_disk_that_promises_room_and_has_none_is_full_as_well(
     assert life.put() == 0
     proposal = life.store.proposal()
     assert proposal is not None
-    files.heal()  # whoever took the room has given it back
+    files.heal()  # the space is free again
     assert life.go_on(3)[0] == 24
     assert life.store.proposal() is None
     life.check()
@@ -370,12 +370,12 @@ def test_a_disk_that_promises_room_and_has_none_is_full_as_well(
     [
         ((100, 7), (10, 3), 7 * 4096),
         ((100, 0), (10, 3), 0),
-        ((100, 7), (10, 0), 0),  # it takes no more files
-        ((100, 7), (0, 0), 7 * 4096),  # it takes any number of files
-        ((0, 0), (0, 0), sys.maxsize),  # it does not say
+        ((100, 7), (10, 0), 0),  # no inodes are left
+        ((100, 7), (0, 0), 7 * 4096),  # the number of inodes is unlimited
+        ((0, 0), (0, 0), sys.maxsize),  # the size is unknown
     ],
 )
-def test_what_a_disk_has_left(
+def test_free_space_of_a_disk(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     blocks: tuple[int, int],

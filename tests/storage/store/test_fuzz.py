@@ -71,7 +71,7 @@ def extend(rng: random.Random, content: bytearray, other: bytearray) -> None:
 
 
 def move_blocks(rng: random.Random, content: bytearray, other: bytearray) -> None:
-    """Blocks of this or another segment, in place of others."""
+    """Overwrite blocks with blocks of this or another segment."""
     source = rng.choice([content, other])
     start = rng.randrange(len(source) // BLOCK) * BLOCK
     blocks = bytes(source[start : start + BLOCK * rng.randint(1, 6)])
@@ -105,7 +105,8 @@ MUTATORS: list[Callable[[random.Random, bytearray, bytearray], None]] = [
 
 @pytest.fixture
 def segments(tmp_path: Path) -> tuple[StoreOptions, Contents]:
-    """Three segments: untrained and sealed, trained and sealed, trained and never sealed."""
+    """Three segments: untrained and sealed, trained and sealed, trained and never sealed. Returns
+    the store's options and the contents."""
     options = store_options(tmp_path / "root", io_threads=1)
     store = open_store(options)
     store.put(list(PAGES.items())[0:7])
@@ -122,7 +123,7 @@ def segments(tmp_path: Path) -> tuple[StoreOptions, Contents]:
 
 
 def check(options: StoreOptions) -> int:
-    """Number of pages that a store serves; every one must be right."""
+    """Return the number of pages that a store serves. Asserts that every page is right."""
     (info,) = list_stores(options.root).stores
     for path in info.segments:
         with contextlib.suppress(FormatError):
@@ -176,7 +177,7 @@ def mutate(segments: tuple[StoreOptions, Contents], seed: int, times: int) -> No
     assert served > times * 23 // 3, "hardly anything survived: the test proves little"
 
 
-def test_every_page_is_served_as_long_as_nothing_is_changed(
+def test_every_page_of_unchanged_segments_is_served(
     segments: tuple[StoreOptions, Contents],
 ) -> None:
     assert check(segments[0]) == 23
@@ -191,7 +192,7 @@ def test_one_bit_costs_at_most_one_page_or_a_segment_header(
     path = options.folder / name
     for _ in range(60):
         content = bytearray(contents[name])
-        # Behind the segment's header, which nothing can do without.
+        # After the segment's header, without which nothing can be read.
         first = BLOCK if name == "00000001.seg" else 2 * BLOCK
         bit = rng.randrange(8 * first, 8 * len(content))
         content[bit // 8] ^= 1 << bit % 8
@@ -201,7 +202,7 @@ def test_one_bit_costs_at_most_one_page_or_a_segment_header(
         assert check(options) >= 22
 
 
-def test_files_that_are_no_segments_are_left_alone(
+def test_files_that_are_not_segments_are_ignored(
     segments: tuple[StoreOptions, Contents],
 ) -> None:
     options, _ = segments

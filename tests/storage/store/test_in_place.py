@@ -1,6 +1,5 @@
 """Pages that are transferred between the caller's memory and the disk without a copy, and pages
-that cannot be.
-"""
+that must be copied."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from tiered_kv.testing.segments import SegmentFile
 
 
 class WatchedFiles(FaultyFiles):
-    """Notes where in memory whole pages were read and written."""
+    """Records the memory addresses at which whole pages are read and written."""
 
     def __init__(self) -> None:
         super().__init__(UnsafeFiles())
@@ -67,7 +66,7 @@ def store(tmp_path: Path, files: WatchedFiles) -> Iterator[SegmentStore]:
 
 
 def put(store: SegmentStore, names: range, kind: str = "aligned") -> list[PageKey]:
-    """Pages out of such memory."""
+    """Put pages from this kind of memory, and return their keys."""
     keys = [page_key(name) for name in names]
     pages = list(zip(keys, memory(len(keys), kind), strict=True))
     for key, page in pages:
@@ -77,7 +76,8 @@ def put(store: SegmentStore, names: range, kind: str = "aligned") -> list[PageKe
 
 
 def memory(count: int, kind: str) -> list[Bytes]:
-    """Pages whose memory a disk can use as it is, or cannot, or every other one."""
+    """Return pages in memory that a disk can use directly, in memory that it cannot, or
+    alternating."""
     size = PAGE_FORMAT.page_bytes
     block = aligned_bytes((2 * count + 1) * size)
     shifts = {"aligned": [0, 0], "unaligned": [64, 64], "mixed": [0, 64]}[kind]
@@ -91,7 +91,7 @@ KINDS = ["aligned", "unaligned", "mixed"]
 @pytest.mark.parametrize("most", [None, 4096, 4097, 12288, 10_000])
 @pytest.mark.parametrize("read", KINDS)
 @pytest.mark.parametrize("written", KINDS)
-def test_pages_go_from_and_to_any_memory(
+def test_pages_may_be_in_any_memory(
     store: SegmentStore, files: FaultyFiles, written: str, read: str, most: int | None
 ) -> None:
     files.most_bytes = most
@@ -109,7 +109,7 @@ def test_pages_go_from_and_to_any_memory(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_page_is_copied_whose_memory_the_disk_can_use(
+def test_pages_in_memory_that_the_disk_can_use_are_not_copied(
     store: SegmentStore, files: WatchedFiles, kind: str
 ) -> None:
     pages = [(page_key(i), page) for i, page in enumerate(memory(10, kind))]
@@ -117,7 +117,7 @@ def test_no_page_is_copied_whose_memory_the_disk_can_use(
         page[:] = page_bytes(key)
     assert store.put(pages) == frozenset()
     in_place = {address(page) for _, page in pages if address(page) % BLOCK == 0}
-    # A write is either uncopied or not.
+    # One write either copies all of its pages or none.
     assert files.places & in_place == (in_place if kind == "aligned" else set())
     outs = [(key, out) for (key, _), out in zip(pages, memory(10, kind), strict=True)]
     in_place = {address(out) for _, out in outs if address(out) % BLOCK == 0}
@@ -129,12 +129,12 @@ def test_no_page_is_copied_whose_memory_the_disk_can_use(
 @pytest.mark.parametrize("most", [None, 4096])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("at", [0, 20, 90, 100, BLOCK, 5000, 2 * BLOCK - 1])
-def test_no_flipped_bit_gets_past_the_check(
+def test_every_flipped_bit_is_detected(
     store: SegmentStore, files: FaultyFiles, kind: str, most: int | None, at: int
 ) -> None:
     (key,) = put(store, range(1))
     files.most_bytes = most
-    if most:  # a read says how much it transferred, and one after the other is struck
+    if most:  # short reads report their size, and the flip has to hit the right one of them
         files.flip(8 * (at % most) + 1, after=at // most)
     else:
         files.flip(8 * at + 1)
@@ -157,10 +157,10 @@ def test_a_bit_flipped_among_neighbours_costs_one_of_them(
 
 
 @pytest.mark.parametrize("operation", ["pread", "pwrite"])
-def test_memory_that_no_disk_can_use_goes_by_way_of_buffers(
+def test_memory_that_no_disk_can_use_is_copied_through_buffers(
     store: SegmentStore, files: FaultyFiles, operation: str
 ) -> None:
-    put(store, range(1))  # the segment is there
+    put(store, range(1))  # creates the segment
     if operation == "pwrite":
         files.fail("pwrite", errno.EFAULT)
     keys = put(store, range(100, 105))
@@ -181,7 +181,7 @@ def test_memory_that_cannot_be_written_is_not_filled(store: SegmentStore) -> Non
     assert not out.any()
 
 
-def test_more_pieces_than_a_system_call_takes_are_transferred(tmp_path: Path) -> None:
+def test_more_buffers_than_a_system_call_accepts_are_transferred(tmp_path: Path) -> None:
     files = RealFiles()
     fd = files.open(tmp_path / "file", Access.CREATE, direct=False)
     try:

@@ -1,4 +1,5 @@
-"""Any sequence of calls on a store and a dict, on a real disk, with restarts."""
+"""Any sequence of calls on a store and a dict gives the same result, on a real disk and with
+restarts."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def codec_from(codec_id: int, table: bytes, page_format: PageFormat) -> Codec:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """``stored`` is what must be there; ``dropped`` pages may be there again after a restart,
-    in any of their versions."""
+    """``stored`` are pages that must exist. ``dropped`` pages may exist again after a restart, in
+    any of their versions."""
 
     @initialize(trained=st.booleans(), threads=st.integers(1, 3), segments=st.integers(4, 20))
     def begin(self, trained: bool, threads: int, segments: int) -> None:
