@@ -36,14 +36,14 @@ def noise(page_format: PageFormat, seed: int) -> Bytes:
 
 
 def repetitive(page_format: PageFormat, seed: int) -> Bytes:
-    """A page that shrinks to about a third, and no further."""
+    """Return a page that compresses to about a third."""
     page = np.full(page_format.page_bytes, seed & 0xFF, np.uint8)
     page[: page.nbytes // 4] = noise(page_format, seed)[: page.nbytes // 4]
     return page
 
 
 class Pool:
-    """Bundles over slots, and the pages that were packed in them."""
+    """Bundles in a pool of slots, and the pages that were compressed into them."""
 
     def __init__(
         self, codec: Codec, num_slots: int = 12, beyond: int = 0, fill: int = 0xA5
@@ -56,7 +56,8 @@ class Pool:
         self.pages: dict[PageKey, Bytes] = {}
 
     def pack(self, pages: Sequence[Bytes], slots: Sequence[int], names: Iterable[int]) -> int:
-        """Put pages into slots and compress them. Other pages are written to the freed slots."""
+        """Write pages to slots and compress them. Overwrites the freed slots, and returns how many
+        slots the bundle fills."""
         keys = [key(name) for name in names]
         for slot, page in zip(slots, pages, strict=True):
             self.slots[slot, : page.nbytes] = page
@@ -67,7 +68,7 @@ class Pool:
         return kept
 
     def read(self, first: int, wanted: PageKey) -> Bytes | None:
-        """A page; both ways of reading say the same."""
+        """Return a page, or None. Asserts that both ways of reading agree."""
         out = np.full(self.format.page_bytes, 0x77, np.uint8)
         found, coded = self.bundles.read(first, wanted, out), self.bundles.copy(first, wanted)
         assert found is (coded is not None)
@@ -79,17 +80,17 @@ class Pool:
         return out
 
     def whole(self, first: int, names: Iterable[int]) -> list[bool]:
-        """Which pages can be read. None of them is a wrong page."""
+        """Return whether each page can be read. Asserts that none has wrong bytes."""
         found = [(self.read(first, key(name)), self.pages[key(name)]) for name in names]
         assert all(page is None or np.array_equal(page, wanted) for page, wanted in found)
         return [page is not None for page, _ in found]
 
 
-# -- pages come back --------------------------------------------------------------------
+# -- pages are restored -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("slots", [list(range(10)), list(range(9, -1, -1)), [5, 0, 9, 2, 7, 1]])
-def test_pages_that_shrink_come_back_from_fewer_slots(slots: list[int]) -> None:
+def test_compressible_pages_are_restored_from_fewer_slots(slots: list[int]) -> None:
     pool = Pool(CentredCodec(BF16))
     pages = [synthetic_page(BF16, seed) for seed in range(len(slots))]
     kept = pool.pack(pages, slots, range(len(slots)))
@@ -97,13 +98,13 @@ def test_pages_that_shrink_come_back_from_fewer_slots(slots: list[int]) -> None:
     assert all(pool.whole(slots[0], range(len(slots))))
 
 
-def test_other_slots_stay_as_they_are() -> None:
+def test_other_slots_are_not_changed() -> None:
     pool = Pool(CentredCodec(BF16), beyond=64)
     pool.pack([synthetic_page(BF16, seed) for seed in range(4)], [6, 2, 8, 3], range(4))
     assert (pool.slots[[0, 1, 4, 5, 7, 9, 10, 11]] == 0xA5).all()
 
 
-def test_pages_that_do_not_shrink_stay_where_they_are() -> None:
+def test_incompressible_pages_stay_in_their_slots() -> None:
     pool = Pool(CentredCodec(BF16), beyond=100)
     pages = [noise(BF16, seed) for seed in range(5)]
     assert pool.pack(pages, [4, 1, 7, 0, 2], range(5)) == 5
@@ -115,13 +116,13 @@ def test_pages_that_do_not_shrink_stay_where_they_are() -> None:
     assert coded.codec is None
 
 
-def test_a_page_alone_is_a_bundle() -> None:
+def test_a_single_page_is_a_bundle() -> None:
     pool = Pool(CentredCodec(BF16))
     assert pool.pack([synthetic_page(BF16, 1)], [3], [1]) == 1
     assert pool.whole(3, [1]) == [True]
 
 
-def test_a_copy_stays_as_it_is_when_the_slots_are_used_again() -> None:
+def test_a_copy_does_not_change_when_the_slots_are_reused() -> None:
     pool = Pool(CentredCodec(BF16))
     pool.pack([synthetic_page(BF16, seed) for seed in range(6)], range(6), range(6))
     copies = [pool.bundles.copy(0, key(name)) for name in range(6)]
@@ -159,10 +160,10 @@ CONTENT = st.sampled_from([noise, repetitive])
     st.data(),
 )
 @settings(max_examples=150)
-def test_any_page_in_any_slot_is_read_as_it_was_or_not_at_all(
+def test_any_page_in_any_slot_is_read_unchanged_or_not_at_all(
     contents: list[Make], order: list[int], beyond: int, data: st.DataObject
 ) -> None:
-    """Whatever is written over a bundle, before or behind its pages."""
+    """Bytes are changed anywhere in a bundle's slots."""
     pool, slots = Pool(ZSTD, 8, beyond), order[: len(contents)]
     pages = [make(SMALL, seed) for seed, make in enumerate(contents)]
     kept = pool.pack(pages, slots, range(len(pages)))
@@ -180,7 +181,7 @@ def test_any_page_in_any_slot_is_read_as_it_was_or_not_at_all(
 
 
 @pytest.mark.parametrize("make", [noise, repetitive])
-def test_a_changed_byte_spoils_the_page_that_has_it_and_no_other(make: Make) -> None:
+def test_a_changed_byte_damages_only_its_own_page(make: Make) -> None:
     pool, slots = Pool(ZSTD, 4), [2, 0, 3, 1]
     kept = pool.pack([make(SMALL, seed) for seed in range(4)], slots, range(4))
     spoilt = set[int]()
@@ -199,10 +200,10 @@ def test_a_changed_byte_spoils_the_page_that_has_it_and_no_other(make: Make) -> 
     assert all(pool.whole(2, range(4)))
 
 
-# -- bundles come and go ------------------------------------------------------------------
+# -- bundles in sequence ------------------------------------------------------------------
 
 
-def test_what_was_never_packed_is_not_found() -> None:
+def test_pages_that_were_never_packed_are_not_found() -> None:
     pool = Pool(CentredCodec(BF16))
     pool.pack([synthetic_page(BF16, seed) for seed in range(4)], range(4), range(4))
     out = np.empty(BF16.page_bytes, np.uint8)
@@ -211,7 +212,7 @@ def test_what_was_never_packed_is_not_found() -> None:
         assert pool.bundles.copy(first, key(name)) is None
 
 
-def test_a_bundle_whose_slots_were_given_to_others_gives_no_page_of_theirs() -> None:
+def test_a_bundle_with_reused_slots_returns_no_foreign_page() -> None:
     pool = Pool(ZSTD, 8)
     kept = pool.pack([repetitive(SMALL, seed) for seed in range(8)], range(8), range(8))
     assert kept >= 3
@@ -222,7 +223,7 @@ def test_a_bundle_whose_slots_were_given_to_others_gives_no_page_of_theirs() -> 
     assert not any(pool.whole(0, range(8)))
 
 
-def test_a_bundle_replaces_any_of_which_it_fills_a_slot() -> None:
+def test_a_bundle_replaces_every_bundle_it_overlaps() -> None:
     pool = Pool(ZSTD, 8)
     pool.pack([repetitive(SMALL, seed) for seed in range(4)], [0, 1, 2, 3], range(4))
     pool.pack([noise(SMALL, seed) for seed in range(10, 13)], [5, 1, 4], range(10, 13))
@@ -233,7 +234,7 @@ def test_a_bundle_replaces_any_of_which_it_fills_a_slot() -> None:
     assert pool.whole(4, range(20, 22)) == [True] * 2
 
 
-def test_pages_that_cannot_be_encoded_stay_and_are_a_bundle_all_the_same() -> None:
+def test_pages_that_cannot_be_encoded_stay_and_form_a_bundle() -> None:
     pool = Pool(ZSTD, 8)
     pool.pack([repetitive(SMALL, seed) for seed in range(4)], range(4), range(4))
     pool.slots[:4] = before = np.stack([noise(SMALL, seed) for seed in range(4)])
@@ -262,7 +263,8 @@ def test_a_page_saved_again_is_found_in_its_new_bundle() -> None:
 @given(st.integers(0, 1 << 30))
 @settings(max_examples=60)
 def test_bundles_follow_each_other_in_the_same_slots(seed: int) -> None:
-    """Saves write into what bundles leave free, and bundles die without a word."""
+    """Saves overwrite the slots that bundles leave free. The pool is not told when a bundle is
+    dropped."""
     rng, pool = np.random.default_rng(seed), Pool(ZSTD, 8, beyond=int(seed % 3))
     free, alive, name = list(range(8)), dict[int, tuple[list[int], list[int]]](), 0
     for _ in range(30):
@@ -289,7 +291,7 @@ def test_bundles_follow_each_other_in_the_same_slots(seed: int) -> None:
 
 
 class Counted:
-    """A codec of another package, which counts its calls."""
+    """A third-party codec that counts its calls."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec, self.encoded = codec, 0
@@ -311,7 +313,7 @@ def copied(pool: Pool, first: int, name: int) -> CodedPage:
     return found
 
 
-def test_the_codec_is_trained_on_the_first_pages_and_then_stays() -> None:
+def test_the_codec_is_trained_once_on_the_first_pages() -> None:
     pool = Pool(CentredCodec(BF16), 40)
     assert MIN_SAMPLE == 16
     seen = list[bytes]()
@@ -353,7 +355,7 @@ def test_pages_are_compressed_even_if_a_lower_tier_stores_them_raw() -> None:
     assert all(pool.whole(0, range(8)))
 
 
-def test_a_codec_that_chokes_on_a_page_spoils_no_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_codec_that_fails_on_a_page_affects_no_other(caplog: pytest.LogCaptureFixture) -> None:
     class Choosy(Counted):
         def decode(self, encoded: EncodedPage, out: Bytes) -> None:
             super().decode(encoded, out)

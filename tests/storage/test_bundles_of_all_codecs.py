@@ -1,4 +1,5 @@
-"""Bundles of every codec and page format: no record may overlap the page that it is made from."""
+"""Bundles of every codec and page format: no record may overlap the page from which it is
+encoded."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ CONTENT = list(CONTENTS.values())
 @pytest.mark.parametrize("name", ["centred", "zstd", "zstd:9", "raw"])
 @pytest.mark.parametrize("page_format", FORMATS, ids=lambda one: f"{one.element.value}")
 @pytest.mark.parametrize("mixed", [True, False])
-def test_pages_come_back_bit_for_bit(name: str, page_format: PageFormat, mixed: bool) -> None:
-    """Twice over the same slots: before the codec is trained, and after."""
+def test_pages_are_restored_bit_for_bit(name: str, page_format: PageFormat, mixed: bool) -> None:
+    """Compresses twice into the same slots, before and after the codec is trained."""
     try:
         codec = parse(name)(page_format)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Pages that arrive encoded are stored unchanged if the store uses the same encoding."""
+"""Pages that arrive encoded are stored unchanged if the store uses the same codec and table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CALLS: list[str] = []
 
 
 class Counting(ToyCodec):
-    """Records its calls."""
+    """A codec that records its calls."""
 
     def encode(self, page: Bytes) -> EncodedPage:
         CALLS.append("encode")
@@ -52,7 +52,7 @@ def bench(tmp_path: Path) -> StoreBench[SegmentStore]:
 
 
 def own(bench: StoreBench[SegmentStore]) -> Codec:
-    """The store's codec, once it is trained."""
+    """Return the store's codec, once it is trained."""
     bench.put(*range(20))
     codec = bench.store.codec_of_new_pages
     assert codec is not None
@@ -60,7 +60,7 @@ def own(bench: StoreBench[SegmentStore]) -> Codec:
     return codec
 
 
-def test_a_store_that_is_not_trained_has_no_codec_to_copy(bench: StoreBench[SegmentStore]) -> None:
+def test_an_untrained_store_has_no_codec_for_encoded_pages(bench: StoreBench[SegmentStore]) -> None:
     assert bench.store.codec_of_new_pages is None
     bench.put(1)
     assert bench.store.codec_of_new_pages is None
@@ -70,7 +70,7 @@ def test_a_store_that_is_not_trained_has_no_codec_to_copy(bench: StoreBench[Segm
     bench.store.close()
 
 
-def test_a_page_that_comes_as_the_store_has_them_is_not_encoded(
+def test_a_page_in_the_stores_encoding_is_not_encoded_again(
     bench: StoreBench[SegmentStore],
 ) -> None:
     codec = own(bench)
@@ -85,7 +85,7 @@ def test_a_page_that_comes_as_the_store_has_them_is_not_encoded(
     bench.store.close()
 
 
-def test_a_codec_of_an_equal_table_is_the_same(bench: StoreBench[SegmentStore]) -> None:
+def test_a_codec_with_an_equal_table_is_the_same(bench: StoreBench[SegmentStore]) -> None:
     again = Counting(PAGE_FORMAT, own(bench).table)
     CALLS.clear()
     bench.put_coded(*range(30, 40), codecs=[again])
@@ -95,12 +95,13 @@ def test_a_codec_of_an_equal_table_is_the_same(bench: StoreBench[SegmentStore]) 
 
 
 def counted(store: SegmentStore) -> tuple[int, int]:
-    """Pages that were kept as they came, and pages that were encoded again."""
+    """Return the numbers of pages that were stored as they arrived, and of pages that were encoded
+    again."""
     events = store.counters()
     return events["ssd_pages_kept_compressed"], events["ssd_pages_recompressed"]
 
 
-def test_pages_kept_as_they_came_and_those_encoded_again_are_counted(
+def test_unchanged_and_recompressed_pages_are_counted(
     bench: StoreBench[SegmentStore],
 ) -> None:
     codec, other = own(bench), Counting(PAGE_FORMAT, bytes([99]) * 5000)
@@ -120,10 +121,10 @@ def test_pages_kept_as_they_came_and_those_encoded_again_are_counted(
     assert counted(bench.store) == (14, 4)
 
 
-def test_a_store_without_a_table_takes_that_of_the_first_pages(
+def test_a_store_without_a_table_adopts_that_of_the_first_pages(
     bench: StoreBench[SegmentStore],
 ) -> None:
-    """CPU memory compresses before the first page goes down: one table serves both."""
+    """CPU memory compresses pages before the first one is demoted, so one table serves both."""
     bench.put(1, 2)
     first = Counting(PAGE_FORMAT, bytes([7]) * 5000)
     codecs = [Counting(PAGE_FORMAT), ZSTD, None, first, first]
@@ -141,7 +142,7 @@ def test_a_store_without_a_table_takes_that_of_the_first_pages(
     bench.store.close()
 
 
-def test_a_table_for_pages_of_another_size_is_not_taken(bench: StoreBench[SegmentStore]) -> None:
+def test_a_table_for_pages_of_another_size_is_not_adopted(bench: StoreBench[SegmentStore]) -> None:
     half = replace(PAGE_FORMAT, page_bytes=PAGE_FORMAT.page_bytes // 2, sections=())
     alien = CodedPage(Counting(half, bytes([7]) * 5000), EncodedPage(NOTHING, NOTHING))
     assert bench.store.put_coded([(page_key(1), alien)]) == {0}
@@ -176,9 +177,7 @@ def test_earlier_untrained_pages_are_read_next_to_trained_ones(
 
 
 @pytest.mark.parametrize("foreign", [False, True])
-def test_what_is_no_page_and_no_key_is_refused(
-    bench: StoreBench[SegmentStore], foreign: bool
-) -> None:
+def test_invalid_pages_and_keys_are_refused(bench: StoreBench[SegmentStore], foreign: bool) -> None:
     codec = ZSTD if foreign else own(bench)
     refused = bench.store.stats.pages_refused
     coded = coded_page(page_key(1), codec)
@@ -219,7 +218,7 @@ def test_a_page_given_twice_is_written_once(bench: StoreBench[SegmentStore]) -> 
 def test_a_damaged_page_of_the_stores_own_codec_is_never_served(
     bench: StoreBench[SegmentStore],
 ) -> None:
-    """Its neighbours are, also after a restart."""
+    """Its neighbours are served, also after a restart."""
     codec = own(bench)
     pages = [(key, coded_page(key, codec)) for key in map(page_key, range(40, 50))]
     for i, count in ((0, 1), (4, 9), (9, 0)):
@@ -238,11 +237,11 @@ def test_a_damaged_page_of_the_stores_own_codec_is_never_served(
     bench.store.close()
 
 
-def test_pages_of_a_bundle_go_to_disk_as_they_lie_in_memory(
+def test_pages_of_a_bundle_are_written_in_their_encoded_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The way of a cold page, with the codec of real pages: no page of a bundle that shrank is
-    encoded again, and those of one that did not are encoded by the store."""
+    """The path of a compressed page, with the codec of real pages. Pages of a compressed bundle are
+    not encoded again, and the store encodes the pages of an incompressible one."""
     options = store_options(tmp_path, page_format=PAGE_FORMAT)
     slots = np.stack([synthetic_page(PAGE_FORMAT, seed) for seed in range(40)])
     slots[32:] = np.random.default_rng(1).integers(0, 256, (8, PAGE_FORMAT.page_bytes))

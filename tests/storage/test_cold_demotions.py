@@ -69,7 +69,7 @@ class Store(MemoryStore):
         return frozenset(i for i, (name, _) in enumerate(pages) if name in self.refused)
 
     def holds(self, n: int) -> bool:
-        """True if the page exists and is complete."""
+        """Return True if the page exists. Asserts that it has the right bytes."""
         out = np.zeros(FORMAT.page_bytes, np.uint8)
         if self.get([(key(n), out)]):
             return False
@@ -78,7 +78,7 @@ class Store(MemoryStore):
 
 
 class Bench:
-    """A thread over a store; page ``n`` is in slot ``n``, or in a bundle that begins there."""
+    """An I/O thread over a store. Page ``n`` is in slot ``n``, or in a bundle that starts there."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -95,7 +95,8 @@ class Bench:
         return found
 
     def place(self, n: int, what: str) -> int:
-        """Put a page where it is: raw, coded, as-is, or missing."""
+        """Put page ``n`` into its place: raw, coded, as it is, missing, or raising an error.
+        Returns the place."""
         if what == "raw":
             return n
         self.slots[n] = 0xEE
@@ -128,13 +129,13 @@ class Bench:
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr(io_thread, "GROUP_BYTES", GROUP * FORMAT.page_bytes)
     made = Bench()
-    # What is there is looked at after the thread has ended, too.
+    # The medium is also read after the thread has ended.
     made.store.close = lambda: None  # type: ignore[method-assign]
     yield made
     made.io.close()
 
 
-def test_raw_and_cold_pages_of_one_order_go_down_together(bench: Bench) -> None:
+def test_raw_and_compressed_pages_of_one_order_are_demoted_together(bench: Bench) -> None:
     report = bench.demote("coded", "raw", "as it is", "raw", "raw", "coded", "coded", "coded")
     assert report.failed == frozenset()
     assert report.nbytes == 8 * FORMAT.page_bytes
@@ -142,24 +143,24 @@ def test_raw_and_cold_pages_of_one_order_go_down_together(bench: Bench) -> None:
     assert bench.store.calls == ["put 2", "put_coded 2", "put 1", "put_coded 3"]
 
 
-def test_an_order_of_cold_pages_alone_needs_no_other_call(bench: Bench) -> None:
+def test_an_order_of_only_compressed_pages_needs_no_other_call(bench: Bench) -> None:
     assert bench.demote("coded", "coded").failed == frozenset()
     assert bench.store.calls == ["put_coded 2"]
 
 
-def test_a_cold_page_that_is_not_there_fails_alone(bench: Bench) -> None:
+def test_a_missing_compressed_page_fails_alone(bench: Bench) -> None:
     report = bench.demote("missing", "raw", "coded", "missing", "coded", "missing", "raw")
     assert report.failed == {0, 3, 5}
     assert report.nbytes == 4 * FORMAT.page_bytes
     assert bench.stored(7) == [1, 2, 4, 6]
 
 
-def test_cold_pages_of_which_none_is_there_ask_nothing_of_the_store(bench: Bench) -> None:
+def test_an_order_of_only_missing_pages_does_not_call_the_store(bench: Bench) -> None:
     assert bench.demote("missing", "missing").failed == {0, 1}
     assert bench.store.calls == []
 
 
-def test_what_the_store_refuses_is_named_by_its_place_in_the_order(bench: Bench) -> None:
+def test_refused_pages_are_reported_by_their_position_in_the_order(bench: Bench) -> None:
     bench.store.refused = {key(1), key(4), key(6), key(7)}
     report = bench.demote(
         "coded", "coded", "raw", "missing", "raw", "raw", "coded", "as it is", "coded"
@@ -169,7 +170,7 @@ def test_what_the_store_refuses_is_named_by_its_place_in_the_order(bench: Bench)
 
 
 @pytest.mark.parametrize("call", ["put", "put_coded"])
-def test_a_group_whose_call_fails_is_not_believed_and_the_next_one_is(
+def test_a_group_whose_call_fails_is_failed_and_the_next_one_is_not(
     bench: Bench, call: str
 ) -> None:
     bench.store.raises = call
@@ -180,7 +181,7 @@ def test_a_group_whose_call_fails_is_not_believed_and_the_next_one_is(
     assert bench.demote("raw", "coded", "raw", "coded").failed == frozenset()
 
 
-def test_a_source_of_cold_pages_that_fails_costs_its_group(bench: Bench) -> None:
+def test_a_failing_source_of_compressed_pages_fails_its_group(bench: Bench) -> None:
     report = bench.demote("raw", "raises", "raw", "raw", "coded", "raw")
     assert report.failed == {0, 1, 2, 3}
     assert bench.io.failures == 1
@@ -208,17 +209,18 @@ def test_the_last_flush_writes_cold_pages_too(bench: Bench) -> None:
     assert bench.stored(7) == [0, 1, 3, 4, 5, 6]
 
 
-def test_a_last_flush_does_not_end_with_a_bundle_that_is_gone(
+def test_a_last_flush_does_not_stop_at_a_missing_bundle(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its pages say nothing of the store, which takes those behind them."""
+    """Missing pages do not count as failures of the store, which still gets the pages after
+    them."""
     monkeypatch.setattr(io_thread, "LEAST_BYTES", FORMAT.page_bytes)
     last = bench.last("missing", "missing", "coded", "missing", "missing", "missing", "raw")
     assert bench.io.close(last, budget_s=10.0) == 2
     assert bench.stored(7) == [2, 6]
 
 
-def test_a_last_flush_ends_with_a_store_that_takes_nothing(
+def test_a_last_flush_stops_if_the_store_accepts_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(io_thread, "LEAST_BYTES", 2 * FORMAT.page_bytes)
@@ -228,10 +230,10 @@ def test_a_last_flush_ends_with_a_store_that_takes_nothing(
     assert bench.store.calls == ["put_coded 1"]
 
 
-def test_a_last_flush_keeps_to_its_time_whatever_is_not_there(
+def test_a_last_flush_stays_within_its_time_despite_missing_pages(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups of missing pages take no time, and say nothing of the disk's speed."""
+    """Groups of missing pages take no time, and do not measure the disk's speed."""
     monkeypatch.setattr(io_thread, "LEAST_BYTES", FORMAT.page_bytes)
     put = bench.store.put
 

@@ -1,4 +1,4 @@
-"""The I/O thread carries out orders when they are due, promotions first, whatever fails."""
+"""The I/O thread executes orders when they are due, promotions first, whatever fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def key(n: int) -> PageKey:
 
 
 class Watched(SegmentStore):
-    """A real store that signals its use, and blocks or fails on request."""
+    """A real store that records its calls, and blocks or fails on request."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -53,7 +53,7 @@ class Watched(SegmentStore):
 
 
 class Bench:
-    """A thread over a store in a folder, with slots full of bytes that tell their slot."""
+    """An I/O thread over a store in a folder, with slots whose bytes identify the slot."""
 
     store_type = Watched
 
@@ -71,7 +71,7 @@ class Bench:
         return self.store_type(options, RawCodec(FORMAT), lambda *_: RawCodec(FORMAT))
 
     def demote(self, pages: range, due: float = 0.0) -> DemoteOrder:
-        """Page ``n`` from slot ``n``."""
+        """Order to demote page ``n`` from slot ``n``."""
         self.orders += 1
         order = DemoteOrder(OrderId(self.orders), SSD, tuple(map(key, pages)), tuple(pages), due)
         self.io.submit(order)
@@ -111,7 +111,7 @@ def test_a_page_is_demoted_and_promoted_into_another_slot(bench: Bench) -> None:
 
 
 class Stalled(Watched):
-    """A store that refuses everything a number of times, and then accepts all."""
+    """A store that refuses everything ``refusals`` times, and then accepts all."""
 
     refusals = 3
 
@@ -127,7 +127,7 @@ class Stalled(Watched):
 
 
 @pytest.mark.parametrize("patience_s", [300.0, 0.0])
-def test_what_a_stalled_store_did_not_take_is_offered_again_for_a_while(
+def test_pages_refused_by_a_stalled_store_are_retried_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float
 ) -> None:
     monkeypatch.setattr(breaker, "PATIENCE_S", patience_s)
@@ -140,7 +140,7 @@ def test_what_a_stalled_store_did_not_take_is_offered_again_for_a_while(
 
 
 class InGroups(Watched):
-    """A store that receives its pages in groups, and is queried for its pages."""
+    """A store that receives its pages in groups, and that must be queried for its pages."""
 
     @property
     def group_bytes(self) -> int:
@@ -159,7 +159,7 @@ def grouped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     made.io.close()
 
 
-def test_a_look_up_comes_between_two_groups_of_a_promotion(grouped: Bench) -> None:
+def test_a_lookup_runs_between_two_groups_of_a_promotion(grouped: Bench) -> None:
     grouped.demote(range(40))
     grouped.reports()
     grouped.store.log.clear()
@@ -173,7 +173,7 @@ def test_a_look_up_comes_between_two_groups_of_a_promotion(grouped: Bench) -> No
     grouped.store.get = slow  # type: ignore[method-assign]
     up = grouped.promote(range(40), into=range(50, 90))
     while not grouped.store.log:
-        pass  # until the first group is under way
+        pass  # until the first group is being read
     grouped.io.look_up(LookupOrder(OrderId(99), SSD, tuple(map(key, range(39, 42))), 60.0))
     asked.set()
     reports = grouped.reports()
@@ -184,7 +184,7 @@ def test_a_look_up_comes_between_two_groups_of_a_promotion(grouped: Bench) -> No
     assert (grouped.slots[50:90] == grouped.slots[:40]).all()
 
 
-def test_a_promotion_ends_with_the_group_of_which_nothing_came(grouped: Bench) -> None:
+def test_a_promotion_ends_with_the_first_group_that_fails_completely(grouped: Bench) -> None:
     grouped.demote(range(12))
     grouped.reports()
     up = grouped.promote(range(40), into=range(50, 90))
@@ -192,9 +192,9 @@ def test_a_promotion_ends_with_the_group_of_which_nothing_came(grouped: Bench) -
     assert grouped.store.log.count(("get", 8)) == 3, "one with a page that lacks goes on"
 
 
-def test_a_demotion_ends_with_the_group_of_which_nothing_was_stored(grouped: Bench) -> None:
-    """An engine steps until it hears of its orders, and each group that a store does not answer
-    takes seconds."""
+def test_a_demotion_ends_with_the_first_group_that_fails_completely(grouped: Bench) -> None:
+    """An engine runs steps until its orders are reported, and each group that a store does not
+    answer takes seconds."""
     puts: list[int] = []
     put = grouped.store.put
 
@@ -229,7 +229,7 @@ def test_a_reset_fails_the_rest_of_a_promotion(grouped: Bench) -> None:
     assert grouped.store.log.count(("get", 8)) == 1
 
 
-def test_a_page_that_is_not_there_is_reported_as_failed(bench: Bench) -> None:
+def test_a_missing_page_is_reported_as_failed(bench: Bench) -> None:
     bench.demote(range(1))
     bench.reports()
     up = bench.promote(range(2), into=range(50, 52))
@@ -244,7 +244,7 @@ def test_an_order_waits_until_it_is_due_and_then_runs_by_itself(bench: Bench) ->
     assert ("get", 3) not in bench.store.log
 
     bench.now = 200.0
-    bench.demote(range(1))  # any sign of life: the test's clock wakes nobody
+    bench.demote(range(1))  # any order wakes the thread, which the test's clock does not
     assert up.order_id in bench.reports()
 
 
@@ -292,7 +292,7 @@ def test_a_promotion_does_not_wait_for_a_long_demotion(bench: Bench) -> None:
     assert [n for what, n in bench.store.log if what == "put"] == [GROUP] * 3
 
 
-def test_the_thread_outlives_what_fails(bench: Bench) -> None:
+def test_the_thread_survives_failures(bench: Bench) -> None:
     bench.store.fail = True
     bad = bench.demote(range(2))
     assert bench.reports()[bad.order_id].failed == {0, 1}
@@ -303,7 +303,7 @@ def test_the_thread_outlives_what_fails(bench: Bench) -> None:
 
 
 def test_each_error_is_logged_once(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    """The one that matters may not be the first."""
+    """The first error may not be the important one."""
 
     def fails(why: str) -> SegmentStore:
         raise OSError(why)
@@ -319,7 +319,7 @@ def test_each_error_is_logged_once(bench: Bench, caplog: pytest.LogCaptureFixtur
     assert caplog.text.count("OSError: no store can be made") == 1
 
 
-def test_a_reset_empties_the_disk_and_fails_what_was_ordered(bench: Bench) -> None:
+def test_a_reset_empties_the_disk_and_fails_pending_orders(bench: Bench) -> None:
     bench.demote(range(2))
     bench.reports()
     bench.store.gate = threading.Event()
@@ -359,7 +359,7 @@ def test_without_time_nothing_is_flushed(bench: Bench) -> None:
     assert bench.io.close([(key(0), 0)], budget_s=0.0) == 0
 
 
-def test_a_last_flush_to_a_slow_disk_keeps_to_its_time(
+def test_a_last_flush_to_a_slow_disk_stays_within_its_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(io_thread, "LEAST_BYTES", 2 * FORMAT.page_bytes)
@@ -379,7 +379,7 @@ def test_a_last_flush_to_a_slow_disk_keeps_to_its_time(
     again.close()
 
 
-def test_a_last_flush_goes_in_groups_once_it_is_known_to_be_fast(
+def test_a_last_flush_writes_groups_once_the_disk_is_known_to_be_fast(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(io_thread, "LEAST_BYTES", 2 * FORMAT.page_bytes)

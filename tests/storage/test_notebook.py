@@ -1,4 +1,4 @@
-"""Notebooks as read by the next process: the newest facts, and no incomplete ones."""
+"""Notebooks as read by the next process: it finds the newest facts, and no incomplete ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_next_process_finds_the_newest_facts_in_the_order_they_were_noted(
     third.close()
 
 
-def test_it_goes_at_the_end_if_it_is_not_to_be_kept(tmp_path: Path) -> None:
+def test_a_notebook_is_deleted_at_the_end_unless_it_is_kept(tmp_path: Path) -> None:
     one = book(tmp_path, keep=False)
     one.note("a", {})
     one.close()
@@ -53,7 +53,7 @@ def test_it_goes_at_the_end_if_it_is_not_to_be_kept(tmp_path: Path) -> None:
     again.close()
 
 
-def test_a_full_disk_loses_new_facts_and_finds_none_that_were_struck_out(
+def test_a_full_disk_loses_new_facts_and_restores_no_deleted_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, room, real = book(tmp_path), [10_000], os.write
@@ -83,7 +83,7 @@ def test_a_full_disk_loses_new_facts_and_finds_none_that_were_struck_out(
     again.close()
 
 
-def test_one_process_has_it(tmp_path: Path) -> None:
+def test_a_notebook_is_used_by_one_process(tmp_path: Path) -> None:
     first = open_notebook(tmp_path, 3, keep=True)
     second = open_notebook(tmp_path, 3, keep=True)
     first.note("a", {"of": 1})
@@ -98,7 +98,7 @@ def test_one_process_has_it(tmp_path: Path) -> None:
 
 
 @given(st.integers(0, 200), st.binary(max_size=8))
-def test_a_torn_file_is_read_up_to_there(
+def test_a_torn_file_is_read_up_to_the_damage(
     tmp_path_factory: pytest.TempPathFactory, cut: int, junk: bytes
 ) -> None:
     folder = tmp_path_factory.mktemp("torn")
@@ -120,7 +120,7 @@ def test_a_torn_file_is_read_up_to_there(
     again.close()
 
 
-def test_overtaken_lines_do_not_make_it_grow(
+def test_replaced_lines_do_not_let_the_file_grow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notebook, "SPARE_BYTES", 1_000)
@@ -134,7 +134,7 @@ def test_overtaken_lines_do_not_make_it_grow(
     again.close()
 
 
-def test_the_oldest_are_forgotten_where_there_are_too_many(
+def test_the_oldest_facts_are_forgotten_if_there_are_too_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notebook, "MOST_FACTS", 3)
@@ -165,7 +165,7 @@ def test_foreign_lines_are_left_out(tmp_path: Path, body: bytes) -> None:
 
 
 def test_a_line_that_was_changed_is_not_used(tmp_path: Path) -> None:
-    """Tokens of another tail would have its page restored for a wrong text."""
+    """With the tokens of another tail, its page would be restored for the wrong text."""
     one = book(tmp_path)
     one.note("tail 1", {"tokens": [17, 18]})
     one.note("tail 2", {"tokens": [19, 20]})
@@ -177,7 +177,7 @@ def test_a_line_that_was_changed_is_not_used(tmp_path: Path) -> None:
     again.close()
 
 
-def test_a_name_that_is_struck_out_takes_no_longer_one_along(tmp_path: Path) -> None:
+def test_deleting_a_name_does_not_delete_longer_ones(tmp_path: Path) -> None:
     one = book(tmp_path)
     for name in ("job 1", "job 12"):
         one.note(name, {})
@@ -189,7 +189,7 @@ def test_a_name_that_is_struck_out_takes_no_longer_one_along(tmp_path: Path) -> 
     again.close()
 
 
-def test_a_folder_that_cannot_be_used_is_done_without(tmp_path: Path) -> None:
+def test_without_a_usable_folder_there_is_no_notebook(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     made = open_notebook(tmp_path / "file" / "folder", 0, keep=True)
     assert type(made) is NoNotebook

@@ -25,7 +25,7 @@ OTHER = 54321
 
 @pytest.fixture
 def everybodys(tmp_path: Path) -> Path:
-    """A folder like /dev/shm."""
+    """A folder that every user may write to, like /dev/shm."""
     folder = tmp_path / "shm"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -34,7 +34,7 @@ def everybodys(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def theirs(everybodys: Path) -> Path:
-    """A folder there that another user made first."""
+    """A folder in it that another user created first."""
     folder = everybodys / "tiered-kv"
     folder.mkdir()
     folder.chmod(0o777)
@@ -60,8 +60,8 @@ def test_files_that_any_user_could_have_created_must_belong_to_this_user(
         check_owner(link)
 
 
-def test_a_folder_of_another_user_in_a_folder_of_ours_was_chosen_by_us(tmp_path: Path) -> None:
-    """As a container's root is given one of the host's users."""
+def test_a_folder_of_another_user_in_our_own_folder_is_accepted(tmp_path: Path) -> None:
+    """For example, a container's root is given a folder of a user of the host."""
     (folder := tmp_path / "ssd").mkdir()
     give_away(folder)
     check_owner(folder)
@@ -71,7 +71,7 @@ def test_a_folder_of_another_user_in_a_folder_of_ours_was_chosen_by_us(tmp_path:
         open_own(theirs, os.O_RDONLY)
 
 
-def test_no_tier_begins_in_their_folder(theirs: Path) -> None:
+def test_no_tier_uses_another_users_folder(theirs: Path) -> None:
     with pytest.raises(ConfigError, match=r"belongs to another user.*TIERED_KV_CPU_PATH"):
         open_in(theirs)
     with pytest.raises(SnapshotError, match="belongs to another user"):
@@ -79,7 +79,7 @@ def test_no_tier_begins_in_their_folder(theirs: Path) -> None:
     assert not [*theirs.iterdir()]
 
 
-def test_their_folder_takes_and_gives_no_notes(
+def test_no_notes_are_kept_in_another_users_folder(
     theirs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert folder_for_notes(theirs) is None
@@ -89,8 +89,8 @@ def test_their_folder_takes_and_gives_no_notes(
     assert caplog.text.count("belongs to another user") == 2
 
 
-def test_notes_of_others_in_a_folder_that_all_may_write_are_passed_over(tmp_path: Path) -> None:
-    """As a volume of Kubernetes is."""
+def test_other_users_notes_in_a_shared_folder_are_ignored(tmp_path: Path) -> None:
+    """A Kubernetes volume is such a folder."""
     tmp_path.chmod(0o777)
     for name in ("jobs-0-0.jsonl", "jobs-0-1.lock", "policy-occupancy.json"):
         (tmp_path / name).write_text("{}")
@@ -105,7 +105,7 @@ def test_notes_of_others_in_a_folder_that_all_may_write_are_passed_over(tmp_path
     assert TierConfig().policy == "occupancy"
 
 
-def test_a_policy_is_written_through_no_link_of_theirs(tmp_path: Path) -> None:
+def test_a_policy_file_is_not_written_through_another_users_link(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     (diary := tmp_path / "diary").write_text("dear diary")
     (link := tmp_path / f"policy-occupancy.json.{os.getpid()}").symlink_to(diary)

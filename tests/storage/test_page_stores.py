@@ -1,5 +1,4 @@
-"""The contract of page stores holds for stores other than the segment store, including faulty
-ones."""
+"""Stores other than the segment store fulfil the contract of page stores, including faulty ones."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ class TestSlowStore(TestFaultyStoreWithoutFaults):
 
 @pytest.fixture
 def pages() -> Pages:
-    """A medium to which another engine has written."""
+    """A medium that contains the pages of another engine."""
     medium: Pages = {}
     assert not FaultyStore(medium).put([(key, page_bytes(key)) for key in KEYS])
     return medium
@@ -63,7 +62,7 @@ def slots(count: int = len(KEYS)) -> list[tuple[PageKey, Bytes]]:
     return [(key, np.full(PAGE_FORMAT.page_bytes, 0xA5, np.uint8)) for key in KEYS[:count]]
 
 
-def test_what_one_rank_lacks_is_absent_there_alone(pages: Pages) -> None:
+def test_a_page_that_one_rank_lacks_is_absent_only_there(pages: Pages) -> None:
     lacking, whole = FaultyStore(pages, missing=KEYS[1:2]), FaultyStore(pages)
     assert lacking.exists(KEYS, 1.0) == lacking.get(slots()) == {1}
     assert whole.exists(KEYS, 1.0) == whole.get(slots()) == frozenset()
@@ -85,7 +84,7 @@ def test_a_late_answer_is_ignored(pages: Pages) -> None:
     assert time.monotonic() - began < 30
 
 
-def test_a_page_that_hangs_never_comes_into_its_slot_later(pages: Pages) -> None:
+def test_a_page_that_hangs_never_arrives_in_its_slot_later(pages: Pages) -> None:
     hang = threading.Event()
     store, wanted = FaultyStore(pages, hang=hang, timeout_s=0.01), slots()
     assert store.exists(KEYS, 0.01) == frozenset(range(4))
@@ -102,11 +101,11 @@ def test_a_reset_leaves_the_pages_of_other_engines(pages: Pages) -> None:
     assert store.exists([*KEYS, own], 1.0) == {4}
 
 
-# -- the I/O thread over such a store -----------------------------------------------
+# -- the I/O thread on such a store ---------------------------------------------------
 
 
 def test_an_order_is_reported_once_its_store_has_answered_and_not_before(pages: Pages) -> None:
-    """Until then its slots are reserved: nothing else may be in them while pages still come."""
+    """Until then the order's slots are reserved, because pages may still arrive in them."""
     hang = threading.Event()
     memory = np.full((len(KEYS), PAGE_FORMAT.page_bytes), 0xA5, np.uint8)
     io = IoThread(FaultyStore(pages, hang=hang, timeout_s=300.0, missing=KEYS[3:]), memory)

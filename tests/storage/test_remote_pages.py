@@ -51,7 +51,7 @@ BANDWIDTH = 1e9
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine is late."""
+    """Allow a slow machine more time per call."""
     monkeypatch.setattr(remote_pages, "CALL_S", 60.0)
 
 
@@ -76,7 +76,7 @@ def value_of(server: ValkeyServer, name: bytes) -> bytes:
 
 
 def smooth_page(number: int) -> Bytes:
-    """KV as the codec of KV likes it: the same from token to token, nearly."""
+    """Return a page like real KV, which varies little between tokens."""
     rng = np.random.default_rng(number)
     channel = rng.standard_normal(PAGE_FORMAT.page_bytes // 2 // PAGE_FORMAT.tokens) * 10
     rows = channel + rng.standard_normal((PAGE_FORMAT.tokens, len(channel))) / 100
@@ -84,7 +84,7 @@ def smooth_page(number: int) -> Bytes:
 
 
 def trained(pages: RemotePages) -> Codec:
-    """The codec of new pages after its training, which runs concurrently with writes."""
+    """Return the codec of new pages once it is trained, which happens concurrently with writes."""
     until = time.monotonic() + 60.0
     while (codec := pages.codec_of_new_pages) is None:
         assert time.monotonic() < until
@@ -93,7 +93,7 @@ def trained(pages: RemotePages) -> Codec:
 
 
 class RemoteConformance(StoreConformance):
-    """A store on a server of its own."""
+    """A store on its own Valkey server."""
 
     knowledge = Knowledge.ASKED
     codec = "raw"
@@ -156,7 +156,7 @@ def read_folder(folder: Path) -> FolderContents:
     return reader.contents
 
 
-def test_whatever_becomes_of_a_value_no_wrong_page_is_read(server: ValkeyServer) -> None:
+def test_no_change_of_a_value_gives_a_wrong_page(server: ValkeyServer) -> None:
     pages, key = open_pages(server), page_key(1)
     good, out = page_bytes(key), np.zeros(PAGE_FORMAT.page_bytes, np.uint8)
     assert not pages.put([(key, good), (page_key(2), page_bytes(page_key(2)))])
@@ -193,16 +193,17 @@ def test_pages_of_a_trained_codec_are_read_elsewhere(server: ValkeyServer) -> No
 
 
 @pytest.mark.parametrize("encoded", [False, True])
-def test_a_codec_that_is_trained_during_a_write_spoils_no_page(
+def test_training_the_codec_during_a_write_damages_no_page(
     server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, encoded: bool
 ) -> None:
-    """Its pages were encoded by the one before, and must not name the new one's table."""
+    """Its pages were encoded by the untrained codec, so they must not name the trained codec's
+    table."""
     before = parse("centred")(PAGE_FORMAT)
     after = before.trained([smooth_page(number) for number in range(20)])
     assert before.table != after.table
 
     class Training:
-        """The codec of before at the first look, and the trained one from then on."""
+        """Returns the untrained codec at the first access, and the trained one afterwards."""
 
         wanted = False
         looks = 0
@@ -226,7 +227,7 @@ def test_a_codec_that_is_trained_during_a_write_spoils_no_page(
 
 
 @pytest.mark.parametrize("fault", ["lost", "flipped"])
-def test_pages_without_their_table_are_not_there(
+def test_pages_without_their_table_are_missing(
     server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     ours = open_pages(server, "centred")
@@ -254,7 +255,7 @@ def test_pages_without_their_table_are_not_there(
         one.close()
 
 
-def test_ranks_have_pages_of_their_own_and_the_first_is_asked(server: ValkeyServer) -> None:
+def test_ranks_have_their_own_pages_and_the_first_is_queried(server: ValkeyServer) -> None:
     first, second = (open_pages(server, site=replace(SITE, rank=rank)) for rank in range(2))
     key = page_key(1)
     assert not first.put([(key, page_bytes(key))])
@@ -266,7 +267,7 @@ def test_ranks_have_pages_of_their_own_and_the_first_is_asked(server: ValkeyServ
     second.close()
 
 
-def test_a_reset_deletes_what_this_engine_put_and_no_more(server: ValkeyServer) -> None:
+def test_a_reset_deletes_only_this_engines_pages(server: ValkeyServer) -> None:
     ours, theirs = open_pages(server), open_pages(server)
     assert not ours.put([(page_key(1), page_bytes(page_key(1)))])
     assert not theirs.put([(page_key(2), page_bytes(page_key(2)))])
@@ -276,10 +277,10 @@ def test_a_reset_deletes_what_this_engine_put_and_no_more(server: ValkeyServer) 
     theirs.close()
 
 
-def test_a_reset_while_the_store_is_down_is_caught_up_with(
+def test_a_reset_while_the_store_is_down_is_completed_later(
     server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody may find pages of weights that have changed, also if the reset came at a bad time."""
+    """No engine may find pages of old weights, even if the store was down during the reset."""
     monkeypatch.setattr(remote_pages, "CALL_S", 0.2)
     ours, theirs, key = open_pages(server), open_pages(server), page_key(1)
     assert not ours.put([(key, page_bytes(key))])
@@ -314,7 +315,7 @@ def test_a_server_that_stops_in_a_read_touches_no_slot_later(
     pages.close()
 
 
-def test_three_quarters_of_the_link_are_for_restores(server: ValkeyServer) -> None:
+def test_three_quarters_of_the_bandwidth_are_for_restores(server: ValkeyServer) -> None:
     pages = open_pages(server)
     assert pages.rest_s == 0.0
     began = time.monotonic()
@@ -323,10 +324,10 @@ def test_three_quarters_of_the_link_are_for_restores(server: ValkeyServer) -> No
     pages.close()
 
 
-def test_nothing_rests_after_a_write_that_failed(
+def test_there_is_no_pause_after_a_failed_write(
     server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next order would wait for its report all that time, and the engine with it."""
+    """Otherwise the next order, and the engine, would wait for that time."""
     monkeypatch.setattr(remote_pages, "CALL_S", 0.2)
     pages, key = open_pages(server), page_key(1)
     server.pause()
@@ -359,7 +360,7 @@ def test_pages_that_no_other_engine_may_find_stay_here(server: ValkeyServer) -> 
     assert server.talk(b"DBSIZE") == b":0\r\n"
 
 
-def test_a_store_that_is_not_there_yet_is_used_once_it_is(tmp_path: Path) -> None:
+def test_a_store_that_starts_later_is_used_then(tmp_path: Path) -> None:
     server = ValkeyServer(tmp_path)
     tier = RemoteTier(load_config({"TIERED_KV_REMOTE": server.url, "TIERED_KV_CODEC": "raw"}))
     pages, key = tier.open(SITE), page_key(1)
@@ -373,10 +374,10 @@ def test_a_store_that_is_not_there_yet_is_used_once_it_is(tmp_path: Path) -> Non
     pages.close()
 
 
-def test_a_server_that_takes_no_writes_is_read_and_what_it_refuses_is_counted(
+def test_a_read_only_server_is_read_and_refused_writes_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For example a replica. Its link is not assumed to be the slowest possible."""
+    """A replica is an example. Its speed is not assumed to be the lowest possible."""
     (tmp_path / "primary").mkdir()
     (tmp_path / "replica").mkdir()
     old, new, out = page_key(1), page_key(2), np.zeros(PAGE_FORMAT.page_bytes, np.uint8)

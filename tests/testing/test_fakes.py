@@ -1,4 +1,4 @@
-"""The fakes behave as documented."""
+"""The fault-injecting test helpers behave as documented."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiered_kv.transfer.host_memory import AnonymousMemory, CpuPool
 
 
 class TestFaultyTransferWithoutFaults(TransferConformance):
-    """Until a fault is asked for, it is the backend it wraps."""
+    """Until a fault is requested, it behaves like the backend that it wraps."""
 
     def make_backend(
         self, layouts: Sequence[PageLayout], storage: Any, pool: CpuPool
@@ -28,7 +28,7 @@ class TestFaultyTransferWithoutFaults(TransferConformance):
 
 
 class Copies:
-    """Four blocks that hold 1 to 4, and four slots that hold 11 to 14."""
+    """Four blocks that contain the bytes 1 to 4, and four slots that contain 11 to 14."""
 
     def __init__(self) -> None:
         self.pool = CpuPool(AnonymousMemory(4 * 8), 8)
@@ -56,7 +56,7 @@ def copies() -> Iterator[Copies]:
     made.faulty.close()
 
 
-def test_a_failure_asked_for_strikes_the_next_job_of_its_direction_once(copies: Copies) -> None:
+def test_a_requested_failure_affects_the_next_job_of_its_direction_once(copies: Copies) -> None:
     copies.faulty.fail_next(Direction.LOAD, {1})
 
     assert copies.run(Direction.SAVE, [0, 1], [0, 1]) == set()
@@ -73,7 +73,7 @@ def test_a_whole_job_can_fail(copies: Copies) -> None:
     assert copies.slots == [11, 12, 13, 14]
 
 
-def test_failures_asked_for_twice_strike_two_jobs(copies: Copies) -> None:
+def test_two_requested_failures_affect_two_jobs(copies: Copies) -> None:
     copies.faulty.fail_next(Direction.SAVE, {0})
     copies.faulty.fail_next(Direction.SAVE, {1, 7})
     assert copies.run(Direction.SAVE, [0, 1], [0, 1]) == {0}
@@ -88,7 +88,7 @@ def test_a_job_in_the_background_fails_like_any_other(copies: Copies) -> None:
     assert (result.job_id, result.failed) == (7, frozenset({0}))
 
 
-def test_copies_that_are_held_are_made_when_they_are_let_go(copies: Copies) -> None:
+def test_held_copies_are_made_when_they_are_released(copies: Copies) -> None:
     copies.faulty.hold(Direction.SAVE)
     copies.faulty.submit(CopyJob(7, Direction.SAVE, [0], [0]))
     copies.faulty.submit(CopyJob(8, Direction.LOAD, [3], [3]))
@@ -99,14 +99,14 @@ def test_copies_that_are_held_are_made_when_they_are_let_go(copies: Copies) -> N
     assert (copies.slots[0], copies.blocks[3]) == (9, 14)
 
 
-def test_whoever_waits_for_copies_lets_them_go(copies: Copies) -> None:
+def test_waiting_for_copies_releases_held_ones(copies: Copies) -> None:
     copies.faulty.hold(Direction.SAVE)
     copies.faulty.submit(CopyJob(7, Direction.SAVE, [0], [0]))
     copies.faulty.drain()
     assert copies.slots[0] == 1
 
 
-def test_a_corrupt_load_lies(copies: Copies) -> None:
+def test_a_corrupt_load_reports_success(copies: Copies) -> None:
     copies.faulty.corrupt_next_load()
     assert copies.run(Direction.LOAD, [0, 1, 2], [0, 1, 2]) == set()
     assert copies.blocks == [13, 11, 12, 4]
@@ -129,7 +129,7 @@ def test_saves_are_never_corrupt(copies: Copies) -> None:
     assert copies.faulty.struck == 0
 
 
-def test_threads_left_behind_are_noticed() -> None:
+def test_threads_left_behind_are_detected() -> None:
     before, stop = running_threads(), threading.Event()
     threads = [
         threading.Thread(target=stop.wait, name="anyone"),

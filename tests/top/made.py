@@ -59,7 +59,7 @@ NO_LOWER = Tiers(VRAM, Cpu(0, 0, 0, 0, 0, 0, 0, 0.0), ())
 
 
 def engine(rank: int = 0, **changes: object) -> EngineStatus:
-    """An engine in the middle of its work."""
+    """Return the status of a busy engine."""
     made = EngineStatus(
         engine=rank,
         now=NOW,
@@ -95,7 +95,7 @@ def engine(rank: int = 0, **changes: object) -> EngineStatus:
 
 
 def new_engine(rank: int = 0) -> EngineStatus:
-    """An engine that has had no request yet."""
+    """Return the status of an engine that has received no request."""
     return engine(
         rank,
         tiers=Tiers(
@@ -121,7 +121,7 @@ def job(
     gap: Quantiles | None = Quantiles(5.0, 30.0),  # noqa: B008 - frozen
     **changes: object,
 ) -> JobStatus:
-    """A job that waits pinned and is expected back in three seconds."""
+    """Return a job that is pinned between turns, and expected back in three seconds."""
     made = JobStatus(
         id=f"job-{number}",
         engine=0,
@@ -140,7 +140,7 @@ def job(
 
 
 def server(*jobs: JobStatus, engines: tuple[EngineStatus, ...] = ()) -> ServerState:
-    """A server with these jobs, polled for the second time."""
+    """Return a server with these jobs, polled for the second time."""
     status = ServerStatus("0.1.0", "0.32.0", engines or (engine(),))
     grown = Growth(10.0, {"prompt_tokens_vram": 30, "prompt_tokens_recomputed": 70})
     return ServerState(
@@ -160,8 +160,8 @@ def shown(
     *,
     unicode: bool = True,
 ) -> list[str]:
-    """The lines of a frame, without the spaces at their ends; without a height, of one that is
-    printed."""
+    """Return the lines of a frame, without trailing spaces. Without a height, the output is as for
+    --once."""
     canvas, wanted = Canvas(width, height, unicode), view or View()
     wanted = wanted.within(len(wanted.of(seen).jobs), rows_of(seen, wanted, canvas))
     console = Console(width=width, height=height or 10_000, color_system=None, legacy_windows=False)

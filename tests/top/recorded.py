@@ -19,11 +19,11 @@ from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.top.route_client import PAGE
 
 HOSTILE = "\x1b[31mred\x1b[2J\r\n[bold]x[/] \u202e \u05e9 🎉 " + "y" * 300
-"""Name of one of the jobs."""
+"""Job name with escape sequences, markup and wide characters."""
 
 
 class Engines:
-    """An engine client's way to the cores of rigs, through vLLM's own messages."""
+    """Connects an engine client to the cores of rigs, through vLLM's own messages."""
 
     def __init__(self, *rigs: Rig) -> None:
         plugin.register()
@@ -34,7 +34,7 @@ class Engines:
 
 
 def record(monkeypatch: pytest.MonkeyPatch, *rigs: Rig) -> Answers:
-    """Record the status and all pages of jobs, as they are now."""
+    """Record the current status and all pages of the job list."""
     _, ask = serve(monkeypatch, Engines(*rigs))
     found, after = dict[str, Answer](), "0.0"
     paths = ["/tiered_kv/status"]
@@ -50,8 +50,8 @@ def record(monkeypatch: pytest.MonkeyPatch, *rigs: Rig) -> Answers:
 
 
 def busy_rig(make_rig: MakeRig, tmp_path: Path) -> Rig:
-    """An engine with a job in VRAM, one on its way to SSD, one that runs, and one of a hostile
-    name."""
+    """Create an engine with a pinned job, a job whose KV is being demoted to SSD, a running job,
+    and a job with a hostile name."""
     rig = waiting_rig(make_rig, tmp_path)
     for name, tool in (("pinned", FAST), ("away", LONG)):
         rig.ask(f"{name} 1", CONTEXT, params={"job_id": name})

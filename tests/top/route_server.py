@@ -1,4 +1,4 @@
-"""A web server in this process with answers of the routes."""
+"""A web server in this process that gives the routes' answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer of HTTP."""
+    """An HTTP response."""
 
     body: str
     status: int = 200
@@ -23,18 +23,18 @@ class Answer:
 Answers = dict[str, Answer]
 """Answers by path and query."""
 Work = Callable[[dict[str, Any]], Answer]
-"""Answers a body, and may do something before."""
+"""A function that answers a posted body, and may have side effects."""
 
 
 class RouteServer:
-    """A web server with these answers, which may be changed.
+    """A web server with these answers, which a test may change.
 
     Attributes:
-        answers: by path and query; others are not found.
-        work: what answers bodies that are posted, by path.
+        answers: answers by path and query. Other paths get 404.
+        work: functions that answer posted bodies, by path.
         posted: paths and bodies that were posted.
-        tokens: values of ``Authorization`` that came.
-        asked: set when somebody has asked; a test clears it.
+        tokens: received values of ``Authorization``.
+        asked: set by every request; a test clears it.
     """
 
     def __init__(self, answers: Answers) -> None:
@@ -47,7 +47,7 @@ class RouteServer:
 
     @contextmanager
     def running(self, port: int = 0) -> Iterator[RouteServer]:
-        """Serve on that port, or on one that is free."""
+        """Serve on this port, or on a free one."""
         told = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -71,10 +71,10 @@ class RouteServer:
                 told.asked.set()
 
             def log_message(self, *words: object) -> None:
-                """Say nothing."""
+                """Suppress request logging."""
 
         with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
-            server.daemon_threads = False  # so that leaving waits for them
+            server.daemon_threads = False  # closing the server then waits for its threads
             thread = threading.Thread(target=server.serve_forever, args=(0.01,))
             thread.start()
             self.url = f"http://127.0.0.1:{server.server_address[1]}"
@@ -86,5 +86,5 @@ class RouteServer:
 
 
 def refusal(status: int, message: str) -> Answer:
-    """An answer as the routes refuse."""
+    """Return the error response of the routes."""
     return Answer(json.dumps({"error": {"message": message, "code": status}}), status)

@@ -16,17 +16,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 300.0
-"""For what is to appear on a machine that is busy."""
+"""Seconds to wait for an expected text, enough for a busy machine."""
 LOOK_EVERY_S = 0.1
 
 
 class Terminal:
-    """A terminal in which a command runs, and after it a shell that waits.
+    """A terminal in which a command runs, followed by a shell that waits.
 
-    The shell writes the terminal's settings before and after the command, and its exit code.
+    The shell writes the terminal's settings before and after the command, and the command's exit
+    code.
 
     Args:
-        folder: for the socket of tmux and for what is written.
+        folder: receives tmux's socket and these files.
     """
 
     def __init__(self, folder: Path, command: list[str], width: int, height: int) -> None:
@@ -49,7 +50,7 @@ class Terminal:
         self._tmux("-u", "-f", str(config), "new-session", "-d", *size, code, env=env)
 
     def type(self, *keys: str) -> None:
-        """Type keys, by tmux's names of them."""
+        """Type keys, given by tmux's key names."""
         self._tmux("send-keys", *keys)
 
     def resize(self, width: int, height: int) -> None:
@@ -57,11 +58,11 @@ class Terminal:
         self._tmux("resize-window", "-x", str(width), "-y", str(height))
 
     def lines(self) -> list[str]:
-        """The lines that are shown."""
+        """Return the lines on the screen."""
         return self._tmux("capture-pane", "-p").split("\n")[:-1]
 
     def wait_for(self, seen: Callable[[list[str]], bool]) -> list[str]:
-        """The lines, once they are as wanted."""
+        """Wait until ``seen`` accepts the lines, and return them."""
         deadline = time.monotonic() + PATIENCE_S
         while not seen(lines := self.lines()):
             assert time.monotonic() < deadline, "not seen:\n" + "\n".join(lines)
@@ -69,39 +70,40 @@ class Terminal:
         return lines
 
     def wait_for_text(self, text: str) -> list[str]:
-        """The lines, once one of them has that text."""
+        """Wait until a line contains this text, and return the lines."""
         return self.wait_for(lambda lines: any(text in line for line in lines))
 
     @property
     def pid(self) -> int:
-        """The command's process."""
+        """Process id of the command."""
         return int((self._folder / "pid").read_text())
 
     def is_stopped(self) -> bool:
-        """True if the process is suspended."""
+        """Return True if the process is suspended."""
         stat = Path(f"/proc/{self.pid}/stat").read_text()
         return stat.rpartition(")")[2].split()[0] == "T"
 
     def settings(self) -> str:
-        """The terminal's settings now."""
+        """Return the terminal's current settings."""
         tty = (self._folder / "tty").read_text().strip()
         done = subprocess.run(["stty", "-F", tty, "-g"], capture_output=True, text=True, check=True)
         return done.stdout
 
     @property
     def settings_before(self) -> str:
-        """The terminal's settings before the command."""
+        """The terminal's settings before the command ran."""
         return (self._folder / "before").read_text()
 
     def code(self) -> int:
-        """The command's exit code, once it has ended and has left the terminal as it was."""
+        """Wait until the command has exited, and return its exit code. Asserts that the terminal's
+        settings are restored."""
         self.wait_for(lambda lines: "over" in [line.strip() for line in lines])
         assert (self._folder / "after").read_text() == self.settings_before
         assert self._tmux("display", "-p", "#{alternate_on} #{cursor_flag}").split() == ["0", "1"]
         return int((self._folder / "code").read_text())
 
     def end(self) -> None:
-        """End the terminal and all in it."""
+        """Close the terminal and everything in it."""
         self._tmux("kill-server", check=False)
 
     def _tmux(self, *words: str, check: bool = True, env: dict[str, str] | None = None) -> str:
@@ -117,7 +119,7 @@ class Terminal:
 
 
 def has_ended(pid: int) -> bool:
-    """True if the process has ended, even if its exit code has not been read."""
+    """Return True if the process has exited, even if its exit code has not been read."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -127,7 +129,7 @@ def has_ended(pid: int) -> bool:
 
 @contextmanager
 def top_in(folder: Path, *arguments: str, width: int = 100, height: int = 24) -> Iterator[Terminal]:
-    """``tiered-kv top`` in a terminal of that size."""
+    """Run ``tiered-kv top`` in a terminal of this size."""
     if shutil.which("tmux") is None:
         pytest.skip("there is no tmux: on Debian, apt-get install tmux")
     command = [sys.executable, "-m", "tiered_kv.cli.app", "top", *arguments]

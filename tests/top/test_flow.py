@@ -1,4 +1,4 @@
-"""Growth of counters covers the last minute, and restarts with the server."""
+"""The growth of counters covers the last minute, and starts anew when the server restarts."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def test_the_growth_is_over_the_last_minute() -> None:
         assert grown == Growth(min(second, WINDOW_S), {"turns": 3 * min(second, int(WINDOW_S))})
 
 
-def test_a_restarted_server_has_not_shrunk() -> None:
+def test_a_restarted_server_shows_no_negative_growth() -> None:
     flow = Flow()
     flow.add(at(0, 100))
     assert flow.add(at(5, 1)) is None
     assert flow.add(at(6, 4)) == Growth(1.0, {"turns": 3})
 
 
-def test_a_clock_that_stands_still_measures_nothing() -> None:
+def test_a_stopped_clock_gives_no_growth() -> None:
     flow = Flow()
     flow.add(at(0, 1))
     assert flow.add(at(0, 2)) is None

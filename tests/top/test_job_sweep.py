@@ -1,4 +1,4 @@
-"""A long list of jobs is read page by page, while jobs come and go."""
+"""A long job list is read page by page, while jobs start and end."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tiered_kv.top.watch import FIRST_PAGES, JobSweep
 
 
 class Server:
-    """A server with jobs, which tells ten at a time.
+    """A server with jobs, which returns pages of ten.
 
     Attributes:
-        asked: pages that it has told.
+        asked: number of pages returned.
     """
 
     def __init__(self, *numbers: int, engines: int = 1) -> None:
@@ -36,7 +36,7 @@ def numbers(jobs: tuple[JobStatus, ...]) -> list[int]:
     return [one.number for one in jobs]
 
 
-def test_a_short_list_is_whole_after_one_look() -> None:
+def test_a_short_list_is_complete_after_one_poll() -> None:
     for count in (0, 3, 10):
         sweep = JobSweep(Server(*range(1, count + 1)).page)
         sweep.go_on()
@@ -44,7 +44,7 @@ def test_a_short_list_is_whole_after_one_look() -> None:
         assert numbers(sweep.jobs()) == list(range(1, count + 1))
 
 
-def test_a_long_one_is_read_on_where_the_look_before_ended() -> None:
+def test_a_long_list_continues_where_the_last_poll_ended() -> None:
     server = Server(*range(1, 10 * FIRST_PAGES + 16))
     sweep = JobSweep(server.page)
     whole, asked = list[bool](), list[int]()
@@ -57,7 +57,7 @@ def test_a_long_one_is_read_on_where_the_look_before_ended() -> None:
     assert numbers(sweep.jobs()) == list(range(1, 10 * FIRST_PAGES + 16))
 
 
-def test_jobs_that_come_and_go_are_seen_within_a_round() -> None:
+def test_new_and_ended_jobs_are_noticed_within_a_round() -> None:
     server = Server(*range(1, 36), engines=2)
     sweep = JobSweep(server.page)
     sweep.go_on()
@@ -80,14 +80,14 @@ def test_a_restarted_server_leaves_no_old_jobs() -> None:
     assert numbers(sweep.jobs()) == [1, 2]
 
 
-def test_a_list_that_leads_backwards_ends() -> None:
+def test_a_list_whose_cursor_goes_backwards_ends() -> None:
     sweep = JobSweep(lambda after: JobPage(1.0, 1, (job(5),), Cursor(0, 0)))
     for _ in range(3):
         sweep.go_on()
         assert numbers(sweep.jobs()) == [5]
 
 
-def test_of_too_many_the_first_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_many_jobs_the_first_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "MOST_JOBS", 30)
     server = Server(*range(1, 100))
     sweep = JobSweep(server.page)

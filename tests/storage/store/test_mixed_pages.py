@@ -1,4 +1,5 @@
-"""Stores of pages of several element types: found again, and refused as pages of another format."""
+"""Stores of pages with several element types: pages are found again, and pages of another format
+are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ KEYS = [page_key(name) for name in range(30)]
 
 
 class TestStoreOfSections(SegmentStoreConformance):
-    """Every store's suite, with the codec of sections."""
+    """The conformance suite of segment stores, with the codec for sections."""
 
     def make_codec(self, page_format: PageFormat) -> Codec:
         return SectionsCodec(page_format)
@@ -48,7 +49,8 @@ def opened(options: StoreOptions, codec: str) -> SegmentStore:
 
 
 def fill(options: StoreOptions, codec: str) -> None:
-    """A closed store of ``KEYS``, in two segments at least if the codec learns."""
+    """Write a closed store with the pages of ``KEYS``, in at least two segments if the codec is
+    trained."""
     store = opened(options, codec)
     for some in (KEYS[:10], KEYS[10:]):
         pages = [(key, synthetic_page(options.page_format, KEYS.index(key))) for key in some]
@@ -80,7 +82,7 @@ def test_pages_are_found_by_the_next_process(
         assert SegmentFile(path).header.page_format == page_format.outline
 
 
-def test_what_was_learnt_is_used_again(tmp_path: Path) -> None:
+def test_a_trained_table_is_used_again(tmp_path: Path) -> None:
     options = options_of(tmp_path, KV)
     fill(options, "centred")
     store = opened(options, "centred")
@@ -90,7 +92,7 @@ def test_what_was_learnt_is_used_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd", "centred"])
-def test_new_pages_may_be_of_another_codec(codec: str, tmp_path: Path) -> None:
+def test_new_pages_may_use_another_codec(codec: str, tmp_path: Path) -> None:
     options = options_of(tmp_path, STATES)
     fill(options, codec)
     store = opened(options, "zstd" if codec == "centred" else "centred")
@@ -112,7 +114,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_pages_of_another_format_are_not_found(what: str, tmp_path: Path) -> None:
-    """Fingerprints keep them apart already; this is for whoever forgets something in one."""
+    """Fingerprints already separate them. This check helps if a fingerprint lacks a property."""
     fill(options_of(tmp_path, STATES), "centred")
     store = opened(options_of(tmp_path, OTHERS[what]), "zstd")
     assert store.keys() == []
@@ -122,7 +124,7 @@ def test_pages_of_another_format_are_not_found(what: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("page_format", [STATES, KV], ids=["states", "kv"])
 @pytest.mark.parametrize("codec", ["raw", "zstd", "centred"])
-def test_stores_are_administered_without_the_engine(
+def test_stores_are_managed_without_the_engine(
     page_format: PageFormat, codec: str, tmp_path: Path
 ) -> None:
     fill(options_of(tmp_path / "root", page_format), codec)

@@ -1,4 +1,4 @@
-"""Writes that the disk finishes in another order than they were started."""
+"""Writes that the disk finishes in a different order than they were started."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiered_kv.testing.segment_store import ToyCodec, store_options
 
 @dataclass
 class SecondSegmentFirst(UnsafeFiles):
-    """Takes nothing for the first file it is given records for before another had some."""
+    """Delays the first file's records until another file has some."""
 
     first: int | None = None
     second_is_written: threading.Event = field(default_factory=threading.Event)

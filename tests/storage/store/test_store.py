@@ -1,4 +1,4 @@
-"""The segment store obeys its contract, whatever the codec."""
+"""The segment store fulfils its contract with any codec."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TestStoreWithTrainedCodec(SegmentStoreConformance):
         assert all(table == bytes([21]) * 5000 for table in self.tables(bench))
         bench.check()
 
-    def test_small_puts_are_stored_untrained_until_there_are_enough(
+    def test_small_puts_are_stored_untrained_until_there_are_enough_pages(
         self, bench: SegmentBench
     ) -> None:
         for name in range(15):
@@ -87,7 +87,7 @@ class TestStoreWithTrainedCodec(SegmentStoreConformance):
 
 
 class StubbornCodec(ToyCodec):
-    """Refuses one page, and training."""
+    """Refuses to encode one page, and refuses training."""
 
     def encode(self, page: Bytes) -> EncodedPage:
         if page[0] == 13:
@@ -102,7 +102,7 @@ def open_store(options: StoreOptions, files: FileLayer | None = None) -> Segment
     return SegmentStore(options, RawCodec(options.page_format), lambda i, t, f: RawCodec(f), files)
 
 
-def test_a_codec_that_fails_costs_its_page_and_no_other(tmp_path: Path) -> None:
+def test_a_failing_codec_costs_only_the_page_it_fails_on(tmp_path: Path) -> None:
     options = store_options(tmp_path)
     store = SegmentStore(options, StubbornCodec(PAGE_FORMAT), lambda i, t, f: ToyCodec(f, t))
     pages = [(page_key(i), page_bytes(page_key(i))) for i in range(20)]
@@ -136,7 +136,7 @@ def test_a_file_system_without_direct_io_is_used_through_the_page_cache(
         ({"fingerprint": b"short"}, "16 bytes"),
     ],
 )
-def test_what_cannot_work_is_refused(
+def test_impossible_options_are_refused(
     tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(StoreError, match=message):

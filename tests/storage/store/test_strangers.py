@@ -1,4 +1,4 @@
-"""Foreign files under a root are not read, followed, counted or deleted."""
+"""Foreign files under a root folder are not read, followed, counted or deleted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Opener = Callable[..., SegmentStore]
 
 @pytest.fixture
 def open_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
-    """A store of six segments under ``root``."""
+    """Return a function that opens a store of six segments under ``root``."""
     monkeypatch.setattr("tiered_kv.storage.store.capacity.FRESH_S", -1.0)
     opened: list[SegmentStore] = []
 
@@ -49,13 +49,13 @@ def options_of(folder: Path, **changes: object) -> StoreOptions:
 
 
 def put(store: SegmentStore, *names: int) -> int:
-    """Number of stored pages."""
+    """Put pages, and return how many were stored."""
     keys = [page_key(name) for name in names]
     return len(keys) - len(store.put([(key, page_bytes(key)) for key in keys]))
 
 
 def found_in(store: SegmentStore) -> set[int]:
-    """Names of the pages, all of which must be right."""
+    """Return the names of the pages found. Asserts that all are right."""
     keys = store.keys()
     wanted = [(key, np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for key in keys]
     assert store.get(wanted) == frozenset()
@@ -74,7 +74,7 @@ def fill(store: SegmentStore, puts: int) -> int:
 
 
 def dead_store(open_store: Opener, root: Path, fingerprint: bytes = OTHER) -> Path:
-    """The folder of a store that fills most of its capacity, and that no process uses."""
+    """Create a closed store that fills most of its capacity, and return its folder."""
     store = open_store(root=root, fingerprint=fingerprint)
     for name in range(0, 64, 8):
         put(store, *range(name, name + 8))
@@ -87,12 +87,10 @@ def everything(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# -- making room ------------------------------------------------------------------------
+# -- freeing space -----------------------------------------------------------------------
 
 
-def test_making_room_deletes_segments_of_stores_and_nothing_else(
-    open_store: Opener, tmp_path: Path
-) -> None:
+def test_freeing_space_deletes_only_segments_of_stores(open_store: Opener, tmp_path: Path) -> None:
     root = tmp_path / "root"
     dead = dead_store(open_store, root)
     strangers = {
@@ -119,8 +117,8 @@ def test_making_room_deletes_segments_of_stores_and_nothing_else(
 
 
 @pytest.mark.parametrize("linked", ["fingerprint", "place", "segment"])
-def test_making_room_follows_no_link(open_store: Opener, tmp_path: Path, linked: str) -> None:
-    """A link under this root leads to a foreign store."""
+def test_freeing_space_follows_no_link(open_store: Opener, tmp_path: Path, linked: str) -> None:
+    """A link under this root points to a foreign store."""
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     outside = dead_store(open_store, elsewhere)
     mine = dead_store(open_store, root, fingerprint=bytes(15) + b"\1")
@@ -142,7 +140,7 @@ def test_making_room_follows_no_link(open_store: Opener, tmp_path: Path, linked:
     assert not (mine / "00000001.seg").exists()
 
 
-def test_a_file_that_is_in_the_way_and_does_not_go_takes_room_and_freezes_nothing(
+def test_an_undeletable_file_takes_space_and_blocks_nothing(
     open_store: Opener, tmp_path: Path
 ) -> None:
     dead = dead_store(open_store, tmp_path / "root")
@@ -154,7 +152,7 @@ def test_a_file_that_is_in_the_way_and_does_not_go_takes_room_and_freezes_nothin
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """The folder has mode 000, which means nothing to the superuser."""
+    """Simulate a folder with mode 000, because root may access such a folder."""
 
     def refusing(name: str) -> None:
         asked = getattr(os, name)
@@ -173,7 +171,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         refusing(name)
 
 
-def test_a_folder_that_may_not_be_entered_does_not_lift_the_limit(
+def test_an_inaccessible_folder_does_not_lift_the_limit(
     open_store: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store()
@@ -195,7 +193,7 @@ def test_a_folder_that_may_not_be_entered_does_not_lift_the_limit(
 
 @pytest.mark.parametrize("lock", ["lock", "capacity.lock"])
 @pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "folder", "socket"])
-def test_a_lock_that_is_no_plain_file_is_refused_with_a_sentence(
+def test_a_lock_that_is_not_a_regular_file_is_refused_in_one_sentence(
     open_store: Opener, tmp_path: Path, kind: str, lock: str
 ) -> None:
     precious = tmp_path / "precious.txt"
@@ -225,7 +223,8 @@ def make_odd(path: Path, kind: str, precious: Path) -> None:
         path.symlink_to(path.name)
     else:
         here = Path.cwd()
-        with socket.socket(socket.AF_UNIX) as bound:  # a name may have a hundred bytes
+        # A socket's path may have about a hundred bytes.
+        with socket.socket(socket.AF_UNIX) as bound:
             os.chdir(path.parent)
             try:
                 bound.bind(path.name)
@@ -233,10 +232,10 @@ def make_odd(path: Path, kind: str, precious: Path) -> None:
                 os.chdir(here)
 
 
-def test_a_lock_with_another_name_leaves_what_that_name_stands_for(
+def test_a_lock_with_a_second_hard_link_does_not_change_that_file(
     open_store: Opener, tmp_path: Path
 ) -> None:
-    """A backup made of hard links, or a trap."""
+    """The lock may be part of a hard-linked backup, or a trap."""
     store = open_store()
     put(store, 1)
     store.close()
@@ -254,12 +253,12 @@ def test_a_lock_with_another_name_leaves_what_that_name_stands_for(
         open_store()
 
 
-# -- what is named like a segment -----------------------------------------------------------
+# -- files named like segments -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "folder", "socket", "itself"])
-def test_what_is_no_plain_file_is_no_segment(open_store: Opener, tmp_path: Path, kind: str) -> None:
-    """The store opens, numbers its segments around it, and lets it be."""
+def test_only_regular_files_are_segments(open_store: Opener, tmp_path: Path, kind: str) -> None:
+    """The store opens, skips the file's number, and does not change the file."""
     precious = tmp_path / "precious"
     precious.write_bytes(b"what must stay")
     store = open_store()
@@ -280,7 +279,7 @@ def test_what_is_no_plain_file_is_no_segment(open_store: Opener, tmp_path: Path,
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
-def test_a_store_whose_lock_is_not_a_plain_file_blocks_no_other_store(
+def test_a_store_whose_lock_is_not_a_regular_file_blocks_no_other(
     open_store: Opener, tmp_path: Path, kind: str
 ) -> None:
     folder = tmp_path / "root" / ("ff" * 16) / "0-0"
@@ -292,7 +291,7 @@ def test_a_store_whose_lock_is_not_a_plain_file_blocks_no_other_store(
 
 @pytest.mark.parametrize("number", [99_999_999, 99_999_998, 90_000_001])
 @pytest.mark.parametrize("kind", ["junk", "pipe"])
-def test_a_number_at_the_end_of_the_range_hides_no_segment_behind_it(
+def test_a_number_at_the_end_of_the_range_hides_no_later_segment(
     open_store: Opener, tmp_path: Path, number: int, kind: str
 ) -> None:
     store = open_store()
@@ -314,7 +313,8 @@ def test_a_number_at_the_end_of_the_range_hides_no_segment_behind_it(
 def test_a_store_without_segment_numbers_left_is_cleared(
     open_store: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store goes on after a segment of any age, written by itself or made by somebody."""
+    """New segments are numbered after any existing one, whether the store or someone else created
+    it."""
     monkeypatch.setattr("tiered_kv.storage.store.segment_lifecycle.NEARLY_LAST_NUMBER", 3)
     monkeypatch.setattr("tiered_kv.storage.store.recovery.NEARLY_LAST_NUMBER", 3)
     store = open_store()
@@ -330,7 +330,7 @@ def test_a_store_without_segment_numbers_left_is_cleared(
     assert found_in(open_store()) == set(range(20))
 
 
-def test_the_last_number_of_all_is_the_last(
+def test_no_segment_is_created_after_the_last_number(
     open_store: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tiered_kv.storage.store.segment_lifecycle.LAST_NUMBER", 1)

@@ -1,4 +1,4 @@
-"""Other work of a store: cleaning up, counting, short waits, and training once."""
+"""Maintenance of a store: cleaning up, counting, short waits, and training once."""
 
 from __future__ import annotations
 
@@ -58,28 +58,28 @@ def options(tmp_path: Path) -> StoreOptions:
 
 @pytest.fixture
 def descriptors() -> Iterator[None]:
-    """As many files are open afterwards as before."""
+    """Assert that a test leaves as many files open as before."""
     before = len(list(Path("/proc/self/fd").iterdir()))
     yield
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-# -- tidying up ---------------------------------------------------------------------------
+# -- cleaning up ---------------------------------------------------------------------------
 
 
-def test_a_segment_whose_pages_are_all_written_again_elsewhere_goes(options: StoreOptions) -> None:
+def test_a_segment_is_deleted_once_all_its_pages_are_rewritten(options: StoreOptions) -> None:
     store = open_store(options)
     put(store, *range(12))
     first = SegmentFile(segments_of(options)[0])
     inside = len(first.entries)
-    put(store, *range(100, 120))  # it is full, and sealed
+    put(store, *range(100, 120))  # the first segment is full and sealed
     put(store, *range(min(inside, 12)), *range(100, 108), version=1)
     assert not first.path.exists()
     assert len(store) == 32
     store.close()
 
 
-def test_clearing_takes_the_segments_that_could_not_be_read_too(options: StoreOptions) -> None:
+def test_clearing_deletes_unreadable_segments_too(options: StoreOptions) -> None:
     files = FaultyFiles(UnsafeFiles())
     store = open_store(options, files=files)
     put(store, *range(40))
@@ -114,17 +114,18 @@ def test_no_file_stays_open(options: StoreOptions) -> None:
     store.close()
     shutil.rmtree(options.folder)
     killed.rename(options.folder)
-    open_store(options).close()  # seals what the killed one left
+    open_store(options).close()  # seals the segment that the killed process left
 
 
 @pytest.mark.usefixtures("descriptors")
-def test_no_folder_stays_open_that_was_made_durable(tmp_path: Path) -> None:
+def test_no_folder_stays_open_after_it_was_made_durable(tmp_path: Path) -> None:
     for _ in range(3):
         RealFiles().sync_folder(tmp_path)
 
 
-def test_a_footer_has_room_also_behind_the_longest_keys(options: StoreOptions) -> None:
-    small = PageFormat(PAGE_FORMAT.element, 1024, 16)  # of which there are many in a segment
+def test_a_footer_fits_also_with_the_longest_keys(options: StoreOptions) -> None:
+    # Many of these small pages fit into a segment.
+    small = PageFormat(PAGE_FORMAT.element, 1024, 16)
     options = store_options(options.root, page_format=small, capacity_bytes=1 << 20)
     store = SegmentStore(options, RawCodec(small), codec_from)
     keys = [PageKey(FINGERPRINT + bytes([n]) * 239) for n in range(100)]
@@ -135,7 +136,7 @@ def test_a_footer_has_room_also_behind_the_longest_keys(options: StoreOptions) -
     assert all(SegmentFile(path).sealed for path in segments_of(options))
 
 
-def test_a_page_that_fits_no_segment_costs_itself_and_no_other(options: StoreOptions) -> None:
+def test_a_page_too_large_for_a_segment_costs_only_itself(options: StoreOptions) -> None:
     class Greedy(ToyCodec):
         wants_training = False
 
@@ -156,7 +157,7 @@ def test_a_page_that_fits_no_segment_costs_itself_and_no_other(options: StoreOpt
 # -- counting -------------------------------------------------------------------------------
 
 
-def test_segments_of_no_use_are_counted_and_deleted(options: StoreOptions) -> None:
+def test_unusable_segments_are_counted_and_deleted(options: StoreOptions) -> None:
     store = open_store(options, ToyCodec(PAGE_FORMAT))
     put(store, *range(20))
     store.close()
@@ -185,7 +186,7 @@ def test_a_store_with_too_little_space_reports_how_much_it_needs(tmp_path: Path)
 # -- locks ----------------------------------------------------------------------------------
 
 
-def test_a_lock_that_another_process_only_tests_is_acquired_a_moment_later(
+def test_a_lock_that_another_process_briefly_tests_is_acquired(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looker = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
@@ -207,7 +208,9 @@ def test_a_lock_that_another_process_only_tests_is_acquired_a_moment_later(
     StoreLock(tmp_path).release()
 
 
-def test_whoever_makes_room_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_frees_space_is_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = os.open(tmp_path / "capacity.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(other, fcntl.LOCK_EX)
     slept: list[float] = []
@@ -222,7 +225,7 @@ def test_whoever_makes_room_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mo
     os.close(other)
 
 
-def test_the_last_use_is_noted_when_a_segment_begins_and_at_the_end(options: StoreOptions) -> None:
+def test_the_last_use_is_noted_at_a_new_segment_and_at_the_end(options: StoreOptions) -> None:
     store = open_store(options)
     lock = options.folder / "lock"
     uses: list[Callable[[], None]] = [lambda: put(store, 1), store.close]
@@ -232,10 +235,10 @@ def test_the_last_use_is_noted_when_a_segment_begins_and_at_the_end(options: Sto
         assert lock.stat().st_mtime > 1.1e9
 
 
-# -- room -------------------------------------------------------------------------------------
+# -- space ------------------------------------------------------------------------------------
 
 
-def test_no_more_of_a_dead_store_goes_than_must(options: StoreOptions) -> None:
+def test_no_more_of_an_unused_store_is_deleted_than_needed(options: StoreOptions) -> None:
     folders = [options.root / (bytes([n]) * 16).hex() / "0-0" for n in (1, 2)]
     for age, folder in enumerate(folders):
         folder.mkdir(parents=True)
@@ -257,7 +260,7 @@ def test_no_more_of_a_dead_store_goes_than_must(options: StoreOptions) -> None:
     assert not capacity.delete_dead(1)
 
 
-def test_a_share_is_given_to_the_last_byte_and_what_survives_has_the_rest(
+def test_a_share_is_used_to_the_last_byte_and_survivors_get_the_rest(
     options: StoreOptions,
 ) -> None:
     options.folder.mkdir(parents=True)
@@ -272,7 +275,7 @@ def test_a_share_is_given_to_the_last_byte_and_what_survives_has_the_rest(
         os.truncate(segment, LEAST)
 
 
-def test_each_store_takes_its_share_to_the_last_segment(
+def test_each_store_uses_its_share_to_the_last_segment(
     options: StoreOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tiered_kv.storage.store.capacity.FRESH_S", -1.0)
@@ -290,10 +293,11 @@ def test_each_store_takes_its_share_to_the_last_segment(
         store.close()
 
 
-def test_nothing_is_proposed_while_there_is_room(
+def test_nothing_is_proposed_while_there_is_space(
     options: StoreOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not when a segment is full, nor when others have all the rest and it is not."""
+    """There is no proposal while a segment fills up, nor when other stores use the rest and this
+    segment is not full."""
     monkeypatch.setattr("tiered_kv.storage.store.capacity.FRESH_S", -1.0)
     store = open_store(options, files=UnsafeFiles())
     name = 0
@@ -315,14 +319,14 @@ def test_nothing_is_proposed_while_there_is_room(
     given = store.proposal()
     assert given is not None
     store.reclaim(given.segment, ())
-    put(new, name)  # in a second segment, while the others still have more than their share
+    put(new, name)  # in a second segment, while the other store still exceeds its share
     assert len(segments_of(newcomer)) == 2
     assert new.proposal() is None
     store.close()
     new.close()
 
 
-# -- learning ---------------------------------------------------------------------------------
+# -- training ---------------------------------------------------------------------------------
 
 
 def test_a_codec_that_was_never_trained_is_trained_by_the_next_process(
@@ -339,7 +343,7 @@ def test_a_codec_that_was_never_trained_is_trained_by_the_next_process(
     store.close()
 
 
-def test_pages_that_were_learnt_from_are_not_kept(options: StoreOptions) -> None:
+def test_training_pages_are_not_kept(options: StoreOptions) -> None:
     seen: list[weakref.ref[Bytes]] = []
 
     class Curious(ToyCodec):
@@ -360,7 +364,7 @@ def test_pages_that_were_learnt_from_are_not_kept(options: StoreOptions) -> None
 
 
 class RefusesWrites(RealFiles):
-    """A file system that opens a file for direct I/O, and refuses the first write."""
+    """A file system that opens a file for direct I/O, and fails the first write."""
 
     def pwrite(self, fd: int, buffers: Buffers, offset: int) -> int:
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
@@ -369,7 +373,7 @@ class RefusesWrites(RealFiles):
 
 
 @pytest.mark.usefixtures("descriptors")
-def test_a_probe_that_a_killed_process_left_hides_nothing(options: StoreOptions) -> None:
+def test_a_probe_file_left_by_a_killed_process_does_no_harm(options: StoreOptions) -> None:
     options.folder.mkdir(parents=True)
     (options.folder / "probe").write_bytes(bytes(4096))
     store = open_store(options, files=RefusesWrites())
@@ -379,7 +383,7 @@ def test_a_probe_that_a_killed_process_left_hides_nothing(options: StoreOptions)
     store.close()
 
 
-def test_a_footer_longer_than_what_is_read_of_the_end_is_read_whole(
+def test_a_footer_longer_than_the_first_read_is_read_completely(
     options: StoreOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tiered_kv.storage.segment.loader.END_BYTES", 4096)

@@ -1,6 +1,6 @@
 """Stores of an earlier version are read unchanged: same keys, same pages.
 
-``written_by_380c62f/make`` tells how they were made.
+``written_by_380c62f/make`` describes how they were created.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ CODECS = ("raw", "zstd", "zstd:3", "centred")
 
 
 def page(key: PageKey, page_format: PageFormat) -> Bytes:
-    """The page of a key, as it was written."""
+    """Return the page of a key, as it was written."""
     bits = np.frombuffer(shake_128(key).digest(page_format.page_bytes), np.uint8).copy()
     bits[1::2] = bits[1::2] & 0x80 | 0x3C | bits[1::2] & 0x03
     return bits
 
 
 class Found:
-    """One of the stores, unpacked."""
+    """One of the earlier stores, unpacked."""
 
     def __init__(self, codec: str, root: Path) -> None:
         with tarfile.open(ARCHIVE) as archive:
-            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # since 3.11.4
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # exists since 3.11.4
             archive.extractall(root)
         said: dict[str, Any] = json.loads((root / "manifest.json").read_text())
         (store,) = (one for one in said["stores"] if one["codec"] == codec)
@@ -51,7 +51,7 @@ class Found:
         return SegmentStore(self.options, codec, from_table)
 
     def check(self, store: SegmentStore) -> None:
-        """The store has the pages of then, in their order."""
+        """Assert that the store has the original pages in the original order."""
         assert store.keys() == self.keys
         out = np.zeros((len(self.keys), self.format.page_bytes), np.uint8)
         assert store.get(list(zip(self.keys, out, strict=True))) == frozenset()
@@ -61,7 +61,7 @@ class Found:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_every_page_is_found_and_is_what_it_was(codec: str, tmp_path: Path) -> None:
+def test_every_page_is_found_unchanged(codec: str, tmp_path: Path) -> None:
     found = Found(codec, tmp_path / "root")
     segments = [SegmentFile(path) for path in sorted(found.options.folder.glob("*.seg"))]
     assert [segment.sealed for segment in segments] == [True, True, False]
@@ -71,7 +71,7 @@ def test_every_page_is_found_and_is_what_it_was(codec: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_new_pages_may_be_of_another_codec(codec: str, tmp_path: Path) -> None:
+def test_new_pages_may_use_another_codec(codec: str, tmp_path: Path) -> None:
     found = Found(codec, tmp_path / "root")
     store = found.open(parse("raw" if codec == "centred" else "centred")(found.format))
     new = PageKey(found.options.fingerprint + b"new")
@@ -84,7 +84,7 @@ def test_new_pages_may_be_of_another_codec(codec: str, tmp_path: Path) -> None:
     store.close()
 
 
-def test_what_was_learnt_is_used_again(tmp_path: Path) -> None:
+def test_a_trained_table_is_used_again(tmp_path: Path) -> None:
     found = Found("centred", tmp_path / "root")
     store = found.open(parse("centred")(found.format))
     assert store.codec.table

@@ -1,4 +1,4 @@
-"""Types of models, by the KV groups that vLLM creates for them."""
+"""Model types, by the KV groups that vLLM creates for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tiered_kv.testing.vllm.groups import GroupSpec
 FULL = GroupSpec()
 WINDOW = GroupSpec(KvKind.WINDOW, 16, 40)
 LARGE_WINDOW = GroupSpec(KvKind.WINDOW, 32, 40)
-"""In blocks twice as large, as gemma 4 has them."""
+"""Window with blocks of twice the size, as in Gemma 4."""
 CHUNK = GroupSpec(KvKind.CHUNK, 16, 80)
 STATE = GroupSpec(KvKind.STATE, 16)
 

@@ -19,7 +19,7 @@ from tiered_kv.testing.checked_kv import kv
 from tiered_kv.testing.vllm.rig import Rig
 
 Tables = Sequence[Sequence[int]]
-"""Ids of a request's blocks, by group."""
+"""Block ids of a request, by group."""
 Offer = tuple[str, int, int, int]
 """A state at the end of a block, as vLLM offers it: request, group, block and tokens."""
 
@@ -43,14 +43,15 @@ class _Load:
 
 
 class PerfectStore(KVConnectorBase_V1, SupportsHMA):
-    """Both sides of the connector, on one rig without one.
+    """Both halves of the connector, on a rig without another connector.
 
     Args:
-        rng: says how much of a context is here, when it arrives, and whether it does.
-        failures: share of the loads that fail.
+        rng: decides how many tokens of a context are available, when they arrive, and whether
+            they do.
+        failures: fraction of the loads that fail.
     """
 
-    scheduler_half = None  # a rig knows the connector under test by it
+    scheduler_half = None  # a rig detects the connector under test by this attribute
     worker_half = SimpleNamespace(
         bad_blocks=frozenset(), backend=None, stores={}, compressor=None, snapshots=None
     )
@@ -58,14 +59,14 @@ class PerfectStore(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, rig: Rig, rng: Chance, failures: float = 0.0) -> None:
         self._rig, self._rng, self._failures = rig, rng, failures
         self.is_empty = False
-        """It has no more KV."""
+        """True if the store offers no further KV."""
         self._loads: dict[str, _Load] = {}
         self._local: dict[str, int] = {}
         self._failed: set[str] = set()
         self._connector_metadata: Any = None
         self._kv_cache_config = rig.scheduler.kv_cache_config
         self.loaded: dict[str, int] = {}
-        """Tokens that requests went on from, who got KV from here."""
+        """By request, the tokens after which it continued with KV from this store."""
         self.failed = 0
         """Number of loads that failed."""
         self.on_finish: Callable[[Any, Tables], None] = lambda request, tables: None
@@ -75,9 +76,9 @@ class PerfectStore(KVConnectorBase_V1, SupportsHMA):
         self._offers: list[Offer] = []
         rig.worker = self
         rig.scheduler.connector = self
-        rig.scheduler.defer_block_free = rig.options.ahead  # as with any connector
+        rig.scheduler.defer_block_free = rig.options.ahead  # vLLM sets this with any connector
 
-    # -- the scheduler's side -------------------------------------------------------
+    # -- scheduler half ---------------------------------------------------------------
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -121,10 +122,11 @@ class PerfectStore(KVConnectorBase_V1, SupportsHMA):
         self.on_finish(request, block_ids)
         return False, None
 
-    # -- the worker's ---------------------------------------------------------------
+    # -- worker half ------------------------------------------------------------------
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Write what a hit needs into its blocks, and nonsense into what is left of them."""
+        """Write the KV that a hit needs into its blocks, and random bytes into the rest of the
+        blocks."""
         for load in self._loads.values():
             load.steps -= 1
             if load.steps > 0:

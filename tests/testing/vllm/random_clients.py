@@ -14,7 +14,8 @@ from tiered_kv.testing.vllm.rig import Rig, RigOptions
 
 
 def random_options(rng: random.Random, models: Iterable[str] = MODELS) -> RigOptions:
-    """An engine of one of the models, that holds one to three of the longest requests."""
+    """Return the options of an engine with one of the models, and space for one to three of the
+    longest requests."""
     name = rng.choice(sorted(models))
     groups = MODELS[name]
     one = sum(LONGEST // group.block_size + 2 for group in groups)
@@ -46,7 +47,7 @@ def play_script(
     models: Iterable[str] = MODELS,
     prepare: Callable[[Rig, random.Random], object] = lambda rig, rng: None,
 ) -> None:
-    """Play one script on an engine that is prepared first."""
+    """Play one script on an engine, after ``prepare`` has been called with it."""
     rng = random.Random(seed)
     with Rig(folder / "model", random_options(rng, models)) as rig:
         prepare(rig, rng)

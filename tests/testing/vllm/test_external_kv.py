@@ -20,14 +20,15 @@ from tiered_kv.testing.checked_kv import Cells, WrongKV, expected, kv, text
 from tiered_kv.testing.vllm.rig import Rig
 
 End = tuple[int, int, int, int]
-"""The end of a turn: tokens, those known to be computed, those under way, and the last that the
-state in the table is after."""
+"""The end of a turn: its tokens, the tokens known to be computed, the tokens in flight, and the
+number of tokens that the state in the table covers."""
 PROMPT = text(200, seed=1)
 ANSWER = expected(PROMPT, 20)
 
 
 class Given:
-    """Stands for a generator of random numbers: a store has so many tokens, at once."""
+    """Replaces the random number generator: the store has ``here`` tokens, available
+    immediately."""
 
     def __init__(self, here: int) -> None:
         self._here = here
@@ -46,14 +47,14 @@ class Given:
 
 
 def context(rig: Rig, name: str, tokens: int) -> Cells:
-    """KV of the first tokens of a request and its answer."""
+    """Return the KV of the first tokens of a request and its answer."""
     return kv((rig.prompts[name] + expected(rig.prompts[name], 60))[:tokens])
 
 
 @pytest.mark.scripts(25, nightly=1_000)
 def test_random_scripts_end_well(tmp_path: Path, seeds: range) -> None:
-    """Hits of any length find what they need in the blocks that their reach names. Loads that
-    fail are computed instead."""
+    """Hits of any length find the KV that they need in the blocks given by their reach. Tokens
+    whose load fails are computed."""
 
     def play(folder: Path, seed: int) -> Mapping[str, int]:
         stores: list[PerfectStore] = []
@@ -78,7 +79,7 @@ def test_a_hit_may_end_anywhere(make_rig: MakeRig, model: str) -> None:
     rig.check_clean()
 
 
-def test_a_load_that_fails_is_computed(make_rig: MakeRig) -> None:
+def test_tokens_of_a_failed_load_are_computed(make_rig: MakeRig) -> None:
     rig = make_rig(extra=None, groups=(FULL, STATE))
     store = PerfectStore(rig, Given(150), failures=1.0)
     assert rig.ask("one", PROMPT) == expected(PROMPT, 4)
@@ -86,9 +87,9 @@ def test_a_load_that_fails_is_computed(make_rig: MakeRig) -> None:
 
 
 @pytest.mark.parametrize("tokens_before", [0, 1], ids=["whole", "in-part"])
-def test_blocks_of_a_window_are_restored_whole(make_rig: MakeRig, tokens_before: int) -> None:
-    """vLLM caches the first of them, though the window begins within it: a shorter hit needs one
-    token more of it."""
+def test_blocks_of_a_window_are_restored_completely(make_rig: MakeRig, tokens_before: int) -> None:
+    """vLLM caches the first of these blocks completely, although the window starts inside it. A hit
+    that is one token shorter needs that token."""
     rig = make_rig(extra=None, groups=(FULL, WINDOW))
     store = PerfectStore(rig, Given(81))
     rig.add("one", PROMPT[:90], max_tokens=1)
@@ -120,8 +121,8 @@ STATEFUL = [name for name, groups in MODELS.items() if groups[-1].kind is KvKind
 def test_a_state_when_a_turn_ends(
     make_rig: MakeRig, model: str, ahead: bool, stops: Sequence[int]
 ) -> None:
-    """It lies in the last block of the table. It is after all but the last token; after that as
-    well, where a step was under way already when it was sampled."""
+    """The state is in the last block of the table. It covers all tokens except the last one, or
+    also that one if a step was already in flight when it was sampled."""
     rig = make_rig(extra=None, groups=MODELS[model], ahead=ahead)
     ends = turn_ends(rig, Given(0))
     rig.add("one", PROMPT, max_tokens=20, stop_ids=stops)
@@ -133,7 +134,7 @@ def test_a_state_when_a_turn_ends(
 
 @pytest.mark.scripts(25, nightly=1_000)
 def test_states_when_turns_end(tmp_path: Path, seeds: range) -> None:
-    """The rule for all of them: what was heard of, and what is under way."""
+    """The general rule: a state covers the tokens known to be computed, and those in flight."""
 
     def play(folder: Path, seed: int) -> Mapping[str, int]:
         found: list[tuple[list[End], bool]] = []
@@ -153,7 +154,7 @@ def test_states_when_turns_end(tmp_path: Path, seeds: range) -> None:
 
 
 def turn_ends(rig: Rig, rng: Chance) -> list[End]:
-    """Ends of turns that were not aborted, to be filled."""
+    """Return a list that receives the ends of turns that are not aborted."""
     store = PerfectStore(rig, rng)
     ends: list[End] = []
 
@@ -172,7 +173,7 @@ def turn_ends(rig: Rig, rng: Chance) -> list[End]:
 
 @pytest.mark.scripts(25, nightly=1_000)
 def test_states_that_vllm_offers(tmp_path: Path, seeds: range) -> None:
-    """After the pass that they are offered for, they are in the blocks that are named."""
+    """After the forward pass for which they are offered, the states are in the named blocks."""
 
     offered = Counter[bool]()
 

@@ -18,7 +18,8 @@ PROMPT = text(200, seed=1)
 
 
 def hits(rig: Rig) -> dict[str, int]:
-    """Tokens that requests did not have to compute, when they began; filled as they begin."""
+    """Return a dict that receives, when each request starts, the number of its tokens found in the
+    cache."""
     found: dict[str, int] = {}
     update = rig.runner.update
 
@@ -43,8 +44,8 @@ def test_a_prompt_is_found_again(make_rig: MakeRig, model: str, ahead: bool) -> 
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_answers_are_found_again_where_all_is_kept(make_rig: MakeRig, model: str) -> None:
-    """With vLLM's default, windows and states of answers are not."""
+def test_answers_are_found_again_if_every_block_is_kept(make_rig: MakeRig, model: str) -> None:
+    """With vLLM's default retention, windows and states of answers are not kept."""
     for retention in 0, None:
         rig = make_rig(extra=None, groups=MODELS[model], retention=retention)
         found = hits(rig)
@@ -70,10 +71,10 @@ GROUPS = [(model, i) for model, groups in MODELS.items() for i in range(len(grou
 
 
 @pytest.mark.parametrize(("model", "group"), GROUPS, ids=[f"{m}-{i}" for m, i in GROUPS])
-def test_wrong_bytes_are_seen_by_the_group_that_needs_them(
+def test_wrong_bytes_are_detected_in_the_group_that_needs_them(
     make_rig: MakeRig, model: str, group: int
 ) -> None:
-    """One wrong byte in the last block that a hit needs of a group."""
+    """The test changes one byte in the last block that a hit needs of a group."""
     rig = make_rig(extra=None, groups=MODELS[model])
     rig.add("first", PROMPT, max_tokens=2)
     rig.step()
@@ -88,14 +89,14 @@ def test_wrong_bytes_are_seen_by_the_group_that_needs_them(
         rig.run()
 
 
-def test_blocks_that_left_the_window_are_not_looked_at(make_rig: MakeRig) -> None:
+def test_blocks_outside_the_window_are_not_checked(make_rig: MakeRig) -> None:
     rig = make_rig(extra=None, groups=(FULL, WINDOW))
     rig.add("one", PROMPT, max_tokens=40)
     rig.step()
     old = set(rig.table("one", 1))
     for _ in range(30):
         rig.step()
-    left = old - set(rig.table("one", 1)) - set(rig.table("one"))  # some were given out again
+    left = old - set(rig.table("one", 1)) - set(rig.table("one"))  # some blocks were reused
     assert left
     for block in left:
         rig.page(block, 1)[:] = 0
@@ -107,7 +108,7 @@ def test_states_of_different_lengths_are_distinct(make_rig: MakeRig) -> None:
     """This can happen to a connector that reads a state after a later step has advanced it."""
     rig = make_rig(extra=None, groups=(FULL, STATE))
     rig.add("one", PROMPT, max_tokens=9)
-    rig.step()  # up to the last whole block
+    rig.step()  # up to the last full block
     rig.step()
     before = rig.page(rig.table("one", 1)[-1], 1).copy()
     rig.step()
@@ -117,7 +118,8 @@ def test_states_of_different_lengths_are_distinct(make_rig: MakeRig) -> None:
 
 
 def test_a_hit_may_end_within_a_block(make_rig: MakeRig) -> None:
-    """Where ``match_unit`` is smaller than blocks: vLLM copies the block before it is filled on."""
+    """This is possible if ``match_unit`` is smaller than a block. vLLM copies the block before it
+    is filled further."""
     rig = make_rig(extra=None, groups=(FULL, STATE), match_unit=4)
     found = hits(rig)
     for name in "first", "again":
@@ -127,9 +129,12 @@ def test_a_hit_may_end_within_a_block(make_rig: MakeRig) -> None:
 
 
 def test_hits_within_a_block_that_is_being_computed(make_rig: MakeRig) -> None:
-    """vLLM 0.32 goes wrong here. Two requests begin in one step: the first fills a block, and the
-    second finds it at once, but no state after it. So it goes on from a state within the block,
-    and vLLM copies the block for it before the step has computed any of it."""
+    """vLLM 0.32 has a bug in this case.
+
+    Two requests start in one step. The first one fills a block. The second one finds that block
+    immediately, but no state at its end, so it continues from a state within the block. vLLM then
+    copies the block for it before the step has computed any of it.
+    """
     rig = make_rig(extra=None, groups=(FULL, STATE), match_unit=4)
     rig.ask("before", PROMPT[:29])
     rig.add("one", PROMPT)
@@ -138,14 +143,14 @@ def test_hits_within_a_block_that_is_being_computed(make_rig: MakeRig) -> None:
         rig.run()
 
 
-def test_a_lone_group_keeps_its_kv_as_ever() -> None:
+def test_a_single_group_keeps_its_kv_layout() -> None:
     (pages,) = group_pages([FULL], 8)
     assert (pages.page_bytes, pages.used_bytes, pages.token_bytes) == (128, 128, 8)
 
 
 @pytest.mark.parametrize("sizes", [(16, 32), (16, 24), (32, 16)])
-def test_pages_are_as_vllm_would_make_them(sizes: tuple[int, int]) -> None:
-    """It has nothing to change, and none is too large for its bytes."""
+def test_pages_have_vllms_sizes(sizes: tuple[int, int]) -> None:
+    """vLLM changes none of these specs, and no page is smaller than its bytes."""
     specs = GroupSpec(block_size=sizes[0]), GroupSpec(KvKind.WINDOW, sizes[1], 40)
     groups = group_pages([*specs, GroupSpec(KvKind.STATE, min(sizes))], 8)
     layers = {pages.layer: pages.vllm_spec() for pages in groups}
