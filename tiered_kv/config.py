@@ -66,7 +66,7 @@ class TierConfig:
         admission: ``auto`` holds new jobs back while their working set does not fit; ``off`` does
             not. Always ``off`` with a policy other than the default.
         admission_max_wait_s: wait after which a request precedes every later one, seconds.
-        trace: path of the newest trace file; None writes no trace.
+        trace: path of the current trace file; None disables the trace.
         mode: whether decisions are carried out.
         snapshot_path: folder of snapshots of jobs; None disables snapshots.
         trace_steps: True to trace engine steps as well, in files next to the trace of turns.

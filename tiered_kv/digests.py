@@ -40,7 +40,7 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def digest_files(paths: Sequence[Path], cache: Path | None = None) -> str:
-    """Digest the contents of ``paths``, independent of their locations.
+    """Return the hex digest of the names and contents of ``paths``, whatever their folders.
 
     Args:
         paths: files, in a deterministic order.
@@ -78,7 +78,7 @@ def default_cache() -> Path:
 
 
 def digest_file(path: Path) -> str:
-    """Digest the contents of one file, every byte."""
+    """Return the hex digest of a file's contents."""
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(CHUNK_BYTES):

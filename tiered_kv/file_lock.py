@@ -1,4 +1,4 @@
-"""Locks of files, and their owners' descriptions of themselves.
+"""File locks, and descriptions of the processes that hold them.
 
 A lock is flock on an open file: a lock file next to the data, or the data file itself. It lasts
 until the descriptor is closed, so it ends with its process, however the process ends. A descriptor
@@ -115,8 +115,9 @@ def describe_owner(most: int = MOST_OWNER_BYTES) -> bytes:
 
 
 def read_owner(path: Path, offset: int = 0, nbytes: int = MOST_OWNER_BYTES) -> Mapping[str, object]:
-    """Read the description of the process that has or had a file, which is padded with zeros. Empty
-    if unknown or torn."""
+    """Read the description that a process wrote to its locked file at ``offset``, padded with
+    zeros. The process may have ended. Returns an empty mapping if the description is missing or
+    incomplete."""
     try:
         with opened(path) as fd:
             return dict(mapping(read_json(os.pread(fd, nbytes, offset).rstrip(b"\0"))))
@@ -125,7 +126,7 @@ def read_owner(path: Path, offset: int = 0, nbytes: int = MOST_OWNER_BYTES) -> M
 
 
 def owner_in_words(owner: Mapping[str, object]) -> str:
-    """Phrase that names a process, its start time and its command."""
+    """Return a phrase that names a process, its host, its command and its start time."""
     try:
         return "process {pid} on {host} ({command}) since {since}".format_map(owner)
     except KeyError:
@@ -133,7 +134,7 @@ def owner_in_words(owner: Mapping[str, object]) -> str:
 
 
 def short_owner(owner: Mapping[str, object]) -> str:
-    """Phrase that names a process."""
+    """Return a phrase that names a process and its host."""
     if "pid" not in owner:
         return "another process"
     return f"process {owner['pid']} on {owner.get('host', 'another host')}"

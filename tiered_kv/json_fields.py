@@ -61,7 +61,7 @@ def read_json(text: str | bytes, *, finite: bool = True) -> Any:
 
     Args:
         finite: reject numbers that are not finite, such as ``NaN`` and ``1e999``. False for values
-            that this program wrote on behalf of others, who may use such numbers.
+            that this program wrote for other code, which may use such numbers.
 
     Raises:
         ValueError: the text is not JSON, has a rejected number, or is nested too deeply.
@@ -145,7 +145,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _finite(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
-        raise ValueError(f"{digits:.20} is too large for a number")
+        raise ValueError(f"{digits:.20} is outside the range of a float")
     return value
 
 
@@ -165,7 +165,7 @@ _GZIPPED = b"\x1f\x8b"
 def open_lines(path: Path) -> IO[bytes]:
     """Open a file for reading. Gzipped data is unpacked, whatever the file's name.
 
-    Read it with ``lines_of``, which raises the same errors for both.
+    Read it with ``lines_of``, which raises the same errors for plain and gzipped files.
 
     Raises:
         OSError: the file cannot be opened.
@@ -329,7 +329,7 @@ class Fields:
             raise ValueError(f"{name}: {error}") from None
 
     def done(self) -> None:
-        """Reject fields that were not taken, because their requests would be ignored."""
+        """Raise ValueError if a field was not taken, because it would be ignored silently."""
         if self._left:
             raise ValueError(f"it has an unknown field {_shown(next(iter(self._left)))}")
 
@@ -346,7 +346,7 @@ def number(value: float) -> float | int | None:
 
 
 def cut(text: str, room: int) -> str:
-    """Shorten a text so that it takes at most ``room`` bytes in JSON (17 or more).
+    """Shorten a text so that it takes at most ``room`` bytes in JSON; ``room`` is at least 17.
 
     A longer text is replaced by its beginning and a digest of the whole: different long texts stay
     different, and equal texts stay equal.
@@ -407,7 +407,7 @@ def _default(field: Field[Any]) -> object:
 def read(kind: type[Part], found: object) -> Part:
     """Read a dataclass from parsed JSON.
 
-    Its numbers are counts, sizes and times, which must not be negative. In a dataclass with
+    The numbers are counts, sizes and times, which must not be negative. In a dataclass with
     ``signed`` set, numbers other than integers may be negative.
 
     Raises:
@@ -517,8 +517,8 @@ class JsonObject:
     Attributes:
         signed: True, so that numbers may be negative, except integers.
         renamed: names in JSON that are not valid names of Python fields, by field.
-        unneeded: values of fields that JSON lacks or has with another type, by field. The
-            program's own clients do not use these fields.
+        unneeded: values, by field, for fields that are missing in the JSON or have another type.
+            The program's own clients work without these fields.
     """
 
     __slots__ = ()

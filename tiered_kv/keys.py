@@ -82,7 +82,7 @@ def page_keys(fingerprint: bytes, block_hashes: Sequence[bytes]) -> list[PageKey
 
 
 def rekeyed(key: PageKey, fingerprint: bytes) -> PageKey:
-    """Key of a page of the same text under another fingerprint."""
+    """Return the key of the same text's page under another fingerprint."""
     return PageKey(fingerprint + key[DIGEST_BYTES:])
 
 

@@ -38,8 +38,8 @@ def _own_group() -> str:
 
 
 CORES = frozenset(os.sched_getaffinity(0))
-"""Read at import, which must be early: vLLM's CPU worker binds the main thread to a single core,
-and every thread started later inherits this."""
+"""Cores that this process may run on. This module must be imported early: vLLM's CPU worker binds
+the main thread to a single core, and every thread started later inherits this."""
 
 
 def usable_cores(group: str | None = None, mounted: Path = CGROUPS) -> int:
@@ -55,19 +55,19 @@ def usable_cores(group: str | None = None, mounted: Path = CGROUPS) -> int:
 
 
 def run_beside(name: str, threads: int, nice: int = 0) -> ThreadPoolExecutor:
-    """Create threads that run in addition to the engine's thread, on all cores of this process even
-    if the engine's thread is bound to one.
+    """Return an executor whose threads may run on all cores of this process, even if the engine's
+    thread is bound to one core.
 
     Args:
         name: name of the threads, after ``tiered-kv-``.
-        nice: niceness of the threads: above 0 they yield to everything else on the machine.
+        nice: niceness of the threads; above 0 they yield to all other work on the machine.
     """
     return ThreadPoolExecutor(threads, f"tiered-kv-{name}", leave_core, (nice,))
 
 
 def leave_core(nice: int = 0) -> None:
-    """Allow the calling thread to run on all cores of this process, with that niceness if above
-    0."""
+    """Allow the calling thread to run on all cores of this process, and set its niceness if
+    ``nice`` is above 0."""
     with suppress(OSError):
         os.sched_setaffinity(0, CORES)
         if nice:
@@ -95,9 +95,9 @@ MEMINFO = Path("/proc/meminfo")
 def system_memory(
     group: str | None = None, mounted: Path = CGROUPS, meminfo: Path = MEMINFO
 ) -> tuple[int, int]:
-    """Total memory, and memory that this process may still allocate, bytes.
+    """Return the total memory, and the memory that this process may still allocate, bytes.
 
-    The smaller of the machine's values and the values of the process's control groups.
+    Each is the smallest of the values of the machine and of the process's control groups.
 
     Args:
         group: its control group, in the format of ``/proc/self/cgroup``; None to read it there.

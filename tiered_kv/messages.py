@@ -36,10 +36,11 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A segment that a rank's store would delete next to free space.
+    """A segment that a rank's store proposes to delete in order to free space.
 
     Attributes:
-        keys: its live pages, oldest first.
+        segment: number of the segment.
+        keys: live pages of the segment, oldest first.
     """
 
     segment: int
@@ -51,6 +52,7 @@ class Reclaim:
     """An order to delete a segment.
 
     Attributes:
+        segment: number of the segment.
         survivors: pages of the segment to write once more before the deletion.
     """
 
@@ -94,7 +96,7 @@ class TierReport:
         gone: pages that are no longer stored.
         proposal: segment to delete next, repeated until it is deleted; None if there is none.
         counters: increments of counters since the last report, by name.
-        stored_bytes: size of its live pages as stored, bytes.
+        stored_bytes: size of the store's live pages as stored, bytes.
     """
 
     gone: tuple[PageKey, ...] = ()
@@ -103,7 +105,7 @@ class TierReport:
     stored_bytes: int = 0
 
     def followed_by(self, later: TierReport) -> TierReport:
-        """Merge a rank's report with a later one."""
+        """Return this report merged with a later report of the same rank."""
         counters = dict(self.counters)
         for name, amount in later.counters.items():
             counters[name] = counters.get(name, 0) + amount
@@ -162,7 +164,7 @@ class Settlement:
     """Notifies workers of a finished order that filled slots, after every rank has reported it.
 
     Attributes:
-        bad: indices of its pages that must not be found by a later engine.
+        bad: indices of the order's pages that must not be found by a later engine.
         at: time of settlement, nanoseconds since 1970.
     """
 
@@ -203,9 +205,9 @@ class Orders:
             bytes that never arrived, so the worker fails them.
         stores: orders for stores.
         snapshots: orders for snapshots of jobs.
-        settled: finished orders, where CPU memory outlives the engine.
-        reset: True after a cache reset, where CPU memory outlives the engine: its pages must not
-            be found again.
+        settled: finished orders; empty unless CPU memory outlives the engine.
+        reset: True after a cache reset if CPU memory outlives the engine: the pages in it must
+            not be found again.
     """
 
     saves: tuple[SaveOrder, ...] = ()
@@ -234,7 +236,8 @@ class Reports:
     stores: Mapping[StoreId, Mapping[int, TierReport]] = field(default_factory=dict)
 
     def merge(self, other: Reports) -> Reports:
-        """Merge with the reports of another rank, or with later reports of the same rank.
+        """Return these reports merged with the reports of another rank, or with later reports of
+        the same rank.
 
         vLLM delivers two reports of a rank together after a step that failed on another rank
         (``--enable-fault-tolerance``, 0.33).

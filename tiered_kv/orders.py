@@ -46,7 +46,7 @@ class OrderKind(Enum):
 
 
 class RestoreMode(Enum):
-    """Mode of a restore."""
+    """Whether a restore delays the step, or runs while the model computes."""
 
     SYNC = "sync"
     """Restore before this step's forward pass, which waits for it."""
@@ -56,7 +56,7 @@ class RestoreMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """Copy ``blocks[i]`` of VRAM to ``slots[i]`` of the CPU pool, after this step's forward.
+    """Copy ``blocks[i]`` of VRAM to ``slots[i]`` of the CPU pool, after this step's forward pass.
 
     Attributes:
         group: position of the pages' group.
@@ -77,7 +77,7 @@ class SaveOrder:
 class PackOrder:
     """Compress the pages in ``slots`` of the CPU pool contiguously into the first of these slots.
     The bundle replaces every bundle whose slots it fills. The report contains the number of slots
-    that it fills.
+    that the bundle fills.
 
     Attributes:
         group: position of the pages' group.
@@ -100,7 +100,7 @@ class LoadOrder:
     Attributes:
         group: position of the pages' group.
         slots: slots; for a cold page the ``cold_place`` of its bundle, which is negative.
-        cold: the cold pages among them, in order.
+        cold: keys of the cold pages, in the order of ``slots``.
         more: True if further orders for the request follow in later steps, because it is restored
             in pieces.
     """
@@ -119,9 +119,9 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class FailLoad:
-    """Report blocks as failed, in place of a restore, or of its last pieces, that the engine counts
-    on but that cannot be ordered. Their tokens are recomputed. No further order for the request
-    follows."""
+    """Report blocks as failed instead of restoring them: the engine expects the restore, or its
+    last pieces, but it cannot be ordered. The tokens of the blocks are recomputed. No further order
+    for the request follows."""
 
     request_id: str
     blocks: tuple[int, ...]
@@ -152,7 +152,8 @@ class DemoteOrder:
 
 @dataclass(frozen=True, slots=True)
 class PromoteOrder:
-    """Read page ``keys[i]`` from a store into ``slots[i]`` of the CPU pool, reserved for it.
+    """Read page ``keys[i]`` from a store into ``slots[i]`` of the CPU pool, which is reserved for
+    the page.
 
     ``due`` as for ``DemoteOrder``.
     """
@@ -186,7 +187,7 @@ class LookupOrder:
 
 @dataclass(frozen=True, slots=True)
 class ContextPage:
-    """A page of a context: the page of a block in its group's table."""
+    """A page of a context. ``block`` is its position in the block table of group ``group``."""
 
     group: int
     block: int
@@ -255,7 +256,7 @@ class OrderReport:
     slots: int = 0
 
     def merge(self, other: OrderReport) -> OrderReport:
-        """Merge two reports of one order."""
+        """Return this report merged with a report of the same order from other ranks."""
         slower = max(self, other, key=lambda one: (one.seconds, -one.nbytes))
         return OrderReport(
             self.ranks + other.ranks,

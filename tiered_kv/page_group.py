@@ -136,7 +136,7 @@ class KvKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KvReach:
-    """Reach of a group's layers.
+    """The earlier tokens whose KV the layers of a group need.
 
     Attributes:
         kind: type of KV.

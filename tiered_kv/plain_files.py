@@ -20,7 +20,7 @@ LEFT_OVER_S = 3600.0
 
 
 def open_plain(path: Path, flags: int, *, dir_fd: int | None = None) -> int:
-    """Open a plain file. Follows no link and never blocks.
+    """Open a plain file, and return its descriptor. Follows no link and never blocks.
 
     Args:
         dir_fd: an open folder that ``path`` is relative to.
@@ -48,7 +48,7 @@ def opened(path: Path, flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a plain file of this process's user, whose contents are trusted.
+    """Open a plain file of this process's user, whose contents are trusted. Returns its descriptor.
 
     Raises:
         PermissionError: the file belongs to another user.

@@ -24,7 +24,7 @@ from .json_fields import JsonObject, read
 
 @dataclass(frozen=True, slots=True)
 class Vram(JsonObject):
-    """The pool of VRAM.
+    """The VRAM block pool.
 
     Attributes:
         free_blocks: blocks without a reference, whether prompts can find them or not.
@@ -55,7 +55,7 @@ class Vram(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class Cpu(JsonObject):
-    """CPU memory; has no slots if the tier is disabled."""
+    """The CPU tier. ``slots`` is 0 if the tier is disabled."""
 
     pages: int
     slots: int
@@ -371,7 +371,7 @@ class JobPage(JsonObject):
 
     Attributes:
         known: number of all jobs.
-        next: position of the last of these jobs if there may be more.
+        next: position of the last of these jobs; None if no further jobs follow.
     """
 
     now: float
@@ -414,7 +414,7 @@ class SnapshotMade(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class JobRestored(JsonObject):
-    """Restore of a job on one engine.
+    """The result of restoring a job on one engine.
 
     Attributes:
         cache_salt: the cache salt that the job's turns must send; None if none is needed.

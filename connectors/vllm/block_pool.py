@@ -1,7 +1,8 @@
 """The port's ``BlockPool`` on top of vLLM's KV cache manager, hooks for cache resets, and the
 port's view of a step.
 
-Before a reset our references are released. KV that survives a reset is never found.
+Before a cache reset, tiered-kv's references to blocks are released. KV that survives a reset is
+never found.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class VllmBlockPool:
             return sum(block is not None and block.ref_cnt > 0 for block in blocks)
 
     def _cached_each(self, hashes: Sequence[bytes], group: int) -> list[Any]:
-        """The block of each hash, blocks by id if several have the hash, None if none has it:
-        ``get_cached_block`` without four calls for each."""
+        """Return for each hash its block, a dict of blocks by id if several blocks have the hash,
+        or None. Avoids the four calls of ``get_cached_block`` for each hash."""
         (of_vllm,) = self._groups[group]
         suffix = make_block_hash_with_group_id(BlockHash(b""), of_vllm)
         cache = self._pool.cached_block_hash_to_block._cache  # noqa: SLF001
@@ -90,8 +91,8 @@ class VllmBlockPool:
 def watch_resets(
     manager: Any, blocks_of: Mapping[str, Sequence[Any]], told: Callable[[], None]
 ) -> None:
-    """Call ``told`` before every reset of vLLM's KV cache manager. For observe mode, where nothing
-    was saved that must be hidden. Arguments as for ``Resets``.
+    """Call ``told`` before every reset of vLLM's KV cache manager. Used in observe mode, in which
+    no KV was saved. Other arguments as for ``Resets``.
     """
     reset = manager.reset_prefix_cache
 
@@ -117,7 +118,8 @@ class Resets:
     Args:
         manager: vLLM's KV cache manager.
         blocks_of: maps each request to the manager's blocks.
-        let_go: releases all our references; called before vLLM checks.
+        let_go: releases tiered-kv's references to blocks; called before vLLM checks for
+            references.
     """
 
     def __init__(
@@ -170,7 +172,7 @@ def scheduled_step(output: Any) -> ScheduledStep:
 
 
 def kept_states(output: Any, positions: Mapping[int, int]) -> list[KeptState]:
-    """States that vLLM offers in this step.
+    """Return the states that vLLM offers for saving in this step.
 
     Args:
         positions: positions of page groups by vLLM's group index.

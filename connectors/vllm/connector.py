@@ -82,7 +82,8 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         check_version(vllm.__version__)
         refuse_unsupported(vllm_config)
         transfer = vllm_config.kv_transfer_config
-        # Only known in the workers. They are created first, so an error there stops the startup.
+        # Other connectors are known only in the workers. Workers are created first, so an error
+        # there stops the startup.
         engine = get_current_vllm_config_or_none()
         if engine is not None and engine.kv_transfer_config is not None:
             refuse_company(transfer, engine.kv_transfer_config, connector_class)
@@ -90,9 +91,9 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         facts = replace(read_engine(vllm_config, kv_cache_config), version=vllm.__version__)
         self._deps: Dependencies | None = None
-        self.scheduler_half: SchedulerHalf | None = None  # set when there are blocks
+        self.scheduler_half: SchedulerHalf | None = None  # set once blocks are allocated
         self.worker_half: WorkerHalf | None = None
-        self.weight_calls: WeightCalls | None = None  # set when there are blocks
+        self.weight_calls: WeightCalls | None = None  # set once blocks are allocated
         self._has_states = facts.has_states
         self._positions: dict[int, int] = {}
         self._step_trace: StepTrace | None = None
@@ -122,7 +123,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def clock(cls) -> Clock:
-        """Monotonic seconds, for both halves."""
+        """Return the clock of both halves: monotonic seconds."""
         return time.monotonic
 
     @classmethod

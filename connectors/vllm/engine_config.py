@@ -85,7 +85,8 @@ def refuse_unsupported(vllm_config: Any) -> None:
 
 
 def report_speculation(vllm_config: Any) -> None:
-    """Log what speculative decoding costs with this connector, and where vLLM's is defective."""
+    """Log what speculative decoding costs with this connector, and warn of vLLM's defect with
+    states."""
     drafter = vllm_config.speculative_config
     if drafter is None:
         return
@@ -167,7 +168,8 @@ def _limits(vllm_config: Any) -> EngineLimits:
 
 
 def with_hash_units(facts: EngineFacts, kv_cache_manager: Any) -> EngineFacts:
-    """Add the tokens per block hash, and the granularity of vLLM's prefix hits."""
+    """Return the facts with the tokens per block hash, and the granularity of vLLM's prefix
+    hits."""
     first = kv_cache_manager.coordinator.single_type_managers[0]
     hash_tokens = int(kv_cache_manager.block_pool.hash_block_size)
     hit_tokens = getattr(first, "cache_hit_alignment_tokens", first.scheduler_block_size)

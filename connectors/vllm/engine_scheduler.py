@@ -4,11 +4,11 @@
         --scheduler-cls tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler
 
 It changes three things. Requests that the connector holds back are parked outside the waiting
-queue. Requests in the queue are ordered by the start of their jobs, jobs with pinned KV first;
-where seats are short, nearly by arrival. A client gets an equal share while others wait, and a
-request that has waited for the admission limit precedes every later request. And preemption picks
-the request that loses least. Without our connector, or with ``--scheduling-policy priority`` (the
-operator's own order), only parking is changed. Diffusion models, for which vLLM has a separate
+queue. Requests in the queue are ordered by the start of their jobs, jobs with pinned KV first; if
+more requests wait than vLLM may run, nearly by arrival. A client gets an equal share while others
+wait, and a request that has waited for the admission limit precedes every later request. Preemption
+picks the request that loses the least work. Without tiered-kv's connector nothing is changed; with
+``--scheduling-policy priority`` (the operator's own order), requests are only parked. Diffusion models, for which vLLM has a separate
 scheduler, are refused (``UnsupportedError``).
 """
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 MOST_UNPARKED = 256
-"""Maximum number of requests that leave their place among the parked ones in one step, and again of
-those overdue: admitting a job takes tens of microseconds."""
+"""Maximum number of parked requests that are admitted in one step, and of overdue requests in
+addition. Admitting a job takes tens of microseconds."""
 
 
 class _InJobOrder:
@@ -62,7 +62,7 @@ class _InJobOrder:
             )
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         self.parked: dict[str, Any] = {}
-        self._came: deque[str] = deque()  # the same, by arrival; may include removed ones
+        self._came: deque[str] = deque()  # ids by arrival; may include requests that left
         self._unsorted = False
         self._counts_parked = True
         half = getattr(self.connector, "scheduler_half", None)
@@ -90,7 +90,7 @@ class _InJobOrder:
             self._half.on_scheduler_failed()
 
     def _is_behind(self, request: Any) -> bool:
-        """True if a parked request precedes a new job."""
+        """True if a parked request precedes this request of a new job."""
         if self.policy is SchedulingPolicy.FCFS:
             return bool(self.parked)
         return any(one.priority <= request.priority for one in self.parked.values())
@@ -143,7 +143,7 @@ class _InJobOrder:
             if queue.holds(request_id):
                 break
             self._unpark(request_id)
-        # The order of others must not extend a wait beyond the limit.
+        # The order of parked requests must not extend a wait beyond the limit.
         for _ in range(MOST_UNPARKED):
             while came and came[0] not in self.parked:
                 came.popleft()
@@ -178,7 +178,7 @@ class ContinuumScheduler(_InJobOrder, Scheduler):
     """vLLM's scheduler with these changes; see the module docstring."""
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the asynchronous scheduler where vLLM would have chosen its own."""
+        """Return the asynchronous class if vLLM would have chosen its asynchronous scheduler."""
         if cls is ContinuumScheduler and vllm_config.scheduler_config.async_scheduling:
             return AsyncContinuumScheduler(vllm_config, *args, **kwargs)
         return super().__new__(cls)

@@ -46,7 +46,7 @@ class _Load:
     check: Future[None] | None = None
 
     def distrust(self) -> None:
-        """Stop giving the adapter keys."""
+        """Give the adapter no keys any more, because its weights are no longer known."""
         self.stamps = None
         if self.identity is not None:
             self.identity.cancel()

@@ -99,8 +99,9 @@ def _state_sections(spec: Any) -> Iterator[Section]:
 
 
 def _draft_tokens(vllm_config: Any, kv_cache_config: Any, index: int) -> int:
-    """Following tokens that a token's KV depends on in the drafter's layers: EAGLE and MTP also
-    read the next token. If vLLM marks no group as the drafter's, all groups count as such."""
+    """Number of following tokens that a token's KV depends on in the drafter's layers: EAGLE and
+    MTP also read the next token. If vLLM marks no group as the drafter's, all groups count as the
+    drafter's."""
     drafter = vllm_config.speculative_config
     if drafter is None or not drafter.use_eagle():
         return 0
@@ -115,7 +116,8 @@ def _draft_tokens(vllm_config: Any, kv_cache_config: Any, index: int) -> int:
 
 
 def _used_bytes(spec: Any, tensor: Any, num_blocks: int, *, only: bool) -> int | None:
-    """Page size of a layer, bytes, if the space between pages belongs to others; None otherwise."""
+    """Page size of a layer, bytes, if the space between its pages belongs to other layers;
+    otherwise None."""
     if hasattr(spec, "shapes"):  # a state, padded to the size of other groups' pages
         return int(spec.real_page_size_bytes)
     packed = tensor.layer_stride < num_blocks * tensor.block_stride
@@ -123,10 +125,10 @@ def _used_bytes(spec: Any, tensor: Any, num_blocks: int, *, only: bool) -> int |
 
 
 def read_reach(spec: Any) -> KvReach | str:
-    """Reach of a group's layers; if it is not supported, the reason as text."""
+    """Return the reach of a group's layers; if it is not supported, the reason as a text."""
     reaches = {_layer_reach(one) for one in _layer_specs(spec)}
     if len(reaches) > 1:
-        return f"layers of one group keep unlike KV ({type(spec).__name__})"
+        return f"layers of one group keep different types of KV ({type(spec).__name__})"
     return reaches.pop()
 
 

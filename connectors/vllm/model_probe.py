@@ -40,7 +40,8 @@ HARMLESS = re.compile(
     r"(img|image|video|vision|visual|audio|mm_)\w*|\w*(token|pad|ignore)\w*_index|"
     r"\w*(mtp|nextn)\w*|_\w*"
 )
-"""Exceptions to these fields: other parts than the language model, drafters, transformers' own."""
+"""Exceptions to ``SHAPING``: fields of parts other than the language model, of drafters, and of
+transformers itself."""
 NEUTRAL = re.compile(r"\w*(eps|epsilon|dropout|theta|initializer_range)")
 """Constants that do not affect any size."""
 SENSES = re.compile(r"(^|\.)(vision|visual|audio|image|mm_|multi_modal)")
@@ -96,7 +97,7 @@ def main() -> None:
         with os.fdopen(read, encoding="utf-8") as end:
             text = end.read()
         os.waitpid(child, 0)
-        out.write((text or json.dumps({"error": "vLLM ended without an answer"})) + "\n")
+        out.write((text or json.dumps({"error": "vLLM's process ended without an answer"})) + "\n")
     out.close()
 
 
@@ -120,7 +121,7 @@ def _sentence(error: BaseException) -> str:
         field = missing[1] if missing else text.strip("'")
         return f"the file has no {field}, which vLLM's class of the model reads"
     if found := re.search(r"\n(\w+).*\n *Input should be (.+) \[type=.*_value=(.+),", text):
-        return f"{found[1]} is {found[3]}, and vLLM takes {found[2]}"
+        return f"{found[1]} is {found[3]}, but vLLM accepts {found[2]}"
     if found := re.search(r"Value error, (.+)", text):
         text = found[1]
     lines = [one.strip() for one in text.splitlines() if one.strip()] or [type(error).__name__]
@@ -318,7 +319,8 @@ def _build_leniently(
 
 
 def _build(folder: Path, request: Mapping[str, Any], ranks: int) -> Built:
-    """Build vLLM's class of a model, for the first of ``ranks`` ranks."""
+    """Instantiate vLLM's model class on the ``meta`` device, as rank 0 of ``ranks`` tensor-parallel
+    ranks."""
     global _reads
     import torch
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
@@ -410,7 +412,8 @@ def _refuse_unread(fields: Mapping[str, Any], built: Built) -> None:
 
 
 def _group(built: Built, ranks: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
-    """Types of layers, groups that share blocks, and the block size in bytes, on one rank."""
+    """Return the types of layers, the groups that share blocks, and the size of a block on one
+    rank, bytes."""
     from vllm.v1.attention.backends.utils import (
         get_supported_kv_cache_layouts,
         resolve_kv_cache_layout,
@@ -576,7 +579,7 @@ def _transformers_model(folder: Path) -> Any | None:
 
 
 class _Anything(type):
-    """Class on which every attribute exists: another such class."""
+    """Metaclass of classes that have every attribute. Each attribute is another such class."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -615,7 +618,8 @@ class _Compiled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Operator:
-    """Operator that this build lacks. Queries whether it is supported return False."""
+    """Stands in for a torch operator that the CPU build of vLLM lacks. Every call returns False,
+    because models call it only to test for support."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

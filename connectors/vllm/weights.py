@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STEP = "a step, or a part of one"
-_START = "vLLM calls it at the engine's start, or to end it"
+_START = "vLLM calls it when the engine starts or stops"
 _READS = "it only reads"
-_ADAPTERS = "it changes which adapters are resident, and no weights; loads are handled apart"
+_ADAPTERS = "it changes which adapters are resident, not weights; loads are handled separately"
 _CACHES = "it empties a cache of inputs"
 _SLEEP = (
-    "vLLM resets its cache before a sleep that frees memory; weights come back as they were, or "
+    "vLLM resets its cache before a sleep that frees memory; weights are restored unchanged, or "
     "are loaded by a call that is not in this table"
 )
 HARMLESS: Mapping[str, str] = {
@@ -69,7 +69,7 @@ HARMLESS: Mapping[str, str] = {
     "discard": _SLEEP,
     "sleep": _SLEEP,
     "wake_up": _SLEEP,
-    "handle_ft_command": "it repairs communication; vLLM calls it on a thread of its own",
+    "handle_ft_command": "it repairs communication; vLLM calls it on a separate thread",
 }
 """Worker methods that do not change weights, each with the reason."""
 
@@ -106,7 +106,8 @@ class WeightCalls:
     def before(
         self, method: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Prepare for a call of the workers. Never raises.
+        """Start a new generation if a call of the workers may change weights. Must be called before
+        the workers are. Never raises.
 
         Args:
             method: name of a worker method, or a function called with the worker.
@@ -161,7 +162,8 @@ class WeightCalls:
 
 
 def install() -> None:
-    """Watch every executor that receives our connector, before it does. Idempotent."""
+    """Intercept the calls of every executor to which vLLM passes tiered-kv's connector.
+    Idempotent."""
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import Executor
 
@@ -205,8 +207,8 @@ def watch(executor: Any, connector: Any) -> None:
 
 
 def calls_of(connector: Any) -> WeightCalls | None:
-    """Return the ``WeightCalls`` of our connector, also inside vLLM's ``MultiConnector``; None
-    without it."""
+    """Return the ``WeightCalls`` of tiered-kv's connector, also inside vLLM's ``MultiConnector``;
+    None if there is no such connector."""
     for one in (connector, *getattr(connector, "_connectors", ())):
         calls = getattr(one, "weight_calls", None)
         if isinstance(calls, WeightCalls):

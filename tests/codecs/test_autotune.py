@@ -70,8 +70,8 @@ def test_the_reason_has_the_numbers_in_it() -> None:
     reason = pick(THREE, disk_read_mbs=500, disk_write_mbs=400, cores=2).reason
     assert reason == (
         "codec centred: restoring a page of 976 KiB takes (raw 2, zstd 1.6, centred 1.33) ms "
-        "with 2 cores and a disk that reads 500 MB/s; pages shrink 1.50 times and are saved at "
-        "600 MB/s"
+        "with 2 cores and a disk that reads 500 MB/s; pages shrink by a factor of 1.50 and "
+        "are saved at 600 MB/s"
     )
 
 

@@ -228,7 +228,7 @@ def test_sizes_of_parts_that_do_not_add_up_are_refused(part: int, what: int, by:
     told = sizes[:16].view("<u4")
     told[2 * part + what : 2 * part + what + 1] += np.uint32(by)
     out = np.empty(STATE.page_bytes, np.uint8)
-    with pytest.raises(CodecError, match="its sections have"):
+    with pytest.raises(CodecError, match="its sections need"):
         codec.decode(EncodedPage(stored.plane, sizes), out)
     other = 2 * (1 - part) + what
     told[other : other + 1] -= np.uint32(by)

@@ -203,8 +203,8 @@ def test_a_name_on_a_hub_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "said"),
     [
-        ("int4", "auto", "dtype is 'int4', and vLLM takes 'auto', 'half'"),
-        ("auto", "fp3", "cache_dtype is 'fp3', and vLLM takes 'auto', 'float16'"),
+        ("int4", "auto", "dtype is 'int4', but vLLM accepts 'auto', 'half'"),
+        ("auto", "fp3", "cache_dtype is 'fp3', but vLLM accepts 'auto', 'float16'"),
     ],
 )
 def test_a_type_that_does_not_exist_is_refused(

@@ -75,7 +75,7 @@ def choose(
 
 
 def _candidates(page_format: PageFormat) -> Iterator[Codec]:
-    """The codecs that support such pages, at their default levels."""
+    """The codecs that support pages of this format, at their default levels."""
     for kind in CODECS.values():
         with suppress(ValueError):
             yield kind.make(page_format)
@@ -111,7 +111,7 @@ def pick(
     reason = (
         f"codec {best.codec.name}: restoring a page of {raw_bytes >> 10} KiB takes "
         f"({restores}) ms with {cores} cores and a disk that reads {disk_read_mbs:.0f} MB/s; "
-        f"pages shrink {raw_bytes / best.stored_bytes:.2f} times and are saved at "
+        f"pages shrink by a factor of {raw_bytes / best.stored_bytes:.2f} and are saved at "
         f"{raw_bytes / save_s / 1e6:.0f} MB/s"
     )
     return Choice(best.codec, reason)

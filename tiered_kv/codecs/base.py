@@ -147,7 +147,7 @@ class EncodedPage:
 
 
 class CodecError(Exception):
-    """Stored bytes that are not a page of this codec."""
+    """Stored bytes that are not a page, or not a table, of the codec."""
 
 
 class Codec(Protocol):
@@ -244,15 +244,15 @@ class CodecClass(Protocol):
         """
 
     def from_table(self, page_format: PageFormat, table: bytes) -> Codec:
-        """Create the codec that had this table.
+        """Create the codec from its table, as stored in a segment.
 
         Raises:
-            CodecError: the table is not one of this codec and of such pages.
+            CodecError: the table does not belong to this codec and page format.
         """
 
 
 def refuse_table(codec_id: int, table: bytes) -> None:
-    """Check that a codec without a table was given none.
+    """Check that no table is stored for a codec that has none.
 
     Raises:
         CodecError: the table is not empty.

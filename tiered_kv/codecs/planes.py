@@ -61,7 +61,8 @@ def _kernel(*arguments: Any) -> Callable[[Kernel], Kernel]:
 
 @_kernel(_IN, _IN, _OUT, _OUT)
 def split_bf16(page: Bytes, centres: Bytes, symbols: Bytes, rest: Bytes) -> None:
-    """Split each two bytes of page into a symbol and a byte of rest; ``centres`` is per element."""
+    """Split each two-byte element of a page into a symbol and a byte of the rest. ``centres`` has
+    one centre per element."""
     elements = page.view(np.uint16)
     for i in range(elements.size):
         element = elements[i]
@@ -82,7 +83,7 @@ def merge_bf16(symbols: Bytes, rest: Bytes, centres: Bytes, page: Bytes) -> None
 
 @_kernel(_IN, _IN, _OUT, _OUT)
 def split_fp16(page: Bytes, centres: Bytes, symbols: Bytes, rest: Bytes) -> None:
-    """Split like ``split_bf16``."""
+    """Split each fp16 element of a page, as ``split_bf16`` does for bf16."""
     elements = page.view(np.uint16)
     for i in range(elements.size):
         element = elements[i]
@@ -110,7 +111,8 @@ def split_fp8(page: Bytes, centres: Bytes, symbols: Bytes) -> None:
 
 @_kernel(_OUT, _IN)
 def merge_fp8(page: Bytes, centres: Bytes) -> None:
-    """Merge in place: the inverse of ``split_fp8``. ``page`` contains symbols before."""
+    """Merge in place, the inverse of ``split_fp8``. ``page`` contains symbols before the call, and
+    elements after it."""
     for i in range(page.size):
         byte = np.uint8(page[i] + centres[i])
         page[i] = np.uint8((byte >> 1) | (byte << 7))
@@ -120,7 +122,7 @@ def merge_fp8(page: Bytes, centres: Bytes) -> None:
 def split_fp32(
     page: Bytes, centres: Bytes, symbols: Bytes, high: Bytes, middle: Bytes, low: Bytes
 ) -> None:
-    """Split each four bytes of page into a symbol and a byte of each plane of the rest."""
+    """Split each four-byte element of a page into a symbol and a byte of each plane of the rest."""
     elements = page.view(np.uint32)
     for i in range(elements.size):
         element = elements[i]

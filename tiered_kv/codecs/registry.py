@@ -22,7 +22,7 @@ CodecMaker: TypeAlias = Callable[[PageFormat], Codec]
 
 
 class UnknownCodecError(CodecError):
-    """A codec that is not available. Its pages may be good."""
+    """A codec that is not available here. Its pages may be intact."""
 
 
 @dataclass(frozen=True, slots=True)

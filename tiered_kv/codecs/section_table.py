@@ -1,6 +1,6 @@
-"""Table of the codec of sections. It lists the sections, which a segment's header does not.
+"""The table of the sections codec. It lists a page's sections, which a segment's header does not.
 
-So pages can be read by a reader that only knows their size (little-endian):
+A reader that knows only the page size can therefore decode pages (little-endian):
 
     offset  bytes  field
     0       4      magic b"TKVS"

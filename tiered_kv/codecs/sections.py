@@ -53,12 +53,12 @@ class SectionsCodec:
     table: bytes = field(init=False, repr=False, compare=False)
     _spans: list[list[slice]] = field(init=False, repr=False, compare=False)
     codec_id = 3
-    name = "centred"  # the user's name: for pages of several types it means this codec
+    name = "centred"  # TIERED_KV_CODEC=centred selects this codec for pages of several types
     stores_in_place = False
 
     @classmethod
     def from_table(cls, page_format: PageFormat, table: bytes) -> Codec:
-        """Create the codec that had this table.
+        """Create the codec from its table.
 
         Args:
             page_format: format of the pages, or its outline.
@@ -156,7 +156,8 @@ class SectionsCodec:
             frame += frames
         if (plane, frame) != (encoded.plane.nbytes, encoded.frame.nbytes):
             raise CodecError(
-                f"the page has {encoded.nbytes} bytes, but its sections have {plane} and {frame}"
+                f"the page has {encoded.plane.nbytes} plane bytes and {encoded.frame.nbytes} frame "
+                f"bytes, but its sections need {plane} and {frame}"
             )
         return parts
 
@@ -218,7 +219,7 @@ def _stored_codec(part: PageFormat, stored: StoredPart) -> PartCodec:
     for cls in (CentredCodec, ZstdCodec):
         if cls.codec_id == stored.codec_id:
             return cls.from_table(part, stored.table)
-    raise CodecError(f"codec {stored.codec_id} has no sections")
+    raise CodecError(f"codec {stored.codec_id} cannot encode sections")
 
 
 _scratch = Scratch()

@@ -1,4 +1,4 @@
-"""Training of the codec of new pages on the first pages."""
+"""Trains the codec of new pages on the first pages that are stored."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from .raw import NOTHING
 MAX_LEVEL = 22
 
 MAX_WINDOW = 8 << 20
-"""Maximum memory that a frame may make a decoder allocate, bytes. Frames that are decoded in one
-call (all frames written here) need none. Only a damaged frame requests a window."""
+"""Maximum memory that a frame may make a decoder allocate for its window, bytes. Frames that are
+decoded in one call (all frames written here) need no window. Only a damaged frame requests one."""
 
 WINDOW_LOG = 18  # below 17, blocks shrink with it, and each block has its own code
 LITERALS_MODE = 1002  # ZSTD_c_literalCompressionMode, "experimental" since 1.3.5
@@ -105,7 +105,7 @@ def symbol_encoder() -> SymbolEncoder:
 
 
 class _Contexts(threading.local):
-    """Contexts of a thread, created on first use."""
+    """zstd contexts of a thread, created on first use."""
 
     def __init__(self) -> None:
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
@@ -128,12 +128,13 @@ _contexts = _Contexts()
 
 
 def compress(page: Bytes, level: int) -> Bytes:
-    """Compress into one frame with its content size, at a zstd level."""
+    """Compress a page at a zstd level. Returns one frame, whose header has the content size."""
     return np.frombuffer(_contexts.compressor(level).compress(page.data), dtype=np.uint8)
 
 
 def compress_symbols(symbols: Bytes) -> Bytes:
-    """Compress into one frame with its content size, without matches."""
+    """Compress symbols without searching for matches. Returns one frame, whose header has the
+    content size."""
     return _contexts.symbols(symbols)
 
 

@@ -37,7 +37,8 @@ class Bundle:
         keys: pages of the bundle that are still needed.
         state: state of these pages: BEING_COMPRESSED until the records are complete on every rank,
             then COMPRESSED.
-        readers: copies in flight from its pages. The slots stay in place until these copies finish.
+        readers: number of copies in flight that read pages of the bundle. The slots are not freed
+            until these copies finish.
     """
 
     slots: list[int]
@@ -50,7 +51,7 @@ class ColdPages:
     """The pages of an index that are compressed or being compressed, and their bundles.
 
     Attributes:
-        num_slots: slots of all bundles.
+        num_slots: number of slots of all bundles.
         compressed: number of compressed pages.
     """
 

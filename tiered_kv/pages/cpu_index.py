@@ -66,7 +66,7 @@ class PromotedPages:
     Attributes:
         used: promoted pages that were restored so far.
         wasted: promoted pages that left CPU memory before they were restored.
-        used_bytes, wasted_bytes: the same pages in bytes, on one rank.
+        used_bytes, wasted_bytes: sizes of these pages on one rank, bytes.
     """
 
     def __init__(self) -> None:
@@ -194,8 +194,8 @@ class PageIndex:
 
     @property
     def readable(self) -> Callable[[PageKey], bool]:
-        """``state(key).readable`` for many pages: a predicate that is valid until the next
-        change."""
+        """Predicate that is True for readable pages, faster than ``state`` for many pages. Valid
+        until the index changes."""
         if not self.cold.compressed:
             return self._resident.__contains__
         resident, cold_state, compressed = self._resident, self.cold.state, PageState.COMPRESSED
@@ -341,7 +341,7 @@ class PageIndex:
         """Add ``more`` readers to each slot.
 
         Raises:
-            ValueError: a slot would have fewer than none. In this case nothing changes.
+            ValueError: a slot would have fewer than 0 readers. In this case nothing changes.
         """
         places = np.fromiter(slots, np.intp, len(slots))
         if len(set(slots)) == len(slots):  # ``np.add.at`` takes 20 times as long
@@ -419,7 +419,8 @@ class PageIndex:
         self._gone(lost)
 
     def stay_s(self) -> float:
-        """Seconds that a page stays here at the present rate; inf while no page is evicted."""
+        """Time that a page stays in CPU memory at the current rate of allocations, seconds; inf
+        while no page is evicted."""
         per_s = self._turnover.per_s(self.taken)
         if not per_s or (self._free and not self.cold.compressed):
             return math.inf

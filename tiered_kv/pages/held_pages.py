@@ -39,7 +39,7 @@ class HeldPages:
     def hold(self, keys: Iterable[PageKey]) -> list[PageKey]:
         """Hold the readable pages among ``keys``; return the others, in the same order.
 
-        A held page that another request has made the index forget counts as missing, unless it is
+        A held page that the index has forgotten in the meantime counts as missing, unless it is
         readable again.
         """
         index, missing = self._index, list[PageKey]()

@@ -149,7 +149,7 @@ class OrderBook:
 
     @property
     def behind(self) -> bool:
-        """True if ``settle`` has more to do although no report has come."""
+        """True if ``settle`` has work left, even without new reports."""
         return bool(self._reported or self._read)
 
     def flights(self) -> Iterable[Flight[Any]]:
@@ -197,11 +197,11 @@ class OrderBook:
         return self._promoting
 
     def copy_seconds(self, pages: int, group: int = CONTEXT) -> float:
-        """Time one rank needs to copy that many pages at the measured bandwidth, seconds."""
+        """Time that one rank needs to copy ``pages`` pages at the measured bandwidth, seconds."""
         return pages * self.page_bytes[group] / self.bandwidth
 
     def promote_seconds(self, store: StoreId, pages: int) -> float:
-        """Time until that many more pages are promoted from a store, after the promotions that are
+        """Time until ``pages`` more pages are promoted from a store, after the promotions that are
         already ordered and due, seconds."""
         state = self.stores[store]
         due = state.promoting - self.ahead(store)
@@ -307,8 +307,8 @@ class OrderBook:
     ) -> PromoteOrder | None:
         """Order a tier → CPU copy of the missing pages among ``keys`` that the tier has.
 
-        Their slots are reserved now, evicting if needed. If slots are short, the first pages are
-        promoted. Returns None if nothing can be ordered.
+        The slots are reserved now, evicting pages if needed. If there are too few slots, only the
+        first pages are promoted. Returns None if no page can be promoted.
         """
         state = self.stores[store]
         wanted = state.index.present(self.index.missing(dict.fromkeys(keys)).keys())

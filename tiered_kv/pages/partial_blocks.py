@@ -32,7 +32,8 @@ class Tail:
     noted: bool = field(default=False, compare=False)
 
     def is_of(self, parent: bytes, extra: object) -> bool:
-        """True if the key belongs to these tokens at this position."""
+        """True if the tail's key belongs to its tokens after page ``parent``, with vLLM's extra
+        keys ``extra``."""
         return not self.noted or self.key == tail_key(parent, self.tokens, extra)
 
 
@@ -102,7 +103,7 @@ class TailIndex:
         Returns None if no usable tail shares any.
 
         Args:
-            usable: True if that many tokens of a tail can be restored.
+            usable: returns True if that many leading tokens of a tail can be restored.
         """
         best: tuple[Tail, int] | None = None
         for tail in self._by_parent.get((parent, _digest(extra)), ()):
@@ -120,7 +121,7 @@ class TailIndex:
         self._count = 0
 
     def prune(self, known: Callable[[PageKey], bool]) -> None:
-        """Forget every tail whose page no longer exists. O(tails): use when tails outnumber
+        """Forget every tail whose page is not ``known``. O(tails): call it when tails outnumber
         pages."""
         kept = {
             where: alive

@@ -1,4 +1,4 @@
-"""Orders for snapshots: unsent orders, and results of the others.
+"""Orders for snapshots of jobs: orders not yet sent, and the results of the orders sent.
 
 The order book keeps the orders in flight. Pages that are written keep their slots until every
 rank has reported. Pages that are read have their own slots from the start, and can be found only

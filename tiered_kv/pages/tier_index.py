@@ -81,8 +81,8 @@ class TierIndex:
         return self._used.get(key, False)
 
     def on_rewritten(self, keys: Iterable[PageKey]) -> None:
-        """Mark pages as unused because they are written once more. Each must be used again to
-        survive the next time. Skips pages that are not in the tier."""
+        """Mark pages as unused because they are written once more. A page must be used again to
+        survive the next reclaim. Skips pages that are not in the tier."""
         used = self._used
         for key in keys:
             if key in used:

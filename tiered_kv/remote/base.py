@@ -1,7 +1,7 @@
 """The contract of a remote store: values by key, in a store that many machines share.
 
-A store knows nothing about pages. It keeps values for any length of time, may lose any of them, and
-may return other bytes than were put: the reader of a value must check it.
+A store has no notion of pages. It keeps values for any length of time, may lose any of them, and
+may return bytes other than those stored, so the reader of a value must check it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Outcome(Enum):
     MISS = "miss"
     """There is no such value."""
     BAD = "bad"
-    """The value is not one of ours: it has another type, or is too long."""
+    """The value was not written by this package: it has another type, or is too long."""
     STORED = "stored"
     REFUSED = "refused"
     """The store does not accept the value: it is full or read-only, or writing is not permitted."""
@@ -64,7 +64,7 @@ class RemoteStore(Protocol):
     """A connection to the store, for one thread.
 
     No call exceeds its deadline, a time of ``time.monotonic()``, by more than it takes to notice
-    it. Calls do not raise if the store has trouble: each key has an outcome.
+    it. Calls do not raise if the store fails: they report an outcome for each key.
     """
 
     def check(self, deadline: float) -> None:
@@ -76,7 +76,7 @@ class RemoteStore(Protocol):
         """
 
     def exists(self, keys: Sequence[RemoteKey], deadline: float) -> list[Outcome]:
-        """Look up values. Returns HIT, MISS, LATE or DOWN for each."""
+        """Look up values. Returns HIT, MISS, LATE or DOWN for each key."""
 
     def get(self, keys: Sequence[RemoteKey], buffer: memoryview, deadline: float) -> Iterator[Got]:
         """Read values one after another, in any order, into the same buffer.
@@ -89,12 +89,12 @@ class RemoteStore(Protocol):
         """
 
     def put(self, values: Sequence[tuple[RemoteKey, Parts]], deadline: float) -> list[Outcome]:
-        """Store values. Returns STORED, REFUSED, LATE or DOWN for each. The parts must not change
-        until this returns."""
+        """Store values. Returns STORED, REFUSED, LATE or DOWN for each value. The parts must not
+        change until this returns."""
 
     def delete(self, keys: Sequence[RemoteKey], deadline: float) -> bool:
-        """Delete values. Returns False if some may still exist. Values that only another process
-        can delete are no longer found by this store."""
+        """Delete values. Returns False if some values may still exist. Values that only another
+        process can delete are no longer found by this store."""
 
     def close(self) -> None:
         """Close the connections. Idempotent; afterwards the store is down."""

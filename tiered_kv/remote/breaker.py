@@ -45,33 +45,33 @@ class Breaker:
 
 
 class Patience:
-    """Retry limit for a store that accepts nothing. Times are of one clock, in seconds."""
+    """Retry limit for a store that accepts no writes. Times are of one clock, in seconds."""
 
     def __init__(self) -> None:
         self._since: float | None = None
 
     def lasts(self, now: float) -> bool:
-        """Record that the store accepted nothing. Returns True if another attempt should be
-        made."""
+        """Record that the store accepted no page of a write. Returns True if another attempt should
+        be made."""
         if self._since is None:
             self._since = now
         return now - self._since < PATIENCE_S
 
     def renew(self) -> None:
-        """Record that the store accepted something."""
+        """Record that the store accepted a page."""
         self._since = None
 
 
 class Complaint:
-    """One type of failure. It is logged when it starts, changes and ends, but not each time if it
-    recurs frequently. Times are of one clock, in seconds."""
+    """Decides when one type of failure is logged: when it starts, changes and ends, but not each
+    time if it recurs frequently. Times are of one clock, in seconds."""
 
     def __init__(self) -> None:
         self._is_logged = False
         self._logged: dict[str, float] = {}
 
     def begins(self, what: str, now: float) -> bool:
-        """Record a failure. Returns True if it should be logged."""
+        """Record a failure, described by ``what``. Returns True if it should be logged."""
         logged = self._logged = {
             said: at for said, at in self._logged.items() if now - at < REMINDER_S
         }
@@ -91,7 +91,7 @@ class LoggedBreaker(Breaker):
     """Breaker that logs when calls start to fail, and when they work again.
 
     Args:
-        place: name of the called service, as any object.
+        place: the called service; any object whose text names it.
         failing: message, with ``%s`` for the place and for the reason.
         working: message, with ``%s`` for the place.
     """

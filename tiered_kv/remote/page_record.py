@@ -1,4 +1,4 @@
-"""Record of a page in a remote store, which verifies that a value is the page that was put.
+"""Record of a page in a remote store. A reader can verify that a value is the page that was stored.
 
     | bytes | content |
     |---|---|
@@ -12,7 +12,8 @@
     | 16 | xxh3-128 of everything before it and of the key |
     | … | key |
 
-Plane and frame follow. Integers are little-endian. Any bytes either give a record or raise.
+Plane and frame follow. Integers are little-endian. Parsing any bytes either returns a record or
+raises ``RecordError``.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def longest_record(page_format: PageFormat, key_bytes: int) -> int:
 def pack_record(
     key: bytes, page_format: PageFormat, record: PageRecord
 ) -> tuple[bytes, memoryview, memoryview]:
-    """Parts of a record: its header, and plane and frame without copying."""
+    """Return the parts of a record: the header, the plane and the frame. Plane and frame are not
+    copied."""
     plane, frame = record.page.plane.data, record.page.frame.data
     payload = xxhash.xxh3_128(plane)
     payload.update(frame)
@@ -90,7 +92,7 @@ def pack_record(
 
 
 def open_record(value: memoryview, key: bytes, page_format: PageFormat) -> PageRecord:
-    """The page in a value. The result aliases the value.
+    """Return the page in a value. The result aliases the value.
 
     Raises:
         RecordError: the value is truncated, modified, of another version, or of another page.

@@ -2,15 +2,15 @@
 
     begin    sweeps leftovers of killed makers; creates ROOT/.making-<16 hex>
     ranks    write pages and parts into it, each in its own process: ``rank_writer``
-    seal     writes the manifest, makes all durable, and only then renames it to ROOT/NAME
+    seal     writes the manifest, makes all files durable, and only then renames to ROOT/NAME
 
 Pages are added to the pool of the root after that, so that every page in the pool is durable.
 
 Also handles unfinished folders and files, and leftovers of killed makers.
 
 ``.making-<16 hex>`` is a folder with a file ``lock``, or a plain file. Its maker holds the lock, or
-a lock on the file itself, with flock, and renames it when it is complete. An unlocked one is
-swept by the next maker.
+a lock on the file itself, with flock, and renames it when it is complete. The next maker removes
+unlocked folders and files.
 
 A new folder has no lock for a moment, and then either its maker or a sweeper takes the lock. A
 maker that loses this race starts again.
@@ -94,12 +94,12 @@ class Making:
         )
 
     def publish(self, path: Path) -> None:
-        """Rename it to its final path, which must not exist, and make the rename durable.
+        """Rename the folder or file to its final path, and make the rename durable.
 
         Raises:
             SnapshotError: the path exists.
-            OSError: the disk failed. It then has its temporary name, unless only the last step
-                failed.
+            OSError: the disk failed. The folder or file then has its temporary name, unless only
+                the last step, the sync, failed.
         """
         refuse_taken(path)
         try:
@@ -116,7 +116,8 @@ class Making:
         RealFiles().sync_folder(path.parent)
 
     def release(self) -> None:
-        """Remove it if it is not published, and release the lock. Idempotent. Never fails."""
+        """Remove the folder or file unless it is published, and release its lock. Idempotent.
+        Never fails."""
         if self.fd < 0:
             return
         with contextlib.suppress(OSError):
@@ -213,7 +214,7 @@ class SnapshotDraft:
             SnapshotError: the name is invalid or exists, or the folder cannot be written.
         """
         check_name(name)
-        with disk_errors(f"{root} takes no snapshot: a folder is needed that can be written"):
+        with disk_errors(f"no snapshot can be created in {root}, which must be a writable folder"):
             RealFiles().make_folders(root)
             check_owner(root)
             sweep(root)
@@ -240,10 +241,10 @@ class SnapshotDraft:
 
         Raises:
             SnapshotError: parts are missing or disagree, the name has been taken meanwhile, or the
-                disk failed. No snapshot exists then, except if only the last step failed, the sync
-                of the name.
+                disk failed. No snapshot exists then, unless only the last step failed, the sync of
+                the root.
         """
-        with disk_errors(f"the snapshot {self._path.name} cannot be made"):
+        with disk_errors(f"the snapshot {self._path.name} cannot be created"):
             parts = self._parts(manifest.ranks)
             files = _files_of(parts)
             self._keep_only(files)

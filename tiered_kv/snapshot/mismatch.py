@@ -56,12 +56,12 @@ def _engine_wide(manifest: Manifest, engine: EngineIdentity) -> Iterator[str]:
         )
     if manifest.ranks != engine.ranks:
         yield (
-            f"its pages are cut for {count(manifest.ranks, 'rank')}, and this engine has "
+            f"its pages are divided among {count(manifest.ranks, 'rank')}, and this engine has "
             f"{count(engine.ranks, 'rank')}: start it with --tensor-parallel-size {manifest.ranks}"
         )
     if manifest.hash_tokens != engine.hash_tokens:
         yield (
-            f"its blocks are hashed by {manifest.hash_tokens} tokens, and this engine's by "
+            f"its block hashes cover {manifest.hash_tokens} tokens each, and this engine's "
             f"{engine.hash_tokens}: the same block sizes are needed"
         )
     if len(manifest.groups) != len(engine.groups):

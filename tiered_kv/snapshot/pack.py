@@ -98,7 +98,7 @@ def _write_folder(making: Making, snapshot: Snapshot) -> None:
 
 
 def _stored_pages(snapshot: Snapshot) -> Iterator[tuple[str, Bytes]]:
-    """The files of all pages, with their digests."""
+    """Yield the digest of each page, and the contents of its file."""
     for digest, nbytes in snapshot.files.items():
         stored = np.empty(nbytes, np.uint8)
         snapshot.read_file(digest, stored)

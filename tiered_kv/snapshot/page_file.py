@@ -59,7 +59,7 @@ def most_file_bytes(page_format: PageFormat) -> int:
 
 
 def encode_page(page: Bytes, page_format: PageFormat) -> list[memoryview]:
-    """Encode a page as a file, in parts that may alias the page.
+    """Encode a page. Returns the parts of its file, which may alias the page.
 
     Args:
         page: the page, contiguous and of ``page_format.page_bytes`` bytes.

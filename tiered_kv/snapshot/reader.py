@@ -150,7 +150,7 @@ def open_snapshot(path: Path) -> Snapshot:
 
 
 def find_snapshot(root: Path, name: str) -> Path:
-    """Find a snapshot by its name.
+    """Return the path of the snapshot with this name.
 
     Raises:
         SnapshotError: there is no such snapshot, or the name is invalid.
@@ -166,7 +166,7 @@ def find_snapshot(root: Path, name: str) -> Path:
 
 
 def _checked_sizes(manifest: Manifest, size_of: Callable[[str], int | None]) -> dict[str, int]:
-    """Sizes of the files of all pages.
+    """Return the size of each page's file, bytes, by the page's digest.
 
     Raises:
         SnapshotError: a file is missing, has an impossible size, or the sum of sizes is wrong.

@@ -28,7 +28,7 @@ def check_name(name: str) -> None:
     """Check that a name is valid for a snapshot.
 
     Raises:
-        SnapshotError: it is not.
+        SnapshotError: the name is not valid.
     """
     if _NAME.fullmatch(name) is None:
         raise SnapshotError(

@@ -44,11 +44,11 @@ class ZipEntry(NamedTuple):
 
 
 def members(fd: int) -> dict[str, ZipEntry]:
-    """Find the members of a zip file.
+    """Return the offset and size of each member of a zip file, by name.
 
     Raises:
         OSError: the disk failed.
-        SnapshotError: the file is not a zip file, or not one of a snapshot.
+        SnapshotError: the file is not a zip file, or not a snapshot.
     """
     infos, directory = _directory(fd)
     if len({info.orig_filename for info in infos}) != len(infos):
@@ -116,7 +116,7 @@ def _check(info: zipfile.ZipInfo, name: str) -> None:
     if info.comment or info.volume:
         raise _wrong(f"{name} has a comment, or is stored in another file")
     if info.compress_size != info.file_size or (name == _FOLDER and info.file_size):
-        raise _wrong(f"{name} has two sizes")
+        raise _wrong(f"{name} has conflicting sizes")
 
 
 def _data_offset(fd: int, info: zipfile.ZipInfo) -> int:
@@ -130,9 +130,9 @@ def _data_offset(fd: int, info: zipfile.ZipInfo) -> int:
     if theirs != (b"PK\3\4", info.flag_bits, info.compress_type, len(name), name):
         raise _wrong(f"{info.orig_filename} does not match the directory")
     if not {stored, nbytes} <= {info.file_size, _FULL32}:
-        raise _wrong(f"{info.orig_filename} has two sizes")
+        raise _wrong(f"{info.orig_filename} has conflicting sizes")
     return int(info.header_offset + _LOCAL.size + name_bytes + extra_bytes)
 
 
 def _wrong(why: str) -> SnapshotError:
-    return SnapshotError(f"the zip file is no snapshot: {why}")
+    return SnapshotError(f"the zip file is not a snapshot: {why}")

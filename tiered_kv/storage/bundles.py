@@ -67,9 +67,10 @@ class Note(Protocol):
     """Note of a bundle in its own slots, from which a later engine finds its pages."""
 
     def room(self, codec: Codec, pages: int) -> int:
-        """Bytes to reserve at the start of the first slot.
+        """Return the number of bytes to reserve at the start of the first slot.
 
         Args:
+            codec: codec of the bundle.
             pages: number of pages that are packed.
         """
 
@@ -170,7 +171,8 @@ class Bundles:
     def _encoded(
         self, pages: Sequence[Bytes], each: Map
     ) -> tuple[Codec | None, Sequence[EncodedPage]]:
-        """Encode pages. Returns them and their codec, or a codec of None if they stay raw."""
+        """Encode pages. Returns their codec and the encoded pages, or None and no pages if the
+        pages stay raw."""
         try:
             codec = self._codec(pages)
             encoded = list(each(codec.encode, pages))
@@ -213,7 +215,8 @@ class Bundles:
         return CodedPage(found.codec, EncodedPage(plane, frame))
 
     def _find(self, first_slot: int, key: PageKey) -> CodedPage | None:
-        """An encoded page. The bytes are valid until this thread's next call."""
+        """Return an encoded page, whose bytes are valid until this thread's next call; None if the
+        page is missing or damaged."""
         bundle = self._bundles.get(first_slot)
         record = bundle.records.get(key) if bundle is not None else None
         if bundle is None or record is None:

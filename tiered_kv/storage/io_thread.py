@@ -117,8 +117,8 @@ class IoThread:
         self._busy = False
         self._epoch = 0
         self._promoted_last = False
-        self._rest_until = -math.inf  # in real time, as is its duration
-        self._patience = Patience()  # in real time as well
+        self._rest_until = -math.inf  # on the monotonic clock, not on ``clock``
+        self._patience = Patience()  # also on the monotonic clock
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="tiered-kv-io", daemon=True)
         self._thread.start()
@@ -398,7 +398,8 @@ class IoThread:
             self._proposal = self.store.proposal()
 
     def _tries_again(self) -> bool:
-        """True if a group of which the store took no page is offered again, after a pause."""
+        """True if a group is offered again after a pause, because the store accepted none of its
+        pages."""
         retry_s, now = self.store.retry_s, time.monotonic()
         if retry_s is None or not self._patience.lasts(now):
             return False

@@ -74,8 +74,8 @@ class NoNotebook:
 
 
 class Notebook(NoNotebook):
-    """The notebook at ``path``, readable only by its owner. Reads once, at the start; a thread
-    writes.
+    """The notebook at ``path``, readable only by its owner. The file is read once, on creation. A
+    thread writes to it.
 
     Args:
         keep: False to delete the file when the notebook is closed.

@@ -131,7 +131,7 @@ class CodecTables:
         return time.monotonic() < self._missing.get((codec_id, table), 0.0)
 
     def codec(self, codec_id: int, table: bytes) -> Codec | None:
-        """The codec with that id and table; None if it is not available."""
+        """Return the codec with that id and table; None if it is not available."""
         if (codec_id, table) not in self._codecs and table == NO_TABLE:
             self._keep(codec_id, table, self._made(codec_id, b""))
         return self._codecs.get((codec_id, table))
@@ -156,7 +156,7 @@ class CodecTables:
         return name
 
     def fetch(self, codec_id: int, table: bytes, deadline: float) -> bool:
-        """Fetch a table and create its codec. Returns False if the table is damaged."""
+        """Fetch a table and create its codec. Returns False if a damaged table was found."""
         buffer = memoryview(bytearray(DIGEST_BYTES + MOST_TABLE_BYTES))
         good = True
         for _, outcome, nbytes in self._store.get([self._key(table)], buffer, deadline):

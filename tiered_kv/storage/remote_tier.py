@@ -27,7 +27,8 @@ from .remote_pages import RETRY_S, NoPages, RemotePages
 
 
 def make_store(address: RemoteAddress) -> RemoteStore:
-    """Create the store. It connects or opens nothing before its first call."""
+    """Create the store of an address. It makes no connection and opens no file before its first
+    call."""
     if address.folder is not None:
         return SharedRoot(address.folder, address.most_bytes)
     return ValkeyStore(address)
@@ -94,8 +95,8 @@ def _measured(store: RemoteStore, address: RemoteAddress) -> DiskSpeed:
     speed = measure_link(store)
     if speed.write <= SLOWEST:  # nothing to measure with, but pages can be read
         logger.warning(
-            "TIERED_KV_REMOTE=%s accepts no values, so its speed is unknown. Pages are read "
-            "from it; writes will be retried",
+            "the store at TIERED_KV_REMOTE=%s rejects writes, so its speed is unknown. Pages are "
+            "still read from it, and writes will be retried",
             address,
         )
         return ASSUMED_SPEED

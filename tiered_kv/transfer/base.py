@@ -57,7 +57,7 @@ class CopyResult:
 
     @classmethod
     def refusal(cls, job: CopyJob) -> CopyResult:
-        """Result of a job that copied no page."""
+        """Return the result of a job that copied no page."""
         return cls(job.job_id, frozenset(range(len(job.blocks))), 0, 0.0)
 
 

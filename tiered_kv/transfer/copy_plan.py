@@ -38,7 +38,8 @@ class Pages:
 
 
 def sort_out(job: CopyJob, num_blocks: int, num_slots: int) -> Pages:
-    """Separate pages outside ``num_blocks`` and ``num_slots``, which must not touch memory."""
+    """Return the valid pages of a job. Pages whose block or slot does not exist count as failed,
+    and are never copied."""
     blocks, slots = _numbers(job.blocks), _numbers(job.slots)
     good = (blocks >= 0) & (blocks < num_blocks) & (slots >= 0) & (slots < num_slots)
     if good.all():
@@ -134,7 +135,8 @@ class Copies:
 
 
 def joints(runs: PageRuns, pages: Pages) -> NDArray[np.bool_]:
-    """Mark the pages that continue the page before them on both sides; bool ``[pages - 1]``.
+    """Mark the pages that directly follow the previous page, in both the storage and the slab;
+    bool ``[pages - 1]``.
 
     Only consecutive pages of the job are compared, because pages are listed in block order and
     free slots are allocated in order.
@@ -148,8 +150,8 @@ def joints(runs: PageRuns, pages: Pages) -> NDArray[np.bool_]:
 
 
 def plan_copies(runs: PageRuns, pages: Pages) -> Copies:
-    """Plan the copy of every byte of the pages, once. Bytes that are contiguous on both sides
-    become one copy."""
+    """Plan the copies of all bytes of the pages. Bytes that are contiguous in both the storage and
+    the slab become one copy."""
     storage = (runs.offset + pages.blocks[:, None] * runs.stride).ravel()
     slab = (runs.start + pages.slots[:, None] * runs.slot_bytes).ravel()
     nbytes = np.broadcast_to(runs.nbytes, (len(pages), len(runs))).ravel()

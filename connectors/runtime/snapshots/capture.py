@@ -203,8 +203,8 @@ class Captures:
             raise SnapshotError(f"--exact is not possible: {reason}")
         if self._turns.running > 1:
             raise SnapshotError(
-                "--exact needs a turn that runs alone, because kernels sum in another order for "
-                "other batch shapes: wait until no other request runs, or leave out --exact."
+                "--exact needs a turn that runs alone, because kernels sum in a different order "
+                "for each batch shape: wait until no other request runs, or leave out --exact."
             )
 
     def parents(self, job: JobKey) -> tuple[str, ...]:

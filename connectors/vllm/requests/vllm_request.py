@@ -32,7 +32,8 @@ TOLD = (
     "ignore_eos",
     "logprobs",
 )
-"""Parameters that a snapshot stores. The text seen by stop strings is the answer so far."""
+"""Sampling parameters that a snapshot stores. Stop strings need no further state: they are matched
+against the answer so far."""
 _NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 _WITHOUT = {
     "structured_outputs": "structured output",
@@ -64,13 +65,13 @@ def _is_plain(value: object) -> bool:
 def _inexact(params: Any) -> str | None:
     for name, words in _WITHOUT.items():
         if getattr(params, name, None):
-            return f"the turn has {words}, whose state is in no snapshot."
+            return f"the turn has {words}, whose state is not part of a snapshot."
     if params.temperature != 0:
         return "the turn is not greedy: send temperature 0."
     if any(getattr(params, name) != value for name, value in _NEUTRAL.items()):
-        return "the turn has penalties, which count tokens of prompt and answer apart."
+        return "the turn has penalties, which count tokens of prompt and answer separately."
     if params.min_tokens:
-        return "the turn has min_tokens, which count from the begin of its answer."
+        return "the turn has min_tokens, which count from the start of its answer."
     return None
 
 
@@ -99,13 +100,13 @@ def hints_of(request: Any) -> TurnHints:
 
 
 class UnreadIds:
-    """Logs once that clients may send ids that nothing reads.
+    """Logs once that clients may send ids that are not read.
 
     The engine does not see headers. It logs if ``UNNAMED`` requests named no job, no request came
     through the middleware, and the plugin that adds the middleware is not enabled.
 
     Args:
-        env: the engine's environment, which the API server's is copied to.
+        env: environment of the engine, a copy of the API server's environment.
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
@@ -113,7 +114,7 @@ class UnreadIds:
         self._left = 0 if PLUGIN in enabled else UNNAMED
 
     def look(self, hints: TurnHints) -> None:
-        """Count a request."""
+        """Count a request with these hints, and log the message once it is due."""
         if not self._left:
             return
         if hints.who.carried:
@@ -273,8 +274,8 @@ class VllmRequest:
 
 
 def request_maker(vllm_config: Any) -> MakeRequest:
-    """Return a function that creates such requests for an engine. Call it in the engine core's
-    process, where vLLM has initialized the seed of block hashes."""
+    """Return a function that creates requests that never run, to compute page keys. Must be called
+    in the engine core's process, where vLLM has initialized the seed of block hashes."""
     hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
 
     def make(token_ids: Sequence[int], salt: str | None, hash_tokens: int) -> VllmRequest:

@@ -330,7 +330,7 @@ def test_a_store_that_cannot_be_opened_is_reported_and_holds_nothing(
 ) -> None:
     bench.store.close()
     bench.files.fail(operation, errno.EACCES)
-    with pytest.raises(StoreError, match="make it writable"):
+    with pytest.raises(StoreError, match="check the folder's permissions"):
         bench.open()
     bench.open()
 

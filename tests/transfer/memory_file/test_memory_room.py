@@ -53,7 +53,7 @@ def test_room_that_ends_while_it_is_taken_leaves_nothing_behind(
     monkeypatch.setattr(
         os, "posix_fallocate", lambda fd, at, n: (full if n > BLOCK else real)(fd, at, n)
     )
-    with pytest.raises(ConfigError, match="gives no more memory, and the CPU memory of rank 0"):
+    with pytest.raises(ConfigError, match="provides no more memory, and the CPU memory of rank 0"):
         open_in(folder)
     assert list(folder.iterdir()) == []
 
@@ -62,7 +62,7 @@ def test_a_limit_on_the_size_of_files_is_no_crash(folder: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        with pytest.raises(ConfigError, match="gives no more memory"):
+        with pytest.raises(ConfigError, match="provides no more memory"):
             open_in(folder)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

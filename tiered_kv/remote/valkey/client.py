@@ -51,8 +51,8 @@ from .replies import ABSENT, ServerError
 _T = TypeVar("_T")
 
 UNDER_WAY = 8
-"""Number of values that are requested or sent before the first of them is answered. One keeps a
-local link busy; a link with 1 ms at 10 Gbit/s needs five values of 256 KiB."""
+"""Number of values that are requested or sent before the first of them is answered. One value keeps
+a local link busy; a link with 1 ms latency at 10 Gbit/s needs five values of 256 KiB."""
 LOOKED_UP = 1024
 """Number of keys that are looked up before the first of them is answered."""
 SILENCE_S = 1.0
@@ -79,7 +79,7 @@ class _Calls(LoggedBreaker):
     ) -> None:
         super().__init__(
             server,
-            f"the remote store at %s refuses {what} (%s); what it does not refuse goes on",
+            f"the remote store at %s refuses {what} (%s); other calls continue",
             f"the remote store at %s accepts {what} again",
         )
         self._outcomes = outcomes
@@ -163,7 +163,7 @@ class ValkeyClient:
         self._answered(self._connected(deadline))
 
     def exists(self, names: Sequence[bytes], deadline: float) -> list[Outcome]:
-        """Look up keys."""
+        """Look up keys. Returns an outcome for each key; see ``RemoteStore``."""
         return [
             found if isinstance(found, Outcome) else Outcome.HIT if found else Outcome.MISS
             for found in self._ask_each(b"EXISTS", names, deadline, self._reads)
@@ -191,7 +191,7 @@ class ValkeyClient:
                 yield late, outcome, 0
 
     def put(self, values: Sequence[tuple[bytes, Parts]], deadline: float) -> list[Outcome]:
-        """Store values."""
+        """Store values. Returns an outcome for each value; see ``RemoteStore``."""
         found: list[Outcome] = []
         if not self._closed and not self._writes.lets_through(time.monotonic()):
             return [Outcome.REFUSED] * len(values)
@@ -210,7 +210,7 @@ class ValkeyClient:
         return found
 
     def delete(self, names: Sequence[bytes], deadline: float) -> bool:
-        """Delete keys. Returns False if some may still exist.
+        """Delete keys. Returns False if some keys may still exist.
 
         This is also the case once after abandoned writes: the server may process them from another
         connection after the deletion.
@@ -224,7 +224,8 @@ class ValkeyClient:
     def _ask_each(
         self, command: bytes, names: Sequence[bytes], deadline: float, calls: _Calls
     ) -> list[int | Outcome]:
-        """The server's numeric replies to a command for each key, or outcomes instead."""
+        """Send a command for each key. Returns the server's number for each key, or an outcome if
+        the server returned none."""
         found: list[int | Outcome] = []
         try:
             connection = self._connected(deadline, calls)
@@ -248,7 +249,7 @@ class ValkeyClient:
         """Return the connection, opened if needed, with its deadline set.
 
         Args:
-            calls: type of the call; None for a call that requests nothing.
+            calls: type of the call, whose breaker is checked; None to check none.
 
         Raises:
             Exception: no connection is available.
@@ -325,7 +326,7 @@ class ValkeyClient:
     # -- replies -----------------------------------------------------------------------
 
     def _read(self, connection: Connection, buffer: memoryview) -> tuple[Outcome, int]:
-        """Read one value."""
+        """Read one value into the buffer. Returns its outcome, and its length in bytes."""
         nbytes = self._reads.answer(connection.replies.length)
         if isinstance(nbytes, Outcome):
             return nbytes, 0
@@ -338,7 +339,7 @@ class ValkeyClient:
         return Outcome.HIT, nbytes
 
     def _stored(self, connection: Connection) -> Outcome:
-        """Read the reply to a stored value."""
+        """Read the reply to a write. Returns its outcome."""
         refused = self._writes.answer(connection.replies.status)
         return Outcome.STORED if refused is None else refused
 
@@ -371,8 +372,8 @@ def _set(name: bytes, parts: Parts) -> Parts:
 
 
 class ValkeyStore:
-    """The servers of an address as one store. A server that is down returns no values and accepts
-    none. Its pages are recomputed. Runs of pages are not moved to another server."""
+    """The servers of an address as one store. A server that is down neither returns nor accepts
+    values. Its pages are recomputed, and its runs are not moved to another server."""
 
     def __init__(self, address: RemoteAddress) -> None:
         self._clients = [ValkeyClient(server, address) for server in address.servers]

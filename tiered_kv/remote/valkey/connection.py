@@ -41,10 +41,13 @@ class Resolver:
         self._asking: Thread | None = None
 
     def addresses(self, deadline: float) -> Sequence[Address]:
-        """The addresses, by a deadline of ``time.monotonic()``; old ones if resolving takes long.
+        """Return the addresses. If resolving the name takes long, returns the previous addresses.
+
+        Args:
+            deadline: a time of ``time.monotonic()``.
 
         Raises:
-            OSError: there are no addresses, or not yet.
+            OSError: the name has no address, or is not resolved by the deadline.
         """
         with suppress(OSError):
             return self._look_up(socket.AI_NUMERICHOST)  # which uses no name server
@@ -118,7 +121,7 @@ class Connection:
         self.replies = Replies(self._receive)
 
     def _reach(self, addresses: Sequence[Address]) -> socket.socket:
-        """A connected socket. All addresses together have the time until the deadline."""
+        """Return a connected socket. The time until the deadline is divided among the addresses."""
         failed: OSError | None = None
         for at, address in enumerate(addresses):
             try:

@@ -22,7 +22,7 @@ ABSENT = -1
 
 
 class ProtocolError(Exception):
-    """Bytes that are not a reply of such a server."""
+    """Bytes that are not a valid reply in RESP 2."""
 
 
 class ServerError(Exception):
@@ -36,7 +36,7 @@ class ServerError(Exception):
 
 
 class Replies:
-    """Reads replies.
+    """Reads a server's replies from a connection.
 
     Args:
         receive: receives at least one byte into memory and returns the number of bytes, or raises
@@ -90,7 +90,7 @@ class Replies:
         self._end_of_value()
 
     def skip(self, length: int) -> None:
-        """Read a value and drop it."""
+        """Read a value of ``length`` bytes and discard it."""
         while length:
             if self._start == self._stop:
                 self._fill()

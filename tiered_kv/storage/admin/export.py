@@ -58,7 +58,7 @@ def export(
     Args:
         key: key of the page to export, from every store that has it; None for all pages.
         out: folder that is empty or does not exist yet.
-        stored: True to write the stored sections and the codec's table as well.
+        stored: True to also write each page's encoded plane and zstd frame, and the codec table.
         advance: called with the number of pages finished.
 
     Raises:

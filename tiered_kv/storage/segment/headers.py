@@ -42,7 +42,7 @@ from .format import (
 
 
 def pack_segment_header(header: SegmentHeader) -> bytes:
-    """Pack a segment header, ``header.header_bytes`` bytes."""
+    """Return the bytes of a segment header; there are ``header.header_bytes`` of them."""
     fixed = SEGMENT.pack(
         SEGMENT_MAGIC,
         VERSION,
@@ -124,7 +124,7 @@ def parse_segment_header(start: bytes | memoryview) -> SegmentHeader:
 
 
 def pack_record_header(segment: SegmentHeader, record: RecordHeader) -> bytes:
-    """Pack a record header, ``record.header_bytes`` bytes."""
+    """Return the bytes of a record header; there are ``record.header_bytes`` of them."""
     nbytes = record.header_bytes
     fixed = RECORD.pack(
         RECORD_MAGIC,
@@ -149,7 +149,7 @@ def pack_record_header(segment: SegmentHeader, record: RecordHeader) -> bytes:
 
 
 def parse_record_header(segment: SegmentHeader, start: bytes | memoryview) -> RecordHeader:
-    """Parse the first bytes of a record; a block of them is always enough.
+    """Parse a record header. The first ``BLOCK`` bytes of a record always contain it.
 
     Raises:
         FormatError: the bytes do not start a record of this segment, or the record is damaged.
@@ -178,7 +178,7 @@ def parse_record_header(segment: SegmentHeader, start: bytes | memoryview) -> Re
 
 
 def pack_footer(segment: SegmentHeader, offset: int, entries: Sequence[FooterEntry]) -> bytes:
-    """Pack a footer for ``offset``, in whole blocks."""
+    """Return the bytes of a footer that starts at ``offset``, in whole blocks."""
     table = np.zeros(len(entries), ENTRY)
     table["offset"] = [entry.offset for entry in entries]
     table["plane"] = [entry.plane_bytes for entry in entries]
@@ -203,7 +203,8 @@ def parse_trailer(segment: SegmentHeader, size: int, end: bytes | memoryview) ->
     """Return the offset of the footer, from the last bytes of a file of ``size`` bytes.
 
     Raises:
-        FormatError: the bytes are not a trailer of this segment: it is unsealed, or damaged.
+        FormatError: the bytes are not a trailer of this segment: the segment is unsealed, or
+            damaged.
     """
     trailer = bytes(end[-TRAILER_BYTES:])
     if len(trailer) < TRAILER_BYTES:

@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PageToWrite:
-    """A page of a put.
+    """A page that was passed to a call of ``put``.
 
     Attributes:
-        index: index of the page in the put.
+        index: position of the page in that call.
         page: raw bytes of the page, or the encoded page.
         written: time of its first write, seconds since 1970.
     """

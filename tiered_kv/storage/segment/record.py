@@ -1,4 +1,4 @@
-"""Records of a segment: read, checked and decoded."""
+"""Reads, checks and decodes the records of a segment."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def check_page(header: SegmentHeader, key: PageKey, start: memoryview, page: Byt
     """Check a page that was read without its header, against the header of its record.
 
     Raises:
-        FormatError: the header does not belong to that page and segment, or either is damaged.
+        FormatError: the header does not belong to that page and segment, or the header or the page
+            is damaged.
     """
     found = parse_record_header(header, start)
     if found.key != key:

@@ -16,7 +16,7 @@ from .headers import pack_footer, pack_segment_header
 from .packing import PackedRecord, finish_headers
 
 WORTH_CUTTING = 64
-"""Divisor of the size: a segment is truncated only if more than this fraction of it is unused.
+"""A segment is truncated only if more than one part in ``WORTH_CUTTING`` of it is unused.
 Truncating takes a file system as long as writing several MiB."""
 
 
@@ -49,7 +49,7 @@ class SegmentWriter:
 
     Args:
         fd: descriptor of a new segment of ``size`` zeros.
-        named: done when the file's name is durable.
+        named: future that is done once the file's name is durable.
 
     Attributes:
         end: offset of the next record.

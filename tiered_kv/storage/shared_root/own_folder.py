@@ -3,7 +3,7 @@
     root/<host>.<n>/lock, index, 00000001.pack, 00000002.pack …
 
 Values are appended to packs, and an index lists their locations. The folder's name includes the
-host's name, so that its lock need not work across hosts, which it does not on every mount. When
+host's name, because locks do not work across hosts on every mount. When
 space is short, the folders of processes that are long gone are deleted, then this folder's oldest
 packs.
 
@@ -98,7 +98,7 @@ class FolderContents:
 
 
 class FolderReader:
-    """A folder that another process writes, read as far as its index goes.
+    """Reads a folder that another process writes. The folder's index lists the values.
 
     The index is opened again for each read, which makes a network file system check for changes.
     """
@@ -343,7 +343,7 @@ class OwnFolder:
         return (disk.f_bavail - int(KEPT_FREE * disk.f_blocks)) * disk.f_frsize
 
     def _has_room(self, nbytes: int, busy: set[int]) -> bool:
-        """Free space for a value, if needed. Returns False if that is impossible.
+        """Free space for a value of ``nbytes``, if needed. Returns False if that is impossible.
 
         Args:
             busy: packs that must not be deleted.

@@ -157,7 +157,7 @@ class SharedRoot:
         return Outcome.LATE if now >= deadline else None
 
     def _written(self) -> OwnFolder:
-        """This process's folder; a new one if it was deleted."""
+        """Return this process's folder. Creates it first if it is missing or was deleted."""
         if self._own is not None and self._own.lost:
             self._own.close()
             self._own = None
@@ -242,7 +242,7 @@ class SharedRoot:
     def _lost(self, error: OSError) -> Outcome:
         now = time.monotonic()
         self._breaker.failed(now)
-        what = "is no folder: create it" if error.errno == errno.ENOENT else str(error)
+        what = "no such folder: create it" if error.errno == errno.ENOENT else str(error)
         self._breaker.complain(what, now)
         return Outcome.DOWN
 

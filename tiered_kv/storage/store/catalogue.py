@@ -204,7 +204,7 @@ class Catalogue:
         self._context.files.sync_folder(self._context.options.folder)
 
     def delete_file(self, path: Path) -> None:
-        """Delete a file, or schedule a retry if the deletion fails. A missing file is no error."""
+        """Delete a file, or schedule a retry if the deletion fails. A missing file is ignored."""
         try:
             self._context.files.unlink(path)
             self.sync()

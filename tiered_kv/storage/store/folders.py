@@ -104,7 +104,7 @@ def _plain_file(path: Path, odd: dict[Path, str]) -> os.stat_result | None:
         status = path.lstat()
         if stat.S_ISREG(status.st_mode):
             return status
-        odd[path] = "no plain file"
+        odd[path] = "not a regular file"
     except FileNotFoundError:
         pass
     except OSError as error:

@@ -76,7 +76,7 @@ class StoreOptions:
         """Check that the options work with that codec for new pages.
 
         Raises:
-            StoreError: they do not.
+            StoreError: the options do not work with that codec.
         """
         if len(self.fingerprint) != 16:
             raise StoreError("the fingerprint of a store has 16 bytes")
@@ -115,8 +115,8 @@ class StoreStats:
 def io_threads(cores: int) -> int:
     """Number of threads for a store that may use that many cores.
 
-    Two per core, since half of them wait for the disk, and at least four, for the disk's queue
-    depth.
+    Two per core, since half of the threads wait for the disk; at least four, for the disk's queue
+    depth, and at most eight.
     """
     return max(4, min(8, 2 * cores))
 

@@ -28,9 +28,12 @@ _READ_BYTES = (128 << 10, 5 << 19)
 
 @dataclass(slots=True)
 class _Wanted:
-    """A page of a get.
+    """A page that was requested in a call of ``get``.
 
     Attributes:
+        index: position of the page in that call.
+        entry: catalogue entry of the page.
+        out: memory for the page.
         offset, nbytes: position and size of its record in the segment, bytes.
     """
 

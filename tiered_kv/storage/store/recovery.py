@@ -101,7 +101,7 @@ class Recovery:
         """Check that a segment belongs to this store.
 
         Raises:
-            FormatError: it does not.
+            FormatError: the segment belongs to another store, or has pages of another format.
         """
         options = self._context.options
         found = (header.fingerprint, header.replica, header.rank, header.ranks, header.number)

@@ -108,8 +108,8 @@ class SegmentStore(PageStore):
                     "TIERED_KV_SSD_PATH"
                 ) from error
             raise StoreError(
-                f"{options.folder} cannot be used ({error.strerror or error}): make it writable, "
-                "or set another TIERED_KV_SSD_PATH"
+                f"{options.folder} cannot be used ({error.strerror or error}): check the folder's "
+                "permissions and its disk, or set another TIERED_KV_SSD_PATH"
             ) from error
 
     # -- contents -----------------------------------------------------------------
@@ -194,7 +194,7 @@ class SegmentStore(PageStore):
         return failed
 
     def exists(self, keys: Sequence[PageKey], deadline_s: float) -> frozenset[int]:
-        """Look pages up in memory, which is immediate."""
+        """Look pages up in the catalogue, which does no I/O."""
         return frozenset(i for i, key in enumerate(keys) if key not in self)
 
     def drop(self, keys: Iterable[PageKey]) -> None:

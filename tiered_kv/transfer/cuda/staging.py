@@ -24,7 +24,7 @@ from .page_views import PageViews
 from .runtime import CudaRuntime
 
 BUFFER_BYTES = 32 << 20
-"""VRAM of a lane, bytes. A copy of this size takes 0.6 ms on a PCIe 5.0 bus. That is longer than
+"""Size of a lane's buffer in VRAM, bytes. A copy of this size takes 0.6 ms on a PCIe 5.0 bus. That is longer than
 most kernels of a model, which the next part's gather may have to wait for, and several times the
 time that the engine's thread needs to start it (docs/gpu.md)."""
 

@@ -156,7 +156,9 @@ class LastingMemory:
         _open.add(self)
 
     def _find_bundles(self) -> list[BundleNote]:
-        """Notes of complete bundles. Remains of other bundles are invalidated; these are normal."""
+        """Return the notes of complete bundles. Slots of incomplete or unreadable bundles are
+        invalidated. Incomplete bundles are expected after a kill, so only unreadable bundles are
+        logged."""
         found, stray = self._table.bundles()
         notes = list[BundleNote]()
         for header, slots in found:
@@ -187,7 +189,7 @@ class LastingMemory:
     # -- headers ------------------------------------------------------------------
 
     def valid(self, slot: int) -> SlotHeader | None:
-        """The page in a slot; None if the slot is not valid."""
+        """Return the header of a valid slot; None if the slot is not valid."""
         with self._changing, suppress(FormatError):
             return self._table.read(slot) if self._fd >= 0 else None
         return None
@@ -209,8 +211,8 @@ class LastingMemory:
             self._table.invalidate_all()
 
     def ticket(self, slot: int) -> int:
-        """Number of a slot's current bytes, which changes with the next ``invalidate``. The
-        worker's thread must take it when the bytes have landed."""
+        """Return the number of a slot's current bytes, which changes with the next ``invalidate``.
+        The worker's thread must read it when the bytes have landed."""
         return int(self._tickets[slot])
 
     def validate(self, slot: int, ticket: int, header: SlotHeader) -> bool:

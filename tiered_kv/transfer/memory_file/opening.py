@@ -5,8 +5,8 @@
 An engine has the folder for itself: a second engine is refused. An existing file is handled
 according to its contents:
 
-- A file without our magic, a path that is not a plain file, or a file of another user is left
-  unchanged, and the start is refused. Its value is unknown.
+- A file without the magic, a path that is not a plain file, or a file of another user is left
+  unchanged, and the start is refused, because its contents may be valuable.
 - A memory file in use: refused. The message names the process.
 - A memory file of another version, fingerprint or geometry, or one that is damaged or truncated:
   deleted, with a warning. It is a cache that no start with these settings can use, and it would
@@ -81,8 +81,8 @@ def block_of(fd: int) -> int:
 
 
 def header_of(fd: int, size: int) -> FileHeader | None:
-    """Header of an open file of ``size`` bytes; None if its creation was interrupted, so that it is
-    a single block of zeros.
+    """Return the header of an open file of ``size`` bytes; None if its creation was interrupted, so
+    that the file is a single block of zeros.
 
     Raises:
         ForeignError: the file is not a memory file.
@@ -99,7 +99,7 @@ def header_of(fd: int, size: int) -> FileHeader | None:
 
 
 def lock_file(path: Path, *, make: bool) -> int:
-    """Open a memory file and lock it for as long as the descriptor is open.
+    """Open a memory file and lock it for as long as the returned descriptor is open.
 
     The file is mapped through another descriptor: Python duplicates the descriptor of a mapping,
     and a forked child would inherit the copy, and the lock with it.
@@ -242,12 +242,12 @@ def _open_locked(
         raise
     memory = LastingMemory(path, fd, mapped, header, keep=keep, clock=clock)
     if size:
-        logger.info("%s has %d pages of the previous engine", path, len(memory.adopted))
+        logger.info("%s has %d pages from the previous engine", path, len(memory.adopted))
     return memory
 
 
 def _usable(fd: int, size: int, geometry: Geometry) -> FileHeader | None:
-    """Header of a file that can be adopted; None if the file is empty.
+    """Return the header of a file that can be adopted; None if the file is empty.
 
     Raises:
         ForeignError: the file is not a memory file of this user.
@@ -307,7 +307,7 @@ def _map(path: Path, fd: int, size: int) -> mmap.mmap:
 
 def _no_room(path: Path, geometry: Geometry) -> ConfigError:
     free, wanted = RealFiles().free(path.parent), geometry.nbytes
-    has = f"has space for {free / GIB:.2f} GiB" if free < wanted else "gives no more memory"
+    has = f"has space for {free / GIB:.2f} GiB" if free < wanted else "provides no more memory"
     return ConfigError(
         f"{path.parent} {has}, and the CPU memory of rank {geometry.rank} takes "
         f"{wanted / GIB:.2f} GiB: lower TIERED_KV_CPU_GIB, make the file system larger (a "

@@ -114,7 +114,7 @@ class SlotTable:
         self._states[slot] = state
 
     def read(self, slot: int) -> SlotHeader | None:
-        """The page in a slot; None if the slot is not valid.
+        """Return the header of a valid slot; None if the slot is not valid.
 
         Raises:
             FormatError: the header is torn or damaged.
@@ -126,7 +126,8 @@ class SlotTable:
         return parse_slot_header(self._nonce, slot, entry, self._slot_bytes)
 
     def valid(self) -> tuple[dict[int, SlotHeader], list[int]]:
-        """Valid slots with their pages, and slots with torn headers or unknown states."""
+        """Return the headers of the valid slots, by slot; and the slots with torn headers or
+        unknown states."""
         found = dict[int, SlotHeader]()
         torn: list[int] = np.flatnonzero(self._states > State.PART).tolist()
         for slot in np.flatnonzero(self._states == State.VALID).tolist():
@@ -137,8 +138,8 @@ class SlotTable:
         return found, torn
 
     def bundles(self) -> tuple[list[tuple[BundleHeader, list[int]]], list[int]]:
-        """Complete bundles, each with its slots, the first slot first; and the slots of incomplete
-        bundles. Some of these slots were reused since, or never written."""
+        """Return complete bundles, each with its slots, the first slot first; and the remaining
+        slots of incomplete bundles, whose other slots were reused or never written."""
         by_note, stray = dict[bytes, list[int]](), list[int]()
         headers = dict[int, BundleHeader]()
         first_ones = self._states == State.BUNDLE

@@ -80,8 +80,8 @@ class Validation:
 
 
 def agreed(ranks: Sequence[AdoptedPages]) -> dict[PageKey, int]:
-    """Slots of the pages that every rank has, oldest first. Of two slots with the same key, the one
-    saved last counts.
+    """Return the slot of each page that every rank has, oldest first. Of two slots with the same
+    key, the slot saved last counts.
 
     Args:
         ranks: pages of every rank of the engine.
@@ -97,8 +97,8 @@ def agreed(ranks: Sequence[AdoptedPages]) -> dict[PageKey, int]:
 
 
 def agreed_bundles(ranks: Sequence[AdoptedPages]) -> list[AdoptedBundle]:
-    """Bundles of the pages that every rank has compressed, oldest first, with the slots of the rank
-    that needs most. If two bundles contain the same page, it belongs to the newer one. If a bundle
+    """Return bundles of the pages that every rank has compressed, oldest first, with the slots of
+    the rank that needs most slots. If two bundles contain the same page, it belongs to the newer one. If a bundle
     and a slot contain the same page, it belongs to the slot.
 
     Args:
@@ -127,8 +127,8 @@ def agreed_bundles(ranks: Sequence[AdoptedPages]) -> list[AdoptedBundle]:
 
 
 def _common(ranks: Sequence[AdoptedBundle]) -> AdoptedBundle | None:
-    """Common pages of one bundle per rank, all with the same first slot; None if there are none, or
-    if the bundles do not belong to the same order."""
+    """Return the pages that one bundle of each rank has in common. All bundles have the same first
+    slot. Returns None if no page is common, or if the bundles do not belong to the same order."""
     slots = max((one.slots for one in ranks), key=len)
     if any(slots[: len(one.slots)] != one.slots for one in ranks):
         return None
