@@ -24,7 +24,7 @@ from .metrics import (
 )
 
 PREFIX = "vllm:tiered_kv_"
-"""Prefix of every name. vLLM drops the metrics of an engine by its first part."""
+"""Prefix of every metric name. vLLM unregisters all metrics whose names contain ``vllm``."""
 
 
 class MetricType(Enum):
@@ -41,7 +41,7 @@ class Family:
 
     Attributes:
         name: name without ``PREFIX``, and without the ``_total`` of counters.
-        text: help of the metric.
+        text: help text of the metric.
         buckets: upper bounds of a histogram's buckets.
     """
 
@@ -108,7 +108,7 @@ FAMILIES: Mapping[str, Family] = {
             "ssd_compressed_pages",
             _C,
             "Compressed pages written from CPU memory to SSD: unchanged (kept) or recompressed "
-            "(renewed). Counted on every rank.",
+            "(renewed). A page counts once per rank.",
         ),
         Family("unused_slot_bytes", _C, COUNTERS["slot_bytes_unused"]),
         Family(
@@ -128,7 +128,12 @@ FAMILIES: Mapping[str, Family] = {
         ),
         Family("promoted_bytes", _C, "Bytes of these pages, uncompressed, over all ranks."),
         Family("promoted_ahead_pages", _C, COUNTERS["pages_promoted_ahead"]),
-        Family("promotions_forgone", _C, "Promotions not started, or not finished in time."),
+        Family(
+        "promotions_forgone",
+        _C,
+        "Promotions skipped because recomputing is faster, and turns that stopped waiting for a "
+        "lookup or a promotion.",
+    ),
         Family(
             "faults", _C, "Failures. Kinds that concern pages count pages; others count events."
         ),
@@ -360,7 +365,7 @@ _EVENT_OF = {
 
 
 def event_of(name: str, labels: Mapping[str, str]) -> str | None:
-    """The event that a sample on ``/metrics`` counts, or what it measures; None if the metric
+    """Return the event or measurement that a sample on ``/metrics`` reports; None if the metric
     belongs to another program or to a histogram.
 
     Args:

@@ -119,7 +119,7 @@ COUNTERS: Mapping[str, str] = {
     },
     "jobs_inferred": "Jobs inferred from requests without a job id.",
     "turns_unnamed": "Turns whose request named no job.",
-    "ids_carried": "Turns whose ids the middleware took from headers and body fields.",
+    "ids_carried": "Turns whose ids the middleware read from headers and body fields.",
     "snapshots_taken": "Snapshots created.",
     "snapshots_restored": "Snapshots restored.",
     "jobs_forked": "Jobs created as forks of others.",
@@ -130,7 +130,8 @@ COUNTERS: Mapping[str, str] = {
     "watchdog_barks": "Times that the watchdog released all pins and held-back jobs.",
     "hook_errors": "Exceptions in hooks that were hidden from the engine.",
     "trace_dropped": "Turns and steps missing in the trace because its writer was slow or failed.",
-    "resets": "New page generations: after cache resets and calls that may have changed weights.",
+    "resets": "Number of times that all cached pages became invalid: cache resets, and calls that "
+    "may have changed weights.",
     "weight_updates": "Calls to the engine that may have changed its weights.",
     **{
         decision_event(tier, gap_class): f"Gaps of class {gap_class} with decision {tier}."
@@ -164,7 +165,8 @@ GAUGES: Mapping[str, str] = {
     "pinned_blocks": "Pinned VRAM blocks.",
     "orders_in_flight": "Orders not yet reported by every rank.",
     "jobs": "Known jobs.",
-    "jobs_begun": "Admitted jobs that occupy KV space, or will when their next turn arrives.",
+    "jobs_begun": "Admitted jobs that occupy KV space, or will occupy it when their next turn "
+    "arrives.",
     "jobs_waiting_for_room": "New jobs that are being held back.",
     "room_ratio": "Admission limit as a fraction of the KV pool; 1 without admission.",
 }
