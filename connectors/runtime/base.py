@@ -19,7 +19,7 @@ from tiered_kv.page_group import KvKind, PageGroup, slot_bytes
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The sampling of an answer.
+    """Sampling parameters of an answer.
 
     Attributes:
         parameters: the client's sampling parameters, as JSON.
@@ -49,9 +49,9 @@ class Request(Protocol):
         text_cut: True if the client may not have received the last tokens of its answer.
         shared_tokens: length of the prefix that other requests are known to share, in tokens; 0 if
             the engine does not track this.
-        outcome: the engine's name for its finish reason.
+        outcome: the engine's name of its finish reason.
         priority: its client's priority, lowest first; unused unless ``EngineLimits.priorities``.
-        ready: True if it waits only for a seat and blocks.
+        ready: True if it waits only for blocks, and for the number of running requests to fall.
     """
 
     @property
@@ -107,7 +107,7 @@ class Request(Protocol):
 
     @property
     def sampling(self) -> Sampling:
-        """The sampling of its answer."""
+        """Sampling parameters of its answer."""
         ...
 
     def end_after_next_token(self) -> None:
@@ -115,7 +115,11 @@ class Request(Protocol):
         ...
 
     def extra_key(self, token: int) -> object:
-        """The part of a block's identity that is not its tokens: adapter, salt."""
+        """Return the part of a block's identity that is not its tokens, such as adapter and salt.
+
+        Args:
+            token: position of a token in the block.
+        """
         ...
 
 
@@ -269,7 +273,7 @@ class ScheduledStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Limits and queue order of the engine's scheduler. A limit is 0 if unknown.
+    """Limits and queue order of the engine's scheduler. A limit of 0 is unknown.
 
     Attributes:
         step_tokens: maximum tokens per step.
@@ -291,7 +295,7 @@ class EngineFacts:
     """Engine configuration that both halves must agree on.
 
     Attributes:
-        ranks: tensor-parallel workers, each of which must report every order.
+        ranks: number of tensor-parallel workers, each of which must report every order.
         block_size: tokens per block of the first group.
         hash_tokens: tokens per block hash.
         hit_tokens: granularity of prefix hits in VRAM, tokens.
@@ -354,8 +358,8 @@ class EngineFacts:
 
     @cached_property
     def draft_tokens(self) -> int:
-        """Following tokens that a token's KV depends on in a drafter's layers; 0 without a
-        drafter."""
+        """Number of following tokens that a token's KV depends on in a drafter's layers; 0 without
+        a drafter."""
         return max((group.draft_tokens for group in self.groups), default=0)
 
     @cached_property
@@ -370,8 +374,8 @@ class EngineFacts:
         return sum(len(group.needs(tokens)) for group in self.groups)
 
     def blocks_to_go_on(self, computed: int, tokens: int) -> int:
-        """Blocks of a context of ``tokens`` that continues after ``computed`` tokens. The state
-        that it continues from stays allocated in addition to the state being written."""
+        """Number of blocks of a context of ``tokens`` that continues after ``computed`` tokens. The
+        state that it continues from stays allocated in addition to the state being written."""
         if not self.has_states:
             return self.blocks(tokens)
         states = (group for group in self.groups if group.reach.kind is KvKind.STATE)

@@ -51,7 +51,7 @@ from .parts import AdmissionGroup, Pages
 from .turn import LiveTurns
 
 ASSUMED_BANDWIDTH = 4e9
-"""Bytes per second of a rank's copies, until the first copies are measured."""
+"""Assumed speed of a rank's copies until the first copies are measured, bytes per second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +69,8 @@ class GapGroup:
 
 
 def build_engine(deps: Dependencies, pool: BlockPool) -> EngineState:
-    """Build what all components share. In observe mode the components get a simulated pool, so that
-    the engine's blocks stay untouched."""
+    """Build the state that all components share. In observe mode the components get a simulated
+    pool, so that the engine's blocks are not touched."""
     return EngineState(
         facts=deps.facts,
         pool=GhostPool(pool, deps.clock) if deps.config.observes else pool,
@@ -81,7 +81,7 @@ def build_engine(deps: Dependencies, pool: BlockPool) -> EngineState:
 
 
 def build_pages(deps: Dependencies, engine: EngineState) -> Pages:
-    """Build the components that keep pages."""
+    """Build the components that keep pages outside VRAM."""
     facts, config, clock = engine.facts, deps.config, engine.clock
     slots = facts.slots(config.cpu_bytes_per_rank(facts.ranks))
     specs = tiers_below(config) if slots else ()

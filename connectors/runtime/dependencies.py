@@ -27,17 +27,17 @@ class Dependencies:
     """Everything that the scheduler half depends on. Tests and simulations replace parts of it.
 
     Attributes:
-        facts: the engine.
+        facts: the engine's configuration.
         config: the operator's settings.
-        fingerprints: first parts of page keys; owned.
+        fingerprints: first parts of page keys; closed by ``close``.
         prefill_work: the model's cost of prefills; None if unknown.
         policy: chooses the tier that keeps a finished turn's KV.
-        policy_state: saves what ``policy`` learns; owned.
-        notebook: records jobs and the ends of turns for the next engine; owned.
+        policy_state: saves the learned state of ``policy``; closed by ``close``.
+        notebook: records jobs and the ends of turns for the next engine; closed by ``close``.
         eviction: creates the eviction order of CPU memory.
         restore_policy: chooses the restore mode.
         job_forecast: forecasts the remaining course of jobs.
-        tools: reads tool calls; owned.
+        tools: reads tool calls; closed by ``close``.
         make_request: creates requests that never run, to compute keys of contexts.
         step_timer: measures step times.
         clock: monotonic seconds.

@@ -13,7 +13,7 @@ from .turn import LiveTurns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineState:
-    """The engine's facts and pool, and what all components share.
+    """The engine's facts and block pool, and the state that all components share.
 
     Attributes:
         pool: the engine's blocks.

@@ -2,11 +2,12 @@
 
 A request that has waited for the admission limit since it arrived is *overdue*. Until it is
 allocated blocks, no request that arrived later is admitted and every pin gives way to it. After a
-further ``TIERS_GRACE`` it waits for no tier. Preempted requests still go first. So do requests of a
-higher priority, where the engine admits requests by priority.
+further ``TIERS_GRACE`` it no longer waits for pages of lower tiers. Preempted requests still go
+first. So do requests of a higher priority, if the engine admits requests by priority.
 
-A client is a ``cache_salt`` or, without one, a job. While others wait, a client gets at most an
-equal share of the seats and of the pool. One request is always within its client's share.
+A client is a ``cache_salt`` or, without one, a job. While other clients wait, a client gets at most
+an equal share of the seats (the requests that the engine runs concurrently) and of the block pool.
+One request is always within its client's share.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ TIERS_GRACE = 0.1
 """Time for which an overdue request still waits for pages that are being promoted, as a fraction of
 the limit. Prefilling a long context instead would delay every running request more."""
 IDLE_STEPS = 200
-"""Steps in which nothing runs and an overdue request is not admitted, after which later arrivals no
-longer wait for it: the engine refuses it for a reason that no block or seat removes."""
+"""Number of steps in which no request runs and an overdue request is not admitted, after which
+later arrivals no longer wait for it: the engine refuses it for a reason other than blocks and
+seats."""
 
 
 @dataclass(slots=True, eq=False)
@@ -130,7 +132,7 @@ class Fairness:
         self._changed = True
 
     def _leave_line(self, live: _Live) -> bool:
-        """Take a request out of its line; False if it is in none."""
+        """Remove a request from its line. Returns False if it is in no line."""
         if not live.in_line:
             return False
         live.in_line = False
@@ -147,7 +149,7 @@ class Fairness:
     # -- the bound on every wait ----------------------------------------------------------
 
     def arrived_at(self, request_id: str) -> float:
-        """Return the arrival of a request, seconds; the present time for an unknown one."""
+        """Return when a request arrived, seconds; the current time for an unknown request."""
         live = self._live.get(request_id)
         return self._clock() if live is None else live.arrived_at
 
@@ -190,7 +192,7 @@ class Fairness:
 
     def must_yield(self, request_id: str, step: int) -> bool:
         """True if a request that the engine considers for admission must wait, because an overdue
-        one arrived before it.
+        request arrived before it.
 
         Args:
             step: number of the engine's step.
@@ -220,8 +222,8 @@ class Fairness:
             yield from _first_ready(one for one in by_arrival if self._priority(one) <= priority)
 
     def _is_stuck(self, step: int) -> bool:
-        """True if nothing has run for so long that the overdue request must be waiting for
-        something other than a seat or blocks."""
+        """True if no request has run for ``IDLE_STEPS``, so that the overdue request must be
+        waiting for something other than a seat or blocks."""
         if any(self._pool.tables[CONTEXT].values()):
             self._idle_since = None
             return False
@@ -238,11 +240,14 @@ class Fairness:
 
     def over_share(self, waiting: Iterable[str]) -> Mapping[str, tuple[float, float]]:
         """Rank the waiting requests that would take their clients over an equal share. The client
-        with the smallest excess goes first; among equal ones, the client whose last admission is
-        the oldest.
+        with the smallest excess goes first; of clients with equal excess, the client whose last
+        admission is the oldest.
 
         Args:
             waiting: the requests in the order in which the engine would admit them.
+
+        Returns:
+            The rank of each such request; lower ranks go first.
         """
         self._changed = False
         if not self._crowding or len(self._clients) < 2:

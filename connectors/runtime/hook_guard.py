@@ -37,8 +37,9 @@ class HookErrors:
 
 
 def never_raises(fallback: Callable[[Any], Any]) -> Callable[[Hook], Hook]:
-    """Return ``fallback(self)``, the engine's behaviour without the connector, if the hook raises.
-    The hook's object needs a method ``_hook_failed``, which is called with the hook's name."""
+    """Return a decorator of hooks. If a decorated hook raises, it returns ``fallback(self)``, the
+    engine's behaviour without the connector, and calls the method ``_hook_failed`` of its object
+    with the hook's name."""
 
     def decorate(hook: Hook) -> Hook:
         @functools.wraps(hook)

@@ -39,7 +39,7 @@ class Job:
         started_at: arrival of its first turn, or of the first turn after the job was presumed to
             have ended; seconds on the scheduler's clock.
         first_blocks: blocks of its first prompt, which other jobs may share.
-        turns: number of turns that have arrived.
+        turns: number of its turns that have arrived.
         running: ids of its unfinished requests.
         over: True if the client declared the running turns to be the last ones.
         decided: decision for its last finished gap, without the forecast; None before.
@@ -80,7 +80,7 @@ class JobTable:
         return len(self._jobs)
 
     def get(self, key: JobKey) -> Job | None:
-        """The job with that key; None if it is unknown."""
+        """Return the job with that key; None if it is unknown."""
         return self._jobs.get(key)
 
     def turn_arrived(self, key: JobKey, request_id: str, now: float, blocks: int) -> Job:
@@ -112,7 +112,8 @@ class JobTable:
         return job
 
     def turn_ended(self, job: Job, request_id: str, *, over: bool) -> None:
-        """Finish a turn; ``over`` if the client declared it the job's last."""
+        """Record that a turn finished. ``over`` is True if the client declared it the job's last.
+        A job without a further turn is forgotten."""
         job.running.discard(request_id)
         job.over = job.over or over
         if job.over and not job.running:
@@ -137,13 +138,13 @@ class JobTable:
         job.started_at = now
 
     def named(self, name: str, most: int) -> list[Job]:
-        """Up to ``most`` jobs of that name; the one without a salt first."""
+        """Return up to ``most`` jobs of that name. The job without a salt comes first."""
         keys = (JobKey("", name), *islice(self._salted.get(name, ()), most))
         return [self._jobs[key] for key in keys if key in self._jobs][:most]
 
     def after(self, number: int, most: int) -> list[Job]:
-        """Up to ``most`` jobs that follow the given number. The time taken does not depend on the
-        total number of jobs."""
+        """Return up to ``most`` jobs with the next higher numbers. The time taken does not depend
+        on the total number of jobs."""
         at = bisect_right(self._listed, number, key=_NUMBER)
         return self._listed[at : at + most]
 
@@ -190,7 +191,8 @@ class Responses:
             self._jobs.popitem(last=False)
 
     def take(self, salt: str, response: str) -> JobKey | None:
-        """The job that a response belongs to; None if it is unknown."""
+        """Return the job that a response belongs to, and forget the response; None if it is
+        unknown."""
         return self._jobs.pop((salt, response), None)
 
 

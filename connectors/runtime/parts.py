@@ -32,7 +32,7 @@ class Pages:
         names: page keys of requests.
         order: eviction order of CPU memory.
         finder: finds prefixes that can be restored.
-        settlements: notifies workers of finished work, where CPU memory outlives the engine.
+        settlements: notifies workers of finished orders, if CPU memory outlives the engine.
         dispatch: sends orders and handles reports.
     """
 

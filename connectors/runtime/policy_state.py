@@ -25,7 +25,7 @@ class PolicyState:
 
     If several engines share the folder, the last save wins. A file is written under a temporary
     name and renamed, so that readers see either the old or the new file, never a partial one. Read
-    and write errors are logged, write errors once, and otherwise ignored.
+    and write errors are logged and otherwise ignored. Write errors are logged once.
 
     Args:
         folder: created at the first save; None disables persistence.
@@ -42,7 +42,7 @@ class PolicyState:
         self._thread = ThreadPoolExecutor(1, "tiered-kv-policy")
 
     def load(self) -> bool:
-        """Load the policy's state from its file; False if there is no usable file."""
+        """Load the policy's state from its file. Returns False if there is no usable file."""
         if self._path is None:
             return False
         try:
@@ -69,7 +69,7 @@ class PolicyState:
         self._saving = self._thread.submit(self._save, self._path, self._policy.dump())
 
     def close(self) -> None:
-        """Save and stop the thread. Idempotent."""
+        """Save the policy's state, then stop the thread. Idempotent."""
         with contextlib.suppress(RuntimeError):  # closed before
             if self._path is not None:
                 self._thread.submit(self._save, self._path, self._policy.dump())
@@ -86,4 +86,4 @@ class PolicyState:
         except (OSError, ValueError, TypeError) as error:
             if not self._failed:
                 self._failed = True
-                logger.warning("what the policy learned cannot be saved to %s: %s", path, error)
+                logger.warning("the policy's learned state cannot be saved to %s: %s", path, error)

@@ -44,7 +44,8 @@ class Stats:
         return fresh
 
     def of_stuck(self, turns: LiveTurns, pool: BlockPool) -> dict[str, int]:
-        """State of an engine that makes no progress although requests wait."""
+        """Return counts that describe an engine that makes no progress although requests wait, for
+        the log."""
         waiting = turns.by_id.values()
         return {
             "requests": len(turns),
@@ -58,11 +59,11 @@ class Stats:
         }
 
     def totals(self) -> dict[str, float]:
-        """All counters since the start."""
+        """Return all counters, as totals since the start."""
         return self._counters.totals | self._kept()
 
     def _kept(self) -> dict[str, float]:
-        """Counters that the components keep themselves, since the start."""
+        """Return the counters that the components keep themselves, as totals since the start."""
         gate, promoted, ranks = self._admission.gate, self._pages.index.promoted, self._facts.ranks
         return {
             "pages_evicted": self._pages.index.evictions,
@@ -78,7 +79,7 @@ class Stats:
         }
 
     def gauges(self) -> dict[str, float]:
-        """Current values of the gauges."""
+        """Return the current values of the gauges."""
         index, gate = self._pages.index, self._admission.gate
         slot_bytes = self._facts.slot_bytes * self._facts.ranks
         cold, used = index.cold.compressed, index.num_slots - index.free_slots

@@ -23,8 +23,8 @@ MAX_QUEUED = 256
 MAX_TOKENS = 1_000
 """Tokens read from the end of an answer. Most tool calls are shorter."""
 MAX_TOKENS_AGAIN = 8_000
-"""Tokens read if ``MAX_TOKENS`` contain no call, as when a call that writes a file began
-earlier."""
+"""Tokens read if the last ``MAX_TOKENS`` contain no complete call, for example because a call that
+writes a file starts earlier."""
 
 UNREAD = ToolUse(path=("(unread)",))
 """Tool use of a turn whose answer could not be read."""
@@ -61,9 +61,10 @@ class ToolReader:
         self._thread.start()
 
     def read(self, ticket: str, token_ids: Sequence[int]) -> bool:
-        """Queue an answer; False if too many are queued.
+        """Queue an answer. Returns False if too many answers are queued.
 
         Args:
+            ticket: identifies the answer in the results of ``take``.
             token_ids: the end of the answer; the last ``MAX_TOKENS_AGAIN`` are used.
         """
         try:
@@ -74,7 +75,7 @@ class ToolReader:
         return True
 
     def take(self) -> list[tuple[str, ToolUse]]:
-        """Return the tool use of answers read since the last call, with tickets, in the order of
+        """Return ticket and tool use of each answer read since the last call, in the order of
         ``read``."""
         if not self.answers:
             return []
@@ -147,11 +148,11 @@ class ToolCalls(Protocol):
     def errors(self) -> int: ...
 
     def read(self, ticket: str, token_ids: Sequence[int]) -> bool:
-        """Queue an answer; False if it will not be read."""
+        """Queue an answer. Returns False if it will not be read."""
         ...
 
     def take(self) -> Iterable[tuple[str, ToolUse]]:
-        """Return the tool use of answers read since the last call, with tickets, in the order of
+        """Return ticket and tool use of each answer read since the last call, in the order of
         ``read``."""
         ...
 
@@ -161,7 +162,7 @@ class ToolCalls(Protocol):
 
 
 class NoTools:
-    """Reads nothing: the policy does not use tools, or answers cannot be decoded."""
+    """Reads no answers: the policy does not use tools, or answers cannot be decoded."""
 
     answers: Collection[tuple[str, ToolUse]] = ()
     dropped = 0

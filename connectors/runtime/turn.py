@@ -1,4 +1,5 @@
-"""Live requests: facts, page keys, and one part for each module that keeps state about a request.
+"""Live requests: their facts, page keys, and one part for each module that keeps state about a
+request.
 
 Every part has a single writer, which its docstring names. Any module may read it.
 """
@@ -81,8 +82,8 @@ class EndedGap:
 
     Attributes:
         context_tokens: length of that context.
-        shared_blocks: blocks of that context that the prompt also begins with. May be a few too
-            few.
+        shared_blocks: number of blocks of that context that the prompt also begins with; a lower
+            bound.
         kept: True if some tier was still meant to keep the context.
         saved: True if the context was saved outside VRAM.
     """
@@ -165,14 +166,14 @@ class RestoreState:
 
     Attributes:
         hit: pages offered to the engine; None once they are ordered.
-        loading: unfinished orders of the async restore, plus one while pieces of it remain to be
-            ordered.
+        loading: number of unfinished orders of the async restore, plus one while pieces of it
+            remain to be ordered.
         broken: True if the last pieces of the restore did not arrive, until the turn resumes.
         promised: True from when the engine is told to wait for an async restore until the turn
             resumes.
-        failed: True if nothing of that restore arrived, until the turn is allocated blocks again.
-        came_up: pages restored so far that had been promoted from a lower tier, for this turn or
-            before any turn used them.
+        failed: True if no page of that restore arrived, until the turn is allocated blocks again.
+        came_up: number of pages restored so far that had been promoted from a lower tier, for this
+            turn or before any turn used them.
     """
 
     hit: Hit | None = None
@@ -194,14 +195,16 @@ class TiersState:
         asking: True while the turn waits for the replies.
         answers_until: deadline of that wait, seconds.
         awaits: promotions or lookups that the turn waits for.
-        behind: pages of other turns whose slots the turn waits for; 0 if it does not wait.
+        behind: number of pages of other turns whose slots the turn waits for; 0 if it does not
+            wait.
         longest_wait_s: longest wait for the turn's pages; None if no page is worth waiting for.
         wait_until: deadline of that wait; None until VRAM has space for the turn.
         looked_at: when the tiers were last searched for pages, seconds; None before.
         room_seen: True if VRAM had space for the turn at that time.
         in_pieces: True if pages that do not fit in CPU memory are to be promoted in pieces.
         rest: pages to promote whose promotion is not ordered yet.
-        keys: pages promoted, or being promoted, for the turn until its admission, and their source.
+        keys: pages promoted, or being promoted, for the turn until its admission, with the store
+            that each comes from.
         held: slots of the pages that have arrived.
         waits_since: when the turn first waited for these pages, seconds; None if it did not.
         waited_s: time that the turn waited, set at its admission.
@@ -282,8 +285,8 @@ class PromotedState:
     ``lower_tiers.lower_tier``, which creates these orders.
 
     Attributes:
-        pages: their number.
-        nbytes: their size on one rank, bytes.
+        pages: number of these pages.
+        nbytes: size of these pages on one rank, bytes.
     """
 
     pages: int = 0
@@ -423,12 +426,13 @@ class Turn:
         self.pages.keys.clear()
 
     def rename_pages(self, fingerprints: tuple[bytes, ...]) -> None:
-        """Use other fingerprints from here on. Follows ``forget_pages``."""
+        """Use other fingerprints for the turn's page keys. Call ``forget_pages`` first."""
         self.pages.fingerprints = fingerprints
 
 
 def job_started_at(turn: Turn) -> float:
-    """Start of the turn's job, or of the turn if it has no job; seconds, as ``arrived_at``."""
+    """Return when the turn's job started, or when the turn arrived if it has no job; seconds on the
+    scheduler's clock."""
     return turn.job.started_at if turn.job is not None else turn.arrived_at
 
 

@@ -8,8 +8,8 @@ queue. Requests in the queue are ordered by the start of their jobs, jobs with p
 more requests wait than vLLM may run, nearly by arrival. A client gets an equal share while others
 wait, and a request that has waited for the admission limit precedes every later request. Preemption
 picks the request that loses the least work. Without tiered-kv's connector nothing is changed; with
-``--scheduling-policy priority`` (the operator's own order), requests are only parked. Diffusion models, for which vLLM has a separate
-scheduler, are refused (``UnsupportedError``).
+``--scheduling-policy priority`` (the operator's own order), requests are only parked. Diffusion
+models, for which vLLM has a separate scheduler, are refused (``UnsupportedError``).
 """
 
 from __future__ import annotations

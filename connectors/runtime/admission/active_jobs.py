@@ -141,7 +141,8 @@ class SharedStarts:
             largest[member.start] = more + largest.get(member.start, 0)
 
     def counted_with(self, key: JobKey, member: ActiveJob) -> float:
-        """Blocks that a job counts for its start. Adds the job to the start's jobs if necessary."""
+        """Return the number of blocks that a job counts for its start. Adds the job to the start's
+        jobs if necessary."""
         if not member.shared:
             return 0.0
         if key not in self._counts:
@@ -150,8 +151,8 @@ class SharedStarts:
         return self._counts[key][1]
 
     def leave(self, key: JobKey) -> float:
-        """Remove a job. Returns the number of blocks that the remaining jobs still share in its
-        place."""
+        """Remove a job. Returns the number of blocks that the job counted and that other jobs
+        still share."""
         start, blocks = self._counts.pop(key, (b"", 0.0))
         if not start:
             return 0.0
@@ -282,8 +283,12 @@ class ActiveJobs:
         member.blocks = max(member.blocks, self._blocks_of(turn) - member.shared)
 
     def on_ended(self, job: JobKey, turn: Turn, *, over: bool, gone: bool) -> None:
-        """Record that a turn finished; ``over`` if its job did too, ``gone`` if the client
-        disconnected, perhaps for good."""
+        """Record that a turn finished.
+
+        Args:
+            over: True if the turn's job has finished too.
+            gone: True if the client disconnected, perhaps for good.
+        """
         member = self._members.get(job)
         if member is None:
             return
@@ -307,8 +312,8 @@ class ActiveJobs:
             self._set_dormant(job)
 
     def on_over(self, job: JobKey) -> bool:
-        """Record that the job has no further turn, or is no longer expected. Returns True if it
-        took space."""
+        """Record that the job has no further turn, or is no longer expected. Returns True if the
+        job took space."""
         self._scopes.of(job).silent.pop(job, None)
         member = self._members.pop(job, None)
         if member is None:
@@ -431,7 +436,8 @@ class ActiveJobs:
 
     def loose(self) -> float:
         """Expected number of blocks that unpinned jobs between turns will need again. These blocks
-        are free now. With many jobs, as last counted, and with the growth of the next turn."""
+        are free now. With more than ``TOGETHER`` jobs, returns the number as last counted, which
+        includes the growth of the next turn."""
         if len(self._members) > TOGETHER:
             return self._loose
         now = self._clock()

@@ -258,8 +258,8 @@ class Admission:
         )
 
     def lets_overdue_in(self, turn: Turn) -> bool:
-        """Admit a turn that has been held back for the maximum time. Returns False if it has
-        not."""
+        """Admit a turn that has been held back for the maximum time. Returns False if it has not
+        been held back for that long."""
         overdue = self._clock() - turn.arrived_at >= self._max_wait_s
         if overdue and turn.hold.new:
             self.let_in(turn)

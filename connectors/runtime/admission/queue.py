@@ -1,7 +1,8 @@
 """The order of requests by their jobs: which request is admitted next, is held back, or is
 preempted.
 
-If the engine runs our scheduler, the scheduler queries this order; otherwise ``match`` does.
+If the engine runs ``ContinuumScheduler``, the scheduler queries this order; otherwise ``match``
+does.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ MOST_HELD_IN_QUEUE = 8
 """Maximum number of new jobs held back in the engine's own queue, because the engine looks up the
 prefix of each one in every step."""
 MOST_LET_IN = 64
-"""Maximum number of them that are admitted in one step to hold back others instead. Beyond it, new
-jobs pass: the engine stops at the first one that finds no blocks."""
+"""Maximum number of held-back jobs that are admitted in one step because further jobs are held back
+instead. Beyond it, new jobs pass: the engine stops at the first request that finds no blocks."""
 TIGHT_TOKENS = 4096
 """Free space, in tokens, in addition to one block per running request, below which the order of
 preemption matters: the prefills of one step may need that much."""
@@ -84,7 +85,7 @@ class JobQueue:
 
     def lets_overdue_in(self, request_id: str) -> bool:
         """Admit a held-back request that has waited for the maximum time, regardless of order.
-        Returns False if it has not."""
+        Returns False if it has not waited that long."""
         turn = self._turns.get(request_id)
         return turn is None or self._lets_all_in or self._admission.lets_overdue_in(turn)
 

@@ -1,5 +1,5 @@
-"""Current costs of each tier on this engine: the measured figures behind every decision, and the
-prefill timer that they rest on.
+"""Current costs of each tier on this engine, which every decision is based on, and the timer of
+prefills.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class CostModel:
 
     Args:
         fit: estimates prefill times, seconds.
-        jobs: the jobs whose demand sets the price of VRAM; None if they are not counted. Then the
-            price follows the measured demand.
+        jobs: the jobs whose forecast demand sets the price of VRAM; None if admission does not
+            count jobs. The price then follows the measured demand.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class CostModel:
         unit, in_vram = self._engine.facts.hit_tokens, turn.vram_tokens
         # The last token is always computed, because its logits are needed.
         had = min(turn.pages.shared_tokens, turn.request.num_prompt_tokens - 1)
-        # A turn that searched lower tiers also waited for their pages, and says nothing of CPU
+        # A turn that searched lower tiers also waited for their pages, and is no evidence about CPU
         # memory.
         if in_vram + unit >= had or turn.tiers.looked_at is not None:
             return
@@ -140,8 +140,8 @@ class PrefillTimer:
     request is not measured, because it is unknown how much of it is recomputed.
 
     Args:
-        ahead: True if a step is scheduled while the previous one runs, and begins when the next one
-            is scheduled.
+        ahead: True if a step is scheduled while the previous step runs, and starts when the next
+            step is scheduled.
 
     Attributes:
         fit: fit of the measurements.

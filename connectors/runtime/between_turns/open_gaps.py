@@ -14,13 +14,13 @@ from tiered_kv.policies.base import Costs, Decision, JobKey, TurnEnd
 from tiered_kv.policies.distribution import Forecast
 
 LONGEST_S = 4 * 3600.0
-"""A job that is silent for this long is no longer expected. Its gap is censored."""
+"""Time of silence after which a job is no longer expected, seconds. Its gap is then censored."""
 MOST_CHILDREN = 256
-"""Number of children of a job that are told apart."""
+"""Maximum number of children of a job that are tracked."""
 MOST_OPEN = 8192
-"""Maximum number of open gaps, to bound memory. Beyond it the oldest is closed as censored."""
+"""Maximum number of open gaps, to bound memory. Beyond it the oldest gap is closed as censored."""
 SKETCH_EVERY = 8
-"""Blocks between two hashes of a sketch, to limit the memory of open gaps."""
+"""Number of blocks per hash of a sketch, to limit the memory of open gaps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +147,8 @@ class OpenGaps:
         return gap.decision.forecast if gap is not None else None
 
     def oldest_late(self, now: float) -> JobKey | None:
-        """The oldest job if it has been silent for too long or too many gaps are open; None
-        otherwise."""
+        """Return the job of the oldest gap if it has been silent for too long or too many gaps are
+        open; otherwise None."""
         oldest = next(iter(self._gaps.values()), None)
         if oldest is None:
             return None

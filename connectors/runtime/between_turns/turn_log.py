@@ -1,7 +1,7 @@
 """Reports finished turns to the counters, the trace and the client.
 
-The trace has one record per turn. It is written once it is known what followed: the next turn
-arrived, or is no longer expected.
+The trace has one record per turn. The record is written once the next turn has arrived, or is no
+longer expected.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class _Story:
         begun: the record as of the turn's end.
         gap: the gap and its decision, which may be revised.
         pin: the turn's pin, once it was released.
-        ahead: pages promoted for the job in the meantime.
-        evicted: pages of the job evicted in the meantime, by tier.
+        ahead: number of pages promoted for the job in the meantime.
+        evicted: number of pages of the job evicted in the meantime, by tier.
     """
 
     begun: TurnRecord
@@ -61,7 +61,7 @@ class TurnTrace:
     """Writes the trace. Owns its writer.
 
     Args:
-        writer: None without a trace; then nothing is recorded.
+        writer: writes the records; None without a trace.
         replica: index of this engine among data-parallel engines.
         clock: the scheduler's clock, monotonic seconds.
         wall: seconds since the epoch.
@@ -206,7 +206,8 @@ class TurnTrace:
 
 
 def held_s(turn: Turn, now: float) -> float:
-    """Time that a turn was held back as the first of a new job, seconds; 0 if it was not."""
+    """Return the time that a turn was held back as the first of a new job, seconds; 0 if it was not
+    held back."""
     if not turn.hold.refused:
         return 0.0
     until = turn.hold.let_in_at

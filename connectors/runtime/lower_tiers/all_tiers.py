@@ -112,7 +112,7 @@ class Tiers(Mapping[StoreId, LowerTier]):
 
     def save_over(self, order_id: OrderId) -> None:
         """Demote pages that waited for a save which has settled or was dropped, if they are in CPU
-        memory. The rest is demoted once slots run short."""
+        memory. Other pages are demoted once slots run short."""
         for down in self._after_save.pop(order_id, _NO_CONTEXTS).each:
             self._demote(down)
         for shared in self._share_after.pop(order_id, _NO_CONTEXTS).each:
@@ -234,7 +234,7 @@ class Below:
     """Pages that may be promoted in pieces, in addition to those in CPU memory.
 
     Attributes:
-        somewhere: tells whether pages are available in any tier.
+        somewhere: tests whether pages are available in any tier.
         until: deadline for all of these pages, seconds.
     """
 

@@ -122,8 +122,8 @@ def next_pause_s(pause_s: float) -> float:
 def last_flush(
     pages: Sequence[tuple[PageKey, int]], stored: Collection[PageKey]
 ) -> list[tuple[PageKey, int]]:
-    """Pages to write before an engine stops, with their places: pages that the tier lacks, newest
-    first, because time may be too short for all.
+    """Return the pages to write before an engine stops, with their places: pages that the tier
+    lacks, newest first, because time may be too short for all.
 
     Args:
         pages: pages in CPU memory and their places, newest last.
@@ -137,13 +137,13 @@ def last_flush(
 
 FIRST_DOUBT_S, LONGEST_DOUBT_S = 1.0, 16.0
 """Seconds for which a tier that sent no replies, or bad pages, is not queried, doubled each time.
-Then one turn tries it, whose first token may be delayed by a tenth in vain."""
+After that, one turn queries the tier again. Its first token may be delayed by a tenth in vain."""
 ONE_STALL_S = 1.0
 """Late replies within this many seconds count as one incident. The cause may be a busy machine. The
 tier stays trusted, because its turns waited only for hundredths of a second."""
 WAITING_SHARE = 2
-"""One slot in this many may hold a page that waits to be written for other engines. Further pages
-would be evicted first."""
+"""One slot in ``WAITING_SHARE`` may hold a page that waits to be written for other engines. Further
+pages are not queued, because they would be evicted before they are written."""
 
 
 def most_waiting(num_slots: int) -> int:
@@ -178,18 +178,18 @@ class Doubt:
         return now < self._until
 
     def late(self, now: float) -> None:
-        """Record that a turn waited for the tier in vain. A single time raises no doubt."""
+        """Record that a turn waited for the tier in vain. A single late reply raises no doubt."""
         if self._late_at is None:
             self._late_at = now
         elif now - self._late_at >= ONE_STALL_S:
             self.failed(now)
 
     def failed(self, now: float) -> None:
-        """Record that the pages it returned were unusable."""
+        """Record that the tier returned unusable pages."""
         if not self.rules(now):  # several turns may have waited concurrently
             self._until = now + self._next_s
             self._next_s = min(2 * self._next_s, LONGEST_DOUBT_S)
 
     def worked(self) -> None:
-        """Record that it returned the requested pages."""
+        """Record that the tier returned the requested pages."""
         self._next_s, self._late_at = FIRST_DOUBT_S, None

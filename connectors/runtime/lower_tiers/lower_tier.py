@@ -210,7 +210,7 @@ class LowerTier:
     def promote(
         self, keys: Sequence[PageKey], due: float, turn: Turn | None = None
     ) -> PromoteOrder | None:
-        """Order the promotion of pages; None if there are none to promote, or no slots.
+        """Order the promotion of pages. Returns None if there are no pages to promote, or no slots.
 
         Args:
             turn: the turn that needs the pages; None if they are promoted in advance.
@@ -271,7 +271,7 @@ class LowerTier:
         return [key for key in keys if self._group_of(key) == self.store.group]
 
     def demote_ahead(self) -> None:
-        """Demote the pages that would be evicted next, if it is time."""
+        """Demote the pages that would be evicted next, if a search for such pages is due."""
         self._feed()
         index, look = self._index, self._look_ahead
         taken, spared = index.taken, index.spared
@@ -353,7 +353,7 @@ class LowerTier:
     def _pause(self) -> None:
         """Order no demotions for a while, longer after each successive failure."""
         now = self._clock()
-        if now >= self._pause_until:  # several orders may fail at once
+        if now >= self._pause_until:  # several orders may fail at the same time
             self._pause_until = now + self._pause_s
             if not self.spec.shared:  # stores of shared tiers pause by themselves
                 self._pause_s = next_pause_s(self._pause_s)
@@ -423,7 +423,7 @@ class LowerTier:
         self.pages.bandwidth = self._expected_bandwidth
         self.stored_bytes.update({rank: stored.stored_bytes for rank, stored in ranks.items()})
         if everywhere:
-            logger.info("tier %s has %d pages of the previous engine", tier, len(everywhere))
+            logger.info("tier %s has %d pages from the previous engine", tier, len(everywhere))
 
     def close(self) -> None:
         """Log the tier's totals."""

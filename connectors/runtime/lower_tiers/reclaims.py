@@ -14,15 +14,16 @@ from tiered_kv.pages.tier_index import TierIndex
 LIKELY = 0.5
 """Minimum return probability at which a page is worth rewriting."""
 SURVIVING_SHARE = 2
-"""One page in this many may survive, so that deleting a segment frees at least half of it."""
+"""One page in ``SURVIVING_SHARE`` may survive, so that deleting a segment frees at least half of
+it."""
 
 
 def survivors(
     dying: Sequence[PageKey], used: Callable[[PageKey], bool], chance: Callable[[PageKey], float]
 ) -> tuple[PageKey, ...]:
-    """Pages of a segment to be rewritten before its deletion: pages that a job between turns is
-    likely to return for, and pages that were used. If there are too many, the most probable ones;
-    among equal ones, those written last.
+    """Return the pages of a segment to be rewritten before its deletion: pages that a job between
+    turns is likely to return for, and pages that were used. If there are too many, the pages with
+    the highest chance; of pages with equal chance, those written last.
 
     Args:
         dying: the segment's pages, in the order in which they were written.

@@ -4,7 +4,7 @@ traced, but not carried out.
 The scheduler half is the same as for a managed engine, except in three parts. Pins hold ghosts in
 place of the engine's blocks (``pins.ghost_blocks``). Orders go to a worker that moves no bytes
 (``VirtualDispatch``), and none to the engine's workers. The engine is offered no tokens for a
-waiting turn, and is not asked to wait. Instead, the tokens that the turn would have been saved are
+waiting turn, and is not made to wait. Instead, the tokens that the turn would have been saved are
 recorded (``Observation``).
 
 The worker half measures the machine, and has no memory, file or thread for KV.
@@ -65,8 +65,8 @@ class VirtualDispatch(OrderDispatch):
         self._coming: list[_Coming] = []
 
     def _make_worker(self) -> VirtualWorker:
-        """Create a worker with the rates by which costs are estimated. The page groups share each
-        tier's capacity equally, and its lines."""
+        """Create a worker with the rates that cost estimates use. The page groups share the lines
+        and, equally, the capacity of each tier."""
         book, groups = self._book, len(self._page_bytes)
         copies = CopyLines(*(Line(book.bandwidth) for _ in range(4)))
         disks = dict[TierId, tuple[Line, Line]]()
@@ -139,7 +139,7 @@ class VirtualDispatch(OrderDispatch):
 
 
 class Observation:
-    """Records the tokens that waiting turns would have been saved. One thread.
+    """Records the tokens that the connector would have saved waiting turns. One thread.
 
     Args:
         fit: estimates prefill times, seconds.
@@ -168,7 +168,7 @@ class Observation:
 
     def look(self, turn: Turn, num_computed: int, step: int) -> None:
         """Search for the tokens that a waiting turn would find beyond the engine's own hits.
-        Searches on the first call, every few steps, and when the engine's number of hits changes.
+        Searches on the first call, every ``LOOK_EVERY`` steps, and when ``num_computed`` changes.
 
         Args:
             num_computed: tokens of the prompt that are in VRAM; ``turn.source`` has the number of
@@ -208,7 +208,7 @@ class Observation:
         return max(num_computed, found // facts.hit_tokens * facts.hit_tokens)
 
     def _run_in_vram(self, turn: Turn, limit: int) -> int:
-        """Same as ``promotions.in_vram``, for engines where only VRAM keeps pages."""
+        """Return the same as ``promotions.in_vram``, for engines that keep pages only in VRAM."""
         facts, cached, hashes = (
             self._engine.facts,
             self._engine.pool.cached,
@@ -258,8 +258,8 @@ class ObservingWorker(WorkerHalf):
         )
 
     def handshake(self) -> Handshake:
-        """Speeds of this rank, and the capacity that its tiers would have. The tiers start
-        empty."""
+        """Return the speeds of this rank, and the capacity that its tiers would have. The tiers
+        start empty."""
         said = super().handshake()
         return replace(said, slots=self._virtual_slots, compresses=self._compresses)
 

@@ -32,7 +32,8 @@ from tiered_kv.tiers import StoreId
 SEGMENTS = 32
 """Number of segments of a store."""
 BUNDLE_SHARE = 22 / 32
-"""Fraction of its slots that a bundle of bf16 fills: 1.5 times smaller, the last slot half full."""
+"""Fraction of its slots that a bundle of bf16 pages fills: they shrink to two thirds, and the last
+slot is half full."""
 
 STORE_KINDS = frozenset({OrderKind.DEMOTE, OrderKind.PROMOTE, OrderKind.LOOK_UP})
 CopyOrder: TypeAlias = SaveOrder | LoadOrder | PackOrder
@@ -159,7 +160,7 @@ class VirtualStore:
         self._changed = True
 
     def take_report(self, page_bytes: int) -> TierReport | None:
-        """Return what changed since the last call; None if nothing did."""
+        """Return the changes since the last call; None if there are none."""
         proposal = self.proposal
         if not self._changed and proposal == self._proposed:
             return None
@@ -302,7 +303,8 @@ class VirtualWorker:
         heapq.heappush(self._flying, flight)
 
     def take_reports(self, now: float) -> Reports | None:
-        """Return the reports of orders that finished since the last call; None if none did."""
+        """Return the reports of orders that finished since the last call; None if there are
+        none."""
         while self._later and self._later[0].due <= now:
             later = heapq.heappop(self._later)
             self._start(later.order, later.due, later.generation)
@@ -326,7 +328,8 @@ class VirtualWorker:
         return OrderReport(self._ranks, failed, done.nbytes, done.took_s, slots)
 
     def _filled(self, order: PackOrder) -> int:
-        """Return how many whole slots a bundle fills, on average ``BUNDLE_SHARE`` of its slots."""
+        """Return the number of whole slots that a bundle fills, on average ``BUNDLE_SHARE`` of its
+        slots."""
         self._part_slots += BUNDLE_SHARE * len(order.slots)
         filled = min(len(order.slots), max(1, round(self._part_slots)))
         self._part_slots -= filled

@@ -16,11 +16,12 @@ from tiered_kv.pages.order_book import OrderBook, Settled
 
 LEAST_PAGES, MOST_PAGES = 4, 32
 BUNDLE_BYTES = 64 << 20
-"""Size of the pages that are compressed together. A bundle wastes part of its last slot, on average
-half a slot of 20. But a bundle is evicted as a whole."""
+"""Limits of a bundle: minimum and maximum number of pages, and maximum size, bytes. A bundle wastes
+on average half of its last slot, of about 20 slots, so larger bundles waste less. But a bundle is
+evicted as a whole."""
 FREE_SHARE = 8
-"""One slot in this many is kept free for saves, or the size of recent bursts if that is smaller, as
-far as compression can."""
+"""One slot in ``FREE_SHARE`` is kept free for saves, or the number of slots that recent bursts took
+if that is smaller, as far as compression can free them."""
 FORGETS = 0.98
 """Fraction of the burst size that is retained from one poll to the next."""
 MOST_PACKING = 8
@@ -28,8 +29,8 @@ MOST_PACKING = 8
 LOOKED_AT = 4 * MOST_PACKING * MOST_PAGES
 """Maximum number of pages examined when choosing bundles."""
 STAGING_SHARE, MOST_STAGING = 16, 32
-"""One slot in this many, up to a maximum, is reserved for decoded pages. Half of these slots are
-copied while the other half is filled."""
+"""One slot in ``STAGING_SHARE``, up to ``MOST_STAGING`` slots, is reserved for decoded pages. Half
+of these slots are copied while the other half is filled."""
 LEAST_RATIO = 1.3
 """Minimum compression ratio. A bundle of 32 pages of fp16 or fp8 saves 5 or 6 slots, and takes as
 long to decode as one of bf16, which saves 10."""
@@ -55,8 +56,8 @@ def bundle_pages(page_bytes: int) -> int:
 
 
 def bundles_of(pages: int, most: int) -> list[int]:
-    """Sizes of the bundles that a run of pages is divided into, in order. Remaining pages wait for
-    more.
+    """Return the sizes of the bundles that a run of pages is divided into, in order. Remaining
+    pages are not compressed until there are more.
 
     Args:
         pages: length of the run.

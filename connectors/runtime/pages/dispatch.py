@@ -2,7 +2,7 @@
 
 A report that completes an order is passed to the listeners for the order's type. If CPU memory
 outlives the engine, the workers are notified which saves and promotions every rank has completed,
-because only the scheduler half knows.
+because only the scheduler half receives the reports of all ranks.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Settlements:
 logger = logging.getLogger(__name__)
 
 MAX_PUSH_S = 30.0
-"""Longest silence, seconds. An idle engine keeps stepping for copies in flight, but not for a
-worker that has stopped reporting."""
+"""Maximum time without orders or reports, seconds. An idle engine keeps stepping for copies in
+flight, but not for a worker that has stopped reporting."""
 
 
 class OrderDispatch:
@@ -167,7 +167,7 @@ class OrderDispatch:
             adopted = [one.adopted for one in ranks]
             book.index.adopt(agreed(adopted), agreed_bundles(adopted))
             if len(book.index):
-                logger.info("CPU memory has %d pages of the previous engine", len(book.index))
+                logger.info("CPU memory has %d pages from the previous engine", len(book.index))
         self._compression.on_handshake(said)
         for store, tier in self._tiers.items():
             there = {rank: one.stored[store] for rank, one in said.items() if store in one.stored}
@@ -258,7 +258,7 @@ class OrderDispatch:
 
         Raises:
             Exception: the first error of a tier or a listener, raised after all have been called.
-                An error in one must not leak what the others hold.
+                An error in one listener must not leak what other listeners release.
         """
         self._last_word = self._clock()
         dropped: Sequence[OrderId] = ()

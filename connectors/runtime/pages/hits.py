@@ -72,7 +72,7 @@ def run_of(there: There) -> Run:
 class HitFinder:
     """Finds prefixes. A group that keeps the whole context has a contiguous run of pages. Other
     groups have pages at some boundaries only. A prefix as long as the run is tried first. Shorter
-    prefixes follow, at multiples of ``hash_tokens`` and at the ends of turns just behind them.
+    prefixes follow, at multiples of ``hash_tokens`` and at the ends of turns just after them.
 
     Args:
         tails: partial pages at the ends of turns.
@@ -149,8 +149,8 @@ class HitFinder:
         return max(first * group.block_size, end * group.block_size - group.draft_tokens)
 
     def _in_tail(self, query: _Query, at: int, limit: int) -> Found | None:
-        """The longest prefix that ends in a partial page after ``at`` tokens; None if there is
-        none."""
+        """Return the longest prefix that ends in a partial page after ``at`` tokens; None if there
+        is no such prefix."""
         turn, drafts = query.turn, self._facts.draft_tokens
         parent = turn.state_key(CONTEXT, at) if at else turn.pages.fingerprints[CONTEXT]
         if parent is None or not self._tails.has_any(parent):
@@ -174,7 +174,8 @@ class HitFinder:
         return best[0] if self._tails.longest(*place, wanted, usable) else None
 
     def _at(self, query: _Query, tokens: int, tail: PageKey | None = None) -> Found | _Lacks:
-        """The pages of a prefix of exactly that length.
+        """Return the pages of a prefix of exactly ``tokens`` tokens. If some are missing, returns
+        the length from which a complete prefix is possible.
 
         Args:
             tail: partial page of the first group whose first tokens fill the last block.
@@ -233,16 +234,16 @@ class HitFinder:
 
 
 def aligned_tail(turn: Turn, group: int, tokens: int) -> PageKey | None:
-    """Key of a group's partial page that ends at a multiple of ``hash_tokens``; None if ``tokens``
-    is no multiple, or tokens alone do not identify the page."""
+    """Return the key of a group's partial page that ends at a multiple of ``hash_tokens``; None if
+    ``tokens`` is not such a multiple, or token ids alone do not identify the page."""
     if tokens % turn.pages.hash_tokens or (place := turn.tail_place(tokens)) is None:
         return None
     return turn.in_group(tail_key(place[0], (), place[1]), group)
 
 
 def _common(pages: TurnPages, hashes: Sequence[bytes], before: Sequence[PageKey]) -> list[PageKey]:
-    """The leading keys that an earlier context shares with a prompt with these hashes. A hash
-    covers all tokens before it, so the last common key is found by bisection.
+    """Return the leading keys that an earlier context shares with a prompt with these hashes. A
+    hash covers all tokens before it, so the last common key is found by bisection.
     """
     (fingerprint,), (stride,) = pages.fingerprints, pages.strides
     last = min(len(before), len(hashes) // stride)
@@ -286,7 +287,7 @@ class PageNames:
         return pages
 
     def fingerprints(self, request: Request) -> tuple[bytes, ...]:
-        """First part of the request's page keys, by group; empty until its adapter is
-        identified."""
+        """Return the first part of the request's page keys, by group; empty until the request's
+        adapter is identified."""
         found = [self._fingerprints.of(request.adapter, group) for group in self._groups]
         return tuple(one for one in found if one is not None) if None not in found else ()

@@ -30,12 +30,12 @@ FIRST_LOOKUP = 64
 """Number of pages in a turn's first query. The others follow once all of these are found."""
 MOST_BOUNDARIES = 64
 """Maximum number of boundaries of a prompt, the last ones, at which a store is queried for windows
-and states. An answer is not longer than these."""
+and states. The stored context is assumed to end there."""
 LOOKUP_S = 0.05
 """Seconds that a turn waits for a store's reply; less if prefilling takes less."""
 LOOKUP_SHARE = 0.05
-"""Fraction of the time to prefill the rest of the prompt, for which a turn waits if that is longer.
-Both queries together delay the first token by at most a tenth if no reply arrives."""
+"""Fraction of the time to prefill the rest of the prompt, for which a turn waits if that is longer
+than ``LOOKUP_S``. Both queries together delay the first token by at most a tenth if no reply arrives."""
 
 
 def pages_asked(lookups: int, unknown: int) -> int:
@@ -101,10 +101,11 @@ class Lookups:
         self._clock = clock
 
     def ask(self, turn: Turn, in_vram: Callable[[Turn, int], int], fit: PrefillFit) -> bool:
-        """Query stores for pages that no tier is known to have; True if the turn waits for a reply.
+        """Query stores for pages that no tier is known to have. Returns True if the turn waits for
+        a reply.
 
         Args:
-            in_vram: returns the number of tokens in VRAM, of the given first tokens of a prompt.
+            in_vram: returns how many of a prompt's first tokens are in VRAM, up to a given number.
         """
         state = turn.tiers
         beginning = state.lookups < LOOKUPS

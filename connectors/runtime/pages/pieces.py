@@ -30,7 +30,7 @@ from tiered_kv.pages.order_book import OrderBook, Settled
 from .restores import Restores
 
 PIECES_SHARE = 4
-"""One slot in this many may be used by restores in pieces."""
+"""One slot in ``PIECES_SHARE`` may be used by restores in pieces."""
 PIECE_BYTES = 64 << 20
 """Maximum size of a piece, bytes; half of the slots for pieces if that is less. It is large enough
 for a disk to reach full speed. The copy of the last piece, which overlaps with no read, takes a few
@@ -49,8 +49,8 @@ class _Rest:
     """Pages of a restore that are not ordered yet, in order.
 
     Attributes:
-        again: pages that were promoted in vain.
-        runs: the pages behind them.
+        again: pages whose promotion failed, and that are to be promoted again.
+        runs: the pages that follow them.
         at: number of pages of the first run that were ordered.
     """
 
@@ -129,9 +129,9 @@ class _Restore:
         rest: pages not ordered yet.
         touch: runs not touched yet, and the number of pages of each that are left.
         coming: pieces being promoted, in order.
-        lost: blocks whose pages no tier has any more, and all blocks behind them.
-        copying: unfinished copies to VRAM of pages in the order of the context; and the tokens that
-            each ends after.
+        lost: blocks whose pages no tier has any more, and all blocks after them.
+        copying: unfinished copies to VRAM of pages in the order of the context, with the number of
+            tokens that each copy ends after.
         follows: number of blocks before the page that follows the last of these copies; None once
             another page was copied.
         tokens: tokens that the restore ends after.
@@ -189,7 +189,7 @@ class RestorePieces:
         self._left = PAGES_A_STEP  # pages that may still be ordered in this step
         self._under_way: dict[str, _Restore] = {}
         self._copying: dict[OrderId, int] = {}  # slots of orders to VRAM
-        self._slots = 0  # slots in use, including those
+        self._slots = 0  # slots in use, including slots being copied
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -222,8 +222,8 @@ class RestorePieces:
         self._touch_some(self._under_way[turn.request_id])
 
     def _touch_some(self, restore: _Restore) -> None:
-        """Touch some pages that are not ordered yet, the last ones of the context first, so that
-        none is evicted before its turn."""
+        """Touch some pages that are not ordered yet, the last ones of the context first, so that no
+        page is evicted before it is ordered."""
         left = TOUCHED_A_STEP
         while left > 0 and restore.touch:
             run, stop = restore.touch.pop()
@@ -249,8 +249,8 @@ class RestorePieces:
             self._pool.hash_prefix(restore.turn.request, tokens)
 
     def advance(self) -> list[Turn]:
-        """Copy arrived pages, and order more. Returns the turns that have nothing in flight any
-        more and some of whose pages failed to arrive."""
+        """Copy arrived pages, and order more. Returns the turns whose restore was ended because
+        pages failed to arrive, and that have no copy in flight."""
         over, now = list[Turn](), self._clock()
         for request_id, restore in list(self._under_way.items()):
             if restore.touch:
@@ -318,7 +318,7 @@ class RestorePieces:
             self._index.forget(key)
 
     def _copy_readable(self, restore: _Restore) -> bool:
-        """Order the next pages to VRAM if CPU memory has them; False if it does not."""
+        """Order the next pages to VRAM if CPU memory has them. Returns False if it does not."""
         run = restore.rest.take_readable(self._index, self._left)
         if run is None:
             return False
@@ -353,7 +353,8 @@ class RestorePieces:
         return max(1, self._index.num_slots // PIECES_SHARE)
 
     def _order_piece(self, restore: _Restore, room: int) -> bool:
-        """Promote the next piece, of at most ``room`` pages; False if there are no slots."""
+        """Promote the next piece, of at most ``room`` pages. Returns False if there are no slots,
+        or no tier has the pages."""
         turn, rest, index = restore.turn, restore.rest, self._index
         whole = min(PIECE_BYTES // self._book.page_bytes[rest.group], self._room() // 2)
         pages = rest.first(min(room, max(1, whole), self._left))

@@ -1,7 +1,7 @@
 """Promotions: pages are promoted from the tiers below CPU memory for turns, and in advance of them.
 
-Pages are promoted when the engine considers their request, so in the order of admission, and each
-from the fastest tier that has it.
+Pages are promoted when the engine considers their request for admission, and therefore in the order
+of admission. Each page is promoted from the fastest tier that has it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ UNKNOWN_WAIT_S = 10.0
 LOOK_EVERY_S = 0.1
 """Seconds between two searches for missing pages of a waiting turn, while no page arrives."""
 TURNS_SHARE = 2
-"""One slot in this many may be reserved for turns that have arrived. The others serve saves."""
+"""One slot in ``TURNS_SHARE`` may be reserved for turns that have arrived. The others serve
+saves."""
 AHEAD_SHARE = 4
-"""One slot in this many may be reserved for promotions that are not due yet."""
+"""One slot in ``AHEAD_SHARE`` may be reserved for promotions that are not due yet."""
 PAGES_A_STEP = 1024
 """Number of pages whose promotion is ordered in a step, for all turns together."""
 
@@ -70,7 +71,7 @@ class PromotionCost:
 
         Args:
             mine: number of pages promoted, or being promoted, for the turn.
-            others: the same for other turns, whose slots will be released.
+            others: number of such pages of other turns, whose slots will be released.
             left_s: seconds left of the turn's longest wait; None if it has not started.
         """
         return others > 0 and not mine and (left_s is None or self.promote_s <= left_s)
@@ -232,8 +233,8 @@ class Promotions:
         return None
 
     def _find(self, turn: Turn) -> tuple[list[PageKey], int, int]:
-        """Pages to promote for the turn, in order, the prompt tokens before them, and the number of
-        tokens that they make usable.
+        """Return the pages to promote for the turn, in order; the number of prompt tokens before
+        them; and the number of tokens that they make usable.
 
         Pages in VRAM or CPU memory are skipped. All pages of the prefix count as used.
         """
@@ -335,8 +336,8 @@ class Promotions:
         return has_room and bool(state.awaits or state.rest or state.behind)
 
     def in_pieces(self, turn: Turn) -> Below | None:
-        """Pages that may be promoted in pieces for a turn, in addition to those already promoted;
-        None if that is not allowed or not needed."""
+        """Return the pages that may be promoted in pieces for a turn, in addition to pages already
+        promoted; None if that is not allowed or not needed."""
         state = turn.tiers
         if not state.in_pieces or state.longest_wait_s is None:
             return None
@@ -346,14 +347,15 @@ class Promotions:
         return Below(self._tiers.somewhere(), until)
 
     def within_reach(self, turn: Turn) -> Below | None:
-        """Pages that a turn would have if it waited for its promotions; None if waiting is not
-        worth it, or there is nothing to wait for."""
+        """Return the pages that a turn would have if it waited for its promotions; None if waiting
+        is not worth it, or there is nothing to wait for."""
         if turn.tiers.longest_wait_s is None:
             return None
         return Below(self._tiers.somewhere(), self._clock() + turn.tiers.longest_wait_s)
 
     def tokens_from_below(self, turn: Turn) -> TokensBelow:
-        """Tokens of a turn's hit that were promoted for it, or are to be promoted in pieces."""
+        """Return the numbers of tokens of a turn's hit that were promoted for it, or are to be
+        promoted in pieces."""
         hit, came_up, there = turn.restore.hit, turn.tiers.keys, self._index.readable
         if hit is None or not self._tiers:
             return TokensBelow(0, 0)
@@ -408,7 +410,7 @@ class Promotions:
         turn.tiers.rest = ()
 
     def stop_all_waits(self, turns: Iterable[Turn]) -> None:
-        """Let no turn wait for pages any longer."""
+        """End the wait for pages of each turn."""
         for turn in turns:
             turn.tiers.awaits.clear()
             self._drop_rest(turn)

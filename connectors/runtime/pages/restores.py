@@ -130,7 +130,7 @@ class Restores:
 
     def answer(self, turn: Turn) -> tuple[int | None, bool]:
         """Return the number of tokens offered to the turn, and True if their restore is async. None
-        asks the engine to come back in the next step.
+        makes the engine ask again in the next step.
 
         An async restore must wait for turns whose own restore failed. vLLM reserves all blocks that
         these turns lack, and lets no other async restore use them. These turns may also be behind
@@ -145,7 +145,8 @@ class Restores:
         return hit.tokens, hit.mode is RestoreMode.ASYNC
 
     def on_part_loaded(self, turn: Turn) -> bool:
-        """Record that an order of the turn's restore finished; True if it was the last one."""
+        """Record that an order of the turn's restore finished. Returns True if it was the last
+        one."""
         if not turn.restore.loading:
             return False
         turn.restore.loading -= 1
@@ -197,7 +198,7 @@ class Restores:
             memory lacks pages; otherwise nothing.
 
         Raises:
-            RuntimeError: no restore, or another one, was offered; follow with ``refuse``.
+            RuntimeError: no restore, or a different restore, was offered; call ``refuse`` then.
         """
         hit = turn.restore.hit
         if hit is None:
@@ -339,12 +340,12 @@ class Restores:
 
         The engine hashes the blocks of a restore before the restore runs. It rewinds the requests
         that use a bad block, so that they recompute it, but leaves the block's hash in place. If
-        such a request is aborted or preempted first, the next lookup would hit garbage. So the
+        such a request is aborted or preempted first, the next lookup would hit invalid KV. So the
         hashes of bad blocks, and of blocks computed behind them, are removed as soon as the failure
         is known.
 
         The workers have refused the saves that were ordered since. These saves are offered again,
-        except for requests that hold a bad block: nothing of these is saved or restored any more.
+        except for requests that hold a bad block: their pages are neither saved nor restored.
 
         Args:
             bad: blocks whose content is invalid.
@@ -364,7 +365,8 @@ class Restores:
                 saves.watch(turn, step + 1)
 
     def _forget_from(self, bad: set[int], ids: Sequence[int]) -> bool:
-        """Remove blocks from the first bad one on from the prefix cache; False if none is bad."""
+        """Remove the first bad block, and all blocks after it, from the prefix cache. Returns False
+        if no block is bad."""
         first = next((i for i, block in enumerate(ids) if block in bad), len(ids))
         self._pool.forget(ids[first:])
         return first < len(ids)

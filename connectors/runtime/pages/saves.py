@@ -25,15 +25,17 @@ from tiered_kv.pages.order_book import OrderBook, Settled
 from tiered_kv.pages.partial_blocks import TailIndex
 
 STRIDE_TOKENS = 256
-"""A decoding request is checked once it may have filled blocks of this many tokens..."""
+"""A decoding request is checked once it may have filled blocks of this many tokens, in a step that
+is a multiple of ``TOGETHER``."""
 TOGETHER = 16
-"""...in a step that is a multiple of this. Blocks filled since then are saved when the request
-finishes, and lost when it is preempted: at most 272 tokens or a block."""
+"""Interval of the steps in which decoding requests are checked. Blocks filled since the last check
+are saved when the request finishes, and lost when it is preempted: at most 272 tokens or a
+block."""
 TOUCHED_A_STEP = 4096
-"""Number of pages that are counted as just used in a step; others wait a step longer."""
+"""Number of pages that are counted as just used in a step. Further pages wait for the next step."""
 ENDS_TOGETHER = 64
-"""Number of pages from which the last pages of a turn no longer join those of the turns that ended
-before it in the same step."""
+"""Number of pages at which a save order is full. Until then, the last pages of further turns that
+end in the same step join the order."""
 LOOKED_AT = 4096
 """Maximum number of blocks of a turn that a step adds to those to be saved. A prefix that VRAM has
 and CPU memory has lost may be longer."""
@@ -95,20 +97,21 @@ def worth_a_slot(
 
 
 def kept_tokens(request: Request) -> int:
-    """Tokens of a finished request whose KV exists, whatever step is in flight."""
+    """Number of tokens of a request whose KV exists, whether or not a step is in flight."""
     computed = request.num_computed_tokens - request.num_in_flight_tokens
     return min(computed, request.num_tokens - 1)
 
 
 def state_tokens(request: Request, facts: EngineFacts) -> int | None:
-    """Tokens that the state of a finished request covers, once the steps in flight are done.
+    """Number of tokens that the state of a finished request covers, once the steps in flight are
+    done.
 
     A step in flight advances the state in place. If it computes the last token, the state covers
     all tokens. The state is useless if the client received a shorter text. With speculation the
     state after the accepted tokens may be in another block.
 
     Returns:
-        None if the state is unusable.
+        The number of tokens; None if the state is unusable.
     """
     if request.text_cut or facts.speculates:
         return None
@@ -119,8 +122,8 @@ def state_tokens(request: Request, facts: EngineFacts) -> int | None:
 
 
 def last_boundary(request: Request, facts: EngineFacts) -> int:
-    """Number of tokens at which the engine finds the prompt if it is sent again; 0 if it does not.
-    One unit less if a drafter's KV depends on the following token."""
+    """Number of tokens up to which the engine finds the prompt if it is sent again; 0 if it finds
+    none. One unit less if a drafter's KV depends on the following token."""
     unit = facts.hit_tokens
     resent = (request.num_prompt_tokens - 1) // unit * unit
     return max(0, resent - unit) if facts.draft_tokens else resent
@@ -292,7 +295,7 @@ class Saves:
         self._book.index.touch([self._used.popleft() for _ in range(few)])
 
     def _context(self, turn: Turn) -> list[PageKey]:
-        """The turn's pages so far, first to last."""
+        """Return the turn's pages so far, first to last."""
         cursors, groups = turn.save.cursors, self._facts.groups
         if len(groups) == 1:
             return [*turn.page_keys()[: cursors[0]], *turn.save.bounded]
@@ -323,7 +326,8 @@ class Saves:
             turn.save.bounded[key] = None
 
     def _boundary(self, turn: Turn, tokens: int) -> Sequence[tuple[int, PageKey, int]]:
-        """Pages of a boundary, each with its group and block; empty if one is missing."""
+        """Return the pages of a boundary, each with its group and block; empty if one is
+        missing."""
         request, unit = turn.request, self._facts.hash_tokens
         start = tokens // unit * unit
         tail: PageKey | None = None
@@ -352,7 +356,7 @@ class Saves:
     def _narrow_blocks(
         self, turn: Turn, at: int, tokens: int, tail: PageKey | None
     ) -> list[tuple[int, PageKey | None]]:
-        """Blocks that a prefix needs and that no cursor passes, with their keys."""
+        """Return the blocks that a prefix needs and that no cursor covers, with their keys."""
         group, keys = self._facts.groups[at], turn.page_keys(at)
         needed, whole = group.needs(tokens), tokens // group.block_size
         blocks = list[tuple[int, PageKey | None]]()
@@ -519,7 +523,8 @@ class Saves:
         return orders
 
     def _unsent_ends(self, group: int) -> SaveOrder | None:
-        """The unsent order of turns that just ended, if another turn's last pages may join it."""
+        """Return the unsent order of turns that just ended, if another turn's last pages may join
+        it; otherwise None."""
         order = self._ends.get(group)
         if order is None or len(order.keys) >= ENDS_TOGETHER or order not in self.unsent:
             return None

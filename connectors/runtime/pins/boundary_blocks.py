@@ -128,7 +128,8 @@ class BoundaryBlocks:
             self._give_back(boundary)
 
     def release_all(self) -> bool:
-        """Release the blocks of all turns, for good. Returns False if no blocks were held."""
+        """Release the blocks of all turns; they are not held again. Returns False if no blocks were
+        held."""
         held = [boundary for boundary in self._boundaries.values() if boundary.held]
         for boundary in held:
             self._give_back(boundary)

@@ -19,7 +19,7 @@ from .boundary_blocks import BoundaryBlocks
 from .pin_table import PinTable
 
 COUNTED_S = 1e-4
-"""Seconds per ghost for which the number of ghosts in use is cached. Checking a ghost takes a
+"""Time per ghost for which the number of ghosts in use is cached, seconds. Checking a ghost takes a
 microsecond."""
 
 
@@ -32,7 +32,8 @@ class Name(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Ghost:
-    """A block that a pin would hold. ``block_id`` is negative, so no block of the engine has it."""
+    """A block that a pin would hold. Its ``block_id`` is negative, unlike the ids of the engine's
+    blocks."""
 
     block_id: int
     name: Name
@@ -153,7 +154,8 @@ class GhostBoundaries(BoundaryBlocks):
         self._groups = groups or [(CONTEXT, facts.block_size, True)]
 
     def of(self, turn: Turn) -> list[Block]:
-        """Ghosts of the blocks in which the engine would find the turn's context again."""
+        """Return ghosts of the blocks in which the engine would find the turn's context again;
+        empty unless complete."""
         found = list[Block]()
         for at, size, _ in sorted(self._groups, key=lambda group: group[2]):
             wanted = self._wanted(turn, at)
@@ -165,7 +167,8 @@ class GhostBoundaries(BoundaryBlocks):
         return found
 
     def _wanted(self, turn: Turn, group: int) -> range | None:
-        """Blocks of a group; None if some group's blocks at the boundary are missing."""
+        """Return the blocks of a group that a pin would hold; None if blocks of some group at the
+        boundary are missing."""
         if not self._narrow:
             table = self._pool.tables[group].get(turn.request_id, ())
             return range(sum(not one.is_null and one.block_hash is not None for one in table))

@@ -86,7 +86,7 @@ class PinTable:
 
     @property
     def held_blocks(self) -> int:
-        """Distinct blocks under a pin; blocks shared by pins count once."""
+        """Number of pinned blocks; blocks shared by pins count once."""
         return len(self._held)
 
     def look(self, job: JobKey) -> PinFacts | None:
@@ -207,7 +207,7 @@ class PinTable:
             pin.view = replace(pin.view, value=PinValue(PinState.WORTHLESS))
 
     def release(self, job: JobKey, why: PinEnd = PinEnd.RETURNED) -> bool:
-        """Release a job's pin; False if the job has no pin."""
+        """Release a job's pin. Returns False if the job has no pin."""
         pin = self._pins.pop(job, None)
         if pin is None:
             return False
@@ -248,9 +248,11 @@ class PinTable:
         the number of released pins.
 
         Args:
+            enough: returns True once enough blocks are free.
             spare: job that the blocks are for; its own pin is released last.
             waiter_started_at: start of the job that waits for pins worth waiting for, seconds; None
                 if every pin may be released.
+            why: reason for the releases.
             greedy: salts whose pins may all be released.
         """
         if enough():  # the usual case; called for every waiting request in every step

@@ -27,8 +27,8 @@ from .boundary_blocks import BoundaryBlocks
 from .pin_table import PinTable
 
 SAVES_PATIENCE_S = 1.0
-"""Seconds that a running request waits for saves while no save finishes, before other requests are
-preempted for it. A failed worker never reports."""
+"""Time that a running request waits for saves while no save finishes, before other requests are
+preempted for it, seconds. The wait is bounded because a failed worker never reports."""
 
 
 def waiter_started_at(
@@ -39,8 +39,8 @@ def waiter_started_at(
     in_job_order: bool,
     new: bool,
 ) -> float | None:
-    """Start of the job of a turn that waits for pins worth waiting for, in seconds, as
-    ``release_order`` expects it; None if every pin gives way to the turn.
+    """Return when the job of a waiting turn started, seconds, if the turn waits for pins that are
+    worth the wait; None if every pin gives way to the turn. ``release_order`` expects this value.
 
     A turn does not wait if no running request would free blocks, or if the turn precedes the turns
     that the pins are for. If requests are admitted in the order of their jobs, every other turn
@@ -50,7 +50,7 @@ def waiter_started_at(
     Args:
         job_started_at: start of the turn's job, seconds.
         goes_first: True if the turn was preempted, is overdue, or is admitted by arrival time.
-        somebody_runs: True if some request has blocks.
+        somebody_runs: True if some request has been allocated blocks.
         in_job_order: True if requests are admitted in the order of their jobs.
         new: True if no turn of its job has been allocated blocks.
     """
@@ -71,12 +71,12 @@ def worth_waiting_for_saves(stalled_s: float) -> bool:
 def needs_one_more(
     mode: RestoreMode | None, *, refused: bool, released: int, stuck: bool = False
 ) -> bool:
-    """True if a pin is released for a turn although its blocks are free.
+    """True if a pin is to be released for a turn although its blocks are free.
 
     The turn was refused in the previous step although its blocks were free. Either an async restore
     must leave blocks that running prefills still need, or the next chunk of a prompt takes more
-    window and state blocks than its end. The engine does not report how many, so pins are released
-    one by one.
+    window and state blocks than the end of the prompt. The engine does not report how many blocks
+    are missing, so pins are released one by one.
 
     Args:
         mode: mode of the restore offered to the turn; None without a restore.
@@ -124,7 +124,7 @@ class PinPressure:
         self._held_back = 0  # blocks that these turns still need
 
     def on_ended(self, turn: Turn, step: int) -> None:
-        """Count the blocks of a finished turn that was also scheduled in a step still in flight."""
+        """Count the blocks of a finished turn, if a step that is still in flight computes it."""
         if self._facts.ahead and turn.request.num_in_flight_tokens > 0:
             own = self._pool.blocks_of(turn.request_id)
             late = sum(block.ref_cnt == 1 and not block.is_null for block in own)
@@ -149,9 +149,9 @@ class PinPressure:
         """Release a pin that frees a block, unless blocks are about to become free. Returns False
         if nothing was freed, so that vLLM preempts a request.
 
-        After a preemption vLLM asks again if the victim's blocks did not suffice because they are
-        being saved. It must not preempt request after request for blocks that are about to become
-        free.
+        After a preemption vLLM calls this again if the preempted request's blocks did not suffice,
+        because they are being saved. It must not preempt further requests for blocks that are about
+        to become free.
         """
         freed = self._late(step) > 0 or self._waits_for_saves(step) or self._release_one(None)
         # Blocks of the released pin may be in a save as well.
@@ -290,7 +290,8 @@ class PinPressure:
         return held
 
     def _hits(self, num_computed: int) -> Iterator[tuple[int, range, int]]:
-        """Blocks of a VRAM prefix: the group, its blocks, and the tokens per block."""
+        """Yield the blocks of a VRAM prefix for each group: the group, its blocks, and the tokens
+        per block."""
         for at, group in enumerate(self._facts.groups):
             yield at, group.needs(num_computed), group.block_size
         if not self._facts.groups:

@@ -47,7 +47,7 @@ class Captured:
 
     Attributes:
         context: the context; the pages contain the KV of its first ``kv_tokens`` tokens.
-        named: a turn of these tokens.
+        named: a turn that never runs, with the page keys of these tokens.
         salt: cache salt of the page keys.
         saved: number of pages that were copied from VRAM for this capture.
     """
@@ -224,7 +224,7 @@ class Captures:
         """
         if self._facts.has_states:
             raise SnapshotError(
-                "A running turn of a model with states cannot be interrupted: wait until it "
+                "A running turn of a model with states cannot be captured: wait until it "
                 "finishes (--wait-turn)."
             )
         context = Context.of(turn.request, turn.number, parents)
@@ -240,7 +240,7 @@ class Captures:
         return captured
 
     def _blocks(self, turn: Turn, tokens: int) -> list[Block]:
-        """The blocks of the turn's first ``tokens``, group by group."""
+        """Return the blocks of the turn's first ``tokens`` tokens, group by group."""
         found = list[Block]()
         for at, group in enumerate(self._facts.groups):
             table = self._pool.tables[at].get(turn.request_id, ())
@@ -371,8 +371,8 @@ class Captures:
         return (at, block) if at is not None and block is not None else None
 
     def _fetch(self, absent: Sequence[PageKey]) -> tuple[int, int]:
-        """Order pages into CPU memory. Returns how many are copied from VRAM, and how many in
-        total."""
+        """Order pages into CPU memory. Returns the number of pages copied from VRAM, and the total
+        number of pages ordered."""
         found = {key: self._in_vram(key) for key in absent}
         saved = self._save(
             {key: (one[0], one[1].block_id) for key, one in found.items() if one is not None}

@@ -47,7 +47,7 @@ class ContextNames:
 
 
 def context_pages(named: Turn, facts: EngineFacts) -> tuple[ContextPage, ...]:
-    """All pages that a context of exactly these tokens needs.
+    """Return all pages that a context of exactly these tokens needs.
 
     A partially filled page has the key of a tail.
     """
@@ -69,7 +69,8 @@ def context_pages(named: Turn, facts: EngineFacts) -> tuple[ContextPage, ...]:
 
 
 def _tail(named: Turn, facts: EngineFacts) -> tuple[bytes, object, Sequence[int]] | None:
-    """Place and tokens of the tail; None for inputs that token ids do not identify."""
+    """Return the identity of the page before the tail, the engine's extra key, and the tail's
+    tokens; None for inputs that token ids do not identify."""
     tokens = named.request.num_tokens
     start = tokens // facts.hash_tokens * facts.hash_tokens
     place = named.tail_place(start)
@@ -87,8 +88,8 @@ MOST_TOKENS = 1 << 22
 """Maximum number of tokens kept for all jobs together, about 150 MB. The least recently used
 contexts are forgotten first. Tokens that contexts share, as forks do, count once."""
 OVERHEAD_TOKENS = 256
-"""Tokens that a context counts in addition to its own, for the memory of its job's name, sampling
-parameters and bookkeeping."""
+"""Tokens that a context counts in addition to its own tokens, for the memory that its bookkeeping
+takes. Longer names and sampling parameters count more."""
 TOKEN_BYTES = 36
 """Memory per token in a list, bytes: a pointer and an int."""
 MOST_PARENTS = 100
@@ -119,7 +120,7 @@ class Context:
 
     @classmethod
     def of(cls, request: Request, turns: int, parents: tuple[str, ...]) -> Context:
-        """The context of a request as computed so far."""
+        """Return the context of a request, as computed so far."""
         kv_tokens = kept_tokens(request)
         return cls(
             token_ids=request.all_token_ids,

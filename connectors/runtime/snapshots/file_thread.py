@@ -32,7 +32,7 @@ class Opened:
 
     Attributes:
         path: the snapshot's folder or file.
-        named: a turn of the tokens whose KV the snapshot contains.
+        named: a turn that never runs, with the page keys of the tokens whose KV the snapshot has.
         salt: cache salt of the turn's page keys.
     """
 
@@ -63,22 +63,22 @@ class SnapshotFiles:
         self.thread = ThreadPoolExecutor(1, "tiered-kv-snapshot-files")
 
     def identity(self) -> EngineIdentity:
-        """Everything about the engine that its page bytes depend on.
+        """Return the properties of the engine that determine its page bytes.
 
         Raises:
-            SnapshotError: its weights cannot be identified.
+            SnapshotError: the engine's weights cannot be identified.
         """
         found = [self._fingerprints.base(at) for at in range(len(self._facts.groups))]
         if any(one.model.startswith(UPDATED) for one in found):
             raise SnapshotError(
                 "This server's weights may have changed since it started, so a snapshot "
-                "cannot name them: save the weights to a folder, and restart the server from "
-                "it."
+                "cannot identify them: save the weights to a folder, and restart the server "
+                "from that folder."
             )
         if any(one.model.startswith(UNIDENTIFIED) for one in found):
             raise SnapshotError(
-                "This server's weights have no files, so a snapshot cannot name them: serve a "
-                "model from a folder."
+                "This server's weights have no files, so a snapshot cannot identify them: serve "
+                "a model from a folder."
             )
         groups = tuple(
             SnapshotGroup(group.index, group.block_size, group.page_format, _in_words(one))
@@ -137,7 +137,7 @@ class SnapshotFiles:
         """Open a snapshot, and compute its page keys.
 
         Args:
-            salt: cache salt for an exact snapshot; None for any other, which has its own.
+            salt: cache salt to restore an exact snapshot with; None to use the snapshot's own.
         """
         return self.thread.submit(self._open, name, salt, self.identity())
 

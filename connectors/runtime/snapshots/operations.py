@@ -103,8 +103,7 @@ class Operations:
         return number
 
     def poll(self) -> None:
-        """Let every operation take hold of the pages that have arrived for it, without advancing
-        it."""
+        """Hold the pages that have arrived for each operation, without advancing the operations."""
         for number, operation in [*self._live.items()]:
             self._is_over(number, operation)
 
@@ -166,7 +165,7 @@ class Operations:
         """Return the state of an operation, as JSON."""
         operation = self._all.get(number)
         if operation is None:
-            return {"state": "failed", "why": "Nothing is known of this operation any more."}
+            return {"state": "failed", "why": "The outcome of this operation is no longer stored."}
         if operation.why is not None:
             return {"state": "failed", "why": operation.why}
         if operation.result is not None:

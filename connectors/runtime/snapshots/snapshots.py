@@ -1,7 +1,7 @@
 """Snapshots of jobs: a job is saved to a snapshot, restored from one, or forked.
 
 Exact snapshots have separate page keys, from a cache salt that no other request has. The engine
-searches VRAM first, and under the usual keys would find other bytes for the same text.
+searches VRAM first, and under the usual keys it would find different bytes for the same text.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class Snapshots:
         pages = context_pages(named, self._facts)
         theirs = {(page.group, page.block) for page in manifest.pages}
         if theirs != {(page.group, page.block) for page in pages}:
-            raise SnapshotError(f"{name} lacks pages that a context of its length needs.")
+            raise SnapshotError(f"The pages of {name} do not match the length of its context.")
         if len(pages) > self._index.num_slots:
             raise SnapshotError(
                 f"{name} has {len(pages)} pages, but CPU memory holds only "
@@ -277,7 +277,8 @@ class Snapshots:
         )
 
     def _turns_of(self, key: JobKey) -> tuple[int, int] | None:
-        """Number and turns of a job that is between turns; None if no job has that key.
+        """Return the number of a job that is between turns, and its number of turns; None if no job
+        has that key.
 
         Raises:
             SnapshotError: the job is running.
@@ -405,12 +406,12 @@ class Snapshots:
         self.contexts.clear()
 
     def drain(self) -> None:
-        """Wait until submitted file work is done. For tests."""
+        """Wait until submitted file work is done. Used by tests."""
         self._files.thread.submit(int).result()
 
     def close(self) -> None:
         """Fail every operation, and stop the thread. Idempotent."""
-        self.operations.end_all("The engine ends.")
+        self.operations.end_all("The engine stopped.")
         self._files.close()
 
 
@@ -421,8 +422,8 @@ def _all_read(reading: SnapshotFlight, arrived: Callable[[], bool]) -> Wait:
 def build_snapshots(
     deps: Dependencies, engine: EngineState, pages: Pages, gaps: GapGroup
 ) -> Snapshots | NoSnapshots:
-    """Create the snapshots component. Without a folder or in observe mode, a stand-in that
-    refuses."""
+    """Create the snapshots component. Returns a stand-in that refuses every request if there is no
+    snapshot folder, or in observe mode."""
     root = deps.config.snapshot_path
     if root is None or deps.config.observes:
         return NoSnapshots(observes=deps.config.observes)

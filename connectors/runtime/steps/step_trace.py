@@ -22,7 +22,8 @@ from tiered_kv.trace.turn_record import FIRST_PREEMPTIONS, Preemptions
 class PrefillsUnderWay:
     """Requests that prefill, or that recompute everything after a preemption.
 
-    The time per step grows with these requests, not with the requests that decode.
+    The time that tracking takes per step grows with the number of these requests, not with the
+    number of requests that decode.
 
     Args:
         turns: live requests.

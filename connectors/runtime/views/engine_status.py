@@ -51,7 +51,7 @@ def finite(seconds: float) -> float | None:
 
 
 MOST_ORDERS = 1_000
-"""Maximum number of orders in flight that are counted by type: the oldest ones."""
+"""Maximum number of orders in flight that are counted by type, oldest first."""
 
 
 def status(half: SchedulerHalf) -> EngineStatus:
@@ -135,7 +135,7 @@ def _lower(half: SchedulerHalf) -> Iterator[LowerTier]:
 
 
 def _transfers(half: SchedulerHalf) -> dict[str, Transfers]:
-    """Orders in flight and their pages, by type."""
+    """Return the number of orders in flight and of their pages, by type."""
     orders, pages = Counter[str](), Counter[str]()
     for flight in islice(half.pages.book.flights(), MOST_ORDERS):
         kind = flight.order.kind.status_name
@@ -145,7 +145,7 @@ def _transfers(half: SchedulerHalf) -> dict[str, Transfers]:
 
 
 def _decisions(half: SchedulerHalf) -> Decisions:
-    """Latest decisions, by class and tier."""
+    """Return the numbers of the latest decisions, by class and tier."""
     decided = half.gaps.manager.decided
     since = decided.since
     return Decisions(

@@ -101,7 +101,7 @@ class JobView:
         return self._moments.since_epoch(min(begins)) if begins else None
 
     def _kv(self, job: Job, turns: Sequence[Turn], gap: OpenGap | None) -> JobKv:
-        """Where a job's KV is kept, and until when."""
+        """Return where a job's KV is kept, and until when."""
         pin = self._half.admission.pins.look(job.key)
         runs = any(turn.source.admitted for turn in turns)
         if runs or pin is not None:

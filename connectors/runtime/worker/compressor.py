@@ -1,6 +1,7 @@
 """Compressed pages on one rank: compresses pages in their slots, and restores them from there.
 
-Packing yields to everything else on the machine. Restores do not, because a request waits for them.
+Packing threads yield to all other work on the machine. Restores do not, because requests wait for
+them.
 Pages are decoded on several threads into staging slots, and copied to VRAM while the next pages are
 decoded.
 """
@@ -39,7 +40,7 @@ Report = Callable[[tuple[OrderId, OrderReport]], None]
 """Receives the report of an order, on any thread."""
 
 CORES_SHARE = 4
-"""One in this many spare cores may encode, and one decode; at least one each."""
+"""One in ``CORES_SHARE`` spare cores may encode, and one may decode; at least one core each."""
 NICE = 10
 """Niceness of packing threads."""
 

@@ -28,11 +28,14 @@ def make_memory(
     on_gpu: bool,
     clock: Callable[[], float],
 ) -> tuple[HostMemory, LastingPages | None]:
-    """Allocate memory for that many slots, pinned for a GPU. Returns it with the object that keeps
-    its pages for later engines; None if they do not outlive this engine.
+    """Allocate memory for ``slots`` slots, pinned for a GPU.
+
+    Returns:
+        The memory, and the object that keeps its pages for later engines; None if the pages do not
+        outlive this engine.
 
     Raises:
-        ConfigError: it does not fit, or its file cannot be opened or created.
+        ConfigError: the memory does not fit, or its file cannot be opened or created.
     """
     import torch
 
@@ -73,8 +76,8 @@ def slots_of(facts: EngineFacts, config: TierConfig) -> int:
 
 
 def flops_of(kv_caches: Sequence[Any]) -> float:
-    """Speed of matrix products in the KV cache's dtype, in operations per second. Uses bfloat16 if
-    that dtype is unusual. 0 without tensors."""
+    """Measure matrix products in the KV cache's dtype, or in bfloat16 if that dtype is unusual.
+    Returns operations per second; 0 without tensors."""
     import torch
 
     caches = [cache for cache in kv_caches if isinstance(cache, torch.Tensor)]
@@ -86,7 +89,7 @@ def flops_of(kv_caches: Sequence[Any]) -> float:
 
 
 def storage_of(kv_caches: Sequence[Any]) -> Any:
-    """The single allocation behind all layers' KV tensors.
+    """Return the single allocation behind all layers' KV tensors.
 
     Raises:
         UnsupportedError: the layers have several allocations, which the layout cannot describe.

@@ -1,9 +1,9 @@
-"""A rank's CPU memory that outlives its engine: which of its pages a later engine may use.
+"""A rank's CPU memory that outlives its engine: determines the pages that a later engine may use.
 
 A page is found again only if the scheduler has confirmed that every rank has the whole page, its
 bytes were hashed, and its slot was not written since. Compressed pages are recorded when they are
-packed, hashed or not. The records of a bundle have digests, and under memory pressure pages are
-packed as soon as they are saved.
+packed, even if they were not hashed before: the records of a bundle have digests, and under memory
+pressure pages are packed as soon as they are saved.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _codec(note: BundleNote, groups: Mapping[int, Bundles], trusted: str) -> Cod
     try:
         return from_table(note.codec_id, note.table, bundles.page_format, trusted)
     except Exception as error:  # includes anything that a third-party codec raises
-        logger.warning("compressed pages of the previous engine cannot be read: %s", error)
+        logger.warning("compressed pages from the previous engine cannot be read: %s", error)
         return None
 
 
@@ -152,7 +152,7 @@ class LastingPages:
         )
 
     def overwrite(self, slots: Sequence[int], by: SaveOrder | PromoteOrder | None = None) -> None:
-        """Prepare slots for being overwritten.
+        """Record that slots are about to be overwritten.
 
         Args:
             by: order that fills the slots, if a settlement for it will follow.
@@ -215,7 +215,7 @@ class LastingPages:
 
 
 def held_bytes(facts: EngineFacts, config: TierConfig, rank: int) -> int:
-    """Memory that this rank's file already occupies, bytes. It need not be free in addition."""
+    """Return the memory that this rank's file already occupies, bytes; 0 without a file."""
     if config.cpu_path is None:
         return 0
     with suppress(OSError):
@@ -233,8 +233,8 @@ def open_lasting(
     on_gpu: bool,
     clock: Callable[[], float],
 ) -> LastingMemory | None:
-    """Open this rank's memory file, with the valid pages of the previous engine; None if the file
-    is not configured, or if no later engine could have the same keys.
+    """Open this rank's memory file, with the valid pages of the previous engine. Returns None if no
+    file is configured, or if no later engine could have the same keys.
 
     Raises:
         ConfigError: the file cannot be opened or created; the message says what to do.

@@ -1,6 +1,6 @@
 """Snapshots on one rank: writes pages of CPU memory to files, and reads pages from files.
 
-It has its own threads. Writing threads yield to everything else on the machine. Reading threads do
+It has its own threads. Writing threads yield to all other work on the machine. Reading threads do
 not, because a job waits for them.
 """
 

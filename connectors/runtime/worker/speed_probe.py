@@ -28,8 +28,8 @@ UTILISATION = 0.5
 
 
 def measure_copies(backend: TransferBackend, pool: CpuPool, num_blocks: int) -> float:
-    """Speed of restores, bytes per second; the best of several. The engine must be idle, because
-    blocks are overwritten."""
+    """Measure the speed of restores. Returns bytes per second, the best of several copies. The
+    engine must be idle, because blocks are overwritten."""
     pages = min(MOST_PAGES, pool.slots.shape[0], num_blocks - 1)
     if pages < 1:
         return 0.0
@@ -43,8 +43,8 @@ def measure_copies(backend: TransferBackend, pool: CpuPool, num_blocks: int) -> 
 
 
 def measure_reads(storage: Any) -> float:
-    """Speed of copies from the engine's KV to CPU memory, bytes per second; the best of several.
-    Nothing is written to VRAM, so the engine may be running.
+    """Measure the speed of copies from the engine's KV to CPU memory. Returns bytes per second, the
+    best of several copies. VRAM is not written, so the engine may be running.
 
     Args:
         storage: torch storage of the KV cache.
@@ -67,7 +67,7 @@ def measure_reads(storage: Any) -> float:
 
 
 def measure_flops(device: Any, dtype: Any) -> float:
-    """Speed of square matrix products in the model's dtype, operations per second."""
+    """Measure square matrix products on a device. Returns operations per second."""
     import torch
 
     def product_s(size: int) -> float:
@@ -87,8 +87,8 @@ def measure_flops(device: Any, dtype: Any) -> float:
 
 
 def fastest_product(product_s: Callable[[int], float]) -> float:
-    """Speed of the fastest of several matrix products, operations per second. Sizes grow as far as
-    the time limit allows.
+    """Return the speed of the fastest of several matrix products, operations per second. Sizes grow
+    as far as the time limit allows.
 
     Args:
         product_s: multiplies square matrices with that many rows, and returns the seconds taken.
@@ -124,7 +124,8 @@ class PrefillWork:
 
 
 def prefill_work(model_config: Any) -> PrefillWork | None:
-    """Cost of prefills, from the model's shape; None if its configuration lacks the usual names."""
+    """Return the cost of prefills, from the model's shape; None if the model's configuration lacks
+    the usual field names."""
     shape = model_config.hf_text_config
     try:
         layers, hidden = int(shape.num_hidden_layers), int(shape.hidden_size)

@@ -158,7 +158,8 @@ class TierWorker:
     # -- reports out ----------------------------------------------------------------
 
     def take_reports(self) -> tuple[dict[OrderId, OrderReport], TierReport | None]:
-        """Return results of orders, and what changed in the store; None if nothing changed."""
+        """Return the results of orders, and the changes in the store; None instead of the changes
+        if there are none."""
         reports, gone = self.io.take_reports(), self.io.take_gone()
         proposal = self.io.proposal
         if not reports and not gone and proposal == self._said.proposal:
@@ -185,8 +186,8 @@ class TierWorker:
     def close(self) -> None:
         """Flush as many pages as time allows, newest first, and release the store.
 
-        A store that other engines write to gets no flush: every page meant for it was demoted
-        already.
+        Pages are not flushed to a store that other engines write to, because every page meant for
+        such a store was written earlier.
         """
         last: list[tuple[PageKey, int]] = []
         if self._site.lasting and self._tier.spec.knowledge is Knowledge.KNOWN:

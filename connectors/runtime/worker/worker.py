@@ -213,7 +213,7 @@ class WorkerHalf:
             backend.close()
 
     def handshake(self) -> Handshake:
-        """Speeds of this rank, and the pages that its stores already contain."""
+        """Return the speeds of this rank, and the pages that its stores already contain."""
         return Handshake(
             self._speeds,
             slots=self._slots(),
@@ -277,8 +277,8 @@ class WorkerHalf:
     def save(self, orders: Orders) -> None:
         """Start a step's saves, behind the forward pass.
 
-        After a failed sync restore the forward pass computed on invalid KV. So may later steps,
-        until the scheduler has received the report. Their saves are refused.
+        After a failed sync restore, the forward pass has computed on invalid KV. Later steps may do
+        so too, until the scheduler has received the report. The saves of these steps are refused.
         """
         if self.pool is None or not orders.saves:
             return
@@ -366,7 +366,7 @@ class WorkerHalf:
     def close(self) -> None:
         """Finish copies in flight, flush to the lower tiers, stop threads, free the CPU memory.
 
-        Idempotent. An error in one of these does not keep the others from running.
+        Idempotent. An error in one of these operations does not prevent the others.
         """
         with ExitStack() as last_to_first:
             if self.pool is not None:

@@ -24,9 +24,9 @@ from .page_views import PageViews
 from .runtime import CudaRuntime
 
 BUFFER_BYTES = 32 << 20
-"""Size of a lane's buffer in VRAM, bytes. A copy of this size takes 0.6 ms on a PCIe 5.0 bus. That is longer than
-most kernels of a model, which the next part's gather may have to wait for, and several times the
-time that the engine's thread needs to start it (docs/gpu.md)."""
+"""Size of a lane's buffer in VRAM, bytes. A copy of this size takes 0.6 ms on a PCIe 5.0 bus. That
+is longer than most kernels of a model, which the gather of the next part may have to wait for, and
+several times the time that the engine's thread needs to start the copy (docs/gpu.md)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

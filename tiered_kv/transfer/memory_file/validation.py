@@ -98,8 +98,8 @@ def agreed(ranks: Sequence[AdoptedPages]) -> dict[PageKey, int]:
 
 def agreed_bundles(ranks: Sequence[AdoptedPages]) -> list[AdoptedBundle]:
     """Return bundles of the pages that every rank has compressed, oldest first, with the slots of
-    the rank that needs most slots. If two bundles contain the same page, it belongs to the newer one. If a bundle
-    and a slot contain the same page, it belongs to the slot.
+    the rank that needs most slots. If two bundles contain the same page, it belongs to the newer
+    bundle. If a bundle and a slot contain the same page, it belongs to the slot.
 
     Args:
         ranks: pages of every rank of the engine.
