@@ -139,7 +139,7 @@ class SchedulerHalf:
         self._look_at = 0.0
         self._was_idle = True
         self._watchdog = Watchdog()
-        self._watchdog.barked = deps.config.observes  # then no request waits for us
+        self._watchdog.barked = deps.config.observes  # then no request waits for the connector
 
     def before_reset(self) -> None:
         """Prepare for a reset of the engine's prefix cache. Never raises."""
@@ -296,7 +296,7 @@ class SchedulerHalf:
                 self.admission.queue.ranks_changed = True
 
     def tokens_from_ssd(self, request_id: str) -> int:
-        """Tokens of a request's restore that were promoted from SSD."""
+        """Return the number of tokens of a request's restore that were promoted from SSD."""
         turn = self.turns.by_id.get(request_id)
         return turn.source.ssd_tokens if turn is not None else 0
 
@@ -395,7 +395,7 @@ class SchedulerHalf:
     # -- a turn ends ----------------------------------------------------------------
 
     def on_finished(self, request_id: str) -> dict[str, Any] | None:
-        """Finish a request. Returns the connector's answer to the client, None if it has none."""
+        """Finish a request. Returns the connector's report to the client; None if there is none."""
         self.admission.fairness.on_ended(request_id)
         turn = self.turns.pop(request_id)
         if turn is None:
@@ -413,7 +413,7 @@ class SchedulerHalf:
 
     def _release(self, turn: Turn) -> None:
         """Release the turn's queue position, pages and restore. An error in one component does not
-        keep the others from releasing theirs."""
+        prevent the other releases."""
         try:
             self.pages.dispatch.restored.pop(turn.request_id, None)
             self.admission.queue.on_left(turn.request_id)

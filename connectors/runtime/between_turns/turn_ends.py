@@ -136,12 +136,13 @@ class PrefetchQueue:
 TOOL_OVER = ToolUse(path=("(tool over)",), rule=Rule(median_s=0.5, sigma=1.5))
 """The rest of a gap after the client reported that the tool has ended."""
 CHILDREN_OVER = ToolUse(path=("(sub-agents over)",), rule=Rule(median_s=0.5, sigma=1.5))
-"""The rest of a gap after the last child ended: the client sends the parent's next turn at once."""
+"""The rest of a gap after the last child ended: the client sends the parent's next turn
+immediately."""
 
 
 def while_children_run(tool: ToolUse | None) -> ToolUse:
-    """Return the tool use of a gap in which children run, by the tool that started them. Its
-    duration is that of the children, so it is learned apart."""
+    """Return the tool use of a gap in which children run, by the tool that started them. Such a gap
+    lasts as long as the children run, so its duration is learned separately."""
     return ToolUse(path=("(sub-agents)", *(tool.path if tool is not None else ())))
 
 
@@ -203,7 +204,8 @@ class KvPlacement:
         return gap
 
     def revise(self, request_id: str, tool: ToolUse) -> OpenGap | None:
-        """Decide again after the turn's tool call was read; None if its gap was closed."""
+        """Decide again after the turn's tool call was read. Returns the turn's gap; None if it was
+        closed."""
         gap = self._gaps.take_unread(request_id)
         if gap is None:
             return None
@@ -230,8 +232,8 @@ class KvPlacement:
         return gap
 
     def on_child_began(self, parent: JobKey, child: JobKey) -> OpenGap | None:
-        """Record that a child of a job started. Returns the job's gap if it is the first one in
-        this gap, and the decision is a new one."""
+        """Record that a child of a job started. Returns the job's gap if the child is the first in
+        this gap, and a new decision was made; otherwise None."""
         gap = self._gaps.get(parent)
         if gap is None or len(gap.children) >= MOST_CHILDREN:
             return None
@@ -244,8 +246,8 @@ class KvPlacement:
         return gap
 
     def on_child_ended(self, parent: JobKey, child: JobKey) -> OpenGap | None:
-        """Record that a child of a job ended. Returns the job's gap if it was the last one that the
-        job waited for, and the decision is a new one."""
+        """Record that a child of a job ended. Returns the job's gap if the child was the last that
+        the job waited for, and a new decision was made; otherwise None."""
         gap = self._gaps.get(parent)
         if gap is None or child not in gap.children:
             return None
@@ -269,13 +271,14 @@ class KvPlacement:
         self._rank(gap)
 
     def pages(self, gap: OpenGap) -> Sequence[PageKey]:
-        """Pages of the gap's context, as far as they are still known."""
+        """Return the pages of the gap's context, as far as they are still known."""
         if gap.pages or not gap.saved or gap.end.job is None:
             return gap.pages
         return self._order.context(gap.end.job)
 
     def _rank(self, gap: OpenGap) -> bool:
-        """Inform the eviction order of the gap; False if it has no forecast or no pages."""
+        """Inform the eviction order of the gap. Returns False if the gap has no forecast or no
+        pages."""
         job, forecast = gap.end.job, gap.decision.forecast
         if job is not None and forecast is None:
             self._order.on_forecast_lost(job)
@@ -286,8 +289,8 @@ class KvPlacement:
         return True
 
     def on_returned(self, job: JobKey) -> tuple[OpenGap, float] | None:
-        """Close a job's gap because its next turn arrived. Returns the gap and the seconds since
-        its last news; None if there was no gap."""
+        """Close a job's gap because its next turn arrived. Returns the gap, and the seconds since
+        ``OpenGap.news_at``; None if there was no gap."""
         self._order.on_gap_ended(job)
         return self._close(job, ended=True)
 
@@ -425,7 +428,8 @@ class TurnEnds:
             self._carry_out_again(parent, gap)
 
     def _job_of(self, request: Request, hints: TurnHints) -> JobKey | None:
-        """The job that the client names, or that the prompt implies."""
+        """Return the job that the client names, or that the prompt implies; None if there is
+        none."""
         salt = job_scope(request.cache_salt)
         if hints.job_id is not None:
             key = JobKey(salt, hints.job_id)
@@ -504,14 +508,15 @@ class TurnEnds:
         return self._log.turn(turn, gap)
 
     def _found_by_others(self, turn: Turn) -> int:
-        """Number of pages at the start of a first turn that other jobs had computed, and that
-        further jobs may use."""
+        """Return the number of pages at the start of a first turn that other jobs had computed, and
+        that further jobs may use; 0 for later turns."""
         if turn.number > 1 or self._facts.narrow:
             return 0
         return (turn.source.vram_tokens + turn.source.cpu_tokens) // self._facts.block_size
 
     def _read_tool(self, turn: Turn, end: TurnEnd) -> bool:
-        """Queue the tool call for reading on another thread; False if it would not be used."""
+        """Queue the tool call for reading on another thread. Returns False if it will not be
+        read."""
         if end.aborted or not self._policy.reads_tools:
             return False
         return self._tools.read(turn.request_id, turn.request.output_token_ids)
@@ -613,7 +618,7 @@ class TurnEnds:
             self._child_over(job)
 
     def _child_over(self, child: Job) -> None:
-        """Expect the parent of a child that ended: bring its context back at once."""
+        """Expect the parent of a child that ended immediately, and promote the parent's context."""
         parent = child.parent
         gap = self._placement.on_child_ended(parent, child.key) if parent is not None else None
         if parent is None or gap is None:

@@ -34,8 +34,9 @@ and states. The stored context is assumed to end there."""
 LOOKUP_S = 0.05
 """Seconds that a turn waits for a store's reply; less if prefilling takes less."""
 LOOKUP_SHARE = 0.05
-"""Fraction of the time to prefill the rest of the prompt, for which a turn waits if that is longer
-than ``LOOKUP_S``. Both queries together delay the first token by at most a tenth if no reply arrives."""
+"""Maximum wait for a store's reply, as a fraction of the time to prefill the rest of the prompt, if
+that is longer than ``LOOKUP_S``. Without replies, both queries together delay the first token by at
+most a tenth."""
 
 
 def pages_asked(lookups: int, unknown: int) -> int:

@@ -130,9 +130,10 @@ def last_boundary(request: Request, facts: EngineFacts) -> int:
 
 
 def prompt_boundaries(request: Request, facts: EngineFacts) -> list[int]:
-    """Prompt lengths, in tokens, at which the KV of every group is saved during prefill.
+    """Return the prompt lengths, in tokens, at which the KV of every group is saved in prefill.
+
     These are where the engine finds the prompt again, where other prompts diverge, and the prompt's
-    end. In descending order.
+    end, in descending order.
 
     Empty unless some group keeps only a part of the context, because otherwise every block is a
     boundary.
