@@ -77,7 +77,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class JobMiddleware:
-    """ASGI middleware.
+    """ASGI middleware that adds ids and hints to request bodies; see the module docstring.
 
     Args:
         app: next application.
@@ -96,8 +96,8 @@ def carry(body: bytes, path: str, headers: Iterable[tuple[bytes, bytes]] = ()) -
     """Add the ids of a request and the hints at the top level of its body to
     ``kv_transfer_params``.
 
-    What is already there takes precedence. A body without ids and hints, or one that vLLM would
-    reject, is returned unchanged. Never raises.
+    Existing fields of ``kv_transfer_params`` take precedence. A body without ids and hints, or a
+    body that vLLM would reject, is returned unchanged. Never raises.
 
     Args:
         path: the request's path, one of ``PATHS``.
@@ -158,7 +158,8 @@ def _seconds(ttl: object) -> float:
 
 
 def _read(body: bytes) -> dict[str, Any] | None:
-    """The fields of a body that are read here and are not null; None if it is not a JSON object."""
+    """Return the fields of a body that are read here and are not null; None if the body is not a
+    JSON object."""
     try:
         found = _decode(body)
     except msgspec.DecodeError:
@@ -187,7 +188,8 @@ def _read_slowly(body: bytes) -> dict[str, Any] | None:
 
 
 def _spliced(body: bytes, new: Mapping[str, Any]) -> bytes:
-    """A body without parameters, with these. It is not parsed again."""
+    """Return a body that has no ``kv_transfer_params``, with these parameters added. The body is
+    not parsed again."""
     rest = body[body.index(b"{") + 1 :]
     if rest.lstrip().startswith(b"}"):  # no request of vLLM's is empty
         return body
@@ -195,7 +197,7 @@ def _spliced(body: bytes, new: Mapping[str, Any]) -> bytes:
 
 
 def _merged(body: bytes, new: Mapping[str, Any]) -> bytes:
-    """A body with parameters, with these added."""
+    """Return a body that has ``kv_transfer_params``, with these parameters added."""
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):
@@ -216,7 +218,8 @@ def _asked(scope: Scope) -> str | None:
 
 
 async def _with_ids(scope: Scope, receive: Receive, path: str) -> tuple[Scope, Receive]:
-    """Read the body, and change it if needed. Returns what the application receives."""
+    """Read the body, and change it if needed. Returns the scope and the receive function for the
+    application."""
     messages = [await receive()]
     size = len(messages[0].get("body", b""))
     while messages[-1].get("more_body", False) and size <= MAX_BODY_BYTES:

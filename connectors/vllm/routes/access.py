@@ -24,11 +24,11 @@ NO_JOB = "There is no job with this id: it has finished, was forgotten, or never
 
 
 class Refusal(Exception):
-    """A request that is refused.
+    """Refusal of a request.
 
     Attributes:
         status: HTTP status.
-        sentence: what is wrong and what to do. Contains nothing from the request.
+        sentence: message that says what is wrong and what to do. Quotes nothing from the request.
     """
 
     def __init__(self, status: int, sentence: str) -> None:
@@ -105,7 +105,7 @@ class Access:
         if not self.on_loopback:
             raise Refusal(
                 403,
-                "These routes are off, because this server listens beyond its own machine: "
+                "These routes are off, because the server accepts connections from other machines: "
                 f"set {ADMIN_TOKEN} for the server and send it, or serve on --host 127.0.0.1.",
             )
         if _is_passed_on(headers) or not is_loopback(_host(headers)):
@@ -174,7 +174,7 @@ def read_page(query: Mapping[str, str]) -> Page:
     try:
         return Page(int(limit), Cursor.from_json(query.get("after", "0.0")))
     except ValueError:
-        wrong = "after is what the page before gave as next, such as 0.57."
+        wrong = "after must be the value of next in the previous page, such as 0.57."
         raise Refusal(400, wrong) from None
 
 

@@ -1,4 +1,4 @@
-"""The method that we add to vLLM's engine core: takes a query, returns its reply.
+"""The method that tiered-kv adds to vLLM's engine core. It answers queries from the API server.
 
 The API server calls it by name, through vLLM's own ``call_utility_async``. It runs on the
 scheduler's thread between two steps, and also in an idle engine.
@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 METHOD = "tiered_kv_answer"
 """Name of the method."""
 NO_CONNECTOR, FAILED = "no connector", "failed"
-"""Values of ``error`` in the reply of an engine that does not have our connector, or that failed to
-answer."""
+"""Values of ``error`` in the reply of an engine that runs without tiered-kv's connector, or that
+failed to answer."""
 
 _failures: set[str] = set()
 """Types of exceptions that were logged in this process."""

@@ -84,8 +84,8 @@ class TieredEndpoints:
             logger.info("/tiered_kv answers programs on this machine")
         else:
             logger.warning(
-                "/tiered_kv refuses all clients, because the server listens beyond this "
-                "machine and %s is not set",
+                "/tiered_kv refuses all clients, because the server accepts connections from "
+                "other machines and %s is not set",
                 ADMIN_TOKEN,
             )
 

@@ -214,11 +214,11 @@ _BUSY = (429, 504)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """The patience of a waiting client.
+    """How long a client waits for an operation.
 
     Attributes:
         timeout_s: longest wait, seconds.
-        until: its end, on the event loop's clock.
+        until: end of the wait, on the event loop's clock.
         gone: returns True once the client no longer waits.
     """
 
@@ -371,7 +371,7 @@ class SnapshotRoutes:
         for said in answers:
             if said["engine"] == engine and said["state"] is not None:
                 return said
-        return {"state": "failed", "why": "The engine that did it is not there any more."}
+        return {"state": "failed", "why": "The engine that ran the operation no longer exists."}
 
 
 def _refusal(said: dict[str, Any]) -> Refusal:

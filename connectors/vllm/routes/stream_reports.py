@@ -1,4 +1,4 @@
-"""Reports in streamed answers: where their prompt came from.
+"""Reports in streamed answers: where the KV of the prompt was found.
 
 vLLM puts what the connector returns for a finished request into complete answers only. For streams,
 the API server receives it too, with the last tokens of the request. ``listen`` reads it there, as
@@ -120,7 +120,7 @@ def listen(client: Any) -> None:
 
 
 class ReportMiddleware:
-    """ASGI middleware.
+    """ASGI middleware that adds the report to the last event of a streamed answer.
 
     Args:
         app: next application.

@@ -306,7 +306,7 @@ def test_a_missing_engine_ends_the_wait() -> None:
     async def story() -> None:
         await restored(ask)
 
-    with pytest.raises(Refusal, match="not there any more") as caught:
+    with pytest.raises(Refusal, match="no longer exists") as caught:
         asyncio.run(story())
     assert caught.value.status == 409
 
