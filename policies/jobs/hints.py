@@ -27,7 +27,7 @@ _MAPPINGS = (dict, Mapping)
 
 
 class TurnHints(NamedTuple):
-    """Usable hints of a request; None where there is none.
+    """Usable hints of a request. A hint that the request lacks is None.
 
     Attributes:
         job_id: id of the job; None if it must be inferred.
