@@ -19,7 +19,7 @@ MAX_SALT_CHARS = 512
 
 
 class JobKey(NamedTuple):
-    """Identity of a job: its name, scoped by the cache salt. Equal names under different salts are
+    """Identity of a job: its name and the cache salt. Equal names under different salts are
     different jobs."""
 
     salt: str
@@ -36,16 +36,16 @@ def job_scope(cache_salt: str | None) -> str:
 
 
 class Tier(Enum):
-    """Tier where a finished turn's KV is kept."""
+    """Tier in which a finished turn's KV is kept."""
 
     PIN = "pin"
     """VRAM until a deadline, with a copy in CPU memory."""
     CPU = "cpu"
     """CPU memory. VRAM may reuse the blocks immediately."""
     STORE = "store"
-    """The tiers below CPU memory, once the KV is saved. Chosen if the next turn is far away."""
+    """The tiers below CPU memory. Chosen if the next turn is far away."""
     DROP = "drop"
-    """Release of the KV: the job is over, or prefilling again is cheapest."""
+    """No tier, because the job is over or prefilling again is cheapest."""
 
 
 class GapClass(Enum):
@@ -74,14 +74,14 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools that a job runs in the gap. Several tool calls are represented by the slowest.
+    """The tools that a job runs in the gap. Of several tool calls, the slowest is described.
 
     Attributes:
         path: names from general to specific: the tool, its subcommand, the command with numbers,
             paths and strings masked, such as ("bash", "git clone", "git clone <url>"). A model
             wrote the text. It is short, but may contain any characters.
         command: the slowest shell command; empty if there is none.
-        rule: prior of its duration; None if unknown.
+        rule: prior of the tool's duration; None if unknown.
         least_s, most_s: bounds set by the command itself (``sleep 30``, ``timeout 10``), seconds.
         expected_s: the client's estimate, seconds; None without one.
     """
@@ -200,8 +200,8 @@ class Decision:
 
 
 class TurnPolicy(Protocol):
-    """A policy, which decides at the end of every turn. No I/O, no clock, no threads;
-    deterministic.
+    """A policy, which chooses the tier of a turn's KV when the turn ends. Policies are
+    deterministic, and use no I/O, clocks or threads.
 
     ``decide`` does not change the policy, and takes under 100 µs. It runs on the scheduler's
     thread: once when the turn ends, before its tool call is read, and again when the tool is known.

@@ -86,8 +86,8 @@ class Forecast:
 
     @classmethod
     def of_masses(cls, masses: Array) -> Forecast:
-        """Create a forecast from the probability of each cell. ``masses``: shape (cells,), sum
-        1."""
+        """Create a forecast from the probability of each cell. ``masses`` has shape (cells,) and
+        sum 1."""
         return cls(np.minimum(masses[:-1].cumsum(), 1.0))
 
     @property
@@ -109,7 +109,7 @@ class Forecast:
         return held_s
 
     def within(self, t: float) -> float:
-        """P(X <= t), t in seconds."""
+        """Return P(X <= t), the probability that the gap ends within ``t`` seconds."""
         if not t > 0:
             return 0.0
         i = cell_of(t)
@@ -120,7 +120,8 @@ class Forecast:
         return float(before + share * (float(self.cdf[i]) - before))
 
     def held(self, t: float) -> float:
-        """E[min(X, t)]: mean time that something kept until X or t is kept, seconds."""
+        """E[min(X, t)], seconds: mean time for which KV is kept if it is kept until the job
+        returns, but at most for ``t`` seconds."""
         if not t > 0:
             return 0.0
         i = cell_of(t)

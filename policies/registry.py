@@ -38,7 +38,7 @@ def policy(name: str) -> TurnPolicy:
     """Create the policy of that name.
 
     Raises:
-        ConfigError: it does not exist, or cannot be used.
+        ConfigError: the policy does not exist, or cannot be used.
     """
     made = load("policy", name, POLICIES, TurnPolicy)()
     if not hasattr(made, "reads_tools"):
@@ -53,6 +53,6 @@ def eviction(name: str) -> EvictionRule:
     """Return the eviction rule of that name.
 
     Raises:
-        ConfigError: it does not exist, or cannot be used.
+        ConfigError: the rule does not exist, or cannot be used.
     """
     return load("eviction rule", name, EVICTION, EvictionOrder)

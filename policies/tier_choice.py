@@ -21,7 +21,7 @@ costs space in CPU memory."""
 
 
 def unpriced(turn: TurnEnd) -> Decision | None:
-    """Return the decision for KV that does not depend on costs; None if it does.
+    """Return the decision for a turn's KV if it does not depend on costs; None if it does.
 
     After the last step the KV is not needed. If the job is unknown, or its client disconnected, no
     turn would use a pin.
@@ -34,8 +34,8 @@ def unpriced(turn: TurnEnd) -> Decision | None:
 
 
 def choose(turn: TurnEnd, forecast: Forecast, costs: Costs) -> Decision:
-    """Choose PIN while U is worth it; otherwise CPU memory, or a lower tier if CPU memory would
-    evict the KV before it is needed; DROP if prefilling again is cheapest."""
+    """Choose PIN for as long as U rises; without a worthwhile pin, CPU memory, or a lower tier if
+    CPU memory would evict the KV before it is needed; DROP if prefilling again is cheapest."""
     decided = unpriced(turn)
     if decided is not None:
         return decided
@@ -60,7 +60,8 @@ def without_pin(costs: Costs, median_s: float) -> Tier:
 
 
 def _back_s(forecast: Forecast, costs: Costs) -> float | None:
-    """q̂ - R: time at which the promotion starts, seconds; None if the job may well not return."""
+    """Return q̂ - R, the time after the turn's end at which the promotion starts, seconds; None if
+    the job may well not return."""
     back_s = forecast.quantile(BACK_BEFORE)
     if math.isinf(back_s):
         return None

@@ -9,15 +9,16 @@ import math
 from typing import NamedTuple
 
 SENIORITY = 0.1
-"""Maximum time by which a later request may precede an earlier one where seats are short, as a
-fraction of the admission limit. Giving a seat to an older job saves no computation."""
+"""Maximum time by which a later request may precede an earlier one if more requests wait than may
+run, as a fraction of the admission limit. Preferring the request of an older job then saves no
+computation."""
 
 
 class QueuePosition(NamedTuple):
-    """A request as seen by the orders. A tuple, because thousands are sorted.
+    """A request as seen by the orders. A tuple, because thousands of requests are sorted.
 
     Attributes:
-        job_started_at: start of its job, seconds; the request's own arrival without a job.
+        job_started_at: start of its job, seconds; without a job, the arrival of the request.
         arrived_at: arrival of the request, seconds.
         new: True if no turn of its job has been allocated blocks.
         preempted: True if it was preempted.
@@ -38,8 +39,8 @@ class QueuePosition(NamedTuple):
 
 
 def parked_rank(position: QueuePosition) -> tuple[bool, float, float]:
-    """Order in which held-back requests are admitted: turns of started jobs by the start of their
-    jobs, then new jobs, starting with the client that has the fewest blocks, in order of
+    """Return the rank of a request that is held back. Turns of started jobs are admitted first, by
+    the start of their jobs; then new jobs, by the number of their client's blocks, then by
     arrival."""
     if not position.new:
         return False, 0.0, position.job_started_at
@@ -49,13 +50,14 @@ def parked_rank(position: QueuePosition) -> tuple[bool, float, float]:
 def waiting_rank(
     position: QueuePosition, seniority_s: float = math.inf
 ) -> tuple[int, float, float]:
-    """Order in which waiting requests are admitted: preempted requests; overdue requests by
-    arrival; requests whose KV is pinned or being promoted; all others. Within each group, by the
-    start of their jobs.
+    """Return the rank of a waiting request. Admitted first are preempted requests, then overdue
+    requests by arrival, then requests whose KV is pinned or being promoted, then all others. Within
+    the other groups, the order is by the start of their jobs.
 
     Args:
-        seniority_s: where seats are short, the maximum time by which a request may have arrived
-            later than a request that it precedes, seconds.
+        seniority_s: maximum time by which a request may have arrived later than a request that it
+            precedes, seconds. Finite if more requests wait than may run; then the requests that are
+            neither preempted nor overdue form one group.
     """
     if position.overdue and not position.preempted:
         return 1, position.arrived_at, position.arrived_at
@@ -67,6 +69,6 @@ def waiting_rank(
 
 
 def running_rank(position: QueuePosition) -> tuple[bool, float]:
-    """Order of running requests by what they lose if preempted: last turns, then the oldest jobs.
-    The last request in this order is preempted."""
+    """Return the rank of a running request. Last turns of jobs come first, then the turns of the
+    oldest jobs. The last request in this order is preempted."""
     return not position.is_last_step, position.job_started_at

@@ -36,14 +36,14 @@ Array = NDArray[np.float64]
 MOMENTS = 32
 """Maximum number of moments evaluated. If there are more, this many are sampled evenly."""
 CHUNK = 64
-"""Number of jobs whose sum is cached together."""
+"""Number of jobs in a chunk. The sums of the demands of all preceding chunks are cached."""
 JOBS = 256
 """Number of finished jobs whose lengths are kept."""
 GROWTH_DECAY = 0.98
 """Factor by which the weight of a turn's growth decays with the next turn."""
 MOST, LEAST = 1.25, 0.5
-"""Bounds of the fraction of the pool that may be committed. It exceeds 1 if forecasts proved higher
-than what jobs then used."""
+"""Bounds of the fraction of the pool that may be committed to jobs. The fraction exceeds 1 if
+forecasts proved higher than what jobs then used."""
 UP = 1.001
 """Factor applied to that fraction for each second in which a job is held back despite free
 blocks."""
@@ -60,10 +60,10 @@ class JobDemand(NamedTuple):
             if none runs.
         grows: growth with every later turn, blocks.
         left: number of later turns.
-        weight: fraction of the time that VRAM must hold them, 0 to 1. A job that waits in CPU
-            memory needs them only while a turn runs.
-        chance: probability that it needs them at all.
-        shared: blocks that it shares with other jobs, counted for one of them.
+        weight: fraction of the time in which VRAM must hold these blocks, 0 to 1. A job whose KV
+            waits in CPU memory needs VRAM only while a turn runs.
+        chance: probability that the job needs its blocks at all.
+        shared: blocks that the job shares with other jobs, if they are counted for this job.
     """
 
     blocks: float
@@ -93,7 +93,7 @@ NOTHING = Blocks()
 
 
 def most_of(demand: JobDemand) -> Blocks:
-    """Upper bounds of the blocks that a job ever takes."""
+    """Return upper bounds of the blocks that a job takes at any time."""
     blocks, grows, left, weight, chance, shared = demand
     whole = max(0.0, blocks + grows * left)
     return Blocks(weight * whole + shared, chance * whole + shared)
@@ -108,7 +108,7 @@ class Demand:
 
     Args:
         jobs: demand of each job.
-        spread: standard deviation over mean of the time of a turn with its gap.
+        spread: standard deviation of the time of a turn with its gap, divided by its mean.
 
     Attributes:
         most: upper bounds of the peak, in VRAM and anywhere.
@@ -140,7 +140,8 @@ class Demand:
         return len(self._jobs)
 
     def put(self, place: int, demand: JobDemand) -> None:
-        """Set the demand of the job at that position, or append a new job."""
+        """Set the demand of the job at position ``place``. At the position after the last job,
+        append a job."""
         before = NO_DEMAND
         if place == len(self._jobs):
             self._jobs.append(demand)
@@ -168,12 +169,13 @@ class Demand:
     def peak(
         self, more: JobDemand | None = None, *, first: int | None = None, anywhere: bool = False
     ) -> float:
-        """Highest number of blocks that the jobs take at any time. Shared blocks count once.
+        """Return the highest number of blocks that the jobs take at any time. Shared blocks count
+        once.
 
         Args:
             more: an additional job.
             first: number of jobs to include, from the first on; None for all.
-            anywhere: True for blocks in VRAM or outside it.
+            anywhere: True to count blocks in VRAM and CPU memory; False for VRAM only.
         """
         if self._changed:
             self._update_rows()
@@ -201,7 +203,8 @@ class Demand:
         return left + self._spread * np.sqrt(left)
 
     def _row_of(self, demand: JobDemand) -> Array:
-        """Row of one job. An arriving job is tested, and then added, with the same demand."""
+        """Return the row of one job. The last row is cached, because an arriving job is tested and
+        then added with the same demand."""
         tested, row = self._latest
         if demand is not tested:
             row = np.empty(2 * len(self._moments))
@@ -210,7 +213,7 @@ class Demand:
         return row
 
     def _fill(self, rows: Array, demands: JobDemand | Array) -> None:
-        """Compute the rows of these demands."""
+        """Compute the rows of ``demands`` into ``rows``."""
         blocks, grows, left, weight, chance, shared = demands
         there = self._stays(left) >= self._moments
         whole = (blocks + grows * np.minimum(left, self._moments)) * there
@@ -221,7 +224,8 @@ class Demand:
 
 
 class JobLengths:
-    """Number of turns that a job has left, from recently finished jobs."""
+    """Estimator of the number of turns that a job has left, from the lengths of recently finished
+    jobs."""
 
     def __init__(self) -> None:
         self._latest: deque[int] = deque()
@@ -239,15 +243,15 @@ class JobLengths:
         self._sums = None
 
     def left(self, turns: int) -> float:
-        """Expected number of further turns after ``turns`` have started: the mean of the jobs that
-        had more; ``turns`` if there was none."""
+        """Return the expected number of further turns of a job that has started ``turns`` turns:
+        the mean over finished jobs with at least as many turns; ``turns`` if there are none."""
         if self._sums is None:
             total, sums = 0, [0]
             for one in reversed(self._sorted):
                 total += one
                 sums.append(total)
             self._sums = sums[::-1]
-        # Jobs that ended here count too, with no turns left.
+        # Jobs with exactly this many turns count too, with no turns left.
         at = bisect_right(self._sorted, turns - 1)
         count = len(self._sorted) - at
         if not count:
@@ -256,7 +260,7 @@ class JobLengths:
 
 
 class Growth:
-    """Mean number of blocks that contexts gained per turn recently."""
+    """Moving average of the number of blocks that contexts gain per turn."""
 
     def __init__(self) -> None:
         self._sum = self._weight = 0.0
@@ -267,13 +271,14 @@ class Growth:
 
     @property
     def mean(self) -> float:
-        """0 before the first observation."""
+        """Mean growth, blocks per turn; 0 before the first observation."""
         return self._sum / self._weight if self._weight else 0.0
 
 
 class JobForecast:
-    """Forecast of a job: it continues for as many turns as jobs of its age had left. Each turn adds
-    the job's mean growth, with the mean of all jobs counted as one more turn.
+    """Forecast of a job's length and growth. The job continues for as many turns as jobs of its age
+    had left. Each turn adds the job's mean growth, in which the mean growth of all jobs counts as
+    one more turn.
 
     Attributes:
         lengths: lengths of finished jobs, turns.
@@ -288,8 +293,8 @@ class JobForecast:
         """Forecast one job.
 
         Args:
-            turns: number of turns that it has started.
-            grown: growth since the first turn, blocks.
+            turns: number of turns that the job has started.
+            grown: growth of its context since the first turn, blocks.
 
         Returns:
             Growth per turn in blocks, and number of further turns.
@@ -298,7 +303,7 @@ class JobForecast:
 
 
 class TurnCadence:
-    """Regularity of turns: times between the arrivals of a job's consecutive turns."""
+    """Mean and spread of the time between the arrivals of a job's consecutive turns."""
 
     def __init__(self) -> None:
         self._mean = self._square = 0.0
@@ -310,7 +315,7 @@ class TurnCadence:
 
     @property
     def spread(self) -> float:
-        """Standard deviation over mean; 0 before the second observation."""
+        """Standard deviation divided by the mean; 0 before the second observation."""
         if self._mean <= 0:
             return 0.0
         return math.sqrt(max(0.0, self._square - self._mean**2)) / self._mean
@@ -319,10 +324,11 @@ class TurnCadence:
 class Overcommit:
     """Fraction of the pool that may be committed to jobs.
 
-    It starts at 1, and falls by the fraction that was evicted before its job returned. Contexts
-    that are found whole raise it: a pool's worth of them by 1 - 1/e of the missing part, so that it
-    settles where as much recovers as is lost. Jobs that are held back despite free blocks raise it
-    slowly, above 1 if necessary.
+    The fraction starts at 1. When a job returns and part of its context was evicted, the fraction
+    falls by the size of that part relative to the pool. Contexts that are found whole raise the
+    fraction towards 1: contexts that fill the pool once close 1 - 1/e of the distance. So the
+    fraction settles where gains and losses are equal. Jobs that are held back despite free blocks
+    raise it slowly, above 1 if necessary.
     """
 
     def __init__(self) -> None:
@@ -330,19 +336,20 @@ class Overcommit:
         self._raised_at = -math.inf
 
     def returned(self, found: float, lost: float) -> None:
-        """Record a returning job whose context was meant to be kept: the fractions of the pool that
-        still existed, and that did not."""
+        """Record a returning job whose context was meant to be kept.
+
+        Args:
+            found: the part of the context that still existed, as a fraction of the pool.
+            lost: the part that did not exist any more, as a fraction of the pool.
+        """
         if lost:
             self.share = max(LEAST, self.share - lost)
         elif self.share < 1.0:
             self.share += (1.0 - self.share) * min(1.0, found)
 
     def spare(self, now: float) -> None:
-        """Record that a job is held back although more blocks are free than it needs.
-
-        Args:
-            now: monotonic seconds.
-        """
+        """Record that a job is held back at time ``now`` (monotonic seconds) although more blocks
+        are free than it needs."""
         if now - self._raised_at >= LEARN_EVERY_S:
             self._raised_at = now
             self.share = min(MOST, self.share * UP)
@@ -350,7 +357,8 @@ class Overcommit:
 
 @dataclass(frozen=True, slots=True)
 class FairShare:
-    """Blocks that clients leave between turns beyond an equal share of the space each.
+    """Excess of clients: the blocks of their jobs between turns, beyond an equal share of the
+    space for each client.
 
     Attributes:
         over: excess of each client.
@@ -362,8 +370,8 @@ class FairShare:
 
     @classmethod
     def of(cls, waiting: Mapping[str, Blocks], room: Blocks) -> FairShare:
-        """Compare clients with their shares. A single client gets half of the space, because the
-        next client may arrive at any time.
+        """Compute the excess of each client. The share of a single client is half of the space,
+        because another client may arrive at any time.
 
         Args:
             waiting: expected demand of each client's unpinned jobs between turns; includes clients
@@ -382,8 +390,12 @@ class FairShare:
         return cls(over, total)
 
     def of_others(self, client: str, *, anywhere: bool) -> float:
-        """Blocks that do not count when that client needs space: the excess of all other
-        clients."""
+        """Return the excess of all clients except ``client``, blocks. These blocks do not count
+        when ``client`` needs space.
+
+        Args:
+            anywhere: True for VRAM and CPU memory; False for VRAM only.
+        """
         own = self.over.get(client, NOTHING)
         return self.total[anywhere] - own[anywhere]
 
@@ -401,13 +413,14 @@ class ClientUse:
     blocks: float = 0.0
 
     def plus(self, blocks: float) -> ClientUse:
-        """Return the use with one more context, of that many blocks."""
+        """Return the use with one more context, which has ``blocks`` blocks."""
         return ClientUse(self.contexts + 1, self.blocks + blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class EqualShare:
-    """Share of each client while others wait. A single context is always within it.
+    """Share of each client while other clients' requests wait. A client with a single context is
+    always within its share.
 
     Attributes:
         seats: number of requests that may run.
@@ -429,8 +442,8 @@ class EqualShare:
         return cls(seats / clients, blocks / clients)
 
     def excess(self, use: ClientUse) -> float:
-        """Return the ratio of a client's use to its share, of seats or of the pool, whichever is
-        larger; 0 if the client is within its share."""
+        """Return the ratio of a client's use to its share, for seats or for blocks, whichever ratio
+        is larger; 0 if the client is within its share."""
         times = max(use.contexts / self.seats, use.blocks / self.blocks)
         return times if times > 1 and use.contexts > 1 else 0.0
 
@@ -447,8 +460,8 @@ class TurnPace:
     """Mean time of a turn and of a gap, over all jobs.
 
     Attributes:
-        turn_s: mean time of a turn, seconds; 0 before the first.
-        served_s: the same without the wait for the first blocks.
+        turn_s: mean time of a turn, seconds; 0 before the first turn.
+        served_s: mean time of a turn without its wait for the first blocks, seconds.
         gap_s: mean gap, seconds; each gap counts as at most ``SOON_S``.
     """
 
@@ -461,17 +474,17 @@ class TurnPace:
         return self.served_s + self.gap_s
 
     def on_turn(self, seconds: float, served_s: float) -> None:
-        """Add a finished turn, which had blocks for ``served_s``."""
+        """Add a finished turn that took ``seconds``. It had blocks for ``served_s`` seconds."""
         self.turn_s = _mean(self.turn_s, seconds)
         self.served_s = _mean(self.served_s, served_s)
 
     def on_gap(self, seconds: float) -> None:
-        """Add a gap that ended with the job's next turn."""
+        """Add a gap of ``seconds`` that ended with the job's next turn."""
         self.gap_s = _mean(self.gap_s, min(seconds, SOON_S))
 
     def vram_share(self, away_s: float) -> float:
-        """Fraction of time, until its next turn ends, that a job needs VRAM: it needs VRAM only
-        while a turn runs.
+        """Return the fraction of the time from the end of a job's last turn to the end of its next
+        turn in which the job needs VRAM. It needs VRAM only while a turn runs.
 
         Args:
             away_s: time since its last turn ended, seconds; 0 at the start of a gap.
@@ -481,13 +494,13 @@ class TurnPace:
 
 
 def running_demand(blocks: float, grows: float, left: float, shared: float) -> JobDemand:
-    """Demand of a job with a running turn: its whole context.
+    """Return the demand of a job with a running turn, which needs its whole context in VRAM.
 
     Args:
         blocks: unshared blocks of its context at the end of the turn.
         grows: growth with every later turn, blocks.
         left: number of later turns.
-        shared: blocks that it counts for its family.
+        shared: blocks that the job shares with other jobs, if they are counted for this job.
     """
     return JobDemand(blocks, grows, left, 1.0, 1.0, shared)
 
@@ -500,22 +513,22 @@ def away_demand(
     chance: float,
     weight: float,
 ) -> JobDemand:
-    """Demand of a job between two turns. The next turn counts as the current one.
+    """Return the demand of a job between two turns. The next turn counts as its current turn.
 
     Args:
         blocks: unshared blocks of its context.
         grows: growth with every turn, blocks.
         left: number of turns after the last.
-        shared: blocks that it counts for its family.
+        shared: blocks that the job shares with other jobs, if they are counted for this job.
         chance: probability that it returns soon.
-        weight: fraction of its blocks that VRAM must hold on average: the chance to return, times
-            the fraction of the time in which the job then needs them (all of it under a pin).
+        weight: fraction of its blocks that VRAM must hold on average: ``chance`` times the fraction
+            of the time in which the job needs VRAM, which is 1 if its KV is pinned.
     """
     return JobDemand(blocks + grows, grows, max(0.0, left - 1), weight, chance, shared)
 
 
 def mean_context(demand: JobDemand) -> float:
-    """Mean number of blocks of a job's context over its remaining turns."""
+    """Return the mean number of blocks of a job's context over its remaining turns."""
     return demand.blocks + demand.grows * demand.left / 2
 
 

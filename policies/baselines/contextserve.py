@@ -53,18 +53,18 @@ WINDOW = 200
 FAST_S, SLOW_S = 1.0, 5.0
 SURE = 0.85
 TTL_QUANTILE = 0.9
-_FROM = (10, 5, 2)  # number of gaps required: of the command, of the tool, of all
+_FROM = (10, 5, 2)  # number of gaps required: of the command, of the tool, of all tools
 _LOG_GRID = np.log(GRID)
 _LOG_BOUNDS = np.log([FAST_S, SLOW_S])
 
 
 class ContextServe:
-    """The policy as described by its authors. Its thresholds do not depend on restore costs.
+    """ContextServe as described by its authors. Its thresholds do not depend on restore costs.
 
     The first layer that has an answer decides:
 
-    1. Rules. If the first word is known to be fast, the gap is FAST, with a pin of 3 s. If the
-       command starts like a known slow one, the gap is SLOW, without a pin.
+    1. Rules. If the command's first word is known to be fast, the gap is FAST, with a pin of 3 s.
+       If the command starts with a prefix known to be slow, the gap is SLOW, without a pin.
     2. The posterior of the narrowest context with enough gaps: 10 of the command, 5 of the tool, 2
        of all. The gap is FAST if P(X < 1 s) > 0.85, with a pin until the 0.9 quantile. It is SLOW
        if P(X > 5 s) > 0.85.

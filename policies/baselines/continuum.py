@@ -31,7 +31,7 @@ ALL: Tool = ()
 
 
 class _Gaps:
-    """The last gaps of one tool, kept both in order of arrival and sorted by length."""
+    """The latest gaps of one tool, in order of arrival and sorted by length."""
 
     def __init__(self, seconds: Sequence[float] = ()) -> None:
         self.latest = deque(seconds)
@@ -49,21 +49,22 @@ _NONE = _Gaps()
 
 
 class ToolGaps:
-    """S[f]: the last gaps of each tool, and of all tools under ``ALL``. One thread at a time."""
+    """S[f]: the latest gaps of each tool, and of all tools under the key ``ALL``. Not
+    thread-safe."""
 
     def __init__(self) -> None:
         self._tools: OrderedDict[Tool, _Gaps] = OrderedDict({ALL: _Gaps()})
 
     def count(self, tool: Tool) -> int:
-        """Number of stored gaps of a tool."""
+        """Return the number of stored gaps of a tool."""
         return len(self._tools.get(tool, _NONE).latest)
 
     def ascending(self, tool: Tool) -> Array:
-        """Gaps of a tool, seconds, ascending."""
+        """Return the stored gaps of a tool in ascending order, seconds."""
         return self._tools.get(tool, _NONE).ascending
 
     def latest(self, tool: Tool, count: int) -> Array:
-        """The last gaps of a tool, latest first, at most ``count``, seconds."""
+        """Return at most ``count`` of a tool's latest gaps, latest first, seconds."""
         kept = self._tools.get(tool, _NONE).latest
         return np.fromiter(islice(reversed(kept), count), np.float64)
 
@@ -95,7 +96,7 @@ class ToolGaps:
             seconds = one.take("gaps", numbers, -1, least=0)[-MAX_GAPS:]
             found[one.take("tool", strings)] = _Gaps(seconds.tolist())
         if ALL not in found or len(found) > MAX_TOOLS:
-            raise ValueError("the saved gaps are invalid")
+            raise ValueError("the saved gaps have no entry for all tools, or too many tools")
         self._tools = found
 
 
@@ -152,7 +153,8 @@ class ContinuumFixed(_OfToolGaps):
 
 
 def time_to_live(gaps: ToolGaps, tool: Tool, costs: Costs) -> float:
-    """Continuum's τ*, seconds; 0 without a pin."""
+    """Return Continuum's τ*, the time for which to pin a turn's KV after a call of ``tool``,
+    seconds; 0 if no pin pays off."""
     if gaps.count(ALL) < ENOUGH:
         return max(0.0, math.log(max(costs.queue_s + costs.restore_s, 1e-9)))
     seconds = gaps.ascending(tool if gaps.count(tool) >= ENOUGH else ALL)
@@ -162,7 +164,8 @@ def time_to_live(gaps: ToolGaps, tool: Tool, costs: Costs) -> float:
 
 
 def pinned(ttl_s: float, costs: Costs) -> Decision:
-    """Pin for ``ttl_s`` seconds; if that is 0, choose the best tier for a short gap."""
+    """Return a pin of ``ttl_s`` seconds; if that is 0, the best tier outside VRAM for a short
+    gap."""
     if ttl_s > 0:
         return Decision(Tier.PIN, ttl_s)
     return Decision(without_pin(costs, 0.0))

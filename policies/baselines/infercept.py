@@ -9,7 +9,7 @@ from .unpinned import StatelessPolicy
 
 
 class InferCept(StatelessPolicy):
-    """Chooses the least waste of memory over time, for one turn of C tokens of size M.
+    """Chooses what wastes the least memory, multiplied by time, for a turn of C tokens of M bytes.
 
     The waste, divided by the common factor C M, is:
 
@@ -17,10 +17,10 @@ class InferCept(StatelessPolicy):
     - preserve: the gap;
     - swap: 2 T_swap, the time of both copies.
 
-    The gap is estimated as the time since the tool was called, which grows from 0. So the turn is
-    preserved until that has cost as much as the cheaper alternative, and is then discarded or
-    swapped. The waste of other requests, which are stalled in the meantime, is omitted, because it
-    affects both alternatives.
+    The gap is estimated as the time since the tool was called, which grows from 0. So the turn's KV
+    is preserved until that time equals the waste of the cheaper alternative, and is then discarded
+    or swapped. The waste of other requests, which are stalled in the meantime, is omitted, because
+    both alternatives cause it.
     """
 
     def decide(self, turn: TurnEnd, costs: Costs) -> Decision:

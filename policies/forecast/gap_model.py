@@ -1,4 +1,4 @@
-"""Forecast of the gap after a turn: by its tool, then corrected by the job's own earlier gaps.
+"""Forecast of the gap after a turn: from its tool, then corrected by the job's own earlier gaps.
 
 The correction multiplies the probability of each cell by exp(s(rank)), then normalises (exponential
 tilting). s is piecewise linear in the rank of the cell, and linear in the job's history. Because s
@@ -29,14 +29,14 @@ from .tool_hierarchy import ToolHierarchy
 Array = NDArray[np.float64]
 
 VERSION = 2
-"""Version of the saved state. The grid and the rank knots are part of it."""
+"""Version of the saved state. Increased when its format, the grid or the rank knots change."""
 TRUST = 0.5
-"""Initial exponent of each of the two views of the job's history, which gives their geometric
-mean."""
+"""Initial exponent of each of the two views of the job's history. With 0.5 for both, the correction
+is their geometric mean."""
 RATE = 0.05
 """Step size of AdaGrad."""
 CAUTION = 1.0
-"""Initial sum of squared gradients. Keeps the first steps from being the largest."""
+"""Initial sum of squared gradients, which keeps AdaGrad's first steps small."""
 MOST_KEPT = 64
 """Number of forecasts kept until the next gap is observed. When many jobs arrive together, their
 first turns also end together, most of them with the same forecast."""
@@ -52,7 +52,7 @@ class GapModel:
         self._of_first: dict[ToolUse | None, Forecast] = {}  # by tool, for jobs without a history
 
     def forecast(self, turn: TurnEnd) -> Forecast:
-        """Forecast the gap after a turn. Does not change what the model has learned."""
+        """Forecast the gap after a turn. The learned state does not change."""
         past = self._jobs.past(turn)
         if past is not NO_PAST:
             return self._forecast(turn.tool, past)
@@ -68,7 +68,8 @@ class GapModel:
         return Forecast.of_masses(self._correction.corrected(masses, features_of(past)))
 
     def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
-        """Learn from a gap, as in ``TurnPolicy.observe``. Impossible gaps are ignored."""
+        """Learn from a gap, as in ``TurnPolicy.observe``. Negative and infinite gaps are
+        ignored."""
         if not 0 <= gap_s < math.inf:
             return
         masses, features = self._tools.forecast(turn.tool), features_of(self._jobs.past(turn))
@@ -92,7 +93,7 @@ class GapModel:
         }
 
     def load(self, learned: Mapping[str, object]) -> None:
-        """Restore a state that ``dump`` returned. Entries of earlier versions are ignored.
+        """Restore a state that ``dump`` returned. Unknown entries are ignored.
 
         Raises:
             ValueError: the state is malformed; the model is unchanged.
@@ -106,7 +107,7 @@ class GapModel:
 
 
 def features_of(past: Past) -> Array:
-    """Features of a job's history: 1, and its two views. Shape (features,)."""
+    """Return the features of a job's history: a constant 1, then both views. Shape (features,)."""
     return np.concatenate([_ONE, past.recent, past.similar])
 
 
@@ -114,7 +115,7 @@ _ONE = np.ones(1)
 
 
 class HistoryCorrection:
-    """The correction and its online learning. Not thread-safe."""
+    """Correction of a forecast by the job's history, learned online. Not thread-safe."""
 
     def __init__(self) -> None:
         eye = TRUST * np.eye(len(KNOTS))
@@ -122,16 +123,15 @@ class HistoryCorrection:
         self.squares: Array = np.full_like(self.weights, CAUTION)
 
     def corrected(self, masses: Array, features: Array) -> Array:
-        """Return the corrected probability of each cell. Does not change the correction. Shape
-        (cells,)."""
+        """Return the corrected probability of each cell, shape (cells,). Learns nothing."""
         return tilted(masses, features @ self.weights)
 
     def observe(self, masses: Array, features: Array, missed: Array) -> None:
         """Learn from a gap after a turn with these features.
 
         Args:
-            masses: the forecast by tool alone, which was corrected.
-            missed: the observed probability of each cell minus the corrected forecast's.
+            masses: probability of each cell, forecast from the tool alone.
+            missed: observed probability of each cell, minus its corrected forecast.
         """
         gradient = np.outer(features, at_knots(ranks_of(masses), missed))
         self.squares += gradient * gradient

@@ -25,9 +25,9 @@ RECENT_DECAY = 0.8
 SIMILAR_DECAY = 0.97
 """Decay of a gap's weight with each later gap, among gaps after answers of similar length."""
 SIMILAR_SIGMA = 0.3
-"""Difference in log length beyond which two answers are no longer similar."""
+"""Standard deviation of the Gaussian weight of a gap, in the difference of log answer lengths."""
 PRIOR_WEIGHT = 1.0
-"""Weight of a uniform rank that every job starts with, in gaps."""
+"""Weight of the uniform distribution of ranks with which every job starts, as a number of gaps."""
 MAX_GAPS = 64
 """Maximum number of gaps kept per job. Older ones would have almost no weight."""
 MAX_JOBS = 4096
@@ -59,13 +59,13 @@ class _Job:
 
 
 class JobHistory:
-    """Ranks of every job's last gaps. Not thread-safe."""
+    """Ranks of the latest gaps of every job. Not thread-safe."""
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[JobKey, _Job] = OrderedDict()
 
     def past(self, turn: TurnEnd) -> Past:
-        """Return the history of a turn's job, as seen from the turn's end. Does not mutate."""
+        """Return the history of a turn's job at the end of the turn. Does not change it."""
         found = self._jobs.get(turn.job) if turn.job else None
         if found is None:
             return NO_PAST
@@ -73,7 +73,8 @@ class JobHistory:
         return Past(found.recent, similar)
 
     def observe(self, turn: TurnEnd, at_knots: Array) -> None:
-        """Add the rank of the gap after a turn. ``at_knots``: shape (knots,), sum 1."""
+        """Add the gap after a turn. ``at_knots`` is the distribution of its rank over the knots,
+        with shape (knots,) and sum 1."""
         job = turn.job
         if job is None:
             return
@@ -97,7 +98,8 @@ def _recent(ranks: Array) -> Array:
 
 @cache
 def _decays(decay: float, gaps: int) -> Array:
-    """Weights of a job's last gaps, oldest first; the latest weighs 1. Shape (gaps,)."""
+    """Return the weights of a job's latest gaps, oldest first. The latest gap has weight 1. Shape
+    (gaps,)."""
     weights: Array = np.power(decay, np.arange(gaps, dtype=np.float64)[::-1])
     return weights
 

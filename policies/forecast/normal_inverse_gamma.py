@@ -49,8 +49,8 @@ class NormalInverseGamma:
         return NormalInverseGamma(self.mu, min(self.lam, n), alpha, self.beta * alpha / self.alpha)
 
     def cdf(self, log_s: Array) -> Array:
-        """P(ln X <= ``log_s``) for the next X: Student-t with 2 alpha degrees of freedom at mu,
-        scale sqrt(beta (lam + 1) / (alpha lam))."""
+        """Return P(ln X <= ``log_s``) for the next X. ln X has a Student-t distribution with 2
+        alpha degrees of freedom, centre mu and scale sqrt(beta (lam + 1) / (alpha lam))."""
         scale = math.sqrt(self.beta * (self.lam + 1) / (self.alpha * self.lam))
         z = log_s - self.mu
         z /= max(scale, 1e-6)
@@ -88,7 +88,8 @@ _STEPS = np.diff(_CDF, axis=0)
 
 
 def student_t_cdf(z: Array, df: float) -> Array:
-    """P(T <= z) of Student's t with ``df`` >= 1 degrees of freedom, with an error below 1e-4."""
+    """Return P(T <= z) of Student's t-distribution with ``df`` >= 1 degrees of freedom, with an
+    error below 1e-4."""
     row = (len(_INVERSE_DF) - 1) / max(df, 1.0)
     low = min(int(row), len(_INVERSE_DF) - 2)
     curve: Array = _STEPS[low] * (row - low)

@@ -20,14 +20,16 @@ EVEN: Array = np.convolve(_STEPS, [0.5, 0.5])
 
 
 def ranks_of(masses: Array) -> Array:
-    """Return the rank of the middle of each cell. ``masses``: probability of each cell."""
+    """Return the rank of the middle of each cell, whose probabilities are ``masses``. Shape
+    (cells,)."""
     ranks: Array = masses.cumsum()
     ranks -= masses * 0.5
     return ranks
 
 
 def at_knots(ranks: Array, weights: Array) -> Array:
-    """Distribute weighted ranks to their two neighbouring knots. Shape (knots,)."""
+    """Distribute the weight of each rank to its two neighbouring knots. Returns the weight of each
+    knot, shape (knots,)."""
     low = np.clip(np.searchsorted(KNOTS, ranks, "right") - 1, 0, len(KNOTS) - 2)
     upper = weights * (ranks - KNOTS[low]) / _STEPS[low]
     shared = np.zeros(len(KNOTS))
@@ -37,8 +39,13 @@ def at_knots(ranks: Array, weights: Array) -> Array:
 
 
 def tilted(masses: Array, heights: Array) -> Array:
-    """Multiply the probability of each cell by exp(s), s linear in its rank between the knots, and
-    normalise. ``heights``: s at each knot. Shape (cells,)."""
+    """Multiply the probability of each cell by exp(s), and normalise. s is linear in the rank of
+    the cell between the knots.
+
+    Args:
+        masses: probability of each cell. Shape (cells,).
+        heights: s at each knot. Shape (knots,).
+    """
     made = np.interp(ranks_of(masses), KNOTS, heights)
     made -= heights.max()
     np.exp(made, out=made)

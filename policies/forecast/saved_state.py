@@ -9,20 +9,22 @@ Array = NDArray[np.float64]
 
 
 def numbers(saved: object, *shape: int, least: float = -np.inf) -> Array:
-    """Return finite numbers of the given shape; -1 stands for any length.
+    """Return ``saved`` as an array of finite numbers. Its shape must be ``shape``, in which -1
+    stands for any length.
 
     Raises:
-        ValueError: ``saved`` has another shape or type, or a number below ``least``.
+        ValueError: ``saved`` has another shape or type, or contains an infinite number or a number
+            below ``least``.
     """
     try:
         found = np.array(saved, dtype=np.float64)
     except (TypeError, OverflowError) as error:
-        raise ValueError("not numbers") from error
+        raise ValueError("it does not consist of numbers") from error
     fits = len(found.shape) == len(shape) and all(
         want in (-1, have) for want, have in zip(shape, found.shape, strict=True)
     )
     if not fits:
-        raise ValueError(f"numbers have shape {found.shape}, not {shape}")
+        raise ValueError(f"it has shape {found.shape}, but {shape} is required")
     if not np.isfinite(found).all() or (found < least).any():
-        raise ValueError("numbers out of range")
+        raise ValueError("it contains numbers outside the allowed range")
     return found

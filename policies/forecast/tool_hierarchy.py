@@ -1,8 +1,9 @@
 """Tool durations in a hierarchy: global, tool, subcommand, masked command. Each level is the prior
 of the next.
 
-A node learns ln X as a Normal-Inverse-Gamma with decaying observations and, after enough of them,
-the empirical distribution too. A node with few observations forecasts like its parent.
+A node learns the distribution of ln X as a Normal-Inverse-Gamma posterior from observations whose
+weight decays. With enough observations, it mixes in the empirical distribution. A node with few
+observations forecasts like its parent.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ Array = NDArray[np.float64]
 ROOT_PRIOR = NormalInverseGamma(mu=0.0, lam=1.0, alpha=1.0, beta=1.0)
 """Prior of all gaps, from ContextServe."""
 PRIOR_WORTH = 4.0
-"""κ: weight of a prior from the parent or from a rule, in observations."""
+"""κ: weight of a prior from the parent or from a rule, as a number of observations."""
 NODE_DECAY = 0.99
 """Factor by which the weight of an observation decays with each later one of the same node."""
 HISTOGRAM_DECAY = 0.9995
-"""Decay in the empirical distribution, which needs many more observations than a mean."""
+"""Factor by which the weight of an observation in the empirical distribution decays with each later
+one. A distribution needs many more observations than a mean."""
 HISTOGRAM_FROM = 30
-"""Number of observations from which the empirical distribution is mixed in, with half the
-weight."""
+"""Minimum number of observations for the empirical distribution to be used. At this number, it has
+about half of the weight."""
 MAX_NODES = 1024
 """Maximum number of nodes. The least recently used node is evicted, because models keep inventing
 commands."""
@@ -49,8 +51,8 @@ class Node:
 
     Attributes:
         seen: number of observations.
-        weight: their weight after decay.
-        mean, squares: weighted mean of ln X, and sum of squared deviations.
+        weight: total weight of the observations after decay.
+        mean, squares: weighted mean of ln X, and weighted sum of squared deviations from the mean.
         histogram: weight of the gaps in each cell. Shape (cells,).
     """
 
@@ -61,8 +63,8 @@ class Node:
     histogram: Array = field(default_factory=lambda: np.zeros(CELLS))
 
     def observe(self, cells: Array, mean: float, variance: float) -> None:
-        """Add a gap that lies in each cell with probability ``cells``. ``mean`` and ``variance``
-        refer to its logarithm."""
+        """Add a gap. ``cells`` is the probability that it lies in each cell; ``mean`` and
+        ``variance`` are those of its logarithm."""
         old = self.weight * NODE_DECAY
         off = mean - self.mean
         self.seen += 1
@@ -77,22 +79,22 @@ _UNSEEN = Node()
 
 
 class ToolHierarchy:
-    """Forecasts gaps by tool alone, over all jobs. Not thread-safe."""
+    """Forecasts gaps from the tool alone, learned from all jobs. Not thread-safe."""
 
     def __init__(self) -> None:
         self._root = Node()
         self._nodes: OrderedDict[tuple[str, ...], Node] = OrderedDict()
 
     def forecast(self, tool: ToolUse | None) -> Array:
-        """Return the probability of each cell; for all gaps if the tool is unknown. Does not change
-        the hierarchy. Shape (cells,)."""
+        """Return the probability of each cell after a call of ``tool``, or of any tool if ``tool``
+        is None. Shape (cells,). Does not change the hierarchy."""
         belief = _posterior(ROOT_PRIOR, self._root)
         deepest = self._root
         path = tool.path if tool else ()
         for depth in range(1, len(path) + 1):
             node = self._nodes.get(path[:depth])
             belief = belief.capped(PRIOR_WORTH)
-            # A rule is about a command, and more specific than what is known of shells in general.
+            # A rule is specific to a command, so it replaces the prior of all shell commands.
             if tool and tool.rule and depth == min(2, len(path)):
                 belief = _rule_prior(tool.rule)
             if node:
@@ -112,7 +114,8 @@ class ToolHierarchy:
         return _sharpened(forecast.masses, tool.expected_s)
 
     def observe(self, tool: ToolUse | None, cells: Array) -> None:
-        """Add a gap that lies in each cell with probability ``cells``. Shape (cells,)."""
+        """Add a gap after a call of ``tool``. ``cells`` is the probability of each cell to contain
+        the gap, shape (cells,)."""
         mean = float(cells @ CELL_LOG_S)
         variance = float(cells @ (CELL_LOG_S - mean) ** 2)
         self._root.observe(cells, mean, variance)
@@ -138,7 +141,7 @@ class ToolHierarchy:
         """
         found = dict(_loaded(one) for one in map(Fields, items(saved)))
         if () not in found or len(found) > MAX_NODES + 1:
-            raise ValueError("the saved tool hierarchy is invalid")
+            raise ValueError("the saved tool hierarchy has no root, or too many nodes")
         made = cls()
         made._root = found.pop(())
         made._nodes = OrderedDict(found)
@@ -157,7 +160,8 @@ def _rule_prior(rule: Rule) -> NormalInverseGamma:
 
 
 def _sharpened(masses: Array, expected_s: float | None) -> Array:
-    """Weight each cell by the likelihood of the client's estimate, given a gap in that cell."""
+    """Multiply the probability of each cell by the likelihood of the client's estimate given a gap
+    in that cell, and normalise."""
     if expected_s is None or not 0 < expected_s < math.inf:
         return masses
     off = (CELL_LOG_S - math.log(expected_s)) / EXPECTED_SIGMA

@@ -1,8 +1,8 @@
 """Identity: the job of a request, from the ids that clients, routers and vLLM provide.
 
-A job is (scope, session, agent). The scope is the cache salt and nothing else: all ids are claims
-of a client, and clients without a salt trust each other. Session, agent and parent are each read
-from the first row of ``SOURCES`` that has them. Two rules apply on top:
+A job is identified by its scope, session and agent. The scope is the cache salt alone, because all
+ids are claims of a client, and clients without a salt trust each other. Session, agent and parent
+are each read from the first row of ``SOURCES`` that has them. Two further rules apply:
 
 - A client's session, if it differs from the session of an earlier row, is added to it. So a router
   or gateway that sends one session id for several clients does not merge their jobs.
@@ -25,10 +25,11 @@ from typing import Any, NamedTuple
 from tiered_kv.json_fields import string, whole
 
 MAX_JOB_ID_CHARS = 512
-"""Maximum length of a job id, which is kept as long as the job. A longer one is an error or an
+"""Maximum length of a job id, which is kept for as long as the job. A longer id is an error or an
 attack."""
 MAX_NESTED_CHARS = 4096
-"""Maximum length of JSON inside a string that is parsed. Codex's has about 1,000 characters."""
+"""Maximum length of a string whose JSON is parsed. The JSON that Codex sends has about 1,000
+characters."""
 INFERRED_PREFIX = "(inferred) "
 """Prefix of the names of inferred jobs, which clients may not use."""
 CLIENT = "client"
@@ -39,7 +40,8 @@ _OWN, _AGENT = "/session:", "/agent:"
 _LONG_PART = 100
 _MAX_IGNORED = 16
 _MAPPINGS = (dict, Mapping)
-"""Types of an object. Almost all are a ``dict``; the check for another ``Mapping`` is slow."""
+"""Types of JSON objects. ``dict`` comes first, because almost all objects are a ``dict``, and the
+check for another ``Mapping`` is slow."""
 
 
 class Place(Enum):
@@ -47,7 +49,7 @@ class Place(Enum):
 
     PARAMS = "`kv_transfer_params`"
     XARGS = "`vllm_xargs`"
-    CONTEXT = "`agentic_context` in either of them, as an object or a JSON string"
+    CONTEXT = "`agentic_context` in either field, as an object or a JSON string"
     VLLM = "vLLM's session id"
     HEADER = "header"
     BODY = "body"
@@ -56,21 +58,22 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A row of the table: fields of one client in one place. Each id is the first usable one of its
-    fields.
+    """A row of the table ``SOURCES``: the fields that one client sends in one place. Several fields
+    may contain the same id; the first field with a usable id is read.
 
     Attributes:
-        client: the client that sends them.
-        job: name a job completely.
-        session, agent: name its session, and the agent in that session. An agent with the id of its
-            session is the main one.
-        parent_job, parent_session, parent_agent: the same, of the agent that started this one.
-        follows: name the response that this request continues.
-        last: true if no turn follows.
-        own: True if no gateway sends this session on behalf of several clients.
+        client: the client that sends these fields.
+        job: fields with an id that identifies the job completely.
+        session, agent: fields with the ids of the session, and of the agent in that session. An
+            agent with the id of its session is the main agent.
+        parent_job, parent_session, parent_agent: fields with the ids of the agent that started this
+            agent.
+        follows: field with the id of the response that this request continues.
+        last: field that is true if no turn follows.
+        own: True if no gateway sends this session id on behalf of several clients.
         root: True if an agent without a parent is a child of the session's main agent.
-        user_agent: start of the header ``User-Agent`` of this client; empty for any.
-        pattern: form of the session ids; None for any.
+        user_agent: start of this client's ``User-Agent`` header; empty for any header.
+        pattern: form of the session ids; None for any form.
     """
 
     place: Place
@@ -155,7 +158,7 @@ SOURCES = (
         Place.BODY,
         "Codex, OpenCode",
         session=("prompt_cache_key",),
-        pattern=re.compile(rf"{_UUID}|ses_\w+"),  # others name what many conversations share
+        pattern=re.compile(rf"{_UUID}|ses_\w+"),  # other keys are shared by many conversations
     ),
     Source(Place.BODY, "Dynamo", session=("nvext.agent_context.trajectory_id",)),
     Source(Place.BODY, "OpenAI's Responses", follows=("previous_response_id",)),
@@ -168,7 +171,7 @@ IDS = ("job", "session", "agent", "parent_job", "parent_session", "parent_agent"
 
 
 class _Row(NamedTuple):
-    """A source, and its ids with the path of each field."""
+    """A source, with the name of each of its ids and the paths of the fields that contain it."""
 
     source: Source
     fields: list[tuple[str, list[tuple[str, ...]]]]
@@ -181,7 +184,7 @@ def _row(source: Source) -> _Row:
 
 
 def _tops(*places: Place) -> frozenset[str]:
-    """First names of all fields in these places."""
+    """Return the top-level names of all fields that are read in these places."""
     rows = map(_row, (one for one in SOURCES if one.place in places))
     return frozenset(path[0] for row in rows for _, paths in row.fields for path in paths)
 
@@ -193,7 +196,7 @@ _LAST = next(one.last[0] for one in SOURCES if one.last)
 
 USER_AGENT, AGENTIC_CONTEXT = "user-agent", "agentic_context"
 SYSTEMS = ("system", "instructions")
-"""Fields of system prompts: of Messages, and of Responses."""
+"""Fields of the system prompt in requests of the Messages API and of the Responses API."""
 HEADERS = _tops(Place.HEADER) | {USER_AGENT, _LAST}
 """Names of the headers that ``claim`` reads, in lower case."""
 BODY_FIELDS = _tops(Place.BODY) | {_FOLLOWS, *SYSTEMS}
@@ -205,14 +208,14 @@ _SUBAGENT = "cc_is_subagent=true"
 _SUBAGENT_WITHIN = 512
 _OLDER_USER_ID = re.compile(rf"user_\w*_session_({_UUID})")
 _MAIN_AGENTS = ("", "lead")
-"""Ids of a session's main agent: ``lead`` is the router's."""
+"""Agent ids that stand for a session's main agent. vLLM's router uses ``lead``."""
 
 
 def job_name(value: object) -> str:
-    """Check an id: a non-empty string, or an integer, which is converted to its decimal text.
+    """Check an id, and return it as a string. An integer is converted to its decimal text.
 
     Raises:
-        ValueError: it is neither, is too long, or is reserved.
+        ValueError: the id is neither a string nor an integer, or it is empty, too long or reserved.
     """
     if type(value) is int:
         return str(whole(value, 1 - 2**64, 2**64 - 1))
@@ -223,7 +226,8 @@ def job_name(value: object) -> str:
 
 
 class _Ids:
-    """Ids found so far, and the number of unusable ones. The id of a main agent is empty."""
+    """Ids found so far in a request, and the number of unusable ids. The id of a main agent is
+    empty."""
 
     __slots__ = ("found", "ignored")
 
@@ -232,7 +236,8 @@ class _Ids:
         self.ignored = 0
 
     def usable(self, value: object) -> str | None:
-        """The id if it is one; None without a value. Others are counted."""
+        """Return ``value`` as an id; None if it is None or unusable. Unusable values are
+        counted."""
         if value is None:
             return None
         try:
@@ -242,11 +247,11 @@ class _Ids:
             return None
 
     def agent(self, value: object) -> str | None:
-        """Check an agent's id, as ``usable`` does. The id of a main agent is empty."""
+        """Return ``value`` as an agent's id, as ``usable`` does; empty for a main agent."""
         return "" if value in _MAIN_AGENTS else self.usable(value)
 
     def read(self, row: _Row, values: Mapping[Any, Any]) -> None:
-        """Add the ids of a source that no earlier source had."""
+        """Add the ids of a source. Ids that an earlier source had are kept."""
         source, found = row.source, dict[str, str]()
         for name, paths in row.fields:
             for path in paths:
@@ -271,8 +276,12 @@ class _Ids:
 
 
 def _inner(value: object, path: tuple[str, ...]) -> object:
-    """The value at the end of a path into an object; None if there is none. Strings on the way are
-    parsed."""
+    """Return the value at the end of a path into an object; None if there is none. Strings on the
+    path are parsed as JSON.
+
+    Args:
+        value: value of the path's first name.
+    """
     for name in path[1:]:
         if isinstance(value, str):
             value = opened(value)
@@ -300,10 +309,11 @@ def opened(text: str) -> object:
 
 
 class Claim(NamedTuple):
-    """Statements of the headers and the body of a request.
+    """What the headers and the body of a request state about its job.
 
     Attributes:
-        ids: fields of ``CLIENT``; empty if there are none.
+        ids: the ids, which the middleware adds to the request as the field ``CLIENT``; empty if
+            there are none.
         last: True if the client stated that no turn follows.
     """
 
@@ -315,9 +325,9 @@ def claim(headers: Mapping[str, str], body: Mapping[str, object]) -> Claim:
     """Read the ids in the headers and the body of a request. Never raises.
 
     Args:
-        headers: by name in lower case; others than ``HEADERS`` are ignored.
-        body: top-level fields; others than ``BODY_FIELDS`` are ignored. System prompts may be the
-            start of their JSON text.
+        headers: headers by name in lower case. Only ``HEADERS`` are read.
+        body: top-level fields of the body. Only ``BODY_FIELDS`` are read. For a system prompt, the
+            start of its JSON text suffices.
     """
     ids = _Ids()
     for row in _CARRIED:
@@ -336,8 +346,8 @@ def claim(headers: Mapping[str, str], body: Mapping[str, object]) -> Claim:
 
 
 def _is_subagent(system: object) -> bool:
-    """True if a system prompt begins with Claude Code's mark of a subagent. Behind a router that
-    drops headers, nothing else tells a subagent from its session."""
+    """Return True if a system prompt begins with Claude Code's mark of a subagent. If a router
+    drops headers, nothing else distinguishes a subagent from the main agent of its session."""
     return isinstance(system, str) and system.find(_SUBAGENT, 0, _SUBAGENT_WITHIN) >= 0
 
 
@@ -348,12 +358,12 @@ class Identity(NamedTuple):
     """The job of a request.
 
     Attributes:
-        job: its id; None if it must be inferred.
+        job: id of the job; None if it must be inferred.
         session: id of the session's main agent, which is the job itself unless ``agent`` is given;
             None without a session.
         agent: id of the agent in the session; None for the main agent and if unknown.
-        parent: id of the job whose agent started this one; None if unknown.
-        follows: response that this request continues; None without one.
+        parent: id of the job whose agent started this job's agent; None if unknown.
+        follows: id of the response that this request continues; None without one.
         carried: True if the middleware has read this request.
         ignored: number of unusable ids.
     """
@@ -372,10 +382,12 @@ NOBODY = Identity()
 
 
 def identify(params: object, xargs: object = None, session_id: object = None) -> Identity:
-    """Find the job of a request. Unusable ids are counted; nothing is raised.
+    """Return the job of a request. Unusable ids are counted. Never raises.
 
     Args:
-        params: ``kv_transfer_params``. xargs: ``vllm_xargs``. session_id: vLLM's.
+        params: ``kv_transfer_params`` of the request.
+        xargs: ``vllm_xargs`` of the request.
+        session_id: session id that vLLM read from the request; None without one.
     """
     given = [
         (row, values)
@@ -417,11 +429,12 @@ def identify(params: object, xargs: object = None, session_id: object = None) ->
 
 
 def _composed(ids: _Ids, known: str | None, client: Mapping[Any, Any]) -> Identity:
-    """Identity from sessions and agents.
+    """Return the identity of a job that is named by its session and agent.
 
     Args:
-        known: session that is not from the client's own ids.
-        client: the claim that the middleware carried.
+        ids: ids found in ``kv_transfer_params`` and ``vllm_xargs``.
+        known: session from these fields or from vLLM; None without one.
+        client: ids that the middleware read from headers and body.
     """
     found = ids.found
     session, own, above_session = (
@@ -462,11 +475,11 @@ def _count(value: object) -> int:
 
 
 def _name(sessions: Sequence[str], agent: str | None = None) -> str | None:
-    """Id of a job, at most ``MAX_JOB_ID_CHARS`` long; None without any part. Different parts give
-    different ids.
+    """Return the id of a job, at most ``MAX_JOB_ID_CHARS`` long; None without session and agent.
+    Different sessions or agents have different ids.
 
     Args:
-        sessions: different names of its session.
+        sessions: the different ids of the job's session.
         agent: None or empty for the main agent.
     """
     if not sessions and not agent:
@@ -481,8 +494,8 @@ def _name(sessions: Sequence[str], agent: str | None = None) -> str | None:
 
 
 def _part(text: str, most: int) -> str:
-    """A part of an id: the text, or its digest if it is longer than ``most`` or could be mistaken
-    for several parts."""
+    """Return a part of an id: the text, or its digest if the text is longer than ``most`` or could
+    be mistaken for several parts."""
     ambiguous = _OWN in text or _AGENT in text or text.startswith(_DIGEST_PREFIX)
     if len(text) <= most and not ambiguous:
         return text

@@ -1,18 +1,18 @@
 """Inference of a request's job from its prompt, for requests without a job id.
 
-An agent's next prompt repeats its last one and extends it. So a request that extends the last
-prompt of a job is that job's next turn. Answers are not matched, because clients send them back
-tokenised again, and often truncated.
+An agent's next prompt repeats its last prompt and extends it. So a request that extends the last
+prompt of a job is that job's next turn. Answers are not matched, because the answers that clients
+send back are tokenised again, and often truncated.
 
 vLLM chains block hashes: a block's hash covers all tokens up to its end. So a turn is found by the
 hash of one block of its prompt: the last block that ends at least ``TOLERANCE`` tokens before the
-prompt does. The few tokens behind that block are compared one by one. A common system prompt alone
-does not join jobs, because two questions after it differ in their tokens. Only the last tokens,
-where a chat template puts its own, may differ.
+prompt does. The few tokens after that block are compared one by one. A common system prompt alone
+does not join jobs, because the tokens of two questions after it differ. Only the last tokens of the
+prompt, which a chat template adds, may differ.
 
 Only the last turn of a job can be continued. A prompt that extends an earlier turn, or a turn that
-is still running, is a fork and starts a new job. So does a prompt that was trimmed or summarised,
-and a prompt that repeats another without extending it. A prompt repeated after an abort is a retry.
+is still running, is a fork and starts a new job. So do a prompt that was trimmed or summarised, and
+a prompt that repeats another without extending it. A prompt repeated after an abort is a retry.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from .identity import INFERRED_PREFIX
 
 TOLERANCE = 4
 """Number of tokens at the end of a prompt that the next prompt may lack. Chat templates end a
-prompt with an empty or opened thought that they omit from the history (four tokens for Qwen3
-without thinking). The last token of plain text may merge with the text after it."""
+prompt with the start of a thought, or an empty thought, which they omit from the history (four
+tokens for Qwen3 without thinking). The last token of plain text may merge with the text after it.
+"""
 ANSWER_TOKENS = 64
-"""Number of tokens kept of each answer, to distinguish samples of one prompt."""
+"""Number of tokens kept of each answer, to distinguish several answers to one prompt."""
 MAX_JOBS = 16_384
-"""Maximum number of jobs kept, about 2 KiB each. The least recently active one is dropped first."""
+"""Maximum number of jobs kept, about 2 KiB each. The least recently active job is dropped first."""
 MAX_NEIGHBOURS = 256
-"""Maximum number of jobs kept per block hash: short questions after one system prompt."""
+"""Maximum number of jobs kept per block hash. Jobs with short questions after one system prompt
+share a hash."""
 MAX_TWINS = 8
-"""Maximum number of samples of one prompt whose answers are compared with the next prompt."""
+"""Maximum number of answers to one prompt that are compared with the next prompt."""
 MAX_PLACES = 16
 """Maximum number of blocks of a prompt at which turns are compared. No agent needs more."""
 
@@ -48,7 +50,12 @@ _TOKEN_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Inferred:
-    """The job of a request. ``turn`` is 1 for its first turn, and unchanged for a retry."""
+    """The inferred job of a request.
+
+    Attributes:
+        turn: number of the request's turn in the job, from 1. A retry has the number of the turn
+            that it repeats.
+    """
 
     job: JobKey
     turn: int
@@ -66,7 +73,7 @@ class _Turn:
 
     Attributes:
         prompt_tokens: length of its prompt.
-        block: hash of the block that the turn is found by.
+        block: hash of the block by which the turn is found.
         start: position in the prompt where that block ends, tokens.
         rest: the prompt's tokens from ``start`` on, packed.
         answer: the first tokens of the answer, packed.
@@ -84,7 +91,12 @@ class _Turn:
     ended_at: int = 0
 
     def precedes(self, behind: bytes, prompt_tokens: int) -> bool:
-        """True if a prompt that shares the block, with ``behind`` after it, follows this turn."""
+        """Return True if a prompt continues or retries this turn.
+
+        Args:
+            behind: the prompt's first tokens after ``block``, packed.
+            prompt_tokens: length of the prompt.
+        """
         if self.state is _State.RUNNING:
             return False
         if prompt_tokens > self.prompt_tokens:
@@ -93,10 +105,10 @@ class _Turn:
 
 
 class Lineage:
-    """Jobs inferred from one engine's requests. Not thread-safe; needs no clock.
+    """Jobs inferred from one engine's requests. Not thread-safe.
 
     Args:
-        block_size: tokens per hash passed to ``arrived``.
+        block_size: number of tokens per hash passed to ``arrived``.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -125,8 +137,8 @@ class Lineage:
             prompt: token ids.
 
         Returns:
-            None if the prompt is too short to be recognised again: without its last ``TOLERANCE``
-                tokens it fills no block.
+            The job and the turn; None if the prompt is too short to be recognised again, because it
+                fills no block without its last ``TOLERANCE`` tokens.
         """
         blocks = (len(prompt) - TOLERANCE) // self._block_size
         if not 1 <= blocks <= len(hashes):
@@ -169,7 +181,7 @@ class Lineage:
         """Register a job whose last turn ran on another engine, or belonged to another job.
 
         Args:
-            turn: number of that turn.
+            turn: number of that last turn.
             hashes, prompt: as for ``arrived``. answer: as for ``ended``.
         """
         blocks = (len(prompt) - TOLERANCE) // self._block_size
@@ -182,8 +194,8 @@ class Lineage:
         self.ended(job, answer, aborted=False)
 
     def dump(self, job: JobKey) -> dict[str, object] | None:
-        """Return the last turn of a job without a salt as JSON, for ``load``; None for unknown jobs
-        and while the turn runs."""
+        """Return the last turn of a job as JSON, for ``load``; None if the job is unknown or has a
+        salt, or if the turn still runs."""
         turn = self._jobs.get(job)
         if turn is None or job.salt or turn.state is _State.RUNNING:
             return None
@@ -203,7 +215,7 @@ class Lineage:
         arrives.
 
         Raises:
-            ValueError: the input is malformed.
+            ValueError: ``said`` is malformed.
         """
         match said:
             case {
@@ -266,7 +278,8 @@ class Lineage:
         self._places.setdefault(turn.job.salt, {}).setdefault(turn.block, []).append(turn)
 
     def _continued(self, salt: str, hashes: Sequence[bytes], prompt: Sequence[int]) -> _Turn | None:
-        """The turn with the longest prompt that this prompt extends; None if there is none."""
+        """Return the turn that this prompt continues or retries, which is the one with the longest
+        prompt if there are several; None if there is none."""
         places = self._places.get(salt, {})
         known = filter(places.__contains__, reversed(hashes))
         for block in islice(known, MAX_PLACES):
@@ -280,10 +293,12 @@ class Lineage:
         return None
 
     def _likeliest(self, twins: Sequence[_Turn], behind: bytes) -> _Turn:
-        """Choose among turns that a prompt all extends: the turn whose answer it repeats furthest.
+        """Choose one of several turns that a prompt continues: the turn with the longest part of
+        its answer repeated in the prompt.
 
-        If several remain: the longer a job has waited, the less likely it is to return at all. But
-        jobs that have waited about equally long return first come, first served.
+        If several turns remain, jobs that have waited much longer than the others are excluded,
+        because they are less likely to return at all. Of the other jobs, the one that has waited
+        longest is chosen.
         """
         common = [_common_tokens(turn.rest + turn.answer, behind) for turn in twins]
         alike = [turn for turn, n in zip(twins, common, strict=True) if n == max(common)]

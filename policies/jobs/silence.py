@@ -1,6 +1,6 @@
-"""Silent jobs: the chance that one returns. Pure, except for ``ReturnRate``, which learns.
+"""The chance that a silent job returns. Pure, except for ``ReturnRate``, which learns.
 
-Most clients never declare that a job is over: they just stop.
+Most clients never declare that a job is over. They just send no further request.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from tiered_kv.policies.distribution import Forecast
 
 SOON_S = 60.0
 """A job between turns takes space in proportion to its chance to return within this time, seconds.
-A new job need not wait for one that returns later."""
+A new job need not wait for a job that returns later."""
 RETURN_DECAY = 0.98
 """Factor by which a client's record decays with each further job."""
 PRIOR_RETURNS, PRIOR_LOSSES = 19.0, 1.0
-"""Initial record of an unknown client: almost all of its jobs continue."""
+"""Initial record of an unknown client, in numbers of jobs. Almost all jobs continue."""
 
 
 class ReturnRate:
-    """Record of one client's jobs: how many return, and how many end without notice."""
+    """Record of how many of one client's jobs return, and how many end without notice."""
 
     def __init__(self) -> None:
         self._returned, self._gone = PRIOR_RETURNS, PRIOR_LOSSES
@@ -34,7 +34,7 @@ class ReturnRate:
 
 
 def soon_chance(forecast: Forecast, away_s: float, goes_on: float) -> float:
-    """Chance that a silent job returns within ``SOON_S``.
+    """Return the chance that a silent job returns within ``SOON_S``.
 
     Args:
         forecast: forecast of its gap, if it returns at all.

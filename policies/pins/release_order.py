@@ -18,21 +18,22 @@ WORTH_A_WAIT = 0.5
 Found in simulations: at 0.75, contexts of large models are released too early; at 0.35, those of
 small models too late."""
 WORTH_MAKING_OLDER_WAIT = 1.0
-"""The same for turns of older jobs. These would not be the next to lose their KV, so a second of
-waiting costs them a whole second."""
+"""Request seconds saved per second of a pin, below which no older job's turn waits for the pin.
+Older jobs would not be the next to lose their KV, so a second of waiting costs them a whole
+second."""
 
 
 class PinState(Enum):
     """Reason why a pin is held."""
 
     UNPRICED = "unpriced"
-    """Expected return of its job, by a policy without forecasts."""
+    """The job is expected to return. The policy has no forecasts, so the pin has no value."""
     HELD = "held"
-    """Expected return of its job, as long as that is worth it."""
+    """The job is expected to return, and the pin has a value from the forecast."""
     ARRIVED = "arrived"
-    """Queued turn of its job."""
+    """The job's next turn is queued."""
     WORTHLESS = "worthless"
-    """Leftover of a job that has probably ended."""
+    """The job has probably ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,8 @@ class PinValue:
 
     Attributes:
         state: reason why the pin is held.
-        saves_s: time that it is expected to save, seconds; 0 unless HELD.
-        saved_per_second: request seconds that it saves per second; 0 unless HELD.
+        saves_s: time that the pin is expected to save, seconds; 0 unless HELD.
+        saved_per_second: request seconds saved per second that the pin is held; 0 unless HELD.
     """
 
     state: PinState
@@ -94,8 +95,8 @@ def release_order(
 ) -> list[JobKey]:
     """Sort the pins that may be released, the first to be released first.
 
-    The pin that saves the least per block is released first. Among equal ones, as with a policy
-    without forecasts, the youngest job's pin is first.
+    The pin that saves the least per block is released first. Among pins that save equally, as with
+    a policy without forecasts, the youngest job's pin is first.
 
     Args:
         pins: all pins.
@@ -119,7 +120,7 @@ def release_order(
 
 
 def pin_value(forecast: Forecast | None, costs: Costs, ttl_s: float) -> PinValue:
-    """Value of a pin for ``ttl_s`` seconds.
+    """Return the value of a pin that is held for at most ``ttl_s`` seconds.
 
     Args:
         forecast: forecast of the gap; None from policies without forecasts.
@@ -134,11 +135,12 @@ def pin_value(forecast: Forecast | None, costs: Costs, ttl_s: float) -> PinValue
 
 
 def within_budget(held: Iterable[bool], room: int) -> int:
-    """Number of blocks to pin of a context over budget, from its start, because the tail alone
-    would not be a hit.
+    """Return how many blocks of a context to pin if the budget does not suffice for all. They are
+    counted from the start of the context, because its tail alone would not be a hit.
 
     Args:
-        held: for each block, True if another pin holds it, so that it costs nothing.
+        held: for each block of the context, True if another pin holds it, so that the block costs
+            nothing.
         room: number of further blocks that pins may hold.
     """
     count = 0

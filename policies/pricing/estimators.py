@@ -17,7 +17,7 @@ SURVIVAL_STEP = 0.2
 PEAK_HALF_LIFE_S = 10.0
 """Half-life of a demand peak in the forecast, seconds."""
 PRICE = 1.0
-"""λ during a shortage, as in Continuum: a context in VRAM keeps another one out."""
+"""λ during a shortage, as in Continuum: a context in VRAM keeps another context out."""
 
 SHORTEST_S = 1e-6
 """Minimum duration that counts as measured, seconds."""
@@ -26,9 +26,9 @@ _TOKENS = 1000.0  # unit of the fit, so that both terms have similar magnitude
 
 
 class PrefillFit:
-    """Time to prefill tokens after a context: linear in their number, plus attention, which is
-    quadratic in their end position. Weighted least squares on relative errors; both terms stay
-    non-negative.
+    """Estimator of the time to prefill tokens after a context. One term is linear in the number of
+    tokens; the other, for attention, is quadratic in their end position. Fitted by weighted least
+    squares on relative errors; both terms stay non-negative.
 
     Attributes:
         measured: True once a real prefill was observed.
@@ -40,17 +40,18 @@ class PrefillFit:
         self._sums = [0.0] * 5  # of x x, x z, z z, x, z; all over seconds: relative errors
 
     def suppose(self, linear: float, quadratic: float) -> None:
-        """Start from an estimate with the weight of two prefills.
+        """Add an estimate of both terms, with the weight of two prefills.
 
         Args:
-            linear: seconds per 1,000 tokens.
-            quadratic: seconds per (1,000 tokens)².
+            linear: linear term, seconds per 1,000 tokens.
+            quadratic: quadratic term, seconds per (1,000 tokens)².
         """
         for tokens in (1.0, 16.0):
             self._learn(tokens, tokens**2, linear * tokens + quadratic * tokens**2)
 
     def observe(self, behind: int, tokens: int, seconds: float) -> None:
-        """Add a prefill of ``tokens`` tokens after ``behind`` others that took ``seconds``."""
+        """Add a prefill of ``tokens`` tokens after a context of ``behind`` tokens. The prefill took
+        ``seconds``."""
         if tokens > 0 and seconds >= SHORTEST_S:
             self.measured = True
             self._learn(*_terms(behind, tokens), seconds)
@@ -73,8 +74,8 @@ class PrefillFit:
         self._linear, self._quadratic = linear, quadratic
 
     def seconds(self, behind: int, tokens: int) -> float:
-        """Return the time to prefill ``tokens`` after ``behind`` others, seconds; 0 while
-        unknown."""
+        """Return the time to prefill ``tokens`` tokens after a context of ``behind`` tokens,
+        seconds; 0 while unknown."""
         x, z = _terms(behind, tokens)
         return self._linear * x + self._quadratic * z
 
@@ -86,7 +87,7 @@ def _terms(behind: int, tokens: int) -> tuple[float, float]:
 
 class QueueDelay:
     """T: mean admission wait of the last 100 turns whose KV had left VRAM, seconds; 0 before the
-    first."""
+    first such turn."""
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=WINDOW)
@@ -98,10 +99,11 @@ class QueueDelay:
 
 
 class Survival:
-    """Fraction of the KV outside VRAM that still existed when its job returned: a moving average.
+    """Moving average of the fraction of the KV outside VRAM that still existed when its job
+    returned.
 
     Args:
-        share: initial value.
+        share: initial value of the average.
     """
 
     def __init__(self, share: float) -> None:
@@ -116,9 +118,9 @@ class Survival:
 
 
 class Memoryfulness:
-    """η = -Corr(k, N-k) over the finished jobs, where k is the number of turns served, for each of
-    a job's N turns. 1 if all jobs have the same length, 0 if k says nothing about N-k. 1 before the
-    second job, and never below 0."""
+    """η = -Corr(k, N-k) over the turns of all finished jobs, where a job has N turns, and k of them
+    have been served. η is 1 if all jobs have the same length, or if only one has finished. It is 0
+    if k does not predict N-k, and never negative."""
 
     def __init__(self) -> None:
         self._count = self._served = self._left = 0.0
@@ -169,20 +171,21 @@ class ShadowPrice:
 
     @staticmethod
     def of(demand: float, blocks: int, held_up: float = 1.0) -> float:
-        """Return λ if the jobs' projected demand is known, pins included.
+        """Return λ for a projected demand of all jobs, which includes their pins.
 
         Args:
             demand: projected demand of the jobs, blocks.
             blocks: size of the pool, blocks.
-            held_up: number of requests that lose B without a pin, which U counts once; 0 if nothing
-                is lost at any price.
+            held_up: number of requests that lose B without a pin. U counts B only once, so λ is
+                divided by this number. 0 counts as 1.
         """
         return PRICE / (held_up or 1.0) if demand > blocks else 0.0
 
     def price(self, blocks: int, pinned: int, own: int = 0) -> float:
-        """Return λ with ``pinned`` of the pool's ``blocks`` pinned.
+        """Return λ if ``pinned`` of the pool's ``blocks`` are pinned.
 
         Args:
-            own: blocks of the job in question; they counted as demand before they were pinned.
+            own: blocks of the job whose pin is priced. They were part of the demand while its turn
+                ran, and are subtracted from it.
         """
         return PRICE if pinned > blocks - max(0.0, self._peak - own) else 0.0

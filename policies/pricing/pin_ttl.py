@@ -21,12 +21,12 @@ Array = NDArray[np.float64]
 WORTHWHILE = 0.02
 """Minimum gain of a pin, as a fraction of B. No forecast is accurate to the last percent."""
 LATER_PRICE, LATER_S = 1.0, 60.0
-"""λ after a minute of waiting (or after B, if longer) if it is lower now, because a low price does
-not last; and that minute, seconds."""
+"""``LATER_PRICE``: minimum λ for the part of a pin after ``LATER_S`` seconds (or after B, if
+longer), because a low price does not last."""
 
 
 def utility(forecast: Forecast, benefit_s: float, vram_price: float) -> Array:
-    """U in seconds at every grid point. Shape (points,).
+    """Return U at every grid point, seconds. Shape (points,).
 
     Args:
         benefit_s: B, time that a pin saves if the job returns to it, seconds.
@@ -51,13 +51,14 @@ def best_wait(forecast: Forecast, benefit_s: float, vram_price: float) -> float:
 
 
 def saved_s(forecast: Forecast, benefit_s: float, wait_s: float) -> float:
-    """P(X <= τ) B: time that a pin until τ is expected to save, seconds."""
+    """Return P(X <= τ) B, the time that a pin until τ is expected to save, seconds. ``wait_s`` is
+    τ, and ``benefit_s`` is B."""
     return benefit_s * forecast.within(wait_s)
 
 
 def saved_per_second(forecast: Forecast, costs: Costs, wait_s: float) -> float:
-    """Mean request seconds that a pin until τ saves per second held: its own job's restore, and the
-    delay of other requests while the context is recomputed."""
+    """Return the mean request seconds that a pin until τ (``wait_s``) saves per second held: the
+    restore of its own job, and the delay of other requests while the context is recomputed."""
     saved = saved_s(forecast, costs.work_s, wait_s)
     return saved / max(forecast.held(wait_s), SHORTEST_S)
 
@@ -65,9 +66,10 @@ def saved_per_second(forecast: Forecast, costs: Costs, wait_s: float) -> float:
 def held_up(
     copy_s: float, recompute_s: float, *, wait_s: float, survival: float, running: int
 ) -> float:
-    """Number of requests that lose B without a pin, including the job's own.
+    """Return the number of requests that lose B without a pin, including the job's own.
 
-    Recomputing KV also delays every other request of the batch. Waiting and copies delay no other.
+    Recomputing KV also delays every other request of the batch. Waiting and copying delay only the
+    job's own request.
 
     Args:
         copy_s: time to restore the context from CPU memory, seconds.
@@ -83,8 +85,8 @@ def held_up(
 
 
 def gap_class(best_wait_s: float, benefit_s: float) -> GapClass:
-    """SLOW if no wait is worth it, FAST if waiting for all of B is worth it, otherwise
-    UNCERTAIN."""
+    """Return the class of a gap: SLOW if no pin pays off, FAST if a pin pays off for at least
+    ``benefit_s`` seconds, otherwise UNCERTAIN."""
     if best_wait_s <= 0:
         return GapClass.SLOW
     return GapClass.FAST if best_wait_s >= benefit_s else GapClass.UNCERTAIN

@@ -31,19 +31,19 @@ class ToolCall:
 
 
 def read_tool_calls(text: str) -> tuple[ToolCall, ...]:
-    """Return the calls that an answer ends with, in order; empty if there are none.
+    """Return the tool calls in an answer, in order; empty if there are none.
+
+    Calls inside a thinking block are ignored. Takes linear time. Never raises.
 
     Args:
-        text: the answer or its end, including special tokens. Calls inside a thinking block are
-            ignored.
-
-    Takes linear time. Never raises.
+        text: the answer or its end, including special tokens.
     """
     return find_calls(after_thinking(text))
 
 
 def find_calls(text: str) -> tuple[ToolCall, ...]:
-    """Parse the calls in a text without thinking blocks, in the first format that has any."""
+    """Parse the calls in a text without thinking blocks. The first format in which calls are found
+    is used."""
     for style in _candidates(text):
         calls = tuple(tool_call(*call) for call in style.read(text))
         if calls:
@@ -52,9 +52,10 @@ def find_calls(text: str) -> tuple[ToolCall, ...]:
 
 
 def _candidates(text: str) -> Iterator[Format]:
-    """Formats that the text may be in, likeliest first.
+    """Yield the formats in which the text may contain calls, likeliest first.
 
-    The first of several markers counts, because later ones may be part of its arguments.
+    A format whose marker occurs earlier is likelier, because later markers may be part of that
+    call's arguments.
     """
     if "<|message|>" in text:
         yield HARMONY
@@ -80,10 +81,10 @@ _MARKS = re.compile(
 
 
 def after_thinking(text: str) -> str:
-    """Return the answer after the last thinking block.
+    """Return the part of an answer after its last thinking block.
 
     A block may have started before the text. A block without an end extends to the end of the text.
-    A marker inside a call belongs to its arguments, because agents also edit chat templates.
+    A marker inside a call belongs to the call's arguments, because agents also edit chat templates.
     """
     text = text[-MAX_CHARS:]
     answer = (0, len(text))
@@ -113,8 +114,9 @@ _COMMAND_KEYS = ("command", "cmd", "commands", "script", "code", "input")
 
 
 def name_parts(name: str) -> list[str]:
-    """Words of a tool's name, in lower case: ``run_command``, ``RunCommand``. Anything before the
-    last ``.``, ``/`` or ``__`` is a server or a namespace, and is dropped."""
+    """Return the words of a tool's name in lower case: ``run`` and ``command`` for ``run_command``
+    or ``RunCommand``. The part before the last ``.``, ``/``, ``:`` or ``__`` is a server or a
+    namespace, and is dropped."""
     last = re.split(r"[./:]|__", name)[-1]
     return [part.lower() for part in _NAME_PART.findall(last)]
 
@@ -129,7 +131,8 @@ def tool_call(name: str, arguments: Mapping[str, object]) -> ToolCall:
 
 
 def _as_command(given: object) -> str:
-    """Return a command line. Codex passes a list of words, others a list of commands."""
+    """Return the argument of a shell tool as one command line; empty if it is not a command. Codex
+    passes a list of words."""
     if isinstance(given, str):
         return given.strip()
     if not isinstance(given, list) or not all(isinstance(word, str) for word in given):

@@ -1,7 +1,7 @@
-"""Durations of common tools: priors before anything has been observed.
+"""Priors of the durations of common tools, which apply before anything has been observed.
 
-Orders of magnitude on a developer's machine, including an agent's overhead per call. They are
-guesses, not measurements, and a few observations outweigh them.
+The durations are orders of magnitude on a developer's machine, including an agent's overhead per
+call. They are guesses, not measurements, and a few observations outweigh them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from tiered_kv.policies.base import Rule
 
 OVERHEAD_S = 0.1
-"""The agent's overhead in every median, such as starting a shell and reporting, seconds."""
+"""The agent's overhead in every median, such as starting a shell and sending the result,
+seconds."""
 
 # Medians in seconds. A spread of 0.8 in ln X is a factor of 2.2 up or down; 1.5 is a factor of 4.5.
 AT_ONCE = Rule(0.15, 0.8)
@@ -121,9 +122,9 @@ COMMANDS = (
     (TRAINING, "torchrun, accelerate, deepspeed, vllm, axolotl, lm_eval"),
     (END, "submit, exit_forfeit"),
 )
-"""Commands by rule, alone or with a subcommand."""
+"""Rules, each with the commands to which it applies. A command may include a subcommand."""
 RULES = {name.strip(): rule for rule, names in COMMANDS for name in names.split(",")}
-"""Rules by command, including the subcommand if it matters."""
+"""The rule of each command, which may include a subcommand."""
 
 _WEB = Rule(3.0, 1.0)
 _BROWSER = Rule(1.5, 0.9)

@@ -1,4 +1,4 @@
-"""Formats in which models write tool calls, with one reader each.
+"""Formats in which models write tool calls, and a reader of each format.
 
 The formats come from the models' chat templates. Every reader scans the text once, from left to
 right, skips what it cannot parse, and never raises.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .pythonic import read_calls
 
 MAX_CALLS = 32
-"""Maximum number of calls read from one answer. More of them indicate a model in a loop."""
+"""Maximum number of calls read from one answer. More calls indicate a model in a loop."""
 
 _JSON = json.JSONDecoder(strict=False)
 _BLANK = re.compile(r"\s*")
@@ -24,7 +24,7 @@ _TEXTS = re.compile(r'"(\w{1,64})"\s*:\s*"((?:[^"\\]|\\.)*)', re.DOTALL)
 
 
 class RawCall(NamedTuple):
-    """A call before its command is extracted."""
+    """A tool call before its shell command is extracted."""
 
     name: str
     arguments: Mapping[str, object]
@@ -36,8 +36,8 @@ class Format:
 
     Attributes:
         name: name of the format in vLLM's ``--tool-call-parser``, if it has one.
-        begin, end: regular expressions of markers that only calls have.
-        read: reader of the calls in a text.
+        begin, end: regular expressions of the markers at both ends of a call.
+        read: function that yields the calls in a text.
     """
 
     name: str
@@ -47,8 +47,8 @@ class Format:
 
 
 def _json_at(text: str, start: int) -> tuple[object, int] | None:
-    """Parse the JSON object or list at ``start``, after white space. Returns the value and its
-    end."""
+    """Parse the JSON object or list at ``start``, which white space may precede. Returns the value
+    and its end; None if there is no complete value."""
     start = _BLANK.match(text, start).end()  # type: ignore[union-attr]  # matches nothing, too
     if not text.startswith(("{", "["), start):
         return None
@@ -59,7 +59,8 @@ def _json_at(text: str, start: int) -> tuple[object, int] | None:
 
 
 def _as_arguments(value: object) -> Mapping[str, object]:
-    """Return arguments, which may be JSON inside a JSON string; empty if they are malformed."""
+    """Return the arguments of a call, which may be JSON inside a JSON string; empty if they are
+    malformed."""
     if isinstance(value, str):
         read = _json_at(value, 0)
         value = read[0] if read else {}
@@ -67,7 +68,8 @@ def _as_arguments(value: object) -> Mapping[str, object]:
 
 
 def _calls_of(value: object) -> Iterator[RawCall]:
-    """Calls in a JSON object or in a list of objects. Models name the fields differently."""
+    """Yield the calls in a JSON object or in a list of objects, whose field names depend on the
+    model."""
     for one in value if isinstance(value, list) else [value]:
         if isinstance(one, dict) and isinstance(one.get("function"), dict):
             one = one["function"]
@@ -81,7 +83,8 @@ def _calls_of(value: object) -> Iterator[RawCall]:
 
 
 def _named(name: str, body: str) -> RawCall:
-    """Create a call whose name precedes its JSON. From broken JSON, keep the strings."""
+    """Create a call whose name precedes the JSON of its arguments. If the JSON is broken, only its
+    strings are kept."""
     read = _json_at(body, 0)
     if read:
         return RawCall(name, _as_arguments(read[0]))
@@ -89,7 +92,8 @@ def _named(name: str, body: str) -> RawCall:
 
 
 def _salvaged(body: str) -> Iterator[RawCall]:
-    """Recover a call from a truncated or broken JSON object: its name and its strings."""
+    """Yield the call in a truncated or broken JSON object, if its name can be read. Of its
+    arguments, only strings are kept."""
     texts = dict(_TEXTS.findall(body)) if body.lstrip().startswith(("{", "[")) else {}
     name = texts.pop("name", "")
     if _NAME.fullmatch(name):
@@ -101,8 +105,8 @@ def _unescaped(text: str) -> str:
 
 
 def _json_after(text: str, begin: str) -> Iterator[RawCall]:
-    """Calls in the JSON after a marker. The JSON parser finds their ends, because the marker may
-    occur in an argument."""
+    """Yield the calls in the JSON after each ``begin`` marker. The JSON parser finds the end of a
+    call, because the marker may also occur in an argument."""
     position = 0
     for _ in range(MAX_CALLS):
         start = text.find(begin, position)
@@ -119,7 +123,7 @@ def _json_after(text: str, begin: str) -> Iterator[RawCall]:
 
 
 def _between(text: str, begin: str, end: str) -> Iterator[str]:
-    """Text after each ``begin``, up to the next ``end`` or the end of the text."""
+    """Yield the text after each ``begin``, up to the next ``end`` or the end of the text."""
     position = 0
     for _ in range(MAX_CALLS):
         start = text.find(begin, position)
@@ -245,7 +249,7 @@ _AFTER_ALL = re.compile(r"(?:\s|<\|[^<>|]{1,40}\|>|</s>)*\Z")
 
 
 def _read_json(text: str) -> Iterator[RawCall]:
-    """Llama 3: objects separated by ``;``, after ``<|python_tag|>`` or alone."""
+    """Llama 3: JSON objects separated by ``;``, with or without ``<|python_tag|>`` before them."""
     _, tag, body = text.rpartition("<|python_tag|>")
     position, found = 0, list[RawCall]()
     for _ in range(MAX_CALLS):
@@ -282,8 +286,8 @@ _FENCE = re.compile(rf"{_FENCE_BEGIN}(.*?)(?:\n```|\Z)", re.DOTALL)
 
 
 def _read_fence(text: str) -> Iterator[RawCall]:
-    """mini-swe-agent: a single fence is a command. Several fences are examples in a chat, not
-    calls."""
+    """mini-swe-agent: a single fenced block is a command. Several fenced blocks are examples in a
+    chat, not calls."""
     found = _FENCE.findall(text)
     if len(found) == 1:
         yield RawCall("bash", {"command": found[0]})
@@ -307,4 +311,4 @@ BARE = (
     Format("pythonic", r"<\|python_start\|>", r"<\|python_end\|>", _read_pythonic),
     Format("mini-swe-agent", _FENCE_BEGIN, r"\n```", _read_fence),
 )
-"""Formats that other text may resemble. Read only if no marker was found."""
+"""Formats that other text may resemble. They are tried only if no other format yields calls."""

@@ -1,4 +1,5 @@
-"""Names of commands, including the subcommand and arguments that change what runs."""
+"""Names and priors of shell commands. A name includes the subcommand, and the arguments that change
+what runs."""
 
 from __future__ import annotations
 
@@ -50,11 +51,11 @@ _MAX_NAME_CHARS = 40
 
 
 def split_command(words: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Split a command from its arguments. The command includes its subcommand, if any (``git
-    clone``, ``npm run build``, ``tar -x``).
+    """Split a command into its name and its arguments. The name includes the subcommand, if any
+    (``git clone``, ``npm run build``, ``tar -x``).
 
     Args:
-        words: words of a command, not empty, as in ``Segment.words``.
+        words: words of the command, at least one, as in ``Segment.words``.
     """
     name = words[0][:_MAX_NAME_CHARS]
     if name == "tar":
@@ -91,9 +92,9 @@ class KnownCommand(NamedTuple):
     """Name and rule of a command.
 
     Attributes:
-        name: command, subcommand, and arguments that change what runs. Commands of one name are
-            expected to take similar times.
-        rule: prior of its duration; None if unknown.
+        name: command, subcommand, and arguments that change what runs. Commands with the same name
+            are expected to take similar times.
+        rule: prior of the command's duration; None if unknown.
     """
 
     name: str
@@ -101,10 +102,10 @@ class KnownCommand(NamedTuple):
 
 
 def known_command(words: Sequence[str]) -> KnownCommand:
-    """Look up a command.
+    """Return the name and the prior of a command.
 
     Args:
-        words: words of a command, not empty, as in ``Segment.words``.
+        words: words of the command, at least one, as in ``Segment.words``.
     """
     name, arguments = split_command(words)
     rule: Rule | None = None
@@ -118,7 +119,8 @@ def known_command(words: Sequence[str]) -> KnownCommand:
 
 
 def _by_arguments(name: str, rule: Rule | None, arguments: Sequence[str]) -> KnownCommand | None:
-    """Refine a command by those arguments that change what runs; None if there are none."""
+    """Return a command whose arguments change what runs, with its refined name and rule; None if no
+    argument does."""
     options = set(arguments)
     for asks in ("--help", "--version", "--dry-run"):
         if asks in options:
@@ -153,7 +155,7 @@ def _by_arguments(name: str, rule: Rule | None, arguments: Sequence[str]) -> Kno
 
 
 _SUBMITS = frozenset({"COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT", "MINI_SWE_AGENT_FINAL_OUTPUT"})
-"""Strings that a mini-swe-agent prints when it has finished."""
+"""Strings that mini-swe-agent prints when it has finished."""
 
 _COMPILERS = frozenset({"gcc", "g++", "cc", "c++", "clang", "clang++", "nvcc"})
 _C_SOURCES = (".c", ".cc", ".cpp", ".cxx", ".cu")
@@ -168,7 +170,8 @@ def _packs(arguments: Sequence[str], letter: str) -> bool:
 
 
 def _tar_mode(arguments: Sequence[str]) -> str:
-    """Return the mode of tar. Only the first word may lack its dash."""
+    """Return the argument of tar that contains its mode, such as ``-xzf``; empty if there is none.
+    Only the first argument may lack its dash."""
     dashed = [word for n, word in enumerate(arguments) if n == 0 or word.startswith("-")]
     return next((word for word in dashed if _TAR_MODE.fullmatch(word)), "")
 

@@ -1,4 +1,4 @@
-"""Parser of calls written in Python, such as ``[f(a=1), g(b="x")]``, without evaluating them.
+"""Parser of calls written in Python, such as ``[f(a=1), g(b="x")]``. Nothing is evaluated.
 
 ``ast`` would reject a truncated call, and prints warnings about escapes.
 """
@@ -33,8 +33,8 @@ def _literal(text: str) -> object:
 
 
 def _arguments(text: str, start: int) -> tuple[dict[str, object], int]:
-    """Parse keyword arguments from ``start``. Returns them and the end of the closing
-    parenthesis."""
+    """Parse keyword arguments from ``start`` up to the closing parenthesis. Returns the arguments
+    and the position after the parenthesis."""
     arguments: dict[str, object] = {}
     begins, depth, end = start, 0, len(text)
 
@@ -59,7 +59,8 @@ def _arguments(text: str, start: int) -> tuple[dict[str, object], int]:
 
 
 def read_calls(text: str, most: int) -> tuple[list[Call], int]:
-    """Parse at most ``most`` calls from the start of ``text``. Returns them and their end."""
+    """Parse at most ``most`` calls at the start of ``text``. Returns the calls and the position
+    after the last of them."""
     calls: list[Call] = []
     position = 0
     while len(calls) < most:

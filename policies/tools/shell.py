@@ -17,7 +17,8 @@ MAX_TOKENS = 500
 
 _MAX_DEPTH = 3
 _TOKENS_PER_SCRIPT = 10
-"""Tokens charged for a nested script, because reading it takes time even if it is short."""
+"""Number of tokens by which each nested script reduces ``MAX_TOKENS``, because reading a script
+takes time even if it is short."""
 _MAX_TIMES = 10_000
 _MAX_WORDS = 64
 
@@ -26,12 +27,12 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Executed by the shell itself, immediately: never what a turn waits for.
+# The shell executes these commands itself, immediately, so a turn never waits for them.
 _SILENT = _names(
     "cd export source . set alias unset pushd popd trap umask ulimit declare local readonly "
     "typeset shopt : true read shift return break continue exit case function"
 )
-# Too short to add to a bound that another part of the command sets.
+# These commands are so short that they do not change a time bound set by another command.
 _AT_ONCE = _names(
     "echo printf pwd test [ [[ false date which type basename dirname cat head tail wc ls mkdir "
     "touch rm cp mv kill pkill stat file"
@@ -45,13 +46,13 @@ _FILTERS = _names(
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One command of a shell line.
+    """One command of a script.
 
     Attributes:
         words: name and arguments, without wrappers and redirections.
         times: number of runs.
-        most_s: bound set by ``timeout``, seconds.
-        sleep_s: duration of a pure sleep, seconds.
+        most_s: time limit set by ``timeout``, seconds.
+        sleep_s: duration of a ``sleep``, seconds; None for other commands and if unknown.
     """
 
     words: tuple[str, ...]
@@ -62,12 +63,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Commands that run, one after another, until a command line has finished.
+    """The commands that run, one after another, until a command line has finished.
 
     Attributes:
-        segments: at most ``MAX_SEGMENTS``. Background commands, shell builtins, and filters behind
-            a pipe are omitted.
-        least_s, most_s: bounds set by ``sleep`` and ``timeout``, seconds.
+        segments: the commands, at most ``MAX_SEGMENTS``. Background commands, shell builtins, and
+            filters after a pipe are omitted.
+        least_s, most_s: bounds of the total duration, set by ``sleep`` and ``timeout``, seconds.
     """
 
     segments: tuple[Segment, ...]
@@ -76,7 +77,8 @@ class Script:
 
 
 def take_apart(command: str) -> Script:
-    """Analyse any text in linear time. Text that is not a command yields segments of its words."""
+    """Analyse a command line in linear time. Any text is accepted; if it is not a command line, its
+    words become commands."""
     reader = _Reader()
     reader.read(command)
     bounded = 0 < reader.most_s < math.inf
@@ -86,7 +88,7 @@ def take_apart(command: str) -> Script:
 
 
 class _Mark(NamedTuple):
-    """State of a command list at a point in the script."""
+    """Position in a script: the number of segments and the time bounds before it."""
 
     segments: int = 0
     least_s: float = 0.0
@@ -94,7 +96,8 @@ class _Mark(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """An open group: ``( … )``, ``{ … }``, the body of a loop or of an ``if``."""
+    """A group whose end has not been read yet: ``( … )``, ``{ … }``, or the body of a loop or of an
+    ``if``."""
 
     opening: str
     times: int | None
@@ -108,7 +111,7 @@ _RANGE = re.compile(r"\{(\d{1,6})\.\.(\d{1,6})\}")
 
 
 class _Reader:
-    """Reader of one script; nested scripts get their own readers."""
+    """Reader of one script. Each nested script has its own reader."""
 
     def __init__(self, outer: _Reader | None = None) -> None:
         self._depth: int = outer._depth + 1 if outer else 0  # noqa: SLF001 - its own class
@@ -196,7 +199,7 @@ class _Reader:
             self._mark = _Mark(len(self.segments), self.least_s, self.most_s)
 
     def _open(self, opening: str, times: int | None) -> None:
-        """Open a group that runs ``times`` times; None if that is unknown, and possibly 0."""
+        """Start a group that runs ``times`` times; None if the number is unknown and may be 0."""
         self._end_pipe()
         self._groups.append(_Group(opening, times, self._mark, self.least_s, self.most_s))
         self.least_s = self.most_s = 0.0
@@ -250,7 +253,8 @@ class _Reader:
                 self._found(words)
 
     def _found(self, words: tuple[str, ...]) -> None:
-        """Handle ``find -exec``: one command for all files found, or one per file."""
+        """Add the command of ``find -exec``, which runs once for all files found if it ends with
+        ``+``, otherwise once per file."""
         for n, word in enumerate(words):
             if word in ("-exec", "-execdir"):
                 inner = words[n + 1 :]
@@ -263,7 +267,7 @@ class _Reader:
                 return
 
     def _nested(self, script: str, most_s: float) -> None:
-        """Read a nested script that may run for ``most_s`` seconds."""
+        """Read a nested script that runs for at most ``most_s`` seconds."""
         self._tokens_left -= _TOKENS_PER_SCRIPT
         if self._depth >= _MAX_DEPTH or self._tokens_left <= 0:
             return
@@ -294,7 +298,7 @@ class _Reader:
         self._fed = False
 
     def _to_background(self) -> None:
-        """Remove the list that just ended, because it runs in the background."""
+        """Move the commands of the list that just ended to the background."""
         self._background += self.segments[self._mark.segments :]
         least_s, most_s = self.least_s - self._mark.least_s, self.most_s
         most_s -= self._mark.most_s if most_s < math.inf else 0.0
@@ -305,7 +309,8 @@ class _Reader:
 
 
 def _times(words: Sequence[str]) -> int | None:
-    """Count the runs of ``for name in words``; None if the number is only known at run time."""
+    """Return the number of iterations of a loop ``for name in …``; None if it is known only at run
+    time."""
     if len(words) < 3 or words[2] != "in":
         return None
     times = 0

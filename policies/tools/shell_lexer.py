@@ -17,16 +17,16 @@ class Kind(Enum):
     WORD = "word"
     OPERATOR = "operator"
     HEREDOC = "heredoc"
-    """Body of a here-document. It precedes the end of the line that started it."""
+    """Body of a here-document. Its token precedes the newline token of the line that started it."""
 
 
 class Token(NamedTuple):
     """A token.
 
     Attributes:
-        text: text without quotes; substitutions as ``$()``.
+        text: text without quotes, in which ``$()`` stands for each substitution.
         quoted: True if any part was quoted, so that the token is not a reserved word.
-        inner: scripts in its substitutions.
+        inner: scripts of the substitutions.
     """
 
     kind: Kind
@@ -37,7 +37,8 @@ class Token(NamedTuple):
 
 SUBSTITUTED = "$()"
 _MAX_HEREDOCS = 4
-"""Maximum number of here-documents per line. Each takes another pass over the rest."""
+"""Maximum number of here-documents per line. Each takes another pass over the rest of the
+script."""
 
 _TOKEN = re.compile(
     r"""
@@ -68,7 +69,12 @@ _BACKTICK = re.compile(r"(?:[^`\\]|\\.)*", re.DOTALL)
 
 
 def _substitution(text: str, start: int, backtick: bool) -> tuple[str, int]:
-    """Return the script of a substitution, and its end."""
+    """Return the script of a substitution, which begins at ``start``, and the position after the
+    substitution.
+
+    Args:
+        backtick: True if the substitution is written with backticks.
+    """
     if backtick:
         end = _BACKTICK.match(text, start).end()  # type: ignore[union-attr]  # matches nothing, too
         return text[start:end], end + 1
@@ -99,7 +105,8 @@ class _Word:
         return end
 
     def double_quoted(self, text: str, start: int) -> int:
-        """Read up to the closing quote. Returns its end."""
+        """Read text in double quotes from ``start``. Returns the position after the closing
+        quote."""
         self.quoted = True
         self.pieces.append("")
         position = start
@@ -117,7 +124,7 @@ class _Word:
 
 
 def tokens(script: str) -> Iterator[Token]:
-    """Tokens of a script, without redirections and comments. Takes linear time."""
+    """Yield the tokens of a script, without redirections and comments. Takes linear time."""
     word, redirected = _Word(), False
     heredocs: list[str] = []
     position = 0
@@ -163,7 +170,8 @@ def tokens(script: str) -> Iterator[Token]:
 
 
 def _heredoc(script: str, start: int, tag: str) -> tuple[str, int]:
-    """Return the body that starts at ``start``, and the end of the line that closes it."""
+    """Return the body of the here-document that starts at ``start``, and the end of the line that
+    closes it."""
     position = start
     while position < len(script):
         found = script.find("\n", position)

@@ -1,4 +1,4 @@
-"""Summarises a turn's tool calls by the one that takes longest."""
+"""Summarises a turn's tool calls by the call that is expected to take longest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNKNOWN_S = 0.5
 """Assumed duration of an unknown command when compared with known ones, seconds."""
 
 SHELL = "bash"
-"""Common name for every shell, whatever an agent calls it."""
+"""Name under which the tools of all shells are recorded, whatever an agent calls them."""
 
 _MAX_COMMAND_CHARS = 2_000
 _MAX_PART_CHARS = 80
@@ -27,7 +27,8 @@ _MAX_MASKED_WORDS = 8
 
 
 def tool_use(calls: Sequence[ToolCall]) -> ToolUse:
-    """Summarise concurrent calls: the slowest counts. ``NO_TOOL`` if there are none."""
+    """Summarise calls that run concurrently by the slowest of them. Returns ``NO_TOOL`` if there
+    are no calls."""
     if not calls:
         return NO_TOOL
     uses = [_use(call) for call in calls]
@@ -40,7 +41,7 @@ def tool_use(calls: Sequence[ToolCall]) -> ToolUse:
 
 
 def _weight(use: ToolUse) -> float:
-    """Expected duration by which calls are compared, seconds."""
+    """Return the expected duration of a call, seconds."""
     median_s = use.rule.median_s if use.rule else UNKNOWN_S
     return min(max(median_s, use.least_s), use.most_s)
 
@@ -64,8 +65,8 @@ _KIND = re.compile(r"[\w.-]{1,32}")
 
 
 def _kind(arguments: Mapping[str, object]) -> str:
-    """Return the action of an editor or a browser, which is an argument of one word; empty if
-    none."""
+    """Return the action of a tool such as an editor or a browser, which is an argument of one word;
+    empty if there is none."""
     for key in _KIND_KEYS:
         value = arguments.get(key)
         if isinstance(value, str) and _KIND.fullmatch(value):
@@ -84,7 +85,7 @@ def _number(value: object) -> float | None:
 
 
 def _waited(arguments: Mapping[str, object]) -> float | None:
-    """Seconds that a waiting tool is asked to wait; None if unknown."""
+    """Return how long a tool is asked to wait, seconds; None if unknown."""
     for key, unit_s in (("seconds", 1.0), ("duration", 1.0), ("time", 1.0), ("ms", 1e-3)):
         number = _number(arguments.get(key))
         if number is not None:
@@ -93,12 +94,13 @@ def _waited(arguments: Mapping[str, object]) -> float | None:
 
 
 _MORE_THAN_SECONDS = 10_000
-"""Smallest timeout that is interpreted as milliseconds, as Claude Code's. No tool waits three
-hours."""
+"""Smallest timeout that is interpreted as milliseconds, the unit of Claude Code. No tool waits
+10,000 seconds, which are almost three hours."""
 
 
 def _limit_s(arguments: Mapping[str, object]) -> float:
-    """Time limit that the tool sets for a command, seconds; infinite without one."""
+    """Return the time limit that a call's arguments set for its command, seconds; infinite without
+    one."""
     limit_s = math.inf
     for key in ("timeout_ms", "yield_time_ms", "timeout", "timeout_s", "timeout_seconds"):
         number = _number(arguments.get(key))
@@ -133,8 +135,8 @@ def _shell_use(command: str, arguments: Mapping[str, object]) -> ToolUse:
 
 
 def _slowest(script: Script) -> tuple[Segment, Rule | None]:
-    """Return the longest segment, and a rule for the total, because segments run one after
-    another."""
+    """Return the segment that takes longest, and a rule for the duration of the whole script,
+    because segments run one after another."""
     slowest, slowest_s, total_s = script.segments[0], -1.0, OVERHEAD_S
     for segment in script.segments:
         rule = known_command(segment.words).rule
@@ -157,7 +159,8 @@ _DIGITS = re.compile(r"\d+")
 
 
 def _mask(word: str) -> str:
-    """Replace an argument by its type."""
+    """Return a placeholder for an argument's type, such as ``<path>``. Names of options are
+    kept."""
     if word.startswith("-"):
         return _DIGITS.sub("<n>", word.partition("=")[0])[:24]
     if _NUMBER.fullmatch(word):
@@ -173,11 +176,11 @@ def _mask(word: str) -> str:
 
 
 def masked(words: Sequence[str]) -> str:
-    """Mask the parts of a command that are specific to one call. A script's name is kept, because
-    it is the program.
+    """Return a command in which the parts that are specific to one call are masked. The name of a
+    script is kept, because it is the program that runs.
 
     Args:
-        words: words of a command, not empty, as in ``Segment.words``.
+        words: words of the command, at least one, as in ``Segment.words``.
     """
     name, arguments = split_command(words)
     parts = [name]

@@ -11,7 +11,7 @@ LONGEST_S = 7 * 86_400.0
 """Duration of ``sleep infinity``, seconds."""
 
 SOME_TIMES = 10
-"""Assumed number of runs if a script does not specify it."""
+"""Assumed number of runs of a command if a script does not specify it."""
 
 SHELLS = frozenset({"bash", "sh", "zsh", "dash", "ksh", "ash", "fish"})
 
@@ -79,9 +79,10 @@ class Unwrapped:
     """The command that is finally run.
 
     Attributes:
-        words: the command, name first; empty if there are only assignments.
-        most_s: time limit, seconds.
-        script: script that a shell runs, in place of ``words``.
+        words: the command, name first; empty if the line has only assignments, or if ``script`` is
+            given.
+        most_s: time limit set by a wrapper, seconds.
+        script: script that a shell runs; None for other commands.
         by_xargs: True if its arguments come from the pipe.
         times: number of runs.
     """
@@ -103,8 +104,8 @@ def seconds(word: str) -> float | None:
 
 
 def program(word: str) -> str:
-    """Name of a program, without its version, and without its folder if that is a folder for
-    programs."""
+    """Return the name of a program without its version and its folder. A folder other than ``bin``
+    and the like is replaced by ``./``."""
     folder, slash, name = word.rpartition("/")
     if slash and folder.rpartition("/")[2] not in ("bin", "sbin", ".bin", "Scripts"):
         return f"./{name}"
@@ -113,7 +114,8 @@ def program(word: str) -> str:
 
 
 def unwrap(words: Sequence[str]) -> Unwrapped:
-    """Strip assignments and wrappers. ``python -m module`` becomes ``module``."""
+    """Return the command without assignments and wrappers. ``python -m module`` becomes
+    ``module``."""
     most_s, by_xargs, times = math.inf, False, 1
     rest = list(words)
     for _ in range(_MAX_WRAPPERS):
@@ -153,8 +155,8 @@ def _script(words: list[str]) -> str | None:
 
 
 def _inner(words: list[str]) -> list[str]:
-    """Return the command that a wrapper runs; empty if this is not a wrapper, or if it runs
-    nothing."""
+    """Return the command that a wrapper runs; empty if ``words`` are not a wrapper, or if the
+    wrapper runs nothing."""
     if words[0] == "python":
         return _module(words)
     key = next((key for key in (tuple(words[:2]), tuple(words[:1])) if key in _OPTIONS), None)
@@ -171,7 +173,8 @@ def _inner(words: list[str]) -> list[str]:
 
 
 def _module(words: list[str]) -> list[str]:
-    """Return the words of ``python -m module`` from the module on, without interpreter options."""
+    """Return the words of ``python -m module`` from the module on; empty for other uses of
+    Python."""
     n = 1
     while n < len(words) and words[n].startswith("-") and words[n] not in ("-m", "-c", "-"):
         n += 1 + (words[n] in ("-W", "-X"))
