@@ -1,1 +1,1 @@
-"""Pages in CPU memory: which are evicted, and how they are restored."""
+"""Pages in CPU memory: which pages are evicted, and how pages are restored."""

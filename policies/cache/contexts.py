@@ -1,7 +1,7 @@
 """Pages of waiting jobs as a tree that stores each common prefix of contexts once.
 
 A page's key covers all tokens up to the end of the page. So contexts that share a page share all
-pages before it, and no page behind the point where they diverge.
+pages before it, and no page after the point where they diverge.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ class Run:
     """Consecutive pages that belong to the same contexts.
 
     Attributes:
-        above: the preceding run; None at the start.
+        keys: keys of the pages, first to last.
+        above: the preceding run; None at the start of a context.
         last: the most recently put context that passes through the run.
-        shared: True if several contexts had its pages at some time.
-        below: runs that follow it.
-        ends: contexts that end with its last page.
-        end: number of its pages up to the last one that may be in CPU memory.
-        rank: number of the ranking that ``owner`` and ``at`` belong to; None if there is none.
-        owner: context that the run is evicted with in that ranking.
-        at: number of its pages still to be evicted.
+        shared: True if several contexts had the run's pages at some time.
+        below: runs that follow this run.
+        ends: contexts that end with the run's last page.
+        end: number of the run's pages up to the last page that may be in CPU memory.
+        rank: number of the ranking in which ``owner`` and ``at`` were set; None if there is none.
+        owner: context with which the run is evicted in that ranking.
+        at: number of the run's pages that are still to be evicted.
     """
 
     keys: list[PageKey]
@@ -51,11 +52,12 @@ class Context:
         job: the job.
         forecast: distribution of its gap; None while its next turn is live.
         since: when the gap started, seconds.
-        lost_at: when the forecast was lost, seconds; None if it was not. Nobody waits for the pages
-            then.
+        lost_at: when the forecast was lost, seconds; None if it was not lost. After that, no job
+            waits for the pages.
         page_s: prefill time that one of its pages saves, seconds.
-        leaf: run that it ends with; None if it has no pages.
-        worth: time that a page is expected to save, soon and ever, seconds; see ``ByWorth``.
+        leaf: run with which the context ends; None if it has no pages.
+        worth: time that one of its pages is expected to save, seconds: if the job returns soon, and
+            if it returns at any time. See ``ByWorth``.
     """
 
     job: Hashable = None
@@ -67,7 +69,7 @@ class Context:
     worth: tuple[float, float] = (0.0, 0.0)
 
     def chance(self, now: float, within_s: float) -> float:
-        """Probability that the job needs its pages in the next ``within_s`` seconds."""
+        """Return the probability that the job needs its pages in the next ``within_s`` seconds."""
         if self.lost_at is not None:
             return 0.0
         if self.forecast is None:
@@ -95,11 +97,12 @@ class ContextTree:
         """Set the pages of a context, replacing its previous ones.
 
         Args:
+            keys: the pages, first to last.
             known: pages outside the tree that several contexts had.
 
         Returns:
-            Pages that are new to the tree; and runs that were removed from it, the last pages
-            first.
+            The pages that are new to the tree, and the runs that were removed from the tree, the
+            last run of the context first.
         """
         self.change(context)
         leaf, fresh = self._add(context, keys, known)
@@ -110,13 +113,14 @@ class ContextTree:
         return fresh, self._release(context, old) if old is not None else []
 
     def remove(self, context: Context) -> list[Run]:
-        """Remove the context. Returns the runs removed with it, the last pages first."""
+        """Remove the context. Returns the runs that no other context has, the last run of the
+        context first. They are removed as well."""
         self.change(context)
         leaf, context.leaf = context.leaf, None
         return self._release(context, leaf) if leaf is not None else []
 
     def pages(self, context: Context) -> list[PageKey]:
-        """Pages of the context, first to last."""
+        """Return the pages of the context, first to last."""
         return list(chain.from_iterable(run.keys for run in reversed(_path(context.leaf))))
 
     def owners(self, run: Run) -> Iterator[Context]:
@@ -230,7 +234,7 @@ class ContextTree:
 
 
 def _path(run: Run | None) -> list[Run]:
-    """The run and all runs above it, up to the start."""
+    """Return the run and all runs above it, last to first."""
     path = []
     while run is not None:
         path.append(run)
@@ -239,7 +243,7 @@ def _path(run: Run | None) -> list[Run]:
 
 
 def _common(one: Sequence[PageKey], other: Sequence[PageKey]) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix of two lists of pages."""
     if one == other:
         return len(one)
     pairs = enumerate(zip(one, other, strict=False))
@@ -247,7 +251,7 @@ def _common(one: Sequence[PageKey], other: Sequence[PageKey]) -> int:
 
 
 def _leading(keys: Sequence[PageKey], known: set[PageKey]) -> int:
-    """Length of the longest prefix whose keys are all known."""
+    """Return the length of the longest prefix of ``keys`` whose keys are all in ``known``."""
     if known.issuperset(keys):
         return len(keys)
     return next(i for i, key in enumerate(keys) if key not in known)

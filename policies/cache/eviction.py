@@ -21,12 +21,12 @@ from .contexts import Context, ContextTree, Run
 RANK_EVERY_S = 1.0
 """Minimum time between two rankings of the contexts, seconds."""
 AT_ONCE = 1024
-"""Number of contexts revalued for one ranking, which takes a millisecond or two. If there are more,
-they take turns."""
+"""Number of contexts revalued for one ranking, which takes a millisecond or two. If there are more
+contexts, they are revalued in turn."""
 NOBODYS, HALF_S = 0.5, 30.0
-"""Worth of a page that no job waits for, as a fraction of the mean worth, when it was just used;
-and the half-life of that worth, seconds. Most such pages belong to finished jobs, and the next job
-may begin with the others."""
+"""``NOBODYS``: worth of a page that was just used and that no job waits for, as a fraction of the
+mean worth. ``HALF_S``: half-life of that worth, seconds. Most such pages belong to finished jobs,
+but the next job may begin with one of them."""
 
 
 class ByWorth(EvictionOrder):
@@ -58,10 +58,10 @@ class ByWorth(EvictionOrder):
         self._contexts: OrderedDict[Hashable, Context] = OrderedDict()
         self._tree = ContextTree()
         self._resident: set[PageKey] = set()
-        # Every page in CPU memory is in _done, in _unused, in _free or in a context, and in the
-        # last case possibly also in _recent.
+        # Every page in CPU memory is in _done, in _unused, in _free or in a context. A page in a
+        # context may also be in _recent.
         self._done: dict[PageKey, None] = {}  # only finished jobs had it
-        self._unused: dict[PageKey, float] = {}  # in no context any more, the last to go first
+        self._unused: dict[PageKey, float] = {}  # in no context any more, evicted in reverse order
         self._free: OrderedDict[PageKey, float] = OrderedDict()  # in no context: time of use
         self._recent: dict[PageKey, None] = {}  # in a context, used since the ranking
         self._several: set[PageKey] = set()  # in no context now, formerly in several
@@ -105,7 +105,7 @@ class ByWorth(EvictionOrder):
     def touched_all(self, keys: Sequence[PageKey]) -> None:
         now, has_run = self.clock(), self._tree.runs.__contains__
         waited_for = dict.fromkeys(filter(has_run, keys))
-        if waited_for and now - self._ranked_at < RANK_EVERY_S:  # else the next ranking has them
+        if waited_for and now - self._ranked_at < RANK_EVERY_S:  # a later ranking includes them
             self._recent.update(waited_for)
         if len(waited_for) == len(keys):
             return
@@ -146,16 +146,16 @@ class ByWorth(EvictionOrder):
         yield from filter(self._tree.runs.__contains__, self._recent)
 
     def _goes_before(self, context: Context, now: float) -> float:
-        """The time such that pages outside all contexts, used no later, are worth no more than the
-        context's."""
+        """Return the time before which pages outside all contexts must have been used last to be
+        worth no more than the context's pages. They are evicted before these."""
         fresh, (worth, _) = NOBODYS * self._mean_page_s, context.worth
         if fresh <= worth:
             return math.inf
         return now - HALF_S * math.log2(fresh / worth) if worth > 0 else -math.inf
 
     def _from_the_end(self, run: Run) -> Iterator[PageKey]:
-        """Pages of a run that are in CPU memory and unused since the ranking, last first. Pages
-        behind them that are missing or were used are skipped only once."""
+        """Yield the pages of a run that are in CPU memory and unused since the ranking, last first.
+        Missing or used pages at the run's end are skipped, and not visited again."""
         keys, resident, recent = run.keys, self._resident, self._recent
         begun = False
         for place in range(run.at - 1, -1, -1):
@@ -260,8 +260,8 @@ class ByWorth(EvictionOrder):
         return run.last.job if run is not None and run.last.lost_at is None else None
 
     def return_chance(self, key: PageKey, within_s: float) -> float:
-        """Probability that the job which last had the page needs it in the next ``within_s``
-        seconds; 0 if no job waits for it."""
+        """Return the probability that the job which last had the page needs it in the next
+        ``within_s`` seconds; 0 if no job waits for the page."""
         run = self._tree.runs.get(key)
         return 0.0 if run is None else run.last.chance(self.clock(), within_s)
 
@@ -269,21 +269,24 @@ class ByWorth(EvictionOrder):
         self._free.update(self._pages(run, self.clock()))
 
     def _long_unused(self, runs: Sequence[Run], since: float) -> None:
-        """Move pages that a job no longer has, last used when its gap started, before all other
-        pages outside contexts, last page first."""
+        """Move the pages of removed runs before all other pages outside contexts, last page first.
+
+        Args:
+            since: when the job's gap started, which is when the pages were last used, seconds.
+        """
         for run in reversed(runs):
             pages = filter(self._resident.__contains__, run.keys)
             self._unused.update(dict.fromkeys(pages, since))
 
     def _pages(self, run: Run, value: Any = None) -> dict[PageKey, Any]:
-        """Pages of a run that are in CPU memory, last first."""
+        """Return the pages of a run that are in CPU memory, last first, each with ``value``."""
         return dict.fromkeys(filter(self._resident.__contains__, reversed(run.keys)), value)
 
     # -- ranking --------------------------------------------------------------------
 
     def _value(self, context: Context, now: float) -> None:
-        """Set the worth of the context's pages: first by a return soon, then by a return at any
-        time."""
+        """Set the worth of the context's pages: for a return of the job before they would be
+        evicted, and for a return at any time."""
         if context.lost_at is not None:
             halves = min(max(now - context.lost_at, 0.0) / HALF_S, 1000.0)
             context.worth = NOBODYS * self._mean_page_s * 0.5**halves, 0.0

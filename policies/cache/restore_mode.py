@@ -13,7 +13,7 @@ class RestoreCost:
 
     Attributes:
         copy_s: copy time at the bandwidth measured so far, seconds.
-        step_s: measured time of a scheduler step including its forward pass, seconds.
+        step_s: measured time of a scheduler step with its forward pass, seconds.
         others: number of other running requests.
     """
 
@@ -24,12 +24,12 @@ class RestoreCost:
 
 @dataclass(frozen=True, slots=True)
 class FasterRestore:
-    """Chooses the mode with the shortest wait, summed over all requests. Pure.
+    """Chooses the mode in which the waits of all requests have the smallest sum. Pure.
 
     A sync restore delays this step, so this request and all others wait for the copy: ``copy_s * (1
-    + others)``. An async restore starts behind this step's forward pass, and its request is
-    scheduled in the step after the step that saw it finish. Only this request waits: for two steps,
-    or for the copy if that takes longer.
+    + others)``. An async restore starts after this step's forward pass. Only its request waits: for
+    two steps, or for the copy if the copy takes longer, because the request is scheduled in the
+    step after the step in which the copy is found to be finished.
     """
 
     def choose(self, cost: RestoreCost) -> RestoreMode:
@@ -41,7 +41,7 @@ class FasterRestore:
         return RestoreMode.SYNC if sync_s <= async_s else RestoreMode.ASYNC
 
     def usable(self, tokens: int) -> int:
-        """Number of prompt tokens to restore, out of those that were found."""
+        """Return how many of the ``tokens`` prompt tokens that were found to restore."""
         return tokens
 
 
