@@ -26,7 +26,8 @@ REMOTE_PASSWORD_FILE = "TIERED_KV_REMOTE_PASSWORD_FILE"
 _OF_KUBERNETES = re.compile(r"TIERED_KV_(SERVICE_HOST|(SERVICE_)?PORT(_\w+)?)")
 """Variables that Kubernetes sets in every pod of a namespace with a service named tiered-kv."""
 ADMIN_TOKEN = "TIERED_KV_ADMIN_TOKEN"
-"""Variable with the token of the API server's routes: a secret, not a setting of the engine."""
+"""Variable with the secret token for the API server's routes, which is not a setting of the
+engine."""
 _FLAGS = {"": False, "0": False, "false": False, "1": True, "true": True}
 """Values of a boolean setting, case-insensitive."""
 _SECRETS = (ADMIN_TOKEN, REMOTE_PASSWORD, REMOTE_PASSWORD_FILE)
@@ -101,8 +102,8 @@ class TierConfig:
 
     @property
     def notes_path(self) -> Path | None:
-        """Folder in which learned statistics and known jobs outlive the engine. None keeps nothing,
-        as in observe mode, which creates no file there."""
+        """Folder in which learned statistics and known jobs outlive the engine. None if nothing is
+        kept, as in observe mode, which creates no file."""
         return None if self.observes else self.ssd_path or self.cpu_path
 
     @property
@@ -116,7 +117,7 @@ class TierConfig:
 
     @property
     def tier_names(self) -> tuple[str, ...]:
-        """Lower tiers, fastest first; the SSD comes first if it has a folder."""
+        """Names of the lower tiers, fastest first. The SSD comes first if it has a folder."""
         ssd = ("ssd",) if self.ssd_path is not None else ()
         remote = ("remote",) if self.remote is not None and not self.observes else ()
         return ssd + self.tiers + remote

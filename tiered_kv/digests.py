@@ -29,7 +29,8 @@ _CONFIG_NAMES = ("config.json", "adapter_config.json", "hf_quant_config.json")
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Files of a model or adapter that determine its KV: weights and configuration.
+    """Return the files of a model or adapter that determine its KV: weights and configuration.
+    ``folder`` may be a single weight file.
 
     ``folder`` may be a single weight file.
     """
@@ -103,7 +104,7 @@ def _valid_entries(items: Iterable[tuple[str, object]]) -> Iterable[tuple[str, l
 
 
 def _write_cache(cache: Path, entries: dict[str, list[object]]) -> None:
-    """Replace the whole cache file. A failure is only logged: it only costs time."""
+    """Replace the whole cache file. A failure is only logged, because it only costs time."""
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         os.close(replace_file(cache, json.dumps(entries).encode(), durable=False))

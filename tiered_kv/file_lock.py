@@ -34,8 +34,8 @@ _MOST_OF_COMMAND = 500
 
 
 def try_lock(fd: int) -> bool:
-    """Lock an open file for as long as it stays open. Returns False if another descriptor has it
-    locked.
+    """Lock an open file for as long as it stays open. Returns False if the file is locked through
+    another descriptor.
 
     Raises:
         OSError: the file system does not support locks.
@@ -62,7 +62,8 @@ def unlock(fd: int) -> None:
 
 
 def open_locked(path: Path, flags: int, tries: int = TRIES) -> int | None:
-    """Open a plain file and lock it. Returns None if another process has it locked.
+    """Open a plain file and lock it. Returns its descriptor; None if another process has locked the
+    file.
 
     Args:
         tries: number of attempts, since a process that tests the lock holds it for a moment.
@@ -85,14 +86,14 @@ def open_locked(path: Path, flags: int, tries: int = TRIES) -> int | None:
 
 
 def is_current(fd: int, path: Path) -> bool:
-    """True if an open file is still the file at that path."""
+    """True if the file at ``path`` is still the file that is open as ``fd``."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(fd), path.stat())
     return False
 
 
 def is_locked(path: Path) -> bool:
-    """True if a process has the file locked. The file need only be readable.
+    """True if a process has locked the file. To test this, the file need only be readable.
 
     Raises:
         OSError: the file is missing, or cannot be read.

@@ -64,8 +64,8 @@ def percent(share: float | None) -> str:
 
 
 def part_of(part: float, whole: float) -> str:
-    """Format a part as a percentage, for example "12%", or "<1%" if small; "-" if the whole is
-    0."""
+    """Format a part of a whole as a percentage, for example "12%", or "<1%" if small; "-" if the
+    whole is 0."""
     if whole <= 0:
         return NONE
     share = 100 * part / whole

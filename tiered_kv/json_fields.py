@@ -96,7 +96,7 @@ def canonical(value: object) -> bytes:
     """Encode a value canonically, for digests.
 
     Raises:
-        ValueError: the value is not JSON, or nested too deeply.
+        ValueError: the value cannot be written as JSON, or is nested too deeply.
     """
     try:
         return _ENCODER.encode(value).encode("ascii")
@@ -105,13 +105,13 @@ def canonical(value: object) -> bytes:
 
 
 def plain(value: object, depth: int = MOST_DEPTH) -> Any:
-    """Convert settings of any types to the values that a round trip through JSON would give.
+    """Convert settings of any Python types to the values that a round trip through JSON would give.
 
     Args:
         depth: maximum number of nesting levels.
 
     Raises:
-        ValueError: the value is nested more deeply.
+        ValueError: the value has more nesting levels than ``depth``.
     """
     if depth <= 0:
         raise ValueError(f"it is nested deeper than {MOST_DEPTH} levels")
@@ -180,12 +180,13 @@ def open_lines(path: Path) -> IO[bytes]:
 
 
 def lines_of(file: IO[bytes]) -> Iterator[bytes]:
-    """The lines of an open file, each with its line feed. Only a line feed ends a line: JSON text
-    may contain U+2028 and U+0085 unescaped.
+    """Yield the lines of an open file, each with its line feed. Only a line feed ends a line: JSON
+    text may contain U+2028 and U+0085 unescaped.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the gzipped data is damaged or truncated. The lines before it were returned.
+        ValueError: the gzipped data is damaged or truncated. The lines before the damage were
+            returned.
     """
     try:
         yield from file
@@ -295,7 +296,7 @@ def exactly(value: object, expected: str | int) -> None:
 
 
 def _shown(value: object) -> str:
-    """Short text of a value, in constant time."""
+    """Return a short text that shows a value. Takes constant time."""
     if isinstance(value, str):
         return repr(value[:40])
     if value is None or isinstance(value, int | float):
@@ -304,10 +305,10 @@ def _shown(value: object) -> str:
 
 
 class Fields:
-    """Fields of a JSON object, each taken once.
+    """The fields of a JSON object. Each field is taken once.
 
     Raises:
-        ValueError: the value is not an object. The methods raise it too, with the field's name.
+        ValueError: the value is not an object. The methods raise ValueError with the field's name.
     """
 
     def __init__(self, found: object) -> None:
@@ -320,7 +321,8 @@ class Fields:
         *limits: Limits.args,
         **more: Limits.kwargs,
     ) -> Value:
-        """Take a required field, and check it with these limits."""
+        """Take a required field, and return it as ``check`` returns it. Further arguments are
+        passed to ``check`` as its limits."""
         if name not in self._left:
             raise ValueError(f"it lacks {name}")
         try:
@@ -338,7 +340,7 @@ class Fields:
 
 
 def number(value: float) -> float | int | None:
-    """A number in its written form; None if it is not finite."""
+    """Return a number as it is written; None if it is not finite."""
     if not math.isfinite(value):
         return None
     short = float(f"{round(value, 6):.{DIGITS}g}")
@@ -364,7 +366,7 @@ def cut(text: str, room: int) -> str:
 
 
 def size(text: str) -> int:
-    """Size of a text in JSON without its quotes, bytes."""
+    """Return the size of a text in JSON without its quotes, bytes."""
     return len(encode_basestring_ascii(text)) - 2
 
 
@@ -396,7 +398,8 @@ def _written(value: object) -> object:
 
 @cache
 def _defaults(kind: Any) -> dict[str, object]:
-    """Defaults by field name; ``MISSING``, which equals nothing, for fields without default."""
+    """Return the default of each field by its name. For fields without default, this is
+    ``MISSING``, which equals nothing."""
     return {field.name: _default(field) for field in fields(kind)}
 
 
@@ -438,7 +441,7 @@ def read(kind: type[Part], found: object) -> Part:
 
 
 class _Field(NamedTuple):
-    """Reader of a field, and the type whose values the reader returns unchanged, except numbers
+    """Reader of a field, and the type whose values the reader returns unchanged, except for numbers
     that are not finite."""
 
     exact: type | None
@@ -466,7 +469,7 @@ def _read_or(read: Read, otherwise: Any, value: Any) -> Any:
 
 
 def _reader(hint: Any, numbers: Read) -> Read:
-    """Reader of one field's type; ``numbers`` reads floating-point numbers."""
+    """Return the reader of a field's type. ``numbers`` reads floating-point numbers."""
     if isinstance(hint, types.UnionType):
         inner = _reader(next(one for one in hint.__args__ if one is not types.NoneType), numbers)
         return lambda value: None if value is None else inner(value)
@@ -553,7 +556,8 @@ class JsonObject:
 
 @cache
 def _names(kind: Any) -> list[tuple[str, str, bool]]:
-    """Name of each field, its name in JSON, and whether its values are written unchanged."""
+    """Return for each field its name, its name in JSON, and whether its values are written
+    unchanged."""
     plain = (str, int, float, bool, str | None, int | None, float | None)
     hints = typing.get_type_hints(kind)
     return [

@@ -66,11 +66,11 @@ class Fingerprint:
 
     @property
     def lasting(self) -> bool:
-        """True if an engine started later can have the same fingerprint."""
+        """True if an engine that is started later can have the same fingerprint."""
         return not (self.generation or self.model.startswith(UNIDENTIFIED))
 
     def digest(self) -> bytes:
-        """16 bytes that differ whenever a field differs."""
+        """Return 16 bytes, which differ if any field differs."""
         fields = {"format": FORMAT_VERSION, **asdict(self)}
         text = json.dumps(fields, sort_keys=True, default=str)
         return sha256(text.encode()).digest()[:DIGEST_BYTES]
@@ -82,7 +82,7 @@ def page_keys(fingerprint: bytes, block_hashes: Sequence[bytes]) -> list[PageKey
 
 
 def rekeyed(key: PageKey, fingerprint: bytes) -> PageKey:
-    """Return the key of the same text's page under another fingerprint."""
+    """Return the key that the page of the same text has under another fingerprint."""
     return PageKey(fingerprint + key[DIGEST_BYTES:])
 
 
@@ -90,7 +90,7 @@ def tail_key(parent: bytes, tokens: Sequence[int], extra: object) -> PageKey:
     """Build the key of a partial tail block, which vLLM does not hash.
 
     Args:
-        parent: key of the page before it; the fingerprint if there is no such page.
+        parent: key of the page before the tail block; the fingerprint if there is no such page.
         tokens: tokens whose KV the block holds, fewer than a block.
         extra: vLLM's extra keys of those tokens (LoRA, multimodal, salt).
     """

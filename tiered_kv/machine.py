@@ -18,7 +18,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def lineage(group: str | None = None, mounted: Path = CGROUPS) -> Iterator[Path]:
-    """Folders of a control group and of its ancestors, innermost first.
+    """Yield the folders of a control group and of its ancestors, innermost first.
 
     Args:
         group: the group, in the format of ``/proc/self/cgroup``; None for this process's group.
@@ -29,7 +29,7 @@ def lineage(group: str | None = None, mounted: Path = CGROUPS) -> Iterator[Path]
 
 
 def _own_group() -> str:
-    """This process's control group; empty on a machine without control groups."""
+    """Return this process's control group; empty on a machine without control groups."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -39,15 +39,16 @@ def _own_group() -> str:
 
 CORES = frozenset(os.sched_getaffinity(0))
 """Cores that this process may run on. This module must be imported early: vLLM's CPU worker binds
-the main thread to a single core, and every thread started later inherits this."""
+the main thread to a single core, and every thread started later inherits that binding."""
 
 
 def usable_cores(group: str | None = None, mounted: Path = CGROUPS) -> int:
-    """Number of cores that this process may keep busy: the cores that it may run on, or fewer if
-    its container's CPU quota is smaller.
+    """Return the number of cores that this process may keep busy: the cores that it may run on, or
+    fewer if its container's CPU quota is smaller.
 
     Args:
-        group: its control group, in the format of ``/proc/self/cgroup``; None to read it there.
+        group: its control group, in the format of ``/proc/self/cgroup``; None to read it from that
+            file.
         mounted: folder where control groups of version 2 are mounted.
     """
     shares = (_share(folder / "cpu.max") for folder in lineage(group, mounted))
@@ -75,13 +76,13 @@ def leave_core(nice: int = 0) -> None:
 
 
 def spare_cores(ranks: int) -> int:
-    """Number of cores that are left when ``ranks`` ranks on this machine use one core each to drive
-    their devices."""
+    """Return the number of cores that are left if each of ``ranks`` ranks on this machine uses one
+    core to drive its device."""
     return max(0, usable_cores() - ranks)
 
 
 def _share(file: Path) -> float | None:
-    """CPU quota of a control group, in cores; None without a limit."""
+    """Return the CPU quota of a control group, in cores; None without a limit."""
     try:
         quota, period = file.read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -100,9 +101,10 @@ def system_memory(
     Each is the smallest of the values of the machine and of the process's control groups.
 
     Args:
-        group: its control group, in the format of ``/proc/self/cgroup``; None to read it there.
+        group: its control group, in the format of ``/proc/self/cgroup``; None to read it from that
+            file.
         mounted: folder where control groups of version 2 are mounted.
-        meminfo: file with the machine's memory.
+        meminfo: file in the format of ``/proc/meminfo``.
     """
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     total, available = (int(fields[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
@@ -117,6 +119,7 @@ def system_memory(
 
 
 def _reclaimable(folder: Path) -> int:
-    """Bytes of a group's file cache that were not used recently: the kernel can reclaim them."""
+    """Return the part of a control group's file cache that was not used recently, which the kernel
+    can reclaim, bytes."""
     lines = (folder / "memory.stat").read_text().splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)

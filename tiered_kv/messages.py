@@ -66,7 +66,7 @@ class TierOrders:
 
     Attributes:
         fingerprint: digest of the new generation of pages after a cache reset. The contents of the
-            store and every order sent before are then invalid. None without a reset.
+            store and all earlier orders are then invalid. None without a reset.
         lost: pages that some rank has lost, so that the other ranks can forget them.
         released: pages to forget, which must not be written to the store any more.
         reclaims: segments to delete, by rank.
@@ -199,15 +199,15 @@ class Orders:
     """A step's orders, from the scheduler half to all workers.
 
     Attributes:
-        failed_loads: restores that the engine counts on but that cannot be ordered.
+        failed_loads: restores that the engine expects but that cannot be ordered.
         seen_failures: number of failed sync restores that the scheduler half has handled, by rank.
             Saves that a worker makes before its failures are handled may contain KV computed from
             bytes that never arrived, so the worker fails them.
         stores: orders for stores.
         snapshots: orders for snapshots of jobs.
         settled: finished orders; empty unless CPU memory outlives the engine.
-        reset: True after a cache reset if CPU memory outlives the engine: the pages in it must
-            not be found again.
+        reset: True after a cache reset if CPU memory outlives the engine: the pages in it must not
+            be found again.
     """
 
     saves: tuple[SaveOrder, ...] = ()

@@ -28,7 +28,7 @@ PREFIX = "vllm:tiered_kv_"
 
 
 class MetricType(Enum):
-    """Type of a metric, as ``# TYPE`` names it."""
+    """Type of a metric, as written in its ``# TYPE`` line."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -37,7 +37,7 @@ class MetricType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """All series of one name.
+    """All series with the same metric name.
 
     Attributes:
         name: name without ``PREFIX``, and without the ``_total`` of counters.
@@ -52,7 +52,7 @@ class Family:
 
     @property
     def full_name(self) -> str:
-        """Name on ``/metrics``."""
+        """Name of the metric on ``/metrics``."""
         return f"{PREFIX}{self.name}{'_total' if self.kind is MetricType.COUNTER else ''}"
 
     @property
@@ -62,7 +62,7 @@ class Family:
 
 
 class Series(NamedTuple):
-    """A family's series: one set of label values."""
+    """One series of a family, identified by its label values."""
 
     family: str
     labels: Mapping[str, str]
@@ -70,7 +70,8 @@ class Series(NamedTuple):
 
 WAIT_BUCKETS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 RATIO_BUCKETS = (0.05, 0.1, 0.2, 0.5, 0.8, 1.0, 1.25, 2.0, 5.0, 10.0, 20.0)
-"""The fraction of ratios up to 1 shows how often the forecast was long enough."""
+"""Upper bounds of the buckets of histograms of ratios. The fraction of ratios up to 1 shows how
+often the forecast was long enough."""
 
 _C, _G, _H = MetricType.COUNTER, MetricType.GAUGE, MetricType.HISTOGRAM
 
@@ -342,8 +343,8 @@ PART_OF: Mapping[str, str] = {
     "cpu_bytes_compressed": "cpu_bytes",
     "cpu_bytes_whole_compressed": "cpu_bytes_whole",
 }
-"""Events that also count in another event, and measurements that are part of another. Both are
-always reported together."""
+"""Events that also count in another event, and measurements that are part of another. Both events
+are always reported together."""
 
 
 def _labels_of_families() -> dict[str, dict[str, tuple[str, ...]]]:

@@ -1,8 +1,8 @@
 """Counters, gauges and histograms: pages, pins, jobs, decisions and failures.
 
-A ``Counters`` only counts up; ``take`` returns the increments since the last call, which the
-engine's metrics are updated with. Names here are used in the code and in ``/tiered_kv/status``;
-``metric_families`` has the names on ``/metrics``.
+A ``Counters`` only counts up; ``take`` returns the increments since the last call, with which the
+engine's metrics are updated. The names in this module are used in the code and in
+``/tiered_kv/status``; ``metric_families`` has the names on ``/metrics``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from .tiers import TierId
 
 GAP_CLASSES = ("fast", "slow", "uncertain", "unclassed")
-"""Gap classes. ``unclassed`` is for policies without classes."""
+"""Classes of gaps. ``unclassed`` is for policies without classes."""
 DECIDED = ("pin", "cpu", "store", "drop")
 """Decisions of a policy: where a turn's KV waits."""
 
@@ -28,7 +28,7 @@ def hint_event(intent: str, outcome: str) -> str:
 
 
 def decision_event(tier: str, gap_class: str) -> str:
-    """Counter name of this decision for gaps of this class."""
+    """Return the counter name of decisions for this tier and gaps of this class."""
     return f"decided_{tier}_{gap_class}"
 
 
@@ -145,8 +145,8 @@ WOULD_HAVE_SAVED: Mapping[str, str] = {
     "would_have_saved_cpu": "cpu",
     "would_have_saved_ssd": "ssd",
 }
-"""Counters of observe mode, and their tiers: computed prompt tokens that the connector would have
-found there. Reported as one metric family, by tier."""
+"""Counters of observe mode, each with its tier. They count computed prompt tokens that the
+connector would have found in that tier. Reported as one metric family, by tier."""
 
 GAUGES: Mapping[str, str] = {
     "cpu_pages": "Pages in CPU memory, including those being copied there.",
@@ -178,7 +178,7 @@ HISTOGRAMS: Mapping[str, str] = {
 }
 
 MOST_OBSERVED = 4096
-"""Maximum number of observations kept. With statistics off, nothing ever takes them."""
+"""Maximum number of observations kept. If statistics are off, the observations are never taken."""
 
 
 class Counters:
@@ -205,14 +205,14 @@ class Counters:
             self._fresh[name] = self._fresh.get(name, 0) + amount
 
     def observe(self, name: str, value: float) -> None:
-        """Record a value for a histogram. The oldest are dropped if nothing takes them. Raises
-        KeyError for a name that is not in ``HISTOGRAMS``."""
+        """Record a value for a histogram. If the values are never taken, the oldest are dropped.
+        Raises KeyError for a name that is not in ``HISTOGRAMS``."""
         if name not in HISTOGRAMS:
             raise KeyError(name)
         self._observed.setdefault(name, deque(maxlen=MOST_OBSERVED)).append(value)
 
     def of_tier(self, tier: TierId) -> TierCounters:
-        """Counters of one tier. Their increments also count here."""
+        """Return the counters of one tier. Their increments also count in these totals."""
         return self._tiers.setdefault(tier, TierCounters(self))
 
     def take(self) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Orders and reports, which pass between the scheduler half and the worker half.
 
 The scheduler half decides where each page goes, and sends one list of orders per step. The worker
-half moves the bytes and sends reports back. Both are plain frozen data, so that they pickle
-compactly and a simulator can replace either side.
+half moves the bytes and sends reports back. Orders and reports are plain frozen data, so that they
+pickle compactly and a simulator can replace either side.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class OrderKind(Enum):
 
 
 class RestoreMode(Enum):
-    """Whether a restore delays the step, or runs while the model computes."""
+    """Mode of a restore: whether it delays the step, or runs while the model computes."""
 
     SYNC = "sync"
-    """Restore before this step's forward pass, which waits for it."""
+    """Restore before this step's forward pass, which waits for the restore."""
     ASYNC = "async"
     """Restore while forward passes run; the request is scheduled once the restore is done."""
 
@@ -99,8 +99,9 @@ class LoadOrder:
 
     Attributes:
         group: position of the pages' group.
-        slots: slots; for a cold page the ``cold_place`` of its bundle, which is negative.
-        cold: keys of the cold pages, in the order of ``slots``.
+        slots: slot of each page; for a cold page, the ``cold_place`` of its bundle, which is
+            negative.
+        cold: keys of the cold (compressed) pages, in the order of ``slots``.
         more: True if further orders for the request follow in later steps, because it is restored
             in pieces.
     """
@@ -119,9 +120,9 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class FailLoad:
-    """Report blocks as failed instead of restoring them: the engine expects the restore, or its
-    last pieces, but it cannot be ordered. The tokens of the blocks are recomputed. No further order
-    for the request follows."""
+    """Report blocks as failed, because a restore that the engine expects, or the last pieces of a
+    restore, cannot be ordered. The tokens of the blocks are recomputed. No further order for the
+    request follows."""
 
     request_id: str
     blocks: tuple[int, ...]
@@ -137,7 +138,7 @@ class DemoteOrder:
     hook.
 
     Attributes:
-        runs: for each key the first page of its run, for a store that needs it; otherwise empty.
+        runs: for each key, the first page of its run; empty if the store does not need runs.
     """
 
     kind: ClassVar[OrderKind] = OrderKind.DEMOTE
@@ -153,7 +154,7 @@ class DemoteOrder:
 @dataclass(frozen=True, slots=True)
 class PromoteOrder:
     """Read page ``keys[i]`` from a store into ``slots[i]`` of the CPU pool, which is reserved for
-    the page.
+    the page. ``due`` has the same meaning as in ``DemoteOrder``.
 
     ``due`` as for ``DemoteOrder``.
     """
@@ -172,8 +173,9 @@ class LookupOrder:
     """Look up whether a store has page ``keys[i]``. Missing pages are reported as failed.
 
     Attributes:
-        deadline_s: time for the answer, seconds. After it, unanswered pages are reported as failed.
-        runs: as for ``DemoteOrder``.
+        deadline_s: maximum time for the answer, seconds. Pages without an answer by then are
+            reported as failed.
+        runs: as in ``DemoteOrder``.
     """
 
     kind: ClassVar[OrderKind] = OrderKind.LOOK_UP
@@ -202,7 +204,8 @@ class ExportOrder:
     ``groups[i]``. The slots do not change until the order is reported.
 
     Attributes:
-        slots: slots; for a cold page the ``cold_place`` of its bundle, which is negative.
+        slots: slot of each page; for a cold page, the ``cold_place`` of its bundle, which is
+            negative.
     """
 
     kind: ClassVar[OrderKind] = OrderKind.EXPORT
@@ -217,8 +220,8 @@ class ExportOrder:
 
 @dataclass(frozen=True, slots=True)
 class ImportOrder:
-    """Read pages of the snapshot at ``path`` into the CPU pool: the page of block ``blocks[i]`` of
-    its context, in group ``groups[i]``, into ``slots[i]``, as page ``keys[i]``."""
+    """Read pages of the snapshot at ``path`` into the CPU pool. The page of block ``blocks[i]`` of
+    its context, in group ``groups[i]``, is read into ``slots[i]`` as page ``keys[i]``."""
 
     kind: ClassVar[OrderKind] = OrderKind.IMPORT
 
@@ -245,8 +248,8 @@ class OrderReport:
         ranks: number of ranks that this report covers.
         failed: indices of the order's pages whose copy failed on any of these ranks.
         nbytes: bytes of the pages moved by the slowest rank.
-        seconds: time that this rank spent copying, seconds; 0 if unknown.
-        slots: number of slots that a bundle fills on the rank where it fills most.
+        seconds: time that the slowest rank spent copying, seconds; 0 if unknown.
+        slots: number of slots that the order's bundle fills, on the rank where it fills most.
     """
 
     ranks: int

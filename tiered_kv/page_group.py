@@ -3,12 +3,12 @@
 An engine has one group for each type of attention or state that it keeps. All groups share the
 block ids of VRAM and the slots of the CPU pool; a page takes a whole slot and fills its own bytes.
 
-Reach of an attention type: the earlier tokens whose KV the next token needs.
+The reach of an attention type is the earlier tokens whose KV the next token needs.
 
-A hit of N tokens needs only the blocks that contain these tokens. vLLM calls the tokens before
-them skipped, and has no blocks for them.
+A hit of N tokens needs only the blocks that contain these tokens. vLLM calls the tokens before them
+skipped, and has no blocks for them.
 
-Layout of a page: the byte regions of a block, and their order in a slot.
+The layout of a page is the byte regions of a block, and their order in a slot.
 
 A block of VRAM is scattered over the engine's allocation. A slot of the CPU pool is one run of
 bytes. ``PageLayout`` maps one to the other. It is independent of the meaning of the bytes, so it
@@ -31,8 +31,8 @@ class Placement:
     Layer ``l``'s bytes of block ``b`` start at ``offset + l*layer_stride + b*block_stride``.
 
     Attributes:
-        used: bytes of a layer's page that have contents. None: everything up to the next page or,
-            where a block's layers are contiguous, up to the next block.
+        used: bytes of a layer's page that have contents. None for all bytes up to the next page or,
+            if a block's layers are contiguous, up to the next block.
     """
 
     layers: int
@@ -60,7 +60,7 @@ class Region:
         return self.count * self.nbytes
 
     def end(self, num_blocks: int) -> int:
-        """End of this region's last byte in the allocation, bytes."""
+        """Return the position after this region's last byte in the allocation, bytes."""
         runs = (self.count - 1) * self.run_stride
         return self.offset + runs + (num_blocks - 1) * self.block_stride + self.nbytes
 
@@ -83,7 +83,7 @@ class PageLayout:
         return max(region.end(self.num_blocks) for region in self.regions)
 
     def describe(self) -> str:
-        """Return a stable description of a slot's bytes for the fingerprint."""
+        """Return a stable description of the bytes of a slot, for the fingerprint."""
         return ",".join(f"{region.count}x{region.nbytes}" for region in self.regions)
 
 
@@ -153,7 +153,8 @@ class KvReach:
             raise ValueError(f"{self.kind.value} KV cannot have a span of {self.span} tokens")
 
     def skipped(self, tokens: int) -> int:
-        """Number of leading tokens whose KV is not needed once ``tokens`` are computed."""
+        """Return the number of leading tokens whose KV is not needed once ``tokens`` tokens are
+        computed."""
         match self.kind:
             case KvKind.FULL:
                 return 0
@@ -165,19 +166,20 @@ class KvReach:
                 return max(0, tokens - 1)
 
     def blocks(self, tokens: int, block_size: int) -> range:
-        """Blocks that a hit of ``tokens`` needs; the last may be partial."""
+        """Return the blocks that a hit of ``tokens`` tokens needs. The last block may be
+        partial."""
         skipped = self.skipped(tokens)
         if skipped >= tokens:
             return range(0)
         return range(skipped // block_size, -(-tokens // block_size))
 
     def describe(self) -> str:
-        """Stable text for a fingerprint."""
+        """Return a stable description of the reach, for a fingerprint."""
         return f"{self.kind.value}-{self.span}-{self.extra}"
 
 
 WHOLE = KvReach()
-"""Reach of full attention."""
+"""Reach of full attention: all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,7 @@ class PageGroup:
         index: the engine's number for the group.
         block_size: length of a page, tokens.
         layout: locations of a block's bytes.
-        element: type of the elements, if all have the same type.
+        element: type of the page's elements, if all have the same type.
         reach: tokens that a hit needs.
         draft_tokens: number of following tokens that a token's KV in the drafter's layers depends
             on.
@@ -231,11 +233,12 @@ class PageGroup:
         return PageFormat(self.element, self.page_bytes, tokens)
 
     def needs(self, tokens: int) -> range:
-        """Blocks that a hit of ``tokens`` needs; the last may be partial."""
+        """Return the blocks that a hit of ``tokens`` tokens needs. The last block may be
+        partial."""
         return self.reach.blocks(tokens, self.block_size)
 
     def describe(self) -> str:
-        """Stable description of a page's bytes, for a fingerprint."""
+        """Return a stable description of a page's bytes, for a fingerprint."""
         told = f"{self.layout.describe()} {self.arrangement}"
         sections = self.page_format.sections
         if len(sections) == 1:  # the engine's dtype, which is described elsewhere
@@ -244,7 +247,8 @@ class PageGroup:
 
 
 def slot_bytes(groups: Sequence[PageGroup]) -> int:
-    """Size of a CPU slot, bytes: the largest page size of the groups; 0 without groups."""
+    """Return the size of a CPU slot, bytes, which is the largest page size of the groups; 0 without
+    groups."""
     return max((group.page_bytes for group in groups), default=0)
 
 

@@ -20,7 +20,8 @@ LEFT_OVER_S = 3600.0
 
 
 def open_plain(path: Path, flags: int, *, dir_fd: int | None = None) -> int:
-    """Open a plain file, and return its descriptor. Follows no link and never blocks.
+    """Open a plain file, and return its descriptor. Links are not followed, and the call never
+    blocks.
 
     Args:
         dir_fd: an open folder that ``path`` is relative to.
@@ -48,7 +49,8 @@ def opened(path: Path, flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a plain file of this process's user, whose contents are trusted. Returns its descriptor.
+    """Open a plain file that belongs to this process's user, so that its contents are trusted.
+    Returns its descriptor.
 
     Raises:
         PermissionError: the file belongs to another user.
@@ -70,7 +72,7 @@ def read_own(path: Path, most: int) -> bytes:
 
     Raises:
         ValueError: the file has more than ``most`` bytes.
-        OSError: as for ``open_own``, or the disk failed.
+        OSError: as in ``open_own``, or the disk failed.
     """
     with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
         if os.fstat(file.fileno()).st_size > most:
@@ -86,7 +88,7 @@ def check_owner(path: Path) -> None:
     target are checked.
 
     Raises:
-        PermissionError: another user created it.
+        PermissionError: another user may have created it.
         OSError: the path is missing, or cannot be examined.
     """
     link, there = path.lstat(), path.stat()
@@ -131,10 +133,10 @@ def replace_file(path: Path, data: bytes, *, beside: Path | None = None, durable
     complete old file or the complete new one.
 
     Args:
-        beside: the temporary name, whose file is removed first; by default a name that no other
-            process chooses. In that case files that killed processes left next to ``path`` are
+        beside: the temporary name, whose file is removed first; by default, a name that no other
+            process chooses. With the default, files that killed processes left next to ``path`` are
             removed.
-        durable: make the contents durable before the rename.
+        durable: True to make the contents durable before the rename.
 
     Returns:
         A descriptor of the new file, open for appending.

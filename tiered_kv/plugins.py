@@ -16,7 +16,8 @@ T = TypeVar("T")
 def load(
     kind: str, name: str, known: Mapping[str, Callable[..., T]], *contracts: Any
 ) -> Callable[..., T]:
-    """Find a part's class, or the function that creates it. Imports the module if needed.
+    """Return the class of a part, or the function that creates the part. Imports its module if
+    necessary.
 
     Args:
         kind: noun for the part, for error messages.
@@ -57,7 +58,9 @@ def load(
 
 
 def _missing(found: type, contract: Any) -> list[str]:
-    """Public and abstract methods of the contract that the class does not define.
+    """Return the names of the public and abstract methods of ``contract`` that ``found`` does not
+    define. A contract's properties are not checked, because they may be attributes of instances
+    only.
 
     A contract's properties are not checked, since they may be attributes of instances only.
     """

@@ -1,12 +1,12 @@
-"""Answers of the routes under ``/tiered_kv``: a dataclass for each object that the program's own
-clients read.
+"""Answers of the routes under ``/tiered_kv``, with a dataclass for each object that the program's
+own clients read.
 
 The engine builds the status and the list of jobs from these classes, and ``to_json`` writes their
-fields in order. ``tiered-kv top`` and the commands for snapshots read them with ``from_json``,
-which ignores other fields.
+fields in order. ``tiered-kv top`` and the commands for snapshots read the answers with
+``from_json``, which ignores unknown fields.
 
-Moments are seconds since the epoch. They are None where JSON has null: for a moment that never
-comes, and for a duration without a known end.
+Moments are seconds since the epoch. A moment that never comes, and a duration without a known end,
+are None, which is null in JSON.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class Tiers(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class Pins(JsonObject):
-    """Pins between turns: jobs with a pin, their blocks, and the maximum number of pinned
-    blocks."""
+    """Pins between turns: the number of jobs with a pin, of their blocks, and of the blocks that
+    may be pinned."""
 
     jobs: int
     blocks: int
@@ -140,7 +140,8 @@ class JobCounts(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class Queues(JsonObject):
-    """Numbers of turns, of orders in flight, and of contexts that are scheduled for prefetch."""
+    """Numbers of turns by their state, of orders in flight, and of contexts that are scheduled for
+    prefetch."""
 
     running: int
     queued: int
@@ -152,7 +153,7 @@ class Queues(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class Transfers(JsonObject):
-    """Orders in flight of one type, and their pages."""
+    """Orders in flight of one type, and the number of their pages."""
 
     orders: int = 0
     pages: int = 0
@@ -251,7 +252,8 @@ class JobState(Enum):
 
 
 class Where(Enum):
-    """Location of a job's KV as decided: later evictions are not recorded per job."""
+    """Location of a job's KV according to the last decision. Later evictions are not recorded per
+    job."""
 
     VRAM = "vram"
     """VRAM: a turn is running there, or the KV is pinned."""
@@ -280,8 +282,8 @@ class JobKv(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class Quantiles(JsonObject):
-    """Quantiles of the length of a job's open gap, seconds from its start; None beyond the longest
-    length that the forecast covers."""
+    """Quantiles of the length of a job's open gap, seconds from the start of the gap; None if a
+    quantile exceeds the longest gap that the forecast covers."""
 
     q50_s: float | None
     q90_s: float | None
@@ -300,7 +302,7 @@ class JobDecision(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class JobStatus(JsonObject):
-    """A job in a list.
+    """A job in the list of jobs.
 
     Attributes:
         number: position in the list of its engine's jobs.
@@ -341,7 +343,7 @@ class JobStatus(JsonObject):
 @dataclass(frozen=True, slots=True, order=True)
 class Cursor(JsonObject):
     """Position of a job in the list of all jobs: the engine's rank, then the job's number there. In
-    JSON a text, such as "0.57"."""
+    JSON, the cursor is a text such as "0.57"."""
 
     engine: int = 0
     number: int = 0
@@ -392,9 +394,11 @@ class SnapshotMade(JsonObject):
     """The answer to a request for a snapshot.
 
     Attributes:
-        tokens, kv_tokens: tokens of the job's context, and tokens among them that have KV.
-        stored_bytes, shared_bytes: size of its pages, and the part that other snapshots share.
-        name: name in the server's folder; None once the command has moved it to a path.
+        tokens, kv_tokens: number of tokens of the job's context, and number of those that have KV.
+        stored_bytes, shared_bytes: size of the snapshot's pages, and of those that other snapshots
+            share.
+        name: name of the snapshot in the server's folder; None once the command has moved it to
+            another path.
         capture_ms, durable_ms: time for which the job paused, and time until the snapshot was
             durable, milliseconds.
     """
@@ -431,7 +435,7 @@ class JobRestored(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class JobsRestored(JobRestored):
-    """The answer to a request for a restore: the result of the first engine, and of the others."""
+    """The answer to a request for a restore: the results of the first engine and of the others."""
 
     others: tuple[JobRestored, ...] = ()
 

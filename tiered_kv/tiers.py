@@ -1,4 +1,4 @@
-"""The lower tiers: their names, and the facts that both halves must agree on."""
+"""The tiers below CPU memory: their names, and the facts that both halves must agree on."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ REMOTE = TierId("remote")
 
 
 class StoreId(NamedTuple):
-    """A tier's stores of one page group: one on each rank.
+    """The stores of one page group in a tier: one store on each rank.
 
     Attributes:
         tier: the tier.
-        group: position of the page group among the engine's.
+        group: position of the page group among the engine's groups.
     """
 
     tier: TierId
@@ -28,12 +28,14 @@ class StoreId(NamedTuple):
 
 
 class Knowledge(Enum):
-    """Authority on the pages that a tier has."""
+    """Where it is known which pages a tier has."""
 
     KNOWN = "known"
-    """The scheduler half: its index is complete, since only this engine writes to the tier."""
+    """The scheduler half knows: its index is complete, because only this engine writes to the
+    tier."""
     ASKED = "asked"
-    """The store alone: other engines write to it too, so it must be queried, and answers expire."""
+    """Only the store knows: other engines write to it too, so it must be queried, and its answers
+    expire."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,11 @@ class TierSpec:
 
     Attributes:
         tier: name of the tier.
-        knowledge: authority on the pages that it has.
+        knowledge: where it is known which pages the tier has.
         capacity_bytes: size of the tier, all ranks together, bytes; None without a known limit.
         shared: True if engines share pages through the tier. Contexts whose job will return are
             written to it when a turn ends; no page is demoted to it to free CPU memory.
-        in_runs: True if its stores need to know which pages are contiguous in a context.
+        in_runs: True if the tier's stores need to know which pages are contiguous in a context.
     """
 
     tier: TierId

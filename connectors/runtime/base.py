@@ -23,8 +23,8 @@ class Sampling:
 
     Attributes:
         parameters: the client's sampling parameters, as JSON.
-        inexact: a sentence explaining why an answer continued on another engine might differ
-            although its KV is equal; None if it cannot differ.
+        inexact: sentence that explains why an answer may differ when it is continued on another
+            engine with equal KV; None if it cannot differ.
     """
 
     parameters: Mapping[str, object] = field(default_factory=dict)
@@ -41,12 +41,12 @@ class Request(Protocol):
         num_tokens: length of prompt and answer. num_computed_tokens: tokens computed once all
             scheduled steps have run; num_in_flight_tokens: tokens of unfinished steps.
         arrival_time: seconds on the engine's clock.
-        adapter: the engine's handle of its LoRA adapter; None for the base model.
+        adapter: the engine's object for its LoRA adapter; None for the base model.
         reads_cache: False if its whole prompt must be prefilled.
         streams_input: True if its prompt still grows.
         waits_for_kv: True while KV is loaded into its blocks.
         answered: True if it finished with an answer, rather than cancelled or failed.
-        text_cut: True if the client may not have received the last tokens of its answer.
+        text_cut: True if the last tokens of its answer may not have reached the client.
         shared_tokens: length of the prefix that other requests are known to share, in tokens; 0 if
             the engine does not track this.
         outcome: the engine's name of its finish reason.
@@ -107,11 +107,12 @@ class Request(Protocol):
 
     @property
     def sampling(self) -> Sampling:
-        """Sampling parameters of its answer."""
+        """Sampling parameters of the request's answer."""
         ...
 
     def end_after_next_token(self) -> None:
-        """Stop its answer after the next token, as if it had reached its maximum length."""
+        """Stop the request's answer after the next token, as if the answer had reached its maximum
+        length."""
         ...
 
     def extra_key(self, token: int) -> object:
@@ -124,8 +125,8 @@ class Request(Protocol):
 
 
 MakeRequest: TypeAlias = Callable[[Sequence[int], str | None, int], Request]
-"""Creates a request that never runs, from tokens, a cache salt and the number of tokens per block
-hash, to compute the keys of a context. Called on any thread."""
+"""Creates a request that never runs, in order to compute the keys of a context. Arguments: tokens,
+cache salt, and number of tokens per block hash. Called on any thread."""
 
 
 class Block(Protocol):
@@ -151,8 +152,8 @@ class BlockPool(Protocol):
 
     Attributes:
         blocks: all blocks, by id.
-        tables: blocks of each request, first to last, for each page group; a single table if there
-            are no groups. A placeholder may replace a block that a request no longer needs.
+        tables: for each page group, the blocks of each request, first to last; a single table if
+            there are no groups. A placeholder may replace a block that a request no longer needs.
         watermark: blocks that the engine keeps free when it admits a request.
     """
 
@@ -180,33 +181,34 @@ class BlockPool(Protocol):
         ...
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Remove blocks from the prefix cache."""
+        """Remove blocks from the prefix cache, so that no prompt finds them."""
         ...
 
     def blocks_of(self, request_id: str) -> Sequence[Block]:
-        """Blocks of a request, in every group."""
+        """Return the blocks of a request, in every group."""
         ...
 
     def hashed_blocks_of(self, request_id: str) -> list[Block]:
-        """The blocks of a request that have a hash, in every group."""
+        """Return the blocks of a request that have a hash, in every group."""
         ...
 
     def hash_prefix(self, request: Request, tokens: int) -> None:
-        """Let prefix lookups find the first blocks of a request whose restore has not finished:
-        their KV is complete. Optional, because the engine hashes the blocks of a finished
+        """Let prefix lookups find the first blocks of a request whose restore has not finished,
+        because their KV is complete. Optional, because the engine hashes the blocks of a finished
         restore."""
         ...
 
     def cached_prefix(self, hashes: Sequence[bytes], group: int) -> int:
-        """Number of hashes before the first one without a cached block of a page group."""
+        """Return the number of hashes before the first hash without a cached block of a page
+        group."""
         ...
 
     def num_in_use(self, hashes: Sequence[bytes], group: int) -> int:
-        """Number of hashes whose cached block of a page group has a reference."""
+        """Return the number of hashes whose cached block of a page group has a reference."""
         ...
 
     def cached(self, block_hash: bytes, group: int) -> Block | None:
-        """The cached block of a page group with that hash; None if there is none."""
+        """Return the cached block of a page group with that hash; None if there is none."""
         ...
 
 
@@ -214,16 +216,17 @@ class Fingerprints(Protocol):
     """Fingerprints of the engine's pages, for the current generation."""
 
     def base(self, group: int) -> Fingerprint:
-        """Fingerprint of the base model's pages in a group. The workers' stores are named after
-        it."""
+        """Return the fingerprint of the base model's pages in a group, after which the workers'
+        stores are named."""
         ...
 
     def of(self, adapter: object | None, group: int) -> bytes | None:
-        """Digest for a group's pages of requests with that adapter; None until it is known."""
+        """Return the digest for a group's pages of requests with that adapter; None until it is
+        known."""
         ...
 
     def group_of(self, key: PageKey) -> int | None:
-        """The group whose digest is part of the page key; None if no group matches."""
+        """Return the group whose digest is part of the page key; None if no group matches."""
         ...
 
     def next_generation(self) -> None:
@@ -236,7 +239,7 @@ class Fingerprints(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop its threads. Idempotent."""
+        """Stop the threads. Idempotent."""
         ...
 
 
@@ -260,7 +263,8 @@ class ScheduledStep(NamedTuple):
     """A step that the engine has scheduled.
 
     Attributes:
-        tokens: tokens that the step computes for each request. total: their sum.
+        tokens: tokens that the step computes for each request. total: number of tokens that the
+            step computes for all requests.
         begun: requests computed for the first time, or resumed after preemption.
         preempted: requests preempted since the previous step.
     """
@@ -347,8 +351,8 @@ class EngineFacts:
     @property
     def recovers_by_block(self) -> bool:
         """True if the engine accepts single blocks as failed restores, and recomputes from the
-        first of them. Windows lack the blocks before that point, and with several groups a block id
-        is ambiguous."""
+        first of them. False with windows, which lack the blocks before that point, and with several
+        groups, in which a block id is ambiguous."""
         return len(self.groups) == 1 and not self.narrow
 
     @cached_property
@@ -368,14 +372,15 @@ class EngineFacts:
         return tuple(group.block_size for group in self.groups) or (self.block_size,)
 
     def blocks(self, tokens: int) -> int:
-        """Number of blocks that the KV of a context occupies."""
+        """Return the number of blocks that the KV of a context occupies."""
         if not self.narrow:  # the usual case; called several times for every waiting request
             return sum([-(-tokens // size) for size in self._sizes])
         return sum(len(group.needs(tokens)) for group in self.groups)
 
     def blocks_to_go_on(self, computed: int, tokens: int) -> int:
-        """Number of blocks of a context of ``tokens`` that continues after ``computed`` tokens. The
-        state that it continues from stays allocated in addition to the state being written."""
+        """Return the number of blocks of a context of ``tokens`` tokens that continues after
+        ``computed`` tokens. The state from which it continues stays allocated in addition to the
+        state being written."""
         if not self.has_states:
             return self.blocks(tokens)
         states = (group for group in self.groups if group.reach.kind is KvKind.STATE)
@@ -384,8 +389,8 @@ class EngineFacts:
         )
 
     def blocks_on_the_way(self, computed: int, tokens: int) -> int:
-        """Peak number of blocks while a context grows from ``computed`` to ``tokens``. Blocks of
-        windows are freed only once no token needs them."""
+        """Return the peak number of blocks while a context grows from ``computed`` to ``tokens``
+        tokens. Blocks of windows are freed only once no token needs them."""
         narrow = (group for group in self.groups if group.reach.kind is not KvKind.STATE)
         return self.blocks_to_go_on(computed, tokens) + sum(
             max(0, group.needs(tokens).start - group.needs(computed).start) for group in narrow
@@ -400,7 +405,7 @@ class EngineFacts:
         return sum(1 / group.block_size for group in full)
 
     def mean_blocks(self, tokens: float) -> float:
-        """Average number of blocks of contexts of about that length."""
+        """Return the average number of blocks of contexts of about ``tokens`` tokens."""
         if not self.narrow:
             return tokens * self.blocks_per_token
         narrow = (group for group in self.groups if group.reach.kind is not KvKind.FULL)
@@ -415,5 +420,5 @@ class EngineFacts:
         return self.usable_blocks / growth if growth else math.inf
 
     def slots(self, cpu_bytes_per_rank: int) -> int:
-        """Number of page slots in a rank's CPU tier."""
+        """Return the number of page slots in a rank's CPU tier."""
         return cpu_bytes_per_rank // self.slot_bytes if self.groups else 0

@@ -81,7 +81,7 @@ def build_engine(deps: Dependencies, pool: BlockPool) -> EngineState:
 
 
 def build_pages(deps: Dependencies, engine: EngineState) -> Pages:
-    """Build the components that keep pages outside VRAM."""
+    """Build the components that keep pages outside VRAM, and move them."""
     facts, config, clock = engine.facts, deps.config, engine.clock
     slots = facts.slots(config.cpu_bytes_per_rank(facts.ranks))
     specs = tiers_below(config) if slots else ()
@@ -142,7 +142,8 @@ def build_pages(deps: Dependencies, engine: EngineState) -> Pages:
 
 
 def _blocks_below(deps: Dependencies) -> float:
-    """Capacity of the largest tier below CPU memory, in blocks; 0 without lower tiers."""
+    """Return the capacity of the largest tier below CPU memory, in blocks; 0 without lower
+    tiers."""
     block_bytes = max(1, deps.facts.slot_bytes * deps.facts.ranks)
     sizes = (spec.capacity_bytes for spec in tiers_below(deps.config))
     blocks = (math.inf if size is None else size / block_bytes for size in sizes)

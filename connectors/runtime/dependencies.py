@@ -29,7 +29,7 @@ class Dependencies:
     Attributes:
         facts: the engine's configuration.
         config: the operator's settings.
-        fingerprints: first parts of page keys; closed by ``close``.
+        fingerprints: computes the first parts of page keys; closed by ``close``.
         prefill_work: the model's cost of prefills; None if unknown.
         policy: chooses the tier that keeps a finished turn's KV.
         policy_state: saves the learned state of ``policy``; closed by ``close``.

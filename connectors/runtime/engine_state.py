@@ -17,7 +17,7 @@ class EngineState:
 
     Attributes:
         pool: the engine's blocks.
-        turns: live requests.
+        turns: turns of the live requests.
         counters: counters of the scheduler half.
         clock: monotonic seconds.
     """

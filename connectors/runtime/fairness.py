@@ -1,9 +1,10 @@
 """Fairness among waiting requests: every wait has a bound, and clients share the engine equally.
 
 A request that has waited for the admission limit since it arrived is *overdue*. Until it is
-allocated blocks, no request that arrived later is admitted and every pin gives way to it. After a
-further ``TIERS_GRACE`` it no longer waits for pages of lower tiers. Preempted requests still go
-first. So do requests of a higher priority, if the engine admits requests by priority.
+allocated blocks, no request that arrived later is admitted, and every pin is released if the
+overdue request needs its blocks. After a further ``TIERS_GRACE`` it no longer waits for pages of
+lower tiers. Preempted requests still precede it, as do requests of a higher priority if the engine
+admits requests by priority.
 
 A client is a ``cache_salt`` or, without one, a job. While other clients wait, a client gets at most
 an equal share of the seats (the requests that the engine runs concurrently) and of the block pool.
@@ -34,8 +35,8 @@ TIERS_GRACE = 0.1
 the limit. Prefilling a long context instead would delay every running request more."""
 IDLE_STEPS = 200
 """Number of steps in which no request runs and an overdue request is not admitted, after which
-later arrivals no longer wait for it: the engine refuses it for a reason other than blocks and
-seats."""
+later arrivals no longer wait for it: the engine must be refusing it for a reason other than blocks
+and seats."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +44,7 @@ class _Live:
     """A live request.
 
     Attributes:
-        client: its client.
+        client: the client that sent it.
         arrived_at: when it arrived, seconds.
         in_line: True until it is allocated blocks for the first time.
     """
@@ -149,14 +150,15 @@ class Fairness:
     # -- the bound on every wait ----------------------------------------------------------
 
     def arrived_at(self, request_id: str) -> float:
-        """Return when a request arrived, seconds; the current time for an unknown request."""
+        """Return when a request arrived, seconds. For an unknown request, returns the current
+        time."""
         live = self._live.get(request_id)
         return self._clock() if live is None else live.arrived_at
 
     @property
     def seniority_s(self) -> float:
-        """Longest time by which a later request may precede an earlier one where seats are short,
-        seconds."""
+        """Longest time by which a later request may precede an earlier one if more requests wait
+        than may run, seconds."""
         return SENIORITY * self._max_wait_s
 
     def overdue_until(self) -> float:
@@ -164,7 +166,7 @@ class Fairness:
         return self._clock() - self._max_wait_s
 
     def is_overdue(self, request_id: str) -> bool:
-        """True if a waiting request has waited for the limit."""
+        """True if a waiting request has waited for the admission limit."""
         live = self._live.get(request_id)
         return live is not None and self._waits_too_long(live)
 
@@ -182,7 +184,7 @@ class Fairness:
 
     def next_overdue_at(self) -> float:
         """Return the time at which the next waiting request becomes overdue, seconds; infinite if
-        no request will."""
+        no request waits."""
         latest = self.overdue_until()
         times = (
             next((one.arrived_at for one in line.values() if one.arrived_at > latest), math.inf)
@@ -212,8 +214,8 @@ class Fairness:
         return False
 
     def _oldest(self, priority: int) -> Iterator[_Live]:
-        """The oldest request that waits only for a seat and blocks, from each line of at least that
-        priority and from the preempted requests."""
+        """Yield the requests that have waited longest and wait only for a seat and blocks: one of
+        each line with at least the priority ``priority``, and one of the preempted requests."""
         for at, line in self._lines.items():
             if at <= priority:
                 yield from _first_ready(line.values())
@@ -222,8 +224,8 @@ class Fairness:
             yield from _first_ready(one for one in by_arrival if self._priority(one) <= priority)
 
     def _is_stuck(self, step: int) -> bool:
-        """True if no request has run for ``IDLE_STEPS``, so that the overdue request must be
-        waiting for something other than a seat or blocks."""
+        """True if no request has run for ``IDLE_STEPS``, which shows that the overdue request waits
+        for something other than a seat or blocks."""
         if any(self._pool.tables[CONTEXT].values()):
             self._idle_since = None
             return False
@@ -239,9 +241,9 @@ class Fairness:
         return self._changed and self._crowding > 0 and len(self._clients) > 1
 
     def over_share(self, waiting: Iterable[str]) -> Mapping[str, tuple[float, float]]:
-        """Rank the waiting requests that would take their clients over an equal share. The client
-        with the smallest excess goes first; of clients with equal excess, the client whose last
-        admission is the oldest.
+        """Rank the waiting requests that would take their clients over an equal share. Requests of
+        the client with the smallest excess come first; if excesses are equal, those of the client
+        whose last admission was earliest.
 
         Args:
             waiting: the requests in the order in which the engine would admit them.
@@ -269,7 +271,7 @@ class Fairness:
 
     def salts_over_share(self, pinned: Mapping[JobKey, int], waiter: str) -> Collection[str]:
         """Salts whose pins give way to a waiting request of another client regardless of their
-        value, because these clients have more than an equal share of the pool.
+        value, because the clients with these salts have more than an equal share of the pool.
 
         Args:
             pinned: number of blocks of each pin.
@@ -293,7 +295,7 @@ class Fairness:
         return EqualShare.of(facts.limits.running or math.inf, facts.usable_blocks, clients)
 
     def _used(self) -> dict[Client, ClientUse]:
-        """Seats and blocks of each client's running requests."""
+        """Return the number of seats and blocks that each client's running requests use."""
         used = dict[Client, ClientUse]()
         for request_id, live in self._live.items():
             if request_id not in self._requeued and not live.in_line:
@@ -305,7 +307,7 @@ class Fairness:
 
 
 def _first_ready(line: Iterable[_Live]) -> Iterator[_Live]:
-    """Yield the first of these requests that the engine could admit, if any."""
+    """Yield the first of the requests in ``line`` that the engine could admit, if any."""
     for live in line:
         if live.request.ready:
             yield live

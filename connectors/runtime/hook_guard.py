@@ -27,7 +27,7 @@ class HookErrors:
         """Record the exception that is being handled.
 
         Args:
-            hook: the hook, or the part of it that failed.
+            hook: name of the hook, or of the part of a hook, that failed.
             instead: how the engine continues.
         """
         self._counters.add("hook_errors")
@@ -37,9 +37,9 @@ class HookErrors:
 
 
 def never_raises(fallback: Callable[[Any], Any]) -> Callable[[Hook], Hook]:
-    """Return a decorator of hooks. If a decorated hook raises, it returns ``fallback(self)``, the
-    engine's behaviour without the connector, and calls the method ``_hook_failed`` of its object
-    with the hook's name."""
+    """Return a decorator of hooks. If a decorated hook raises, the decorator returns
+    ``fallback(self)``, the engine's behaviour without the connector, and calls the object's method
+    ``_hook_failed`` with the hook's name."""
 
     def decorate(hook: Hook) -> Hook:
         @functools.wraps(hook)

@@ -36,9 +36,9 @@ class Job:
 
     Attributes:
         number: 1 for the first job; a job that was forgotten gets a new number.
-        started_at: arrival of its first turn, or of the first turn after the job was presumed to
+        started_at: when its first turn arrived, or its first turn after the job was presumed to
             have ended; seconds on the scheduler's clock.
-        first_blocks: blocks of its first prompt, which other jobs may share.
+        first_blocks: number of blocks of its first prompt, which other jobs may share.
         turns: number of its turns that have arrived.
         running: ids of its unfinished requests.
         over: True if the client declared the running turns to be the last ones.
@@ -112,8 +112,8 @@ class JobTable:
         return job
 
     def turn_ended(self, job: Job, request_id: str, *, over: bool) -> None:
-        """Record that a turn finished. ``over`` is True if the client declared it the job's last.
-        A job without a further turn is forgotten."""
+        """Record that a turn finished. ``over`` is True if the client declared that the turn was
+        the job's last. A job without a further turn is forgotten."""
         job.running.discard(request_id)
         job.over = job.over or over
         if job.over and not job.running:
@@ -134,7 +134,8 @@ class JobTable:
         job.decided = replace(decision, forecast=None)
 
     def begin_anew(self, job: Job, now: float) -> None:
-        """Make the job the youngest: other jobs took its space, and so it loses its seniority."""
+        """Make the job the youngest, because other jobs took its space and it has lost its
+        seniority."""
         job.started_at = now
 
     def named(self, name: str, most: int) -> list[Job]:

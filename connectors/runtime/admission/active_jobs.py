@@ -2,8 +2,8 @@
 
 A job has *started* once one of its turns was allocated blocks. From then on each of its turns
 *runs* from its arrival to its end. A job that started earlier is *older*. A job that may have ended
-(its client disconnected, or has been silent for long) is *dormant*: it takes no space. If it
-returns, it counts as started, and is the youngest. Blocks that jobs share are counted once.
+(its client disconnected, or has been silent for long) is *dormant*, and takes no space. When it
+returns, it counts as started, and as the youngest job. Blocks that jobs share are counted once.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ SILENT_TIMES = 8.0
 (``TurnPace.gap_s``)."""
 
 MOST_SILENT = 1024
-"""Maximum number of dormant jobs kept per client, and of clients. The job that has been away
-longest, or the client that has been inactive longest, is forgotten first."""
+"""Maximum number of dormant jobs kept per client, and maximum number of clients. The job that has
+been away longest, or the client that has been inactive longest, is forgotten first."""
 SILENT_OF_ALL = 8192
 """Maximum number of dormant jobs, divided equally among the clients, because one client can invent
 any number of salts."""
@@ -59,11 +59,12 @@ class ActiveJob:
         running: number of turns running now.
         blocks: unshared blocks of its context at the end of the current or last turn.
         shared: number of blocks that it found in VRAM when it started.
-        start: hash of the first block that it shares; equal for all jobs that share it.
-        asked: arrival of its last turn, seconds.
+        start: hash of the first block that the job shares with others, which is the same for these
+            jobs.
+        asked: when its last turn arrived, seconds.
         since: when its last finished turn ended, seconds.
         ended: unshared blocks of its context when its last turn ended.
-        grown: number of blocks that its turns have added, except the first turn.
+        grown: number of blocks that its turns after the first have added.
     """
 
     turns: int
@@ -83,7 +84,7 @@ class Scope:
 
     Attributes:
         silent: jobs that may have ended.
-        returns: how often these jobs return.
+        returns: record of how often such jobs return.
     """
 
     silent: dict[JobKey, ActiveJob] = field(default_factory=dict)
@@ -108,8 +109,8 @@ class Scopes:
         return scope
 
     def add_silent(self, job: JobKey, member: ActiveJob) -> None:
-        """Store a dormant job. Drops the client's jobs that have been away longest if they exceed
-        its share."""
+        """Store a dormant job. If the client then has more dormant jobs than its share, those that
+        have been away longest are dropped."""
         silent = self.of(job).silent
         silent[job] = member
         most = max(1, min(MOST_SILENT, SILENT_OF_ALL // len(self._by_salt)))
@@ -118,8 +119,8 @@ class Scopes:
 
 
 class SharedStarts:
-    """Jobs that begin with the same blocks. One of the jobs with a start counts its blocks. One
-    thread."""
+    """Jobs that begin with the same blocks, which are their *start*. The blocks of a start are
+    counted for one of its jobs. Used on one thread."""
 
     def __init__(self) -> None:
         self._sizes: dict[bytes, int] = {}
@@ -128,8 +129,8 @@ class SharedStarts:
     def count_all(
         self, members: Mapping[JobKey, ActiveJob], demands: Mapping[JobKey, JobDemand]
     ) -> None:
-        """Count all jobs that share blocks again. The blocks of a start are weighted by the highest
-        chance among its jobs."""
+        """Count all shared blocks again. The blocks of a start are weighted by the highest chance
+        among its jobs."""
         self._sizes, self._counts = {}, {}
         needed: dict[bytes, float] = {}
         for key, member in members.items():
@@ -141,8 +142,8 @@ class SharedStarts:
             largest[member.start] = more + largest.get(member.start, 0)
 
     def counted_with(self, key: JobKey, member: ActiveJob) -> float:
-        """Return the number of blocks that a job counts for its start. Adds the job to the start's
-        jobs if necessary."""
+        """Return the number of shared blocks that are counted for a job. Adds the job to the jobs
+        of its start if necessary."""
         if not member.shared:
             return 0.0
         if key not in self._counts:
@@ -151,7 +152,7 @@ class SharedStarts:
         return self._counts[key][1]
 
     def leave(self, key: JobKey) -> float:
-        """Remove a job. Returns the number of blocks that the job counted and that other jobs
+        """Remove a job. Returns the number of blocks that were counted for it and that other jobs
         still share."""
         start, blocks = self._counts.pop(key, (b"", 0.0))
         if not start:
@@ -171,14 +172,16 @@ COUNTED_S = 2e-4
 """Seconds per job between two full counts, because counting a job takes microseconds. Changed jobs
 are counted again on every query."""
 BOUND_SLACK = 1 + 1e-9
-"""Factor of upper bounds, which are sums of many changes and thus inexact."""
+"""Factor by which upper bounds are increased, because they are sums of many changes and thus
+inexact."""
 TOGETHER, PART = 256, 64
-"""Number of jobs that one query counts again. With more jobs, a full count takes several queries of
-``PART`` jobs, so that no step waits for all of it."""
+"""``TOGETHER``: maximum number of jobs that one query counts again. With more jobs, a full count
+takes several queries of ``PART`` jobs each, so that no step waits for a whole count."""
 
 
 class ActiveJobs:
-    """Demand of every job, from its first blocks to its end, and of all jobs together. One thread.
+    """Demand for blocks of every job, from its first blocks to its end, and of all jobs together.
+    Used on one thread.
 
     Args:
         slots: number of pages that CPU memory holds.
@@ -323,9 +326,9 @@ class ActiveJobs:
         return True
 
     def _chances(self, jobs: Iterable[JobKey], now: float) -> dict[JobKey, float]:
-        """Chance of each of these active jobs to need its blocks soon. Jobs that may have ended
-        become dormant, because clients may leave without notice. Pins of such jobs become the first
-        to be released."""
+        """Return the chance of each of these active jobs to need its blocks soon. Jobs that may
+        have ended become dormant, because clients may leave without notice. Pins of such jobs
+        become the first to be released."""
         chances = {key: self._chance(key, self._members[key], now) for key in jobs}
         for key in [key for key, chance in chances.items() if chance < LEAST_CHANCE]:
             self._pins.devalue(key)
@@ -343,8 +346,9 @@ class ActiveJobs:
         self.job_forecast.lengths.ended(member.turns)
 
     def _chance(self, key: JobKey, member: ActiveJob, now: float) -> float:
-        """Chance that the job needs its blocks soon: 1 if it runs. Otherwise the chance that it
-        returns, given how long it has been silent and how often its client's jobs return at all."""
+        """Return the chance that the job needs its blocks soon: 1 if a turn runs; otherwise, the
+        chance that the job returns, given how long it has been silent and how often its client's
+        jobs return at all."""
         if member.running:
             return 1.0
         away_s = now - member.since
@@ -357,17 +361,17 @@ class ActiveJobs:
     # -- demand ---------------------------------------------------------------------------
 
     def _blocks_of(self, turn: Turn) -> float:
-        """Blocks of a turn's context when the turn ends."""
+        """Return the number of blocks of a turn's context when the turn ends."""
         tokens: int = turn.request.num_prompt_tokens
         return self._facts.mean_blocks(tokens) + self._output.mean
 
     def demand_of_new(self, turn: Turn) -> JobDemand:
-        """Demand of a new job: its unshared blocks in the first turn, and later."""
+        """Return the demand of a new job: its unshared blocks in the first turn, and later."""
         job = turn.job.key if turn.job is not None else JobKey("", f"(request) {turn.request_id}")
         return JobDemand(self.need_of_new(turn), *self.job_forecast.ahead(job, 1, 0.0))
 
     def need_of_new(self, turn: Turn) -> float:
-        """Unshared blocks of a new job in the first turn."""
+        """Return the number of unshared blocks of a new job in the first turn."""
         return max(1.0, self._blocks_of(turn) - self._shared.mean)
 
     def enters(self, request_id: str, demand: JobDemand) -> None:
@@ -389,9 +393,9 @@ class ActiveJobs:
     def peak(
         self, more: JobDemand | None = None, *, anywhere: bool = False, salt: str | None = None
     ) -> float:
-        """Projected peak of the VRAM blocks of all jobs, including admitted jobs and the demand
-        ``more``. With ``anywhere``, the projected peak of VRAM and CPU memory together, including
-        jobs between turns.
+        """Return the projected peak of the VRAM blocks of all jobs, including admitted jobs and the
+        demand ``more``. With ``anywhere``, the peak is that of VRAM and CPU memory together,
+        including jobs between turns.
 
         Args:
             salt: client whose job would be admitted. Contexts of other clients between turns count
@@ -405,7 +409,7 @@ class ActiveJobs:
 
     def most(self, more: JobDemand = NO_DEMAND) -> Blocks:
         """Return upper bounds of :meth:`peak` with the demand ``more``, in VRAM and anywhere. They
-        cost a fraction of it, and suffice while the jobs fit."""
+        are much cheaper to compute than the peak, and suffice while the jobs fit."""
         self._count()
         own = most_of(more)
         return Blocks(
@@ -417,7 +421,7 @@ class ActiveJobs:
         """Return :meth:`peak` under the assumption that ``job``, whose turn has just ended, keeps
         ``blocks`` pinned during its gap, or an upper bound that is not above ``enough``.
 
-        Jobs that started after it are excluded, because older jobs have precedence.
+        Jobs that started after ``job`` are excluded, because older jobs have precedence.
         """
         away = 1 - self.pace.vram_share(0.0)
         most = self.most().vram + away * blocks
@@ -428,16 +432,16 @@ class ActiveJobs:
         return self._demand.peak(first=first) + away * blocks
 
     def blocks_by_salt(self) -> dict[str, float]:
-        """Blocks of the contexts of each salt's active jobs."""
+        """Return the number of blocks of the contexts of each salt's active jobs."""
         blocks = dict[str, float]()
         for key, member in self._members.items():
             blocks[key.salt] = blocks.get(key.salt, 0.0) + member.blocks
         return blocks
 
     def loose(self) -> float:
-        """Expected number of blocks that unpinned jobs between turns will need again. These blocks
-        are free now. With more than ``TOGETHER`` jobs, returns the number as last counted, which
-        includes the growth of the next turn."""
+        """Return the expected number of blocks that unpinned jobs between turns will need again.
+        These blocks are free now. With more than ``TOGETHER`` jobs, the number is from the last
+        count, and includes the growth of the next turn."""
         if len(self._members) > TOGETHER:
             return self._loose
         now = self._clock()
@@ -452,7 +456,8 @@ class ActiveJobs:
     # -- counting ---------------------------------------------------------------------------
 
     def _count(self) -> None:
-        """Update demand and peak: of all jobs at intervals, otherwise of the jobs that changed."""
+        """Update the demand and the peak. At intervals, all jobs are counted again; otherwise only
+        those that changed."""
         now = self._clock()
         if now >= self._counted_until:
             self._count_more(now)
@@ -461,7 +466,7 @@ class ActiveJobs:
         self._changed.clear()
 
     def _count_more(self, now: float) -> None:
-        """Count the next jobs again, and add up the demand of all once each was counted."""
+        """Count the next ``PART`` jobs again. Once every job was counted, add up the demands."""
         ahead = self._uncounted or list(self._members)
         count = len(ahead) if len(self._members) <= TOGETHER else PART
         batch, self._uncounted = ahead[:count], ahead[count:]
@@ -473,7 +478,7 @@ class ActiveJobs:
             self._add_up()
 
     def _add_up(self) -> None:
-        """Add up the demands of all jobs as last counted."""
+        """Add up the demands of all jobs as of their last count."""
         counted = self._counted = {key: self._counted.get(key, NO_DEMAND) for key in self._members}
         sharing = {key: member for key, member in self._members.items() if member.shared}
         self._starts.count_all(sharing, counted)

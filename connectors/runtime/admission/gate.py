@@ -29,11 +29,11 @@ from tiered_kv.policies.pricing.estimators import PrefillFit
 from .active_jobs import ActiveJobs
 
 LOOK_EVERY_S = 0.1
-"""Interval after which a held-back job is reconsidered although nothing changed, seconds, because
+"""Interval after which a held-back job is reconsidered even if nothing changed, seconds, because
 return probabilities change with time."""
 SPARE_TIMES = 2.0
-"""Free blocks per block of a held-back job's first turn above which the pool counts as underused.
-With fewer, an admitted job would crowd out jobs that are about to grow."""
+"""Number of free blocks, per block of a held-back job's first turn, above which the pool counts as
+underused. With fewer free blocks, an admitted job would crowd out jobs that are about to grow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ def fits(room: Room, peak: float, peak_anywhere: float) -> bool:
 
 
 def overflow(room: Room, peak: float, peak_anywhere: float) -> float:
-    """Blocks of contexts that exceed VRAM, or CPU memory if there is any. Arguments as for
-    ``fits``."""
+    """Return the number of blocks of contexts that exceed CPU memory or, without it, VRAM. The
+    arguments are those of ``fits``."""
     if room.cpu:
         return max(0.0, peak_anywhere - min(1.0, room.share) * room.cpu)
     return max(0.0, peak - room.share * room.vram)
@@ -112,10 +112,10 @@ def gives_too_little(*, free: int, need: float, loose: float) -> bool:
 
 
 class Admission:
-    """Admission control of new jobs. One thread.
+    """Admission control of new jobs. Used on one thread.
 
     Args:
-        max_wait_s: time after which a job is admitted, whatever it needs, seconds.
+        max_wait_s: time after which a job is admitted even if it does not fit, seconds.
         room: capacity of each tier, including blocks in use.
         gap_forecast: returns the forecast of the gap of a job between turns; None without one.
         job_forecast: forecasts the remaining course of jobs.
@@ -160,7 +160,7 @@ class Admission:
     # -- job events ---------------------------------------------------------------------
 
     def on_arrived(self, turn: Turn) -> bool:
-        """Register an arriving turn, of a running job or of a new one that may be held back.
+        """Register an arriving turn of a started job, or of a new job, which may be held back.
 
         Returns:
             True if its job was dormant. The job is now the youngest.
@@ -292,8 +292,8 @@ class Admission:
         return self._recompute_s(context, displaced) <= self.jobs.pace.cycle_s
 
     def _recompute_s(self, context: float, displaced: float) -> float:
-        """Time lost by all running requests together while the displaced blocks of a context are
-        recomputed, seconds. Infinite while no prefill was measured."""
+        """Return the time that all running requests together lose while the displaced blocks of a
+        context are recomputed, seconds; infinite while no prefill was measured."""
         per_token = self._facts.blocks_per_token
         tokens = int(context / per_token) if per_token else 0
         blocks = self._facts.blocks(tokens)
@@ -303,7 +303,7 @@ class Admission:
         return max(1, self._turns.running) * share * (self._fit.seconds(0, tokens) or math.inf)
 
     def refuse(self, turn: Turn) -> None:
-        """Record that the turn has to wait. Each turn counts once."""
+        """Record that a turn has to wait. Each turn is counted once."""
         if not turn.hold.refused:
             turn.hold.refused = True
             self.refused += 1
@@ -311,5 +311,5 @@ class Admission:
 
 
 def _job_of(turn: Turn) -> JobKey:
-    """The turn's job; a request without a job is its own job."""
+    """Return the turn's job. A request without a job is treated as a job of its own."""
     return turn.job.key if turn.job is not None else JobKey("", f"(request) {turn.request_id}")

@@ -27,17 +27,18 @@ from .gate import Admission
 
 MOST_HELD_IN_QUEUE = 8
 """Maximum number of new jobs held back in the engine's own queue, because the engine looks up the
-prefix of each one in every step."""
+prefix of each such job in every step."""
 MOST_LET_IN = 64
-"""Maximum number of held-back jobs that are admitted in one step because further jobs are held back
-instead. Beyond it, new jobs pass: the engine stops at the first request that finds no blocks."""
+"""Maximum number of held-back jobs that are admitted in one step to hold back others in their
+place. Beyond it, new jobs are not held back in this step, because the engine stops at the first
+request that finds no blocks."""
 TIGHT_TOKENS = 4096
-"""Free space, in tokens, in addition to one block per running request, below which the order of
-preemption matters: the prefills of one step may need that much."""
+"""Free space, in tokens, below which the order of preemption matters, because the prefills of one
+step may need that much. One block per running request is needed in addition."""
 
 
 class JobQueue:
-    """Orders the live requests. One thread.
+    """Orders the live requests. Used on one thread.
 
     Args:
         fairness: bounds waits and divides VRAM equally among clients.
@@ -85,13 +86,13 @@ class JobQueue:
 
     def lets_overdue_in(self, request_id: str) -> bool:
         """Admit a held-back request that has waited for the maximum time, regardless of order.
-        Returns False if it has not waited that long."""
+        Returns False if the request has not waited for that long."""
         turn = self._turns.get(request_id)
         return turn is None or self._lets_all_in or self._admission.lets_overdue_in(turn)
 
     def holds_in_queue(self, turn: Turn, step: int) -> bool:
-        """True if the engine must ask again later for a new job. A few such jobs may stay in its
-        queue.
+        """True if the engine must ask again later whether to run a new job's turn. A few such jobs
+        may stay in the engine's queue.
 
         Args:
             step: number of the engine's step.
@@ -112,7 +113,7 @@ class JobQueue:
         return True
 
     def let_all_in(self) -> None:
-        """Admit every request, permanently. The gate is not consulted again, because it may be at
+        """Admit every request, permanently. The gate is no longer consulted, because it may be at
         fault."""
         self._lets_all_in = True
         self._held.clear()
@@ -123,15 +124,15 @@ class JobQueue:
         self.ranks_changed |= len(self._salts) > 1  # the blocks of its client have changed
 
     def on_parked(self, request_id: str) -> None:
-        """Record that the engine's scheduler has parked a new job. Among the jobs of one client it
-        is the last."""
+        """Record that the engine's scheduler has parked a new job. It becomes the last of its
+        client's parked jobs."""
         self._salts.add(self._salt(request_id))
         self.ranks_changed |= len(self._salts) > 1
 
     def in_parked_order(self, parked: Iterable[str]) -> list[str]:
         """Sort held-back requests in the order in which they are admitted. Turns of started jobs
-        come first, by the start of their jobs. New jobs follow by arrival, the salt with the fewest
-        blocks first."""
+        come first, by the start of their jobs. New jobs follow: first those of the salt with the
+        fewest blocks, then by arrival."""
         arrivals = {request_id: self._fairness.arrived_at(request_id) for request_id in parked}
         by_arrival = sorted(arrivals, key=arrivals.__getitem__)
         salts = {request_id: self._salt(request_id) for request_id in by_arrival}
@@ -149,9 +150,8 @@ class JobQueue:
         return sorted(ranks, key=ranks.__getitem__)
 
     def _blocks_by_salt(self, salts: set[str]) -> dict[str, float]:
-        """Blocks of the jobs of each parked request's salt; empty with fewer than two salts, so
-        that only arrival counts.
-        """
+        """Return the number of blocks of the jobs of each parked request's salt; empty with fewer
+        than two salts, because then only the arrival matters."""
         self._salts = salts
         if len(salts) < 2:
             return {}
@@ -198,11 +198,12 @@ class JobQueue:
         )
 
     def is_tight(self, running: int) -> bool:
-        """True if one of this many running requests may be preempted in this step."""
+        """True if one of ``running`` running requests may be preempted in this step."""
         return self._pool.num_free() < self._prefill_blocks + running
 
     def running_rank(self, request: Any) -> tuple[bool, float]:
-        """Rank of a running request by its loss if preempted; see ``job_order.running_rank``."""
+        """Return the rank of a running request by its loss if preempted; see
+        ``job_order.running_rank``."""
         turn = self._turns.get(request.request_id)
         at = self._fairness.arrived_at(request.request_id)
         started_at = job_started_at(turn) if turn is not None else at

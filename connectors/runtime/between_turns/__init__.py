@@ -1,1 +1,2 @@
-"""Work between turns: the decision where KV is kept, its costs, and carrying it out."""
+"""Work between turns: deciding where KV is kept, estimating the costs, and carrying the decision
+out."""

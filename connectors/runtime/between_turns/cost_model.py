@@ -1,6 +1,5 @@
-"""Current costs of each tier on this engine, which every decision is based on, and the timer of
-prefills.
-"""
+"""Current costs of each tier on this engine, on which every decision is based, and the timer of
+prefills."""
 
 from __future__ import annotations
 
@@ -51,8 +50,8 @@ class CostModel:
         self._jobs = jobs
 
     def on_admitted(self, turn: Turn) -> None:
-        """Record the queueing time and the survival of CPU pages for an admitted turn whose KV had
-        left VRAM."""
+        """When a turn whose KV had left VRAM is admitted, record its queueing time, and how much of
+        its KV outside VRAM still existed."""
         unit, in_vram = self._engine.facts.hit_tokens, turn.vram_tokens
         # The last token is always computed, because its logits are needed.
         had = min(turn.pages.shared_tokens, turn.request.num_prompt_tokens - 1)
@@ -65,7 +64,7 @@ class CostModel:
             self.survival.observe(turn.found_tokens - in_vram, had - in_vram)
 
     def measure_demand(self) -> None:
-        """Measure the demand for VRAM."""
+        """Measure the current demand for VRAM, on which the price of VRAM depends."""
         waiting = sum(
             self._engine.facts.mean_blocks(turn.request.num_tokens)
             for turn in self._engine.turns.by_id.values()
@@ -119,7 +118,8 @@ class CostModel:
 
 
 FEWEST_TOKENS = 128
-"""Minimum length of a measured prefill, tokens. Shorter ones depend mostly on the step time."""
+"""Minimum length of a measured prefill, tokens. The time of shorter prefills depends mostly on the
+step time."""
 
 
 @dataclass(slots=True)
@@ -133,8 +133,8 @@ class _Prefill:
 
 
 class PrefillTimer:
-    """Measures prefills, from the allocation of blocks and the end of restores to the first token
-    of the answer.
+    """Measures the time of prefills, from the allocation of blocks and the end of restores to the
+    first token of the answer.
 
     The time includes the other requests of the batch, as it would in a recomputation. A preempted
     request is not measured, because it is unknown how much of it is recomputed.

@@ -18,15 +18,16 @@ LONGEST_S = 4 * 3600.0
 MOST_CHILDREN = 256
 """Maximum number of children of a job that are tracked."""
 MOST_OPEN = 8192
-"""Maximum number of open gaps, to bound memory. Beyond it the oldest gap is closed as censored."""
+"""Maximum number of open gaps, to bound memory. If there are more, the oldest gap is closed as
+censored."""
 SKETCH_EVERY = 8
 """Number of blocks per hash of a sketch, to limit the memory of open gaps."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixSketch:
-    """The start of a context, for comparison with others: the hash of every ``SKETCH_EVERY``-th
-    block. Each hash covers all blocks before it."""
+    """The start of a context, for comparison with other contexts: the hash of every
+    ``SKETCH_EVERY``-th block. Each hash covers all blocks before its own."""
 
     hashes: tuple[bytes, ...] = ()
 
@@ -36,7 +37,7 @@ class PrefixSketch:
         return cls(tuple(block_hashes[SKETCH_EVERY - 1 :: SKETCH_EVERY]))
 
     def common_blocks(self, other: PrefixSketch) -> int:
-        """Length of the common prefix in blocks, a multiple of ``SKETCH_EVERY``."""
+        """Return the length of the common prefix in blocks, a multiple of ``SKETCH_EVERY``."""
         return SKETCH_EVERY * bisect_left(
             range(min(len(self.hashes), len(other.hashes))),
             True,
@@ -142,7 +143,8 @@ class OpenGaps:
         return gap
 
     def forecast(self, job: JobKey) -> Forecast | None:
-        """Forecast of a job's gap, measured from its start; None without a gap or a forecast."""
+        """Return the forecast of a job's gap, measured from its start; None without a gap or a
+        forecast."""
         gap = self._gaps.get(job)
         return gap.decision.forecast if gap is not None else None
 
@@ -156,5 +158,5 @@ class OpenGaps:
         return oldest.end.job if late else None
 
     def jobs(self) -> list[JobKey]:
-        """Jobs with an open gap, oldest first."""
+        """Return the jobs with an open gap, oldest first."""
         return list(self._gaps)

@@ -1,9 +1,9 @@
 """Work between two turns: where each job's KV is kept, from the end of a turn until the next one.
 
-The policy decides where, and receives the length of the gap. A pin must be taken while a turn ends,
-before its tool call can be read on another thread. The pin is therefore provisional, and the
-decision is revised once the call has been read. Contexts in lower tiers are promoted before their
-job is expected back.
+The policy decides where the KV is kept, and learns the length of the gap. A pin must be taken while
+a turn ends, before its tool call can be read on another thread. The pin is therefore provisional,
+and the decision is revised once the call has been read. Contexts in lower tiers are promoted before
+their job is expected back.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RecentDecisions:
         return len(self._last)
 
     def add(self, decision: Decision, now: float) -> None:
-        """Record a decision, and forget the oldest if there are too many."""
+        """Record a decision, and forget the oldest one if there are too many."""
         kind = Kind(decision.gap_class, decision.tier)
         self._last.append((now, kind))
         self._counts[kind] += 1
@@ -86,7 +86,7 @@ class RecentDecisions:
         return self._last[0][0] if self._last else None
 
     def counts(self) -> Iterator[tuple[Kind, int]]:
-        """Number of decisions of each type, the most frequent first."""
+        """Yield the number of decisions of each type, the most frequent type first."""
         return ((kind, times) for kind, times in self._counts.most_common() if times)
 
 
@@ -96,7 +96,7 @@ client names may be days ahead."""
 
 
 class PrefetchQueue:
-    """Contexts by the time at which they should be promoted. One thread; no clock.
+    """Contexts by the time at which they should be promoted. Used on one thread.
 
     The caller of ``take`` orders the promotion: at the due time, or earlier if the engine becomes
     idle, because no hook runs then.
@@ -110,7 +110,7 @@ class PrefetchQueue:
         return len(self._keys)
 
     def expect(self, job: JobKey, due: float, keys: Sequence[PageKey]) -> None:
-        """Expect the job back soon after ``due``. Replaces the previous time."""
+        """Expect the job to return soon after ``due``. Replaces the time of an earlier call."""
         self._keys[job] = (due, keys)
         heapq.heappush(self._heap, (due, job))
         if len(self._heap) > 2 * len(self._keys) + SPARE_ENTRIES:
@@ -122,7 +122,8 @@ class PrefetchQueue:
         self._keys.pop(job, None)
 
     def take(self, until: float) -> list[tuple[JobKey, float, Sequence[PageKey]]]:
-        """Remove and return the contexts due until then, in order: job, time and pages."""
+        """Remove the contexts that are due until ``until``, and return them in order of time: for
+        each, its job, time and pages."""
         taken = []
         while self._heap and self._heap[0][0] <= until:
             due, job = heapq.heappop(self._heap)
@@ -136,18 +137,18 @@ class PrefetchQueue:
 TOOL_OVER = ToolUse(path=("(tool over)",), rule=Rule(median_s=0.5, sigma=1.5))
 """The rest of a gap after the client reported that the tool has ended."""
 CHILDREN_OVER = ToolUse(path=("(sub-agents over)",), rule=Rule(median_s=0.5, sigma=1.5))
-"""The rest of a gap after the last child ended: the client sends the parent's next turn
-immediately."""
+"""Tool use for the rest of a gap after the last child ended. The client then sends the parent's
+next turn immediately."""
 
 
 def while_children_run(tool: ToolUse | None) -> ToolUse:
-    """Return the tool use of a gap in which children run, by the tool that started them. Such a gap
-    lasts as long as the children run, so its duration is learned separately."""
+    """Return the tool use of a gap in which children run, from the tool that started them. Such a
+    gap lasts as long as the children run, so its duration is learned separately."""
     return ToolUse(path=("(sub-agents)", *(tool.path if tool is not None else ())))
 
 
 class KvPlacement:
-    """Queries the policy, and keeps the eviction order informed. One thread.
+    """Queries the policy, and passes its forecasts to the eviction order. Used on one thread.
 
     Args:
         order: eviction order of CPU memory; receives forecasts of when each page is needed.
@@ -277,8 +278,8 @@ class KvPlacement:
         return self._order.context(gap.end.job)
 
     def _rank(self, gap: OpenGap) -> bool:
-        """Inform the eviction order of the gap. Returns False if the gap has no forecast or no
-        pages."""
+        """Pass the gap's forecast to the eviction order. Returns False if the gap has no forecast
+        or no pages."""
         job, forecast = gap.end.job, gap.decision.forecast
         if job is not None and forecast is None:
             self._order.on_forecast_lost(job)
@@ -295,7 +296,8 @@ class KvPlacement:
         return self._close(job, ended=True)
 
     def on_over(self, job: JobKey, own: Sequence[PageKey] = ()) -> tuple[OpenGap, float] | None:
-        """Close a job's gap as censored: the job is no longer expected. Returns as ``on_returned``.
+        """Close a job's gap as censored: the job is no longer expected. Returns the same as
+        ``on_returned``.
 
         Args:
             own: pages of its last turn that no other job shares.
@@ -320,8 +322,8 @@ class KvPlacement:
 
 
 IDLE_AHEAD_S = 3600.0
-"""Time for which an engine that becomes idle promotes due contexts in advance, seconds. No hook may
-run until then."""
+"""Time for which an engine that becomes idle promotes due contexts in advance, seconds. During this
+time, possibly no hook runs."""
 
 
 class Arrival(NamedTuple):
@@ -329,7 +331,7 @@ class Arrival(NamedTuple):
 
     Attributes:
         job: None if it belongs to no job.
-        gap: gap that it ends.
+        gap: the gap that the turn ends; None if there is none.
     """
 
     job: Job | None = None
@@ -509,13 +511,13 @@ class TurnEnds:
 
     def _found_by_others(self, turn: Turn) -> int:
         """Return the number of pages at the start of a first turn that other jobs had computed, and
-        that further jobs may use; 0 for later turns."""
+        that further jobs may use; 0 if the turn is not the first of its job."""
         if turn.number > 1 or self._facts.narrow:
             return 0
         return (turn.source.vram_tokens + turn.source.cpu_tokens) // self._facts.block_size
 
     def _read_tool(self, turn: Turn, end: TurnEnd) -> bool:
-        """Queue the tool call for reading on another thread. Returns False if it will not be
+        """Queue the turn's tool call for reading on another thread. Returns False if it will not be
         read."""
         if end.aborted or not self._policy.reads_tools:
             return False
@@ -542,7 +544,8 @@ class TurnEnds:
         return pinned
 
     def _send_down(self, gap: OpenGap) -> None:
-        """Demote the pages if that was decided, and schedule their promotion."""
+        """Demote the pages of the gap's context if that was decided, and schedule their
+        promotion."""
         if not self._pages.book.stores or gap.decision.tier is not Tier.STORE:
             return
         pages = self._placement.pages(gap)
@@ -608,7 +611,7 @@ class TurnEnds:
             self._send_down(gap)
 
     def _on_answered(self, job: Job, pages: Sequence[PageKey]) -> None:
-        """Handle an answer without a tool call. A child then has nothing to wait for.
+        """Handle an answer without a tool call. If the job is a child, it then waits for nothing.
 
         Args:
             pages: pages of the job's context.
@@ -661,8 +664,8 @@ class TurnEnds:
         return save if save is not None and self._pages.book.under_way(save) else None
 
     def _settle(self, gap: OpenGap) -> None:
-        """Handle a final decision. The pages are shared, because the job may return to another
-        engine."""
+        """Handle a gap's final decision. The pages are shared with other engines, because the job
+        may return to one of them."""
         if gap.decision.tier is not Tier.DROP and not gap.end.aborted:
             self._pages.tiers.share(gap.pages, self._while_saving(gap.save))
         gap.pages, gap.request_id = (), ""  # a client may have chosen a name of any length
@@ -686,7 +689,8 @@ class TurnEnds:
         self._policy_state.save_if_due(self._clock())
 
     def on_idle(self) -> None:
-        """Order promotions in advance: no request is left, and no hook may run for a long time."""
+        """Order promotions in advance, because no request is left, and possibly no hook runs for a
+        long time."""
         self.apply_tool_calls()
         if self.prefetch:
             self._bring_back(until=self._clock() + IDLE_AHEAD_S)
@@ -703,7 +707,7 @@ class TurnEnds:
                 self.prefetch.expect(job, due, pages)
 
     def reset(self) -> None:
-        """Forget every page. The jobs stay."""
+        """Forget every page. The jobs are kept."""
         self._placement.forget_pages()
         self.prefetch = PrefetchQueue()
 
@@ -729,7 +733,7 @@ def _turn_end(turn: Turn, now: float) -> TurnEnd:
 
 
 def _said_tool(hints: TurnHints) -> ToolUse | None:
-    """The tool use that the client reports; None if it reports none."""
+    """Return the tool use that the client reports; None if it reports none."""
     if hints.tool_name is None and hints.tool_command is None and hints.expected_s is None:
         return None
     command = hints.tool_command or ""

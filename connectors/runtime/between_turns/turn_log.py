@@ -43,7 +43,7 @@ class _Story:
     """A finished turn whose record is incomplete.
 
     Attributes:
-        begun: the record as of the turn's end.
+        begun: the part of the record that is known at the turn's end.
         gap: the gap and its decision, which may be revised.
         pin: the turn's pin, once it was released.
         ahead: number of pages promoted for the job in the meantime.
@@ -65,10 +65,10 @@ class TurnTrace:
         replica: index of this engine among data-parallel engines.
         clock: the scheduler's clock, monotonic seconds.
         wall: seconds since the epoch.
-        waits_for: returns the job between turns that a page is kept for; None if unknown.
+        waits_for: returns the job between turns for which a page is kept; None if unknown.
 
     Attributes:
-        preemptions: preemptions of live requests. Written by ``StepTrace``.
+        preemptions: number of preemptions of each live request. Written by ``StepTrace``.
     """
 
     def __init__(
@@ -155,8 +155,8 @@ class TurnTrace:
                 story.evicted[tier] = story.evicted.get(tier, 0) + 1
 
     def over(self, job: Hashable, gap_s: float, end: StoryEnd, *, in_vram: bool = False) -> None:
-        """Complete the record of a job's last turn: the next turn arrived, or is no longer
-        expected.
+        """Complete the record of a job's last turn, because the next turn has arrived, or is no
+        longer expected.
 
         Args:
             gap_s: time since that turn's end, seconds.

@@ -1,1 +1,2 @@
-"""Tiers below CPU memory: the orders to their stores, and the pages that the stores contain."""
+"""Tiers below CPU memory: the orders sent to their stores, and the pages that the stores
+contain."""

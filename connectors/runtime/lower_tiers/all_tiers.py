@@ -29,7 +29,7 @@ class TierTotals(NamedTuple):
         pages: number of pages known to be in the tier.
         stored_bytes: bytes that these pages occupy, over all ranks.
         capacity_bytes: size of the tier, over all ranks; None without a known limit.
-        promoting, demoting: number of pages being promoted, and demoted.
+        promoting, demoting: numbers of pages being promoted from the tier and demoted to it.
     """
 
     pages: int
@@ -41,7 +41,8 @@ class TierTotals(NamedTuple):
 
 @dataclass(slots=True)
 class _Contexts:
-    """The pages of each context that waits for a save; ``pages`` is their total number."""
+    """Contexts that wait for a save: the pages of each context, and the total number ``pages`` of
+    their pages."""
 
     each: list[Sequence[PageKey]] = field(default_factory=list)
     pages: int = 0
@@ -51,12 +52,12 @@ _NO_CONTEXTS = _Contexts()
 
 
 class Tiers(Mapping[StoreId, LowerTier]):
-    """The tiers below CPU memory by their stores, fastest first. The only owner of this mapping.
+    """The tiers below CPU memory by their stores, fastest first.
 
     Args:
         tiers: the tiers, fastest first.
-        most_after: maximum number of pages that may wait for one save. More can only accumulate
-            while a copy hangs, and are demoted once slots run short.
+        most_after: maximum number of pages that may wait for one save. More pages can only
+            accumulate while a copy hangs; they are demoted once slots run short.
 
     Attributes:
         own: tiers that other engines do not use.
@@ -153,7 +154,8 @@ class Tiers(Mapping[StoreId, LowerTier]):
         return split
 
     def somewhere(self) -> Somewhere:
-        """Return a test whether pages are in CPU memory, moving there, or in a responding tier."""
+        """Return a test of whether a page is in CPU memory, moving there, or in a responding
+        tier."""
         coming = self._book.promoting
         indices = tuple(tier.pages.index for tier in self._tiers.values() if tier.answers)
         silent = {store for store, tier in self._tiers.items() if not tier.answers}
@@ -185,7 +187,7 @@ class Tiers(Mapping[StoreId, LowerTier]):
         return found
 
     def gauges(self) -> dict[str, Any]:
-        """Gauges of this engine's own tiers together; empty without own tiers."""
+        """Return the gauges of this engine's own tiers together; empty without own tiers."""
         if not self.own:
             return {}
         tiers = self.own
@@ -203,9 +205,9 @@ class Somewhere:
     """Test whether pages are available in any tier; valid until the next change.
 
     Attributes:
-        readable: True if a page is in CPU memory.
+        readable: returns True if a page is in CPU memory.
         indices: pages of the tiers that respond.
-        on_its_way: True if a page is moving to CPU memory.
+        on_its_way: returns True if a page is moving to CPU memory.
     """
 
     readable: Callable[[PageKey], bool]
@@ -213,12 +215,13 @@ class Somewhere:
     on_its_way: Callable[[PageKey], bool]
 
     def __call__(self, key: PageKey) -> bool:
-        """True if the page is available."""
+        """Return True if the page is available."""
         in_tier = self.readable(key) or any(key in pages for pages in self.indices)
         return in_tier or self.on_its_way(key)
 
     def run(self, keys: Sequence[PageKey], start: int, stop: int) -> int:
-        """End of the run of available pages that starts at ``start``, at most ``stop``."""
+        """Return the end of the run of available pages that starts at ``start``, at most
+        ``stop``."""
         for at in range(start, stop, 2048):
             part = keys[at : min(at + 2048, stop)]
             left: Collection[PageKey] = [*filterfalse(self.readable, part)]

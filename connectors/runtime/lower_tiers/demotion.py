@@ -1,8 +1,9 @@
 """Demotions: which pages are demoted to a tier, how many at a time, and when a tier is paused.
 
 A page that is evicted before a lower tier has it is lost, and a demotion is reported a step after
-it was ordered. So pages are demoted while there are still free slots. Pages that must wait form a
-backlog. A tier that other engines also write to is doubted when its replies are wrong or late.
+it was ordered. So pages are demoted while there are still free slots. Pages whose demotion must
+wait form a backlog. A tier to which other engines also write is doubted when its replies are wrong
+or late.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Waiting(NamedTuple):
 
 
 class Backlog:
-    """Pages waiting for demotion, first come, first served. Its length is the number of pages."""
+    """Pages waiting for demotion, first come, first served. ``len`` returns the number of pages."""
 
     def __init__(self) -> None:
         self._waiting: deque[Waiting] = deque()
@@ -46,7 +47,7 @@ class Backlog:
             self._pages += len(waiting.keys)
 
     def take(self, most: int) -> Waiting:
-        """Remove and return the first pages, at most ``most``, of one context.
+        """Remove the first pages of the first waiting context, at most ``most``, and return them.
 
         Raises:
             IndexError: the backlog is empty.
@@ -68,13 +69,14 @@ class Backlog:
 
 MOST_AHEAD = 4096
 """Maximum number of pages next in line for eviction that are also kept in a tier; three quarters of
-the slots if that is less. It must cover the saves of several steps. It costs no extra writes: under
-pressure every page is evicted, and written, once."""
+the slots if that is less. The number must cover the saves of several steps. Early demotion costs no
+extra writes: under pressure, every page is evicted, and thus written, once."""
 MOST_DEMOTING = 256
 """Maximum number of pages being demoted; half of the look-ahead if that is less. Pages being
-demoted cannot be evicted, so younger pages would be evicted in their place."""
+demoted cannot be evicted, so with more of them, younger pages would be evicted in their place."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Seconds without demotions after a failure, doubled at each further failure."""
+"""Time without demotions after a first failure, and its maximum, seconds. The time doubles with
+each further failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +108,17 @@ class LookAhead:
 
         Args:
             free: number of free slots. num_slots: total number of slots.
-            taken: slots taken so far. looked_at: slots taken at the time of the last search.
-            ahead: pages demoted in advance so far. They may not exceed the slots taken, or a store
-                smaller than the look-ahead would be rewritten over and over.
+            taken: slots taken so far. looked_at: value of ``taken`` at the last search.
+            ahead: pages demoted in advance so far. No further pages are demoted in advance if this
+                number exceeds ``taken``; otherwise a store smaller than the look-ahead would be
+                rewritten over and over.
         """
         roomy = free > num_slots // 2
         return not (roomy or taken - looked_at < self.window // 8 or ahead >= taken)
 
 
 def next_pause_s(pause_s: float) -> float:
-    """Return the pause after a further failure, seconds."""
+    """Return the pause after a further failure, seconds. ``pause_s`` is the pause before it."""
     return min(2 * pause_s, LONGEST_PAUSE_S)
 
 
@@ -136,11 +139,12 @@ def last_flush(
 
 
 FIRST_DOUBT_S, LONGEST_DOUBT_S = 1.0, 16.0
-"""Seconds for which a tier that sent no replies, or bad pages, is not queried, doubled each time.
-After that, one turn queries the tier again. Its first token may be delayed by a tenth in vain."""
+"""Time for which a tier that sent no replies, or bad pages, is not queried: the first time, and its
+maximum, seconds. The time doubles with each further failure. After that time, one turn queries the
+tier again, whose first token may be delayed by a tenth in vain."""
 ONE_STALL_S = 1.0
-"""Late replies within this many seconds count as one incident. The cause may be a busy machine. The
-tier stays trusted, because its turns waited only for hundredths of a second."""
+"""Late replies within this time, in seconds, count as one incident. The cause may be a busy
+machine. The tier stays trusted, because its turns waited only for hundredths of a second."""
 WAITING_SHARE = 2
 """One slot in ``WAITING_SHARE`` may hold a page that waits to be written for other engines. Further
 pages are not queued, because they would be evicted before they are written."""

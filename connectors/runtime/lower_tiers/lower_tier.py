@@ -56,11 +56,11 @@ logger = logging.getLogger(__name__)
 
 STALLED_S = 5.0
 """Seconds after which an order that no turn waits for any longer blocks further orders: the store
-does not respond, and each order would keep CPU slots reserved."""
+evidently does not respond, and each order would keep CPU slots reserved."""
 FORGIVEN = 1.1
 """Factor applied to the measured bandwidth for each promotion that was refused as too slow."""
 NOW = 0.0
-"""A due time that means immediately, on any machine's clock."""
+"""A value of ``due`` that means immediately, on any machine's clock."""
 MOST_LOOKED_AT = 4096
 """Maximum number of waiting pages examined per call. Most may have been evicted while a disk hung,
 and examining them must not prolong a step."""
@@ -75,7 +75,7 @@ class LowerTier:
         spec: the tier.
         chance: probability that a job between turns returns for a page.
         group_of: returns the group of a page; None if unknown.
-        lasting: True if other engines can have pages of the same fingerprint.
+        lasting: True if another engine can have the same fingerprint.
 
     Attributes:
         counters: counters of this tier.
@@ -138,7 +138,8 @@ class LowerTier:
 
     @property
     def outboxes(self) -> tuple[Sized, ...]:
-        """All unsent orders, by type. The objects stay the same for the tier's lifetime."""
+        """Lists of all unsent orders, by type. The list objects stay the same for the tier's
+        lifetime."""
         orders = self._demotes, self._promotes, self._lookups, self._expedited, self._lost
         others = self._released, self._invalidated, self._fingerprints, self._reclaims.unsent
         return *orders, *others
@@ -168,8 +169,8 @@ class LowerTier:
 
     @property
     def answers(self) -> bool:
-        """False while the store has not finished an order that its turn gave up long ago, or while
-        a tier that other engines also write to is in doubt."""
+        """False while the tier is not to be used: if the store has not finished an order that its
+        turn gave up long ago, or if a tier to which other engines also write is in doubt."""
         now = self._clock()
         if not self._serves or self._doubt.rules(now):
             return False
@@ -188,8 +189,8 @@ class LowerTier:
     def ask(
         self, keys: Sequence[PageKey], context: Sequence[PageKey], deadline_s: float
     ) -> OrderId | None:
-        """Queue a lookup of these pages in the stores. Returns None if the local index already
-        answers it for every page.
+        """Queue a lookup of these pages in the stores. Returns the order; None if the local index
+        already has the answer for every page.
 
         Args:
             context: all pages of the context that the pages belong to, from its start.
@@ -204,7 +205,7 @@ class LowerTier:
         return order.order_id
 
     def promote_seconds(self, pages: int) -> float:
-        """Time until that many further pages are promoted, seconds."""
+        """Return the time until ``pages`` further pages are promoted, seconds."""
         return self._book.promote_seconds(self.store, pages)
 
     def promote(
@@ -224,7 +225,7 @@ class LowerTier:
         return order
 
     def expedite(self, order_id: OrderId) -> None:
-        """Carry out a promotion now rather than at its due time."""
+        """Carry out a promotion now rather than when it is due."""
         self._expedited.append(order_id)
 
     def refused(self) -> None:
@@ -242,8 +243,8 @@ class LowerTier:
 
     def demote(self, keys: Sequence[PageKey]) -> None:
         """Demote the pages that are in CPU memory and not in the tier, a limited number at a time.
-        Others are queued, up to the number that CPU memory may keep for the tier. The limit matters
-        for a hung disk, which reports nothing and so causes no pause.
+        Further pages are queued, up to the number that CPU memory may keep for the tier. The limit
+        matters for a hung disk, which reports nothing and so causes no pause.
 
         Args:
             keys: for a shared tier, pages of a context from its start.
@@ -265,7 +266,7 @@ class LowerTier:
         self._feed()
 
     def _mine(self, keys: Sequence[PageKey]) -> Sequence[PageKey]:
-        """The pages of this store's group."""
+        """Return the pages of this store's group."""
         if len(self._facts.groups) == 1:
             return keys
         return [key for key in keys if self._group_of(key) == self.store.group]
@@ -293,7 +294,7 @@ class LowerTier:
         self.demote(victims[:room])
 
     def _feed(self) -> None:
-        """Demote queued pages, but not so many at a time that nothing can be evicted."""
+        """Demote queued pages, but only so many at a time that other pages can still be evicted."""
         looked_at = 0
         while self._backlog and (room := self._room) and looked_at < MOST_LOOKED_AT:
             waiting = self._backlog.take(room)
@@ -302,14 +303,14 @@ class LowerTier:
 
     @property
     def _room(self) -> int:
-        """Number of pages that may be demoted now."""
+        """Return the number of pages that may be demoted now."""
         return max(0, self._look_ahead.most_demoting - len(self.pages.demoting))
 
     def _order_down(
         self, keys: Sequence[PageKey], runs: Mapping[PageKey, PageKey], most: int
     ) -> int:
-        """Order the demotion of the first of these pages that the tier lacks. Returns their
-        number."""
+        """Order the demotion of the first of these pages that the tier lacks. Returns how many
+        pages were ordered."""
         order = self._book.plan_demote(self.store, keys, NOW, most)
         if order is None:
             return 0
@@ -363,7 +364,7 @@ class LowerTier:
             self.counters.add(self._events.get(event, event), amount)
 
     def _judge(self, done: Settled[PromoteOrder]) -> None:
-        """Doubt a tier that other engines also write to if it lacked most pages that it had
+        """Doubt a tier to which other engines also write if it lacked most of the pages that it had
         reported."""
         if not self._asked or done.abandoned:
             return
@@ -405,7 +406,7 @@ class LowerTier:
         self._invalidated += saves
 
     def on_handshake(self, ranks: Mapping[int, StoredPages]) -> None:
-        """Record the initial content of the stores. A page counts if every rank has it."""
+        """Record the initial content of the stores. Only pages that every rank has are recorded."""
         tier = self.spec.tier
         lists = [stored.keys for stored in ranks.values()]
         if len(lists) < self._facts.ranks:

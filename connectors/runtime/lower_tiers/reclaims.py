@@ -12,7 +12,7 @@ from tiered_kv.messages import Proposal, Reclaim
 from tiered_kv.pages.tier_index import TierIndex
 
 LIKELY = 0.5
-"""Minimum return probability at which a page is worth rewriting."""
+"""Minimum probability of a job's return at which a page is worth rewriting."""
 SURVIVING_SHARE = 2
 """One page in ``SURVIVING_SHARE`` may survive, so that deleting a segment frees at least half of
 it."""
@@ -43,7 +43,7 @@ REPEAT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Answered:
-    """The last reply to a rank: the segment, and the time in seconds."""
+    """The last reply to a rank: the number of the segment, and the time of the reply, seconds."""
 
     segment: int
     at: float
@@ -51,11 +51,11 @@ class _Answered:
 
 @dataclass(slots=True)
 class _Verdict:
-    """The decision for a page. It is the same for every rank, whichever asks first.
+    """The decision for a page, which is the same for every rank.
 
     Attributes:
         survives: True if the page is rewritten.
-        waiting: ranks that have not asked yet.
+        waiting: ranks that have not asked for the decision yet.
     """
 
     survives: bool
@@ -126,7 +126,7 @@ class Reclaims:
             self._verdicts.pop(key, None)
 
     def clear(self) -> None:
-        """Drop everything, because a new generation of pages starts."""
+        """Drop all decisions and replies, because a new generation of pages starts."""
         self.unsent.clear()
         self._answered.clear()
         self._verdicts.clear()

@@ -1,10 +1,10 @@
 """Observe mode: the engine behaves as if it had no connector. Each turn's decisions are made and
 traced, but not carried out.
 
-The scheduler half is the same as for a managed engine, except in three parts. Pins hold ghosts in
-place of the engine's blocks (``pins.ghost_blocks``). Orders go to a worker that moves no bytes
-(``VirtualDispatch``), and none to the engine's workers. The engine is offered no tokens for a
-waiting turn, and is not made to wait. Instead, the tokens that the turn would have been saved are
+The scheduler half is the same as for a managed engine, except in three parts. Pins hold ghost
+blocks in place of the engine's blocks (``pins.ghost_blocks``). Orders go to a worker that moves no
+bytes (``VirtualDispatch``), and not to the engine's workers. The engine is offered no tokens for a
+waiting turn, and does not wait for restores. Instead, the tokens that would have been restored are
 recorded (``Observation``).
 
 The worker half measures the machine, and has no memory, file or thread for KV.
@@ -40,7 +40,7 @@ from .virtual_worker import CopyLines, Line, VirtualStore, VirtualWorker
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 8
-"""Steps between two searches for the tokens that a waiting turn would be saved."""
+"""Steps between two searches for the tokens that would have been restored for a waiting turn."""
 
 
 class _Coming(NamedTuple):
@@ -52,7 +52,7 @@ class _Coming(NamedTuple):
 
 
 class VirtualDispatch(OrderDispatch):
-    """Dispatch to a worker that moves no bytes. The engine's own workers get no order.
+    """Dispatch to a worker that moves no bytes. The engine's own workers get no orders.
 
     Orders leave and reports arrive with the steps that the engine makes anyway, and while the
     engine is idle.
@@ -65,8 +65,8 @@ class VirtualDispatch(OrderDispatch):
         self._coming: list[_Coming] = []
 
     def _make_worker(self) -> VirtualWorker:
-        """Create a worker with the rates that cost estimates use. The page groups share the lines
-        and, equally, the capacity of each tier."""
+        """Create the virtual worker with the rates that cost estimates use. The page groups share
+        the lines, and divide the capacity of each tier equally."""
         book, groups = self._book, len(self._page_bytes)
         copies = CopyLines(*(Line(book.bandwidth) for _ in range(4)))
         disks = dict[TierId, tuple[Line, Line]]()
@@ -111,7 +111,7 @@ class VirtualDispatch(OrderDispatch):
 
     @property
     def under_way(self) -> bool:
-        """False: no order is ever sent."""
+        """Always False, because no order is ever sent."""
         return False
 
     def restore(self, turn: Turn, tokens: int) -> None:
@@ -123,7 +123,7 @@ class VirtualDispatch(OrderDispatch):
                 self._coming.append(_Coming(turn, part.group, later))
 
     def _load_what_came_up(self) -> None:
-        """Restore pages that arrived too late for the turns they were promoted for."""
+        """Restore pages that arrived too late for the turns for which they were promoted."""
         promoting, waiting, self._coming = self._book.promoting, self._coming, []
         for one in waiting:
             if any(key in promoting for key in one.keys):
@@ -132,14 +132,15 @@ class VirtualDispatch(OrderDispatch):
                 self._load(*one)
 
     def _load(self, turn: Turn, group: int, pages: Sequence[PageKey]) -> None:
-        """Order the readable pages to VRAM. No block receives them."""
+        """Order a restore of the available pages. No block receives them."""
         keys = [key for key in pages if self._book.index.readable(key)]
         if keys:
             self._restores.add_piece(turn, group, keys, [0] * len(keys), more=False)
 
 
 class Observation:
-    """Records the tokens that the connector would have saved waiting turns. One thread.
+    """Records the tokens that the connector would have restored for waiting turns. Used on one
+    thread.
 
     Args:
         fit: estimates prefill times, seconds.
@@ -197,7 +198,7 @@ class Observation:
             seen.cpu_tokens = hit.tokens - seen.ssd_tokens
 
     def _in_vram(self, turn: Turn, num_computed: int) -> int:
-        """Tokens of a prompt that would be in VRAM if the pins were real."""
+        """Return the number of tokens of a prompt that would be in VRAM if the pins were real."""
         if not self._pins:
             return num_computed
         facts, limit = self._engine.facts, turn.request.num_tokens - 1

@@ -1,8 +1,11 @@
-"""A worker that moves no bytes: it reports each order at the time when its bytes would have moved.
+"""A worker that moves no bytes: it reports each order at the time when the bytes would have
+arrived.
 
-It represents all ranks. Its owner provides the lines that transfers use, the size of each store,
-and the time. Observe mode uses the rates that cost estimates use. The simulator uses the rates of a
-machine. There is no thread. Finished orders are found when the owner polls.
+The worker represents all ranks. Its owner provides the lines that transfers use, the size of each
+store, and the time. Observe mode uses the rates that cost estimates use. The simulator uses the
+rates of a machine.
+
+There is no thread. Finished orders are found when the owner polls.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ class Line:
         return self._free_at
 
     def seconds(self, nbytes: int) -> float:
-        """Duration of a transfer that does not queue, as a worker measures it."""
+        """Return the duration of a transfer that does not queue, as a worker measures it."""
         return self.latency_s + nbytes / self.bandwidth
 
 
@@ -130,7 +133,7 @@ class VirtualStore:
 
     @property
     def proposal(self) -> Proposal | None:
-        """Segment to delete next; None while the store has free space."""
+        """Return the segment to delete next; None while the store has free space."""
         if len(self._segments) <= self._most:
             return None
         oldest = next(iter(self._segments))
@@ -175,7 +178,7 @@ class _Waiting(NamedTuple):
     Attributes:
         due: time at which it starts, seconds.
         sent: position in the sequence of orders, which breaks ties.
-        generation: number of resets of its store before it was sent.
+        generation: number of resets of its store before the order was sent.
     """
 
     due: float
@@ -190,8 +193,8 @@ class _Flight(NamedTuple):
     Attributes:
         over_at: time at which it finishes, seconds.
         sent: position in the sequence of orders, which breaks ties.
-        took_s: duration without queueing on its line.
-        generation: number of resets of its store before it was sent; 0 for copies.
+        took_s: duration without queueing on its line, seconds.
+        generation: number of resets of its store before the order was sent; 0 for copies.
     """
 
     over_at: float
@@ -292,7 +295,7 @@ class VirtualWorker:
         return over_at
 
     def _start(self, order: StoreOrder, now: float, generation: int) -> None:
-        """Start an order of a store. Lookups, and orders from before a reset, take no time."""
+        """Start an order of a store. Lookups take no time, nor do orders from before a reset."""
         store = self._stores[order.store]
         nbytes = len(order.keys) * self._page_bytes[order.store.group]
         over_at, took_s = now, 0.0

@@ -16,12 +16,12 @@ from tiered_kv.pages.order_book import OrderBook, Settled
 
 LEAST_PAGES, MOST_PAGES = 4, 32
 BUNDLE_BYTES = 64 << 20
-"""Limits of a bundle: minimum and maximum number of pages, and maximum size, bytes. A bundle wastes
-on average half of its last slot, of about 20 slots, so larger bundles waste less. But a bundle is
+"""Minimum and maximum number of pages in a bundle, and its maximum size, bytes. A bundle wastes on
+average half of its last slot, of about 20 slots, so larger bundles waste less. But a bundle is
 evicted as a whole."""
 FREE_SHARE = 8
-"""One slot in ``FREE_SHARE`` is kept free for saves, or the number of slots that recent bursts took
-if that is smaller, as far as compression can free them."""
+"""One slot in ``FREE_SHARE`` is kept free for saves, as far as compression can free slots. Fewer
+slots are kept free if recent bursts took fewer."""
 FORGETS = 0.98
 """Fraction of the burst size that is retained from one poll to the next."""
 MOST_PACKING = 8
@@ -29,16 +29,16 @@ MOST_PACKING = 8
 LOOKED_AT = 4 * MOST_PACKING * MOST_PAGES
 """Maximum number of pages examined when choosing bundles."""
 STAGING_SHARE, MOST_STAGING = 16, 32
-"""One slot in ``STAGING_SHARE``, up to ``MOST_STAGING`` slots, is reserved for decoded pages. Half
-of these slots are copied while the other half is filled."""
+"""One slot in ``STAGING_SHARE``, up to ``MOST_STAGING`` slots, is reserved for decoded pages. The
+pages in half of these slots are copied while the other half is filled."""
 LEAST_RATIO = 1.3
-"""Minimum compression ratio. A bundle of 32 pages of fp16 or fp8 saves 5 or 6 slots, and takes as
-long to decode as one of bf16, which saves 10."""
+"""Minimum compression ratio. A bundle of 32 pages of fp16 or fp8 saves 5 or 6 slots, but takes as
+long to decode as a bundle of bf16 pages, which saves 10."""
 
 
 def staging_slots(num_slots: int) -> int:
-    """Number of slots reserved for pages decoded on their way to VRAM; 0 if there are too few slots
-    to compress any.
+    """Return the number of slots reserved for pages decoded on their way to VRAM; 0 if there are
+    too few slots to compress any pages.
 
     Args:
         num_slots: total number of slots.
@@ -56,8 +56,8 @@ def bundle_pages(page_bytes: int) -> int:
 
 
 def bundles_of(pages: int, most: int) -> list[int]:
-    """Return the sizes of the bundles that a run of pages is divided into, in order. Remaining
-    pages are not compressed until there are more.
+    """Return the sizes of the bundles that a run of pages is divided into, in order. The remaining
+    pages are not compressed until more pages follow.
 
     Args:
         pages: length of the run.
@@ -68,7 +68,7 @@ def bundles_of(pages: int, most: int) -> list[int]:
 
 
 def bundles_to_pack(*, num_slots: int, free: int, burst: int, under_way: int) -> int:
-    """Maximum number of bundles to compress now.
+    """Return the maximum number of bundles to compress now.
 
     Args:
         num_slots: total number of slots.
@@ -81,7 +81,7 @@ def bundles_to_pack(*, num_slots: int, free: int, burst: int, under_way: int) ->
 
 
 def burst(taken: int, before: int) -> int:
-    """Number of slots recently taken in one burst.
+    """Return the number of slots recently taken in one burst.
 
     Args:
         taken: slots taken since the last poll.
@@ -153,7 +153,8 @@ class Compression:
     def _by_group(
         self, stretches: Sequence[list[PageKey]]
     ) -> Iterator[tuple[int, Sequence[PageKey]]]:
-        """Split runs of pages by group, for the groups that can be compressed."""
+        """Yield the pages of each stretch by group, with their group, for the groups that can be
+        compressed."""
         for keys in stretches:
             if len(self._together) == 1:
                 yield self._groups[0], keys
@@ -164,7 +165,7 @@ class Compression:
             yield from ((group, by_group[group]) for group in self._groups if group in by_group)
 
     def on_settled(self, done: Settled[PackOrder]) -> None:
-        """Count a bundle that was packed, or lost."""
+        """Count a bundle that was compressed, or that was lost."""
         self._under_way -= 1
         self._counters.add("compression_seconds", done.seconds)
         failed = len(done.failed)

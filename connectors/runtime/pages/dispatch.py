@@ -65,7 +65,7 @@ class Settlements:
         self.unsent = Outbox[Settlement]()
 
     def on_settled(self, done: Settled[SaveOrder] | Settled[PromoteOrder]) -> None:
-        """Queue a notification of a finished save or promotion whose pages are committed."""
+        """Queue a notification of a finished save or promotion whose pages are available now."""
         order = done.order
         if not self._wanted:
             return
@@ -81,7 +81,7 @@ class Settlements:
         self.reset, self._wanted = self._wanted, False
 
     def take_reset(self) -> bool:
-        """Return True once after a reset."""
+        """Return True at the first call after a reset."""
         reset, self.reset = self.reset, False
         return reset
 
@@ -98,7 +98,7 @@ class OrderDispatch:
 
     Attributes:
         snapshots: snapshot orders.
-        restored: turns whose async restore finished, and that have not been scheduled since.
+        restored: turns whose async restore finished and that have not been scheduled since then.
         seen_failures: number of reported restore failures, by rank.
     """
 
@@ -227,9 +227,9 @@ class OrderDispatch:
     def on_idle(self) -> bool:
         """Return True if an idle engine should keep stepping.
 
-        Demotions alone are not a reason. Their threads write without steps, and a store may be
-        slow. Until it finishes, the engine and its workers would keep cores busy, and could slow
-        down a store on the same machine.
+        Demotions alone are not a reason, because their threads write without steps. A store may be
+        slow, and until it finishes, stepping would keep cores busy and could slow down a store on
+        the same machine.
         """
         return self._under_way(demotions=any(tier.has_more for tier in self._tiers.values()))
 
@@ -258,7 +258,7 @@ class OrderDispatch:
 
         Raises:
             Exception: the first error of a tier or a listener, raised after all have been called.
-                An error in one listener must not leak what other listeners release.
+                An error in one listener must not keep other listeners from releasing resources.
         """
         self._last_word = self._clock()
         dropped: Sequence[OrderId] = ()

@@ -28,17 +28,18 @@ class Found:
 
     @property
     def keys(self) -> Iterator[PageKey]:
-        """All pages."""
+        """Yield all pages of the prefix beyond the VRAM prefix."""
         return chain.from_iterable(part.keys for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class _Query:
-    """A search.
+    """The state of a search.
 
     Attributes:
         start: tokens of the VRAM prefix, whole blocks of every group.
-        ends: by group, tokens up to which pages are available; 0 for groups that keep only a part.
+        ends: for each group, number of tokens up to which pages are available; 0 for groups that
+            keep only a part of the context.
     """
 
     turn: Turn
@@ -49,10 +50,10 @@ class _Query:
 
 @dataclass(frozen=True, slots=True)
 class _Lacks:
-    """A prefix some of whose pages are missing.
+    """Result for a prefix with missing pages.
 
     Attributes:
-        below: no complete prefix is longer than this number of tokens and shorter than this prefix.
+        below: no complete prefix is longer than this number of tokens and shorter than the prefix.
     """
 
     below: int
@@ -70,9 +71,11 @@ def run_of(there: There) -> Run:
 
 
 class HitFinder:
-    """Finds prefixes. A group that keeps the whole context has a contiguous run of pages. Other
-    groups have pages at some boundaries only. A prefix as long as the run is tried first. Shorter
-    prefixes follow, at multiples of ``hash_tokens`` and at the ends of turns just after them.
+    """Finds the longest prefixes whose pages are available.
+
+    In a group that keeps the whole context, the available pages form one run. Other groups have
+    pages at some boundaries only. A prefix as long as the run is tried first. Shorter prefixes
+    follow, at multiples of ``hash_tokens`` and at the ends of turns just after these multiples.
 
     Args:
         tails: partial pages at the ends of turns.
@@ -138,7 +141,9 @@ class HitFinder:
         return self._facts.groups[group].reach.kind is KvKind.FULL
 
     def _end(self, turn: Turn, at: int, start: int, limit: int, run: Run) -> int:
-        """Tokens covered by the run of a group's pages.
+        """Return the number of tokens that the run of a group's pages covers. The last tokens are
+        excluded if a drafter's KV depends on later tokens, because those may have changed since the
+        KV was computed.
 
         The last tokens are excluded if a drafter's KV depends on later tokens, because these may
         have changed since the KV was computed.
@@ -174,7 +179,7 @@ class HitFinder:
         return best[0] if self._tails.longest(*place, wanted, usable) else None
 
     def _at(self, query: _Query, tokens: int, tail: PageKey | None = None) -> Found | _Lacks:
-        """Return the pages of a prefix of exactly ``tokens`` tokens. If some are missing, returns
+        """Return the pages of a prefix of exactly ``tokens`` tokens. If pages are missing, returns
         the length from which a complete prefix is possible.
 
         Args:
@@ -224,7 +229,8 @@ class HitFinder:
         return GroupPages(at, first, (*keys[first : min(whole, needed.stop)], *last))
 
     def _partial(self, query: _Query, at: int, tokens: int, tail: PageKey | None) -> PageKey | None:
-        """Key of an available page for the last, partially filled block; None if there is none."""
+        """Return the key of an available page for the last, partially filled block; None if there
+        is none."""
         turn, keys = query.turn, query.turn.page_keys(at)
         block = tokens // self._facts.groups[at].block_size
         if block < len(keys) and query.there(keys[block]):
