@@ -32,7 +32,8 @@ class Pages:
         names: page keys of requests.
         order: eviction order of CPU memory.
         finder: finds prefixes that can be restored.
-        settlements: notifies workers of finished orders, if CPU memory outlives the engine.
+        settlements: notifications of finished orders for the workers, if CPU memory outlives the
+            engine.
         dispatch: sends orders and handles reports.
     """
 
@@ -56,7 +57,7 @@ class AdmissionGroup:
     """Components that allocate VRAM blocks: running requests, waiting requests and pins.
 
     Attributes:
-        boundaries: blocks at the ends of prompts, which pins take over.
+        boundaries: holds blocks at the ends of prompts, which pins take over.
         pressure: releases pins when requests need their blocks.
         gate: holds new jobs back.
         fairness: bounds waits and divides VRAM equally among clients.

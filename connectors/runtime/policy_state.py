@@ -1,4 +1,4 @@
-"""A policy's learned state in a file: loaded at startup, saved on a thread."""
+"""A policy's learned state in a file, which is loaded at startup and saved on a thread."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class PolicyState:
     """Persists the learned state of one policy.
 
     If several engines share the folder, the last save wins. A file is written under a temporary
-    name and renamed, so that readers see either the old or the new file, never a partial one. Read
-    and write errors are logged and otherwise ignored. Write errors are logged once.
+    name and renamed, so that readers see either the old or the new file, and never a partial file.
+    Read and write errors are logged and otherwise ignored. Write errors are logged once.
 
     Args:
         folder: created at the first save; None disables persistence.
@@ -58,7 +58,7 @@ class PolicyState:
         return True
 
     def save_if_due(self, now: float) -> None:
-        """Save the policy if the last save was long enough ago. Does not wait."""
+        """Save the policy if the last save was long enough ago. Does not wait for the save."""
         if self._path is None:
             return
         if self._saved_at is None:

@@ -330,7 +330,7 @@ class Arrival(NamedTuple):
     """An arriving turn's job and the gap that it ends.
 
     Attributes:
-        job: None if it belongs to no job.
+        job: the job; None if the turn belongs to no job.
         gap: the gap that the turn ends; None if there is none.
     """
 

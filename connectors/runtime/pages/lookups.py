@@ -27,12 +27,13 @@ from .hits import HitFinder
 LOOKUPS = 2
 """Number of queries for a turn's pages: one for the first pages, one for the others."""
 FIRST_LOOKUP = 64
-"""Number of pages in a turn's first query. The others follow once all of these are found."""
+"""Number of pages in a turn's first query. The other pages follow once all of these are found."""
 MOST_BOUNDARIES = 64
-"""Maximum number of boundaries of a prompt, the last ones, at which a store is queried for windows
-and states. The stored context is assumed to end there."""
+"""Maximum number of boundaries of a prompt at which a store is queried for windows and states.
+These are the last boundaries, because the stored context is assumed to end there."""
 LOOKUP_S = 0.05
-"""Seconds that a turn waits for a store's reply; less if prefilling takes less."""
+"""Maximum wait of a turn for a store's reply, seconds. It is shorter if prefilling takes less
+time."""
 LOOKUP_SHARE = 0.05
 """Maximum wait for a store's reply, as a fraction of the time to prefill the rest of the prompt, if
 that is longer than ``LOOKUP_S``. Without replies, both queries together delay the first token by at
@@ -40,7 +41,7 @@ most a tenth."""
 
 
 def pages_asked(lookups: int, unknown: int) -> int:
-    """Number of unknown pages to query now, the first ones.
+    """Return how many unknown pages to query now, from the first on.
 
     Args:
         lookups: number of previous queries for the turn.
@@ -52,7 +53,7 @@ def pages_asked(lookups: int, unknown: int) -> int:
 
 
 def answer_wait_s(compute_s: float, *, measured: bool) -> float:
-    """Longest wait for the reply, seconds.
+    """Return the longest wait for the reply, seconds.
 
     Args:
         compute_s: prefill time that the reply may save, seconds; 0 if unknown.
@@ -68,8 +69,10 @@ class _Question(NamedTuple):
 
     Attributes:
         context: pages of the group from the start of the context, as far as they have keys.
-        start, tokens: tokens before the pages; tokens that may be saved, including those of pages
-            that a later query covers, which are prefilled too if this query gets no reply.
+        start: number of tokens before the pages.
+        tokens: number of tokens that need no prefill if the pages are found, including those of
+            pages that a later query covers, because all of them are prefilled if this query gets
+            no reply.
     """
 
     tier: LowerTier
@@ -141,11 +144,12 @@ class Lookups:
         return orders, waits
 
     def _answering(self) -> Iterator[tuple[LowerTier, int]]:
-        """Tiers that may be queried, and their groups."""
+        """Yield the tiers that may be queried, and their groups."""
         return ((tier, tier.store.group) for tier in self._asked if tier.answers)
 
     def _beginning(self, turn: Turn, vram: int, somewhere: Somewhere) -> Iterator[_Question]:
-        """Queries for groups that keep the whole context: pages from the first missing one on."""
+        """Yield the queries for groups that keep the whole context: pages from the first missing
+        page on."""
         limit = turn.request.num_tokens - 1
         for tier, at in self._answering():
             group, keys = self._facts.groups[at], turn.page_keys(at)
@@ -161,8 +165,8 @@ class Lookups:
                 yield _Question(tier, unknown, keys, end * size, (stop - end) * size)
 
     def _ends(self, turn: Turn, vram: int, somewhere: Somewhere) -> Iterator[_Question]:
-        """Queries for the other groups: pages at boundaries up to the end of the full groups'
-        pages."""
+        """Yield the queries for the other groups: pages at boundaries up to the end of the full
+        groups' pages."""
         limit, unit = turn.request.num_tokens - 1, self._facts.hit_tokens
         runs = [
             somewhere.run(keys := turn.page_keys(at), 0, len(keys)) * group.block_size

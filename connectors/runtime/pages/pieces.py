@@ -1,11 +1,11 @@
 """Restores in pieces, for two types of contexts.
 
 Restoring a long context in a single step would block the scheduler's thread for too long. It is
-ordered over several steps, and its blocks are hashed as they arrive, because the engine would hash
-them all in one step.
+ordered over several steps, and its blocks are hashed as they arrive; the engine would hash all of
+them in one step.
 
 A context that does not fit in CPU memory is promoted from the lower tiers in pieces. Each piece is
-copied to VRAM, and its slots are released.
+copied to VRAM, and then its slots are released.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from .restores import Restores
 PIECES_SHARE = 4
 """One slot in ``PIECES_SHARE`` may be used by restores in pieces."""
 PIECE_BYTES = 64 << 20
-"""Maximum size of a piece, bytes; half of the slots for pieces if that is less. It is large enough
-for a disk to reach full speed. The copy of the last piece, which overlaps with no read, takes a few
-milliseconds."""
+"""Maximum size of a piece, bytes; half of the slots for pieces if that is less. A piece of this
+size is large enough for a disk to reach full speed. Copying the last piece, while nothing is read
+any more, takes a few milliseconds."""
 
 
 PAGES_A_STEP = 1024
-"""Number of pages that all restores in pieces together order in a step."""
+"""Maximum number of pages that all restores in pieces together order in a step."""
 TOUCHED_A_STEP = 2048
-"""Number of pages of a restore that count as used in a step."""
+"""Maximum number of pages of a restore that are counted as used in a step."""
 _ID = attrgetter("block_id")
 
 
@@ -50,8 +50,8 @@ class _Rest:
 
     Attributes:
         again: pages whose promotion failed, and that are to be promoted again.
-        runs: the pages that follow them.
-        at: number of pages of the first run that were ordered.
+        runs: runs of the pages that follow.
+        at: number of pages of the first run that were ordered already.
     """
 
     runs: deque[PlacedRun]
@@ -63,11 +63,11 @@ class _Rest:
 
     @property
     def group(self) -> int:
-        """Group of the first page."""
+        """Return the group of the first page."""
         return self.again[0].group if self.again else self.runs[0].group
 
     def first(self, most: int) -> list[PlacedPage]:
-        """The first pages of one group, up to a maximum number."""
+        """Return the first pages of one group, at most ``most``."""
         if self.again:
             same = takewhile(lambda page: page.group == self.group, self.again)
             return list(islice(same, most))
@@ -76,7 +76,7 @@ class _Rest:
         return [PlacedPage(run.group, key, block) for key, block in pairs]
 
     def drop(self, pages: int) -> None:
-        """Remove the first pages, all of one group."""
+        """Remove the pages ``pages``, which are the first ones and of one group."""
         if self.again:
             for _ in range(pages):
                 self.again.popleft()
@@ -99,7 +99,7 @@ class _Rest:
         return PlacedRun(run.group, first, run.keys[start:stop], run.blocks[start:stop])
 
     def blocks(self) -> list[int]:
-        """Blocks of all these pages."""
+        """Return the blocks of all these pages."""
         found = [page.block for page in self.again]
         for at, run in enumerate(self.runs):
             found += map(_ID, run.blocks[0 if at else self.at :])
@@ -127,14 +127,15 @@ class _Restore:
     Attributes:
         until: deadline for all pages, seconds.
         rest: pages not ordered yet.
-        touch: runs not touched yet, and the number of pages of each that are left.
+        touch: runs of pages that are not counted as used yet, each with the number of its pages
+            that are left.
         coming: pieces being promoted, in order.
         lost: blocks whose pages no tier has any more, and all blocks after them.
-        copying: unfinished copies to VRAM of pages in the order of the context, with the number of
-            tokens that each copy ends after.
+        copying: unfinished copies to VRAM of pages in the order of the context, each with the
+            number of tokens up to its end.
         follows: number of blocks before the page that follows the last of these copies; None once
             another page was copied.
-        tokens: tokens that the restore ends after.
+        tokens: number of tokens up to the end of the restore.
     """
 
     turn: Turn
@@ -149,11 +150,11 @@ class _Restore:
 
     @property
     def unfinished(self) -> bool:
-        """True if further pages may arrive."""
+        """Return True if further pages may arrive."""
         return bool(self.rest or self.coming)
 
     def blocks(self) -> list[int]:
-        """Blocks whose pages were not ordered to VRAM."""
+        """Return the blocks whose pages were not ordered to VRAM."""
         coming = [page.block for piece in self.coming for page in piece.pages]
         return [*coming, *self.rest.blocks(), *self.lost]
 
@@ -161,9 +162,9 @@ class _Restore:
 class RestorePieces:
     """Restores in pieces, oldest first. Reads and copies overlap.
 
-    Their slots are separate from the slots of other promotions, to avoid a deadlock: a restore in
-    pieces has VRAM and waits for slots, and a turn with promoted pages has slots and may wait for
-    VRAM.
+    The slots for pieces are separate from the slots of other promotions, to avoid a deadlock: a
+    restore in pieces has VRAM and waits for slots, whereas a turn with promoted pages has slots and
+    may wait for VRAM.
 
     Args:
         tiers: lower tiers, fastest first.
@@ -222,8 +223,8 @@ class RestorePieces:
         self._touch_some(self._under_way[turn.request_id])
 
     def _touch_some(self, restore: _Restore) -> None:
-        """Touch some pages that are not ordered yet, the last ones of the context first, so that no
-        page is evicted before it is ordered."""
+        """Count some pages that are not ordered yet as used, from the end of the context on, so
+        that no page is evicted before it is ordered."""
         left = TOUCHED_A_STEP
         while left > 0 and restore.touch:
             run, stop = restore.touch.pop()
@@ -274,7 +275,7 @@ class RestorePieces:
         self._restores.on_ended(turn)
 
     def end_all(self) -> None:
-        """End every restore in pieces, because pages are forgotten or are not arriving."""
+        """End every restore in pieces, because all pages are forgotten, or no pages arrive."""
         for restore in list(self._under_way.values()):
             self._break_off(restore)
 
@@ -318,7 +319,8 @@ class RestorePieces:
             self._index.forget(key)
 
     def _copy_readable(self, restore: _Restore) -> bool:
-        """Order the next pages to VRAM if CPU memory has them. Returns False if it does not."""
+        """Order the next pages to VRAM if CPU memory has them. Returns False if CPU memory lacks
+        them."""
         run = restore.rest.take_readable(self._index, self._left)
         if run is None:
             return False
@@ -340,7 +342,7 @@ class RestorePieces:
     # -- from lower tiers to CPU memory -----------------------------------------------
 
     def _order_more(self, restore: _Restore) -> None:
-        """Order more pages, as far as slots and the step allow."""
+        """Order further pages, as far as slots and the limit per step allow."""
         while restore.rest and self._left > 0:
             if self._copy_readable(restore):
                 continue
@@ -349,7 +351,7 @@ class RestorePieces:
                 return
 
     def _room(self) -> int:
-        """Number of slots that restores in pieces may use together."""
+        """Return the number of slots that restores in pieces may use together."""
         return max(1, self._index.num_slots // PIECES_SHARE)
 
     def _order_piece(self, restore: _Restore, room: int) -> bool:

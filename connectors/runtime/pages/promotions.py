@@ -1,4 +1,5 @@
-"""Promotions: pages are promoted from the tiers below CPU memory for turns, and in advance of them.
+"""Promotions: pages are promoted from the tiers below CPU memory for turns that have arrived, and
+in advance for turns that are expected.
 
 Pages are promoted when the engine considers their request for admission, and therefore in the order
 of admission. Each page is promoted from the fastest tier that has it.
@@ -29,12 +30,12 @@ UNKNOWN_WAIT_S = 10.0
 LOOK_EVERY_S = 0.1
 """Seconds between two searches for missing pages of a waiting turn, while no page arrives."""
 TURNS_SHARE = 2
-"""One slot in ``TURNS_SHARE`` may be reserved for turns that have arrived. The others serve
+"""One slot in ``TURNS_SHARE`` may be reserved for turns that have arrived. The other slots are for
 saves."""
 AHEAD_SHARE = 4
 """One slot in ``AHEAD_SHARE`` may be reserved for promotions that are not due yet."""
 PAGES_A_STEP = 1024
-"""Number of pages whose promotion is ordered in a step, for all turns together."""
+"""Maximum number of pages whose promotion is ordered in a step, for all turns together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,8 @@ class PromotionCost:
     """Cost of a promotion before it is ordered.
 
     Attributes:
-        promote_s: seconds until the pages are in CPU memory, including queueing.
-        recompute_s: seconds to prefill their tokens instead; 0 if unknown.
+        promote_s: time until the pages are in CPU memory, including queueing, seconds.
+        recompute_s: time to prefill the tokens of these pages instead, seconds; 0 if unknown.
     """
 
     promote_s: float
@@ -51,16 +52,16 @@ class PromotionCost:
 
     @property
     def worth_it(self) -> bool:
-        """True unless prefilling is faster."""
+        """True unless prefilling the tokens is faster."""
         return not 0 < self.recompute_s < self.promote_s
 
     @property
     def longest_wait_s(self) -> float:
-        """Longest wait for the pages before the turn prefills their tokens instead, seconds. It
-        counts from when VRAM has space for the turn, because the turn waits until then anyway.
+        """Longest wait for the pages before the turn prefills their tokens instead, seconds. The
+        wait counts from when VRAM has space for the turn, because the turn waits until then anyway.
 
-        It equals the prefill time. So the turn takes at most twice the prefill time, whatever the
-        disk does (the ski-rental bound of 2).
+        The longest wait equals the prefill time. So the turn takes at most twice the prefill time,
+        however slow the disk is (the ski-rental bound of 2).
         """
         return self.recompute_s or UNKNOWN_WAIT_S
 
@@ -72,13 +73,13 @@ class PromotionCost:
         Args:
             mine: number of pages promoted, or being promoted, for the turn.
             others: number of such pages of other turns, whose slots will be released.
-            left_s: seconds left of the turn's longest wait; None if it has not started.
+            left_s: time left of the turn's longest wait, seconds; None if the wait has not started.
         """
         return others > 0 and not mine and (left_s is None or self.promote_s <= left_s)
 
 
 class TokensBelow(NamedTuple):
-    """Tokens of a prompt whose KV was promoted from below CPU memory.
+    """Numbers of tokens of a prompt whose KV was promoted from below CPU memory.
 
     Attributes:
         own: from tiers of this engine.
@@ -123,7 +124,7 @@ class Promotions:
         """Order the promotion of the pages that the turn's prompt needs and only a lower tier has.
 
         Args:
-            fit: estimates the time to prefill their tokens instead.
+            fit: estimates the time to prefill the tokens of these pages instead.
             fits: True if VRAM has space for the turn.
         """
         state, now = turn.tiers, self._clock()
@@ -155,7 +156,7 @@ class Promotions:
         self._order_some(turn)
 
     def _order_some(self, turn: Turn) -> None:
-        """Order the promotion of the turn's next pages, as far as the step allows."""
+        """Order the promotion of the turn's next pages, as far as the limit per step allows."""
         state, now = turn.tiers, self._clock()
         pages, state.rest = state.rest[: self._left], state.rest[self._left :]
         self._left -= len(pages)
@@ -174,7 +175,7 @@ class Promotions:
 
     def promote_ahead(self, keys: Sequence[PageKey], due: float) -> int:
         """Order the promotion of the pages of a job between turns, for the time when it is expected
-        back. Returns the number of pages; 0 if there are none to order, or no slots."""
+        back. Returns the number of ordered pages; 0 if there are no pages to order, or no slots."""
         index, book = self._index, self._book
         if due > self._clock():
             # No turn can use these slots until then, so nothing is evicted for them.
@@ -191,7 +192,7 @@ class Promotions:
         return ordered
 
     def _room_for_turns(self) -> int:
-        """Number of further pages that may be promoted for turns that have arrived."""
+        """Return the number of further pages that may be promoted for turns that have arrived."""
         return max(1, self._index.num_slots // TURNS_SHARE) - self._unclaimed
 
     def _worth_it(
@@ -234,7 +235,7 @@ class Promotions:
 
     def _find(self, turn: Turn) -> tuple[list[PageKey], int, int]:
         """Return the pages to promote for the turn, in order; the number of prompt tokens before
-        them; and the number of tokens that they make usable.
+        them; and the number of tokens that these pages make usable.
 
         Pages in VRAM or CPU memory are skipped. All pages of the prefix count as used.
         """
@@ -254,7 +255,7 @@ class Promotions:
         return wanted, behind, found.tokens - behind
 
     def in_vram(self, turn: Turn, limit: int, known: int = 0) -> int:
-        """Number of usable prompt tokens that VRAM contains.
+        """Return the number of usable prompt tokens that VRAM contains.
 
         Args:
             known: number of tokens already known to be in VRAM.
@@ -277,7 +278,7 @@ class Promotions:
         return end
 
     def _ends_in_vram(self, turn: Turn, tokens: int) -> bool:
-        """True if VRAM contains the pages of groups that keep only a part of the context."""
+        """Return True if VRAM contains the pages of groups that keep only a part of the context."""
         hashes = turn.request.block_hashes
         return all(
             (block + 1) * turn.pages.strides[at] <= len(hashes)
@@ -292,8 +293,8 @@ class Promotions:
             tier.pages.index.touch(keys)
 
     def waits_for_answer(self, turn: Turn) -> bool:
-        """True if a turn is waiting for a store's reply that is outstanding and not late. Cheap,
-        because it is called in every step."""
+        """True if a turn is waiting for a store's reply that is outstanding and not late. Called in
+        every step, so the test is cheap."""
         state = turn.tiers
         if not state.asking or state.waits_since is None or self._clock() >= state.answers_until:
             return False
@@ -301,7 +302,7 @@ class Promotions:
 
     def still_coming(self, turn: Turn, fit: PrefillFit, fits: Callable[[], bool]) -> bool:
         """Promote pages for a turn that the engine considers for admission. Returns True if the
-        turn waits, and the engine must ask again later. Arguments as for ``bring_up``."""
+        turn waits, and the engine must ask again later. The arguments are those of ``bring_up``."""
         waits = self.bring_up(turn, fit, fits)
         if waits and turn.tiers.waits_since is None:
             turn.tiers.waits_since = self._clock()
@@ -369,8 +370,8 @@ class Promotions:
         return TokensBelow((pages.total() - shared) * size, shared * size)
 
     def _worth_a_look(self, turn: Turn, now: float, *, fits: bool) -> bool:
-        """True if pages should be searched: on the first call, at intervals, once VRAM has space,
-        and once other turns have released slots."""
+        """Return True if it is time to search for pages of the turn: on the first call, at
+        intervals, once VRAM has space, and once other turns have released slots."""
         state = turn.tiers
         if state.looked_at is None or now - state.looked_at >= LOOK_EVERY_S:
             return True
@@ -384,7 +385,7 @@ class Promotions:
         held.update(zip(keys, self._index.acquire_all(keys), strict=True))
 
     def _of_others(self, turn: Turn) -> int:
-        """Number of pages promoted, or being promoted, for other turns."""
+        """Return the number of pages promoted, or being promoted, for other turns."""
         return self._unclaimed - len(turn.tiers.keys) - len(turn.tiers.rest)
 
     def _look_at_awaited(self, turn: Turn, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Restores: finds the pages of a prompt that CPU memory can restore, and orders them."""
+"""Restores: finds the pages of a prompt that CPU memory can restore, and orders their restore."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ logger = logging.getLogger(__name__)
 
 _ID = attrgetter("block_id")
 SYNC_PAGES = 2048
-"""Maximum number of pages of a sync restore. The engine allocates and hashes its blocks in
-one step."""
+"""Maximum number of pages of a sync restore. The engine allocates and hashes the restore's blocks
+in one step."""
 PAGES_A_STEP = 4096
-"""Number of restored pages that the engine allocates or hashes blocks for in a step, after which no
-further restore starts in it. That takes time, and the copies take longer than a step anyway."""
+"""Number of restored pages for which the engine allocates or hashes blocks in a step, after which
+no further restore starts in this step. Allocating and hashing take time, and the copies take longer
+than a step anyway."""
 
 
 class Restores:
@@ -81,8 +82,7 @@ class Restores:
         return self._pages >= PAGES_A_STEP and self._index.readable(keys[first])
 
     def _awaits_compression(self, turn: Turn, num_computed: int) -> bool:
-        """True if the turn could restore a page that is being compressed once compression
-        finishes."""
+        """Return True if compression is moving a page that the turn could otherwise restore."""
         state, limit = self._index.state, turn.request.num_tokens - 1
 
         def there(key: PageKey) -> bool:
@@ -96,7 +96,7 @@ class Restores:
         turn.restore.hit = None
 
     def loaded(self, turn: Turn) -> None:
-        """Finish the turn's restore: nothing loads into its blocks any more."""
+        """Finish the turn's restore, because nothing loads into the turn's blocks any more."""
         if turn in self.holding:  # the engine hashes its blocks now
             self._pages += turn.source.cpu_tokens // self._facts.block_size
             self.holding.remove(turn)
@@ -107,10 +107,11 @@ class Restores:
     def begins_anew(self, turn: Turn) -> bool:
         """Return True once if the engine asks again for a turn whose async restore failed entirely.
 
-        vLLM has freed the turn's blocks, but still keeps it ahead of requests that hold blocks, and
-        these are not scheduled if the pool has no space for the turn. If vLLM is asked to retry
-        later, it queues the turn with the others. A second restore would need twice the space,
-        because vLLM keeps reserving the blocks that the first one lacked. So the turn is prefilled.
+        vLLM has freed the turn's blocks, but still keeps the turn ahead of requests that hold
+        blocks, which are not scheduled if the pool has no space for the turn. If vLLM is asked to
+        retry later, it queues the turn with the others. A second restore would need twice the
+        space, because vLLM keeps reserving the blocks that the first restore lacked. So the turn is
+        prefilled.
         """
         restore = turn.restore
         if not restore.promised:
@@ -129,8 +130,8 @@ class Restores:
         self._unlucky.discard(turn)
 
     def answer(self, turn: Turn) -> tuple[int | None, bool]:
-        """Return the number of tokens offered to the turn, and True if their restore is async. None
-        makes the engine ask again in the next step.
+        """Return the number of tokens offered to the turn, and True if their restore is async. If
+        the number is None, the engine asks again in the next step.
 
         An async restore must wait for turns whose own restore failed. vLLM reserves all blocks that
         these turns lack, and lets no other async restore use them. These turns may also be behind
@@ -146,7 +147,7 @@ class Restores:
 
     def on_part_loaded(self, turn: Turn) -> bool:
         """Record that an order of the turn's restore finished. Returns True if it was the last
-        one."""
+        order."""
         if not turn.restore.loading:
             return False
         turn.restore.loading -= 1
@@ -157,7 +158,7 @@ class Restores:
     ) -> Hit | None:
         """Find the longest restorable prefix beyond the prefix in VRAM.
 
-        At least the last token is left to compute, because its logits are needed.
+        At least the last token is left for the engine to compute, because its logits are needed.
 
         Args:
             num_computed: tokens of the VRAM prefix, whole blocks.
@@ -238,7 +239,8 @@ class Restores:
                 turn.restore.loading += 1
 
     def _placed(self, turn: Turn, part: GroupPages, hit: Hit, tokens: int) -> PlacedRun:
-        """Pages of a part that the first ``tokens`` of the hit need, and their blocks."""
+        """Return the pages of a part that the first ``tokens`` tokens of the hit need, and the
+        blocks to which they are copied."""
         size = self._facts.groups[part.group].block_size
         keys = part.keys if tokens == hit.tokens else part.keys[: -(-tokens // size)]
         table = self._pool.tables[part.group][turn.request_id]
@@ -286,8 +288,8 @@ class Restores:
         return not turn.restore.loading
 
     def refuse(self, request_id: str, turn: Turn | None) -> tuple[int, ...]:
-        """Order a restore that must fail, in place of one that the engine expects. The workers
-        report its blocks as bad, and the tokens are recomputed.
+        """Order a restore that must fail, in place of a restore that the engine expects. The
+        workers report its blocks as bad, and the engine recomputes the tokens.
 
         Returns:
             The blocks whose content is invalid.
@@ -338,14 +340,15 @@ class Restores:
     ) -> None:
         """Remove the blocks of a failed sync restore from the prefix cache.
 
-        The engine hashes the blocks of a restore before the restore runs. It rewinds the requests
-        that use a bad block, so that they recompute it, but leaves the block's hash in place. If
-        such a request is aborted or preempted first, the next lookup would hit invalid KV. So the
-        hashes of bad blocks, and of blocks computed behind them, are removed as soon as the failure
-        is known.
+        The engine hashes the blocks of a restore before the restore runs. After a failure, it
+        rewinds the requests that use a bad block, so that they recompute the block, but leaves the
+        block's hash in place. If such a request is aborted or preempted first, the next lookup
+        would hit invalid KV. So the hashes of bad blocks, and of the blocks computed after them,
+        are removed as soon as the failure is known.
 
-        The workers have refused the saves that were ordered since. These saves are offered again,
-        except for requests that hold a bad block: their pages are neither saved nor restored.
+        The workers have refused the saves that were ordered since the failure. These saves are
+        offered again, except for requests that hold a bad block: their pages are neither saved nor
+        restored.
 
         Args:
             bad: blocks whose content is invalid.
@@ -365,8 +368,8 @@ class Restores:
                 saves.watch(turn, step + 1)
 
     def _forget_from(self, bad: set[int], ids: Sequence[int]) -> bool:
-        """Remove the first bad block, and all blocks after it, from the prefix cache. Returns False
-        if no block is bad."""
+        """Remove the first bad block among ``ids``, and all blocks after it, from the prefix cache.
+        Returns False if no block is bad."""
         first = next((i for i, block in enumerate(ids) if block in bad), len(ids))
         self._pool.forget(ids[first:])
         return first < len(ids)

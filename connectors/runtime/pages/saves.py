@@ -2,8 +2,8 @@
 
 A calendar records which requests to check in which step, because checking every running request in
 every step would cost more than the saves. Short blocks are saved a few at a time, and the requests
-of several steps are checked together, so that there are few orders. At the end of a turn its last
-blocks are saved, and its last boundary for groups that keep only a part of the context.
+of several steps are checked together, so that there are few orders. At the end of a turn, its last
+blocks are saved, and the pages at its last boundary in groups that keep only a part of the context.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ STRIDE_TOKENS = 256
 is a multiple of ``TOGETHER``."""
 TOGETHER = 16
 """Interval of the steps in which decoding requests are checked. Blocks filled since the last check
-are saved when the request finishes, and lost when it is preempted: at most 272 tokens or a
-block."""
+are saved when the request finishes, and lost when it is preempted. These are at most 272 tokens or
+a block."""
 TOUCHED_A_STEP = 4096
-"""Number of pages that are counted as just used in a step. Further pages wait for the next step."""
+"""Maximum number of pages that are counted as just used in a step. Further pages wait for the next
+step."""
 ENDS_TOGETHER = 64
-"""Number of pages at which a save order is full. Until then, the last pages of further turns that
+"""Number of pages at which a save order is full. Before that, the last pages of further turns that
 end in the same step join the order."""
 LOOKED_AT = 4096
-"""Maximum number of blocks of a turn that a step adds to those to be saved. A prefix that VRAM has
+"""Maximum number of blocks of a turn whose saves are ordered in one step. A prefix that VRAM has
 and CPU memory has lost may be longer."""
 _ID = attrgetter("block_id")
 
@@ -62,8 +63,8 @@ class SaveStride:
     def next_look(self, step: int, *, saved: int, computed: int, known: int) -> int:
         """Return the step at which a turn is checked again.
 
-        A prefill may fill many blocks in the next step. A decoding request fills one token a step,
-        so the earliest step in which its next blocks are full is known.
+        A prefill may fill many blocks in the next step. A decoding request computes one token per
+        step, so the earliest step in which its next blocks are full is known.
 
         Args:
             step: current step.
@@ -81,11 +82,11 @@ class SaveStride:
 def worth_a_slot(
     pages: Mapping[PageKey, int], lacking: Collection[PageKey], free: int
 ) -> Mapping[PageKey, int]:
-    """Select the pages to save: all pages that no lower tier has, then others while slots are free.
-    A page that is also in a lower tier never displaces a page that only CPU memory has.
+    """Select the pages to save: all pages that no lower tier has, then other pages while slots are
+    free. A page that is also in a lower tier never displaces a page that only CPU memory has.
 
     Args:
-        pages: pages that CPU memory lacks, and their blocks.
+        pages: pages that CPU memory lacks, each with its block.
         lacking: the pages among them that no lower tier has.
         free: number of free slots in CPU memory.
     """
@@ -97,14 +98,15 @@ def worth_a_slot(
 
 
 def kept_tokens(request: Request) -> int:
-    """Number of tokens of a request whose KV exists, whether or not a step is in flight."""
+    """Return the number of tokens of a request whose KV exists, whether or not a step is in
+    flight."""
     computed = request.num_computed_tokens - request.num_in_flight_tokens
     return min(computed, request.num_tokens - 1)
 
 
 def state_tokens(request: Request, facts: EngineFacts) -> int | None:
-    """Number of tokens that the state of a finished request covers, once the steps in flight are
-    done.
+    """Return the number of tokens that the state of a finished request covers, once the steps in
+    flight are done.
 
     A step in flight advances the state in place. If it computes the last token, the state covers
     all tokens. The state is useless if the client received a shorter text. With speculation the
@@ -122,8 +124,8 @@ def state_tokens(request: Request, facts: EngineFacts) -> int | None:
 
 
 def last_boundary(request: Request, facts: EngineFacts) -> int:
-    """Number of tokens up to which the engine finds the prompt if it is sent again; 0 if it finds
-    none. One unit less if a drafter's KV depends on the following token."""
+    """Return the number of tokens up to which the engine finds the prompt if it is sent again; 0 if
+    it finds none. The number is one unit less if a drafter's KV depends on the following token."""
     unit = facts.hit_tokens
     resent = (request.num_prompt_tokens - 1) // unit * unit
     return max(0, resent - unit) if facts.draft_tokens else resent
@@ -152,7 +154,7 @@ class Saves:
     """Orders saves, and holds a reference on every block until its copy is done.
 
     Attributes:
-        over: number of finished saves.
+        over: number of saves that have finished.
     """
 
     def __init__(
@@ -178,7 +180,7 @@ class Saves:
         self._touches_left = TOUCHED_A_STEP
 
     def watch(self, turn: Turn, step: int) -> None:
-        """Check the turn for newly filled blocks in that step, and not before."""
+        """Check the turn for newly filled blocks in step ``step``, and not before."""
         if not turn.pages.fingerprints:
             return
         if not turn.save.cursors:
@@ -188,7 +190,8 @@ class Saves:
         self._calendar[step][turn] = None
 
     def _unwatch(self, turn: Turn) -> None:
-        """Remove the turn from the calendar, which would otherwise keep it until that step."""
+        """Remove the turn from the calendar. Otherwise the calendar keeps the turn until the step
+        in which it was to be checked."""
         due, turn.save.due = turn.save.due, None
         if due is not None and due in self._calendar:
             self._calendar[due].pop(turn, None)
@@ -196,7 +199,7 @@ class Saves:
                 del self._calendar[due]
 
     def resume(self, turn: Turn) -> None:
-        """Resume saving the turn: nothing loads into its blocks any more."""
+        """Resume saving the turn's blocks, because nothing loads into them any more."""
         turn.save.suspended = False
 
     def start_over(self, turn: Turn) -> None:
@@ -237,8 +240,9 @@ class Saves:
         self._order(filled)
 
     def save_state(self, turn: Turn, group: int, block: int, tokens: int) -> None:
-        """Save a state that the engine keeps after ``tokens``, once this step has run, if that is a
-        boundary of the prompt. The engine may keep many others, and each would take a slot."""
+        """Save a state that the engine keeps after ``tokens`` tokens, once this step has run, if
+        the prompt has a boundary there. The engine may keep many other states, each of which would
+        take a slot."""
         if not turn.pages.fingerprints or tokens not in prompt_boundaries(
             turn.request, self._facts
         ):
@@ -251,7 +255,7 @@ class Saves:
             self._order(filled)
 
     def on_ended(self, turn: Turn) -> None:
-        """Save the last blocks of a finished turn, and its end, which fills no block."""
+        """Save the last blocks of a finished turn, and its partial page."""
         if not turn.has_kv or not turn.pages.fingerprints:
             return
         self._unwatch(turn)
@@ -273,11 +277,11 @@ class Saves:
             turn.save.last = self._latest
 
     def count_used(self, context: Sequence[PageKey], save: OrderId | None) -> None:
-        """Count the pages of a context as just used, its end as the least valuable: a prefix
-        without its end is a hit, but an end without its prefix is not.
+        """Count the pages of a context as just used. Pages at its end count as less recently used,
+        because a prefix without the end is a hit, but an end without the prefix is not.
 
-        At most one page per slot is kept, the latest ones, because any number of turns may end
-        while a copy hangs.
+        At most one page per slot is remembered, the latest pages first, because any number of turns
+        may end while a copy hangs.
 
         Args:
             save: order after which all pages are in CPU memory; None if they already are.
@@ -289,7 +293,8 @@ class Saves:
             self._touch(reversed(context))
 
     def _touch(self, pages: Iterable[PageKey] = ()) -> None:
-        """Count these and earlier waiting pages as just used, up to the limit per step."""
+        """Count the given pages and earlier waiting pages as just used, up to the limit per
+        step."""
         self._used.extend(pages)
         few = min(len(self._used), self._touches_left)
         self._touches_left -= few
@@ -308,7 +313,7 @@ class Saves:
         return [*(key for _, key in sorted(ends, key=itemgetter(0))), *turn.save.bounded]
 
     def _add_end(self, turn: Turn, end: int, filled: list[dict[PageKey, int]]) -> None:
-        """Add the pages that a context of ``end`` tokens needs in addition to whole blocks."""
+        """Add the pages that a context of ``end`` tokens needs in addition to its whole blocks."""
         groups, size = self._facts.groups, self._facts.block_size
         whole = all(
             end // group.block_size == turn.save.cursors[at]
@@ -320,14 +325,14 @@ class Saves:
             self._add_boundary(turn, end, filled)
 
     def _add_boundary(self, turn: Turn, tokens: int, filled: list[dict[PageKey, int]]) -> None:
-        """Add the pages that a prefix of ``tokens`` needs in addition to whole blocks, if all
-        exist. They are recorded as a boundary of the turn."""
+        """Add the pages that a prefix of ``tokens`` needs in addition to whole blocks, if all these
+        pages exist. The prefix is recorded as a boundary of the turn."""
         for at, key, block in self._boundary(turn, tokens):
             filled[at][key] = block
             turn.save.bounded[key] = None
 
     def _boundary(self, turn: Turn, tokens: int) -> Sequence[tuple[int, PageKey, int]]:
-        """Return the pages of a boundary, each with its group and block; empty if one is
+        """Return the pages of a boundary, each with its group and block; empty if a page is
         missing."""
         request, unit = turn.request, self._facts.hash_tokens
         start = tokens // unit * unit
@@ -387,8 +392,8 @@ class Saves:
         """Register the block in which the prompt ended as a partial tail. The answer has filled the
         block.
 
-        A prompt that ends there again, or continues differently (answers are tokenised again), can
-        use the first part of the block.
+        A later prompt that ends at the same position, or continues differently because answers are
+        tokenised again, can use the first part of the block.
         """
         size = self._facts.block_size
         block, length = divmod(turn.request.num_prompt_tokens, size)
@@ -418,8 +423,8 @@ class Saves:
         self._give_up(done.order.blocks)
 
     def free_some(self) -> bool:
-        """True if finishing the saves in flight will free blocks, because nothing else references
-        them."""
+        """True if finishing the saves in flight will free blocks, because nothing else holds a
+        reference on them."""
         blocks = self._pool.blocks
         return any(
             blocks[block].ref_cnt == 1
@@ -484,7 +489,7 @@ class Saves:
         return behind
 
     def _order(self, filled: Sequence[Mapping[PageKey, int]], *, ends: bool = False) -> None:
-        """Order saves of pages, by group; ``ends`` for the last pages of a turn."""
+        """Order saves of pages, by group. ``ends`` is True for the last pages of a turn."""
         self.capture([self._worth_a_slot(pages) for pages in filled], ends=ends)
 
     def _worth_a_slot(self, pages: Mapping[PageKey, int]) -> Mapping[PageKey, int]:

@@ -2,8 +2,8 @@
 
 The engine finds a prompt again at its last boundary. It needs all full-attention blocks before the
 boundary, and the window and state of the other groups at the boundary. Windows and states leave the
-request's table while it decodes, so their blocks are held from the prompt on, for the pin to take
-over.
+request's table while it decodes, so their blocks are held from the end of the prefill on, for the
+pin to take over.
 
 Models whose groups all keep the whole context need no such blocks.
 """
@@ -35,7 +35,7 @@ class _Boundary:
 
 
 class BoundaryBlocks:
-    """Holds the blocks at the prompt boundaries of live turns. One thread.
+    """Holds the blocks at the prompt boundaries of live turns. Used on one thread.
 
     Args:
         pool: the engine's block pool.
@@ -101,8 +101,8 @@ class BoundaryBlocks:
         boundary.lacking.discard(group)
 
     def of(self, turn: Turn) -> list[Block]:
-        """Return the blocks in which the engine finds the turn's context again; empty unless
-        complete.
+        """Return the blocks in which the engine finds the turn's context again; empty unless all
+        these blocks are held.
 
         Full-attention blocks come last, in the order of the context.
         """
@@ -121,15 +121,15 @@ class BoundaryBlocks:
         return found
 
     def release(self, request_id: str) -> None:
-        """Release a turn's blocks."""
+        """Release the blocks that are held for a turn."""
         self._awaited.pop(request_id, None)
         boundary = self._boundaries.pop(request_id, None)
         if boundary is not None:
             self._give_back(boundary)
 
     def release_all(self) -> bool:
-        """Release the blocks of all turns; they are not held again. Returns False if no blocks were
-        held."""
+        """Release the blocks of all turns, which are not held again. Returns False if no blocks
+        were held."""
         held = [boundary for boundary in self._boundaries.values() if boundary.held]
         for boundary in held:
             self._give_back(boundary)

@@ -1,5 +1,7 @@
-"""Ghosts: stand-ins for the blocks that pins would hold in observe mode. The engine's own blocks
-are not touched.
+"""Ghosts: stand-ins for the blocks that pins would hold in observe mode.
+
+The engine's own blocks are not touched. A ghost is identified by the content of its block, because
+the engine may reuse the block meanwhile.
 
 A ghost is identified by the content of its block, because the engine may reuse the block meanwhile.
 """
@@ -46,7 +48,7 @@ class Ghost:
 
 
 class GhostPool:
-    """A simulated ``BlockPool`` on top of the engine's. Changes nothing in the engine.
+    """A simulated ``BlockPool`` on top of the engine's pool, which it does not change.
 
     Args:
         real: the engine's blocks.
@@ -85,17 +87,17 @@ class GhostPool:
                 del self._held[ghost.name]
 
     def hash_prefix(self, request: Request, tokens: int) -> None:
-        """Do nothing: nothing is restored."""
+        """Do nothing, because nothing is restored."""
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Do nothing: the engine's prefix cache stays as it is."""
+        """Do nothing, because the engine's prefix cache is not changed."""
 
     def cached_prefix(self, hashes: Sequence[bytes], group: int) -> int:
-        """Number of hashes before the first one without a block or ghost."""
+        """Return the number of hashes before the first hash without a block or ghost."""
         return sum(1 for _ in takewhile(lambda one: self.cached(one, group) is not None, hashes))
 
     def num_in_use(self, hashes: Sequence[bytes], group: int) -> int:
-        """Number of hashes whose block or ghost has a reference."""
+        """Return the number of hashes whose block or ghost has a reference."""
         found = (self.cached(one, group) for one in hashes)
         return sum(block is not None and block.ref_cnt > 0 for block in found)
 
@@ -104,11 +106,11 @@ class GhostPool:
         return self._held.get(Name(group, block_hash)) or self._real.cached(block_hash, group)
 
     def num_free(self) -> int:
-        """Number of blocks that would be free if the pins were real."""
+        """Return the number of blocks that would be free if the pins were real."""
         return max(0, self._room())
 
     def num_cached(self) -> int:
-        """Number of blocks in the engine's prefix cache."""
+        """Return the number of blocks in the engine's prefix cache."""
         return self._real.num_cached()
 
     @property
@@ -127,7 +129,7 @@ class GhostPool:
 
 
 class GhostPins(PinTable):
-    """Pins of ghosts, on a ``GhostPool``."""
+    """Pins that hold ghosts of a ``GhostPool`` in place of blocks."""
 
     _pool: GhostPool
 
@@ -138,7 +140,7 @@ class GhostPins(PinTable):
 
 
 class GhostBoundaries(BoundaryBlocks):
-    """Boundary blocks that pins would take over, as ghosts.
+    """Finds the boundary blocks that pins would take over, as ghosts.
 
     Args:
         pool: the simulated pool.
@@ -155,7 +157,7 @@ class GhostBoundaries(BoundaryBlocks):
 
     def of(self, turn: Turn) -> list[Block]:
         """Return ghosts of the blocks in which the engine would find the turn's context again;
-        empty unless complete."""
+        empty unless all these blocks exist."""
         found = list[Block]()
         for at, size, _ in sorted(self._groups, key=lambda group: group[2]):
             wanted = self._wanted(turn, at)

@@ -60,7 +60,7 @@ class PinFacts(NamedTuple):
 
 
 class PinTable:
-    """Pins by job, at most one each.
+    """The pin of each job that has one.
 
     Args:
         pool: the engine's blocks.
@@ -187,7 +187,7 @@ class PinTable:
         return list(blocks[: within_budget((block.block_id in held for block in blocks), room)])
 
     def revise(self, job: JobKey, deadline: float, value: PinValue) -> None:
-        """Change a pin's deadline and value. Ignored if the job has no pin."""
+        """Change the deadline and the value of a job's pin. Ignored if the job has no pin."""
         pin = self._pins.get(job)
         if pin is not None:
             pin.deadline = deadline
@@ -195,13 +195,13 @@ class PinTable:
             self._next_deadline = min(self._next_deadline, deadline)
 
     def on_arrived(self, job: JobKey) -> None:
-        """Keep a job's pin until its queued turn has been allocated blocks: no other pin saves
-        more. Ignored if the job has no pin."""
+        """Keep a job's pin until its queued turn has been allocated blocks: no other pin saves more
+        time. Ignored if the job has no pin."""
         self.revise(job, float("inf"), PinValue(PinState.ARRIVED))
 
     def devalue(self, job: JobKey) -> None:
-        """Make a job's pin the first to be released, for any request: it is no longer expected to
-        be useful. Ignored if the job has no pin."""
+        """Make a job's pin the first to be released, for any request, because the pin is no longer
+        expected to be useful. Ignored if the job has no pin."""
         pin = self._pins.get(job)
         if pin is not None:
             pin.view = replace(pin.view, value=PinValue(PinState.WORTHLESS))
@@ -244,12 +244,12 @@ class PinTable:
         *,
         greedy: Collection[str] = (),
     ) -> int:
-        """Release pins in ``release_order`` until ``enough()``, or none may be released. Returns
-        the number of released pins.
+        """Release pins in ``release_order`` until ``enough()`` is true, or no further pin may be
+        released. Returns the number of released pins.
 
         Args:
             enough: returns True once enough blocks are free.
-            spare: job that the blocks are for; its own pin is released last.
+            spare: job that needs the blocks; its own pin is released last.
             waiter_started_at: start of the job that waits for pins worth waiting for, seconds; None
                 if every pin may be released.
             why: reason for the releases.
@@ -268,5 +268,5 @@ class PinTable:
         return released
 
     def release_all(self) -> int:
-        """Release every pin. Returns their number."""
+        """Release every pin. Returns the number of released pins."""
         return self.make_room(lambda: False, why=PinEnd.RESET)

@@ -1,5 +1,5 @@
 """Memory pressure: pins are released before a request is refused, preempted or left waiting. Before
-any request is preempted, saves in flight are awaited.
+any request is preempted, saves in flight are awaited, because they hold blocks.
 
 While another request runs, a turn waits for a pin that is worth the wait. In job order, turns of
 older jobs wait only for the most valuable pins. A turn that took the pin's blocks instead would be
@@ -43,16 +43,16 @@ def waiter_started_at(
     worth the wait; None if every pin gives way to the turn. ``release_order`` expects this value.
 
     A turn does not wait if no running request would free blocks, or if the turn precedes the turns
-    that the pins are for. If requests are admitted in the order of their jobs, every other turn
-    waits. In any other order only a new job waits, because an older job's turn may be queued behind
-    the waiting turn.
+    for which the pins are held. If requests are admitted in the order of their jobs, every other
+    turn waits. In any other order, only the turn of a new job waits, because an older job's turn
+    may be queued behind the waiting turn.
 
     Args:
         job_started_at: start of the turn's job, seconds.
         goes_first: True if the turn was preempted, is overdue, or is admitted by arrival time.
         somebody_runs: True if some request has been allocated blocks.
         in_job_order: True if requests are admitted in the order of their jobs.
-        new: True if no turn of its job has been allocated blocks.
+        new: True if no turn of the turn's job has been allocated blocks.
     """
     if goes_first or not somebody_runs:
         return None
@@ -80,8 +80,8 @@ def needs_one_more(
 
     Args:
         mode: mode of the restore offered to the turn; None without a restore.
-        refused: True if it was refused in the previous step although its blocks were free.
-        released: number of pins just released for it.
+        refused: True if the turn was refused in the previous step although its blocks were free.
+        released: number of pins just released for the turn.
         stuck: True if nothing runs, and the context has windows or states.
     """
     return refused and not released and (stuck or mode is RestoreMode.ASYNC)
@@ -92,7 +92,7 @@ class PinPressure:
 
     Args:
         fairness: bounds waits and divides VRAM among clients.
-        saves: saves in flight hold blocks, which are free once the saves finish.
+        saves: orders saves. Saves in flight hold blocks, which are free once the saves finish.
 
     Attributes:
         in_job_order: True if the engine admits waiting requests in the order of their jobs. Written
@@ -137,11 +137,11 @@ class PinPressure:
         self._coming_at = step
 
     def _late(self, step: int) -> int:
-        """Number of blocks that become free by the next step."""
+        """Return the number of blocks that become free by the next step."""
         return self._coming if self._coming_at == step else 0
 
     def _free(self, step: int) -> int:
-        """Number of blocks that are free by the next step."""
+        """Return the number of blocks that are free by the next step."""
         free = self._pool.num_free()
         return free + self._late(step)
 
@@ -149,9 +149,9 @@ class PinPressure:
         """Release a pin that frees a block, unless blocks are about to become free. Returns False
         if nothing was freed, so that vLLM preempts a request.
 
-        After a preemption vLLM calls this again if the preempted request's blocks did not suffice,
-        because they are being saved. It must not preempt further requests for blocks that are about
-        to become free.
+        After a preemption, vLLM calls this method again if the preempted request's blocks are not
+        free yet, because they are being saved. vLLM must not preempt further requests for blocks
+        that are about to become free.
         """
         freed = self._late(step) > 0 or self._waits_for_saves(step) or self._release_one(None)
         # Blocks of the released pin may be in a save as well.
@@ -167,7 +167,7 @@ class PinPressure:
         return self._deferred_at == step
 
     def _waits_for_saves(self, step: int) -> bool:
-        """True if saves in flight will free blocks, and saves keep finishing."""
+        """Return True if saves in flight will free blocks, and saves keep finishing."""
         if not self._saves.free_some():
             return False
         now = self._clock()
@@ -179,7 +179,7 @@ class PinPressure:
 
     def for_waiting(self, turn: Turn, num_computed: int, step: int) -> None:
         """Release pins, the least valuable first, until the request can be admitted or the
-        remaining pins are worth its wait."""
+        remaining pins are worth more than the request's wait."""
         wanted = self._wanted(turn, num_computed)
         # Otherwise vLLM refuses the request once for lack of blocks.
         sure = not self._late(step) or self._pool.num_free() >= wanted
@@ -224,8 +224,8 @@ class PinPressure:
     ) -> bool:
         """True if a turn's async restore must wait for other restored turns that hold blocks.
 
-        vLLM reserves no blocks for these turns in window groups, and considers no request behind
-        one that lacks blocks. Two turns that wait for each other's blocks would wait forever.
+        vLLM reserves no blocks for these turns in window groups, and considers no request behind a
+        request that lacks blocks. Two turns that wait for each other's blocks would wait forever.
         """
         hit, whole = turn.restore.hit, self._facts.blocks_on_the_way
         if hit is None or hit.mode is not RestoreMode.ASYNC:
@@ -244,7 +244,7 @@ class PinPressure:
         return wanted + self._held_back > self._free(step)
 
     def _own(self, turn: Turn) -> int:
-        """Number of blocks that a turn has been allocated."""
+        """Return the number of blocks that a turn has been allocated."""
         return sum(not block.is_null for block in self._pool.blocks_of(turn.request_id))
 
     def for_restored(self, turns: Sequence[Turn], step: int, *, idle: bool) -> None:
@@ -280,7 +280,8 @@ class PinPressure:
         return self._pool.num_free() > before
 
     def _held_hits(self, turn: Turn, num_computed: int) -> int:
-        """Number of referenced blocks in the turn's VRAM prefix. These take no free block."""
+        """Return the number of referenced blocks in the turn's VRAM prefix. Admitting the turn
+        takes no free block for them."""
         hashes, unit = turn.request.block_hashes, self._facts.hash_tokens
         held = 0
         for at, blocks, size in self._hits(num_computed):
