@@ -4,7 +4,7 @@ All code runs on the scheduler's thread, inside the engine's hooks, without lock
 of calls is: ``on_arrived`` once; ``match`` in every step until the request is admitted;
 ``on_allocated`` at its admission (twice with an async restore); ``build_orders`` in every step;
 ``on_reports`` after steps in which workers reported; ``on_finished`` once. If requests wait and
-nothing is computed for a long time, a watchdog releases everything.
+nothing is computed for a long time, a watchdog releases all pins and holds.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from .scheduler_stats import Stats
 from .turn import Turn
 
 STUCK_S = 30.0
-"""Seconds without work before the watchdog fires. Waits that the connector asks for are shorter or
-end by themselves: a promotion is awaited only while it beats prefilling, and a new job is admitted
-when nothing else runs."""
+"""Time without work after which the watchdog fires, seconds. Waits that the connector requests are
+shorter or end by themselves: a promotion is awaited only while it is faster than prefilling, and a
+new job is admitted when nothing else runs."""
 
 STUCK_STEPS = 8
-"""Steps without work that are required in addition."""
+"""Number of steps without work that the watchdog requires in addition."""
 
 AT_REST_S = 1.0
-"""A stuck engine keeps making steps. An engine that makes none for this many seconds was paused or
-idle, and the count starts over."""
+"""A stuck engine keeps making steps. An engine that makes no step for this many seconds was paused
+or idle, and the watchdog starts to count again."""
 
 
 class Watchdog:
-    """Detects an engine that makes steps without work. One thread.
+    """Detects an engine that makes steps without work. Used on one thread.
 
     Attributes:
         barked: True once the watchdog has fired, which happens at most once per engine.
@@ -59,7 +59,7 @@ class Watchdog:
         self._steps = 0
 
     def worked(self) -> None:
-        """Reset the count: a step computed something, or there was nothing to compute."""
+        """Reset the count, because a step computed something, or nothing was left to compute."""
         self._since = None
         self._steps = 0
 
@@ -83,7 +83,7 @@ TIME_EVERY = 8
 POLL_EVERY_S = 0.25
 """Seconds between two polls for due work between turns."""
 STATS_EVERY = 32
-"""Steps between two reports of the counters while requests run."""
+"""Number of steps between two reports of the counters while requests run."""
 _NO_REPORTS = Reports()
 
 
@@ -310,7 +310,7 @@ class SchedulerHalf:
 
     def release_for_running(self) -> bool:
         """Release a pin because a running request lacks blocks. Returns False if a request must be
-        preempted instead, as always in observe mode, where pins hold no blocks."""
+        preempted instead, which is always the case in observe mode, where pins hold no blocks."""
         return self.observation is None and self.admission.pressure.for_running(self.step)
 
     # -- every step ---------------------------------------------------------------
@@ -369,8 +369,8 @@ class SchedulerHalf:
         return pages.dispatch.take()
 
     def _give_everything_up(self) -> None:
-        """Release every pin and hold: the engine makes no progress, and the connector must not be
-        the cause."""
+        """Release every pin and hold, because the engine makes no progress, and the connector must
+        not be the cause."""
         logger.error(
             "requests wait, but nothing was computed for %g s: all pins are released and all "
             "held-back jobs admitted",
@@ -434,7 +434,8 @@ class SchedulerHalf:
         return answer
 
     def on_scheduler_failed(self) -> None:
-        """Count a failure of the job order. The engine's scheduler continues without it."""
+        """Count a failure of the job order in the engine's scheduler, which continues without
+        it."""
         self.errors.add("ordering requests", "held requests are admitted")
 
     def _release_first(self, turn: Turn) -> None:
@@ -448,7 +449,8 @@ class SchedulerHalf:
     # -- resets and shutdown ----------------------------------------------------------
 
     def release_all(self) -> None:
-        """Release every reference to VRAM blocks. Saves in flight become invisible."""
+        """Release every reference to VRAM blocks. The pages of saves in flight are not found
+        later."""
         self.admission.pins.release_all()
         self.admission.boundaries.release_all()
         self.snapshots.release_vram()
@@ -499,7 +501,7 @@ class SchedulerHalf:
 
     @property
     def orders_under_way(self) -> bool:
-        """True if a step would send orders, or could receive reports of earlier ones."""
+        """True if a step would send orders, or could receive reports of earlier orders."""
         return self.pages.dispatch.under_way
 
     def close(self) -> None:

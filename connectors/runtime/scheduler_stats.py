@@ -14,7 +14,7 @@ from .turn import LiveTurns
 
 
 class Stats:
-    """Collects the counters of all components. One thread."""
+    """Collects the counters of all components. Used on one thread."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class Stats:
         return fresh
 
     def of_stuck(self, turns: LiveTurns, pool: BlockPool) -> dict[str, int]:
-        """Return counts that describe an engine that makes no progress although requests wait, for
-        the log."""
+        """Return counts that describe, for the log, an engine that makes no progress although
+        requests wait."""
         waiting = turns.by_id.values()
         return {
             "requests": len(turns),
@@ -59,11 +59,11 @@ class Stats:
         }
 
     def totals(self) -> dict[str, float]:
-        """Return all counters, as totals since the start."""
+        """Return the values of all counters since the start."""
         return self._counters.totals | self._kept()
 
     def _kept(self) -> dict[str, float]:
-        """Return the counters that the components keep themselves, as totals since the start."""
+        """Return the values since the start of the counters that the components keep themselves."""
         gate, promoted, ranks = self._admission.gate, self._pages.index.promoted, self._facts.ranks
         return {
             "pages_evicted": self._pages.index.evictions,

@@ -9,7 +9,7 @@ WEIGHT = 0.3
 
 
 class StepTimer:
-    """Measures the duration of steps with work. One thread.
+    """Measures the duration of steps with work. Used on one thread.
 
     Attributes:
         step_s: smoothed step time, seconds.

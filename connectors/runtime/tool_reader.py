@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 THREAD_NAME = "tiered-kv-tools"
 MAX_QUEUED = 256
 MAX_TOKENS = 1_000
-"""Tokens read from the end of an answer. Most tool calls are shorter."""
+"""Number of tokens read from the end of an answer. Most tool calls are shorter."""
 MAX_TOKENS_AGAIN = 8_000
-"""Tokens read if the last ``MAX_TOKENS`` contain no complete call, for example because a call that
-writes a file starts earlier."""
+"""Number of tokens read if the last ``MAX_TOKENS`` tokens contain no complete call, for example
+because a call that writes a file starts earlier."""
 
 UNREAD = ToolUse(path=("(unread)",))
 """Tool use of a turn whose answer could not be read."""
@@ -44,9 +44,10 @@ class ToolReader:
         load_tokenizer: called once, on the reader's thread, when the thread starts.
 
     Attributes:
-        answers: results that ``take`` will return; checked in every step.
-        dropped: answers refused because ``MAX_QUEUED`` were waiting.
-        errors: read failures: no tokenizer, or a tokenizer that raised.
+        answers: results that ``take`` will return; the scheduler checks in every step whether there
+            are any.
+        dropped: number of answers refused because ``MAX_QUEUED`` were waiting.
+        errors: number of failures: there is no tokenizer, or it raised.
     """
 
     def __init__(self, load_tokenizer: Callable[[], Any]) -> None:
@@ -75,8 +76,8 @@ class ToolReader:
         return True
 
     def take(self) -> list[tuple[str, ToolUse]]:
-        """Return ticket and tool use of each answer read since the last call, in the order of
-        ``read``."""
+        """Return the ticket and the tool use of each answer read since the last call, in the order
+        of ``read``."""
         if not self.answers:
             return []
         taken = []
@@ -132,12 +133,13 @@ class ToolReader:
 
 
 class ToolCalls(Protocol):
-    """Reads the tool calls of answers, off the scheduler's thread. Nothing blocks or raises.
+    """Reads the tool calls of answers, outside the scheduler's thread. No method blocks or raises.
 
     Attributes:
-        answers: results that ``take`` will return; checked in every step.
-        dropped: answers refused because too many were queued.
-        errors: read failures.
+        answers: results that ``take`` will return; the scheduler checks in every step whether there
+            are any.
+        dropped: number of answers refused because too many were queued.
+        errors: number of failures.
     """
 
     @property
@@ -152,8 +154,8 @@ class ToolCalls(Protocol):
         ...
 
     def take(self) -> Iterable[tuple[str, ToolUse]]:
-        """Return ticket and tool use of each answer read since the last call, in the order of
-        ``read``."""
+        """Return the ticket and the tool use of each answer read since the last call, in the order
+        of ``read``."""
         ...
 
     def close(self) -> None:
@@ -162,7 +164,7 @@ class ToolCalls(Protocol):
 
 
 class NoTools:
-    """Reads no answers: the policy does not use tools, or answers cannot be decoded."""
+    """Reads no answers, because the policy does not use tools, or answers cannot be decoded."""
 
     answers: Collection[tuple[str, ToolUse]] = ()
     dropped = 0

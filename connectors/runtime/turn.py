@@ -24,7 +24,7 @@ from .job_table import Job
 
 @dataclass(frozen=True, slots=True)
 class GroupPages:
-    """Pages of a group: ``keys`` fill the blocks from ``first`` on."""
+    """Pages of a group. ``keys`` are the keys of its blocks from block ``first`` on."""
 
     group: int
     first: int
@@ -32,7 +32,7 @@ class GroupPages:
 
 
 class PlacedPage(NamedTuple):
-    """A page and the block of its group that it is copied to."""
+    """A page, and the block of its group to which it is copied."""
 
     group: int
     key: PageKey
@@ -41,10 +41,10 @@ class PlacedPage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlacedRun:
-    """Pages of a group and the blocks that they are copied to, in the order of the context.
+    """Pages of a group and the blocks to which they are copied, in the order of the context.
 
     Attributes:
-        first: number of blocks before them.
+        first: number of blocks of the group before them.
     """
 
     group: int
@@ -72,7 +72,7 @@ class Hit:
 
     @property
     def keys(self) -> Iterator[PageKey]:
-        """All pages."""
+        """Yield the keys of all pages of the hit."""
         return chain.from_iterable(part.keys for part in self.parts)
 
 
@@ -100,7 +100,7 @@ NO_GAP = EndedGap()
 
 @dataclass(slots=True)
 class Source:
-    """Sources of the prompt's KV. Written by ``scheduler``.
+    """Where the KV of the prompt was found. Written by ``scheduler``.
 
     Attributes:
         admitted: True once the turn has been allocated blocks.
@@ -126,7 +126,7 @@ class ObservedState:
 
     Attributes:
         looked_at: step in which the tiers were searched for these tokens; None before.
-        vram_tokens: tokens under pins. cpu_tokens: in CPU memory. ssd_tokens: in lower tiers.
+        vram_tokens, cpu_tokens, ssd_tokens: tokens under pins, in CPU memory, and in lower tiers.
     """
 
     looked_at: int | None = None
@@ -166,7 +166,7 @@ class RestoreState:
 
     Attributes:
         hit: pages offered to the engine; None once they are ordered.
-        loading: number of unfinished orders of the async restore, plus one while pieces of it
+        loading: number of unfinished orders of the async restore, plus one while further pieces
             remain to be ordered.
         broken: True if the last pieces of the restore did not arrive, until the turn resumes.
         promised: True from when the engine is told to wait for an async restore until the turn
@@ -203,8 +203,8 @@ class TiersState:
         room_seen: True if VRAM had space for the turn at that time.
         in_pieces: True if pages that do not fit in CPU memory are to be promoted in pieces.
         rest: pages to promote whose promotion is not ordered yet.
-        keys: pages promoted, or being promoted, for the turn until its admission, with the store
-            that each comes from.
+        keys: pages promoted, or being promoted, for the turn until its admission, each with the
+            store from which it comes.
         held: slots of the pages that have arrived.
         waits_since: when the turn first waited for these pages, seconds; None if it did not.
         waited_s: time that the turn waited, set at its admission.
@@ -228,13 +228,13 @@ class TiersState:
     waited_s: float = 0.0
 
     def left_s(self, now: float) -> float | None:
-        """Seconds left of the wait for pages; None if the wait has not started."""
+        """Return the time left of the wait for pages, seconds; None if the wait has not started."""
         return None if self.wait_until is None else self.wait_until - now
 
 
 @dataclass(slots=True)
 class HoldState:
-    """The turn before its admission. Written by ``admission.gate``.
+    """State of the turn before its admission. Written by ``admission.gate``.
 
     Attributes:
         new: True until its job has started.
@@ -254,7 +254,7 @@ class HoldState:
 
 @dataclass(slots=True)
 class PressureState:
-    """The turn's need for blocks. Written by ``pins.pressure``.
+    """State of the turn's need for blocks. Written by ``pins.pressure``.
 
     Attributes:
         asked_at: step of the engine's last lookup at which it had free blocks for the turn; None if
@@ -321,7 +321,7 @@ class Turn:
     freezing doubles the time to construct one.
 
     Attributes:
-        job: None if the client named no job and none was inferred.
+        job: key of its job; None if the client named no job and none was inferred.
         number: 1 for the job's first turn.
         arrived_at: seconds on the scheduler's clock.
         gap: gap that the turn ended.
@@ -362,12 +362,14 @@ class Turn:
 
     @property
     def vram_tokens(self) -> int:
-        """Tokens of the prompt found in VRAM or, in observe mode, that would have been."""
+        """Number of tokens of the prompt that were found in VRAM or, in observe mode, would have
+        been."""
         return self.source.vram_tokens + self.observed.vram_tokens
 
     @property
     def found_tokens(self) -> int:
-        """Tokens of the prompt found in any tier or, in observe mode, that would have been."""
+        """Number of tokens of the prompt that were found in any tier or, in observe mode, would
+        have been."""
         seen = self.observed
         return self.vram_tokens + self.source.cpu_tokens + seen.cpu_tokens + seen.ssd_tokens
 
@@ -378,7 +380,7 @@ class Turn:
         return readable and not self.restore.failed
 
     def page_keys(self, group: int = CONTEXT) -> Sequence[PageKey]:
-        """Keys of a group's blocks, as far as the engine has hashed them."""
+        """Return the keys of a group's blocks, as far as the engine has hashed the blocks."""
         pages, hashes = self.pages, self.request.block_hashes
         if not pages.keys:
             pages.keys += [[] for _ in pages.fingerprints]
@@ -389,8 +391,8 @@ class Turn:
         return keys
 
     def state_key(self, group: int, tokens: int) -> PageKey | None:
-        """Key of the state after ``tokens``, a multiple of ``hash_tokens``; None if the engine has
-        not hashed these tokens yet."""
+        """Return the key of the state after ``tokens`` tokens, a multiple of ``hash_tokens``; None
+        if the engine has not hashed these tokens yet."""
         place = tokens // self.pages.hash_tokens - 1
         hashes = self.request.block_hashes
         if place >= len(hashes):
@@ -398,7 +400,7 @@ class Turn:
         return page_keys(self.pages.fingerprints[group], hashes[place : place + 1])[0]
 
     def tail_place(self, tokens: int) -> tuple[bytes, object] | None:
-        """Identity of a partial tail, in addition to its tokens.
+        """Return the identity of a partial tail, in addition to its tokens.
 
         Args:
             tokens: tokens before the tail, a multiple of ``hash_tokens``.
@@ -416,11 +418,13 @@ class Turn:
         return (parent, extra) if parent is not None else None
 
     def in_group(self, key: PageKey, group: int) -> PageKey:
-        """Key of a group's page that covers the same tokens as a page of the first group."""
+        """Return the key of a group's page that covers the same tokens as a page of the first
+        group."""
         return key if group == CONTEXT else rekeyed(key, self.pages.fingerprints[group])
 
     def forget_pages(self) -> None:
-        """Drop the turn's page keys: its pages are of a past generation or must not be kept."""
+        """Drop the turn's page keys, because its pages are of a past generation or must not be
+        kept."""
         self.pages.fingerprints = ()
         self.pages.shared_tokens = 0
         self.pages.keys.clear()
@@ -437,7 +441,7 @@ def job_started_at(turn: Turn) -> float:
 
 
 class LiveTurns:
-    """Turns by request id. One thread. Written by ``scheduler``.
+    """Turns by request id. Used on one thread. Written by ``scheduler``.
 
     Attributes:
         by_id: turns in order of arrival; read only.

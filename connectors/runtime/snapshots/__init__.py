@@ -1,1 +1,1 @@
-"""Snapshots of jobs: taken, restored and forked while the engine serves."""
+"""Snapshots of jobs, which are taken, restored and forked while the engine serves."""

@@ -1,9 +1,9 @@
 """Capture of a job: the pages of its running turn, or of its last context, are copied into CPU
 memory and held there.
 
-The pages of a running turn are copied from its blocks, up to the last boundary of its answer. They
-are the very bytes that the turn continues with. Full blocks do not change any more, and writes of
-later steps behind the boundary do not matter, so the turn does not have to wait.
+The pages of a running turn are copied from its blocks, up to the last boundary of its answer. The
+turn itself continues with exactly these bytes. Full blocks do not change any more, and later steps
+only write after the boundary, so the turn does not have to wait.
 
 The pages of a job between two turns are found by their keys, in any tier.
 
@@ -60,12 +60,13 @@ class Captured:
 
     @property
     def keys(self) -> list[PageKey]:
-        """Keys of the pages."""
+        """Keys of the captured pages."""
         return [page.key for page in self.pages]
 
 
 Capturing: TypeAlias = Generator[Wait, None, Captured]
-"""A capture in progress. However it ends, the caller's ``HeldPages`` releases what it held."""
+"""A capture in progress. However it ends, the caller's ``HeldPages`` releases the pages that it
+held."""
 
 
 class Captures:
@@ -108,14 +109,16 @@ class Captures:
         return HeldPages(self._index)
 
     def release_vram(self) -> None:
-        """Release every VRAM block that captures hold. A capture that still needs one fails."""
+        """Release every VRAM block that captures hold. A capture that still needs such a block
+        fails."""
         for blocks in self._in_use.values():
             self._pool.release(reversed(blocks))
             blocks.clear()
 
     @contextmanager
     def _blocks_held(self, blocks: list[Block]) -> Iterator[None]:
-        """Hold VRAM blocks. ``release_vram`` empties the list."""
+        """Hold VRAM blocks for the duration of a ``with`` block. ``release_vram`` empties the
+        list."""
         self._pool.hold(blocks)
         self._in_use[id(blocks)] = blocks
         try:
@@ -139,7 +142,7 @@ class Captures:
         yield Wait("waiting for the turn to finish", lambda: not job.running, LONGEST_TURN_S)
 
     def of(self, job: Job, held: HeldPages, *, exact: bool) -> Generator[Wait, None, Captured]:
-        """Capture a job, whether it runs or is between two turns.
+        """Capture the context of a job, whether a turn runs or the job is between two turns.
 
         Args:
             held: holds the pages; with ``exact`` it drops them at the end unless published.
@@ -208,7 +211,7 @@ class Captures:
             )
 
     def parents(self, job: JobKey) -> tuple[str, ...]:
-        """Names of the jobs that a job was forked or restored from, oldest first."""
+        """Return the names of the jobs from which a job was forked or restored, oldest first."""
         context = self.contexts.get(job)
         return context.parents if context is not None else ()
 
@@ -255,8 +258,8 @@ class Captures:
     ) -> Generator[Wait, None, None]:
         """Copy the pages that CPU memory lacks from their blocks, and hold all pages.
 
-        Pages that another save or the compression is moving are awaited. If the move fails, they
-        are copied too. Each round of copies must get further than the previous one.
+        Pages that another save or the compression is moving are awaited. If the move fails, these
+        pages are copied too. Each round of copies must get further than the previous one.
         """
         pages = captured.pages
         if not blocks:
@@ -288,8 +291,8 @@ class Captures:
             yield _arrival(held, missing)
 
     def _save(self, sources: Mapping[PageKey, tuple[int, int]]) -> int:
-        """Order copies of pages from blocks of their groups. Returns the number that were given
-        slots."""
+        """Order copies of pages from blocks of their groups. Returns the number of pages for which
+        slots were free."""
         filled: list[dict[PageKey, int]] = [{} for _ in self._facts.groups]
         for key, (group, block) in sources.items():
             filled[group][key] = block
@@ -301,7 +304,7 @@ class Captures:
         """Capture the context of a job between two turns, as far as its KV can be found.
 
         Raises:
-            SnapshotError: none of it can be found; the message says what to do.
+            SnapshotError: no KV can be found; the message says what to do.
         """
         whole = yield from self._named(context.token_ids, context.salt)
         captured = Captured(context, whole, context.salt)
@@ -313,8 +316,8 @@ class Captures:
     def _gather(self, captured: Captured, held: HeldPages) -> Generator[Wait, None, None]:
         """Bring the pages into CPU memory, and hold them there.
 
-        Pages may be evicted or fail to arrive in the meantime. Then a shorter prefix is captured.
-        Each round of orders must get further than the previous one.
+        If pages are evicted or fail to arrive in the meantime, a shorter prefix is captured. Each
+        round of orders must get further than the previous one.
         """
         context = captured.context
         tokens, least = context.kv_tokens, (math.inf, math.inf)
@@ -351,8 +354,8 @@ class Captures:
         captured.context = replace(context, kv_tokens=tokens)
 
     def _somewhere(self) -> Callable[[PageKey], bool]:
-        """Return a test whether a page is available: in CPU memory, moving there, in a reachable
-        lower tier, or in VRAM."""
+        """Return a test of whether a page is in CPU memory, moving there, in a reachable lower
+        tier, or in VRAM."""
         sources, promoting = self._tiers.somewhere(), self._book.promoting
 
         def somewhere(key: PageKey) -> bool:
@@ -371,8 +374,8 @@ class Captures:
         return (at, block) if at is not None and block is not None else None
 
     def _fetch(self, absent: Sequence[PageKey]) -> tuple[int, int]:
-        """Order pages into CPU memory. Returns the number of pages copied from VRAM, and the total
-        number of pages ordered."""
+        """Order the absent pages into CPU memory. Returns the number of pages copied from VRAM, and
+        the total number of pages ordered."""
         found = {key: self._in_vram(key) for key in absent}
         saved = self._save(
             {key: (one[0], one[1].block_id) for key, one in found.items() if one is not None}

@@ -49,7 +49,7 @@ class ContextNames:
 def context_pages(named: Turn, facts: EngineFacts) -> tuple[ContextPage, ...]:
     """Return all pages that a context of exactly these tokens needs.
 
-    A partially filled page has the key of a tail.
+    A partially filled page has a tail key.
     """
     tokens = named.request.num_tokens
     end = _tail(named, facts)
@@ -88,12 +88,12 @@ MOST_TOKENS = 1 << 22
 """Maximum number of tokens kept for all jobs together, about 150 MB. The least recently used
 contexts are forgotten first. Tokens that contexts share, as forks do, count once."""
 OVERHEAD_TOKENS = 256
-"""Tokens that a context counts in addition to its own tokens, for the memory that its bookkeeping
-takes. Longer names and sampling parameters count more."""
+"""Number of tokens that is added to the tokens of each context for the memory of its bookkeeping.
+Longer names and sampling parameters add more."""
 TOKEN_BYTES = 36
 """Memory per token in a list, bytes: a pointer and an int."""
 MOST_PARENTS = 100
-"""Maximum number of parents recorded for a context: the latest ones."""
+"""Maximum number of parents recorded for a context. The oldest parents are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Context:
 
     @classmethod
     def of(cls, request: Request, turns: int, parents: tuple[str, ...]) -> Context:
-        """Return the context of a request, as computed so far."""
+        """Return the context of a request, as far as it was computed."""
         kv_tokens = kept_tokens(request)
         return cls(
             token_ids=request.all_token_ids,
@@ -181,6 +181,6 @@ class Contexts:
 
 
 def _own_tokens(job: JobKey, context: Context) -> int:
-    """Memory of a context without its tokens, expressed in tokens."""
+    """Return the memory of a context without its tokens, expressed in tokens."""
     names = len(job.name) + len(context.salt or "") + sum(map(len, context.parents))
     return OVERHEAD_TOKENS + (names + len(repr(context.sampling))) // TOKEN_BYTES

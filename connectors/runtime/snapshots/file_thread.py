@@ -1,4 +1,4 @@
-"""Snapshot files of the scheduler half, handled on a separate thread."""
+"""Handles the snapshot files of the scheduler half on a separate thread."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ class SnapshotFiles:
 
     @contextmanager
     def draft(self, name: str) -> Iterator[Future[SnapshotDraft]]:
-        """Start a snapshot. Leaving the context removes its draft unless it was sealed."""
+        """Start a snapshot for the duration of a ``with`` block. At its end, the draft is removed
+        unless it was sealed."""
         drafting = self.thread.submit(SnapshotDraft.begin, self.root, name)
         try:
             yield drafting
@@ -137,7 +138,8 @@ class SnapshotFiles:
         """Open a snapshot, and compute its page keys.
 
         Args:
-            salt: cache salt to restore an exact snapshot with; None to use the snapshot's own.
+            salt: cache salt for restoring an exact snapshot; None to use the snapshot's own cache
+                salt.
         """
         return self.thread.submit(self._open, name, salt, self.identity())
 

@@ -29,7 +29,7 @@ MOST_AT_ONCE = 64
 
 
 class Wait(NamedTuple):
-    """A wait of an operation.
+    """A wait that an operation yields.
 
     Attributes:
         doing: description of what the operation waits for.
@@ -43,12 +43,12 @@ class Wait(NamedTuple):
 
 
 Steps: TypeAlias = Generator[Wait, None, JsonObject]
-"""An operation. Returns its result, or raises ``SnapshotError`` with a message for the user."""
+"""An operation. It returns its result, or raises ``SnapshotError`` with a message for the user."""
 
 
 def file_work(doing: str, future: Future[_Done]) -> Generator[Wait, None, _Done]:
-    """Wait for file work, and return its result. Work that has not started is cancelled if the
-    operation ends first."""
+    """Wait for file work, and return its result. If the operation ends first, work that has not
+    started is cancelled."""
     try:
         yield Wait(doing, future.done)
         return future.result()
@@ -70,7 +70,7 @@ class _Operation:
 
 
 class Operations:
-    """Operations of an engine, by number.
+    """The operations of an engine, by number.
 
     Args:
         clock: monotonic seconds.
@@ -103,19 +103,19 @@ class Operations:
         return number
 
     def poll(self) -> None:
-        """Hold the pages that have arrived for each operation, without advancing the operations."""
+        """Hold the pages that have arrived for each operation. The operations do not continue."""
         for number, operation in [*self._live.items()]:
             self._is_over(number, operation)
 
     def advance(self) -> None:
-        """Advance every operation whose wait has finished."""
+        """Continue every operation whose wait has finished."""
         for number, operation in [*self._live.items()]:
             if self._is_over(number, operation):
                 self._go_on(number, operation)
 
     def _is_over(self, number: int, operation: _Operation) -> bool:
-        """True if an operation's wait has finished. An operation that has waited too long, or whose
-        test raises, is ended."""
+        """Return True if an operation's wait has finished. An operation that has waited too long,
+        or whose ``over`` raises, is ended."""
         wait = operation.wait
         if wait is None:
             return True

@@ -1,7 +1,8 @@
-"""Snapshots of jobs: a job is saved to a snapshot, restored from one, or forked.
+"""Snapshots of jobs: a job is saved to a snapshot, restored from a snapshot, or forked.
 
 Exact snapshots have separate page keys, from a cache salt that no other request has. The engine
-searches VRAM first, and under the usual keys it would find different bytes for the same text.
+searches VRAM first, and under the usual keys it might find KV of the same text with different
+bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from .operations import MOST_AT_ONCE, Operations, Steps, Wait, file_work
 
 
 class NoFolderError(SnapshotError):
-    """Refusal without a snapshot folder: this engine can neither take nor restore snapshots."""
+    """Refusal of an engine without a snapshot folder, which can neither take nor restore
+    snapshots."""
 
 
 class NoSnapshots:
@@ -48,7 +50,7 @@ class NoSnapshots:
         self._observes = observes
 
     def take(self, *_: object, **__: object) -> NoReturn:
-        """Refuse; also used for ``restore``, ``fork`` and ``outcome``.
+        """Refuse the query. Also used as ``restore``, ``fork`` and ``outcome``.
 
         Raises:
             NoFolderError: always.
@@ -69,13 +71,13 @@ class NoSnapshots:
         """Do nothing."""
 
     def advance(self) -> None:
-        """Do nothing; also used for the other events."""
+        """Do nothing. Also used as the handlers of the other events."""
 
     on_reports = release_vram = on_reset = close = advance
 
 
 MOST_NAMESAKES = 2
-"""Number of jobs with the same name that are searched for."""
+"""Maximum number of jobs that are searched for by one name."""
 
 
 class Snapshots:
@@ -123,7 +125,7 @@ class Snapshots:
         Args:
             to: name of the snapshot.
             wait_turn: True to take the snapshot once the running turn has finished.
-            stop: True to stop that turn after its next token.
+            stop: True to stop the running turn after its next token.
 
         Raises:
             SnapshotError: the snapshot is not possible; the message says what to do.
@@ -384,7 +386,8 @@ class Snapshots:
         self.operations.poll()
 
     def release_vram(self) -> None:
-        """Release every VRAM block that captures hold. A capture that still needs one fails."""
+        """Release every VRAM block that captures hold. A capture that still needs such a block
+        fails."""
         self._captures.release_vram()
 
     @property
@@ -393,7 +396,7 @@ class Snapshots:
         return self.operations.under_way
 
     def parents(self, job: JobKey) -> tuple[str, ...]:
-        """Names of the jobs that a job was forked or restored from, oldest first."""
+        """Return the names of the jobs from which a job was forked or restored, oldest first."""
         return self._captures.parents(job)
 
     def outcome(self, number: int) -> dict[str, Any]:
@@ -401,7 +404,7 @@ class Snapshots:
         return self.operations.outcome(number)
 
     def on_reset(self) -> None:
-        """Fail every operation and forget all contexts: existing KV is invalid."""
+        """Fail every operation and forget all contexts, because existing KV has become invalid."""
         self.operations.end_all("The cache was reset meanwhile.")
         self.contexts.clear()
 

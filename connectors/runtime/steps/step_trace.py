@@ -34,8 +34,8 @@ class PrefillsUnderWay:
         self._until: dict[str, tuple[Request, int]] = {}
 
     def tokens(self, step: ScheduledStep) -> int:
-        """Return the number of prompt tokens in a step. Call before the engine adds the step's
-        tokens to its requests' computed tokens."""
+        """Return the number of prompt tokens in a step. Must be called before the engine adds the
+        step's tokens to the computed tokens of its requests."""
         until = self._until
         for request_id in step.preempted:
             until.pop(request_id, None)
@@ -54,8 +54,8 @@ class PrefillsUnderWay:
 
 
 MOST_PREEMPTED = 65_536
-"""Maximum number of requests that are tracked. Beyond it the request preempted first is forgotten.
-Requests are otherwise forgotten when they finish."""
+"""Maximum number of requests that are tracked. If there are more, the request preempted first is
+forgotten. Requests are otherwise forgotten when they finish."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class _Preempted:
     Attributes:
         count: number of preemptions.
         at, back: times of the first preemptions, and of the steps in which it resumed; seconds.
-        found: tokens already computed each time it resumed.
+        found: number of tokens that were computed already, each time it resumed.
         away: True until it resumes.
     """
 
@@ -77,7 +77,7 @@ class _Preempted:
 
 
 class PreemptionLog:
-    """Preemptions by request. One thread; written by ``step_trace``."""
+    """Preemptions by request. Used on one thread. Written by ``step_trace``."""
 
     def __init__(self) -> None:
         self._of: dict[str, _Preempted] = {}
@@ -101,7 +101,7 @@ class PreemptionLog:
         """Record that a request resumes.
 
         Args:
-            found: tokens that it need not recompute.
+            found: number of tokens that the request need not recompute.
         """
         one = self._of.get(request_id)
         if one is None or not one.away:
@@ -131,7 +131,7 @@ seconds. Waking the writer for each record would cost the scheduler more than th
 
 
 class StepTrace:
-    """Records every step for the trace. Owns the step writer.
+    """Records every step for the trace. Owns the writer of step records.
 
     The time taken grows with the requests that start in a step or prefill, not with pages, blocks,
     jobs or other requests.

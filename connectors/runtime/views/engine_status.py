@@ -40,13 +40,13 @@ class Moments:
         self.now, self.wall = deps.clock(), deps.wall()
 
     def since_epoch(self, at: float) -> float | None:
-        """Convert a time of the scheduler's clock, rounded to milliseconds; None if it is
-        infinite."""
+        """Convert a time of the scheduler's clock to seconds since the epoch, rounded to
+        milliseconds; None if it is infinite."""
         return round(self.wall + at - self.now, 3) if math.isfinite(at) else None
 
 
 def finite(seconds: float) -> float | None:
-    """Round to 0.1 ms; None for values that JSON cannot represent."""
+    """Return a number of seconds rounded to 0.1 ms; None for values that JSON cannot represent."""
     return round(seconds, 4) if math.isfinite(seconds) else None
 
 
@@ -159,5 +159,5 @@ def _decisions(half: SchedulerHalf) -> Decisions:
 
 
 def gap_class_name(gap_class: GapClass | None) -> str | None:
-    """Name of a gap class in replies; None if the policy has no classes."""
+    """Return the name of a gap class in replies; None if the policy has no classes."""
     return gap_class.value if gap_class is not None else None

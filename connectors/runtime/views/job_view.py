@@ -1,4 +1,4 @@
-"""Jobs as an operator sees them: the state of each job, where its KV is kept, and why."""
+"""Jobs as operators see them: the state of each job, where its KV is kept, and why."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class JobView:
         """List jobs in the order in which they were first seen.
 
         Args:
-            after: number of the job before the first; 0 for the start.
+            after: number of the job after which the list starts; 0 for the first job.
             most: maximum number of jobs.
         """
         return [self._row(job) for job in self._half.gaps.manager.jobs.after(after, most)]
@@ -95,8 +95,8 @@ class JobView:
         return JobState.HELD if held else JobState.QUEUED
 
     def _since(self, turns: Sequence[Turn], gap: OpenGap | None) -> float | None:
-        """Start of the job's gap, or arrival of the first of its live turns; None if the job is
-        silent."""
+        """Return the start of the job's gap, or the arrival of the first of its live turns; None if
+        the job is silent."""
         begins = [gap.since] if gap is not None else [turn.arrived_at for turn in turns]
         return self._moments.since_epoch(min(begins)) if begins else None
 
@@ -170,7 +170,7 @@ def _context_tokens(turns: Sequence[Turn], gap: OpenGap | None) -> int:
 
 
 def _outside(decision: Decision | None, *, saved: bool) -> Where:
-    """Location of KV that is not in VRAM."""
+    """Return the location of KV that is not in VRAM."""
     if decision is None or not saved:
         return Where.NOWHERE
     return Where.STORE if decision.tier is Tier.STORE else Where.CPU

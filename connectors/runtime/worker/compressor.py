@@ -1,9 +1,8 @@
-"""Compressed pages on one rank: compresses pages in their slots, and restores them from there.
+"""Compressed pages on one rank: compresses pages in their slots, and restores compressed pages.
 
 Packing threads yield to all other work on the machine. Restores do not, because requests wait for
-them.
-Pages are decoded on several threads into staging slots, and copied to VRAM while the next pages are
-decoded.
+them. Pages are decoded on several threads into staging slots, and copied to VRAM while the next
+pages are decoded.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Report = Callable[[tuple[OrderId, OrderReport]], None]
 """Receives the report of an order, on any thread."""
 
 CORES_SHARE = 4
-"""One in ``CORES_SHARE`` spare cores may encode, and one may decode; at least one core each."""
+"""One spare core in ``CORES_SHARE`` may encode, and one may decode, but at least one core each."""
 NICE = 10
 """Niceness of packing threads."""
 
@@ -86,7 +85,7 @@ class Compressor:
     # -- packing ----------------------------------------------------------------------
 
     def pack(self, order: PackOrder, note: Note | None = None) -> None:
-        """Start packing a bundle."""
+        """Start to compress a bundle, whose record is ``note``."""
         self._packs.submit(self._pack, order, note)
 
     def _pack(self, order: PackOrder, note: Note | None) -> None:
@@ -124,8 +123,8 @@ class Compressor:
         self._results.put(CopyResult(order.order_id, failed, nbytes, seconds))
 
     def _restore(self, order: LoadOrder, fence: AbstractContextManager[None]) -> set[int]:
-        """Copy the resident pages, then the compressed ones. The next part is decoded while a part
-        is copied. Returns the indices of the pages that are in VRAM."""
+        """Copy the uncompressed pages, then the compressed pages. The next part is decoded while a
+        part is copied. Returns the indices of the pages that are in VRAM."""
         backend, good = self.backend, set[int]()
         if backend is None:
             return good
@@ -168,13 +167,13 @@ class Compressor:
             yield [(i, slot) for (i, _), slot, fits in zip(part, half, good, strict=False) if fits]
 
     def poll(self) -> list[CopyResult]:
-        """Return the results of loads since the last call."""
+        """Return the results of restores since the last call."""
         return drained(self._results)
 
     # -- lifecycle ------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Wait for everything that was started before."""
+        """Wait until all work that was started before has finished."""
         for threads in (self._packs, self._loads):
             threads.submit(int).result()  # runs after everything queued before
 
@@ -223,7 +222,7 @@ def make_compressor(
 
     Args:
         codec: value of ``TIERED_KV_CODEC``.
-        slots: the CPU pool's slots; the last ones are the staging slots.
+        slots: the CPU pool's slots; the last slots are the staging slots.
 
     Raises:
         ConfigError: the codec does not exist, or does not work.
@@ -240,12 +239,13 @@ def make_compressor(
 
 
 def threads_of(facts: EngineFacts) -> int:
-    """Number of encoding threads of a rank, and also of decoding threads."""
+    """Return the number of encoding threads of a rank, which is also the number of decoding
+    threads."""
     return max(1, spare_cores(facts.ranks) // facts.ranks // CORES_SHARE)
 
 
 def codecs_of(facts: EngineFacts, codec: str) -> dict[int, Codec]:
-    """Codecs of the groups whose pages are worth compressing in CPU memory, by group.
+    """Return the codecs of the groups whose pages are worth compressing in CPU memory, by group.
 
     Args:
         codec: value of ``TIERED_KV_CODEC``.
@@ -263,7 +263,8 @@ def codecs_of(facts: EngineFacts, codec: str) -> dict[int, Codec]:
 
 
 def _codec(name: str, page_format: PageFormat, threads: int) -> Codec | None:
-    """Codec for a group's pages in CPU memory; None if they are not worth compressing."""
+    """Return the codec for a group's pages in CPU memory; None if the pages are not worth
+    compressing."""
     try:
         codec = parse("centred" if name == "auto" else name)(page_format)
     except ValueError:  # the codec does not support such pages

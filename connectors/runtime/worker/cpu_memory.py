@@ -60,7 +60,7 @@ def make_memory(
 
 
 def slots_of(facts: EngineFacts, config: TierConfig) -> int:
-    """Number of slots of a rank's share of the CPU tier, which must be enabled.
+    """Return the number of slots of a rank's share of the CPU tier, which must be enabled.
 
     Raises:
         ConfigError: the share holds no page.
@@ -76,8 +76,8 @@ def slots_of(facts: EngineFacts, config: TierConfig) -> int:
 
 
 def flops_of(kv_caches: Sequence[Any]) -> float:
-    """Measure matrix products in the KV cache's dtype, or in bfloat16 if that dtype is unusual.
-    Returns operations per second; 0 without tensors."""
+    """Measure matrix products in the KV cache's dtype, or in bfloat16 if the KV cache has an
+    unusual dtype. Returns operations per second; 0 without tensors."""
     import torch
 
     caches = [cache for cache in kv_caches if isinstance(cache, torch.Tensor)]

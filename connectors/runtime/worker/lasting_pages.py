@@ -1,4 +1,4 @@
-"""A rank's CPU memory that outlives its engine: determines the pages that a later engine may use.
+"""A rank's CPU memory that outlives its engine: determines which pages a later engine may use.
 
 A page is found again only if the scheduler has confirmed that every rank has the whole page, its
 bytes were hashed, and its slot was not written since. Compressed pages are recorded when they are
@@ -129,7 +129,7 @@ and the final flush to SSD may take 3 of them."""
 
 
 class LastingPages:
-    """Keeps the records of a memory file correct. One thread, the worker's.
+    """Keeps the records of a memory file correct. Used on the worker's thread.
 
     Args:
         memory: closed by its pool, after this object.
@@ -184,8 +184,8 @@ class LastingPages:
         return self._adopted
 
     def on_orders(self, orders: Orders) -> None:
-        """Handle the scheduler's notifications of finished orders. Call before anything in this
-        step writes to a slot."""
+        """Handle the scheduler's notifications of finished orders. Must be called before this step
+        writes to any slot."""
         if orders.reset:  # no other engine has keys of a new generation
             self._memory.clear()
             self._unsettled.clear()
@@ -272,6 +272,6 @@ def open_lasting(
 
 
 def _kept_if_this_fails(memory: LastingMemory) -> bool:
-    """True if the file should be kept even if the engine fails to start: it may contain pages of
-    the previous engine."""
+    """Return True if the file should be kept even if the engine fails to start, because it may
+    contain pages of the previous engine."""
     return memory.keep or bool(memory.adopted or memory.bundles)

@@ -1,7 +1,7 @@
 """Snapshots on one rank: writes pages of CPU memory to files, and reads pages from files.
 
-It has its own threads. Writing threads yield to all other work on the machine. Reading threads do
-not, because a job waits for them.
+The files are handled on separate threads. Writing threads yield to all other work on the machine;
+reading threads do not, because a job waits for them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 NICE = 19
 """Niceness of the writing threads."""
 THREADS = 4
-"""Number of reading threads, and of writing threads. One more thread waits for them."""
+"""Number of reading threads, and of writing threads. One more thread waits for these threads."""
 
 
 class SnapshotWorker:
@@ -119,7 +119,7 @@ class SnapshotWorker:
             return _each(self._readers, read, len(order.keys))
 
     def drain(self) -> None:
-        """Wait for all orders started before."""
+        """Wait until all orders that were started before have finished."""
         self._orders.submit(int).result()
 
     def close(self) -> None:
@@ -130,7 +130,8 @@ class SnapshotWorker:
 
 
 def _each(threads: Executor, move: Callable[[int], bool], count: int) -> frozenset[int]:
-    """Move ``count`` pages. Returns the indices of pages that could not be moved."""
+    """Call ``move`` for each of ``count`` pages. Returns the indices of the pages that could not be
+    moved."""
 
     def moved(i: int) -> bool:
         try:

@@ -1,8 +1,8 @@
 """Speed of this machine, measured in less than a second when the engine starts.
 
 Copies between VRAM and CPU memory are timed the way restores perform them. A prefill cannot be run
-from here. Its time is estimated from the model's arithmetic and the speed of a matrix product,
-until the first real prefills have been measured.
+at that time. Its duration is estimated from the model's arithmetic and the speed of a matrix
+product, until the first real prefills have been measured.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def fastest_product(product_s: Callable[[int], float]) -> float:
     as far as the time limit allows.
 
     Args:
-        product_s: multiplies square matrices with that many rows, and returns the seconds taken.
+        product_s: multiplies square matrices with the given number of rows, and returns the time
+            taken, seconds.
     """
     size, spent_s, best = SMALLEST_MATRIX, 0.0, 0.0
     while spent_s < MATMUL_S:
@@ -117,8 +118,8 @@ class PrefillWork:
     per_token2: float
 
     def estimate(self, flops: float) -> tuple[float, float]:
-        """Return seconds per 1,000 tokens and per (1,000 tokens)², at a total of ``flops`` per
-        second."""
+        """Return the seconds per 1,000 tokens and per (1,000 tokens)² of a prefill, at a total
+        speed of ``flops`` operations per second."""
         usable = UTILISATION * flops
         return 1e3 * self.per_token / usable, 1e6 * self.per_token2 / usable
 

@@ -27,9 +27,9 @@ from tiered_kv.transfer.host_memory import CpuPool
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 3.0
-"""Time limit of the final flush, seconds. vLLM gives a worker 5 seconds to stop, then signals it
-again (which does not interrupt the flush) and kills it 4 seconds later. Python alone needs 2
-seconds to exit."""
+"""Time limit of the final flush, seconds. vLLM gives a worker 5 seconds to stop, then signals the
+worker again (which does not interrupt the flush), and kills it 4 seconds later. Python alone needs
+2 seconds to exit."""
 
 
 class TierWorker:
@@ -40,7 +40,7 @@ class TierWorker:
         group_at: position of the page group.
         rank: index of this worker.
         fingerprint: fingerprint of the group's pages.
-        pool: slots that pages are read from and written to.
+        pool: slots from which pages are read and to which they are written.
         bundles: compressed pages of the group; None if there are none.
         clock: monotonic seconds.
 
@@ -178,7 +178,7 @@ class TierWorker:
         return reports, self._said
 
     def _count_up(self, store: PageStore) -> Counter[str]:
-        """Event counts of a store since the last call."""
+        """Return the numbers of events of a store since the last call."""
         totals = Counter(store.counters())
         added, self._counted = totals - self._counted, totals
         return added
@@ -202,8 +202,8 @@ class TierWorker:
 
 @contextmanager
 def _on_all_cores() -> Iterator[None]:
-    """Let threads started within run on all cores of the process, even if this thread is bound to
-    one core."""
+    """Let threads that are started in a ``with`` block run on all cores of the process, even if
+    this thread is bound to one core."""
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, CORES)
     try:

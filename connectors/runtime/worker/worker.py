@@ -1,7 +1,7 @@
 """The worker half: moves bytes, and owns every buffer. It makes no decisions.
 
 In a step, ``start`` performs the sync restores and starts the async ones, ``save`` starts the saves
-behind the forward pass, and ``finish`` polls. All methods run on the worker's thread. The backend
+after the forward pass, and ``finish`` polls. All methods run on the worker's thread. The backend
 has its own threads or streams.
 """
 
@@ -61,7 +61,7 @@ class WorkerHalf:
     """One rank's side of the connector.
 
     Args:
-        facts: the engine.
+        facts: the engine's configuration.
         config: the operator's settings.
         rank: this worker's rank.
         fingerprints: returns the fingerprint of each page group; called only if pages outlive the
@@ -224,7 +224,7 @@ class WorkerHalf:
         )
 
     def _slots(self) -> int:
-        """Number of slots for pages, without the staging slots."""
+        """Return the number of slots for pages, without the staging slots."""
         slots = len(self.pool.slots) if self.pool is not None else 0
         return slots - (self.compressor.staging if self.compressor is not None else 0)
 
@@ -275,7 +275,7 @@ class WorkerHalf:
                 self.compressor.pack(pack, note)
 
     def save(self, orders: Orders) -> None:
-        """Start a step's saves, behind the forward pass.
+        """Start a step's saves, after the forward pass.
 
         After a failed sync restore, the forward pass has computed on invalid KV. Later steps may do
         so too, until the scheduler has received the report. The saves of these steps are refused.
