@@ -205,8 +205,8 @@ class SchedulerHalf:
             num_computed: tokens of its prompt that are in VRAM.
 
         Returns:
-            Tokens beyond ``num_computed``, and True if their restore is async. (None, False) to
-            have the engine ask again in the next step.
+            The number of restorable tokens beyond ``num_computed``, and True if their restore is
+            async. (None, False) makes the engine ask again in the next step.
         """
         turn = self.turns.by_id.get(request_id)
         if self.observation is not None:

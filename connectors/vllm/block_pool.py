@@ -76,8 +76,8 @@ class VllmBlockPool:
             return sum(block is not None and block.ref_cnt > 0 for block in blocks)
 
     def _cached_each(self, hashes: Sequence[bytes], group: int) -> list[Any]:
-        """Return for each hash its block, a dict of blocks by id if several blocks have the hash,
-        or None. Avoids the four calls of ``get_cached_block`` for each hash."""
+        """Return for each hash its block; a dict of blocks by id if several blocks have the hash;
+        None if no block has it. Avoids four calls of ``get_cached_block`` per hash."""
         (of_vllm,) = self._groups[group]
         suffix = make_block_hash_with_group_id(BlockHash(b""), of_vllm)
         cache = self._pool.cached_block_hash_to_block._cache  # noqa: SLF001
@@ -92,8 +92,7 @@ def watch_resets(
     manager: Any, blocks_of: Mapping[str, Sequence[Any]], told: Callable[[], None]
 ) -> None:
     """Call ``told`` before every reset of vLLM's KV cache manager. Used in observe mode, in which
-    no KV was saved. Other arguments as for ``Resets``.
-    """
+    no KV was saved. The other arguments are those of ``Resets``."""
     reset = manager.reset_prefix_cache
 
     def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
@@ -109,11 +108,11 @@ class Resets:
     vLLM refuses to reset its cache while blocks are referenced, and notifies the connector too
     late. So our references are released first, inside the manager's own reset.
 
-    If vLLM still refuses, because requests run or are being restored, their KV belongs to the
-    previous generation, and so does everything that they compute from it. Its hashes are removed,
-    and no further blocks of these requests are hashed. Otherwise later requests would find this KV,
-    and save it under keys of the new generation. A preempted request starts over, and is then
-    treated like any other.
+    If vLLM still refuses, because requests run or are being restored, the KV of these requests
+    belongs to the previous generation, and so does everything that they compute from it. The hashes
+    of this KV are removed, and no further blocks of these requests are hashed. Otherwise later
+    requests would find this KV, and save it under keys of the new generation. A preempted request
+    starts over, and is then treated like any other request.
 
     Args:
         manager: vLLM's KV cache manager.
@@ -160,8 +159,8 @@ class Resets:
 
 
 def scheduled_step(output: Any) -> ScheduledStep:
-    """Convert vLLM's ``SchedulerOutput``. A request that resumes after preemption is in either of
-    its lists, depending on vLLM's model runner."""
+    """Convert vLLM's ``SchedulerOutput``. Depending on vLLM's model runner, a request that resumes
+    after preemption is in the list of new requests or in that of running requests."""
     new = [one.req_id for one in output.scheduled_new_reqs]
     return ScheduledStep(
         tokens=output.num_scheduled_tokens,

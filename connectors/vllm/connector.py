@@ -1,7 +1,7 @@
 """``TieredContinuumConnector``: adapts vLLM's hooks to the scheduler half and the worker half.
 
-A façade: it checks the configuration, builds the half that its role needs, and catches every
-exception of the scheduler half, which would otherwise stop the server.
+The connector is a façade: it checks the configuration, builds the half that its role needs, and
+catches every exception of the scheduler half, which would otherwise stop the server.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Return False: this is a cache, and a lost save only causes a miss."""
+        """Return False, because the connector is a cache, and a lost save only causes a miss."""
         return False
 
     @property
@@ -344,12 +344,12 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.start(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: sync restores are complete before the forward pass starts."""
+        """Do nothing, because sync restores are complete before the forward pass starts."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: blocks are saved whole, after the forward pass."""
+        """Do nothing, because blocks are saved whole, after the forward pass."""
 
     def wait_for_save(self) -> None:
         self._worker.save(self._orders())

@@ -39,11 +39,12 @@ def check_version(version: str) -> None:
 
 
 warned_versions: set[str] = set()
-"""Versions that were warned about in this process."""
+"""Versions about which a warning was logged in this process."""
 
 
 def refuse_unsupported(vllm_config: Any) -> None:
-    """Refuse configurations that would give wrong results, or none.
+    """Refuse configurations with which vLLM or the connector would give wrong results, or would not
+    work.
 
     Raises:
         UnsupportedError: the message says what to change.
@@ -113,8 +114,8 @@ def report_block_size(facts: EngineFacts) -> None:
 
 
 def is_diffusion(vllm_config: Any) -> bool:
-    """True if tokens may still change after they were computed. vLLM has a separate scheduler for
-    such models."""
+    """True if the model is a diffusion model, whose tokens may still change after they were
+    computed. vLLM has a separate scheduler for such models."""
     declared = getattr(vllm_config, "diffusion_config", None) is not None
     return declared or bool(getattr(vllm_config.model_config, "is_diffusion", False))
 

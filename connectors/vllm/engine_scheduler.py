@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 MOST_UNPARKED = 256
-"""Maximum number of parked requests that are admitted in one step, and of overdue requests in
-addition. Admitting a job takes tens of microseconds."""
+"""Maximum number of parked requests that are admitted in one step, and maximum number of overdue
+requests in addition. Admitting a job takes tens of microseconds."""
 
 
 class _InJobOrder:
@@ -90,7 +90,7 @@ class _InJobOrder:
             self._half.on_scheduler_failed()
 
     def _is_behind(self, request: Any) -> bool:
-        """True if a parked request precedes this request of a new job."""
+        """Return True if a parked request precedes this request of a new job."""
         if self.policy is SchedulingPolicy.FCFS:
             return bool(self.parked)
         return any(one.priority <= request.priority for one in self.parked.values())
@@ -175,7 +175,7 @@ class _InJobOrder:
 
 
 class ContinuumScheduler(_InJobOrder, Scheduler):
-    """vLLM's scheduler with these changes; see the module docstring."""
+    """vLLM's scheduler with the changes that the module docstring describes."""
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the asynchronous class if vLLM would have chosen its asynchronous scheduler."""

@@ -1,4 +1,4 @@
-"""vLLM's envelopes for the messages between scheduler and workers."""
+"""vLLM's envelopes for the messages between the scheduler and the workers."""
 
 from __future__ import annotations
 

@@ -25,18 +25,20 @@ Stamp = tuple[int, ...]
 """Inode, size, and modification times of a file."""
 
 MOST_ADAPTERS = 4096
-"""Maximum number of adapters tracked. Beyond it the adapter loaded longest ago is forgotten."""
+"""Maximum number of adapters tracked. If there are more, the adapter loaded longest ago is
+forgotten."""
 
 
 @dataclass(slots=True)
 class _Load:
-    """An adapter as loaded by vLLM.
+    """An adapter that vLLM has loaded.
 
     Attributes:
-        path: folder of its files.
-        stamps: stamps of its files when they were loaded; None if the files may differ from what
+        path: folder of the adapter's files.
+        stamps: stamps of these files when they were loaded; None if the files may differ from what
             was loaded.
-        identity: used in its keys as the digest of its files; None if it has no keys.
+        identity: identifies the adapter in its page keys: the digest of its files, or a random
+            text; None if it has no keys.
         check: running comparison of the files with the stamps.
     """
 
@@ -46,7 +48,7 @@ class _Load:
     check: Future[None] | None = None
 
     def distrust(self) -> None:
-        """Give the adapter no keys any more, because its weights are no longer known."""
+        """Stop giving keys to the adapter's pages, because its weights are no longer known."""
         self.stamps = None
         if self.identity is not None:
             self.identity.cancel()
@@ -58,10 +60,11 @@ class Fingerprints:
 
     An adapter is identified by its files as they were when vLLM loaded it (:meth:`on_load`; at the
     first request, if no call loaded it). The files are digested once per load, on a thread, because
-    reading them would block the scheduler. Until the digest is known, requests of that adapter are
-    neither saved nor restored. The same applies once the files have changed, because vLLM may read
-    them again at any time, and it is then unknown which weights it uses. An adapter that was loaded
-    in place is identified only by the load, so that no other engine shares its pages.
+    reading them would block the scheduler. Until the digest is known, the KV of the adapter's
+    requests is neither saved nor restored. The same applies once the files have changed, because
+    vLLM may read the files again at any time, and it is then unknown which weights it uses. An
+    adapter that was loaded in place is identified only by the load, so that no other engine shares
+    its pages.
 
     Args:
         base: fingerprints of the base model's pages, by group.
@@ -78,12 +81,13 @@ class Fingerprints:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tiered-kv-digest")
 
     def base(self, group: int) -> Fingerprint:
-        """Fingerprint of the base model's pages in a group, for this generation. The workers'
-        stores are named after it. They also contain pages of adapters, under different keys."""
+        """Return the fingerprint of the base model's pages in a group, for this generation. The
+        workers' stores are named after it. They also contain pages of adapters, under different
+        keys."""
         return self._base[group]
 
     def group_of(self, key: PageKey) -> int | None:
-        """The group of a page of this generation; None for other pages."""
+        """Return the group of a page of this generation; None for other pages."""
         return self._groups.get(key[:DIGEST_BYTES])
 
     def next_generation(self) -> None:
@@ -101,8 +105,8 @@ class Fingerprints:
         self.next_generation()
 
     def on_load(self, adapter: Any) -> bool:
-        """Record that vLLM is about to load an adapter (vLLM's ``LoRARequest``). Checks its files
-        without reading them.
+        """Record that vLLM is about to load an adapter (vLLM's ``LoRARequest``). Checks the
+        adapter's files without reading them.
 
         Returns:
             True if vLLM's cache may have KV of other weights under the same hashes.
@@ -141,8 +145,8 @@ class Fingerprints:
             load.distrust()
 
     def of(self, adapter: Any | None, group: int) -> bytes | None:
-        """Digest for a group's pages of requests with that adapter (vLLM's ``LoRARequest``); None
-        while the weights of its KV are unknown."""
+        """Return the digest for a group's pages of requests with that adapter (vLLM's
+        ``LoRARequest``); None while the weights of their KV are unknown."""
         if adapter is None:
             return self._digest("", group)
         load = self._loads.get(adapter.lora_int_id)
@@ -157,15 +161,16 @@ class Fingerprints:
         return self._digest(identity.result(), group)
 
     def drain(self) -> None:
-        """Wait for file work in progress."""
+        """Wait until the file work in progress has finished."""
         self._threads.submit(int).result()
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _check(self, load: _Load) -> None:
-        """Compare the files with the loaded ones, on the thread. At most one comparison per adapter
-        runs."""
+        """Start to compare an adapter's files with the files that were loaded, on the thread, and
+        handle the result of the last comparison. At most one comparison per adapter runs at a
+        time."""
         if load.check is not None and load.check.done():
             if load.check.exception() is not None and load.identity is not None:
                 logger.warning("KV of adapter %s: %s", load.path, load.check.exception())
@@ -191,8 +196,8 @@ class Fingerprints:
 
 
 def base_fingerprints(vllm_config: Any, facts: EngineFacts) -> tuple[Fingerprint, ...]:
-    """Fingerprints of the base model's pages, one per group. Reads the model's files, unless their
-    digests are cached."""
+    """Return the fingerprints of the base model's pages, one per group. Reads the model's files,
+    unless their digests are cached."""
     if not facts.groups:
         return ()
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -247,7 +252,8 @@ def _loaded(config: Any) -> dict[str, object]:
 
 
 def _drafter(vllm_config: Any) -> dict[str, Any] | None:
-    """The drafter whose layers are also in the pages; None if there is none."""
+    """Return a description of the drafter whose layers are also in the pages; None if there is
+    none."""
     speculation = vllm_config.speculative_config
     if speculation is None or not speculation.uses_draft_kv_cache():
         return None
@@ -261,7 +267,8 @@ def _hash_algorithm(cache: Any) -> str:
 
 
 def _weights_digest(model: Any, load: Any) -> str:
-    """Digest of the served weights; random, and so never found again, for a model without files."""
+    """Return the digest of the served weights. For a model without files, it is random, so that no
+    other engine finds its pages."""
     unknown = f"{UNIDENTIFIED}{secrets.token_hex(8)}"
     if str(load.load_format) == "dummy":
         return unknown
@@ -290,7 +297,7 @@ def _weights_digest(model: Any, load: Any) -> str:
 
 
 def _stamps(path: Path) -> Mapping[str, Stamp] | None:
-    """Stamps of an adapter's files; None if it has no local files."""
+    """Return the stamps of an adapter's files; None if the adapter has no local files."""
     try:
         found = {}
         for file in model_files(path):
@@ -302,7 +309,7 @@ def _stamps(path: Path) -> Mapping[str, Stamp] | None:
 
 
 def _compare(path: Path, stamps: Mapping[str, Stamp] | None) -> None:
-    """Check that an adapter's files are the ones that were loaded.
+    """Check that an adapter's files are the files that were loaded.
 
     Raises:
         OSError: the files have changed.

@@ -12,7 +12,8 @@ from tiered_kv.codecs.base import ElementType, Section
 from tiered_kv.page_group import KvKind, KvReach, PageGroup, Placement, page_layout
 
 NO_LAYER_BYTES = 512
-"""Page size of a group for which a rank has no layer. Nothing reads its blocks there."""
+"""Page size of a group for which a rank has no layer, bytes. Nothing reads the group's blocks on
+that rank."""
 _ELEMENTS = {
     "bfloat16": ElementType.BF16,
     "float16": ElementType.FP16,
@@ -46,7 +47,7 @@ def read_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[PageGroup, ...]
 
 
 def cacheable_groups(kv_cache_config: Any) -> tuple[int, ...]:
-    """Indices of the groups whose blocks can be found by hash."""
+    """Return the indices of the groups whose blocks can be found by hash."""
     groups = kv_cache_config.kv_cache_groups
     every = tuple(range(len(groups)))
     return tuple(getattr(kv_cache_config, "prefix_cacheable_group_ids", every))
@@ -92,16 +93,17 @@ def _group(vllm_config: Any, kv_cache_config: Any, index: int) -> PageGroup:
 
 
 def _state_sections(spec: Any) -> Iterator[Section]:
-    """Parts of a layer's state, whose dtypes may differ; empty for attention."""
+    """Yield the parts of a layer's state, whose dtypes may differ. For attention, there are
+    none."""
     for shape, dtype in zip(getattr(spec, "shapes", ()), getattr(spec, "dtypes", ()), strict=True):
         name = str(dtype).removeprefix("torch.")
         yield Section(_STATE_ELEMENTS.get(name, ElementType.OPAQUE), prod(shape) * dtype.itemsize)
 
 
 def _draft_tokens(vllm_config: Any, kv_cache_config: Any, index: int) -> int:
-    """Number of following tokens that a token's KV depends on in the drafter's layers: EAGLE and
-    MTP also read the next token. If vLLM marks no group as the drafter's, all groups count as the
-    drafter's."""
+    """Return the number of following tokens that a token's KV depends on in the drafter's layers.
+    EAGLE and MTP also read the next token. If vLLM marks no group as the drafter's, all groups
+    count as the drafter's."""
     drafter = vllm_config.speculative_config
     if drafter is None or not drafter.use_eagle():
         return 0
@@ -116,8 +118,8 @@ def _draft_tokens(vllm_config: Any, kv_cache_config: Any, index: int) -> int:
 
 
 def _used_bytes(spec: Any, tensor: Any, num_blocks: int, *, only: bool) -> int | None:
-    """Page size of a layer, bytes, if the space between its pages belongs to other layers;
-    otherwise None."""
+    """Return the page size of a layer, bytes, if the space between its pages belongs to other
+    layers; otherwise None."""
     if hasattr(spec, "shapes"):  # a state, padded to the size of other groups' pages
         return int(spec.real_page_size_bytes)
     packed = tensor.layer_stride < num_blocks * tensor.block_stride
@@ -160,7 +162,7 @@ def _layer_reach(spec: Any) -> KvReach | str:
 
 
 def why_not_offloadable(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Reason why this model's pages cannot be copied to CPU memory; None if they can."""
+    """Return the reason why this model's pages cannot be copied to CPU memory; None if they can."""
     groups, indices = kv_cache_config.kv_cache_groups, cacheable_groups(kv_cache_config)
     if not indices:
         return "none of its KV can be found again"
@@ -177,7 +179,8 @@ def why_not_offloadable(vllm_config: Any, kv_cache_config: Any) -> str | None:
 
 
 def _arrangement(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Describe vLLM's KV layout, and what its choice of an attention backend depends on."""
+    """Describe vLLM's KV layout, and the settings on which its choice of an attention backend
+    depends."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -192,7 +195,7 @@ def _arrangement(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def _element(vllm_config: Any) -> ElementType:
-    """Element type of the KV cache; opaque if unknown."""
+    """Return the element type of the KV cache; opaque if it is unknown."""
     stored = str(vllm_config.cache_config.cache_dtype)
     if stored == "auto":
         stored = str(vllm_config.model_config.dtype).removeprefix("torch.")

@@ -1,14 +1,15 @@
 """Program that queries vLLM about models on GPUs that this machine lacks. Run by ``tiered-kv
 plan``.
 
-It reads a list of requests as JSON from standard input, and writes a line of JSON for each. vLLM's
-own model classes are built on torch's ``meta`` device, so without weights, for the GPU that a
-request describes. Their layers report the KV that they keep, and vLLM groups the layers. Parameters
-are counted on the transformers class of the model, or on vLLM's class if there is none or it
-interprets the file differently.
+The program reads a list of requests as JSON from standard input, and writes a line of JSON for each
+request. vLLM's own model classes are built on torch's ``meta`` device, so without weights, for the
+GPU that a request describes. Their layers report the KV that they keep, and vLLM groups the layers.
+Parameters are counted on the transformers class of the model, or on vLLM's class if there is no
+such class, or if it interprets the file differently.
 
-It runs as a separate process because it replaces everything that needs a GPU, and vLLM keeps global
-state. Modules compiled for CUDA, which CPU builds of vLLM lack, are replaced by empty ones.
+The program runs as a separate process, because it replaces everything that needs a GPU, and vLLM
+keeps global state. Modules compiled for CUDA, which CPU builds of vLLM lack, are replaced by empty
+modules.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ COMPILED = re.compile(
 )
 """Modules that CPU builds of vLLM lack. Building a model calls none of them."""
 SHAPING = re.compile(r"\w*(pattern|layer\w*freq|index|sparse|latent|compress)\w*")
-"""Fields that change what layers keep, or its size, in models that have such fields."""
+"""Names of configuration fields that change what layers keep, or its size, in models that have such
+fields."""
 HARMLESS = re.compile(
     r"(img|image|video|vision|visual|audio|mm_)\w*|\w*(token|pad|ignore)\w*_index|"
     r"\w*(mtp|nextn)\w*|_\w*"
@@ -43,12 +45,12 @@ HARMLESS = re.compile(
 """Exceptions to ``SHAPING``: fields of parts other than the language model, of drafters, and of
 transformers itself."""
 NEUTRAL = re.compile(r"\w*(eps|epsilon|dropout|theta|initializer_range)")
-"""Constants that do not affect any size."""
+"""Names of constants that do not affect any size."""
 SENSES = re.compile(r"(^|\.)(vision|visual|audio|image|mm_|multi_modal)")
-"""Parts of a model that text does not pass through."""
+"""Parts of a model through which text does not pass."""
 FOR_KERNELS = re.compile(r"(cuda|cutlass|flashinfer|flashinfer_cubin)\b.*")
-"""Packages that vLLM installs for CUDA, and that models import for their kernels. Added after
-vLLM's import, because other packages probe for them during it."""
+"""Packages that vLLM installs for CUDA, and that models import for their kernels. They are replaced
+after vLLM is imported, because other packages test for them during the import."""
 QUANTIZATION = ("quantization_config", "compression_config")
 STATES = {
     "MAMBA1": "Mamba",
@@ -58,7 +60,7 @@ STATES = {
     "LINEAR": "linear attention",
 }
 POOL_BYTES = 1 << 50
-"""An arbitrary pool size, used to determine the block size."""
+"""An arbitrary pool size, bytes, used to determine the block size."""
 
 _reads: set[tuple[type, str]] | None = None
 """Fields read from each configuration class while a model is built; None otherwise."""
@@ -70,7 +72,7 @@ class UnknownModel(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model on the ``meta`` device."""
+    """A model that was built on the ``meta`` device."""
 
     model: Any
     config: Any
@@ -114,7 +116,7 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sentence(error: BaseException) -> str:
-    """First sentence of an exception; for pydantic, the message of its validator."""
+    """Return the first sentence of an exception; for pydantic, the message of its validator."""
     text = str(error)
     missing = re.search(r"'\w*Config' object has no attribute '(\w+)'", text)
     if missing or isinstance(error, KeyError):
@@ -183,7 +185,7 @@ def _read(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 class _Fields(dict[str, Any]):
-    """Fields of a part of a model, accessible as attributes."""
+    """Fields of a part of a model's configuration, accessible as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
@@ -192,7 +194,7 @@ class _Fields(dict[str, Any]):
 
 
 def _register(config: dict[str, Any]) -> None:
-    """Let transformers read a model type that it has no class for, field by field.
+    """Let transformers read a model type for which it has no class, field by field.
 
     Fields have no defaults: vLLM's class of the model fails if the file lacks a field that it
     reads.
@@ -239,7 +241,7 @@ def _as_fields(value: Any) -> Any:
 
 
 def _complete(described: Mapping[str, Any], assumed: dict[str, Any]) -> dict[str, Any]:
-    """Add quantization fields that vLLM's parsers require and published files omit."""
+    """Add the quantization fields that vLLM's parsers require but published files omit."""
 
     def fill(part: dict[str, Any], name: str, value: Any) -> None:
         if name not in part:
@@ -286,7 +288,7 @@ def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kv_dtype(config: Any) -> str:
-    """KV dtype by vLLM's name, with ``auto`` resolved."""
+    """Return the KV dtype by vLLM's name, with ``auto`` resolved."""
     name = str(config.cache_config.cache_dtype)
     return str(config.model_config.dtype).removeprefix("torch.") if name == "auto" else name
 
@@ -373,7 +375,8 @@ def _build(folder: Path, request: Mapping[str, Any], ranks: int) -> Built:
 
 
 def _refuse_unread(fields: Mapping[str, Any], built: Built) -> None:
-    """Refuse a model with a field that may shape its layers and that nothing has read.
+    """Refuse a model whose configuration has a field that may shape its layers and that nothing has
+    read.
 
     Fields that the transformers class of the configuration declares or consumes count as read.
 
@@ -492,7 +495,8 @@ def _words(layer: Any, spec: Any) -> str:
 
 
 def _pair_flops(built: Built, name: str, spec: Any, ranks: int) -> int:
-    """Operations per (query, key) pair in an attention layer, over all ranks."""
+    """Return the number of operations per (query, key) pair in an attention layer, over all
+    ranks."""
     layer, text = built.layers[name], built.config.model_config.hf_text_config
     if (heads := getattr(layer, "num_heads", 0)) == 0:  # an indexer
         heads = getattr(text, "index_n_heads", None) or 1
@@ -504,7 +508,8 @@ def _pair_flops(built: Built, name: str, spec: Any, ranks: int) -> int:
 
 
 def _sees(built: Built, name: str, spec: Any) -> int:
-    """Number of tokens that a sparse-attention query attends to; 0 if it attends to all."""
+    """Return the number of tokens to which a sparse-attention query attends; 0 if it attends to all
+    tokens."""
     layer, text = built.layers[name], built.config.model_config.hf_text_config
     if blocks := getattr(getattr(layer, "impl", None), "topk_blocks", 0):
         return int(blocks * layer.impl.block_size)
@@ -513,7 +518,7 @@ def _sees(built: Built, name: str, spec: Any) -> int:
 
 
 def _chosen_share(model: Any) -> float:
-    """Fraction of the experts that each token uses."""
+    """Return the fraction of the experts that each token uses."""
     for module in model.modules():
         if (config := getattr(module, "moe_config", None)) is not None:
             return min(1.0, float(config.experts_per_token / config.num_logical_experts))
@@ -521,9 +526,9 @@ def _chosen_share(model: Any) -> float:
 
 
 def _count(plain: Path, request: Mapping[str, Any], served: float | None) -> dict[str, Any]:
-    """Count a model's parameters without quantization: in experts, and in parts that every text
-    token passes through. Input embeddings do not count as such, because they are looked up, not
-    multiplied.
+    """Count a model's parameters without quantization: those in experts, and those in parts through
+    which every text token passes. Input embeddings are not counted as such parts, because they are
+    looked up, not multiplied.
 
     Args:
         served: parameters of vLLM's class over all ranks; None if it was built with quantization.
@@ -600,7 +605,7 @@ class _Empty(types.ModuleType):
 
 
 class _Compiled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finder of modules that this build of vLLM lacks. Consulted after all others."""
+    """Finder of modules that this build of vLLM lacks. It is consulted after all other finders."""
 
     def __init__(self, names: re.Pattern[str]) -> None:
         self._names = names
@@ -619,7 +624,7 @@ class _Compiled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 class _Operator:
     """Stands in for a torch operator that the CPU build of vLLM lacks. Every call returns False,
-    because models call it only to test for support."""
+    because models call such operators only to test for support."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -782,7 +787,8 @@ def _set_capability(capability: Any) -> None:
 
 
 def _on_meta() -> Any:
-    """Return a mode in which tensors that a model places on its GPU are on the ``meta`` device."""
+    """Return a mode in which tensors that a model places on its GPU are created on the ``meta``
+    device."""
     import torch
     from torch.overrides import TorchFunctionMode
 

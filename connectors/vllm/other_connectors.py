@@ -1,6 +1,6 @@
 """Refuses other connectors inside vLLM's ``MultiConnector`` that would corrupt pages.
 
-``MultiConnector`` passes its blocks to every connector in it, but does not report which connector
+``MultiConnector`` passes its blocks to each of its connectors, but does not report which connector
 fills them and when. So a block that another connector is still filling looks ready to be saved.
 """
 

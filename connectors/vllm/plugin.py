@@ -24,9 +24,8 @@ MODULE = "tiered_kv.connectors.vllm.connector"
 
 
 def share_logging() -> None:
-    """Send tiered-kv's log to vLLM's handlers. vLLM configures only its own logger, so INFO
-    messages would be lost.
-    """
+    """Pass tiered-kv's log messages to vLLM's handlers. vLLM configures only its own logger, so
+    INFO messages would otherwise be lost."""
     ours, theirs = logging.getLogger("tiered_kv"), logging.getLogger("vllm")
     if theirs.handlers and not ours.handlers:
         ours.setLevel(theirs.level)
@@ -35,8 +34,8 @@ def share_logging() -> None:
 
 
 def register() -> None:
-    """Register the connector with vLLM's factory, once, add our method to the engine core, and
-    intercept calls that may change weights."""
+    """Register the connector with vLLM's factory, once; add tiered-kv's method to the engine core;
+    and intercept calls that may change weights."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if NAME not in KVConnectorFactory._registry:  # noqa: SLF001 - it raises for known names
@@ -46,7 +45,7 @@ def register() -> None:
 
 
 def endpoints() -> TieredEndpoints:
-    """Create the routes of an API server."""
+    """Create the routes of tiered-kv for an API server."""
     from tiered_kv.connectors.vllm.routes.endpoints import TieredEndpoints
 
     share_logging()

@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms on vLLM's log line and on ``/metrics``."""
+"""Counters, gauges and histograms for vLLM's log line and for ``/metrics``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class TieredStats(KVConnectorStats):
 
 
 class TieredPromMetrics(KVConnectorPromMetrics):
-    """Prometheus metrics: one per family, with the engine's labels before its own."""
+    """tiered-kv's Prometheus metrics: one per family, with the engine's labels before the family's
+    own labels."""
 
     def __init__(
         self,

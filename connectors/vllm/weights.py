@@ -1,12 +1,13 @@
-"""Calls of the engine that may change weights. Each starts a new generation of pages first.
+"""Calls of the engine that may change weights. Each of these calls first starts a new generation of
+pages.
 
 Trainers update the weights of a running engine through methods of its workers, whose names they
 choose. All of these calls go through ``Executor.collective_rpc``: the calls of ``LLM``,
 ``AsyncLLM`` and the HTTP routes, ``update_weights`` and ``reload_weights``, and those of trainers
-that run the executor in their own process. So every call there whose method is not known to be
-harmless starts a new generation before it reaches a worker. Afterwards, KV computed with the old
-weights is not found in any tier or in VRAM, and running requests are no longer saved. Steps sent
-before the call run before it, and later ones after it.
+that run the executor in their own process. So every call of ``collective_rpc`` whose method is not
+known to be harmless starts a new generation before it reaches a worker. Afterwards, KV computed
+with the old weights is not found in any tier or in VRAM, and running requests are no longer saved.
+Steps that were sent before the call run before it, and later steps run after it.
 
 Parameters that are written without any such call cannot be detected.
 """
@@ -81,7 +82,8 @@ _MOST_NAMES = 256
 
 
 class WeightCalls:
-    """Starts generations for the calls of one engine. Used on the scheduler's thread.
+    """Starts a new generation before calls of one engine that may change weights. Used on the
+    scheduler's thread.
 
     Args:
         start_over: resets vLLM's cache, and the connector with it.
@@ -107,7 +109,7 @@ class WeightCalls:
         self, method: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> None:
         """Start a new generation if a call of the workers may change weights. Must be called before
-        the workers are. Never raises.
+        the workers are called. Never raises.
 
         Args:
             method: name of a worker method, or a function called with the worker.

@@ -293,11 +293,11 @@ class Snapshots:
     def _read(
         self, opened: Opened, pages: Sequence[ContextPage], held: HeldPages
     ) -> Generator[Wait, None, None]:
-        """Hold a snapshot's pages in CPU memory. Pages that are not readable there are read from
-        its files.
+        """Hold a snapshot's pages in CPU memory. Pages that CPU memory lacks are read from the
+        snapshot's files.
 
-        Pages that a save is moving are awaited. If the save fails, they are read too. Each round of
-        reads must get further than the previous one.
+        Pages that a save is moving are awaited. If the save fails, these pages are read from the
+        files too. Each round of reads must get further than the previous one.
         """
         by_key, least = {page.key: page for page in pages}, len(pages) + 1
         while missing := held.hold(by_key):

@@ -1,1 +1,1 @@
-"""vLLM's requests, adapted to the port."""
+"""vLLM's requests, adapted to the interface of the runtime."""

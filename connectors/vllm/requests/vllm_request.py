@@ -1,6 +1,5 @@
-"""The port's ``Request`` on top of vLLM's requests; requests that never run, created to compute
-keys of a context as vLLM would; and sampling parameters as JSON.
-"""
+"""The port's ``Request`` on top of vLLM's requests; requests that never run, created to compute the
+keys of a context as vLLM would; and sampling parameters as JSON."""
 
 from __future__ import annotations
 
@@ -43,7 +42,8 @@ _WITHOUT = {
     "thinking_token_budget": "a budget for thinking",
     "logits_processors": "logit processors",
 }
-"""Parameters whose state cannot be derived from the tokens, and their names in messages."""
+"""Sampling parameters whose state cannot be derived from the tokens, with their names in
+messages."""
 
 
 def read_sampling(request: Any) -> Sampling:
@@ -100,7 +100,8 @@ def hints_of(request: Any) -> TurnHints:
 
 
 class UnreadIds:
-    """Logs once that clients may send ids that are not read.
+    """Logs once that clients may send ids that are not read, because the engine does not see
+    headers.
 
     The engine does not see headers. It logs if ``UNNAMED`` requests named no job, no request came
     through the middleware, and the plugin that adds the middleware is not enabled.
@@ -114,7 +115,7 @@ class UnreadIds:
         self._left = 0 if PLUGIN in enabled else UNNAMED
 
     def look(self, hints: TurnHints) -> None:
-        """Count a request with these hints, and log the message once it is due."""
+        """Count a request with these hints. Logs the message once it is due."""
         if not self._left:
             return
         if hints.who.carried:
@@ -232,7 +233,7 @@ class VllmRequest:
     def answered(self) -> bool:
         """True if the answer is complete. Stop strings are matched by the API server, not by the
         engine, and the API server then aborts the request. So an aborted request with stop strings
-        and any output is assumed to have matched one."""
+        and any output is assumed to have matched a stop string."""
         request = self._request
         if request.status is RequestStatus.FINISHED_ABORTED:
             sampling = request.sampling_params
@@ -264,7 +265,8 @@ class VllmRequest:
         return read_sampling(self._request)
 
     def end_after_next_token(self) -> None:
-        """Stop its answer after the next token: vLLM checks this limit after each token."""
+        """Stop the request's answer after the next token, through a limit that vLLM checks after
+        each token."""
         request = self._request
         request.max_tokens = min(request.max_tokens, int(request.num_output_tokens) + 1)
 
@@ -274,8 +276,9 @@ class VllmRequest:
 
 
 def request_maker(vllm_config: Any) -> MakeRequest:
-    """Return a function that creates requests that never run, to compute page keys. Must be called
-    in the engine core's process, where vLLM has initialized the seed of block hashes."""
+    """Return a function that creates requests that never run, with which page keys are computed.
+    Must be called in the engine core's process, where vLLM has initialized the seed of block
+    hashes."""
     hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
 
     def make(token_ids: Sequence[int], salt: str | None, hash_tokens: int) -> VllmRequest:
