@@ -43,13 +43,13 @@ MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES, MESSAGES})
 """Paths on which vLLM accepts ``kv_transfer_params``."""
 NAMES = ("job_id", "is_last_step", "tool_name", "tool_command", "expected_tool_s")
-"""Names of top-level hints, which ``tiered_kv.policies.jobs.hints`` reads."""
+"""Names of the top-level hints that ``tiered_kv.policies.jobs.hints`` reads."""
 PARAMS, SESSION = "kv_transfer_params", "session_id"
 MAX_BODY_BYTES = 16 << 20
-"""Maximum size of a body that is changed: a few million tokens, or many images."""
+"""Maximum size of a body that is changed, bytes: a few million tokens, or many images."""
 
 _START_BYTES = 512
-"""Length of the start of a system prompt that is read."""
+"""Number of bytes read from the start of a system prompt."""
 _HEADERS = {name.encode(): name for name in HEADERS}
 _RAW = (*SYSTEMS, PARAMS)
 _PLAIN = (*NAMES, SESSION, RETENTION, *sorted(BODY_FIELDS - {*SYSTEMS}))
@@ -101,7 +101,7 @@ def carry(body: bytes, path: str, headers: Iterable[tuple[bytes, bytes]] = ()) -
 
     Args:
         path: the request's path, one of ``PATHS``.
-        headers: names in lower case, and values.
+        headers: names of the headers in lower case, and their values.
     """
     told = {_HEADERS[name]: value.decode("latin-1") for name, value in headers if name in _HEADERS}
     request = _read(body)
@@ -158,8 +158,8 @@ def _seconds(ttl: object) -> float:
 
 
 def _read(body: bytes) -> dict[str, Any] | None:
-    """Return the fields of a body that are read here and are not null; None if the body is not a
-    JSON object."""
+    """Return the fields of a body that this middleware reads and that are not null; None if the
+    body is not a JSON object."""
     try:
         found = _decode(body)
     except msgspec.DecodeError:
@@ -175,7 +175,7 @@ def _read(body: bytes) -> dict[str, Any] | None:
 
 def _read_slowly(body: bytes) -> dict[str, Any] | None:
     """Read a body as ``_read`` does, but with ``json``. vLLM accepts some bodies that ``msgspec``
-    rejects: those with NaN, or with half of an emoji, from clients that truncate texts."""
+    rejects: bodies with NaN, or with half of an emoji from a client that truncates texts."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
@@ -188,8 +188,8 @@ def _read_slowly(body: bytes) -> dict[str, Any] | None:
 
 
 def _spliced(body: bytes, new: Mapping[str, Any]) -> bytes:
-    """Return a body that has no ``kv_transfer_params``, with these parameters added. The body is
-    not parsed again."""
+    """Return a body that had no ``kv_transfer_params``, with the parameters ``new`` added. The body
+    is not parsed again."""
     rest = body[body.index(b"{") + 1 :]
     if rest.lstrip().startswith(b"}"):  # no request of vLLM's is empty
         return body
@@ -197,7 +197,7 @@ def _spliced(body: bytes, new: Mapping[str, Any]) -> bytes:
 
 
 def _merged(body: bytes, new: Mapping[str, Any]) -> bytes:
-    """Return a body that has ``kv_transfer_params``, with these parameters added."""
+    """Return a body that has ``kv_transfer_params``, with the parameters ``new`` added to them."""
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):
@@ -210,7 +210,7 @@ def _merged(body: bytes, new: Mapping[str, Any]) -> bytes:
 
 
 def _asked(scope: Scope) -> str | None:
-    """Path of a request if it is one of ``PATHS``; None for all other requests."""
+    """Return the path of a request if it is one of ``PATHS``; None for all other requests."""
     if scope["type"] != "http" or scope["method"] != "POST":
         return None
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -218,7 +218,7 @@ def _asked(scope: Scope) -> str | None:
 
 
 async def _with_ids(scope: Scope, receive: Receive, path: str) -> tuple[Scope, Receive]:
-    """Read the body, and change it if needed. Returns the scope and the receive function for the
+    """Read the body, and change it if necessary. Returns the scope and the receive function for the
     application."""
     messages = [await receive()]
     size = len(messages[0].get("body", b""))

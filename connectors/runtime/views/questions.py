@@ -32,7 +32,7 @@ from .engine_status import status
 from .job_view import JobView
 
 MOST_JOBS = 100
-"""Maximum number of jobs in a reply. Reporting them delays a step by a millisecond or two."""
+"""Maximum number of jobs in a reply. Collecting them delays a step by a millisecond or two."""
 MOST_NAMESAKES = 100
 """Maximum number of jobs with the same name in a reply."""
 

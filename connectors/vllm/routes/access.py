@@ -1,8 +1,8 @@
 """Access control of the routes: with a token, or without one from the server's own machine.
 
 Without a token the server must listen on loopback or on a Unix socket. Web pages in a browser on
-that machine, and proxies that forward requests from elsewhere, can reach loopback too. They are
-recognized by their headers.
+that machine, and proxies that forward requests from elsewhere, can reach loopback too. Their
+requests are recognized by their headers.
 
 Also parses the query strings of the routes, which are untrusted, and defines refusals: responses
 with an error status and a message.
@@ -28,7 +28,8 @@ class Refusal(Exception):
 
     Attributes:
         status: HTTP status.
-        sentence: message that says what is wrong and what to do. Quotes nothing from the request.
+        sentence: message that says what is wrong and what to do. It quotes nothing from the
+            request.
     """
 
     def __init__(self, status: int, sentence: str) -> None:
@@ -133,8 +134,9 @@ def _is_passed_on(headers: Mapping[str, str]) -> bool:
 
 
 def _host(headers: Mapping[str, str]) -> str:
-    """Host that a request names, without its port; localhost if it names none, which browsers never
-    do.
+    """Return the host that a request names, without its port; localhost if it names none, which
+    never happens with browsers. A name other than localhost may belong to an attacker who makes it
+    resolve to loopback.
 
     A name other than localhost may belong to an attacker who makes it resolve to loopback.
     """
@@ -155,7 +157,7 @@ _LIMIT = re.compile(r"[0-9]{1,4}")
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page of the list of jobs: at most ``limit`` jobs that follow ``after``."""
+    """Query for a page of the list of jobs: at most ``limit`` jobs that follow ``after``."""
 
     limit: int = DEFAULT_LIMIT
     after: Cursor = field(default_factory=Cursor)

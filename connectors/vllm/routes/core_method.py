@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 METHOD = "tiered_kv_answer"
-"""Name of the method."""
+"""Name of the method that is added to vLLM's engine core."""
 NO_CONNECTOR, FAILED = "no connector", "failed"
 """Values of ``error`` in the reply of an engine that runs without tiered-kv's connector, or that
 failed to answer."""
@@ -26,7 +26,7 @@ _failures: set[str] = set()
 
 
 def install() -> None:
-    """Add the method, once. Also affects existing engine cores."""
+    """Add the method to vLLM's class of engine cores, once. Existing engine cores have it too."""
     from vllm.v1.engine.core import EngineCore
 
     setattr(EngineCore, METHOD, _answer)

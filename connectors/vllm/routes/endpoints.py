@@ -1,8 +1,8 @@
 """The endpoint plugin: ``/tiered_kv/status``, ``/tiered_kv/jobs`` and ``/tiered_kv/jobs/ID``, and
 the routes for KV hints and for snapshots.
 
-vLLM loads it only if ``VLLM_PLUGINS`` names it. It also adds the job-hint middleware, and reports
-in streamed answers.
+vLLM loads it only if ``VLLM_PLUGINS`` names it. The plugin also adds the job-hint middleware, and
+the reports in streamed answers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MIDDLEWARE = f"{JobMiddleware.__module__}.{JobMiddleware.__qualname__}"
 
 
 class _JobId(Convertor[str]):
-    """The rest of a path, including slashes and line breaks."""
+    """The rest of a path as a job id, including slashes and line breaks."""
 
     regex = r"[\s\S]*"
 
@@ -48,7 +48,7 @@ class _JobId(Convertor[str]):
 
 
 class TieredEndpoints:
-    """vLLM's ``EndpointPlugin`` of this package. Served by one event loop."""
+    """tiered-kv's ``EndpointPlugin`` for vLLM. Used on one event loop."""
 
     name = "tiered_kv"
     required_tasks = None

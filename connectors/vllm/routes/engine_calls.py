@@ -27,10 +27,10 @@ NOT_THERE = (
 
 
 class EngineCalls:
-    """Sends queries to every engine core of this API server. One event loop.
+    """Sends queries to every engine core of this API server. Used on one event loop.
 
-    Only one query is in flight at a time, so that an engine answers at most one between two steps,
-    however many arrive.
+    Only one query is in flight at a time, so that an engine answers at most one query between two
+    steps, however many arrive.
 
     Args:
         client: vLLM's engine client; None for a server without an engine.
@@ -43,7 +43,7 @@ class EngineCalls:
         self._missing = False
 
     async def ask(self, question: dict[str, Any]) -> list[dict[str, Any]]:
-        """Query all engines. Returns the reply of each, by rank.
+        """Query all engines. Returns the reply of each engine, by rank.
 
         Raises:
             Refusal: there is no reply.
@@ -82,7 +82,8 @@ class EngineCalls:
 
 
 def _way_to_all(core: Any) -> Call | None:
-    """Return a function that calls a method on every engine core; None if this client has none."""
+    """Return a function that calls a method on every engine core; None if this client has no such
+    function."""
     if (to_all := getattr(core, "call_utility_all_async", None)) is not None:  # since 0.32
         found: Call = to_all
         return found

@@ -33,7 +33,7 @@ from tiered_kv.status import DEFAULT_TIMEOUT_S, MOST_TIMEOUT_S
 from .access import NO_JOB, Refusal, read_nothing
 
 MAX_BODY_BYTES = 64 << 10
-"""Maximum size of a body."""
+"""Maximum size of a body, bytes."""
 MOST_FORKS = 64
 """Maximum number of jobs that one request creates by forking."""
 
@@ -62,12 +62,12 @@ def _name_of_snapshot(value: object) -> str:
 
 
 def _job_id(value: object) -> str:
-    """Id of an existing job. Any characters are allowed."""
+    """Check the id of an existing job, which may contain any characters."""
     return text(value, 1, MAX_JOB_ID_CHARS)
 
 
 def _new_job_id(value: object) -> str:
-    """Id of a job to be created. A client's turns must be able to name it."""
+    """Check the id of a job to be created, which a client's turns must be able to name."""
     job = _job_id(value)
     if job.startswith(INFERRED_PREFIX):
         raise ValueError
@@ -193,15 +193,16 @@ async def read_bytes(request: Request, most: int) -> bytes:
 
 
 Ask = Callable[[dict[str, Any]], Awaitable[list[dict[str, Any]]]]
-"""Sends a query to all engines; returns the reply of each, by rank."""
+"""Sends a query to all engines, and returns the reply of each engine, by rank."""
 Gone = Callable[[], Awaitable[bool]]
 """Returns True once the client no longer waits."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_GROWTH = 0.005, 0.1, 1.1
-"""Interval between two polls of an operation, seconds: initial, maximum, and growth factor."""
+"""Interval between two polls of an operation, seconds: the first interval, the maximum, and the
+growth factor."""
 MOST_WAITED_FOR = 16
-"""Maximum number of operations awaited concurrently. Further ones are refused, because each poll is
-a query that an engine answers between two steps."""
+"""Maximum number of operations awaited concurrently. Further requests are refused, because each
+poll is a query that an engine answers between two steps."""
 
 SEVERAL = (
     "Several jobs have this id, with different cache salts or in different engines: give each "
@@ -209,7 +210,7 @@ SEVERAL = (
 )
 CROWD = "Too many operations on jobs are in progress: try again later."
 _BUSY = (429, 504)
-"""Refusals of a poll for which the engine has no time. The operation continues."""
+"""HTTP statuses of refusals because the engine has no time for a poll. The operation continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +250,7 @@ Answer = Callable[[Request], Awaitable[dict[str, Any]]]
 
 
 class SnapshotRoutes:
-    """Handlers of the routes, which wait for the engines' operations. One event loop.
+    """Handlers of the routes, which wait for the engines' operations. Used on one event loop.
 
     Args:
         ask: queries the engines.
@@ -299,7 +300,8 @@ class SnapshotRoutes:
         return results[0]
 
     async def _restore(self, request: Request) -> dict[str, Any]:
-        """Return the result of the first engine, with the others' results in ``others``."""
+        """Return the result of the first engine, with the results of the other engines in
+        ``others``."""
         question, patience = await _read(request, "restore", RESTORE)
         question["salt"] = fresh_salt() if question.pop("exact") else None  # for all engines
         first, *others = await self.results(question, patience, of_all=True)
@@ -393,7 +395,7 @@ async def _read(
 
 
 def _names(folder: Path) -> list[str]:
-    """Names of the snapshots in a folder; empty if the folder does not exist."""
+    """Return the names of the snapshots in a folder; empty if the folder does not exist."""
     found = set[str]()
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:

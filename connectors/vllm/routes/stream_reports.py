@@ -1,10 +1,10 @@
-"""Reports in streamed answers: where the KV of the prompt was found.
+"""Adds to streamed answers the report of where the KV of the prompt was found.
 
 vLLM puts what the connector returns for a finished request into complete answers only. For streams,
-the API server receives it too, with the last tokens of the request. ``listen`` reads it there, as
-the tokens pass, and ``ReportMiddleware`` adds it to the event that ends the answer, as a top-level
-field, as in complete answers. Events are passed on immediately, and none is added. Anything
-unexpected is left unchanged.
+the API server receives the report too, with the last tokens of the request. ``listen`` reads it
+there as the tokens pass, and ``ReportMiddleware`` adds it to the event that ends the answer, as a
+top-level field like in complete answers. Events are passed on immediately, and no event is added.
+Anything unexpected is left unchanged.
 
 ``/v1/responses`` needs none of this, because vLLM's last event contains the complete answer.
 """
@@ -79,8 +79,8 @@ class _Report:
         self._prompts = 0
 
     def listen(self, outputs: AsyncGenerator[Any]) -> AsyncGenerator[Any]:
-        """Pass outputs on. With several prompts in a request nothing is reported, because their
-        outputs may arrive in any order."""
+        """Pass outputs on, and read the report from them. Nothing is reported for a request with
+        several prompts, because their outputs may arrive in any order."""
         self._prompts += 1
         return self._listen(outputs)
 
@@ -149,8 +149,8 @@ class ReportMiddleware:
 
 
 def _form(scope: Scope) -> LastEvent | None:
-    """Format of the last event of a request's answer, if it is streamed; None for other
-    requests."""
+    """Return the format of the last event of a request's answer if the answer is streamed; None for
+    other requests."""
     if scope["type"] != "http" or scope["method"] != "POST":
         return None
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
