@@ -1,4 +1,4 @@
-"""Choose the best codec for this machine by measurement.
+"""Chooses the best codec for this machine by measurement.
 
 Encoding a page costs CPU time and saves disk time. Which of the two limits throughput depends on
 the machine, so ``choose`` measures both when a server starts.
@@ -19,8 +19,8 @@ from .registry import CODECS
 from .symbols import ELEMENT_BYTES
 
 TOLERANCE = 1.15
-"""Accepted ratio to the fastest restore, in exchange for smaller pages: the disk then holds more
-of them, and wears less."""
+"""Accepted ratio of restore times to the fastest restore, in exchange for smaller pages, with which
+the disk holds more pages and wears less."""
 
 MEASURE_S = 0.06
 """Approximate time to measure each codec, seconds."""
@@ -75,7 +75,7 @@ def choose(
 
 
 def _candidates(page_format: PageFormat) -> Iterator[Codec]:
-    """The codecs that support pages of this format, at their default levels."""
+    """Yield the codecs that support pages of this format, at their default levels."""
     for kind in CODECS.values():
         with suppress(ValueError):
             yield kind.make(page_format)
@@ -87,9 +87,9 @@ def pick(
     """Pick the codec with the shortest restore, or a codec with smaller pages that is nearly as
     fast.
 
-    Pages are decoded while others are read, so restoring a page takes the longer of
-    stored bytes / disk and decoding / cores. Saves run in the background and do not matter for
-    the choice. Their speed is only part of the reason.
+    Pages are decoded while others are read, so restoring a page takes the longer of stored bytes /
+    disk and decoding / cores. Saves run in the background, so their speed does not matter for the
+    choice. It is only mentioned in the reason.
 
     Raises:
         ValueError: ``measured`` is empty, or the disk's speed or the cores are not positive.
@@ -167,7 +167,7 @@ def _synthetic_bytes(element: ElementType, nbytes: int, rng: np.random.Generator
 def _cast(
     values: NDArray[np.float32], element: ElementType
 ) -> NDArray[np.float32] | NDArray[np.uint16] | NDArray[np.uint8]:
-    """Round to the nearest number of that type. numpy itself supports only fp32 and fp16."""
+    """Round to the nearest number of type ``element``. numpy itself supports only fp32 and fp16."""
     if element is ElementType.FP32:
         return values
     if element is ElementType.FP16:

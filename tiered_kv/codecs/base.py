@@ -103,12 +103,13 @@ class PageFormat:
 
     @property
     def outline(self) -> PageFormat:
-        """The format without the sections of a mixed page, as stored in a segment's header."""
+        """The format without the sections of a mixed page, as it is stored in a segment's
+        header."""
         return PageFormat(self.element, self.page_bytes, self.tokens)
 
 
 def check_size(page: Bytes, page_format: PageFormat) -> None:
-    """Check the size of a page, so that later code may rely on it.
+    """Check the size of a page, on which later code relies.
 
     Raises:
         ValueError: the size is not the page size of this format.
@@ -118,7 +119,7 @@ def check_size(page: Bytes, page_format: PageFormat) -> None:
 
 
 def _joined(sections: Iterable[Section]) -> tuple[Section, ...]:
-    """Sections without empty ones, with adjacent sections of the same type merged."""
+    """Return the sections without empty ones, with adjacent sections of the same type merged."""
     full = [section for section in sections if section.nbytes]
     if any(section.nbytes < 0 for section in full):
         raise ValueError("a section cannot have a negative size")
@@ -142,7 +143,7 @@ class EncodedPage:
 
     @property
     def nbytes(self) -> int:
-        """Size of both parts, bytes."""
+        """Size of both parts together, bytes."""
         return self.plane.nbytes + self.frame.nbytes
 
 
@@ -154,15 +155,15 @@ class Codec(Protocol):
     """Encodes and decodes pages of one format.
 
     Attributes:
-        codec_id: number in segments, 0 to 65535. Codecs from other packages share 65535, whatever
-            their own number is: see ``out_of_tree``.
-        name: name as in ``TIERED_KV_CODEC``.
+        codec_id: number in segments, 0 to 65535. Codecs from other packages share the number 65535,
+            whatever their own number is: see ``out_of_tree``.
+        name: name of the codec in ``TIERED_KV_CODEC``.
         page_format: format of every page encoded or decoded.
         table: data that decoding needs in addition to the page, at most 16 MiB; may be empty.
         wants_training: True if ``trained`` returns a better codec.
         stores_in_place: True if the plane is the page itself, and the frame is empty. A store may
-            then write the page from the caller's memory and read it into it, without calling
-            ``encode`` or ``decode``.
+            then write the page from the caller's memory and read it into the caller's memory,
+            without calling ``encode`` or ``decode``.
     """
 
     @property
@@ -193,7 +194,7 @@ class Codec(Protocol):
         """
 
     def trained(self, pages: list[Bytes]) -> Codec:
-        """Return a codec fitted to pages like these, or this codec if training does not help."""
+        """Return a codec fitted to the given pages, or this codec if training does not help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +202,7 @@ class CodedPage:
     """A page together with the codec that encoded it.
 
     Attributes:
-        codec: None if the page is not encoded; all bytes are then in ``plane``.
+        codec: the codec; None if the page is not encoded and all bytes are in ``plane``.
     """
 
     codec: Codec | None
@@ -219,7 +220,7 @@ class CodedPage:
             self.codec.decode(self.page, out)
 
     def decoded(self) -> Bytes | None:
-        """The decoded page, in new memory; None if it cannot be decoded."""
+        """Return the decoded page in new memory; None if it cannot be decoded."""
         codec = self.codec
         nbytes = self.page.nbytes if codec is None else codec.page_format.page_bytes
         out = np.empty(nbytes, np.uint8)

@@ -52,12 +52,13 @@ MAX_TRAINING_PAGES = 64
 LAYOUT_PAGES = 8
 """Number of pages used to find the layout, which is the same in all pages."""
 MIN_STRIPE = 32
-"""Channels of the narrowest stripe: layouts change only between heads, which are wider."""
+"""Number of channels of the narrowest stripe. Layouts change only between heads, which are
+wider."""
 REFINEMENTS = 2
 
 
 def symbol_count(page_format: PageFormat) -> int:
-    """Number of elements of a page.
+    """Return the number of elements of a page.
 
     Raises:
         ValueError: the codec does not support the elements of this format.
@@ -76,7 +77,8 @@ def symbol_count(page_format: PageFormat) -> int:
 
 
 def channel_count(page_format: PageFormat) -> int:
-    """Number of channels of a page; 0 if the elements do not divide evenly among its tokens."""
+    """Return the number of channels of a page; 0 if the elements do not divide evenly among its
+    tokens."""
     if page_format.tokens < 1 or symbol_count(page_format) % page_format.tokens:
         return 0
     return symbol_count(page_format) // page_format.tokens
@@ -173,7 +175,7 @@ class Layout:
     centres: Bytes
 
     def per_element(self, page_format: PageFormat) -> Bytes:
-        """Centre of each element of a page, in page order."""
+        """Return the centre of each element of a page, in page order."""
         tokens = page_format.tokens
         spread = np.empty(self.centres.size * tokens, dtype=np.uint8)
         first = 0
@@ -230,9 +232,9 @@ class Layout:
 def find_layout(symbols: NDArray[np.uint8], tokens: int) -> Layout:
     """Find the stripes for which symbols of pages are closest to the medians of other pages.
 
-    Medians come from every other page, distances from the pages in between: more stripes always fit
-    the pages that they were chosen on, but fit other pages only if they are real. Centres are left
-    at zero.
+    Medians are computed from every other page, and distances from the pages in between. More
+    stripes always fit the pages from which they were chosen, but they fit other pages only if the
+    layout really has them. Centres are left at zero.
 
     Args:
         symbols: symbols [pages, elements].
@@ -262,12 +264,12 @@ def find_layout(symbols: NDArray[np.uint8], tokens: int) -> Layout:
 
 
 def fit_centres(layout: Layout, symbols: NDArray[np.uint8], page_format: PageFormat) -> None:
-    """Fill in ``layout.centres``: first medians, then the values for which symbols cost fewest
-    bits.
+    """Fill in ``layout.centres``. Centres are first set to medians, and then to the values for
+    which symbols cost fewest bytes.
 
-    All channels share one code, so the best centre of a channel depends on the other centres.
-    The cost of each centred symbol is computed over all channels and each centre is moved, in a few
-    iterations.
+    All channels share one code, so the best centre of a channel depends on the other centres. In a
+    few iterations, the cost of each centred symbol is computed over all channels, and each centre
+    is moved.
 
     Args:
         symbols: [pages, elements].
@@ -288,6 +290,6 @@ def fit_centres(layout: Layout, symbols: NDArray[np.uint8], page_format: PageFor
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
+    """Return all divisors of a number, ascending."""
     small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
     return small + [number // i for i in reversed(small) if i * i != number]

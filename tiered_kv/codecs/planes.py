@@ -72,7 +72,7 @@ def split_bf16(page: Bytes, centres: Bytes, symbols: Bytes, rest: Bytes) -> None
 
 @_kernel(_IN, _IN, _IN, _OUT)
 def merge_bf16(symbols: Bytes, rest: Bytes, centres: Bytes, page: Bytes) -> None:
-    """Merge: the inverse of ``split_bf16``."""
+    """Merge symbols and the rest into elements. This is the inverse of ``split_bf16``."""
     elements = page.view(np.uint16)
     for i in range(elements.size):
         symbol = np.uint16(np.uint8(symbols[i] + centres[i]))
@@ -93,7 +93,7 @@ def split_fp16(page: Bytes, centres: Bytes, symbols: Bytes, rest: Bytes) -> None
 
 @_kernel(_IN, _IN, _IN, _OUT)
 def merge_fp16(symbols: Bytes, rest: Bytes, centres: Bytes, page: Bytes) -> None:
-    """Merge: the inverse of ``split_fp16``."""
+    """Merge symbols and the rest into elements. This is the inverse of ``split_fp16``."""
     elements = page.view(np.uint16)
     for i in range(elements.size):
         symbol = np.uint16(np.uint8(symbols[i] + centres[i]))
@@ -103,7 +103,7 @@ def merge_fp16(symbols: Bytes, rest: Bytes, centres: Bytes, page: Bytes) -> None
 
 @_kernel(_IN, _IN, _OUT)
 def split_fp8(page: Bytes, centres: Bytes, symbols: Bytes) -> None:
-    """Convert each byte of page to a symbol."""
+    """Convert each byte of a page to a symbol."""
     for i in range(page.size):
         byte = page[i]
         symbols[i] = np.uint8((byte << 1) | (byte >> 7)) - centres[i]
@@ -111,8 +111,8 @@ def split_fp8(page: Bytes, centres: Bytes, symbols: Bytes) -> None:
 
 @_kernel(_OUT, _IN)
 def merge_fp8(page: Bytes, centres: Bytes) -> None:
-    """Merge in place, the inverse of ``split_fp8``. ``page`` contains symbols before the call, and
-    elements after it."""
+    """Convert symbols to elements in place. This is the inverse of ``split_fp8``. ``page`` contains
+    symbols before the call, and elements after it."""
     for i in range(page.size):
         byte = np.uint8(page[i] + centres[i])
         page[i] = np.uint8((byte >> 1) | (byte << 7))
@@ -136,7 +136,8 @@ def split_fp32(
 def merge_fp32(
     symbols: Bytes, high: Bytes, middle: Bytes, low: Bytes, centres: Bytes, page: Bytes
 ) -> None:
-    """Merge: the inverse of ``split_fp32``."""
+    """Merge symbols and the planes of the rest into elements. This is the inverse of
+    ``split_fp32``."""
     elements = page.view(np.uint32)
     for i in range(elements.size):
         symbol = np.uint32(np.uint8(symbols[i] + centres[i]))

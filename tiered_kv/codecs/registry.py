@@ -1,4 +1,4 @@
-"""Codecs by name, as in TIERED_KV_CODEC, and by their number and table in a segment."""
+"""Codecs by name, as in ``TIERED_KV_CODEC``, and by the number and table in a segment."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CodecKind:
 
     @property
     def classes(self) -> list[CodecClass]:
-        """All classes of the codec."""
+        """Return all classes of the codec."""
         return [self.cls] if self.mixed is None else [self.cls, self.mixed]
 
     def make(self, page_format: PageFormat) -> Codec:
@@ -145,7 +145,8 @@ def _stored_out_of_tree(table: bytes, page_format: PageFormat, trusted: str) -> 
 
 
 def codec_name(codec_id: int, table: bytes) -> str:
-    """Name of a segment's codec, which need not be available; its number if the name is unknown."""
+    """Return the name of a segment's codec, which need not be available; its number if the name is
+    unknown."""
     for name, kind in CODECS.items():
         if any(cls.codec_id == codec_id for cls in kind.classes):
             return name

@@ -1,4 +1,4 @@
-"""Temporary memory of a thread."""
+"""Reusable temporary memory of a thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from .raw import NOTHING
 
 
 class Scratch(threading.local):
-    """Reusable memory of this thread. It grows on demand and lives as long as the thread."""
+    """Reusable memory of the thread that uses it. It grows on demand, and lives as long as the
+    thread."""
 
     def __init__(self) -> None:
         self._memory: Bytes = NOTHING

@@ -118,7 +118,7 @@ class SectionTable:
 
 
 def _format(sections: Sequence[Section], tokens: int, page_bytes: int) -> PageFormat:
-    """Format of pages with these sections.
+    """Return the format of pages with these sections.
 
     Raises:
         CodecError: the sections are invalid.

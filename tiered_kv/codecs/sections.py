@@ -33,7 +33,7 @@ PartCodec: TypeAlias = CentredCodec | ZstdCodec
 place."""
 
 PART_BYTES = 512 << 10
-"""Size at which a part is complete, bytes. fp32 has one Huffman code for that many bytes."""
+"""Size at which a part is complete, bytes. fp32 has one Huffman code for this number of bytes."""
 
 SIZES = struct.Struct("<II")
 
@@ -177,13 +177,13 @@ def divide(page_format: PageFormat) -> Iterator[tuple[int, ...]]:
 
 
 def part_format(page_format: PageFormat, part: Sequence[int]) -> PageFormat:
-    """Format of a part, treated as a page."""
+    """Return the format of a part, treated as a page."""
     sections = [page_format.sections[number] for number in part]
     return PageFormat.of(sections, page_format.tokens)
 
 
 def _places(page_format: PageFormat) -> list[slice]:
-    """Byte range of each section in a page."""
+    """Return the byte range of each section in a page."""
     places, begin = [], 0
     for section in page_format.sections:
         places.append(slice(begin, begin + section.nbytes))
@@ -192,7 +192,8 @@ def _places(page_format: PageFormat) -> list[slice]:
 
 
 def _gather(page: Bytes, spans: Sequence[slice], memory: Callable[[int], Bytes]) -> Bytes:
-    """Gather a part of a page: a view of the page if it is contiguous, otherwise in ``memory``."""
+    """Return the bytes of a part of a page: a view of the page if the part is contiguous, otherwise
+    a copy in ``memory``."""
     if len(spans) == 1:
         return page[spans[0]]
     pieces = [page[span] for span in spans]

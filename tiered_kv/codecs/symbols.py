@@ -56,8 +56,8 @@ SAMPLE = 2048
 """Number of elements sampled to decide which planes are compressed."""
 
 CODED_BITS = 7.0
-"""Bits per byte of a plane's sample below which the plane is compressed. Compressing adds a third
-to the time to decode a page, so it must save a substantial amount."""
+"""Bits per byte of a plane's sample below which the plane is compressed. Compressing the planes
+adds a third to the time to decode a page, so it must save many bytes."""
 
 
 def encode(element: ElementType, page: Bytes, centres: Bytes, plane: Bytes) -> EncodedPage:
@@ -100,7 +100,7 @@ def decode(element: ElementType, encoded: EncodedPage, centres: Bytes, out: Byte
 
 
 def symbols_of(element: ElementType, page: Bytes) -> Bytes:
-    """Symbols of a page without centring, in new memory."""
+    """Return the symbols of a page without centring, in new memory."""
     symbols = np.empty(page.nbytes // ELEMENT_BYTES[element], dtype=np.uint8)
     rest = _scratch.bytes(REST_BYTES[element] * symbols.size)
     _split(element, page, np.zeros_like(symbols), symbols, rest)
@@ -108,7 +108,7 @@ def symbols_of(element: ElementType, page: Bytes) -> Bytes:
 
 
 def _split(element: ElementType, page: Bytes, centres: Bytes, symbols: Bytes, rest: Bytes) -> None:
-    """Fill ``symbols`` and ``rest``."""
+    """Write the symbols of a page minus their centres to ``symbols``, and the rest to ``rest``."""
     match element:
         case ElementType.BF16:
             kernels().split_bf16(page, centres, symbols, rest)
@@ -171,19 +171,20 @@ def _frames(frame: Bytes) -> tuple[int, list[Bytes]]:
 
 
 def _in_order(chosen: int, coded: list[Bytes], stored: list[Bytes]) -> list[Bytes]:
-    """The symbols and the planes of the rest in order, whether compressed or not."""
+    """Return the symbols and the planes of the rest in order. The planes whose bits in ``chosen``
+    are set were compressed."""
     symbols, *first = coded
     other = list(stored)
     return [symbols, *((first if chosen >> i & 1 else other).pop(0) for i in range(PLANES))]
 
 
 def _cut(memory: Bytes, count: int) -> list[Bytes]:
-    """Split memory into pieces of ``count`` bytes."""
+    """Split memory into consecutive pieces of ``count`` bytes."""
     return [memory[at : at + count] for at in range(0, memory.nbytes, count)]
 
 
 def _worth_coding(page: Bytes) -> int:
-    """Planes of the rest that are worth compressing, as a bit mask."""
+    """Return the planes of the rest that are worth compressing, as a bit mask."""
     counts: NDArray[np.int64] = np.zeros((PLANES, 256), dtype=np.int64)
     step = page.nbytes // 4 // SAMPLE | 1  # odd, since rows of states have even numbers of elements
     kernels().count_fp32(page, step, counts.reshape(-1))

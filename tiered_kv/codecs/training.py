@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 MIN_SAMPLE = 16
 MAX_SAMPLE = 64
-"""Minimum and maximum number of pages that a codec is trained on."""
+"""Minimum and maximum number of pages on which a codec is trained."""
 
 
 class CodecTraining:
@@ -31,7 +31,7 @@ class CodecTraining:
         """Adopt a codec that was trained elsewhere, if training is wanted and the codec fits.
 
         Returns:
-            True if pages encoded from now on need its table.
+            True if pages that are encoded from now on need the table of that codec.
         """
         own = self.codec
         alike = (other.name, other.page_format) == (own.name, own.page_format)
@@ -43,7 +43,7 @@ class CodecTraining:
         return True
 
     def see(self, pages: Sequence[Bytes]) -> bool:
-        """Train on these pages and earlier ones, or keep copies until there are enough pages.
+        """Train on the given and earlier pages, or keep copies until there are enough pages.
 
         Returns:
             True if pages encoded from now on need another table.
@@ -65,5 +65,6 @@ class CodecTraining:
         return trained.table != before.table
 
     def forget(self) -> None:
-        """Drop the copies, because the codec must not be trained on any page seen so far."""
+        """Drop the copies of pages, because the codec must not be trained on any page seen so
+        far."""
         self._samples.clear()

@@ -1,9 +1,9 @@
 """zstd frames, and the codec that stores a page as one frame.
 
-Two types of frame, both standard: any zstd decoder can read them. ``compress`` finds matches and
-entropy-codes the rest. ``compress_symbols`` only entropy-codes, for planes whose matches are random
-and not worth searching for. Each thread has its own zstd contexts. Compression holds no locks, not
-even the interpreter lock.
+There are two types of frame. Both are standard, so any zstd decoder can read them. ``compress``
+finds matches and entropy-codes the rest. ``compress_symbols`` only entropy-codes, for planes whose
+matches are random and not worth searching for. Each thread has its own zstd contexts. Compression
+holds no locks, not even the interpreter lock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ MAX_LEVEL = 22
 
 MAX_WINDOW = 8 << 20
 """Maximum memory that a frame may make a decoder allocate for its window, bytes. Frames that are
-decoded in one call (all frames written here) need no window. Only a damaged frame requests one."""
+decoded in one call, as all frames written here are, need no window. Only a damaged frame requests a
+window."""
 
 WINDOW_LOG = 18  # below 17, blocks shrink with it, and each block has its own code
 LITERALS_MODE = 1002  # ZSTD_c_literalCompressionMode, "experimental" since 1.3.5
@@ -38,8 +39,8 @@ class LiteralEncoder:
 
     The fast strategy advances through its input in steps of ``targetLength``, and the longest step
     never finds a match. But zstd then leaves literals uncoded, unless a parameter is set that only
-    the cffi half of ``zstandard`` exposes. This is twice as fast as the closest equivalent with
-    ordinary parameters, and faster to decode, because there are no sequences.
+    the cffi half of ``zstandard`` exposes. This encoder is twice as fast as the closest equivalent
+    with ordinary parameters, and its frames are faster to decode, because they have no sequences.
 
     Use from one thread at a time.
 

@@ -1,1 +1,2 @@
-"""Pages outside VRAM, and orders: resident in CPU memory, stored on SSD, or being moved."""
+"""Pages outside VRAM: their states in CPU memory and in lower tiers, and the orders that move
+them."""

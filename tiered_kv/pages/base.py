@@ -20,7 +20,8 @@ from tiered_kv.keys import PageKey
 
 
 class PageState(Enum):
-    """State of a page in CPU memory. Every page has exactly one, and ``PageIndex`` owns it."""
+    """State of a page in CPU memory. Every page has exactly one state, which only ``PageIndex``
+    changes."""
 
     MISSING = "missing"
     BEING_WRITTEN = "being written"
@@ -43,18 +44,19 @@ class PageState(Enum):
 
 
 class ReturnForecast(Protocol):
-    """The distribution of a gap: the time from the end of a job's turn to its next one."""
+    """The distribution of a gap: the time from the end of a job's turn to the start of its next
+    turn."""
 
     def within(self, t: float) -> float:
-        """Probability that the gap is at most ``t`` seconds."""
+        """Return the probability that the gap is at most ``t`` seconds."""
 
 
 class EvictionOrder(ABC):
     """The readable pages of CPU memory, least valuable first. Created as ``Rule(clock,
     most_pages)``.
 
-    Everything runs on the scheduler thread, without locks and without I/O. Every method is O(1) per
-    page passed to it, and none raises. A job may be unknown. ``removed`` and ``touched`` are called
+    All methods run on the scheduler thread, without locks and I/O. Every method is O(1) per page
+    passed to it, and no method raises. A job may be unknown. ``removed`` and ``touched`` are called
     only for pages that were added.
 
     Args:
@@ -63,7 +65,8 @@ class EvictionOrder(ABC):
             remembers evicted pages need not remember more than this.
 
     Attributes:
-        rank_every_s: seconds from one call of ``rank`` to the next; inf for a rule that needs none.
+        rank_every_s: seconds from one call of ``rank`` to the next; inf for a rule that needs no
+            calls.
         by_context: True if ``on_gap_begun`` also counts the pages as just used, so that
             ``touched_all`` need not follow.
     """
@@ -97,17 +100,17 @@ class EvictionOrder(ABC):
         call, and has no visible side effects. The index skips pages in use."""
 
     def added_all(self, keys: Sequence[PageKey]) -> None:
-        """``added`` for each page in turn."""
+        """Call ``added`` for each page in turn."""
         for key in keys:
             self.added(key)
 
     def removed_all(self, keys: Sequence[PageKey]) -> None:
-        """``removed`` for each page in turn."""
+        """Call ``removed`` for each page in turn."""
         for key in keys:
             self.removed(key)
 
     def touched_all(self, keys: Sequence[PageKey]) -> None:
-        """``touched`` for each page in turn."""
+        """Call ``touched`` for each page in turn."""
         for key in keys:
             self.touched(key)
 
@@ -135,7 +138,7 @@ class EvictionOrder(ABC):
 
         Args:
             keys: pages of the job's context, first to last. They replace the pages passed before.
-                Some may not be in CPU memory.
+                Some of these pages may not be in CPU memory.
             forecast: forecast of the gap.
             since: time of the clock at which the gap began.
             page_s: prefill time that each of the pages saves, seconds.
@@ -148,7 +151,7 @@ class EvictionOrder(ABC):
         """Record that the job has finished, or is no longer expected to return.
 
         Args:
-            own: pages of the job's last turn that no other job begins with.
+            own: pages of the job's last turn with which no other job begins.
         """
 
     def on_forecast_lost(self, job: Hashable) -> None:
@@ -173,24 +176,25 @@ class EvictionOrder(ABC):
         """Split pages into stretches that are contiguous in a context, in context order. Pages
         whose context is not known are left out.
 
-        Pages are compressed only together with other pages of their stretch. They are evicted
-        together, and one missing page makes all later pages useless.
+        Only pages of one stretch are compressed together, because compressed pages are evicted
+        together, and one missing page makes all later pages of its context useless.
         """
         return []
 
     def waiting_job(self, key: PageKey) -> Hashable | None:
-        """Return the waiting job that used the page last; None if no job did, or if the rule does
-        not know. The trace uses this to attribute evictions to jobs. The page need not be in CPU
-        memory."""
+        """Return the waiting job that used the page last; None if no waiting job used it, or if the
+        rule does not know the job. The trace uses this to attribute evictions to jobs. The page
+        need not be in CPU memory."""
         return None
 
     def return_chance(self, key: PageKey, within_s: float) -> float:
         """Return the probability that a job needs the page within ``within_s`` seconds. The page
         need not be in CPU memory: the result also decides which pages of an SSD segment are
-        rewritten when the segment is reclaimed. At 0, only pages used since they were written are
-        rewritten."""
+        rewritten when the segment is reclaimed. If the result is 0, a page is rewritten only if it
+        was used since it was written."""
         return 0.0
 
 
 EvictionRule: TypeAlias = Callable[[Callable[[], float], int], EvictionOrder]
-"""Class of a rule. Calling it with the clock and the most pages to remember creates an order."""
+"""Class of a rule. It is called with the clock and the maximum number of pages to remember, and
+creates an order."""

@@ -24,7 +24,8 @@ MISSING, BEING_COMPRESSED, COMPRESSED = (
 
 
 def cold_place(place: int) -> int:
-    """Convert the first slot of a bundle to the (negative) place of its pages, or back."""
+    """Convert the first slot of a bundle to the negative place of its pages, or the place to the
+    slot."""
     return -1 - place
 
 
@@ -63,7 +64,7 @@ class ColdPages:
 
     @property
     def being_compressed(self) -> int:
-        """Number of pages that are being compressed: unreadable for some milliseconds."""
+        """Number of pages that are being compressed, which cannot be read for some milliseconds."""
         return len(self._of) - self.compressed
 
     @property
@@ -78,16 +79,16 @@ class ColdPages:
 
     @property
     def slots(self) -> list[int]:
-        """Slots of all bundles."""
+        """Return the slots of all bundles."""
         return [slot for bundle in self._bundles.values() for slot in bundle.slots]
 
     def state(self, key: PageKey) -> PageState:
-        """State of a page; MISSING if it is in no bundle."""
+        """Return the state of a page; MISSING if it is in no bundle."""
         bundle = self._of.get(key)
         return bundle.state if bundle is not None else MISSING
 
     def place(self, key: PageKey) -> int | None:
-        """Place of a compressed page; None for any other page."""
+        """Return the place of a compressed page; None for any other page."""
         bundle = self._of.get(key)
         if bundle is None or bundle.state is not COMPRESSED:
             return None
@@ -126,8 +127,8 @@ class ColdPages:
         return (), free
 
     def acquire(self, key: PageKey) -> int | None:
-        """Return the ``place`` of a compressed page, and keep its bundle there until ``release``.
-        Returns None for any other page."""
+        """Return the ``place`` of a compressed page, and keep its bundle at that place until
+        ``release``. Returns None for any other page."""
         place = self.place(key)
         if place is not None:
             self._of[key].readers += 1
@@ -146,12 +147,12 @@ class ColdPages:
         return [] if bundle.keys or bundle.readers else self.drop(bundle)
 
     def droppable(self, key: PageKey) -> Bundle | None:
-        """Return the page's bundle if it may be dropped now, otherwise None."""
+        """Return the bundle of a page if the bundle may be dropped now, otherwise None."""
         bundle = self._of[key]
         return bundle if bundle.state is COMPRESSED and not bundle.readers else None
 
     def drop(self, bundle: Bundle) -> list[int]:
-        """Forget a bundle. Returns its slots."""
+        """Forget a bundle. Returns the slots of the bundle."""
         self.compressed -= (bundle.state is COMPRESSED) * len(bundle.keys)
         for key in bundle.keys:
             del self._of[key]
@@ -162,7 +163,7 @@ class ColdPages:
 
     def forget(self, key: PageKey) -> list[int]:
         """Forget a page. Returns the slots that have become free: a bundle is dropped with its last
-        page, once no copy reads or writes it."""
+        page, once no copy reads or writes the bundle."""
         bundle = self._of.pop(key)
         del bundle.keys[key]
         self.compressed -= bundle.state is COMPRESSED
@@ -171,7 +172,7 @@ class ColdPages:
         return self.drop(bundle)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless pages and bundles agree."""
+        """Raise AssertionError if the pages and the bundles are inconsistent."""
         bundles = self._bundles.values()
         assert {key: one for one in bundles for key in one.keys} == self._of, "pages misplaced"
         assert self.num_slots == sum(len(one.slots) for one in bundles), "slots miscounted"

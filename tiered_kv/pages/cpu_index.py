@@ -1,6 +1,6 @@
 """The index of CPU memory: the state and the slot of every page.
 
-Mutation is in two phases. ``reserve_all`` allocates slots to pages while their bytes are copied
+Pages are added in two phases. ``reserve_all`` allocates slots to pages while their bytes are copied
 (MISSING → BEING_WRITTEN). ``commit_all`` makes the pages readable (BEING_WRITTEN → RESIDENT), and
 ``abort`` frees a slot again. Only readable pages can be read or evicted, and a page that a copy
 reads is not evicted. ``acquire`` and ``release`` bracket a restore.
@@ -30,7 +30,7 @@ T = TypeVar("T")
 SPARED_SHARE = 4
 """One slot in this many may have a page that is passed over until a lower tier has it."""
 STAY_EVERY_S = 5.0
-"""Minimum time between two measurements, seconds."""
+"""Minimum time between two measurements of the rate at which slots are allocated, seconds."""
 
 
 class Turnover:
@@ -47,7 +47,8 @@ class Turnover:
         self._per_s = 0.0
 
     def per_s(self, taken: int) -> float:
-        """Return the smoothed rate, slots per second; 0 at first.
+        """Measure the smoothed rate at which slots are allocated, and return it, slots per second;
+        0 at first.
 
         Args:
             taken: slots allocated so far.
@@ -156,12 +157,13 @@ class PageIndex:
 
     @property
     def in_use(self) -> int:
-        """Number of references to pages: copies in flight, and holders. 0 in an idle engine."""
+        """Number of references to pages, by copies in flight and by holders; 0 in an idle
+        engine."""
         readers = self._reading + sum(one.readers for one in self.cold.bundles)
         return readers + len(self._being_written) + len(self._forgotten)
 
     def limit(self, num_slots: int) -> None:
-        """Limit the pool to its first ``num_slots`` slots. Call before any page is added.
+        """Limit the pool to its first ``num_slots`` slots. Must be called before any page is added.
 
         Raises:
             ValueError: the index has pages.
@@ -173,7 +175,8 @@ class PageIndex:
 
     def adopt(self, pages: Mapping[PageKey, int], bundles: Iterable[AdoptedBundle] = ()) -> None:
         """Adopt the pages of a previous engine, oldest first, with their slots, and its bundles.
-        Call after ``limit``, before any page is added. No page and no slot may occur twice."""
+        Must be called after ``limit``, and before any page is added. No page and no slot may occur
+        twice."""
         kept = {key: slot for key, slot in pages.items() if slot < self.num_slots}
         for bundle in bundles:
             if max(bundle.slots) < self.num_slots:
@@ -187,22 +190,23 @@ class PageIndex:
     # -- states -----------------------------------------------------------------
 
     def state(self, key: PageKey) -> PageState:
-        """State of a page."""
+        """Return the state of a page."""
         if key in self._resident:
             return PageState.RESIDENT
         return PageState.BEING_WRITTEN if key in self._being_written else self.cold.state(key)
 
     @property
     def readable(self) -> Callable[[PageKey], bool]:
-        """Predicate that is True for readable pages, faster than ``state`` for many pages. Valid
-        until the index changes."""
+        """Return a predicate that is True for readable pages and faster than ``state`` for many
+        pages. It is valid until the index changes."""
         if not self.cold.compressed:
             return self._resident.__contains__
         resident, cold_state, compressed = self._resident, self.cold.state, PageState.COMPRESSED
         return lambda key: key in resident or cold_state(key) is compressed
 
     def readable_prefix(self, keys: Sequence[PageKey], start: int, stop: int) -> int:
-        """End of the run of readable pages that starts at ``start``, at most ``stop``."""
+        """Return the end of the run of readable pages that starts at ``start``, at most
+        ``stop``."""
         readable = self.readable
         for at in range(start, stop, 256):
             part = keys[at : min(at + 256, stop)]
@@ -211,7 +215,7 @@ class PageIndex:
         return max(start, stop)
 
     def missing(self, pages: Mapping[PageKey, T]) -> Mapping[PageKey, T]:
-        """Return the missing pages among ``pages``, with their values, in the same order."""
+        """Return those of ``pages`` that are missing, with their values, in the same order."""
         present = (self._resident.keys(), self._being_written.keys(), self.cold.pages)
         if all(not keys or keys.isdisjoint(pages) for keys in present):
             return pages
@@ -221,16 +225,16 @@ class PageIndex:
         return {key: pages[key] for key in left}
 
     def place(self, key: PageKey) -> int | None:
-        """Place of a readable page: its slot, or the ``cold_place`` of its bundle. None if the page
-        is not readable."""
+        """Return the place of a readable page: its slot, or the ``cold_place`` of its bundle.
+        Returns None if the page is not readable."""
         slot = self._resident.get(key)
         return slot if slot is not None else self.cold.place(key)
 
     # -- saving -----------------------------------------------------------------
 
     def reserve_all(self, keys: Sequence[PageKey]) -> list[int]:
-        """MISSING → BEING_WRITTEN: allocate slots for pages about to be written, evicting if
-        needed.
+        """MISSING → BEING_WRITTEN: allocate slots for pages about to be written, evicting other
+        pages if necessary.
 
         Args:
             keys: distinct missing pages.
@@ -309,7 +313,8 @@ class PageIndex:
         self.release_all((key,), (place,), used)
 
     def acquire_all(self, keys: Sequence[PageKey]) -> list[int]:
-        """``acquire`` for each page. If a page is not readable, raises and acquires none."""
+        """Call ``acquire`` for each page, and return the places. If a page is not readable, raises
+        KeyError and acquires none."""
         try:
             slots = list(map(self._resident.__getitem__, keys))
         except KeyError:
@@ -320,7 +325,7 @@ class PageIndex:
         return slots
 
     def release_all(self, keys: Sequence[PageKey], slots: Sequence[int], used: bool = True) -> None:
-        """``release`` for each page."""
+        """Call ``release`` for each page."""
         if not slots:
             return
         if min(slots) < 0:
@@ -354,14 +359,14 @@ class PageIndex:
         self._reading += more * len(slots)
 
     def least_valuable(self, among: int) -> Iterator[PageKey]:
-        """The first ``among`` pages in eviction order, without the pages in use."""
+        """Yield the first ``among`` pages in eviction order, without the pages in use."""
         slot_of, reads = self._resident.get, self._reads
         first = islice(self._in_order(), among)
         return (key for key in first if (slot := slot_of(key)) is None or not reads[slot])
 
     def touch(self, keys: Iterable[PageKey]) -> None:
-        """Mark pages as used, least valuable first: the last one is evicted last. Skips pages that
-        are missing or being written."""
+        """Mark pages as used, in the order in which they are given: the last page is evicted last.
+        Skips pages that are missing or being written."""
         resident, cold = self._resident.__contains__, self.cold.pages
         if cold:
             self._eviction.touched_all([key for key in keys if resident(key) or key in cold])
@@ -371,8 +376,8 @@ class PageIndex:
     # -- forgetting -------------------------------------------------------------
 
     def forget(self, key: PageKey) -> None:
-        """Any state → MISSING. A slot that is still read or written becomes free after that
-        copy."""
+        """Any state → MISSING. If a copy still reads or writes the page's slot, the slot becomes
+        free after that copy."""
         if key in self._being_written:
             self._forgotten.add((key, self._being_written.pop(key)))
             return
@@ -413,14 +418,15 @@ class PageIndex:
         return slots
 
     def packed(self, first_slot: int, kept: int) -> None:
-        """BEING_COMPRESSED → COMPRESSED in the first ``kept`` slots, or → MISSING if that is 0."""
+        """BEING_COMPRESSED → COMPRESSED in the first ``kept`` slots of the bundle, or → MISSING if
+        ``kept`` is 0."""
         lost, free = self.cold.finish(first_slot, kept)
         self._free += free
         self._gone(lost)
 
     def stay_s(self) -> float:
-        """Time that a page stays in CPU memory at the current rate of allocations, seconds; inf
-        while no page is evicted."""
+        """Return the time that a page stays in CPU memory at the current rate of allocations,
+        seconds; inf while no page is evicted."""
         per_s = self._turnover.per_s(self.taken)
         if not per_s or (self._free and not self.cold.compressed):
             return math.inf
@@ -429,7 +435,7 @@ class PageIndex:
     # -- inside -----------------------------------------------------------------
 
     def _in_order(self) -> Iterator[PageKey]:
-        """Every page that is RESIDENT, BEING_COMPRESSED or COMPRESSED, in eviction order."""
+        """Yield every page that is RESIDENT, BEING_COMPRESSED or COMPRESSED, in eviction order."""
         order, now = self._eviction, self._clock()
         if now - self._ranked_at >= order.rank_every_s:
             self._ranked_at = now
@@ -437,8 +443,8 @@ class PageIndex:
         return iter(order)
 
     def _evict(self, count: int) -> list[int]:
-        """Evict the least valuable pages that no copy reads, and return at most ``count`` slots.
-        Cold pages are evicted with their whole bundle."""
+        """Evict the least valuable pages that no copy reads. Returns at most ``count`` slots. Cold
+        pages are evicted with their whole bundle."""
         reads, cold, resident = self._reads, self.cold, self._resident
         victims, bundles, found = list[PageKey](), dict[Bundle, None](), 0
         order = self._saved_first(self._in_order())
@@ -501,14 +507,14 @@ class PageIndex:
         self._eviction.removed_all(keys)
 
     def _bury(self, key: PageKey, slot: int) -> None:
-        """Finish the write of a forgotten page."""
+        """Finish the write of a page that was forgotten in the meantime, and free its slot."""
         if (key, slot) not in self._forgotten:
             raise ValueError("a page was completed without being reserved")
         self._forgotten.remove((key, slot))
         self._free.append(slot)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every slot has exactly one owner."""
+        """Raise AssertionError if any slot does not have exactly one owner."""
         read = set(self._readers.nonzero()[0].tolist()).difference(self._resident.values())
         orphans = [*read, *(slot for _, slot in self._forgotten)]
         used = [*self._being_written.values(), *self._resident.values(), *orphans, *self.cold.slots]

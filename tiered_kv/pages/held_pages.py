@@ -11,10 +11,10 @@ from .cpu_index import PageIndex
 
 
 class HeldPages:
-    """Pages held for one operation. A context manager that releases every page on exit, even after
-    an error, so enter it before holding the first page.
+    """Pages held for one operation. As a context manager, it releases every page on exit, even after
+    an error, so it must be entered before the first page is held.
 
-    Not thread-safe: use only on the scheduler thread.
+    Not thread-safe. Used only on the scheduler thread.
     """
 
     def __init__(self, index: PageIndex) -> None:
@@ -37,7 +37,7 @@ class HeldPages:
         return len(self._places)
 
     def hold(self, keys: Iterable[PageKey]) -> list[PageKey]:
-        """Hold the readable pages among ``keys``; return the others, in the same order.
+        """Hold the readable pages among ``keys``, and return the other pages in the same order.
 
         A held page that the index has forgotten in the meantime counts as missing, unless it is
         readable again.
@@ -56,8 +56,8 @@ class HeldPages:
     def arrival(self, keys: Sequence[PageKey]) -> Callable[[], bool]:
         """Return a predicate that is True once none of these pages is moving any more.
 
-        Each call holds the pages that have become readable, so that they are not evicted. All calls
-        together take O(pages).
+        Each call of the predicate holds the pages that have become readable, so that they are not
+        evicted. All its calls together take O(pages).
         """
         awaited = deque(keys)
 

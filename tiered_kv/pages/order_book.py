@@ -1,8 +1,8 @@
-"""The order book: turns decisions into orders, and reports back into visible pages.
+"""The order book: creates orders for decisions, and makes pages visible when orders are reported.
 
-It owns every order in flight, of any type. An order is two-phase like the index it mutates.
-When it is planned, its slots are reserved (or acquired). When all ranks have reported it, it is
-settled. Only then do pages become visible, slots reusable and source blocks free.
+It owns every order in flight, of any type. An order has two phases. When it is planned, its slots
+are reserved or acquired in the index. When all ranks have reported it, it is settled. Only then do
+pages become visible, slots reusable and source blocks free.
 
 Single-threaded, no locks, and no method blocks.
 """
@@ -43,7 +43,8 @@ from .tier_index import TierIndex, TierPages
 MIN_SAMPLE = 1 << 22
 """Minimum size of a promotion that updates the bandwidth estimate, bytes."""
 SETTLED_AT_ONCE = 2048
-"""Approximate number of pages of reported orders settled per step. Others wait a step longer."""
+"""Approximate number of pages of reported orders that are settled per step. Further orders are
+settled in the next step."""
 
 AnyOrder = TypeVar("AnyOrder", bound=Order)
 DoneOrder = TypeVar("DoneOrder", bound=Order, covariant=True)
@@ -55,7 +56,7 @@ class Flight(Generic[AnyOrder]):
 
     Attributes:
         keys: pages of the order.
-        report: merged reports of the ranks so far; None before the first.
+        report: merged reports of the ranks so far; None before the first report.
         abandoned: True if the pages were forgotten in the meantime.
     """
 
@@ -85,7 +86,7 @@ class Settled(Generic[DoneOrder]):
 
     @property
     def good(self) -> Sequence[PageKey]:
-        """The pages whose copy succeeded on every rank, in the same order."""
+        """Return the pages whose copy succeeded on every rank, in the same order."""
         if not self.failed:
             return self.keys
         if len(self.failed) == len(self.keys):
@@ -153,15 +154,15 @@ class OrderBook:
         return bool(self._reported or self._read)
 
     def flights(self) -> Iterable[Flight[Any]]:
-        """All orders in flight, oldest first."""
+        """Return all orders in flight, oldest first."""
         return self._flights.values()
 
     def number(self, kind: OrderKind) -> int:
-        """Number of orders of a type in flight."""
+        """Return the number of orders of a type in flight."""
         return len(self._of_kind[kind])
 
     def saves_under_way(self) -> Iterator[SaveOrder]:
-        """Saves in flight whose source blocks are still held, oldest first."""
+        """Yield the saves in flight whose source blocks are still held, oldest first."""
         for flight in self._of_kind[OrderKind.SAVE].values():
             if not flight.abandoned:
                 yield flight.order
@@ -172,7 +173,8 @@ class OrderBook:
         return flight is not None and not flight.abandoned
 
     def expected(self, now: float) -> int:
-        """Number of orders in flight that are due. Their reports justify an engine step."""
+        """Return the number of orders in flight that are due. An idle engine makes a step for their
+        reports."""
         if self._not_yet_due:
             self._not_yet_due = {
                 order: due for order, due in self._not_yet_due.items() if due > now
@@ -180,42 +182,42 @@ class OrderBook:
         return len(self._flights) - len(self._not_yet_due)
 
     def expedite(self, orders: Iterable[OrderId], now: float) -> list[PromoteOrder]:
-        """Make deferred promotions due now. Returns them, without promotions that were due
-        already."""
+        """Make deferred promotions due now. Returns those of them that were not due already."""
         early = [one for one in orders if self._not_yet_due.pop(one, now) > now]
         up = self._of_kind[OrderKind.PROMOTE]
         return [up[one].order for one in early if one in up]
 
     def store_of(self, order_id: OrderId) -> StoreId:
-        """The store that an order in flight is for."""
+        """Return the store for which an order in flight was planned."""
         order: StoreOrder = self._flights[order_id].order
         return order.store
 
     @property
     def promoting(self) -> Mapping[PageKey, OrderId]:
-        """Pages being promoted to CPU memory, and the orders that promote them."""
+        """Return the pages being promoted to CPU memory, each with the order that promotes it."""
         return self._promoting
 
     def copy_seconds(self, pages: int, group: int = CONTEXT) -> float:
-        """Time that one rank needs to copy ``pages`` pages at the measured bandwidth, seconds."""
+        """Return the time that one rank needs to copy ``pages`` pages at the measured bandwidth,
+        seconds."""
         return pages * self.page_bytes[group] / self.bandwidth
 
     def promote_seconds(self, store: StoreId, pages: int) -> float:
-        """Time until ``pages`` more pages are promoted from a store, after the promotions that are
-        already ordered and due, seconds."""
+        """Return the time until ``pages`` more pages are promoted from a store, after the
+        promotions that are already ordered and due, seconds."""
         state = self.stores[store]
         due = state.promoting - self.ahead(store)
         return (pages + max(0, due)) * self.page_bytes[store.group] / state.bandwidth
 
     def ahead(self, store: StoreId | None = None) -> int:
-        """Number of pages being promoted, from one store or from all, that were not due at the last
-        call of ``expected`` or ``expedite``."""
+        """Return the number of pages being promoted, from one store or from all, that were not due
+        at the last call of ``expected`` or ``expedite``."""
         up = self._of_kind[OrderKind.PROMOTE]
         orders = (up[order_id].order for order_id in self._not_yet_due if order_id in up)
         return sum(len(order.keys) for order in orders if store in (None, order.store))
 
     def stored_nowhere(self, keys: Collection[PageKey]) -> Collection[PageKey]:
-        """The pages among ``keys`` that no lower tier has, in the same order."""
+        """Return those of ``keys`` that no lower tier has, in the same order."""
         for tier in self.stores.values():
             keys = tier.index.absent(keys)
         return keys
@@ -258,8 +260,8 @@ class OrderBook:
         group: int = CONTEXT,
         more: bool = False,
     ) -> LoadOrder:
-        """Order a CPU → VRAM copy. Every page must be readable, and stays so until the order
-        settles.
+        """Order a CPU → VRAM copy. Every page must be readable, and stays readable until the order
+        is settled.
 
         Raises:
             KeyError: a page is not readable. In this case nothing changes.
@@ -289,7 +291,7 @@ class OrderBook:
         pages.
 
         Args:
-            most: maximum number of pages, the first ones; None for all.
+            most: maximum number of pages, counted from the first; None for all.
         """
         state = self.stores[store]
         there = filter(self.index.readable, state.index.unwritten(dict.fromkeys(keys)))
@@ -325,8 +327,8 @@ class OrderBook:
     def plan_lookup(
         self, store: StoreId, keys: Sequence[PageKey], deadline_s: float
     ) -> LookupOrder | None:
-        """Order a lookup of these pages in the tier. Returns None if its index already answers
-        it."""
+        """Order a lookup of these pages in the tier. Returns None if the tier's index already has
+        the answer for all of them."""
         wanted = tuple(self.stores[store].index.unanswered(keys))
         if not wanted:
             return None
@@ -381,7 +383,7 @@ class OrderBook:
 
     def cancel(self, order: SaveOrder | StoreOrder) -> None:
         """Cancel an order that was never sent. The effect is the same as if all its pages had
-        failed, except that pages in a tier stay recorded as present."""
+        failed, except that pages in a tier remain recorded as present."""
         flight = self._end(order.order_id)
         if isinstance(order, LookupOrder):
             return
@@ -528,7 +530,7 @@ class OrderBook:
             self.index.abort(key, slot)
 
     def _commit(self, done: Settled[SaveOrder] | Settled[PromoteOrder]) -> Sequence[PageKey]:
-        """Make the pages that reached CPU memory readable. Returns them."""
+        """Make the pages that reached CPU memory readable, and return these pages."""
         keys, slots = done.good, done.order.slots
         if done.failed:
             for i in done.failed:

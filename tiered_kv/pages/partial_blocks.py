@@ -1,8 +1,8 @@
 """Partial tail blocks: the last tokens of a turn, which do not fill a block.
 
-vLLM hashes full blocks only, so a returning turn would recompute its previous tail.
-A tail is found by the page before it and by its tokens. Because of causal attention, the KV of
-its first ``n`` tokens is valid for any text that shares these ``n`` tokens.
+vLLM hashes full blocks only, so a job's next turn would recompute the tail of the previous turn. A
+tail is found by the page before it and by its tokens. Because of causal attention, the KV of its
+first ``n`` tokens is valid for any text that shares these ``n`` tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from tiered_kv.storage.notebook import Fact, NoNotebook
 
 PREFIX = "tail "
 MAX_TAILS_PER_PARENT = 8
-"""Maximum number of forks of one context. Beyond it, the oldest is forgotten."""
+"""Maximum number of tails after one page, which are forks of one context. If there are more, the
+oldest tail is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ class Tail:
     noted: bool = field(default=False, compare=False)
 
     def is_of(self, parent: bytes, extra: object) -> bool:
-        """True if the tail's key belongs to its tokens after page ``parent``, with vLLM's extra
-        keys ``extra``."""
+        """Return True if the tail's key belongs to its tokens after page ``parent``, with vLLM's
+        extra keys ``extra``."""
         return not self.noted or self.key == tail_key(parent, self.tokens, extra)
 
 
@@ -66,9 +67,10 @@ class TailIndex:
     ) -> Tail:
         """Record a tail, and return it.
 
-        ``key`` is the key of a full page whose leading tokens may be needed alone. Without it, the
-        tail gets a separate key, which is the same for the same three values. Only such a tail is
-        noted, because its key proves the tokens to the next engine.
+        ``key`` is the key of a full page whose leading tokens may be needed alone. Without ``key``,
+        the tail gets a separate key, which depends only on the other three arguments. Only such a
+        tail is recorded in the notebook, because its key proves to the next engine which tokens it
+        has.
         """
         tail = Tail(key or tail_key(parent, tokens, extra), tuple(tokens))
         other = _digest(extra)
@@ -100,7 +102,7 @@ class TailIndex:
     ) -> tuple[Tail, int] | None:
         """Return the usable tail that shares the most leading tokens, and how many it shares.
 
-        Returns None if no usable tail shares any.
+        Returns None if no usable tail shares any tokens.
 
         Args:
             usable: returns True if that many leading tokens of a tail can be restored.
@@ -134,7 +136,8 @@ class TailIndex:
 
 
 def _digest(extra: object) -> bytes:
-    """Digest of vLLM's extra keys, which may contain a secret; empty without extra keys."""
+    """Return a digest of vLLM's extra keys, which may contain a secret; empty without extra
+    keys."""
     return sha256(repr(extra).encode()).digest()[:DIGEST_BYTES] if extra else b""
 
 

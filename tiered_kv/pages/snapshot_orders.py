@@ -1,4 +1,5 @@
-"""Orders for snapshots of jobs: orders not yet sent, and the results of the orders sent.
+"""Orders for snapshots of jobs: orders that are not sent yet, and the results of orders that were
+sent.
 
 The order book keeps the orders in flight. Pages that are written keep their slots until every
 rank has reported. Pages that are read have their own slots from the start, and can be found only

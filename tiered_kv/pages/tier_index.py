@@ -1,8 +1,8 @@
 """The pages of a lower tier, as known to the scheduler half.
 
-A page is listed once its bytes are in the store of every rank. The stores own the bytes, and
-report pages that they lose. The contents of a tier that other engines write to as well are known
-only by lookup answers, which expire.
+A page is listed once its bytes are in the store of every rank. The stores own the bytes, and report
+pages that they lose. The contents of a tier to which other engines also write are known only from
+answers to lookups, which expire.
 
 Single-threaded, no locks, O(1) per page.
 """
@@ -21,14 +21,16 @@ from tiered_kv.tiers import Knowledge, TierSpec
 ASSUMED_BANDWIDTH = 1e9
 """Assumed promotion rate of a rank until the worker has measured it, bytes of pages per second."""
 PRESENT_S, ABSENT_S = 5.0, 10.0
-"""Ages at which an answer is requested again, seconds. Other engines may evict a present page, or
-write an absent one."""
+"""Ages at which the answers that a page is present or absent expire, seconds. Other engines may
+evict a present page, or write an absent page."""
 MOST_ANSWERS = 1 << 17
-"""Number of answers kept, the latest: enough for 300 turns of 400 pages each, about 30 MB."""
+"""Maximum number of answers kept, the latest ones: enough for 300 turns of 400 pages each, about 30
+MB."""
 
 
 class TierIndex:
-    """Keys of pages in a tier's stores, and whether each was used since it was written."""
+    """Keys of the pages in a tier's stores, each with a mark of whether the page was used since it
+    was written."""
 
     def __init__(self) -> None:
         self._used: dict[PageKey, bool] = {}
@@ -43,19 +45,20 @@ class TierIndex:
         return key in self._used
 
     def absent(self, keys: Collection[PageKey]) -> Collection[PageKey]:
-        """The pages among ``keys`` that cannot be read from this tier, in the same order."""
+        """Return those of ``keys`` whose pages cannot be read from this tier, in the same order."""
         return [*filterfalse(self._used.__contains__, keys)]
 
     def present(self, keys: Collection[PageKey]) -> list[PageKey]:
-        """The pages among ``keys`` that can be read from this tier, in the same order."""
+        """Return those of ``keys`` whose pages can be read from this tier, in the same order."""
         return [*filter(self._used.__contains__, keys)]
 
     def unwritten(self, keys: Iterable[PageKey]) -> Iterator[PageKey]:
-        """The pages among ``keys`` that should be written, in the same order."""
+        """Yield those of ``keys`` whose pages should be written, in the same order."""
         return filterfalse(self._used.__contains__, keys)
 
     def unanswered(self, keys: Collection[PageKey]) -> list[PageKey]:
-        """Pages that must be looked up in the store; empty for a tier whose pages are known."""
+        """Return those of ``keys`` whose pages must be looked up in the store; empty for a tier
+        whose pages are known."""
         return []
 
     def answer(self, keys: Iterable[PageKey], present: bool) -> None:
@@ -94,7 +97,7 @@ class TierIndex:
 
 
 class AskedIndex(TierIndex):
-    """Answers of a tier's stores, each valid for some seconds.
+    """Answers of a tier's stores to lookups, each of which is valid for some seconds.
 
     Args:
         clock: monotonic seconds.
@@ -158,7 +161,7 @@ def make_index(spec: TierSpec, clock: Callable[[], float]) -> TierIndex:
 
 @dataclass(slots=True)
 class TierPages:
-    """Pages of one lower tier, and the pages being moved. Written by the order book.
+    """The pages of one lower tier, and the pages that are being moved. Written by the order book.
 
     Attributes:
         index: the tier's pages.

@@ -1,8 +1,8 @@
 """Address of a remote store, in the operator's format: ``valkey://[user:password@]host:port,…`` or
 ``file:///folder?gib=32``.
 
-Also rendezvous hashing, which maps a run to the same server on every machine with the same list of
-servers. When a server is added or removed, only its own runs move.
+The module also has the rendezvous hashing that maps a run to the same server on every machine with
+the same list of servers. When a server is added or removed, only its own runs move.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import xxhash
 from tiered_kv.errors import ConfigError
 
 SCHEMES = ("valkey", "valkeys", "file")
-"""URL schemes. ``valkeys`` is ``valkey`` with TLS, ``file`` a folder that all machines mount."""
+"""URL schemes. ``valkeys`` is ``valkey`` with TLS. ``file`` is a folder that all machines mount."""
 DEFAULT_PORT = 6379
 EXAMPLE = "valkey://10.0.0.5:6379"
 FOLDER_EXAMPLE = "file:///mnt/shared/kv?gib=100"
@@ -39,7 +39,8 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class RemoteAddress:
-    """Servers and their credentials, or a folder. Its text does not include the password.
+    """Servers and their credentials, or a folder. The text of the object does not include the
+    password.
 
     Attributes:
         servers: the servers; empty for a folder.
@@ -151,12 +152,13 @@ def _server(text: str) -> Server:
 
 RUN_PAGES = 128
 """Number of pages of a run. If pages were placed one by one, a server that is down would truncate
-every context near its first page. With runs, it truncates only the contexts whose first run it
-has, and other contexts later."""
+every context near its first page. With runs, it truncates only those contexts at their start whose
+first run it has, and other contexts later."""
 
 
 def server_of(run: bytes, servers: Sequence[bytes]) -> int:
-    """Index of the run's server: the server with the highest hash of both names together."""
+    """Return the index of the server that has the run: the server with the highest hash of the
+    names of run and server together."""
     if len(servers) == 1:
         return 0
     return max(range(len(servers)), key=lambda at: xxhash.xxh3_64_intdigest(run + servers[at]))

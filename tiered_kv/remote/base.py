@@ -1,7 +1,7 @@
 """The contract of a remote store: values by key, in a store that many machines share.
 
-A store has no notion of pages. It keeps values for any length of time, may lose any of them, and
-may return bytes other than those stored, so the reader of a value must check it.
+A store has no notion of pages. It keeps values for any length of time, may lose any value, and may
+return other bytes than were stored, so the reader of a value must check it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Parts: TypeAlias = Sequence["bytes | memoryview"]
 
 
 class RefusedError(Exception):
-    """The store refuses access; the message is the store's."""
+    """The store refuses access. The message is that of the store."""
 
 
 class Outcome(Enum):
@@ -63,8 +63,8 @@ class Got(NamedTuple):
 class RemoteStore(Protocol):
     """A connection to the store, for one thread.
 
-    No call exceeds its deadline, a time of ``time.monotonic()``, by more than it takes to notice
-    it. Calls do not raise if the store fails: they report an outcome for each key.
+    A deadline is a time of ``time.monotonic()``. Calls end as soon as they notice that their
+    deadline has passed. They do not raise if the store fails, but report an outcome for each key.
     """
 
     def check(self, deadline: float) -> None:
@@ -81,7 +81,7 @@ class RemoteStore(Protocol):
     def get(self, keys: Sequence[RemoteKey], buffer: memoryview, deadline: float) -> Iterator[Got]:
         """Read values one after another, in any order, into the same buffer.
 
-        A value is in the buffer until the next one is requested. Nothing is written to the buffer
+        A value is in the buffer until the next value is requested. Nothing is written to the buffer
         once the iterator is closed.
 
         Args:
@@ -90,11 +90,11 @@ class RemoteStore(Protocol):
 
     def put(self, values: Sequence[tuple[RemoteKey, Parts]], deadline: float) -> list[Outcome]:
         """Store values. Returns STORED, REFUSED, LATE or DOWN for each value. The parts must not
-        change until this returns."""
+        change until the call returns."""
 
     def delete(self, keys: Sequence[RemoteKey], deadline: float) -> bool:
         """Delete values. Returns False if some values may still exist. Values that only another
         process can delete are no longer found by this store."""
 
     def close(self) -> None:
-        """Close the connections. Idempotent; afterwards the store is down."""
+        """Close the connections. Idempotent. Later calls treat the store as down."""

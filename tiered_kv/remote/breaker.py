@@ -1,5 +1,5 @@
-"""Circuit breaker: a failing server is not called for a while, which grows with each failure. Also
-limits for how long refused writes are retried, and how often failures are logged."""
+"""Circuit breaker: a failing server is not called for a while, which grows with each failure. The
+module also limits for how long refused writes are retried, and how often failures are logged."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 16.0
 succeeds. A call to a server that does not answer occupies a background thread for a few seconds."""
 
 PATIENCE_S = 10.0
-"""Time for which writes that a store did not accept are retried, seconds. It outlasts a stall of
-either machine. It is not longer, because waiting pages keep their slots in CPU memory."""
+"""Time for which writes that a store did not accept are retried, seconds. The time is long enough
+for a stall of either machine to end. It is not longer, because waiting pages keep their slots in
+CPU memory."""
 
 REMINDER_S = 600.0
 """Time after which the same failure may be logged again, seconds."""
 MOST_COMPLAINTS = 8
-"""Maximum number of different messages logged in that time, because some contain an address or a
-number."""
+"""Maximum number of different messages logged in ``REMINDER_S`` seconds, because some messages
+contain an address or a number."""
 
 
 class Breaker:
-    """Circuit breaker of one server, or of one type of calls to it. Times are of one clock, in
-    seconds."""
+    """Circuit breaker of one server, or of one type of calls to it. All times are from one clock,
+    in seconds."""
 
     def __init__(self) -> None:
         self._closed_until = 0.0
@@ -45,7 +46,7 @@ class Breaker:
 
 
 class Patience:
-    """Retry limit for a store that accepts no writes. Times are of one clock, in seconds."""
+    """Retry limit for a store that accepts no writes. All times are from one clock, in seconds."""
 
     def __init__(self) -> None:
         self._since: float | None = None
@@ -64,7 +65,7 @@ class Patience:
 
 class Complaint:
     """Decides when one type of failure is logged: when it starts, changes and ends, but not each
-    time if it recurs frequently. Times are of one clock, in seconds."""
+    time if it recurs frequently. All times are from one clock, in seconds."""
 
     def __init__(self) -> None:
         self._is_logged = False
@@ -88,7 +89,7 @@ class Complaint:
 
 
 class LoggedBreaker(Breaker):
-    """Breaker that logs when calls start to fail, and when they work again.
+    """Circuit breaker that logs when calls start to fail, and when they work again.
 
     Args:
         place: the called service; any object whose text names it.

@@ -33,7 +33,8 @@ HEADER_BYTES = _FIXED.size + 16
 """Length of a header without its key, bytes."""
 NO_TABLE = bytes(8)
 MORE_THAN_PAGE = 4096
-"""Bytes that codecs may add to a page, in addition to a sixty-fourth of it (``codecs.base``)."""
+"""Bytes that a codec may add to a page, in addition to a sixty-fourth of the page
+(``codecs.base``)."""
 
 
 class RecordError(Exception):
@@ -55,14 +56,14 @@ class PageRecord:
 
 
 def table_name(codec_id: int, table: bytes) -> bytes:
-    """Name of a codec's table, 8 bytes; ``NO_TABLE`` if it is empty."""
+    """Return the name of a codec's table, 8 bytes; ``NO_TABLE`` if the table is empty."""
     if not table:
         return NO_TABLE
     return xxhash.xxh3_64_digest(codec_id.to_bytes(2, "little") + table)
 
 
 def longest_record(page_format: PageFormat, key_bytes: int) -> int:
-    """Maximum length of a record of such pages, bytes."""
+    """Return the maximum length of a record of pages with this format, bytes."""
     page = page_format.page_bytes
     return HEADER_BYTES + key_bytes + page + page // 64 + MORE_THAN_PAGE
 

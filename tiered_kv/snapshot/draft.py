@@ -65,7 +65,7 @@ class Making:
         folder: True for a folder.
 
     Attributes:
-        path: temporary path.
+        path: temporary path of the folder or file.
         fd: locked open file: the file itself, or the lock of the folder.
 
     Raises:
@@ -98,8 +98,8 @@ class Making:
 
         Raises:
             SnapshotError: the path exists.
-            OSError: the disk failed. The folder or file then has its temporary name, unless only
-                the last step, the sync, failed.
+            OSError: the disk failed. The folder or file then still has its temporary name, unless
+                only the last step, the sync, failed.
         """
         refuse_taken(path)
         try:
@@ -174,7 +174,7 @@ def _linked(path: Path, name: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, its lock last, or a file."""
+    """Remove a file, or a folder, whose lock is removed last."""
     try:
         names = os.listdir(path)  # noqa: PTH208
     except NotADirectoryError:
@@ -190,7 +190,8 @@ def _remove(path: Path) -> None:
 
 
 class SnapshotDraft:
-    """A snapshot that is being created. A context manager that abandons it on exit, unless sealed.
+    """A snapshot that is being created. As a context manager, it abandons the snapshot on exit
+    unless it was sealed.
 
     Attributes:
         folder: temporary folder, for the writers of its pages.
@@ -343,7 +344,7 @@ def _refuse_taken(path: Path) -> None:
 
 
 def _sweep_locks(root: Path) -> None:
-    """Remove the locks of snapshots whose maker was killed directly after the last step."""
+    """Remove the locks of snapshots whose maker was killed after it had published the snapshot."""
     for path in root.iterdir():
         if path.name.startswith("."):  # a draft needs its lock
             continue

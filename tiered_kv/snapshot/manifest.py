@@ -5,7 +5,7 @@ sorted names and without spaces, so that damage is detected and programs need no
 text. A page's row has its digests on all ranks: ``[group, block, key, [sha256, ...]]``, in the
 order of groups and blocks.
 
-Reading trusts nothing: any bytes either give a consistent manifest or raise ``SnapshotError``.
+The reader trusts nothing: any bytes either give a consistent manifest or raise ``SnapshotError``.
 Groups that need only the last tokens have few pages. The pages that an engine needs are determined
 by its own groups.
 """
@@ -51,7 +51,7 @@ _ELEMENTS = {element.value: element for element in ElementType}
 
 
 class SnapshotError(TieredKVError):
-    """A snapshot that cannot be used or created. The message says why and what is needed."""
+    """A snapshot that cannot be used or created. The message says why, and what is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class SnapshotPage:
         block: index in the job's block table.
         rank: rank of the page.
         sha256: digest of its bytes, hexadecimal.
-        key: its key in the server that the snapshot was taken from, hexadecimal.
+        key: its key in the server from which the snapshot was taken, hexadecimal.
     """
 
     group: int
@@ -98,15 +98,15 @@ class Manifest:
     Attributes:
         created: time of creation, seconds since 1970.
         tiered_kv: version of this package that created it.
-        vllm: version of vLLM that it was taken from.
-        model: name of the model there.
+        vllm: version of vLLM from which it was taken.
+        model: name of the model that vLLM served.
         ranks: number of tensor-parallel ranks.
         hash_tokens: tokens per block hash.
         groups: groups of pages.
         token_ids: tokens of the context.
         kv_tokens: number of leading tokens that have KV in the pages.
-        prompt_tokens: number of tokens that are the last turn's prompt; the rest is its output so
-            far.
+        prompt_tokens: number of tokens of the last turn's prompt; the other tokens are its output
+            so far.
         job: name of the job.
         turns: number of turns that the job has had.
         parents: names of the jobs that it was forked or restored from, oldest first.
@@ -193,7 +193,7 @@ def _fields(manifest: Manifest) -> dict[str, object]:
 
 
 def group_fields(group: SnapshotGroup) -> dict[str, object]:
-    """A group's fields in JSON."""
+    """Return the fields of a group as they are written in JSON."""
     of = group.page_format
     return {
         "index": group.index,
@@ -207,7 +207,7 @@ def group_fields(group: SnapshotGroup) -> dict[str, object]:
 
 
 def _rows(pages: Iterable[SnapshotPage], ranks: int) -> Iterator[list[object]]:
-    """Rows of pages.
+    """Yield the rows of pages.
 
     Raises:
         ValueError: a page is missing on a rank, occurs twice, or has different keys.

@@ -1,6 +1,7 @@
 """Mismatches between a snapshot and an engine that would make the snapshot's pages invalid.
 
-Also the difference between two snapshots: what they share, and what only one of them has.
+The module also computes the difference between two snapshots: what they share, and what only one of
+them has.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class EngineIdentity:
 
 
 def mismatches(manifest: Manifest, engine: EngineIdentity) -> list[str]:
-    """List each mismatch between a snapshot and an engine, with what would be needed. Empty if the
-    engine can use the pages."""
+    """List each mismatch between a snapshot and an engine, with what the engine would need. The
+    list is empty if the engine can use the pages."""
     found = [*_engine_wide(manifest, engine)]
     if len(manifest.groups) == len(engine.groups):
         for number, (theirs, ours) in enumerate(zip(manifest.groups, engine.groups, strict=True)):
@@ -75,7 +76,7 @@ def _engine_wide(manifest: Manifest, engine: EngineIdentity) -> Iterator[str]:
 def _of_fingerprints(
     manifest: Manifest, theirs: Mapping[str, object], ours: Mapping[str, object]
 ) -> Iterator[str]:
-    """Mismatches in fields that all groups share."""
+    """Yield the mismatches in fields that all groups share."""
     dtype, cache_dtype = (_word(theirs.get(name)) for name in ("dtype", "cache_dtype"))
     known = {
         "model": ("its model weights are", f"load the weights of {manifest.model}"),
@@ -140,7 +141,7 @@ def _of_groups(number: int, theirs: SnapshotGroup, ours: SnapshotGroup) -> Itera
 def _differences(
     theirs: Any, ours: Any, name: str = ""
 ) -> Iterator[tuple[str, tuple[object, object]]]:
-    """Values that differ, by their dotted names."""
+    """Yield the values that differ, each with its dotted name."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         for key in sorted(theirs.keys() | ours.keys()):
             inner = f"{name}.{key}" if name else key
@@ -181,7 +182,7 @@ class Difference:
         a_pages: pages that only ``a`` has.
         b_pages: pages that only ``b`` has.
         fields: values of ``a`` and ``b`` for each field of the manifest that differs; settings have
-            dotted names. Salts are secret, and only reported as different.
+            dotted names. Salts are secret, so they are only reported as different.
     """
 
     common_tokens: int
@@ -209,7 +210,7 @@ def difference(a: Manifest, b: Manifest) -> Difference:
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common prefix, tokens."""
+    """Return the length of the common prefix of two contexts, tokens."""
     for at, (one, other) in enumerate(zip(a, b, strict=False)):
         if one != other:
             return at

@@ -49,12 +49,12 @@ MOST_TABLE_BYTES = 64 << 10
 
 
 def least_file_bytes() -> int:
-    """Size of the smallest possible file of a page, bytes."""
+    """Return the size of the smallest possible file of a page, bytes."""
     return HEADER.size
 
 
 def most_file_bytes(page_format: PageFormat) -> int:
-    """Size of the largest possible file of a page of this format, bytes."""
+    """Return the size of the largest possible file of a page of this format, bytes."""
     return HEADER.size + page_format.page_bytes
 
 
@@ -84,7 +84,7 @@ def encode_page(page: Bytes, page_format: PageFormat) -> list[memoryview]:
 
 
 def decode_page(data: Bytes | bytes | memoryview, page_format: PageFormat, out: Bytes) -> None:
-    """Decode the page of a file into ``out``. The caller must check its digest.
+    """Decode the page of a file into ``out``. The caller must check the digest of the page.
 
     Args:
         page_format: format of the page; only its size must match the file.
@@ -141,7 +141,8 @@ def _parse(stored: Bytes) -> tuple[int, PageFormat, bytes, EncodedPage]:
 
 @lru_cache(maxsize=8)
 def _codec(page_format: PageFormat) -> Codec:
-    """An untrained codec, which is always the same and has a short table."""
+    """Return an untrained codec for pages of this format. It is always the same codec, and has a
+    short table."""
     try:
         return CODECS["centred"].make(page_format)
     except ValueError:  # bytes of unknown type
@@ -154,7 +155,7 @@ def _stored_codec(codec_id: int, table: bytes, page_format: PageFormat) -> Codec
 
 
 class PagePool:
-    """Pages of a root.
+    """The pool of the pages of a root.
 
     Args:
         root: folder of snapshots.

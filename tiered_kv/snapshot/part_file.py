@@ -1,4 +1,5 @@
-"""Part of a snapshot: the pages that one rank has written, as ``part-<rank>.json`` in a draft."""
+"""Part of a snapshot: the pages that one rank has written, in the file ``part-<rank>.json`` of a
+draft."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ class Origin(Enum):
     """Origin of the file of a page."""
 
     NEW = "new"
-    """Written, because the pool did not have it."""
+    """The page was written, because the pool did not have it."""
     AGAIN = "again"
-    """Written, because the file in the pool could not be used."""
+    """The page was written, because the file in the pool could not be used."""
     SHARED = "shared"
-    """A file shared with other snapshots."""
+    """The file is shared with other snapshots."""
     BESIDE = "beside"
-    """A file written by another rank."""
+    """The file was written by another rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +94,11 @@ class Part:
 
 
 def part_path(folder: Path, rank: int) -> Path:
-    """Path of a rank's part in a draft."""
+    """Return the path of a rank's part in a draft."""
     return folder / f"part-{rank}.json"
 
 
 def ranks_of(names: Iterable[str]) -> set[int]:
-    """Ranks whose parts are among these file names."""
+    """Return the ranks whose parts are among these file names."""
     found = map(_NAME.fullmatch, names)
     return {int(match[1]) for match in found if match is not None}

@@ -23,7 +23,7 @@ from .part_file import Origin, Part, StoredPage, part_path
 from .snapshot_files import PAGES, disk_errors, fill, sync_file, write_new
 
 SYNC_THREADS = 8
-"""Number of files that are synced concurrently: a disk syncs many in the time of one."""
+"""Number of files that are synced concurrently. A disk syncs many files in the time of one."""
 
 
 class PageWriter:
@@ -121,7 +121,8 @@ class PageWriter:
 
 
 def _size_of_same(path: Path, page_format: PageFormat, page: Bytes) -> int | None:
-    """Size of a page's file; None if the file does not contain exactly these bytes."""
+    """Return the size of a page's file; None if the file does not contain exactly the page
+    ``page``."""
     try:
         with opened(path) as fd:
             nbytes = os.fstat(fd).st_size

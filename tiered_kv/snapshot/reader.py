@@ -1,4 +1,4 @@
-"""Reading of snapshots: a folder, or a zip file with the same contents.
+"""Reading of snapshots, each of which is a folder, or a zip file with the same contents.
 
 Opening checks everything except the bytes of the pages, each of which is checked against its digest
 whenever it is read. Nothing is trusted, so that a snapshot can have any origin: links are not
@@ -41,7 +41,7 @@ class _Source:
         manifest: bytes of the manifest.
         sizes: returns the size of a page's file by digest, bytes; None if it is missing.
         read: reads a page's file.
-        names: digests of all files, if other files than the pages are not allowed.
+        names: digests of all files, if files other than those of the pages are not allowed.
     """
 
     manifest: bytes
@@ -195,8 +195,8 @@ def _checked_sizes(manifest: Manifest, size_of: Callable[[str], int | None]) -> 
 
 
 def _opened(path: Path | str, folder: int | None, files: ExitStack) -> int:
-    """Open a file or folder until ``files`` are closed. Does not follow a link at the path's
-    end."""
+    """Open a file or folder until ``files`` are closed, and return its descriptor. Does not follow
+    a link at the path's end."""
     try:
         fd = os.open(path, _OPEN, dir_fd=folder)
     except OSError as error:

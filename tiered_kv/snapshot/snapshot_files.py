@@ -41,10 +41,10 @@ def check_name(name: str) -> None:
 
 @contextlib.contextmanager
 def disk_errors(what: str) -> Iterator[None]:
-    """Convert errors of the operating system to ``SnapshotError``.
+    """Convert errors of the operating system in a ``with`` block to ``SnapshotError``.
 
     Args:
-        what: beginning of the message: the operation that failed.
+        what: the operation that failed, as the beginning of the message.
 
     Raises:
         SnapshotError: the operating system reported an error.
@@ -60,7 +60,7 @@ def write_new(path: Path, parts: Iterable[bytes | memoryview], *, durable: bool 
     """Write a new file.
 
     Args:
-        durable: sync the file. It is durable once its folder is synced as well.
+        durable: True to sync the file. It is durable once its folder is synced as well.
 
     Returns:
         Size of the file, bytes.
@@ -76,7 +76,8 @@ def write_new(path: Path, parts: Iterable[bytes | memoryview], *, durable: bool 
 
 
 def write_manifest(folder: Path, data: bytes) -> None:
-    """Write the manifest of a snapshot's folder, and make all its files durable by name.
+    """Write the manifest of a snapshot's folder, and make the names of all files in the folder
+    durable.
 
     Raises:
         OSError: the manifest exists, or could not be written.

@@ -20,9 +20,10 @@ from .manifest import SnapshotError
 
 MOST_MEMBERS = 1 << 20
 MOST_DIRECTORY_BYTES = 192 * MOST_MEMBERS
-"""Longest directory, bytes: enough for these members with the extra fields of common programs."""
+"""Longest directory, bytes: enough for ``MOST_MEMBERS`` members with the extra fields of common
+programs."""
 PAGE_ENTRY_BYTES = 46 + 70
-"""Minimum size of a page in the directory, bytes: its entry and its name."""
+"""Minimum size of a page's entry in the directory, with its name, bytes."""
 OTHER_ENTRIES = 16
 """Number of members that the directory may have in addition to the number of pages that fit into
 it. The manifest and the folder have shorter names, and a field of an entry may look like the start
@@ -71,8 +72,8 @@ def members(fd: int) -> dict[str, ZipEntry]:
 
 
 class _Bounded(io.FileIO):
-    """A file that limits the directory's size, and its members before they are parsed: a parsed
-    member takes several times the memory of its entry."""
+    """A file that limits the directory's size and the number of its members before they are parsed,
+    because a parsed member takes several times the memory of its entry."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > MOST_DIRECTORY_BYTES:
@@ -85,7 +86,7 @@ class _Bounded(io.FileIO):
 
 
 def _directory(fd: int) -> tuple[list[zipfile.ZipInfo], int]:
-    """The members as described by the directory, and the offset of the directory."""
+    """Return the members as described by the directory, and the offset of the directory."""
     try:
         with _Bounded(fd, closefd=False) as file, zipfile.ZipFile(file) as archive:
             infos, offset = archive.infolist(), archive.start_dir

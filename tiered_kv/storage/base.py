@@ -1,4 +1,4 @@
-"""The contract of a lower tier: a store of pages, and how a rank opens it.
+"""The contract of a lower tier: a store of pages, and how a rank opens the store.
 
 A new tier is two classes: a ``PageStore``, and a ``StoreTier`` that describes the tier to the
 scheduler half and opens its store in a worker. ``testing/conformance/store.py`` has the tests that
@@ -44,8 +44,8 @@ class PageStore(ABC):
     def put(self, pages: Pages) -> frozenset[int]:
         """Store pages.
 
-        The pages do not change until this returns, and must not be read afterwards. A page that is
-        returned as stored is found by every later ``get``, unless it is reclaimed (see
+        The pages do not change until the call returns, and must not be read afterwards. A page that
+        is returned as stored is found by every later ``get``, unless it is reclaimed (see
         ``reclaim``). If a key is given twice, the last page is stored, and its result counts for
         both.
 
@@ -58,7 +58,8 @@ class PageStore(ABC):
         """
 
     def put_coded(self, pages: Sequence[tuple[PageKey, CodedPage]]) -> frozenset[int]:
-        """Store pages that are already encoded; like ``put``. The default decodes them first."""
+        """Store pages that are already encoded. The default implementation decodes the pages, and
+        calls ``put``."""
         decoded = [(key, coded.decoded()) for key, coded in pages]
         return put_present(
             self.put, [None if page is None else (key, page) for key, page in decoded]
@@ -68,16 +69,17 @@ class PageStore(ABC):
     def get(self, pages: Pages) -> frozenset[int]:
         """Read pages into buffers of ``page_bytes`` bytes.
 
-        The buffers are slots of the CPU pool, which are reused soon after this has returned.
+        The buffers are slots of the CPU pool, which are reused soon after the call has returned.
         Nothing may write to them later, not even an abandoned read.
 
         Returns:
-            Indices of the pages that are absent or bad. Their buffers may hold anything.
+            Indices of the pages that are absent or bad. The contents of their buffers are
+                undefined.
         """
 
     @abstractmethod
     def exists(self, keys: Sequence[PageKey], deadline_s: float) -> frozenset[int]:
-        """Look pages up, for at most ``deadline_s`` seconds. Changes nothing.
+        """Look pages up, for at most ``deadline_s`` seconds. The call changes nothing.
 
         An answer may be outdated when it is used; only ``get`` is authoritative.
 
@@ -115,7 +117,7 @@ class PageStore(ABC):
     # -- stores whose pages the scheduler half knows ------------------------------
 
     def keys(self) -> Sequence[PageKey]:
-        """Every page, oldest first. Empty for stores that the scheduler half queries by lookup."""
+        """Every page, oldest first; empty for stores that the scheduler half queries by lookup."""
         return ()
 
     @property
@@ -125,18 +127,19 @@ class PageStore(ABC):
 
     @property
     def group_bytes(self) -> int | None:
-        """Maximum bytes of pages that one call should move; None for any number."""
+        """Maximum number of bytes of pages that one call should move; None for any number."""
         return None
 
     @property
     def rest_s(self) -> float:
-        """Seconds until the next ``put`` of pages that no request waits for; 0 for immediately."""
+        """Time until the next ``put`` of pages for which no request waits, seconds; 0 for
+        immediately."""
         return 0.0
 
     @property
     def retry_s(self) -> float | None:
-        """Seconds until pages are offered again after a ``put`` that stored none of them; None if
-        such pages have failed."""
+        """Time until pages are offered again after a ``put`` that stored none of them, seconds;
+        None if such pages have failed."""
         return None
 
     def place(self, keys: Sequence[PageKey], runs: Sequence[PageKey]) -> None:
@@ -155,7 +158,8 @@ class PageStore(ABC):
     # -- stores whose pages are reclaimed in groups ------------------------------
 
     def proposal(self) -> Proposal | None:
-        """Segment that should be reclaimed next; None if there is free space. Changes nothing."""
+        """Return the segment that should be reclaimed next; None if there is free space. The call
+        changes nothing."""
         return None
 
     def reclaim(self, segment: int, survivors: Collection[PageKey]) -> Sequence[PageKey]:
@@ -164,7 +168,7 @@ class PageStore(ABC):
         A segment that no longer exists is not an error.
 
         Returns:
-            Pages that are lost, including survivors that could not be written.
+            The pages that are lost, including survivors that could not be written.
         """
         raise NotImplementedError("a store that proposes segments must reclaim them")
 
@@ -188,7 +192,7 @@ def put_present(
 
 @dataclass(frozen=True, slots=True)
 class StoreSite:
-    """The worker that opens a store.
+    """Description of the worker that opens a store.
 
     Attributes:
         fingerprint: digest of everything that determines the bytes of the engine's pages. Their
@@ -211,7 +215,8 @@ class StoreSite:
 
 
 class StoreTier(Protocol):
-    """A tier, as configured. Created in both halves; creating it does no I/O.
+    """A configured tier. An object is created in both halves, which does no I/O. The constructor
+    takes the operator's ``TierConfig``.
 
     The constructor takes the operator's ``TierConfig``.
     """
@@ -222,10 +227,11 @@ class StoreTier(Protocol):
 
     @property
     def bandwidth(self) -> float:
-        """Expected rate of ``get``, bytes of pages per second; valid after ``open``."""
+        """Expected rate of ``get``, bytes of pages per second. It is valid after ``open``."""
 
     def open(self, site: StoreSite) -> PageStore:
-        """Open a rank's store. Called again with another fingerprint after a cache reset.
+        """Open a rank's store. The method is called again with another fingerprint after a cache
+        reset.
 
         Raises:
             ConfigError: the store cannot be used; the message says what to do.

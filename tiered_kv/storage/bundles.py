@@ -1,11 +1,12 @@
 """Bundles: pages of CPU memory that are kept compressed, in the pages' own slots.
 
-A bundle is created in place. Its pages are encoded into separate memory. Their records are then
-written contiguously over the slots, the last of which are no longer needed. Pages that do not
-shrink stay raw. A record may cross from one slot to the next, wherever the next slot lies.
+A bundle is created in the slots of its pages. Its pages are encoded into separate memory. Their
+records are then written contiguously over the slots, the last of which are no longer needed. Pages
+that do not shrink stay raw. A record may cross from one slot to the next, wherever the next slot
+lies.
 
-The contents of a slot are known only from the table of bundles, here and in the index of the
-scheduler half; where memory outlives its engine, also from a note in the bundle. So each record has
+The contents of a slot are known only from the tables of bundles in this module and in the index of
+the scheduler half and, if memory outlives its engine, from a note in the bundle. So each record has
 a digest, and a read returns either the page that was packed or nothing.
 """
 
@@ -81,8 +82,8 @@ class Note(Protocol):
 class Bundles:
     """The bundles of one page group, on one rank.
 
-    ``pack`` is called by one thread at a time, ``read`` and ``copy`` by any number concurrently.
-    No thread reads a bundle before ``pack`` has returned.
+    ``pack`` is called by one thread at a time, ``read`` and ``copy`` by any number concurrently. No
+    thread may read a bundle before ``pack`` has returned.
 
     Args:
         slots: the CPU pool's slots, uint8 ``[slots, bytes]``, at least as large as a page.
@@ -149,7 +150,7 @@ class Bundles:
         return len(bundle.slots)
 
     def adopt(self, bundle: Bundle) -> None:
-        """Adopt a bundle of a previous engine. Call before the first page is packed."""
+        """Adopt a bundle of a previous engine. Must be called before the first page is packed."""
         self._keep(bundle)
         if bundle.codec is not None:
             self._training.adopt(bundle.codec)
@@ -165,7 +166,8 @@ class Bundles:
         self._in_slot.update(dict.fromkeys(bundle.slots, bundle))
 
     def encode_like(self, preferred: Callable[[], Codec | None]) -> None:
-        """Encode with another store's codec, as returned by ``preferred``; None while unknown."""
+        """Encode with the codec of another store, which ``preferred`` returns; None while it is
+        unknown."""
         self._preferred = preferred
 
     def _encoded(
@@ -215,8 +217,8 @@ class Bundles:
         return CodedPage(found.codec, EncodedPage(plane, frame))
 
     def _find(self, first_slot: int, key: PageKey) -> CodedPage | None:
-        """Return an encoded page, whose bytes are valid until this thread's next call; None if the
-        page is missing or damaged."""
+        """Return an encoded page, whose bytes are valid until the next call on this thread; None if
+        the page is missing or damaged."""
         bundle = self._bundles.get(first_slot)
         record = bundle.records.get(key) if bundle is not None else None
         if bundle is None or record is None:
@@ -228,7 +230,7 @@ class Bundles:
         return CodedPage(bundle.codec, EncodedPage(stored[:middle], stored[middle:]))
 
     def _bytes(self, slots: Sequence[int], offset: int, nbytes: int) -> Bytes:
-        """Bytes of a bundle as one array, copied if they cross slots."""
+        """Return the bytes of a bundle as one array, which is a copy if they cross slots."""
         pieces = list(self._pieces(slots, offset, nbytes))
         if len(pieces) == 1:
             return pieces[0]
@@ -240,7 +242,7 @@ class Bundles:
         return whole
 
     def _pieces(self, slots: Sequence[int], offset: int, nbytes: int) -> Iterator[Bytes]:
-        """Views of a part of a bundle, one for each slot."""
+        """Yield views of the parts of a bundle, one for each slot."""
         slot_bytes, end = self._slots.shape[1], offset + nbytes
         while offset < end:
             index, at = divmod(offset, slot_bytes)

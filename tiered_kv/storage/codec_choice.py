@@ -1,4 +1,4 @@
-"""The configured codec of a tier's pages, and the rate at which pages are read with it."""
+"""The configured codec of a tier's pages, and the rate at which pages can be read with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def choose_codec(
     """Choose a codec, once in a process for each page format.
 
     Args:
-        name: as in TIERED_KV_CODEC; ``auto`` chooses the codec that suits the speed.
+        name: name of the codec, as in ``TIERED_KV_CODEC``; ``auto`` chooses the codec that suits
+            the speed.
         speed: speed of the disk or the link, bytes per second.
         cores: number of threads that decode concurrently.
 

@@ -1,9 +1,9 @@
 """The I/O thread: carries out a tier's store orders independently, when they are due.
 
-It owns its store from the start. Orders wait in a heap until they are due. Among orders that are
-due, promotions go first, because requests wait for them. A demotion is written in groups, and a
-promotion can run between two groups. A store may require promotions in groups as well, so that a
-lookup need not wait for a whole context.
+The thread owns its store from the start. Orders wait in a heap until they are due. Among orders
+that are due, promotions go first, because requests wait for them. A demotion is written in groups,
+and a promotion can run between two groups. A store may require promotions in groups as well, so
+that a lookup need not wait for a whole context.
 
 An order is reported only after the store's call has returned, because its slots stay reserved for
 as long as the store may access them.
@@ -47,14 +47,15 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 LEAST_BYTES = 8 << 20
-"""Smallest write at shutdown, bytes. The shutdown may exceed its deadline by one such write."""
+"""Smallest write at shutdown, bytes. The shutdown may exceed its deadline by one write of this
+size."""
 
 ColdSource: TypeAlias = Callable[[PageKey, int], CodedPage | None]
 """Returns a compressed page by its key and place; None if the page is missing or damaged."""
 
 GROUP_BYTES = 128 << 20
-"""Size of a group of demoted pages that are made durable together, bytes. Large enough for a disk
-to reach its full speed; a promotion waits a few hundredths of a second for a group."""
+"""Size of a group of demoted pages that are made durable together, bytes. A group is large enough
+for a disk to reach its full speed, and a promotion waits a few hundredths of a second for it."""
 MOST_LOGGED = 100
 """Number of different errors that are logged."""
 HUNG_S = 30.0
@@ -62,7 +63,7 @@ HUNG_S = 30.0
 
 
 def group_pages(page_bytes: int) -> int:
-    """Number of pages in a group."""
+    """Return the number of pages in a group."""
     return max(1, GROUP_BYTES // page_bytes)
 
 
@@ -71,7 +72,8 @@ Task = Callable[[], None]
 
 @dataclass(slots=True)
 class _Flight:
-    """An order in progress: pages before ``done`` were moved in ``seconds``, or have ``failed``."""
+    """An order in progress. The pages before ``done`` were moved, in ``seconds``, or have
+    ``failed``."""
 
     order: DemoteOrder | PromoteOrder
     epoch: int
@@ -81,7 +83,7 @@ class _Flight:
 
 
 class IoThread:
-    """Carries out orders for a store and returns reports.
+    """Carries out the orders for a store, and returns reports.
 
     Args:
         store: the store; closed with the thread.
@@ -126,14 +128,14 @@ class IoThread:
     # -- for the worker's thread ------------------------------------------------------
 
     def now(self) -> float:
-        """Seconds on this thread's clock."""
+        """Return the current time of this thread's clock, seconds."""
         return self._clock()
 
     def submit(self, order: DemoteOrder | PromoteOrder, ahead_s: float = 0.0) -> None:
         """Carry out the order once it is due.
 
         Args:
-            ahead_s: lead of this thread's clock over the clock that ``due`` refers to, seconds.
+            ahead_s: lead of this thread's clock over the clock to which ``due`` refers, seconds.
         """
         due = order.due + ahead_s if order.due > 0 else order.due
         with self._changed:
@@ -175,7 +177,8 @@ class IoThread:
         self._add(self._lookups, (order, task))
 
     def reclaim(self, segment: int, survivors: Sequence[PageKey]) -> None:
-        """Reclaim a proposed segment. ``take_gone`` returns the pages that were lost with it."""
+        """Reclaim a proposed segment. ``take_gone`` returns the pages that were lost with the
+        segment."""
 
         def task() -> None:
             try:
@@ -219,20 +222,21 @@ class IoThread:
         self._add(self._tasks, task)
 
     def take_reports(self) -> dict[OrderId, OrderReport]:
-        """Reports since the last call."""
+        """Return the reports since the last call."""
         with self._changed:
             reports, self._reports = self._reports, {}
         return reports
 
     def take_gone(self) -> list[PageKey]:
-        """Pages that were lost with their segments since the last call."""
+        """Return the pages that were lost with their segments since the last call."""
         with self._changed:
             gone, self._gone = self._gone, []
         return gone
 
     @property
     def proposal(self) -> Proposal | None:
-        """A segment that should be reclaimed; the scheduler half chooses its survivors."""
+        """Return a segment that should be reclaimed, whose survivors the scheduler half chooses;
+        None if there is none."""
         return self._proposal
 
     def wait_idle(self, timeout: float) -> bool:
@@ -254,7 +258,7 @@ class IoThread:
         Args:
             last: pages to write, as key and slot.
             budget_s: time for writing them, seconds.
-            discard: clear the store first, because no engine will look for its pages again.
+            discard: True to clear the store first, because no engine will look for its pages again.
 
         Returns:
             Number of the last pages that are durable.
@@ -287,7 +291,7 @@ class IoThread:
 
     @property
     def _group(self) -> int:
-        """Number of pages in a group, limited by the store's ``group_bytes``."""
+        """Return the number of pages in a group, limited by the store's ``group_bytes``."""
         most, wanted = group_pages(self._page_bytes), self.store.group_bytes
         return most if wanted is None else max(1, min(most, wanted // self._page_bytes))
 
@@ -335,7 +339,7 @@ class IoThread:
         return None
 
     def _until_due(self, now: float) -> float | None:
-        """Seconds until the next work is due; None if no work is queued."""
+        """Return the time until the next work is due, seconds; None if no work is queued."""
         seconds = [self._later[0][0] - now] if self._later else []
         if self._demotions:
             seconds.append(self._rest_until - time.monotonic())
@@ -357,7 +361,7 @@ class IoThread:
     def _go_on(self, flight: _Flight, queue: deque[_Flight]) -> None:
         """Move one group, and put the rest of the order back at the head of its queue.
 
-        The order ends with the first group of which no page was moved, because the store is slow,
+        The order ends with the first group of which no page was moved, because the store is slow or
         full, or lacks the other pages as well. Some stores are offered the group again for a while.
         """
         order, start, up = flight.order, flight.done, queue is self._promotions
@@ -398,8 +402,8 @@ class IoThread:
             self._proposal = self.store.proposal()
 
     def _tries_again(self) -> bool:
-        """True if a group is offered again after a pause, because the store accepted none of its
-        pages."""
+        """Return True if a group is offered again after a pause, because the store accepted none of
+        its pages."""
         retry_s, now = self.store.retry_s, time.monotonic()
         if retry_s is None or not self._patience.lasts(now):
             return False
@@ -407,13 +411,15 @@ class IoThread:
         return True
 
     def _put(self, pages: Sequence[tuple[PageKey, int]]) -> tuple[frozenset[int], int]:
-        """Store pages. Compressed pages are stored as encoded, where the store can do so.
+        """Store pages. Compressed pages are stored without encoding them again, if the store can do
+        so.
 
         Args:
             pages: keys and places; a place is a slot or, below 0, a place in a bundle.
 
         Returns:
-            Indices of the pages that are not stored; the number of pages passed to the store.
+            The indices of the pages that are not stored, and the number of pages passed to the
+                store.
         """
         raw = [(key, self._slots[place]) if place >= 0 else None for key, place in pages]
         failed = put_present(self.store.put, raw)

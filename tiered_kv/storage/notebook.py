@@ -1,10 +1,10 @@
 """A notebook: small facts by name that outlive the process, in a file of lines.
 
 Each line is an xxh3-64 digest of the rest, a space, and JSON. ``{"name": …, "fact": …}`` records a
-fact in place of the previous one, or deletes it if it is null. ``{"without": PREFIX}`` deletes
-every name with that prefix. A line with a wrong digest is ignored: it was torn by a kill, or
-modified. When most of the file is superseded by later lines, the file is rewritten under another
-name and then renamed.
+fact in place of the name's previous fact, or deletes the previous fact if the fact is null.
+``{"without": PREFIX}`` deletes every name with that prefix. A line with a wrong digest is ignored:
+it was torn by a kill, or modified. When most of the file is superseded by later lines, the file is
+rewritten under another name and then renamed.
 
 Nothing is synced: notes survive the process, but may not survive a crash of the machine.
 """
@@ -32,14 +32,14 @@ from tiered_kv.plain_files import check_owner, open_own, read_own, replace_file,
 logger = logging.getLogger(__name__)
 
 MOST_FACTS = 1 << 17
-"""Maximum number of names. Beyond it, the names noted longest ago are forgotten."""
+"""Maximum number of names. If there are more, the names noted longest ago are forgotten."""
 MOST_BYTES = 128 << 20
-"""Size above which a file is not a notebook, bytes."""
+"""Maximum size of a notebook, bytes. A larger file is not read as a notebook."""
 SPARE_BYTES = 4 << 20
 """Superseded bytes that a file may have beyond the size of its live lines, bytes."""
 MOST_QUEUED = 10_000
 """Maximum number of lines queued for a slow disk. The same number of further lines is reserved for
-deletions of facts: a fact that is not noted is merely unknown."""
+deletions of facts, which are more important: a fact that is not noted is merely unknown."""
 MOST_BOOKS = 64
 """Maximum number of engines with one replica number that share a folder."""
 
@@ -109,20 +109,20 @@ class Notebook(NoNotebook):
         self._thread.start()
 
     def facts(self, prefix: str) -> dict[str, Fact]:
-        """Facts that were in the file, by names with this prefix, oldest first. They were written
-        by a process of this user, perhaps by another version."""
+        """Return the facts that were in the file under names with this prefix, by name, oldest
+        first. They were written by a process of this user, perhaps by another version."""
         return {name: fact for name, fact in self._found.items() if name.startswith(prefix)}
 
     def note(self, name: str, fact: Fact) -> None:
-        """Queue a fact, which must be JSON. Never blocks, never raises."""
+        """Queue a fact, which must be JSON. Never blocks or raises."""
         self._say({"name": name, "fact": fact}, MOST_QUEUED)
 
     def strike(self, name: str) -> None:
-        """Queue the deletion of a fact. Never blocks, never raises."""
+        """Queue the deletion of a fact. Never blocks or raises."""
         self._say({"name": name, "fact": None}, 2 * MOST_QUEUED)
 
     def strike_all(self, prefix: str) -> None:
-        """Queue the deletion of all names with this prefix. Never blocks, never raises."""
+        """Queue the deletion of all names with this prefix. Never blocks or raises."""
         self._say({"without": prefix}, 2 * MOST_QUEUED)
 
     def _say(self, said: _Said, most: int) -> None:
@@ -188,8 +188,8 @@ class Notebook(NoNotebook):
     def _add(self, data: bytes, *, strikes: bool) -> None:
         """Append lines, or write nothing.
 
-        A full disk has no space for a line that deletes facts. Then the file is rewritten in place:
-        a kill during the rewrite only loses facts, whereas deleted facts must never be found.
+        If the disk is too full for a line that deletes facts, the file is rewritten in place. A
+        kill during the rewrite only loses facts, whereas deleted facts must never be found.
 
         Args:
             strikes: True if a line deletes facts.
@@ -215,8 +215,8 @@ class Notebook(NoNotebook):
 
 def folder_for_notes(folder: Path | None) -> Path | None:
     """Return a folder for notes, which is created if missing. Returns None, with a warning, if
-    another user created it, or if it is on hugetlbfs, whose files can be written only through
-    mapped memory."""
+    another user created it, or if the folder is on hugetlbfs, whose files can be written only
+    through mapped memory."""
     if folder is None:
         return None
     try:
@@ -244,8 +244,9 @@ def open_notebook(folder: Path | None, replica: int, *, keep: bool) -> NoNoteboo
     """Open the first notebook of a replica in a folder that no other process has open.
 
     Args:
-        folder: created if missing; None keeps nothing.
-        keep: as for :class:`Notebook`.
+        folder: folder of the notebooks, which is created if missing; None for a notebook that
+            stores nothing.
+        keep: False to delete the file when the notebook is closed.
     """
     if folder is None:
         return NoNotebook()
@@ -300,7 +301,7 @@ def _line(said: _Said) -> bytes:
 
 
 def _parse(line: bytes) -> _Said | None:
-    """Content of a line; None if it is damaged or not a notebook line."""
+    """Return the content of a line; None if the line is damaged or not a notebook line."""
     digest, _, body = line.removesuffix(b"\n").partition(b" ")
     if not line.endswith(b"\n") or xxhash.xxh3_64_hexdigest(body).encode() != digest:
         return None

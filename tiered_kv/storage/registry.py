@@ -1,4 +1,4 @@
-"""Lower tiers by name, as an engine is configured with them."""
+"""Lower tiers by the names with which an engine is configured."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def make_tiers(config: TierConfig) -> tuple[StoreTier, ...]:
 
 
 def tiers_below(config: TierConfig) -> tuple[TierSpec, ...]:
-    """Specs of the configured tiers, fastest first.
+    """Return the specs of the configured tiers, fastest first.
 
     Raises:
-        ConfigError: as ``make_tiers``.
+        ConfigError: as in ``make_tiers``.
     """
     return tuple(tier.spec for tier in make_tiers(config))

@@ -1,13 +1,13 @@
-"""Pages in a remote store: one record per page, encoded here and checked when it is read.
+"""Pages in a remote store: one record per page, which is checked when it is read.
 
 A page is read into memory of this store and decoded from there into its slot. So no late transfer
 can touch a slot.
 
-Codec tables are kept in the remote store too, under the fingerprint of the pages that need them.
-A table is put before the pages that need it, again if it is missing, and periodically: a store
-that evicts old values, or values that were not read for long, would keep the pages and evict the
-table, because each reader reads it only once. A missing table is requested only once in a while,
-not once for each page.
+Codec tables are kept in the remote store too, under the fingerprint of the pages that need them. A
+table is put before the pages that need it, and again periodically and if it is missing. Each reader
+reads it only once, so a store that evicts old values, or values that were not read for long, would
+keep the pages and evict the table. A missing table is requested only once in a while, not once for
+each page.
 
 Values whose deletion the remote store did not confirm are deleted later, in the background. They
 may include values whose write was abandoned.
@@ -57,8 +57,9 @@ def delete_later(store: RemoteStore, keys: Sequence[RemoteKey]) -> None:
     may find the values, so this is logged as an error.
 
     Args:
-        store: the connection that put the values; it must not be used for anything else from now
-            on. A shared folder can be written only by the process that holds its lock.
+        store: the connection that put the values, because a shared folder can be written only by
+            the process that holds its lock. The connection must not be used for anything else from
+            now on.
     """
     logger.error(
         "the remote store does not respond, so %d pages from before the cache reset could not "
@@ -96,7 +97,8 @@ MISSING_S = 10.0
 needs the table would cost a round trip, and memory for the longest table."""
 MOST_MISSING = 1024
 MOST_CODECS = 64
-"""Number of codecs kept, the latest. Engines adopt each other's tables, so there are few."""
+"""Maximum number of codecs kept, the latest ones. Engines adopt each other's tables, so there are
+few."""
 MOST_TABLE_BYTES = 16 << 20
 DIGEST_BYTES = 16
 
@@ -125,7 +127,7 @@ class CodecTables:
         self._put_at: dict[bytes, float] = {}
 
     def known(self, codec_id: int, table: bytes) -> bool:
-        """True if the codec was already looked up, or its table was recently missing."""
+        """Return True if the codec was already looked up, or its table was recently missing."""
         if table == NO_TABLE or (codec_id, table) in self._codecs:
             return True
         return time.monotonic() < self._missing.get((codec_id, table), 0.0)
@@ -137,8 +139,8 @@ class CodecTables:
         return self._codecs.get((codec_id, table))
 
     def publish(self, codec: Codec, deadline: float) -> bytes | Outcome:
-        """Put the codec's table. Returns its name or, on failure, the outcome. After a failure the
-        codec's pages would be useless to any reader."""
+        """Put the codec's table. Returns its name or, on failure, the outcome. If it fails, the
+        codec's pages must not be put, because no reader could decode them."""
         name = table_name(codec.codec_id, codec.table)
         self._keep(codec.codec_id, name, codec)
         if name == NO_TABLE:
@@ -193,18 +195,19 @@ PAGE_PREFIX = b"tkv:p:"
 CALL_S = 2.0
 """Maximum time of a read or write of many pages, seconds."""
 RETRY_S = 1.0
-"""Pause between an unanswered write and the next, seconds. Then a server that counts as down is
-tried again, and reads can run in between."""
+"""Pause between an unanswered write and the next, seconds. After the pause, a server that counts as
+down is tried again. During it, reads can run."""
 SHARE_OF_LINK = 0.25
-"""Fraction of time used for writes that no request waits for. Restores have the rest."""
+"""Fraction of time used for writes for which no request waits. The remaining time is left to
+restores."""
 GROUP_S = 0.02
 """Approximate duration of a write, seconds. A lookup waits for the write in progress."""
 LONGEST_KEY = 255 + 2
 MOST_RUNS = 1 << 16
-"""Number of pages whose run is remembered, from a lookup to the read that follows."""
+"""Maximum number of pages whose run is remembered, from a lookup to the read that follows."""
 MOST_OWN = 1 << 18
-"""Number of this engine's pages that a reset deletes. Older pages were prefilled long before the
-reason for the reset, a change of the weights."""
+"""Maximum number of this engine's pages that a reset deletes. Older pages were prefilled long
+before the reason for the reset, a change of the weights."""
 
 
 class NoPages(PageStore):
@@ -282,7 +285,7 @@ class RemotePages(PageStore):
 
     @property
     def _trains(self) -> bool:
-        """True while the codec of new pages is being trained."""
+        """Return True while the codec of new pages is being trained."""
         return self._trainer is not None and self._trainer.is_alive()
 
     def put_coded(self, pages: Sequence[tuple[PageKey, CodedPage]]) -> frozenset[int]:
@@ -297,11 +300,12 @@ class RemotePages(PageStore):
     def _put(
         self, codec: Codec, pages: Sequence[tuple[PageKey, Bytes | EncodedPage | None]]
     ) -> frozenset[int]:
-        """Store pages, encoded by this codec or still raw; None entries cannot be stored.
+        """Store pages, encoded by this codec or still raw; entries that are None cannot be stored.
 
         Args:
-            codec: read once for the whole call. Training may replace the current codec meanwhile,
-                and a page whose record names another table than its own would be decoded wrongly.
+            codec: codec for all pages of the call. Training may replace the current codec
+                meanwhile, and a page whose record names the table of another codec would be decoded
+                wrongly.
         """
         everything = frozenset(range(len(pages)))
         if self._closed or not pages:
@@ -341,7 +345,7 @@ class RemotePages(PageStore):
         return frozenset(at for at, (key, _) in enumerate(pages) if key not in stored)
 
     def _count(self, outcomes: Sequence[Outcome], pages: int = 1) -> None:
-        """Count the outcomes of a write, each for that many pages."""
+        """Count the outcomes of a write, each of which applies to ``pages`` pages."""
         self._unanswered += any(one in (Outcome.LATE, Outcome.DOWN) for one in outcomes)
         self._refused += pages * outcomes.count(Outcome.REFUSED)
 
@@ -364,8 +368,8 @@ class RemotePages(PageStore):
     def _read_some(
         self, pages: Pages, wanted: Sequence[int], missing: set[int], deadline: float
     ) -> dict[int, tuple[int, bytes]]:
-        """Read pages, and remove the good ones from ``missing``. Returns the pages whose codec is
-        unknown, with the codec's id and table."""
+        """Read pages, and remove the pages that were read from ``missing``. Returns the pages whose
+        codec is unknown, with the codec's id and table."""
         lacking: dict[int, tuple[int, bytes]] = {}
         failed = False
         keys = [self._key(pages[at][0]) for at in wanted]
@@ -422,8 +426,8 @@ class RemotePages(PageStore):
 
     def clear(self) -> None:
         """Delete the pages that this engine has put. They no longer match their fingerprint,
-        perhaps since before the reset. If the store does not answer, the deletion is retried later,
-        and this connection is used for nothing else."""
+        perhaps already since a time before the reset. If the store does not answer, the deletion is
+        retried later, and this connection is used for nothing else."""
         self._training.forget()
         own = [RemoteKey(PAGE_PREFIX + self._name(key), run) for key, run in self._own.items()]
         self._own.clear()

@@ -27,8 +27,8 @@ from .remote_pages import RETRY_S, NoPages, RemotePages
 
 
 def make_store(address: RemoteAddress) -> RemoteStore:
-    """Create the store of an address. It makes no connection and opens no file before its first
-    call."""
+    """Create the store of an address. The store makes no connection and opens no file before its
+    first call."""
     if address.folder is not None:
         return SharedRoot(address.folder, address.most_bytes)
     return ValkeyStore(address)
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 PROBE_PREFIX = b"tkv:probe:"
 PROBE_VALUES = 16
 PROBE_BYTES = 256 << 10
-"""Values used to measure the link: several values of the size of a page, so that latency has the
-same weight as for a context."""
+"""Size of a value used to measure the link, bytes. Several values of the size of a page are used,
+so that latency has the same weight as for a context."""
 PROBE_S = 2.0
 ASSUMED_SPEED = DiskSpeed(read=1e8, write=1e8)
 """Assumed speed of a link that could not be measured, bytes per second: 1 Gbit/s."""

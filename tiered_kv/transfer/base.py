@@ -1,7 +1,7 @@
 """Contract of transfer backends, which move pages between VRAM and the CPU pool.
 
 The worker half submits jobs from the engine's thread and polls for their results; the backend moves
-bytes on its own threads or streams. Backends are tested by subclassing
+the bytes on its own threads or streams. Backends are tested by subclassing
 ``tiered_kv.testing.conformance.transfer.TransferConformance``.
 """
 
@@ -25,8 +25,8 @@ class Direction(Enum):
 class CopyJob:
     """Copy ``blocks[i]`` of a page group to ``slots[i]``, or in the opposite direction.
 
-    No two jobs in flight may write the same block or slot, nor may one write what another reads.
-    The scheduler's two-phase orders guarantee that.
+    No two jobs in flight may write the same block or slot, and no job may write a block or slot
+    that another job reads. The scheduler's two-phase orders guarantee this.
     """
 
     job_id: int
@@ -62,22 +62,22 @@ class CopyResult:
 
 
 class TransferBackend(ABC):
-    """Copies whole pages. All methods are called on one thread: the engine's, or another thread
-    that has its own backend."""
+    """Copies whole pages. All methods are called on one thread: the engine's thread, or another
+    thread that has its own backend."""
 
     def fence(self) -> AbstractContextManager[None]:
         """Return a context manager that orders copies after the work that the engine has enqueued
-        so far. Called on the engine's thread. Another thread with its own backend enters it once:
-        copies submitted within ``with fence:`` wait for this work, as ``submit`` does on the
-        engine's thread."""
+        so far. Called on the engine's thread. Another thread with its own backend enters the
+        context manager once: copies that it submits within ``with fence:`` wait for this work, as
+        they do on the engine's thread."""
         return nullcontext()
 
     @abstractmethod
     def submit(self, job: CopyJob) -> None:
         """Start a copy and return immediately.
 
-        A SAVE reads the blocks as written by the work enqueued so far. A LOAD writes them after
-        that work has read them. Never raises: an impossible copy is reported as failed.
+        A SAVE reads the blocks as written by the work enqueued so far. A LOAD writes the blocks
+        after that work has read them. Never raises: an impossible copy is reported as failed.
         """
 
     @abstractmethod
@@ -86,11 +86,11 @@ class TransferBackend(ABC):
 
     @abstractmethod
     def poll(self) -> list[CopyResult]:
-        """Return the jobs finished since the last call, each once. Does not block."""
+        """Return the jobs that finished since the last call, each of them once. Does not block."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Block until every submitted job is finished; ``poll`` then reports them."""
+        """Block until every submitted job is finished. ``poll`` then reports these jobs."""
 
     @abstractmethod
     def close(self) -> None:

@@ -21,7 +21,7 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pages:
-    """The valid pages of a job.
+    """The valid pages of a job. ``failed`` lists the others.
 
     Attributes:
         blocks: block numbers, int64 ``[pages]``.
@@ -57,7 +57,7 @@ def _numbers(values: Sequence[int]) -> Numbers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageRuns:
-    """The runs of a page, in slot order; int64 ``[runs]`` each.
+    """The runs of a page, in slot order; each array is int64 ``[runs]``.
 
     Run ``r`` of block ``b`` starts at ``offset[r] + b*stride[r]`` of the storage, and at
     ``start[r]`` of the slot.
@@ -79,7 +79,7 @@ class PageRuns:
 
 
 def page_runs(layout: PageLayout, slot_bytes: int) -> PageRuns:
-    """Return the fewest runs that make up a page, in slots of ``slot_bytes``."""
+    """Return the smallest number of runs that make up a page, in slots of ``slot_bytes`` bytes."""
     runs: list[tuple[int, int, int, int]] = []
     start = 0
     for region in layout.regions:
@@ -118,7 +118,7 @@ def _page_runs(runs: list[tuple[int, int, int, int]], page_bytes: int, slot_byte
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copies:
-    """Runs of bytes to copy; int64 ``[copies]`` each.
+    """Runs of bytes to copy; each array is int64 ``[copies]``.
 
     Attributes:
         storage: offsets in the storage, bytes.
@@ -135,8 +135,8 @@ class Copies:
 
 
 def joints(runs: PageRuns, pages: Pages) -> NDArray[np.bool_]:
-    """Mark the pages that directly follow the previous page, in both the storage and the slab;
-    bool ``[pages - 1]``.
+    """Return which pages directly follow the previous page, in both the storage and the slab; bool
+    ``[pages - 1]``.
 
     Only consecutive pages of the job are compared, because pages are listed in block order and
     free slots are allocated in order.

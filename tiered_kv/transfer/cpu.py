@@ -86,7 +86,7 @@ class CpuTransfer(TransferBackend):
                 self._idle.notify_all()
 
     def _copy(self, job: CopyJob) -> CopyResult:
-        """Copy the valid pages; report the others as failed."""
+        """Copy the valid pages, and report the other pages as failed."""
         began = time.perf_counter()
         runs = self._runs[job.group]
         pages = sort_out(job, self._num_blocks[job.group], self._num_slots)

@@ -1,4 +1,5 @@
-"""Host memory for the CPU pool's slots, and the CPU pool: memory divided into page slots.
+"""Host memory for the CPU pool's slots, and the CPU pool: memory divided into page slots. Whoever
+creates a pool provides its memory.
 
 The creator of a pool provides its memory.
 """
@@ -21,25 +22,27 @@ class HostMemory(Protocol):
 
     @property
     def view(self) -> NDArray[np.uint8]:
-        """The whole memory, one-dimensional, contiguous and writable; empty once closed."""
+        """The whole memory, one-dimensional, contiguous and writable; empty once the memory is
+        closed."""
 
     @property
     def pinned(self) -> bool:
-        """True if it is registered with the CUDA driver, so that devices access it directly."""
+        """True if the memory is registered with the CUDA driver, so that devices access it
+        directly."""
 
     def close(self) -> None:
         """Release the memory. Idempotent.
 
         No device copy may be in progress. Existing views stay readable and writable: the memory is
-        unmapped with the last of them.
+        unmapped when the last of them is deleted.
         """
 
 
 class AnonymousMemory:
     """Private memory of this process, initially zeros.
 
-    One anonymous mapping, in huge pages where the kernel provides them. It is touched in advance,
-    so that no save incurs page faults.
+    The memory is one anonymous mapping, in huge pages where the kernel provides them. It is touched
+    in advance, so that no save incurs page faults.
 
     Raises:
         MemoryError, OSError: the memory cannot be allocated.

@@ -1,12 +1,12 @@
 """Copies of runs between CPU buffers, at the speed of one large memcpy.
 
 Pages are larger than caches and are not read again soon. So the target is written with non-temporal
-stores, which bypass the caches and avoid reading the target first. memcpy does so for large copies
-only, not for runs of some KiB. While one run is copied, the first lines of the next run are
-prefetched, because the hardware prefetcher cannot predict them.
+stores, which bypass the caches and avoid reading the target first. memcpy uses such stores for
+large copies only, not for runs of some KiB. While one run is copied, the first lines of the next
+run are prefetched, because the hardware prefetcher cannot predict them.
 
-Compiled at import; runs without the interpreter lock. Nothing is checked: the caller is
-responsible for valid addresses.
+The functions are compiled when the module is imported, and run without the interpreter lock. They
+check nothing: the caller is responsible for valid addresses.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .copy_plan import Numbers
 VECTOR = 32
 STRIP = 8 * VECTOR
 AHEAD = 512
-"""Bytes of the next run that are prefetched."""
+"""Number of bytes of the next run that are prefetched."""
 LINE = 64
 PAGE = 4096
-"""Size of a memory page, bytes. One line of each page of the next run is prefetched too, since the
-page walk takes longest."""
+"""Size of a memory page, bytes. One cache line of each memory page of the next run is prefetched
+too, because the page walk takes longest."""
 
 _BYTES = types.Array(types.uint8, 1, "C")
 _SOURCE = types.Array(types.uint8, 1, "C", readonly=True)
@@ -61,8 +61,8 @@ def _strips(typing: Any, to: Any, source: Any, strips: Any) -> Any:
 
 
 def _prefetch(typing: Any, address: Any) -> Any:
-    """Prefetch a cache line without waiting. A load would wait for the page walk, which a distant
-    run requires."""
+    """Prefetch a cache line without waiting. A load instruction would wait for the page walk, which
+    a distant run requires."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = ir.IntType(8).as_pointer()

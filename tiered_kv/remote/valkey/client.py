@@ -52,12 +52,12 @@ _T = TypeVar("_T")
 
 UNDER_WAY = 8
 """Number of values that are requested or sent before the first of them is answered. One value keeps
-a local link busy; a link with 1 ms latency at 10 Gbit/s needs five values of 256 KiB."""
+a local link busy; a link with 1 ms latency and 10 Gbit/s needs five values of 256 KiB."""
 LOOKED_UP = 1024
 """Number of keys that are looked up before the first of them is answered."""
 SILENCE_S = 1.0
 """Time without any data, in one call or several, after which a server counts as down, seconds. A
-lookup alone has less time and is not sufficient evidence: on a busy machine a process may wait
+single lookup has less time, and is not sufficient evidence: on a busy machine a process may wait
 tenths of a second for a core."""
 
 _REFUSED = ("NOAUTH", "WRONGPASS", "DENIED")
@@ -88,12 +88,13 @@ class _Calls(LoggedBreaker):
         self._accepted = False
 
     def lets_through(self, now: float) -> bool:
-        """True if a call may be made. Starts to record its answers."""
+        """Return True if a call may be made. If so, start to record the answers of the call."""
         self._refused, self._accepted = None, False
         return super().lets_through(now)
 
     def answer(self, read: Callable[[], _T]) -> _T | Outcome:
-        """Read the reply to one command. Returns an outcome for an error that concerns only it.
+        """Read the reply to one command. Returns an outcome for an error that concerns only that
+        command.
 
         Raises:
             ServerError: the error concerns more than the command.
@@ -163,7 +164,7 @@ class ValkeyClient:
         self._answered(self._connected(deadline))
 
     def exists(self, names: Sequence[bytes], deadline: float) -> list[Outcome]:
-        """Look up keys. Returns an outcome for each key; see ``RemoteStore``."""
+        """Look up keys. Returns the outcome for each key; see ``RemoteStore``."""
         return [
             found if isinstance(found, Outcome) else Outcome.HIT if found else Outcome.MISS
             for found in self._ask_each(b"EXISTS", names, deadline, self._reads)
@@ -191,7 +192,7 @@ class ValkeyClient:
                 yield late, outcome, 0
 
     def put(self, values: Sequence[tuple[bytes, Parts]], deadline: float) -> list[Outcome]:
-        """Store values. Returns an outcome for each value; see ``RemoteStore``."""
+        """Store values. Returns the outcome for each value; see ``RemoteStore``."""
         found: list[Outcome] = []
         if not self._closed and not self._writes.lets_through(time.monotonic()):
             return [Outcome.REFUSED] * len(values)
@@ -212,8 +213,8 @@ class ValkeyClient:
     def delete(self, names: Sequence[bytes], deadline: float) -> bool:
         """Delete keys. Returns False if some keys may still exist.
 
-        This is also the case once after abandoned writes: the server may process them from another
-        connection after the deletion.
+        After abandoned writes, it also returns False once, because the server may process these
+        writes from another connection after the deletion.
         """
         found = self._ask_each(b"UNLINK", names, deadline, self._deletions)
         if any(isinstance(one, Outcome) for one in found):
@@ -249,7 +250,7 @@ class ValkeyClient:
         """Return the connection, opened if needed, with its deadline set.
 
         Args:
-            calls: type of the call, whose breaker is checked; None to check none.
+            calls: type of the call, whose breaker is checked; None to check no breaker.
 
         Raises:
             Exception: no connection is available.
@@ -311,7 +312,7 @@ class ValkeyClient:
         return Outcome.LATE if late else Outcome.DOWN
 
     def _answered(self, connection: Connection, calls: _Calls | None = None) -> None:
-        """Record that a call was answered completely, so that its connection can be reused."""
+        """Record that a call was answered completely, so that its connection can be used again."""
         connection.owes = False
         self._breaker.worked()
         self._silent_since = None
@@ -426,7 +427,7 @@ class ValkeyStore:
             client.close()
 
     def _split(self, keys: Sequence[RemoteKey]) -> list[tuple[ValkeyClient, list[int]]]:
-        """Indices of the keys of each server, without servers that have none."""
+        """Return each server that has some of the keys, with the indices of these keys."""
         mine: list[list[int]] = [[] for _ in self._clients]
         of_run: dict[bytes, int] = {}
         for at, key in enumerate(keys):

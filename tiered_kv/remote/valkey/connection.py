@@ -1,6 +1,7 @@
 """Connection to one server, with a deadline for every byte.
 
-Also resolves a server's addresses on a separate thread, because a name server may be slow.
+The module also resolves a server's addresses, on a separate thread, because a name server may be
+slow.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tiered_kv.remote.base import Parts
 from .replies import Replies
 
 REFRESH_S = 0.01
-"""Time to wait for new addresses if old ones are known, seconds."""
+"""Maximum wait for new addresses if earlier ones are known, seconds."""
 THREAD_NAME = "tiered-kv-names"
 
 
@@ -32,7 +33,8 @@ class Address(NamedTuple):
 
 
 class Resolver:
-    """Addresses of a server's name, resolved again for each connection. Use from one thread."""
+    """Addresses of a server's name, which is resolved again for each connection. Used from one
+    thread."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -77,7 +79,7 @@ class Resolver:
 MOST_PARTS = 512
 """Number of parts passed to one system call; Linux accepts 1,024."""
 LEAST_S = 1e-4
-"""Shortest wait, seconds. Zero would mean not to wait at all."""
+"""Shortest wait, seconds. A wait of zero would return immediately."""
 _NOT_YET = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -138,7 +140,8 @@ class Connection:
 
     def is_idle(self) -> bool:
         """True if the next reply will answer the next command: no reply is outstanding, no extra
-        data has arrived, and the server has not closed the connection, as some do after a while."""
+        data has arrived, and the server has not closed the connection, as some servers do after a
+        while."""
         if self.owes or self.replies.unread:
             return False
         try:
@@ -206,7 +209,7 @@ class Connection:
         poll.poll(1e3 * self._left_s())
 
     def _left_s(self) -> float:
-        """Seconds until the deadline.
+        """Return the time left until the deadline, seconds.
 
         Raises:
             TimeoutError: the deadline has passed.

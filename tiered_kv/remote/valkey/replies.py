@@ -1,8 +1,8 @@
 """Replies of the Redis protocol (RESP 2), read from a connection.
 
-Lines pass through a small buffer. A value is received directly into the caller's memory: only
-its first bytes, which arrived with the line before it, are copied. Any bytes either give a reply or
-raise.
+Lines pass through a small buffer. A value is received directly into the caller's memory: only its
+first bytes, which arrived with the line before it, are copied. Any received bytes either give a
+reply or raise ``ProtocolError``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Replies:
 
     Args:
         receive: receives at least one byte into memory and returns the number of bytes, or raises
-            OSError. Once the first piece of memory is full, it may continue in the second.
+            OSError. Once the first piece of memory is full, it may continue in the second piece.
     """
 
     def __init__(self, receive: Callable[[memoryview, memoryview], int]) -> None:
@@ -117,7 +117,7 @@ class Replies:
             raise ProtocolError(f"{line[:40]!r} has no number") from None
 
     def _line(self) -> bytes:
-        """The next line, without its end.
+        """Return the next line, without its line end.
 
         Raises:
             ServerError: the line is an error reply.

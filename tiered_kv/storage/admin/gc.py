@@ -33,7 +33,7 @@ _PROBE_NAME = re.compile(r"\.probe-[0-9]+")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Criteria of the stores to delete. All must hold.
+    """Criteria of the stores to delete. A store must meet all of them.
 
     Attributes:
         unused_s: minimum time since the last use, seconds.
@@ -55,7 +55,8 @@ class Selection:
 
 
 def holder_of(store: StoreInfo) -> str:
-    """Process that has a store open, as named in its lock; empty if no process has it open."""
+    """Return the process that has a store open, as named in its lock; empty if no process has it
+    open."""
     return short_owner(store.holder) if store.locked else ""
 
 
@@ -64,7 +65,8 @@ def delete_store(store: StoreInfo) -> None:
 
     Raises:
         StoreBusyError: a process has the store open; nothing was deleted.
-        OSError: the disk failed, or the folder holds other files; the rest is still a valid store.
+        OSError: the disk failed, or the folder contains other files; what is left is still a valid
+            store.
     """
     files = RealFiles()
     try:

@@ -1,6 +1,7 @@
 """Stores under a path, and their contents, read only from their segments.
 
-Takes no lock and writes nothing. A store may be in use, and gain and lose segments meanwhile.
+The module takes no lock and writes nothing. A store may be in use, and gain and lose segments
+meanwhile.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class StoreInfo:
 
     Attributes:
         locked: True if a process has the store open.
-        holder: description of that process, or of the last one; empty if unknown.
+        holder: description of that process, or of the last process; empty if unknown.
         last_use: time of last use, seconds since 1970.
         segments: paths of its segments, oldest first.
         nbytes: size of its segments on disk, bytes.
@@ -51,7 +52,7 @@ class Listing:
     """The stores under a root, most recently used last.
 
     Attributes:
-        odd: reasons for skipping paths that are named like a store or a segment, by path.
+        odd: reasons why paths that are named like a store or a segment were skipped, by path.
     """
 
     stores: list[StoreInfo]
@@ -183,7 +184,7 @@ class Inventory:
 
     @property
     def dead_bytes(self) -> int:
-        """Size of superseded records in live segments, bytes."""
+        """Size of superseded records in segments that have live pages, bytes."""
         records = sum(one.records_end - one.loaded.header.header_bytes for one in self.segments)
         return records - sum(place.entry.nbytes for place in self.pages.values())
 
@@ -213,8 +214,8 @@ def take_inventory(info: StoreInfo) -> Inventory:
 
 @contextmanager
 def faults_noted(path: Path, faults: dict[Path, str]) -> Iterator[None]:
-    """Record the error that ends the reading of a segment. A segment that has vanished, or has no
-    header yet, has no fault."""
+    """Record the error that ends the reading of a segment in a ``with`` block. A segment that has
+    vanished, or has no header yet, has no fault."""
     try:
         yield
     except (FileNotFoundError, BlankSegment):
@@ -254,7 +255,7 @@ def opened_segment(info: StoreInfo, path: Path) -> Iterator[tuple[int, LoadedSeg
 
 
 def codec_of(header: SegmentHeader) -> Codec:
-    """Codec of a segment's pages.
+    """Return the codec of a segment's pages.
 
     Raises:
         FormatError: the codec is unknown.

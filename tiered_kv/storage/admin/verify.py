@@ -1,8 +1,8 @@
 """Verification of a store by reading every page.
 
-Works while another process has the store open: in a segment that is being written, only durable
-groups are checked. In a segment left by a killed process, everything is checked except the group
-that was being written. This group cannot be distinguished from damage, and is never read.
+A store can be verified while another process has it open: in a segment that is being written, only
+durable groups are checked. In a segment left by a killed process, everything is checked except the
+group that was being written. This group cannot be distinguished from damage, and is never read.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ class VerifyResult:
         return not (self.bad_pages or self.bad_segments)
 
     def confirming(self, earlier: VerifyResult) -> VerifyResult:
-        """Keep only faults that an earlier check found as well. A store in use writes, seals and
-        deletes segments, and a check may read intermediate states. Real damage is found twice."""
+        """Return this result with only those faults that an earlier check found as well. A store in
+        use writes, seals and deletes segments, and a check may read intermediate states. Real
+        damage is found twice."""
         both = {path for path in self.bad_segments if path in earlier.bad_segments}
         return replace(
             self,
@@ -85,7 +86,7 @@ class VerifyResult:
         )
 
     def add(self, other: VerifyResult) -> None:
-        """Add another result."""
+        """Add another result to this result."""
         self.segments += other.segments
         self.pages += other.pages
         self.nbytes += other.nbytes
@@ -126,7 +127,7 @@ def _check_frame(fd: int, loaded: LoadedSegment) -> None:
     """Check the header and the footer, padding included.
 
     Raises:
-        FormatError: they differ from what was written.
+        FormatError: the header or the footer differs from what was written.
     """
     header = loaded.header
     if read_blocks(_FILES, fd, 0, header.header_bytes) != pack_segment_header(header):
@@ -144,7 +145,8 @@ def _check_frame(fd: int, loaded: LoadedSegment) -> None:
 
 
 def _ends_like_sealed(fd: int, loaded: LoadedSegment) -> bool:
-    """True if the file ends with a damaged trailer: its magic or its nonce is wrong, not both."""
+    """Return True if the file ends with a damaged trailer, in which either the magic or the nonce
+    is wrong."""
     size = loaded.size // BLOCK * BLOCK
     trailer = bytes(read_blocks(_FILES, fd, size - BLOCK, BLOCK)[-TRAILER_BYTES:])
     nonce = loaded.header.nonce.to_bytes(8, "little")
@@ -152,7 +154,8 @@ def _ends_like_sealed(fd: int, loaded: LoadedSegment) -> bool:
 
 
 def _is_cut_off(fd: int, loaded: LoadedSegment) -> bool:
-    """True if the file was truncated: it ends within a record, or lacks space for a footer."""
+    """Return True if the file was truncated: it ends within a record, or lacks space for a
+    footer."""
     keys = sum(len(entry.key) for entry in loaded.entries)
     room = loaded.size - loaded.end
     if loaded.size % BLOCK or room < footer_bytes(len(loaded.entries), keys):
@@ -199,8 +202,8 @@ def _check_record(
 
 
 def _lost(path: Path, loaded: LoadedSegment, good: Mapping[int, RecordHeader]) -> Iterator[BadPage]:
-    """Find gaps between the records of a scanned segment. The last group may have gaps, because its
-    records are written in parallel."""
+    """Yield the gaps between the records of a scanned segment, as damaged pages. Gaps in the last
+    group are left out, because its records are written in parallel."""
     last_group = max((record.group for record in good.values()), default=0)
     end, ordinal = loaded.header.header_bytes, 0
     for entry in loaded.entries:

@@ -20,7 +20,7 @@ def aligned(nbytes: int) -> int:
 
 
 def aligned_bytes(nbytes: int) -> Bytes:
-    """Allocate at least ``nbytes``, aligned to a memory page.
+    """Allocate at least ``nbytes`` bytes, aligned to a memory page.
 
     A disk transfers one contiguous piece of physical memory at a time, and a large buffer in small
     pages is hundreds of pieces. So large buffers use huge pages, where the system has them.
@@ -38,7 +38,8 @@ def aligned_bytes(nbytes: int) -> Bytes:
 
 
 def is_blocks(content: Bytes) -> bool:
-    """True if a disk can transfer the content in place: whole, aligned blocks."""
+    """True if a disk can transfer the content in place, because it consists of whole, aligned
+    blocks."""
     address: int = content.__array_interface__["data"][0]
     return content.nbytes % BLOCK == 0 and address % BLOCK == 0
 
@@ -57,7 +58,7 @@ class BufferPool:
         self._rest: list[Bytes] = []
 
     def take(self, nbytes: int) -> Bytes:
-        """Take a buffer of at least ``nbytes``, with undefined contents."""
+        """Take a buffer of at least ``nbytes`` bytes, with undefined contents."""
         try:
             buffer = self._rest.pop()
         except IndexError:

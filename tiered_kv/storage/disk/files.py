@@ -1,7 +1,7 @@
 """The narrow interface between the SSD store and the operating system.
 
 The store accesses its files only through a ``FileLayer``, so that a test can insert an
-implementation that fails, tears writes or loses them. Offsets, lengths and buffer addresses are
+implementation that fails, or that tears or loses writes. Offsets, lengths and buffer addresses are
 multiples of ``BLOCK``, as O_DIRECT requires.
 
 Every method may be called from any thread, blocks on the disk, and raises ``OSError``.
@@ -31,7 +31,7 @@ _MOST_BUFFERS = 1024
 
 
 class Access(Enum):
-    """Purpose that a file is opened for."""
+    """Purpose for which a file is opened."""
 
     READ = os.O_RDONLY
     WRITE = os.O_RDWR
@@ -50,7 +50,7 @@ class FileLayer(Protocol):
         devices."""
 
     def free(self, folder: Path) -> int:
-        """Free bytes for files in the folder; 0 if the disk accepts no more files."""
+        """Return the free bytes for files in the folder; 0 if the disk accepts no more files."""
 
     def open(self, path: Path, access: Access, *, direct: bool) -> int:
         """Open a plain file, following no link. ``direct`` bypasses the page cache (EINVAL where
@@ -59,7 +59,7 @@ class FileLayer(Protocol):
     def close(self, fd: int) -> None: ...
 
     def size(self, fd: int) -> int:
-        """Size of the file, bytes."""
+        """Return the size of a file, bytes."""
 
     def preallocate(self, fd: int, nbytes: int) -> None:
         """Extend the file to ``nbytes`` zeros, with its space reserved if possible."""
@@ -67,12 +67,12 @@ class FileLayer(Protocol):
     def truncate(self, fd: int, nbytes: int) -> None: ...
 
     def pread(self, fd: int, buffers: Buffers, offset: int) -> int:
-        """Read into the buffers in order. Returns the bytes read: perhaps fewer than requested, 0
-        at the end of the file."""
+        """Read into the buffers in order. Returns the number of bytes read, which may be smaller
+        than requested, and is 0 at the end of the file."""
 
     def pwrite(self, fd: int, buffers: Buffers, offset: int) -> int:
-        """Write the buffers in order. Returns the bytes written, perhaps fewer than
-        requested."""
+        """Write the buffers in order. Returns the number of bytes written, which may be smaller
+        than requested."""
 
     def fdatasync(self, fd: int) -> None:
         """Make the file's contents and length durable."""
@@ -184,7 +184,7 @@ def _transfer(
 
 
 def _behind(buffers: Buffers, nbytes: int) -> Buffers:
-    """The buffers without their first ``nbytes``."""
+    """Return the buffers without their first ``nbytes`` bytes."""
     for i, buffer in enumerate(buffers):
         if nbytes < len(buffer):
             return [buffer[nbytes:], *buffers[i + 1 :]]

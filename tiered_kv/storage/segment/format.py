@@ -133,7 +133,7 @@ class SegmentHeader:
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """Fields of a record header, without those repeated from its segment."""
+    """Fields of a record header, without those that repeat fields of its segment."""
 
     key: PageKey
     ordinal: int
@@ -184,17 +184,18 @@ def record_header_bytes(key_bytes: int, stored_bytes: int) -> int:
 
 
 def record_bytes(key_bytes: int, stored_bytes: int) -> int:
-    """Length of a record in its segment, bytes."""
+    """Return the length of a record in its segment, bytes."""
     return aligned(record_header_bytes(key_bytes, stored_bytes) + stored_bytes)
 
 
 def footer_bytes(count: int, key_bytes: int) -> int:
-    """Length of a footer of ``count`` entries with ``key_bytes`` of keys, bytes."""
+    """Return the length of a footer of ``count`` entries with ``key_bytes`` bytes of keys,
+    bytes."""
     return aligned(count * ENTRY.itemsize + key_bytes + TRAILER_BYTES)
 
 
 def payload_digest(payload: memoryview) -> bytes:
-    """xxh3-128 of stored bytes; releases the interpreter lock."""
+    """Return the xxh3-128 of stored bytes. Releases the interpreter lock."""
     return xxhash.xxh3_128_digest(payload)
 
 
@@ -204,7 +205,7 @@ MIN_PAGES = 8
 
 
 def least_segment_bytes(page_format: PageFormat) -> int:
-    """Size of a segment with space for ``MIN_PAGES`` pages, bytes."""
+    """Return the size of a segment with space for ``MIN_PAGES`` pages, bytes."""
     # A codec may store slightly more than its input.
     page = page_format.page_bytes
     record = record_bytes(MAX_KEY_BYTES, page + page // 64 + BLOCK)
@@ -213,6 +214,6 @@ def least_segment_bytes(page_format: PageFormat) -> int:
 
 
 def most_segment_bytes(page_format: PageFormat) -> int:
-    """Largest possible size of a segment with these pages, for any past or present capacity,
-    bytes."""
+    """Return the largest possible size of a segment with these pages, for any past or present
+    capacity, bytes."""
     return max(SEGMENT_BYTES, least_segment_bytes(page_format))

@@ -203,8 +203,7 @@ def parse_trailer(segment: SegmentHeader, size: int, end: bytes | memoryview) ->
     """Return the offset of the footer, from the last bytes of a file of ``size`` bytes.
 
     Raises:
-        FormatError: the bytes are not a trailer of this segment: the segment is unsealed, or
-            damaged.
+        FormatError: the bytes are not a trailer of this segment, which is unsealed or damaged.
     """
     trailer = bytes(end[-TRAILER_BYTES:])
     if len(trailer) < TRAILER_BYTES:

@@ -18,7 +18,7 @@ from .scanner import scan
 
 _START_BYTES = 64 << 10
 END_BYTES = 512 << 10
-"""Bytes read in one call from the end of a segment; most footers fit."""
+"""Number of bytes read in one call from the end of a segment. Most footers fit into them."""
 
 
 class BlankSegment(FormatError):
@@ -34,7 +34,7 @@ class LoadedSegment:
         end: end of the last record, bytes.
         size: size of the file, bytes.
         sealed: True if a footer was found. Otherwise the records were scanned: records of the last
-            group in full, the others by their headers. Torn records are left out.
+            group in full, other records by their headers. Torn records are left out.
     """
 
     header: SegmentHeader

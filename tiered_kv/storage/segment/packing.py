@@ -44,7 +44,7 @@ class PackedRecord:
 
     Attributes:
         start: offset of the record in the buffer, a multiple of a block.
-        nbytes: length of the record on disk; in the buffer too, unless it is in two pieces.
+        nbytes: length of the record on disk, and in the buffer unless the record is in two pieces.
         digest: digest of plane and frame.
         page: the payload, if the buffer holds only the header, in a separate block.
     """
@@ -61,13 +61,13 @@ class PackedRecord:
 
     @property
     def end(self) -> int:
-        """End of the record in the buffer."""
+        """Offset of the end of the record in the buffer."""
         return self.start + (self.nbytes if self.page is None else BLOCK)
 
 
 @dataclass(slots=True)
 class Batch:
-    """Encoded pages as consecutive records, without pages that the codec failed to encode."""
+    """Encoded pages as consecutive records. Pages that the codec failed to encode are left out."""
 
     buffer: Bytes
     records: list[PackedRecord] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Recovery of the records of an unsealed segment, whatever state it was left in."""
+"""Finds the records of an unsealed segment, whatever state the segment was left in."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from .record import open_record, read_blocks
 
 _READ_BYTES = 1 << 20
 _SMALL_BYTES = 128 << 10
-"""Size up to which a record is read with its neighbours; for larger records only the header is
-read, bytes."""
+"""Size up to which a record is read together with its neighbours, bytes. Of a larger record, only
+the header is read."""
 
 
 def scan(files: FileLayer, fd: int, header: SegmentHeader, size: int) -> list[FooterEntry]:
     """Locate the records, in file order.
 
     Records of the last group are read in full, since the process may have died while writing them.
-    The others are found by their headers. A damaged record does not hide the records after it.
+    The other records are found by their headers. A damaged record does not hide the records after
+    it.
 
     Args:
         size: size of the file, in whole blocks, bytes.
@@ -43,7 +44,7 @@ def scan(files: FileLayer, fd: int, header: SegmentHeader, size: int) -> list[Fo
 
 @dataclass(slots=True)
 class _Window:
-    """The bytes of the last read from a file of ``size`` bytes."""
+    """The bytes that were last read from a file of ``size`` bytes."""
 
     files: FileLayer
     fd: int
@@ -52,8 +53,8 @@ class _Window:
     content: memoryview = field(default_factory=lambda: memoryview(b""))
 
     def from_(self, offset: int, nbytes: int) -> memoryview:
-        """Return whole blocks starting at ``offset``, at least one. Reads ``nbytes`` if they are
-        not buffered yet."""
+        """Return whole blocks starting at ``offset``, at least one. If they are not buffered yet,
+        reads ``nbytes`` bytes."""
         if not self.begin <= offset < self.begin + len(self.content):
             nbytes = min(nbytes, self.size - offset)
             self.content = read_blocks(self.files, self.fd, offset, nbytes)
@@ -71,7 +72,7 @@ class _Segment:
     size: int
 
     def records(self) -> Iterator[tuple[int, RecordHeader]]:
-        """Every record in order, with its offset."""
+        """Yield every record in order, with its offset."""
         window = _Window(self.files, self.fd, self.size)
         offset, ordinal, ahead = self.header.header_bytes, 0, BLOCK
         while offset < self.size:

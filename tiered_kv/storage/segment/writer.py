@@ -26,7 +26,7 @@ class Commit:
 
     Attributes:
         durable: locations of the durable records, in segment order.
-        indices: indices of these records in the put.
+        indices: indices of these records' pages in the call of ``put``.
         error: error that made the other records fail. The segment must then be sealed.
     """
 
@@ -83,11 +83,11 @@ class SegmentWriter:
 
     @property
     def room(self) -> int:
-        """Bytes left after the last record."""
+        """Number of bytes left after the last record."""
         return self._size - self.end
 
     def begin(self) -> None:
-        """Write the segment's own header; the first commit makes it durable.
+        """Write the segment's own header. The first commit makes it durable.
 
         Raises:
             OSError: the disk failed.
@@ -138,7 +138,8 @@ class SegmentWriter:
             write_content(self._files, self._fd, b"".join(pieces), offset, self._buffers)
 
     def commit(self) -> Commit:
-        """Make everything appended since the last commit durable."""
+        """Make all records that were appended since the last commit durable. Returns which of them
+        are durable."""
         flights, self._flights = self._flights, []
         errors = [flight.future.exception() for flight in flights]
         whole = next((i for i, error in enumerate(errors) if error is not None), len(flights))
@@ -182,10 +183,12 @@ def write_footer(
     entries: Sequence[FooterEntry],
     buffers: BufferPool,
 ) -> None:
-    """Seal a segment with a footer. It need not be durable: a segment without a footer is scanned.
+    """Seal a segment with a footer. The footer need not be durable, because a segment without a
+    footer is scanned.
 
     Args:
-        end: end of the last record, bytes. A large gap between it and the footer is truncated.
+        end: end of the last record, bytes. The footer is at the end of the file unless it would
+            leave a large gap; it then starts at ``end``, and the file is truncated after it.
 
     Raises:
         OSError: the disk failed. The segment is unchanged, or ends in garbage.

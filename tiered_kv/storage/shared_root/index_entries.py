@@ -69,18 +69,19 @@ class Entry(NamedTuple):
 
 
 def head_of(number: bytes) -> bytes:
-    """First bytes of the index with that number."""
+    """Return the first bytes of the index with that number."""
     return MAGIC + VERSION.to_bytes(8, "little") + number
 
 
 def number_in(head: bytes) -> bytes | None:
-    """The index's number; None if this is not the head of a readable index."""
+    """Return the number of an index from its first bytes; None if these are not the head of a
+    readable index."""
     begin = MAGIC + VERSION.to_bytes(8, "little")
     return head[len(begin) :] if len(head) == HEAD_BYTES and head.startswith(begin) else None
 
 
 def pack_entries(entries: Sequence[Entry], number: bytes) -> bytes:
-    """Bytes of entries, to be appended to the index with that number."""
+    """Return the bytes of entries that are to be appended to the index with that number."""
     parts = []
     for kind, name, place in entries:
         whole = _ENTRY.pack(len(name), kind, *place) + name
@@ -89,7 +90,7 @@ def pack_entries(entries: Sequence[Entry], number: bytes) -> bytes:
 
 
 def parse_entries(data: bytes, number: bytes) -> tuple[list[Entry], int]:
-    """Entries up to the first incomplete one, and their size, bytes."""
+    """Return the entries up to the first incomplete entry, and their size, bytes."""
     entries: list[Entry] = []
     at = 0
     while at + _ENTRY.size <= len(data):

@@ -53,7 +53,7 @@ READ_BYTES = 1 << 20
 
 
 def pack_name(number: int) -> str:
-    """Name of a pack's file."""
+    """Return the name of a pack's file."""
     return f"{number:08}.pack"
 
 
@@ -68,7 +68,8 @@ def is_writers(folder: Path) -> bool:
 
 
 class FolderContents:
-    """Values of one folder, by name. Later entries of the index override earlier ones."""
+    """Places of the values of one folder, by name. Later entries of the index override earlier
+    ones."""
 
     def __init__(self) -> None:
         self.places: dict[bytes, Place] = {}
@@ -110,7 +111,7 @@ class FolderReader:
         self._read_to = 0
 
     def refresh(self) -> None:
-        """Read the entries that were added to the index.
+        """Read the entries that were added to the index since the last call.
 
         Raises:
             OSError: the index exists but cannot be read.
@@ -145,7 +146,7 @@ class OpenPacks:
     """Packs, each opened once.
 
     Args:
-        flags: flags to open them with, as for ``os.open``.
+        flags: flags with which packs are opened, as for ``os.open``.
     """
 
     def __init__(self, flags: int) -> None:
@@ -153,7 +154,7 @@ class OpenPacks:
         self._flags = flags
 
     def fd(self, folder: Path, pack: int) -> int:
-        """Descriptor of a pack.
+        """Return the descriptor of a pack.
 
         Raises:
             OSError: the pack cannot be opened.
@@ -171,14 +172,14 @@ class OpenPacks:
 
 PACK_BYTES = 64 << 20
 LEAST_PACKS = 8
-"""Approximate size of a pack, bytes, which is deleted as a unit; and the minimum number of packs
+"""Approximate size of a pack, which is deleted as a unit, bytes; and the minimum number of packs
 that fit into a folder."""
 KEPT_FREE = 0.1
-"""Fraction of the file system that is left to other uses."""
+"""Fraction of the file system that is left free for other uses."""
 SIGN_OF_LIFE_S = 60.0
 GONE_S = 24 * 3600.0
-"""Seconds without a sign of life after which a folder may be deleted. If its process returns after
-that, it creates another folder."""
+"""Time without a sign of life after which a folder may be deleted, seconds. If its process returns
+after that, the process creates another folder."""
 LOOK_FOR_GONE_S = 60.0
 MOST_STALE = 1024
 """Number of stale entries, beyond the number of live ones, that trigger a rewrite of the index."""
@@ -234,7 +235,7 @@ class OwnFolder:
             return True
 
     def put(self, values: Sequence[tuple[bytes, Parts]], deadline: float) -> list[Outcome]:
-        """Add values. Returns STORED, REFUSED or LATE for each.
+        """Add values. Returns STORED, REFUSED or LATE for each value.
 
         Raises:
             OSError: any of the values may have been added.
@@ -273,7 +274,7 @@ class OwnFolder:
         return outcomes
 
     def delete(self, names: Sequence[bytes]) -> None:
-        """Delete these values.
+        """Delete the values with these names.
 
         Raises:
             OSError: any of the values may still be readable.
@@ -336,14 +337,15 @@ class OwnFolder:
         return place
 
     def _spare_bytes(self) -> int:
-        """Bytes of the file system that this folder may still use."""
+        """Return the number of bytes of the file system that this folder may still use."""
         disk = os.statvfs(self._root)
         if not disk.f_blocks:  # a file system that does not report its size
             return sys.maxsize
         return (disk.f_bavail - int(KEPT_FREE * disk.f_blocks)) * disk.f_frsize
 
     def _has_room(self, nbytes: int, busy: set[int]) -> bool:
-        """Free space for a value of ``nbytes``, if needed. Returns False if that is impossible.
+        """Free space for a value of ``nbytes`` bytes, if necessary. Returns False if that is
+        impossible.
 
         Args:
             busy: packs that must not be deleted.
@@ -374,7 +376,8 @@ class OwnFolder:
         self._packs.pop(pack, None)
 
     def _make_room_for(self, write: Callable[[], None]) -> None:
-        """Write to the index. On a full disk, delete this process's oldest packs to free space.
+        """Write to the index. If the disk is full, this process's oldest packs are deleted to free
+        space.
 
         Raises:
             OSError: the write failed, or no space can be freed.
@@ -390,7 +393,8 @@ class OwnFolder:
                 self.contents.drop_pack(oldest)
 
     def _delete_gone(self) -> int:
-        """Delete the folders of processes that are long gone. Returns the bytes that this freed."""
+        """Delete the folders of processes that are long gone. Returns the number of bytes that were
+        freed."""
         now = time.monotonic()
         if now - self._looked_at < LOOK_FOR_GONE_S:
             return 0
@@ -419,7 +423,8 @@ class OwnFolder:
     # -- the index --------------------------------------------------------------------
 
     def _note(self, entries: Sequence[Entry]) -> None:
-        """Save entries. On a full disk, delete this process's oldest packs to free space."""
+        """Save entries. If the disk is full, this process's oldest packs are deleted to free
+        space."""
         self._apply(entries)
         self._make_room_for(lambda: self._write_entries(entries))
 
@@ -464,7 +469,7 @@ class OwnFolder:
 
 
 def folders_in(root: Path) -> list[Path]:
-    """Writers' folders under a root.
+    """Return the writers' folders under a root.
 
     Raises:
         OSError: the root cannot be read.
@@ -474,8 +479,8 @@ def folders_in(root: Path) -> list[Path]:
 
 
 def _first_free(root: Path) -> tuple[Path, int]:
-    """Lock the first folder of this host that no process uses. Returns it and the descriptor of its
-    lock."""
+    """Lock the first folder of this host that no process uses. Returns the folder, and the
+    descriptor of its lock."""
     host = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname())[:64] or "host"
     for number in itertools.count():
         folder = root / f"{host}.{number}"
@@ -495,7 +500,7 @@ def _first_free(root: Path) -> tuple[Path, int]:
 
 
 def _packs_in(folder: Path) -> dict[int, int]:
-    """Sizes of a folder's packs by number, oldest first, bytes."""
+    """Return the size of each of a folder's packs, by number, oldest first, bytes."""
     with os.scandir(folder) as entries:
         found = [
             (int(match[1]), entry.stat(follow_symlinks=False).st_size)
@@ -506,7 +511,7 @@ def _packs_in(folder: Path) -> dict[int, int]:
 
 
 def _delete_folder(folder: Path) -> None:
-    """Delete a writer's folder as far as possible, and only files in it that a writer creates."""
+    """Delete a writer's folder as far as possible. Only files that a writer creates are deleted."""
     with contextlib.suppress(OSError):
         for name in (INDEX_NAME, _NEW_INDEX, *map(pack_name, _packs_in(folder)), LOCK_NAME):
             with contextlib.suppress(FileNotFoundError):

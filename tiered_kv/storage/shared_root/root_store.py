@@ -1,4 +1,5 @@
-"""Remote store in a folder that many machines mount: each process writes one folder, and reads all.
+"""Remote store in a folder that many machines mount: each process writes one folder, and reads all
+folders.
 
 Nothing is ever changed in place, so a reader needs no lock. A value that its writer deletes during
 a read is a miss. A file system that does not answer cannot be interrupted at a deadline: the thread
@@ -25,9 +26,9 @@ from .own_folder import FULL, GONE, FolderReader, OpenPacks, OwnFolder, folders_
 logger = logging.getLogger(__name__)
 
 REFRESH_S = 0.5
-"""Time for which the indexes as last read count as complete, seconds."""
+"""Time for which the indexes count as complete after they were read, seconds."""
 NOT_WRITABLE = (*FULL, errno.EROFS, errno.EACCES)
-"""Errors of a write that do not affect reads, as with a server that only refuses writes."""
+"""Errors of a write that do not affect reads, like those of a server that only refuses writes."""
 AHEAD = 8
 """Number of values that the operating system is advised to read in advance."""
 
@@ -150,7 +151,7 @@ class SharedRoot:
     # -- folders ----------------------------------------------------------------------
 
     def _not_now(self, deadline: float) -> Outcome | None:
-        """Outcome of a call that is skipped now; None if the call should be made."""
+        """Return the outcome of a call that is skipped now; None if the call should be made."""
         now = time.monotonic()
         if self._closed or not self._breaker.lets_through(now):
             return Outcome.DOWN
@@ -167,20 +168,21 @@ class SharedRoot:
         return self._own
 
     def _show_life(self) -> None:
-        """Keep other processes from deleting this process's folder while it only reads."""
+        """Keep other processes from deleting this process's folder while this process only
+        reads."""
         if self._own is not None:
             with contextlib.suppress(OSError):
                 self._own.show_life()
 
     def _folders(self) -> list[tuple[Path, dict[bytes, Place]]]:
-        """Folders and the places of their values, own folder first."""
+        """Return the folders and the places of their values, own folder first."""
         own = self._own
         mine = [] if own is None else [(own.folder, own.contents.places)]
         return mine + [(path, one.contents.places) for path, one in self._others.items()]
 
     def _refresh(self, deadline: float) -> None:
-        """Read the new index entries of other folders. Folders left unread at the deadline come
-        first next time.
+        """Read the new index entries of other folders. Folders that are not read by the deadline
+        are read first next time.
 
         Raises:
             OSError: the root cannot be read.
@@ -253,7 +255,7 @@ class SharedRoot:
         return Outcome.REFUSED
 
     def _refused(self, why: str | None) -> None:
-        """Record that writes are refused. They are tried again later, and reads continue."""
+        """Record that writes are refused. Writes are tried again later, and reads continue."""
         now = time.monotonic()
         self._writes.failed(now)
         self._writes.complain(str(why), now, "")

@@ -1,11 +1,11 @@
 """Disk space under a root: how much each store may use.
 
 The stores of all processes under one root share one capacity, and only the files themselves show
-how much each store uses. The free space of the disk counts as well: where it is less than the
-configured capacity, less is shared. A process that needs another segment locks
+how much each store uses. The free space of the disk counts as well: if it is less than the
+configured capacity, less space is shared. A process that needs another segment locks
 ``root/capacity.lock``, adds up the existing segments, and deletes segments of stores that no
-process has open (least recently used first). It is refused if that is not enough or its own share
-is used up.
+process has open (least recently used first). The process gets no segment if that does not free
+enough space, or if its own share is used up.
 
 Two segments are reserved outside the shares. Survivors are written before their old segment is
 deleted, and a process killed in between leaves both. A store that finds the disk full starts with
@@ -31,7 +31,7 @@ from .options import StoreOptions, is_full
 FRESH_S = 1.0
 """Age at which the disk usage is measured again, seconds."""
 _KEPT_FREE = 2
-"""Number of segments that belong to no share."""
+"""Number of segments that are part of no share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Outlook:
     """Space that a store may still allocate, bytes.
 
     Attributes:
-        segment: size of its next segment, smaller than usual where the disk has little space.
+        segment: size of its next segment, which is smaller than usual if the disk has little space.
         share: size of its share.
         owed: its share minus its current size; negative if it has more.
         room: part of ``owed`` that is available before other stores shrink.
@@ -117,7 +117,7 @@ class Capacity:
         The caller has the root locked.
 
         Returns:
-            True if any bytes were freed.
+            True if any space was freed.
         """
         freed = 0
         dead = [f for f in store_folders(self._options.root).paths if f != self._options.folder]
@@ -134,7 +134,7 @@ class Capacity:
         return freed > 0
 
     def _delete_segments(self, folder: Path, nbytes: int) -> int:
-        """Delete segments, oldest first. Returns the bytes freed."""
+        """Delete segments, oldest first. Returns the number of bytes freed."""
         freed = 0
         for path, size in segment_files(folder).sizes.items():
             if freed >= nbytes:
@@ -162,11 +162,11 @@ class Capacity:
 
     @property
     def limit(self) -> int:
-        """Space for segments under the root, measured at most a second ago, bytes."""
+        """Return the space for segments under the root, measured at most a second ago, bytes."""
         return self._limit(self._fresh())
 
     def outlook(self) -> Outlook:
-        """Space that this store may still allocate, measured at most a second ago."""
+        """Return the space that this store may still allocate, measured at most a second ago."""
         usage = self._fresh()
         limit = usage.total if self._refused else self._limit(usage)
         segment = self._options.segment_bytes_of(self._limit(usage))
@@ -213,7 +213,8 @@ class Capacity:
 
 
 def _wanted(usage: Usage, segment: int) -> int:
-    """Space that must be free for another segment, bytes. Survivors need space as well."""
+    """Return the space that must be free for another segment, bytes. Survivors need space as
+    well."""
     return 2 * segment if usage.own else segment
 
 

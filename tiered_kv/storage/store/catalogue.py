@@ -38,7 +38,7 @@ class Segment:
     """A segment of this store.
 
     Attributes:
-        end: offset of the end of the last record.
+        end: offset of the end of the last record, bytes.
         writer: writer of the active segment; None for other segments.
         live: pages whose newest record is in this segment, by key.
     """
@@ -76,8 +76,8 @@ class Catalogue:
     """The pages and segments of a store. Owns the segments' files and descriptors.
 
     Attributes:
-        pages: the live pages, oldest first; read only.
-        segments: segments by number, oldest first; read only.
+        pages: the live pages, oldest first. Callers only read it.
+        segments: segments by number, oldest first. Callers only read it.
         stored_bytes: size of the live pages on disk, without headers and padding, bytes.
         closed: True once ``close`` was called.
     """
@@ -94,7 +94,7 @@ class Catalogue:
 
     @property
     def active(self) -> Segment | None:
-        """Segment that new pages are appended to; None if there is no such segment."""
+        """Segment to which new pages are appended; None if there is no such segment."""
         newest = next(reversed(self.segments.values()), None)
         return newest if newest is not None and newest.writer is not None else None
 
@@ -173,7 +173,7 @@ class Catalogue:
             self.close(segment)
 
     def close_all(self) -> None:
-        """Close all files and forget all pages; the files stay."""
+        """Close all files and forget all pages. The files are kept."""
         self.closed = True
         for segment in self.segments.values():
             self.close(segment)
@@ -187,7 +187,7 @@ class Catalogue:
         return self._context.options.folder / f"{number:08}{SEGMENT_SUFFIX}"
 
     def numbers(self) -> list[int]:
-        """Numbers of the segments in the folder, oldest first.
+        """Return the numbers of the segments in the folder, oldest first.
 
         Raises:
             OSError: the disk failed.
@@ -224,7 +224,7 @@ class Catalogue:
             self.delete_file(path)
 
     def set_aside(self, path: Path) -> None:
-        """Keep a segment that cannot be read now, for as long as its space is not needed."""
+        """Keep a segment that cannot be read now, until its space is needed."""
         self._unreadable.append(path)
 
     def delete_set_aside(self) -> bool:

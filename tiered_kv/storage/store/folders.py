@@ -2,7 +2,7 @@
 
 A store folder has a store's name and contains a store's lock. A segment has a segment's name and is
 a plain file. Nothing else is counted, read or deleted, and no link is followed. A path that has
-such a name but is something else, or cannot be read, is odd: it is skipped and reported.
+such a name but is something else, or cannot be read, is called odd. It is skipped and reported.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def _folders(parent: Path, name: re.Pattern[str], odd: dict[Path, str]) -> Itera
 
 
 def _entries(folder: Path, name: re.Pattern[str], odd: dict[Path, str]) -> list[os.DirEntry[str]]:
-    """Entries of a folder whose names match, sorted by name; empty if the folder is missing."""
+    """Return the entries of a folder whose names match, sorted by name; empty if the folder is
+    missing."""
     try:
         with os.scandir(folder) as entries:
             found = [entry for entry in entries if name.fullmatch(entry.name)]
@@ -99,7 +100,7 @@ def _entries(folder: Path, name: re.Pattern[str], odd: dict[Path, str]) -> list[
 
 
 def _plain_file(path: Path, odd: dict[Path, str]) -> os.stat_result | None:
-    """Status of a plain file; None if it is missing, or odd."""
+    """Return the status of a plain file; None if the path is missing, or odd."""
     try:
         status = path.lstat()
         if stat.S_ISREG(status.st_mode):

@@ -81,11 +81,11 @@ class StoreLock:
 
     @property
     def held(self) -> bool:
-        """True until the lock is released, or its file removed by hand."""
+        """True until the lock is released, or until a person removes its file."""
         return self._fd >= 0 and os.fstat(self._fd).st_nlink > 0
 
     def touch(self, after_s: float = 0.0) -> None:
-        """Record that the store is in use, at most every ``after_s`` seconds. Never fails."""
+        """Record that the store is in use, at most once every ``after_s`` seconds. Never fails."""
         now = time.monotonic()
         if now - self._touched_at >= after_s:
             self._touched_at = now
@@ -102,7 +102,8 @@ class StoreLock:
 
 @contextlib.contextmanager
 def root_locked(root: Path) -> Iterator[None]:
-    """Lock a root, so that no other process frees space under it or opens a store there meanwhile.
+    """Lock a root for the duration of a ``with`` block, so that no other process frees space under
+    it or opens a store there meanwhile.
 
     Raises:
         OSError: the lock could not be acquired.

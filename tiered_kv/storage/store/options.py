@@ -1,6 +1,7 @@
 """Options of a store, and its totals since it was opened.
 
-Also the resources that the parts of an open store share: files, buffers, threads and counters.
+The module also has the resources that the parts of an open store share: files, buffers, threads and
+counters.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ class StoreOptions:
 
     Attributes:
         root: folder shared by all ranks, replicas and fingerprints.
-        fingerprint: 16 bytes; pages of other fingerprints are in other folders.
+        fingerprint: 16 bytes that begin the keys of the pages; pages of other fingerprints are in
+            other folders.
         replica: index of the engine among data-parallel engines.
         rank: index of the worker.
         ranks: number of workers.
         page_format: format of a page.
-        capacity_bytes: space for the segments of all stores under the root, bytes; less where the
-            disk has less.
+        capacity_bytes: space for the segments of all stores under the root, bytes; less if the disk
+            has less space.
         io_threads: number of threads that encode, decode, read and write.
     """
 
@@ -54,18 +56,18 @@ class StoreOptions:
 
     @property
     def segment_bytes(self) -> int:
-        """Size of a segment where the disk has space for the whole capacity, bytes."""
+        """Size of a segment if the disk has space for the whole capacity, bytes."""
         return self.segment_bytes_of(self.capacity_bytes)
 
     def segment_bytes_of(self, capacity_bytes: int) -> int:
-        """Size of a segment for that capacity, bytes: a sixteenth of a rank's part, within
-        limits."""
+        """Return the size of a segment for that capacity, bytes: a sixteenth of a rank's part,
+        within limits."""
         least = least_segment_bytes(self.page_format)
         fair = capacity_bytes // (16 * max(1, self.ranks)) // BLOCK * BLOCK
         return max(least, min(SEGMENT_BYTES, fair))
 
     def is_page(self, page: Bytes) -> bool:
-        """True if the array is one page of this format."""
+        """Return True if the array is one page of this format."""
         return (
             page.dtype == np.uint8
             and page.shape == (self.page_format.page_bytes,)
@@ -97,23 +99,26 @@ class StoreStats:
     bytes_written: int = 0
     bytes_read: int = 0
     pages_bad: int = 0
-    """Pages that were damaged or could not be read; each was dropped."""
+    """Number of pages that were damaged or could not be read, each of which was dropped."""
     pages_refused: int = 0
-    """Pages of puts that were not stored, for any reason."""
+    """Number of pages passed to ``put`` that were not stored, for any reason."""
     pages_kept_coded: int = 0
-    """Pages that arrived encoded and were stored unchanged."""
+    """Number of pages that arrived encoded and were stored unchanged."""
     pages_recoded: int = 0
-    """Pages that arrived encoded, and were decoded and encoded again with the store's codec."""
+    """Number of pages that arrived encoded, and were decoded and encoded again with the store's
+    codec."""
     no_room: int = 0
     """Number of segments that could not be allocated for lack of space."""
     write_errors: int = 0
     read_errors: int = 0
     segments_bad: int = 0
-    """Segments found on opening that were unusable."""
+    """Number of segments that were unusable when the store was opened."""
 
 
 def io_threads(cores: int) -> int:
-    """Number of threads for a store that may use that many cores.
+    """Return the number of threads for a store that may use that many cores. There are two threads
+    per core, because half of them wait for the disk; at least four, for the disk's queue depth; and
+    at most eight.
 
     Two per core, since half of the threads wait for the disk; at least four, for the disk's queue
     depth, and at most eight.
@@ -128,7 +133,7 @@ WRITE_BYTES = 4 << 20
 
 
 def is_full(error: OSError) -> bool:
-    """True if the error means that the disk, or its quota, is full."""
+    """Return True if the error means that the disk, or its quota, is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -160,8 +165,8 @@ class StoreContext:
     def no_room(self, limit: int) -> None:
         """Count a segment that could not be allocated.
 
-        It is logged at most every ten minutes, if the disk has space for no more than ``limit``
-        bytes.
+        If the disk has space for no more than ``limit`` bytes, this is logged, at most every ten
+        minutes.
         """
         self.stats.no_room += 1
         if limit < self.options.capacity_bytes and self.full.begins("", time.monotonic()):

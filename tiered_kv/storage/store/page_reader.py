@@ -1,4 +1,5 @@
-"""Reads of pages: adjacent pages in one read, each checked before it counts as read."""
+"""Reads of pages. Adjacent pages are read together, and each page is checked before it counts as
+read."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class _Wanted:
 
     @property
     def in_place(self) -> bool:
-        """True if the disk can read into ``out`` directly: the page is stored raw,
+        """True if the disk can read into ``out`` directly, because the page is stored raw and is
         block-aligned."""
         place, out = self.entry.place, self.out
         return (
@@ -64,7 +65,7 @@ class _Bad:
     Attributes:
         reason: text of the error. The error itself would keep this object and its buffer alive
             through its traceback.
-        unread: True if the disk failed; False if the bytes read are not the page.
+        unread: True if the disk failed; False if the bytes that were read are not the page.
     """
 
     item: _Wanted
@@ -78,11 +79,11 @@ class _Bad:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """Adjacent pages, and the memory they are read into.
+    """Adjacent pages, and the memory into which they are read.
 
     Attributes:
-        direct: for each page, True if it is read directly into ``out``. Then only its header is in
-            the buffer.
+        direct: for each page, True if it is read directly into ``out``. In this case only its
+            header is in the buffer.
         sizes: bytes of the buffer for each page.
     """
 
@@ -92,7 +93,7 @@ class _Read:
     buffer: Bytes
 
     def pieces(self) -> list[memoryview]:
-        """Memory for the bytes on disk from the first page to the last."""
+        """Return the memory for the bytes on disk from the first page to the last, in pieces."""
         data, pieces = self.buffer.data, list[memoryview]()
         begin = end = 0
         for item, whole, size in zip(self.run, self.direct, self.sizes, strict=True):
@@ -186,13 +187,13 @@ class PageReader:
         *,
         in_place: bool = True,
     ) -> None:
-        """Read adjacent pages, and decode them here if needed.
+        """Read adjacent pages, and decode them on this thread if necessary.
 
-        Raw pages are checked by the caller's thread: checking is little work, but here it would
-        keep the disk waiting.
+        Raw pages are checked on the caller's thread: checking is little work, but on this thread it
+        would keep the disk waiting.
 
         Args:
-            in_place: read directly into ``out`` where possible.
+            in_place: True to read directly into ``out`` where possible.
         """
         context = self._context
         direct = [in_place and item.in_place for item in run]
@@ -243,8 +244,8 @@ class PageReader:
 
 
 def _runs(wanted: Sequence[_Wanted], threads: int) -> Iterator[list[_Wanted]]:
-    """Group pages into reads of adjacent pages. Reads are large, but small enough to give every
-    thread work."""
+    """Yield groups of adjacent pages, each for one read. Reads are large, but small enough that
+    every thread has work."""
     total = sum(item.nbytes for item in wanted)
     limit = min(max(total // (2 * threads), _READ_BYTES[0]), _READ_BYTES[1])
     run: list[_Wanted] = []

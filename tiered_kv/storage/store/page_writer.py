@@ -1,4 +1,5 @@
-"""Writes of pages: encoded on several threads, written in large writes, durable together."""
+"""Writes of pages, which are encoded on several threads, written in large writes, and made durable
+together."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class PageWriter:
         self._full: Segment | None = None  # a full segment, during a put
 
     def put(self, pages: Sequence[tuple[PageKey, Bytes | EncodedPage]]) -> frozenset[int]:
-        """See ``SegmentStore.put``. Pages already encoded must use the codec of new pages."""
+        """See ``SegmentStore.put``. Pages that are already encoded must use the codec of new
+        pages."""
         if self._catalogue.closed:
             self._context.stats.pages_refused += len(pages)
             return frozenset(range(len(pages)))
@@ -181,7 +183,7 @@ class PageWriter:
 
 
 def _slices(items: Iterable[PageToWrite], step: int) -> Iterator[Sequence[PageToWrite]]:
-    """Split pages into slices, each for one write."""
+    """Yield slices of the pages, each for one write."""
     source = iter(items)
     while pages := list(islice(source, step)):
         yield pages

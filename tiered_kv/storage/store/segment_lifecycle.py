@@ -1,4 +1,5 @@
-"""Lifecycle of a segment while it can change: created where there is space, sealed when full."""
+"""Lifecycle of a segment while it can change: it is created if there is space, and sealed when
+full."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class SegmentLifecycle:
     """Creates and numbers the segments of one store.
 
     Args:
-        lock: lock of the store. Once its file is removed by hand, no segment is created any more.
+        lock: lock of the store. Once a person has removed its file, no segment is created any more.
 
     Raises:
         OSError: the disk failed.
@@ -47,7 +48,7 @@ class SegmentLifecycle:
         self._next_number = max(numbers, default=0) + 1
 
     def begin(self, codec: Codec, *, while_reclaiming: bool) -> Segment | None:
-        """Create a segment while none is active. Returns None without space, or if the disk
+        """Create a segment while none is active. Returns None if there is no space, or if the disk
         failed."""
         context = self._context
         segment: Segment | None = None
@@ -91,8 +92,9 @@ class SegmentLifecycle:
                 return Segment(path, header, codec, header.header_bytes, fd=fd)
 
     def _with_room(self, nbytes: int, act: Callable[[], _T]) -> _T:
-        """Run an action that allocates ``nbytes`` on the disk. If the disk has less space than it
-        reported, delete segments that no process uses, and run the action again.
+        """Run an action that allocates ``nbytes`` bytes on the disk, and return its result. If the
+        disk has less space than it reported, delete segments that no process uses, and run the
+        action again.
 
         Raises:
             OSError: the action failed, or no segment is left to delete.
@@ -134,7 +136,8 @@ class SegmentLifecycle:
         return size
 
     def fail(self, segment: Segment, error: OSError) -> None:
-        """Retire a segment after a failed write: nothing may follow records that may be torn."""
+        """Retire a segment after a failed write, because no record may follow records that may be
+        torn."""
         self._context.write_failed(f"pages cannot be written to {segment.path}", error)
         self.seal(segment)
         self._capacity.failed(error)

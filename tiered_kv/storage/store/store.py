@@ -60,7 +60,7 @@ class SegmentStore(PageStore):
         files: access to files; a test may pass its own implementation.
 
     Attributes:
-        options: as passed.
+        options: the options as passed.
         stats: totals since the store was opened.
         direct: True if files are read and written with direct I/O.
 
@@ -121,7 +121,7 @@ class SegmentStore(PageStore):
         return len(self._catalogue.pages)
 
     def keys(self) -> list[PageKey]:
-        """Every page, oldest first; a rewritten page counts as new."""
+        """Every page, oldest first. A page that was written once more counts as new."""
         return list(self._catalogue.pages)
 
     @property
@@ -135,7 +135,7 @@ class SegmentStore(PageStore):
         return self._catalogue.stored_bytes
 
     def counters(self) -> dict[str, int]:
-        """Totals so far, by names of ``metrics.COUNTERS``."""
+        """Return the totals so far, by the names of ``metrics.COUNTERS``."""
         stats = self.stats
         return {
             "ssd_bytes_written": stats.bytes_written,
@@ -160,16 +160,18 @@ class SegmentStore(PageStore):
     # -- pages --------------------------------------------------------------------
 
     def put(self, pages: Sequence[tuple[PageKey, Bytes]]) -> frozenset[int]:
-        """Store pages. All stored pages are durable when this returns.
+        """Store pages. All stored pages are durable when the call returns.
 
         Returns:
-            Indices of the pages that are not stored, because the disk failed, there is no space
+            The indices of the pages that are not stored, because the disk failed, there is no space
             (see ``proposal``) or the store is closed.
         """
         return self._writer.put(pages)
 
     def put_coded(self, pages: Sequence[tuple[PageKey, CodedPage]]) -> frozenset[int]:
-        """Store pages that are already encoded, unchanged if they use the codec of new pages.
+        """Store pages that are already encoded. They are stored unchanged if they use the codec of
+        new pages. A store that has not trained a codec adopts their codec, so that no page is
+        encoded twice.
 
         A store that has not trained a codec adopts theirs, so that no page is encoded twice.
         """
@@ -194,14 +196,14 @@ class SegmentStore(PageStore):
         return failed
 
     def exists(self, keys: Sequence[PageKey], deadline_s: float) -> frozenset[int]:
-        """Look pages up in the catalogue, which does no I/O."""
+        """Look pages up in the catalogue. This takes no I/O."""
         return frozenset(i for i, key in enumerate(keys) if key not in self)
 
     def drop(self, keys: Iterable[PageKey]) -> None:
         """Forget pages. A segment is deleted with its last page.
 
-        The next process may find dropped pages again. That is harmless, since a key always stands
-        for the same bytes.
+        The next process may find dropped pages again, which is harmless, because a key always
+        stands for the same bytes.
         """
         for key in keys:
             self._catalogue.forget(key)
@@ -210,13 +212,14 @@ class SegmentStore(PageStore):
 
     @property
     def group_bytes(self) -> int:
-        """Size of the next segment, bytes. A small store cannot free more space at a time."""
+        """Size of the next segment, bytes. A small store cannot free more space at a time than one
+        segment."""
         return self._capacity.outlook().segment
 
     def proposal(self) -> Proposal | None:
-        """Segment that should be reclaimed next; None if there is enough space.
+        """Return the segment that should be reclaimed next; None if there is enough space.
 
-        There is enough while space for about two segments is left and the store does not exceed its
+        The space is enough while about two segments fit into it and the store does not exceed its
         share. The victim is the segment with the fewest live bytes if more than half of it is dead,
         otherwise the oldest. The active segment is reclaimed only if it is full and the only one.
         """
@@ -240,8 +243,9 @@ class SegmentStore(PageStore):
         """Delete a segment after writing the survivors among its pages once more.
 
         Returns:
-            Pages that are lost: all others, and survivors that could not be written. As with
-            ``drop``, the next process may find one again, in an older record.
+            The pages that are lost: all that are not survivors, and survivors that could not be
+            written. As with ``drop``, the next process may find such a page again, in an older
+            record.
         """
         victim = self._catalogue.segments.get(segment)
         if victim is None:
@@ -257,7 +261,7 @@ class SegmentStore(PageStore):
         return [key for key in keys if key not in self._catalogue.pages]
 
     def _rewrite(self, keys: Sequence[PageKey]) -> None:
-        """Write pages once more, with the codec of new pages. Damaged pages are dropped."""
+        """Write pages once more, with the codec of new pages. Damaged pages are dropped instead."""
         written = [self._catalogue.pages[key].place.written for key in keys]
         nbytes = len(keys) * self.options.page_format.page_bytes
         pages = aligned_bytes(nbytes)[:nbytes].reshape(len(keys), -1)
@@ -295,7 +299,7 @@ class SegmentStore(PageStore):
 
 
 def _is_short(outlook: Outlook, left: int) -> bool:
-    """True if a store must free space, given the bytes left in its active segment."""
+    """Return True if a store must free space, given the bytes left in its active segment."""
     segment = outlook.segment
     enough = 2 * segment if outlook.share >= 8 * segment else segment
     if outlook.owed >= enough:
@@ -308,7 +312,7 @@ def _is_short(outlook: Outlook, left: int) -> bool:
 def _begin(options: StoreOptions, files: FileLayer, capacity: Capacity) -> StoreLock:
     """Lock the store, and create its folder if needed.
 
-    If the disk is too full even for that, stores that no process has open are deleted.
+    If the disk is too full even for the folder, stores that no process has open are deleted.
     """
     while True:
         try:

@@ -3,20 +3,20 @@
 A page that is one run of VRAM is copied directly. Any other page is staged, since the copy engines
 are slow at short runs (``staging``). docs/gpu.md lists what has run on a GPU.
 
-Saves wait for the compute stream as of their submission. Loads wait for it too, since it may still
-read the blocks' old contents. Work enqueued on the compute stream after ``run`` waits for the copy.
-Saves yield to the model, whose streams have the same or a higher priority. Loads do not yield,
-since requests wait for them.
+Saves wait for the work in the compute stream at the time of their submission. Loads wait for it
+too, because it may still read the blocks' old contents. Work enqueued on the compute stream after
+``run`` waits for the copy. Saves yield to the model, whose streams have the same or a higher
+priority. Loads do not yield, because requests wait for them.
 
-A job is reported when its event has passed. Everything the GPU wrote before an event is visible to
-the CPU once it has seen the event pass, so the CPU may then read the slots immediately. The
-submitter of a job must hold its blocks and slots until it is reported. A result of ``run`` is
-returned before the copy is done: its slots are free once the compute stream has passed the copy,
-which is the case when a forward pass has returned its tokens.
+A job is reported when its event has passed. Everything that the GPU wrote before an event is
+visible to the CPU once the CPU has seen the event pass, so the CPU may then read the slots
+immediately. The submitter of a job must hold its blocks and slots until the job is reported.
+``run`` returns before the copy is done. Its slots are free once the compute stream has passed the
+copy, which is the case when a forward pass has returned its tokens.
 
-Nothing here may be captured into a CUDA graph, because replays would copy stale blocks. The
-connector's hooks run between graphs, and a job submitted during a capture is refused. No call waits
-for the device, except ``drain`` and ``close``.
+No copy may be captured into a CUDA graph, because replays would copy stale blocks. The connector's
+hooks run between graphs, and a job submitted during a capture is refused. No call waits for the
+device, except ``drain`` and ``close``.
 """
 
 from __future__ import annotations
@@ -120,12 +120,13 @@ class CudaTransfer(TransferBackend):
 
     @property
     def under_way(self) -> int:
-        """Number of jobs whose copies are not known to have finished. Each holds GPU memory."""
+        """Number of jobs whose copies are not known to have finished. Each of them holds GPU
+        memory."""
         return len(self._flights) + len(self._reported_early)
 
     def _lanes(self, nbytes: int) -> Lanes:
-        """Two lanes per direction, with buffers of ``nbytes``. The first uses the direction's
-        stream."""
+        """Return two lanes per direction, with buffers of ``nbytes`` bytes. The first lane uses the
+        direction's stream."""
 
         def lane(stream: torch.cuda.Stream) -> Lane:
             return Lane(stream, torch.empty(nbytes, dtype=torch.uint8, device=self._device))
@@ -146,7 +147,8 @@ class CudaTransfer(TransferBackend):
 
     @contextmanager
     def _behind(self, done: Any) -> Iterator[None]:
-        """Make this thread's copies wait for an event, using a separate stream."""
+        """Make the copies that this thread submits in a ``with`` block wait for an event, using a
+        separate stream."""
         with torch.cuda.device(self._device):
             stream = torch.cuda.Stream(self._device)
             stream.wait_event(done)
@@ -188,7 +190,8 @@ class CudaTransfer(TransferBackend):
         self._staged.clear()  # and their buffers
 
     def _landed(self, flights: deque[_Flight]) -> list[_Flight]:
-        """Remove the finished flights, and release the memory they held."""
+        """Remove the finished flights from ``flights``, and release the memory that they held.
+        Returns these flights."""
         landed = []
         for _ in range(len(flights)):
             flight = flights.popleft()
@@ -199,7 +202,7 @@ class CudaTransfer(TransferBackend):
         return landed
 
     def _enqueue(self, job: CopyJob) -> _Flight | None:
-        """Enqueue a copy. During the capture of a CUDA graph, return None and enqueue nothing."""
+        """Enqueue a copy. During the capture of a CUDA graph, enqueues nothing and returns None."""
         pages = sort_out(job, self._num_blocks[job.group], self._num_slots)
         if pages.failed:
             logger.error("%s: %d blocks or slots do not exist", job.direction, len(pages.failed))

@@ -1,4 +1,5 @@
-"""Copies by the GPU's copy engines, which use no multiprocessor but need a descriptor per run."""
+"""Copies by the GPU's copy engines, which use no multiprocessor but need a descriptor for each
+run."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ class CopyEngines:
 
     Args:
         runtime: the CUDA runtime.
-        storage: address in VRAM that the offsets ``Copies.storage`` are relative to.
+        storage: address in VRAM to which the offsets ``Copies.storage`` are relative.
         pool: the CPU pool. Copies of unpinned memory are not batched, because the driver stages
             them in its own buffers, one by one.
     """
@@ -35,7 +36,7 @@ class CopyEngines:
         self._bases = pieces - at
 
     def enqueue(self, direction: Direction, copies: Copies, stream: int) -> None:
-        """Start one or more copies. Addresses are read before this returns.
+        """Start one or more copies. Addresses are read before the call returns.
 
         Raises:
             CudaError: some copies were not enqueued; others may have been.

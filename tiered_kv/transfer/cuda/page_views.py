@@ -1,7 +1,7 @@
 """Views of pages in the engine's allocation as torch tensors, to gather and scatter whole pages.
 
 A page whose layers are not contiguous consists of many short runs. torch's indexing reads or writes
-all runs of many pages in one kernel, at VRAM speed. Nothing here requires a GPU.
+all runs of many pages in one kernel, at VRAM speed. This module requires no GPU.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PageViews:
             there.index_copy_(0, blocks, here)
 
     def _in_pages(self, pages: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """The regions of whole pages, in the same shapes as in the storage."""
+        """Return the regions of whole pages, in the same shapes as in the storage."""
         return [
             _words(
                 pages,
@@ -82,7 +82,8 @@ def _words(
     shape: tuple[int, int, int],
     strides: tuple[int, int],
 ) -> torch.Tensor:
-    """A view ``[pages, runs, words of a run]`` of bytes; ``shape`` and ``strides`` are in bytes."""
+    """Return a view ``[pages, runs, words of a run]`` of bytes. ``shape`` and ``strides`` are in
+    bytes."""
     size = word.itemsize
     whole = memory[: memory.nbytes // size * size].view(word)
     return whole.as_strided(
@@ -91,7 +92,8 @@ def _words(
 
 
 def _widest_word(layout: PageLayout, storage: torch.Tensor) -> torch.dtype:
-    """The widest type to which the start and end of every run are aligned, in storage and pages."""
+    """Return the widest type to which the start and end of every run are aligned, in storage and
+    pages."""
     numbers = [storage.data_ptr(), layout.page_bytes]
     for region in layout.regions:
         numbers += [region.offset, region.run_stride, region.block_stride, region.nbytes]

@@ -15,15 +15,16 @@ from .runtime import CudaError, CudaRuntime, cuda_major
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 30
-"""Memory that is registered in one call, bytes. Drivers since R580 keep a table of 16 bytes for
-each page of 4 KiB, and can allocate no table for 512 GiB or more (vllm-project/vllm#51080). No copy
-may cross from one piece into the next."""
+"""Maximum size of the memory that is registered in one call, bytes. Drivers since R580 keep a table
+of 16 bytes for each page of 4 KiB, and cannot allocate the table for 512 GiB or more
+(vllm-project/vllm#51080). No copy may cross from one piece into the next."""
 
 
 class PinnedMemory:
     """Memory registered with the CUDA driver, in pieces of ``PIECE_BYTES``.
 
-    It is registered in place, because allocators of pinned memory would round 100 GiB up to 128.
+    The memory is registered in place, because allocators of pinned memory would round 100 GiB up to
+    128 GiB.
 
     Args:
         memory: memory to pin; closed with this object.
@@ -64,7 +65,7 @@ class PinnedMemory:
 
 
 def pinned(memory: HostMemory) -> HostMemory:
-    """Pin the memory if possible. Otherwise log a warning, and return it unpinned."""
+    """Pin the memory if possible. Otherwise, log a warning and return the memory unpinned."""
     if memory.view.nbytes == 0:
         return memory
     try:

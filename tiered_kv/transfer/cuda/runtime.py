@@ -1,7 +1,7 @@
 """Calls of the CUDA runtime that torch does not expose, in the library that torch loaded.
 
-Called through ctypes: a batch of copies is then three arrays of numbers, whereas bindings would
-require Python lists.
+The library is called through ctypes, because a batch of copies is then three arrays of numbers,
+whereas bindings would require Python lists.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from tiered_kv.transfer.base import Direction
 from tiered_kv.transfer.copy_plan import Numbers
 
 BATCHES_SINCE = 13
-"""First CUDA version with this signature of cudaMemcpyBatchAsync; 12.8 has a different one."""
+"""First CUDA version with this signature of cudaMemcpyBatchAsync. In 12.8, the signature is
+different."""
 REGISTER_FLAGS = 1 | 2
 """cudaHostRegisterPortable | cudaHostRegisterMapped: pinned for every device, and accessible to
 kernels."""
@@ -27,13 +28,13 @@ class CudaError(RuntimeError):
 
 
 class MemLocation(Structure):
-    """cudaMemLocation."""
+    """The C structure cudaMemLocation."""
 
     _fields_ = (("type", c_int), ("id", c_int))
 
 
 class MemcpyAttributes(Structure):
-    """cudaMemcpyAttributes."""
+    """The C structure cudaMemcpyAttributes."""
 
     _fields_ = (
         ("source_order", c_int),
@@ -44,7 +45,7 @@ class MemcpyAttributes(Structure):
 
 
 def cuda_major() -> int:
-    """CUDA version that torch was built with."""
+    """Return the major CUDA version with which torch was built."""
     import torch
 
     return int(torch.version.cuda.partition(".")[0])
@@ -89,7 +90,7 @@ class CudaRuntime:
         self._check(self._library.cudaHostUnregister(host))
 
     def device_pointer(self, host: int) -> int:
-        """Return the address of registered host memory as kernels use it.
+        """Return the address of registered host memory that kernels use.
 
         Raises:
             CudaError: the memory is not registered.
@@ -109,7 +110,7 @@ class CudaRuntime:
         )
 
     def copy_batch(self, to: Numbers, source: Numbers, nbytes: Numbers, stream: int) -> None:
-        """Enqueue copies in one call. They may run in any order among themselves.
+        """Enqueue copies in one call. The copies may run in any order.
 
         Args:
             to, source: addresses, int64 ``[copies]``, contiguous.

@@ -1,8 +1,8 @@
 """Copies through a buffer in VRAM: whole pages cross the bus, and short runs stay within VRAM.
 
-A copy engine needs a descriptor for every run, and the driver writes loads of less than 48 KiB into
-its own commands, on the engine's thread. On an H100, runs of 16 KiB reached 6 GB/s, and whole
-pages 54 GB/s (docs/gpu.md). A slot of the CPU pool is one run, so only VRAM has short runs.
+A copy engine needs a descriptor for every run, and the driver puts the bytes of loads of less than
+48 KiB into its own commands, on the engine's thread. On an H100, runs of 16 KiB reached 6 GB/s, and
+whole pages 54 GB/s (docs/gpu.md). A slot of the CPU pool is one run, so only VRAM has short runs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .runtime import CudaRuntime
 
 BUFFER_BYTES = 32 << 20
 """Size of a lane's buffer in VRAM, bytes. A copy of this size takes 0.6 ms on a PCIe 5.0 bus. That
-is longer than most kernels of a model, which the gather of the next part may have to wait for, and
-several times the time that the engine's thread needs to start the copy (docs/gpu.md)."""
+is longer than most kernels of a model, for which the gather of the next part may have to wait, and
+several times as long as the engine's thread needs to start the copy (docs/gpu.md)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,8 +109,9 @@ class StagedCopies:
     def _parts(self, lanes: Sequence[Lane], slots: Numbers) -> list[Copies]:
         """Plan the copies between slots and buffers, in parts that each fill a buffer.
 
-        ``Copies.storage`` contains addresses. Consecutive slots are one copy. All parts are planned
-        together, since numpy calls for each part would take more time than the CUDA calls.
+        ``Copies.storage`` contains addresses. Consecutive slots become one copy. All parts are
+        planned together, because numpy calls for each part would take more time than the CUDA
+        calls.
         """
         page = self._views.page_bytes
         part, place = np.divmod(np.arange(len(slots)), self._at_once)

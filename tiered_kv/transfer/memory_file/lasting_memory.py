@@ -65,7 +65,8 @@ from .memory_format import ENTRY_BYTES, BundleHeader, FileHeader, SlotHeader
 from .slot_table import BundleNote, SlotTable, pack_note, parse_note
 
 REST_S = 30.0
-"""Quarantine of slots, from the moment the file's lock was acquired, seconds.
+"""Quarantine of slots, from the moment the file's lock was acquired, seconds. It is long compared
+to the end of a context, and mostly over when a starting engine receives its first request.
 
 Long compared to the end of a context, and mostly over when a starting engine receives its first
 request.
@@ -108,7 +109,7 @@ class LastingMemory:
         clock: monotonic seconds. The lock was acquired before this object is created.
 
     Attributes:
-        keep: as passed; may be changed until close.
+        keep: True to keep the file when this object is closed. May be changed until then.
         slot_bytes: size of a slot, bytes.
         adopted: pages of previous engines, by slot.
         bundles: notes of bundles of previous engines.
@@ -183,7 +184,7 @@ class LastingMemory:
         return note
 
     def rest_s(self) -> float:
-        """Seconds until the quarantine ends; 0 without quarantined slots."""
+        """Time until the quarantine ends, seconds; 0 without quarantined slots."""
         return max(0.0, self._rested_at - self._clock()) if self.resting else 0.0
 
     # -- headers ------------------------------------------------------------------
@@ -244,7 +245,7 @@ class LastingMemory:
 
     def validate_bundle(self, note: BundleNote, tickets: Sequence[int]) -> bool:
         """Write a bundle's note and validate its slots, if they still contain the bytes of the
-        tickets. Call before the slots are reused.
+        tickets. Must be called before the slots are reused.
 
         Args:
             tickets: a ticket for each slot of the note.
@@ -269,7 +270,7 @@ class LastingMemory:
         return True
 
     def digest(self, slot: int, nbytes: int) -> bytes:
-        """xxh3-128 of the first bytes of a slot; releases the interpreter lock."""
+        """Return the xxh3-128 of the first bytes of a slot. Releases the interpreter lock."""
         start = slot * self.slot_bytes
         return xxhash.xxh3_128_digest(self.view[start : start + nbytes].data)
 

@@ -1,7 +1,7 @@
 """Memory files in a folder: found and described without mapping them.
 
 A memory file is recognized by its name and its magic. Nothing else is read, and no link is
-followed. A path that has such a name but is something else, or cannot be read, is odd: it is
+followed. A path that has such a name but is something else, or cannot be read, is called odd. It is
 skipped and reported.
 """
 
@@ -32,9 +32,9 @@ class MemoryFile:
     Attributes:
         nbytes: size of the file, bytes.
         locked: True if a process has the file open.
-        owner: self-description of that process, or of the last one; empty if unknown.
+        owner: self-description of that process, or of the last process; empty if unknown.
         header: header of the file; None if it is unusable.
-        damage: reason why there is no usable header; empty if there is one.
+        damage: reason why there is no usable header; empty if the header is usable.
         pages: number of pages in valid slots, compressed pages included.
         torn: number of slots with torn headers; 0 for a file in use, which changes while it is
             read.

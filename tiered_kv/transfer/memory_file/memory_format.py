@@ -63,7 +63,7 @@ OWNER_AT = 2048
 OWNER_BYTES = BLOCK - OWNER_AT
 """Size of the description of the last process, bytes."""
 ENTRY_BYTES = 128
-"""Size of a slot's header."""
+"""Size of a slot's header, bytes."""
 MAX_KEY_BYTES = 76
 """Longest key that fits into a slot's header, bytes."""
 
@@ -93,7 +93,7 @@ class Geometry:
 
     Attributes:
         contents: 16 bytes, the digest of the fingerprints of the engine's page groups.
-        rank: rank that the memory belongs to, of ``ranks``.
+        rank, ranks: rank to which the memory belongs, and number of ranks.
         replica: data-parallel rank of the engine.
         slots: number of slots.
         slot_bytes: size of a slot, equal to the largest page, bytes.
@@ -153,7 +153,7 @@ class SlotHeader:
 
 @dataclass(frozen=True, slots=True)
 class BundleHeader:
-    """Pages that are compressed together, as described by the header of each of their slots.
+    """Pages that are compressed together, as the header of each of their slots describes them.
 
     Attributes:
         note_bytes: size of the note at the start of the first slot, bytes.
@@ -171,7 +171,7 @@ class BundleHeader:
 
 
 def contents_of(fingerprints: Sequence[bytes]) -> bytes:
-    """Digest of the fingerprints of an engine's page groups, in their order."""
+    """Return the digest of the fingerprints of an engine's page groups, in their order."""
     return xxhash.xxh3_128_digest(b"".join(fingerprints))
 
 
@@ -268,7 +268,8 @@ def parse_slot_header(nonce: int, slot: int, entry: bytes, slot_bytes: int) -> S
 
 
 def pack_bundle_header(nonce: int, slot: int, header: BundleHeader, state: State) -> bytes:
-    """Pack the header of a slot of a bundle: of its first slot or of another one."""
+    """Pack the header of a slot of a bundle. ``state`` tells whether it is the first slot or
+    another slot."""
     counts = _COUNTS.pack(header.pages, header.slots)
     body = _ENTRY.pack(state, header.note_bytes, 0, header.saved, header.digest, counts)
     return body + _own_digest(nonce, slot, body)

@@ -63,7 +63,7 @@ SETTING = "TIERED_KV_CPU_PATH"
 """Environment variable that names the folder of memory files."""
 SUFFIX = ".slots"
 FILE_NAME = re.compile(rf"([0-9]+)-([0-9]+){re.escape(SUFFIX)}")
-"""Name of a memory file: its replica and its rank."""
+"""Pattern of the name of a memory file, which contains its replica and its rank."""
 
 
 class MemoryBusyError(ConfigError):
@@ -71,12 +71,13 @@ class MemoryBusyError(ConfigError):
 
 
 def memory_path(folder: Path, replica: int, rank: int) -> Path:
-    """Path of a rank's memory file."""
+    """Return the path of a rank's memory file."""
     return folder / f"{replica}-{rank}{SUFFIX}"
 
 
 def block_of(fd: int) -> int:
-    """Block size of a file's file system, bytes; on hugetlbfs the size of a huge page."""
+    """Return the block size of a file's file system, bytes. On hugetlbfs, it is the size of a huge
+    page."""
     return max(os.fstat(fd).st_blksize, mmap.PAGESIZE)
 
 
@@ -105,7 +106,7 @@ def lock_file(path: Path, *, make: bool) -> int:
     and a forked child would inherit the copy, and the lock with it.
 
     Args:
-        make: create an empty file if it is missing.
+        make: True to create an empty file if the file is missing.
 
     Raises:
         MemoryBusyError: another process has the file open; the message names it.
@@ -124,11 +125,11 @@ def delete_memory(path: Path) -> int:
     """Delete a memory file that no process has open.
 
     Returns:
-        The bytes that this freed; 0 if the file is missing.
+        The number of bytes that were freed; 0 if the file is missing.
 
     Raises:
-        MemoryBusyError: a process has the file open; it was not deleted.
-        ForeignError: the file is not a memory file; it was not deleted.
+        MemoryBusyError: a process has the file open. The file was not deleted.
+        ForeignError: the file is not a memory file. It was not deleted.
         OSError: the file could not be deleted.
     """
     with suppress(FileNotFoundError):
@@ -166,7 +167,7 @@ def open_memory(
 
     Args:
         folder: folder on tmpfs or hugetlbfs; created if missing.
-        keep: keep the file at a clean stop.
+        keep: True to keep the file at a clean stop.
         clock: monotonic seconds.
 
     Raises:
@@ -200,7 +201,8 @@ def open_memory(
 
 
 def _delete_lost_ranks(folder: Path, geometry: Geometry) -> None:
-    """Delete memory of ranks that this engine no longer has, which no engine would open again."""
+    """Delete the memory files of ranks that this engine no longer has, which no engine would open
+    again."""
     for path in folder.iterdir():
         name = FILE_NAME.fullmatch(path.name)
         if name and int(name[1]) == geometry.replica and int(name[2]) >= geometry.ranks:
@@ -291,8 +293,8 @@ def _make(path: Path, fd: int, geometry: Geometry) -> FileHeader:
 
 
 def _write_owner(path: Path, fd: int) -> None:
-    """Write the owner of a file into its first block, mapped: hugetlbfs supports no other
-    writes."""
+    """Write the description of the owner of a file into its first block. The block is mapped,
+    because hugetlbfs supports no other writes."""
     with _map(path, fd, min(block_of(fd), os.fstat(fd).st_size)) as first:
         first[OWNER_AT:BLOCK] = describe_owner(OWNER_BYTES).ljust(OWNER_BYTES, b"\0")
 

@@ -102,8 +102,8 @@ class SlotTable:
         self._write(slot, pack_slot_header(self._nonce, slot, header), State.VALID)
 
     def validate_bundle(self, slots: Sequence[int], header: BundleHeader) -> None:
-        """Validate the slots of a bundle, the first one last: without it, the others are
-        ignored."""
+        """Validate the slots of a bundle, the first slot last, because without it the other slots
+        are ignored."""
         states = dict.fromkeys(slots[1:], State.PART) | {slots[0]: State.BUNDLE}
         for slot, state in states.items():
             self._write(slot, pack_bundle_header(self._nonce, slot, header, state), state)
@@ -163,7 +163,7 @@ class SlotTable:
         return found, stray
 
     def invalid(self) -> list[int]:
-        """Slots that were about to be written, or whose page was discarded."""
+        """Return the slots that were about to be written, or whose page was discarded."""
         return list(np.flatnonzero(self._states == State.INVALID).tolist())
 
 
@@ -198,7 +198,7 @@ class BundleNote:
 
 
 def note_bytes(table: bytes, slots: int, pages: int) -> int:
-    """Size of a note, bytes.
+    """Return the size of a note, bytes.
 
     Args:
         table: table of the codec.

@@ -1,16 +1,16 @@
 """Validation of saved pages: a thread hashes landed pages and validates their slots.
 
-It runs at low priority. A page that is overwritten before it is hashed is skipped. A page that is
-not hashed before the process is killed is not found again.
+The thread runs at low priority. A page that is overwritten before it is hashed is skipped. A page
+that is not hashed before the process is killed is not found again.
 
-Also determines the pages that all ranks have from a previous engine.
+The module also determines the pages that all ranks have from a previous engine.
 
-A page of the index has one slot on every rank, and one save. Ranks die at different moments, so
-one rank may hold a page that another has just overwritten, or holds from an earlier save. A save
+In the index, a page has the same slot on every rank, and one save. Ranks die at different moments,
+so one rank may hold a page that another has just overwritten, or holds from an earlier save. A save
 that failed on one rank may have left wrong data on the others, which computed with the output of
 that rank. So a page counts only if every rank has the same key in the same slot from the same
-settlement. A compressed page counts if every rank has it in a bundle with the same first slot.
-Each rank fills only the first slots of its order, as many as it needs.
+settlement. A compressed page counts if every rank has it in a bundle with the same first slot. Each
+rank fills only the first slots of its order, as many as it needs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Validation:
 
     def landed(self, pages: Iterable[LandedPage]) -> None:
         """Queue pages that have landed and are known to be right on every rank. Their slots must
-        still contain them."""
+        still contain these pages."""
         tickets = [(page, self._memory.ticket(page.slot)) for page in pages]
         self._thread.submit(self._validate, tickets)
 
@@ -80,8 +80,8 @@ class Validation:
 
 
 def agreed(ranks: Sequence[AdoptedPages]) -> dict[PageKey, int]:
-    """Return the slot of each page that every rank has, oldest first. Of two slots with the same
-    key, the slot saved last counts.
+    """Return the slot of each page that every rank has, oldest first. If two slots have the same
+    key, the slot that was saved last counts.
 
     Args:
         ranks: pages of every rank of the engine.
@@ -98,8 +98,8 @@ def agreed(ranks: Sequence[AdoptedPages]) -> dict[PageKey, int]:
 
 def agreed_bundles(ranks: Sequence[AdoptedPages]) -> list[AdoptedBundle]:
     """Return bundles of the pages that every rank has compressed, oldest first, with the slots of
-    the rank that needs most slots. If two bundles contain the same page, it belongs to the newer
-    bundle. If a bundle and a slot contain the same page, it belongs to the slot.
+    the rank that needs most slots. A page in two bundles belongs to the newer bundle. A page in
+    both a bundle and a slot belongs to the slot.
 
     Args:
         ranks: pages of every rank of the engine.
