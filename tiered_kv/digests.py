@@ -30,7 +30,6 @@ _CONFIG_NAMES = ("config.json", "adapter_config.json", "hf_quant_config.json")
 
 def model_files(folder: Path) -> list[Path]:
     """Return the files of a model or adapter that determine its KV: weights and configuration.
-    ``folder`` may be a single weight file.
 
     ``folder`` may be a single weight file.
     """

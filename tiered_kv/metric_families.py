@@ -130,11 +130,11 @@ FAMILIES: Mapping[str, Family] = {
         Family("promoted_bytes", _C, "Bytes of these pages, uncompressed, over all ranks."),
         Family("promoted_ahead_pages", _C, COUNTERS["pages_promoted_ahead"]),
         Family(
-        "promotions_forgone",
-        _C,
-        "Promotions skipped because recomputing is faster, and turns that stopped waiting for a "
-        "lookup or a promotion.",
-    ),
+            "promotions_forgone",
+            _C,
+            "Promotions skipped because recomputing is faster, and turns that stopped waiting for "
+            "a lookup or a promotion.",
+        ),
         Family(
             "faults", _C, "Failures. Kinds that concern pages count pages; others count events."
         ),

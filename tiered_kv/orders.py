@@ -154,9 +154,9 @@ class DemoteOrder:
 @dataclass(frozen=True, slots=True)
 class PromoteOrder:
     """Read page ``keys[i]`` from a store into ``slots[i]`` of the CPU pool, which is reserved for
-    the page. ``due`` has the same meaning as in ``DemoteOrder``.
+    the page.
 
-    ``due`` as for ``DemoteOrder``.
+    ``due`` has the same meaning as in ``DemoteOrder``.
     """
 
     kind: ClassVar[OrderKind] = OrderKind.PROMOTE

@@ -59,10 +59,9 @@ def load(
 
 def _missing(found: type, contract: Any) -> list[str]:
     """Return the names of the public and abstract methods of ``contract`` that ``found`` does not
-    define. A contract's properties are not checked, because they may be attributes of instances
-    only.
+    define.
 
-    A contract's properties are not checked, since they may be attributes of instances only.
+    A contract's properties are not checked, because they may be attributes of instances only.
     """
     methods = (name for name, _ in inspect.getmembers(contract, inspect.isfunction))
     unmet: frozenset[str] = getattr(found, "__abstractmethods__", frozenset())

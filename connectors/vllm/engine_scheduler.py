@@ -3,13 +3,14 @@
     vllm serve MODEL --kv-transfer-config … \\
         --scheduler-cls tiered_kv.connectors.vllm.engine_scheduler.ContinuumScheduler
 
-It changes three things. Requests that the connector holds back are parked outside the waiting
-queue. Requests in the queue are ordered by the start of their jobs, jobs with pinned KV first; if
-more requests wait than vLLM may run, nearly by arrival. A client gets an equal share while others
-wait, and a request that has waited for the admission limit precedes every later request. Preemption
-picks the request that loses the least work. Without tiered-kv's connector nothing is changed; with
-``--scheduling-policy priority`` (the operator's own order), requests are only parked. Diffusion
-models, for which vLLM has a separate scheduler, are refused (``UnsupportedError``).
+The scheduler differs from vLLM's in three ways. Requests that the connector holds back are parked
+outside the waiting queue. Requests in the queue are ordered by the start of their jobs, with jobs
+that have pinned KV first; if more requests wait than vLLM may run, they are ordered nearly by
+arrival. A client gets an equal share while other clients wait, and a request that has waited for
+the admission limit precedes every later request. Preemption chooses the request that loses the
+least work. Without tiered-kv's connector nothing is changed; with ``--scheduling-policy priority``
+(the operator's own order), requests are only parked. Diffusion models, for which vLLM has a
+separate scheduler, are refused (``UnsupportedError``).
 """
 
 from __future__ import annotations

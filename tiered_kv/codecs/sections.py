@@ -2,7 +2,8 @@
 
 Sections of one type are encoded together, in *parts* of half a MiB or of one longer section, as if
 each part were a page. Many short sections then need only one frame, and a long section is encoded
-without copying. The centred codec encodes parts with elements that it supports, zstd the others.
+without copying. The centred codec encodes parts with elements that it supports, and zstd encodes
+the other parts.
 
 A stored page consists of the concatenated planes of the parts, and a frame (little-endian):
 

@@ -11,8 +11,8 @@ from .cpu_index import PageIndex
 
 
 class HeldPages:
-    """Pages held for one operation. As a context manager, it releases every page on exit, even after
-    an error, so it must be entered before the first page is held.
+    """Pages held for one operation. This context manager releases every page on exit, even after an
+    error, so it must be entered before the first page is held.
 
     Not thread-safe. Used only on the scheduler thread.
     """

@@ -215,8 +215,7 @@ class StoreSite:
 
 
 class StoreTier(Protocol):
-    """A configured tier. An object is created in both halves, which does no I/O. The constructor
-    takes the operator's ``TierConfig``.
+    """A configured tier. An object is created in both halves, which does no I/O.
 
     The constructor takes the operator's ``TierConfig``.
     """

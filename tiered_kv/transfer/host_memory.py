@@ -1,7 +1,6 @@
-"""Host memory for the CPU pool's slots, and the CPU pool: memory divided into page slots. Whoever
-creates a pool provides its memory.
+"""Host memory for the CPU pool's slots, and the CPU pool: memory divided into page slots.
 
-The creator of a pool provides its memory.
+Whoever creates a pool provides its memory.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def staging_slots(num_slots: int) -> int:
 
 
 def bundle_pages(page_bytes: int) -> int:
-    """Number of pages in a bundle.
+    """Return the number of pages in a bundle.
 
     Args:
         page_bytes: size of a page on one rank, bytes.

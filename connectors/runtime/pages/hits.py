@@ -141,11 +141,9 @@ class HitFinder:
         return self._facts.groups[group].reach.kind is KvKind.FULL
 
     def _end(self, turn: Turn, at: int, start: int, limit: int, run: Run) -> int:
-        """Return the number of tokens that the run of a group's pages covers. The last tokens are
-        excluded if a drafter's KV depends on later tokens, because those may have changed since the
-        KV was computed.
+        """Return the number of tokens that the run of a group's pages covers.
 
-        The last tokens are excluded if a drafter's KV depends on later tokens, because these may
+        The last tokens are excluded if a drafter's KV depends on later tokens, because those may
         have changed since the KV was computed.
         """
         group, keys = self._facts.groups[at], turn.page_keys(at)

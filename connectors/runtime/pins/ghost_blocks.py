@@ -2,8 +2,6 @@
 
 The engine's own blocks are not touched. A ghost is identified by the content of its block, because
 the engine may reuse the block meanwhile.
-
-A ghost is identified by the content of its block, because the engine may reuse the block meanwhile.
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ class UnreadIds:
     """Logs once that clients may send ids that are not read, because the engine does not see
     headers.
 
-    The engine does not see headers. It logs if ``UNNAMED`` requests named no job, no request came
-    through the middleware, and the plugin that adds the middleware is not enabled.
+    The message is logged if ``UNNAMED`` requests named no job, no request came through the
+    middleware, and the plugin that adds the middleware is not enabled.
 
     Args:
         env: environment of the engine, a copy of the API server's environment.

@@ -135,8 +135,7 @@ def _is_passed_on(headers: Mapping[str, str]) -> bool:
 
 def _host(headers: Mapping[str, str]) -> str:
     """Return the host that a request names, without its port; localhost if it names none, which
-    never happens with browsers. A name other than localhost may belong to an attacker who makes it
-    resolve to loopback.
+    never happens with browsers.
 
     A name other than localhost may belong to an attacker who makes it resolve to loopback.
     """

@@ -76,8 +76,8 @@ class Catalogue:
     """The pages and segments of a store. Owns the segments' files and descriptors.
 
     Attributes:
-        pages: the live pages, oldest first. Callers only read it.
-        segments: segments by number, oldest first. Callers only read it.
+        pages: the live pages, oldest first. Callers must not change this mapping.
+        segments: segments by number, oldest first. Callers must not change this mapping.
         stored_bytes: size of the live pages on disk, without headers and padding, bytes.
         closed: True once ``close`` was called.
     """

@@ -116,12 +116,10 @@ class StoreStats:
 
 
 def io_threads(cores: int) -> int:
-    """Return the number of threads for a store that may use that many cores. There are two threads
-    per core, because half of them wait for the disk; at least four, for the disk's queue depth; and
-    at most eight.
+    """Return the number of threads for a store that may use that many cores.
 
-    Two per core, since half of the threads wait for the disk; at least four, for the disk's queue
-    depth, and at most eight.
+    There are two threads per core, because half of them wait for the disk; at least four, for the
+    disk's queue depth; and at most eight.
     """
     return max(4, min(8, 2 * cores))
 

@@ -170,10 +170,9 @@ class SegmentStore(PageStore):
 
     def put_coded(self, pages: Sequence[tuple[PageKey, CodedPage]]) -> frozenset[int]:
         """Store pages that are already encoded. They are stored unchanged if they use the codec of
-        new pages. A store that has not trained a codec adopts their codec, so that no page is
-        encoded twice.
+        new pages.
 
-        A store that has not trained a codec adopts theirs, so that no page is encoded twice.
+        A store that has not trained a codec adopts their codec, so that no page is encoded twice.
         """
         codecs = [coded.codec for _, coded in pages]
         self._writer.adopt(codec for codec in codecs if codec is not None)

@@ -65,11 +65,10 @@ from .memory_format import ENTRY_BYTES, BundleHeader, FileHeader, SlotHeader
 from .slot_table import BundleNote, SlotTable, pack_note, parse_note
 
 REST_S = 30.0
-"""Quarantine of slots, from the moment the file's lock was acquired, seconds. It is long compared
-to the end of a context, and mostly over when a starting engine receives its first request.
+"""Quarantine of slots, from the moment the file's lock was acquired, seconds.
 
-Long compared to the end of a context, and mostly over when a starting engine receives its first
-request.
+It is long compared to the end of a context, and mostly over when a starting engine receives its
+first request.
 """
 
 

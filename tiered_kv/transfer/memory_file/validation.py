@@ -64,7 +64,7 @@ class Validation:
                 logger.exception("a page in CPU memory cannot be validated")
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until every queued page is done. Returns False on timeout."""
+        """Wait until every queued page is hashed or skipped. Returns False on timeout."""
         return bool(wait([self._thread.submit(int)], timeout_s).done)
 
     def close(self, budget_s: float = 0.0) -> None:
