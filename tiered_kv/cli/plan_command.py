@@ -302,7 +302,10 @@ def plan_command(
         float | None,
         typer.Option(
             min=0,
-            help=f"CPU memory for KV, GiB; by default as needed for --jobs, or {CPU_GIB:g} without --jobs.",
+            help=(
+                "CPU memory for KV, GiB; by default as needed for --jobs, or "
+                f"{CPU_GIB:g} without --jobs."
+            ),
         ),
     ] = None,
     ssd_gib: Annotated[float, typer.Option(min=0, help="SSD space for KV, GiB.")] = 0.0,

@@ -58,7 +58,9 @@ LEFT = {
         "{:,} jobs had started before the trace. Their first turns in the trace are computed "
         "completely."
     ),
-    "open": "{:,} jobs were still expected back when the trace ended. They end with their last turn.",
+    "open": (
+        "{:,} jobs were still expected back when the trace ended. They end with their last turn."
+    ),
     "shared": (
         "{:,} jobs found part of their first prompt cached. They are assumed to share that much "
         "with other jobs of their client."
