@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from tiered_kv.json_fields import real, string
 
 from .identity import NOBODY, PARAMS_FIELDS, Identity, identify
-from .kv_hints import FIELDS, HintResult, KvHint, read_request
+from .kv_hints import FIELDS, NO_HINTS, HintResult, KvHint, read_request
 
 MAX_TOOL_NAME_CHARS = 256
 MAX_TOOL_COMMAND_CHARS = 16_384
@@ -67,13 +67,14 @@ def read_hints(
     because they may be meant for others.
     """
     found: dict[str, Any] = {}
-    ignored = 0
+    ignored, asks = 0, kv_hints is not None
     for source in (kv_transfer_params, xargs):
         if source is None:
             continue
         if not isinstance(source, _MAPPINGS):
             ignored += 1
             continue
+        asks = asks or not FIELDS.isdisjoint(source)
         for name, given in source.items():
             read = _READERS.get(name)
             if read is None or given is None:
@@ -85,7 +86,7 @@ def read_hints(
     if isinstance(kv_transfer_params, _MAPPINGS):
         ignored += len(kv_transfer_params.keys() - _KNOWN)
     who = identify(kv_transfer_params, xargs, session_id)
-    asked = read_request(kv_hints, kv_transfer_params, xargs)
+    asked = read_request(kv_hints, kv_transfer_params, xargs) if asks else NO_HINTS
     return TurnHints(
         who.job,
         found.get("is_last_step", asked.is_last_step),

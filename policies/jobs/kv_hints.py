@@ -467,8 +467,6 @@ def read_request(envelope: object, params: object, xargs: object) -> RequestHint
     """
     given = (one for one in (params, xargs) if one and isinstance(one, _MAPPINGS))
     sources = [one for one in given if not FIELDS.isdisjoint(one)]
-    if envelope is None and not sources:
-        return NO_HINTS
     reader, terms, is_last = HintReader(), dict[str, object](), False
     messages = [source.get(name) for source in sources for name in MESSAGE_FIELDS]
     for message in (envelope, *messages):
