@@ -176,7 +176,7 @@ class Costs:
     @property
     def work_s(self) -> float:
         """Total time that requests lose without a pin, seconds. T η is excluded, because a job that
-        does not queue makes another one queue."""
+        does not queue makes another job queue."""
         return max(0.0, self.benefit_s * self.held_up - self.queue_s * self.memoryfulness)
 
 

@@ -66,7 +66,7 @@ class TierConfig:
         pin_fraction: fraction of the VRAM blocks that may be pinned, 0 to 1.
         admission: ``auto`` holds new jobs back while their working set does not fit; ``off`` does
             not. Always ``off`` with a policy other than the default.
-        admission_max_wait_s: wait after which a request precedes every later one, seconds.
+        admission_max_wait_s: wait after which a request precedes every later request, seconds.
         trace: path of the current trace file; None disables the trace.
         mode: whether decisions are carried out.
         snapshot_path: folder of snapshots of jobs; None disables snapshots.

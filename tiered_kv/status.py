@@ -435,7 +435,8 @@ class JobRestored(JsonObject):
 
 @dataclass(frozen=True, slots=True)
 class JobsRestored(JobRestored):
-    """The answer to a request for a restore: the results of the first engine and of the others."""
+    """The answer to a request for a restore: the result of the first engine, and the results of the
+    other engines."""
 
     others: tuple[JobRestored, ...] = ()
 

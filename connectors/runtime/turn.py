@@ -400,7 +400,7 @@ class Turn:
         return page_keys(self.pages.fingerprints[group], hashes[place : place + 1])[0]
 
     def tail_place(self, tokens: int) -> tuple[bytes, object] | None:
-        """Return the identity of a partial tail, in addition to its tokens.
+        """Return the part of a partial tail's identity that does not come from its tokens.
 
         Args:
             tokens: tokens before the tail, a multiple of ``hash_tokens``.

@@ -29,10 +29,11 @@ ROOT_PRIOR = NormalInverseGamma(mu=0.0, lam=1.0, alpha=1.0, beta=1.0)
 PRIOR_WORTH = 4.0
 """κ: weight of a prior from the parent or from a rule, as a number of observations."""
 NODE_DECAY = 0.99
-"""Factor by which the weight of an observation decays with each later one of the same node."""
+"""Factor by which the weight of an observation decays with each later observation of the same
+node."""
 HISTOGRAM_DECAY = 0.9995
 """Factor by which the weight of an observation in the empirical distribution decays with each later
-one. A distribution needs many more observations than a mean."""
+observation. A distribution needs many more observations than a mean."""
 HISTOGRAM_FROM = 30
 """Minimum number of observations for the empirical distribution to be used. At this number, it has
 about half of the weight."""
@@ -129,7 +130,7 @@ class ToolHierarchy:
             self._nodes.popitem(last=False)
 
     def dump(self) -> list[object]:
-        """Return the nodes as JSON: the root, then the others, least recently used first."""
+        """Return the nodes as JSON: the root, then the other nodes, least recently used first."""
         return [_dumped((), self._root), *(_dumped(*item) for item in self._nodes.items())]
 
     @classmethod

@@ -11,7 +11,7 @@ from collections import deque
 WINDOW = 100
 """Number of evicted turns over which T is averaged, as in Continuum."""
 PREFILL_DECAY = 0.98
-"""Factor by which the weight of a measured prefill decays with each later one."""
+"""Factor by which the weight of a measured prefill decays with each later prefill."""
 SURVIVAL_STEP = 0.2
 """Weight of the latest returning job in the moving average."""
 PEAK_HALF_LIFE_S = 10.0

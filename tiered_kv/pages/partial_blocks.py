@@ -43,7 +43,8 @@ class TailIndex:
     index decides whether a tail's bytes are readable.
 
     Args:
-        notebook: keeps the tails for the next engine, and provides the tails of the previous one.
+        notebook: keeps the tails for the next engine, and provides the tails of the previous
+            engine.
     """
 
     def __init__(self, notebook: NoNotebook) -> None:

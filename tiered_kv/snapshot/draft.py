@@ -4,9 +4,10 @@
     ranks    write pages and parts into it, each in its own process: ``rank_writer``
     seal     writes the manifest, makes all files durable, and only then renames to ROOT/NAME
 
-Pages are added to the pool of the root after that, so that every page in the pool is durable.
+Pages are added to the pool of the root after the renaming, so that every page in the pool is
+durable.
 
-Also handles unfinished folders and files, and leftovers of killed makers.
+The module also handles unfinished folders and files, and leftovers of killed makers.
 
 ``.making-<16 hex>`` is a folder with a file ``lock``, or a plain file. Its maker holds the lock, or
 a lock on the file itself, with flock, and renames it when it is complete. The next maker removes

@@ -1,6 +1,6 @@
 """The remote tier: pages that engines share through a store that many machines can reach.
 
-Also creates the remote store of an address.
+The module also creates the remote store of an address.
 """
 
 from __future__ import annotations

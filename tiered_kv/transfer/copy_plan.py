@@ -21,7 +21,7 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pages:
-    """The valid pages of a job. ``failed`` lists the others.
+    """The valid pages of a job, and the indices of the other pages.
 
     Attributes:
         blocks: block numbers, int64 ``[pages]``.

@@ -1,10 +1,10 @@
 """Lookups: stores that other engines also write to are queried for pages of a prompt that no local
 tier has.
 
-The first pages are queried first, and the others once all of the first pages are found. Groups that
-keep only a part of the context have pages at some boundaries only, and only the engine that wrote
-them knows which. Their pages are queried last, near the end of what the other groups have, because
-the stored context ends close to that point.
+The first pages are queried first, and the other pages once all of the first pages are found. Groups
+that keep only a part of the context have pages at some boundaries only, and only the engine that
+wrote them knows which. Their pages are queried last, near the end of what the other groups have,
+because the stored context ends close to that point.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tiered_kv.tiers import Knowledge
 from .hits import HitFinder
 
 LOOKUPS = 2
-"""Number of queries for a turn's pages: one for the first pages, one for the others."""
+"""Number of queries for a turn's pages: one for the first pages, and one for the other pages."""
 FIRST_LOOKUP = 64
 """Number of pages in a turn's first query. The other pages follow once all of these are found."""
 MOST_BOUNDARIES = 64

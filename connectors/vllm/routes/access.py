@@ -4,8 +4,8 @@ Without a token the server must listen on loopback or on a Unix socket. Web page
 that machine, and proxies that forward requests from elsewhere, can reach loopback too. Their
 requests are recognized by their headers.
 
-Also parses the query strings of the routes, which are untrusted, and defines refusals: responses
-with an error status and a message.
+The module also parses the query strings of the routes, which are untrusted, and defines refusals:
+responses with an error status and a message.
 """
 
 from __future__ import annotations

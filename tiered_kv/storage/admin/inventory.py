@@ -243,7 +243,7 @@ def opened_segment(info: StoreInfo, path: Path) -> Iterator[tuple[int, LoadedSeg
                 break
             except (OSError, FormatError) as error:
                 now = RealFiles().size(fd)
-                # A changed size means that it was sealed just now, and ends elsewhere.
+                # A changed size means that the segment was just sealed, and ends elsewhere.
                 if now == before or isinstance(error, BlankSegment):
                     raise
                 before = now

@@ -54,7 +54,8 @@ raw also starts at a block, if the page consists of whole blocks. It is then tra
 caller's memory and the disk without copying, and its record takes no more space than if it followed
 its header directly.
 
-Also defines the sizes of segments: the usual size, and the bounds that a page format sets.
+The module also defines the sizes of segments: the usual size, and the bounds that a page format
+sets.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ A full disk accepts no writes, not even a record of a deletion. So packs are del
 deletion is recorded. In between, a reader finds the pack missing, which is a miss. So does a
 process that opens the folder of a process that was killed at that point.
 
-Also reads the contents of a writer's folder from its index.
+The module also reads the contents of a writer's folder from its index.
 """
 
 from __future__ import annotations

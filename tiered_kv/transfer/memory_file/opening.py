@@ -7,19 +7,20 @@ according to its contents:
 
 - A file without the magic, a path that is not a plain file, or a file of another user is left
   unchanged, and the start is refused, because its contents may be valuable.
-- A memory file in use: refused. The message names the process.
-- A memory file of another version, fingerprint or geometry, or one that is damaged or truncated:
+- If a memory file is in use, the start is refused. The message names the process.
+- A memory file of another version, fingerprint or geometry, or one that is damaged or truncated, is
   deleted, with a warning. It is a cache that no start with these settings can use, and it would
   take memory that the new file needs. Users who alternate between two models need two folders.
-- A matching memory file: adopted. A slot with a torn header counts as empty; the others are kept.
-- An empty file, or one block of zeros, left by a process killed during creation: created again.
-- A memory file of a rank that the engine no longer has: deleted, unless it is in use.
+- A matching memory file is adopted. A slot with a torn header counts as empty; the other slots are
+  kept.
+- An empty file, or one block of zeros, left by a process killed during creation, is created again.
+- A memory file of a rank that the engine no longer has is deleted, unless it is in use.
 
 The whole file is allocated before it is mapped, because a store to a mapping on a full file system
 would be a SIGBUS.
 
-Also decides whether a file with the name of a memory file is one, and whether it can be used or
-deleted.
+The module also decides whether a file with the name of a memory file is a memory file, and whether
+it can be used or deleted.
 """
 
 from __future__ import annotations
