@@ -352,8 +352,8 @@ class SchedulerHalf:
         if admission.pins:
             admission.pins.expire(self._clock())
         if restored := pages.dispatch.restored:
-            # For the step just scheduled: pages in flight during this step are in place by the next
-            # one.
+            # The step that was just scheduled counts, because pages in flight during this step are
+            # in place by the next step.
             admission.pressure.for_restored([*restored.values()], self.step - 1, idle=not scheduled)
         if gaps.prefills.running:
             gaps.prefills.poll(self._clock())

@@ -216,8 +216,8 @@ class TieredContinuumConnector(KVConnectorBase_V1, SupportsHMA):
     @never_raises(lambda self: None)
     def on_new_request(self, request: Any) -> None:
         if request.abort_immediately:
-            # Refused: the server rejected it, or the engine is paused. vLLM only passes it so that
-            # a connector can free resources. Its job is still between turns.
+            # The request is refused, because the server rejected it or the engine is paused. vLLM
+            # only passes it so that a connector can free resources. Its job is still between turns.
             return
         hints = hints_of(request)
         self._unread_ids.look(hints)

@@ -127,12 +127,13 @@ def read_engine(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     if why_not_offloadable(vllm_config, kv_cache_config) is None:
         groups = read_groups(vllm_config, kv_cache_config)
     block_size = groups[0].block_size if groups else vllm_config.cache_config.block_size
-    # With pipelines several batches are in flight, as with asynchronous scheduling.
+    # With pipeline parallelism several batches are in flight, as with asynchronous scheduling.
     pipelines = vllm_config.parallel_config.pipeline_parallel_size > 1
     ahead = bool(vllm_config.scheduler_config.async_scheduling) or pipelines
     # vLLM rewinds a request whose sync restore failed only if no later step was scheduled yet, and
-    # only in its older model runner (vllm-project/vllm#49250). Otherwise it would continue with
-    # wrong KV. With states a sync restore comes too late, and with several groups it may not fail.
+    # only in its older model runner (vllm-project/vllm#49250). Otherwise the request would continue
+    # with wrong KV. With states a sync restore comes too late, and with several groups it must not
+    # fail.
     plain = len(groups) == 1 and groups[0].reach.kind is KvKind.FULL
     # Since 0.33 vLLM drops any other external hit if it returns the experts of each token.
     returned = getattr(vllm_config, "aux_output_config", None)

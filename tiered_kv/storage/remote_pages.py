@@ -275,7 +275,7 @@ class RemotePages(PageStore):
 
     def put(self, pages: Pages) -> frozenset[int]:
         if self._training.wanted and not self._closed and not self._trains:
-            # In a separate thread, because requests wait for this one.
+            # The codec is trained in a separate thread, because requests wait for this thread.
             copies = [page.copy() for _, page in pages]
             self._trainer = Thread(
                 target=self._training.see, args=(copies,), name="tiered-kv-codec", daemon=True

@@ -455,7 +455,7 @@ class TurnEnds:
         """Record that a turn was allocated its first blocks."""
         self._cost_model.on_admitted(turn)
         if turn.job is not None and self._pages.book.stores:
-            # Its context is in VRAM, and a lower tier keeps what CPU memory evicts.
+            # The turn's context is in VRAM, and a lower tier keeps what CPU memory evicts.
             self._pages.order.on_forecast_lost(turn.job.key)
 
     def adopt(self, end: TurnEnd, named: Request, pages: Sequence[PageKey]) -> None:

@@ -263,7 +263,7 @@ class OrderDispatch:
         self._last_word = self._clock()
         dropped: Sequence[OrderId] = ()
         if any(n > self.seen_failures.get(rank, 0) for rank, n in reports.failures.items()):
-            # Ordered since the failure, possibly of blocks that were computed on invalid KV.
+            # Saves ordered since the failure may be of blocks that were computed on invalid KV.
             dropped = self._saves.drop_unsent()
             self.seen_failures = {**self.seen_failures, **reports.failures}
             self._no_orders = Orders(seen_failures=self.seen_failures)

@@ -118,7 +118,7 @@ class HitFinder:
             found = self._at(query, limit)  # a full page of which the last token is unused
             if isinstance(found, Found):
                 return found
-        # Also a prefix without the last tokens, which a drafter's KV depends on.
+        # With a drafter, prefixes are also tried without the last tokens, on which its KV depends.
         unsure = min((end for at, end in enumerate(ends) if self._keeps_all(at)), default=0)
         at = min(limit, longest) // unit * unit
         while at >= start:

@@ -226,8 +226,8 @@ class Promotions:
             slowest = max(seconds, key=seconds.__getitem__)
             if last:
                 self._tiers[slowest].refused()
-            # A page is useless without all pages before it. If none is fresh, all are being
-            # promoted.
+            # A page is useless without all pages before it. If no page is fresh, all pages are
+            # being promoted already.
             kept = wanted.index(fresh[slowest][0]) if slowest in fresh else 0
             tokens = tokens * kept // len(wanted)
             del wanted[kept:]

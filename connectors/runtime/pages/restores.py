@@ -226,7 +226,7 @@ class Restores:
 
     def _order_whole(self, turn: Turn, hit: Hit, runs: Sequence[PlacedRun]) -> None:
         if len(runs) > 1 and not all(map(self._index.readable, hit.keys)):
-            # before anything is ordered
+            # Checked before any order is created.
             raise RuntimeError("a page that was offered has been evicted")
         for part, run in zip(hit.parts, runs, strict=True):
             where = list(map(_ID, run.blocks))

@@ -79,10 +79,10 @@ class TierWorker:
         if bundles is not None:  # so that pages need not be encoded again
             bundles.encode_like(lambda: self.io.store.codec_of_new_pages)
         self.stored = StoredPages(tuple(store.keys()), tier.bandwidth, store.stored_bytes)
-        # Pages in slots that may exist nowhere else, with the save that wrote them; newest last.
+        # By slot: pages that may exist nowhere else, with the save that wrote them; newest last.
         self._holds: dict[int, tuple[PageKey, OrderId]] = {}
-        # The same for bundles, by first slot. An entry may be stale because its slots were reused.
-        # Its pages then fail their digest check.
+        # By first slot of a bundle: such pages in the bundle. An entry may be stale because its
+        # slots were reused; its pages then fail their digest check.
         self._bundles: dict[int, Sequence[tuple[PageKey, OrderId]]] = {}
         # Unreported saves up to this order are invalid. Orders are numbered in sequence, and all
         # orders in flight become invalid together.

@@ -93,7 +93,8 @@ class Access:
         """
         if self.token is not None:
             kind, _, given = headers.get("authorization", "").partition(" ")
-            # As bytes: the environment represents bytes that are not UTF-8 as surrogates.
+            # Bytes are compared, because the environment represents bytes that are not UTF-8 as
+            # surrogates.
             token = self.token.encode("utf-8", "surrogateescape")
             right = hmac.compare_digest(given.strip(_BLANK).encode("latin-1"), token)
             if kind.lower() != "bearer" or not right:

@@ -41,7 +41,7 @@ def _answer(core: Any, question: Any) -> str:
     """
     half = None
     try:
-        # late import: plugins also load in processes without engine
+        # Imported late, because plugins are also loaded in processes without an engine.
         from tiered_kv.connectors.runtime.views.questions import answer
 
         half = half_of(core)

@@ -113,7 +113,8 @@ class SegmentWriter:
         if len(waiting) >= in_flight:
             waiting[0].future.exception()
         future = threads.submit(self._write, buffer, records, self.end, self._count, self._group)
-        # While the disk is busy, because once it is done nothing should delay the lookup of a page.
+        # Places are computed while the disk is busy. Once it is done, nothing should delay the
+        # lookup of a page.
         self._flights.append(_Flight(records, list(_places(records, self.end)), future))
         self.end += sum(record.nbytes for record in records)
         self._count += len(records)
@@ -134,7 +135,7 @@ class SegmentWriter:
         except OSError as error:
             if error.errno != errno.EFAULT:
                 raise
-            # Memory that direct I/O cannot read from.
+            # Direct I/O cannot read from this memory, so the bytes are copied.
             write_content(self._files, self._fd, b"".join(pieces), offset, self._buffers)
 
     def commit(self) -> Commit:
