@@ -263,8 +263,8 @@ class ScheduledStep(NamedTuple):
     """A step that the engine has scheduled.
 
     Attributes:
-        tokens: tokens that the step computes for each request. total: number of tokens that the
-            step computes for all requests.
+        tokens: number of tokens that the step computes for each request.
+        total: number of tokens that the step computes for all requests.
         begun: requests computed for the first time, or resumed after preemption.
         preempted: requests preempted since the previous step.
     """

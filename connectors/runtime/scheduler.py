@@ -384,7 +384,7 @@ class SchedulerHalf:
         self.pages.promotions.stop_all_waits(self.turns.by_id.values())
 
     def take_orders(self) -> Orders:
-        """Return the orders not yet sent, as when ``build_orders`` itself fails."""
+        """Return the orders that are not sent yet. Also used if ``build_orders`` fails."""
         return self.pages.dispatch.take()
 
     def on_reports(self, reports: Reports) -> None:

@@ -34,7 +34,8 @@ from tiered_kv.policies.jobs.silence import SOON_S
 Array = NDArray[np.float64]
 
 MOMENTS = 32
-"""Maximum number of moments evaluated. If there are more, this many are sampled evenly."""
+"""Maximum number of moments evaluated. If there are more, ``MOMENTS`` of them are sampled
+evenly."""
 CHUNK = 64
 """Number of jobs in a chunk. The sums of the demands of all preceding chunks are cached."""
 JOBS = 256

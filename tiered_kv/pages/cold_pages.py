@@ -4,7 +4,8 @@ A bundle is compressed in place. The records of its pages fill the first of the 
 and its other slots become free. No slot ever has two owners, and starting a bundle needs no free
 slot.
 
-Runs on the scheduler thread, like the index that owns it. Every method is O(1) per page.
+All code runs on the scheduler thread, like the index that owns these pages. Every method is O(1)
+per page.
 """
 
 from __future__ import annotations
