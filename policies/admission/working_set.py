@@ -377,7 +377,7 @@ class FairShare:
         Args:
             waiting: expected demand of each client's unpinned jobs between turns; includes clients
                 with jobs but no such demand.
-            room: blocks of VRAM, and anywhere.
+            room: size of VRAM, and of VRAM and CPU memory together, blocks.
         """
         clients = max(2, len(waiting))
         vram, anywhere = (blocks / clients for blocks in room)

@@ -1,4 +1,4 @@
-"""Ranks of a job's own earlier gaps: its recent ones, and those after answers of similar length.
+"""Ranks of a job's own earlier gaps: its recent gaps, and the gaps after answers of similar length.
 
 An agent's answers are mostly tool calls, and calls of one tool have similar lengths. So the length
 of an answer shows which earlier gaps to compare with, even if no tool is named.

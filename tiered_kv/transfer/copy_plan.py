@@ -79,7 +79,8 @@ class PageRuns:
 
 
 def page_runs(layout: PageLayout, slot_bytes: int) -> PageRuns:
-    """Return the smallest number of runs that make up a page, in slots of ``slot_bytes`` bytes."""
+    """Return the runs that make up a page, as few as possible, for slots of ``slot_bytes``
+    bytes."""
     runs: list[tuple[int, int, int, int]] = []
     start = 0
     for region in layout.regions:

@@ -54,8 +54,8 @@ class Room:
 
 
 def may_wait(waited_s: float, longest_s: float, *, idle: bool) -> bool:
-    """True if a turn may be held back: not while no other turn runs whose end would free space, and
-    not beyond the limit.
+    """True if a turn may be held back. It may not if no other turn runs whose end would free space,
+    or if it has waited for the limit.
 
     Args:
         longest_s: the limit, seconds.

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 class PackNote(Note):
     """Records the pages of a pack order in the memory file. Created on the worker's thread before
-    anything is written to their slots; written by the packing thread.
+    anything is written to the pages' slots, and written by the packing thread.
 
     Args:
         order: the pack order.
