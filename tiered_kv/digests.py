@@ -21,7 +21,8 @@ from .plain_files import read_own, replace_file
 logger = logging.getLogger(__name__)
 
 CACHED_BYTES = 16 << 20
-"""File size from which digests are cached, bytes. Smaller files are read within milliseconds."""
+"""Minimum size of a file whose digest is cached, bytes. Smaller files are read within
+milliseconds."""
 CHUNK_BYTES = 8 << 20
 """Size of one read, bytes."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")

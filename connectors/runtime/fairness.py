@@ -69,7 +69,7 @@ class _Share:
 
 
 class Fairness:
-    """The live requests by arrival and by client. One thread.
+    """The live requests by arrival and by client. Used on one thread.
 
     Args:
         max_wait_s: wait after which a request is overdue, seconds.

@@ -17,7 +17,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 class HookErrors:
-    """Counts errors of hooks, and logs the first error of each hook. One thread."""
+    """Counts errors of hooks, and logs the first error of each hook. Used on one thread."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters

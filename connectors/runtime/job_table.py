@@ -63,7 +63,7 @@ class Job:
 
 
 class JobTable:
-    """Jobs by key, least recently active first. One thread.
+    """Jobs by key, least recently active first. Used on one thread.
 
     Attributes:
         on_forgotten: called with the key of each forgotten job.
@@ -87,7 +87,7 @@ class JobTable:
         """Return the job of an arriving turn. Creates the job if this is its first turn.
 
         Args:
-            blocks: blocks of the turn's prompt.
+            blocks: number of blocks of the turn's prompt.
         """
         job = self._jobs.get(key)
         if job is None:
@@ -102,7 +102,7 @@ class JobTable:
         """Return the job with that key, created if it is unknown, and set its number of turns.
 
         Args:
-            blocks: blocks of the job's context.
+            blocks: number of blocks of the job's context.
         """
         job = self._jobs.get(key)
         if job is None:
@@ -170,8 +170,8 @@ class JobTable:
 
 
 class Responses:
-    """Jobs by the response that their next turn may continue (``previous_response_id``). One
-    thread.
+    """Jobs by the response that their next turn may continue (``previous_response_id``). Used on
+    one thread.
 
     A response is continued once: a second request after it is a fork, and thus another job.
     """
@@ -205,7 +205,7 @@ NOTE_PREFIX = "job "
 
 
 class KnownJobs:
-    """Records jobs in the notebook, and restores the jobs of a previous engine. One thread.
+    """Records jobs in the notebook, and restores the jobs of a previous engine. Used on one thread.
 
     Args:
         notebook: contains the facts that the previous engine recorded.

@@ -46,8 +46,8 @@ MOST, LEAST = 1.25, 0.5
 """Bounds of the fraction of the pool that may be committed to jobs. The fraction exceeds 1 if
 forecasts proved higher than what jobs then used."""
 UP = 1.001
-"""Factor applied to that fraction for each second in which a job is held back despite free
-blocks."""
+"""Factor applied to the fraction of the pool that may be committed, for each second in which a job
+is held back despite free blocks."""
 LEARN_EVERY_S = 1.0
 """Minimum time between two increases, seconds, because a job is reconsidered more often while
 others come and go."""

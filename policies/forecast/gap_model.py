@@ -38,8 +38,8 @@ RATE = 0.05
 CAUTION = 1.0
 """Initial sum of squared gradients, which keeps AdaGrad's first steps small."""
 MOST_KEPT = 64
-"""Number of forecasts kept until the next gap is observed. When many jobs arrive together, their
-first turns also end together, most of them with the same forecast."""
+"""Maximum number of forecasts kept until the next gap is observed. When many jobs arrive together,
+their first turns also end together, most of them with the same forecast."""
 
 
 class GapModel:

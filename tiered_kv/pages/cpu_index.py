@@ -5,7 +5,7 @@ Pages are added in two phases. ``reserve_all`` allocates slots to pages while th
 ``abort`` frees a slot again. Only readable pages can be read or evicted, and a page that a copy
 reads is not evicted. ``acquire`` and ``release`` bracket a restore.
 
-Runs on the scheduler thread and takes no locks. Every method is O(1) per page.
+All code runs on the scheduler thread, and takes no locks. Every method is O(1) per page.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ succeeds. A call to a server that does not answer occupies a background thread f
 
 PATIENCE_S = 10.0
 """Time for which writes that a store did not accept are retried, seconds. The time is long enough
-for a stall of either machine to end. It is not longer, because waiting pages keep their slots in
-CPU memory."""
+for a stall of this machine or of the store's machine to end. It is not longer, because waiting
+pages keep their slots in CPU memory."""
 
 REMINDER_S = 600.0
 """Time after which the same failure may be logged again, seconds."""

@@ -1,7 +1,7 @@
 """Plan of a copy job: its valid pages, and the runs of bytes that the pages consist of.
 
-Pure arithmetic on arrays, shared by all backends and tested without them. Addresses are byte
-offsets: into the engine's allocation ("storage") and into the CPU pool ("slab").
+The plan is pure arithmetic on arrays, which all backends share and which is tested without them.
+Addresses are byte offsets: into the engine's allocation ("storage") and into the CPU pool ("slab").
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class OpenGap:
 
 
 class OpenGaps:
-    """Open gaps by job, oldest first. One thread."""
+    """Open gaps by job, oldest first. Used on one thread."""
 
     def __init__(self) -> None:
         self._gaps: OrderedDict[JobKey, OpenGap] = OrderedDict()

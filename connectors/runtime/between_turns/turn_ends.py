@@ -62,7 +62,7 @@ class Kind(NamedTuple):
 
 
 class RecentDecisions:
-    """The most recent decisions. One thread."""
+    """The most recent decisions. Used on one thread."""
 
     def __init__(self) -> None:
         self._last: deque[tuple[float, Kind]] = deque()

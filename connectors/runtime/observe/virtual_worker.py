@@ -35,8 +35,8 @@ from tiered_kv.tiers import StoreId
 SEGMENTS = 32
 """Number of segments of a store."""
 BUNDLE_SHARE = 22 / 32
-"""Fraction of its slots that a bundle of bf16 pages fills: they shrink to two thirds, and the last
-slot is half full."""
+"""Fraction of its slots that a bundle of bf16 pages fills: the pages shrink to two thirds, and the
+last slot is half full."""
 
 STORE_KINDS = frozenset({OrderKind.DEMOTE, OrderKind.PROMOTE, OrderKind.LOOK_UP})
 CopyOrder: TypeAlias = SaveOrder | LoadOrder | PackOrder

@@ -33,7 +33,7 @@ STAGING_SHARE, MOST_STAGING = 16, 32
 pages in half of these slots are copied while the other half is filled."""
 LEAST_RATIO = 1.3
 """Minimum compression ratio. A bundle of 32 pages of fp16 or fp8 saves 5 or 6 slots, but takes as
-long to decode as a bundle of bf16 pages, which saves 10."""
+long to decode as a bundle of bf16 pages, which saves 10 slots."""
 
 
 def staging_slots(num_slots: int) -> int:

@@ -1,8 +1,8 @@
 """Restores in pieces, for two types of contexts.
 
-Restoring a long context in a single step would block the scheduler's thread for too long. It is
-ordered over several steps, and its blocks are hashed as they arrive; the engine would hash all of
-them in one step.
+Restoring a long context in a single step would block the scheduler's thread for too long. The
+restore is therefore ordered over several steps, and its blocks are hashed as they arrive; the
+engine would hash all of them in one step.
 
 A context that does not fit in CPU memory is promoted from the lower tiers in pieces. Each piece is
 copied to VRAM, and then its slots are released.

@@ -70,7 +70,7 @@ held."""
 
 
 class Captures:
-    """Captures jobs. One thread, the scheduler's.
+    """Captures jobs. Used on the scheduler's thread.
 
     Args:
         group_of: returns the group of a page; None if unknown.

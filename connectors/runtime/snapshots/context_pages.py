@@ -23,7 +23,8 @@ from tiered_kv.policies.jobs.hints import TurnHints
 
 
 class ContextNames:
-    """Computes page keys of contexts. May be used on any thread: hashing a long context is slow.
+    """Computes page keys of contexts. May be used on any thread, because hashing a long context is
+    slow.
 
     Args:
         make_request: creates requests of the engine.
@@ -134,7 +135,7 @@ class Context:
 
 
 class Contexts:
-    """The last context of each job that is between two turns. One thread.
+    """The last context of each job that is between two turns. Used on one thread.
 
     Each context belongs to an existing job: code that forgets a job must call ``forget``.
     """

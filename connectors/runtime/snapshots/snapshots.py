@@ -81,7 +81,7 @@ MOST_NAMESAKES = 2
 
 
 class Snapshots:
-    """Takes snapshots, and restores and forks jobs. One thread, the scheduler's.
+    """Takes snapshots, and restores and forks jobs. Used on the scheduler's thread.
 
     Args:
         manager: gaps and jobs.

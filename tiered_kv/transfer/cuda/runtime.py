@@ -52,7 +52,7 @@ def cuda_major() -> int:
 
 
 class CudaRuntime:
-    """Runtime library of CUDA ``major``; calls act on the calling thread's device.
+    """Runtime library of CUDA version ``major``. Calls apply to the calling thread's device.
 
     Raises:
         OSError: the library is missing.
