@@ -184,7 +184,7 @@ class Fairness:
 
     def next_overdue_at(self) -> float:
         """Return the time at which the next waiting request becomes overdue, seconds; infinite if
-        no request waits."""
+        none waits, or if all are overdue already."""
         latest = self.overdue_until()
         times = (
             next((one.arrived_at for one in line.values() if one.arrived_at > latest), math.inf)

@@ -215,7 +215,7 @@ class StoreSite:
 
 
 class StoreTier(Protocol):
-    """A configured tier. An object is created in both halves, which does no I/O.
+    """A configured tier. It is created in both halves, without I/O.
 
     The constructor takes the operator's ``TierConfig``.
     """

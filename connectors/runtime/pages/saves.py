@@ -255,7 +255,8 @@ class Saves:
             self._order(filled)
 
     def on_ended(self, turn: Turn) -> None:
-        """Save the last blocks of a finished turn, and its partial page."""
+        """Save the last blocks of a finished turn, and the pages at its end that fill no whole
+        block."""
         if not turn.has_kv or not turn.pages.fingerprints:
             return
         self._unwatch(turn)
