@@ -23,7 +23,7 @@ HINT_OUTCOMES = ("accepted", "clipped", "deferred", "rejected", "missing")
 
 
 def hint_event(intent: str, outcome: str) -> str:
-    """Counter name of hints with this intent and outcome."""
+    """Return the counter name of hints with this intent and outcome."""
     return f"hints_{intent}_{outcome}"
 
 

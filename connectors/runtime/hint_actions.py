@@ -1,6 +1,6 @@
-"""KV hints, carried out: pages are retained, pinned, prefetched, demoted or released, gaps revised.
+"""Carries out KV hints: retains, pins, prefetches, demotes and releases pages, and revises gaps.
 
-A hint acts only on jobs and pages of its caller's scope, and its result tells only of these. Page
+A hint acts only on jobs and pages of its caller's scope, and its result reports only on these. Page
 keys cover the cache salt, so no two scopes have a page in common. Work on many pages is divided
 into portions, one per step, and a hint that has to wait is continued in later steps.
 """
@@ -35,54 +35,60 @@ from .parts import AdmissionGroup, Pages
 from .turn import Turn
 
 PAGES_A_STEP = 512
-"""Number of pages that all hints together handle in a step, which takes a few milliseconds."""
+"""Maximum number of pages that all hints together handle in a step, which takes a few
+milliseconds."""
 SEARCHED_PER_PAGE = 32
-"""Number of keys that are compared with block hashes in the time of handling one page."""
+"""Number of keys that can be compared with block hashes in the time that handling one page
+takes."""
 HINTS_A_STEP = 64
-"""Number of unfinished hints that are continued in a step."""
+"""Maximum number of unfinished hints that are continued in a step."""
 MOST_HINTS = 4096
-"""Maximum number of retentions, of unfinished hints, and of jobs whose hints wait for the end of a
-turn."""
+"""Maximum number of retentions, of unfinished hints, and of jobs with hints that wait for the end
+of a turn."""
 MOST_OF_A_JOB = 16
-"""Maximum number of hints that wait for the end of a job's turn."""
+"""Maximum number of hints that wait for the end of one job's turn."""
 TOKENS_AT_ONCE, MOST_TOKENS = 4096, 1 << 20
-"""Length of a token prefix that is hashed immediately, and of one that is hashed at all, on another
-thread."""
+"""``TOKENS_AT_ONCE``: maximum length of a token prefix that is hashed immediately. Longer prefixes,
+up to ``MOST_TOKENS`` tokens, are hashed on another thread."""
 MOST_NAMED = 16
-"""Maximum number of token prefixes that are hashed or wait for it."""
+"""Maximum number of token prefixes that are being hashed, or wait to be hashed, on that thread."""
 TTL_S = 300.0
 """Default duration of a retention or a pin, seconds."""
 LONGEST_RETENTION_S, LONGEST_PIN_S = 86_400.0, 600.0
 RETAINED_SHARE, RETAINED_SHARE_OF_SCOPE = 2, 4
-"""One slot of CPU memory in this many may be retained, in total and for one scope."""
+"""One slot of CPU memory in ``RETAINED_SHARE`` may be retained in total, and one in
+``RETAINED_SHARE_OF_SCOPE`` for one scope."""
 LEASED_SHARE_OF_SCOPE = 2
-"""One block of the pin budget in this many may be pinned by the hints of one scope."""
+"""One block of the pin budget in ``LEASED_SHARE_OF_SCOPE`` may be pinned by the hints of one
+scope."""
 PREFETCHED_SHARE = 2
-"""One slot of CPU memory in this many may be reserved for promotions while a hint orders more."""
+"""One slot of CPU memory in ``PREFETCHED_SHARE`` may be reserved for promotions. With more, a hint
+orders no further promotions."""
 MOST_PRIORITY = 4.0
-"""Factor on the worth of pages that are retained with priority 1; its inverse applies with -1."""
+"""Factor by which priority 1 multiplies the worth of retained pages. Priority -1 divides it by this
+factor."""
 LOOKUP_S = 0.5
-"""Time for a store to answer a lookup, seconds."""
+"""Maximum time for a store to answer a lookup, seconds."""
 PATIENCE_S, EAGER_S = 60.0, 5.0
-"""Longest wait for pages in use, and the time for which an otherwise idle engine keeps stepping for
-a hint that waits for copies, seconds."""
+"""``PATIENCE_S``: longest wait for pages in use, seconds. ``EAGER_S``: time for which an otherwise
+idle engine keeps stepping for a hint that waits for copies, seconds."""
 AGAIN_S = 0.25
-"""Seconds between two attempts while pages are in use by running requests."""
+"""Time between two attempts while running requests use the pages, seconds."""
 
 LEAST_REST_S = 0.05
-"""Shortest rest of a gap that is forecast, seconds."""
+"""Shortest forecast of the rest of a gap, seconds."""
 
 _NOT_FOUND = "There is no such job, and there are no such pages."
 _AT_TURN_END = (Intent.RETAIN, Intent.PIN, Intent.DEMOTE, Intent.RELEASE)
 
 Carrying: TypeAlias = Generator[bool, None, HintResult]
-"""A hint being carried out. It yields where it goes on in a later step: True if an idle engine
-should make one for it."""
+"""A hint that is being carried out. The generator yields when it has to continue in a later step:
+True if an idle engine should make a step for the hint."""
 _Item = TypeVar("_Item")
 
 
 class _Refused(Exception):
-    """Ends a hint."""
+    """The hint cannot be carried out. Raised to end it with an outcome and a reason."""
 
     def __init__(self, outcome: Outcome, reason: str) -> None:
         super().__init__(reason)
@@ -91,7 +97,8 @@ class _Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Until:
-    """Forecast of a retention: its pages are needed at any time until it ends."""
+    """Forecast for a retention: its pages are needed at an unknown time before the retention
+    ends."""
 
     ttl_s: float
 
@@ -101,11 +108,11 @@ class _Until:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Pages that a hint is about.
+    """The pages that a hint concerns.
 
     Attributes:
         salt: scope of the pages.
-        job: the job whose context they are; None if the pages themselves were named.
+        job: the job whose context the pages are; None if the hint names the pages themselves.
         ended: the job's turn that has just ended, whose blocks may still be allocated; None between
             turns.
     """
@@ -116,7 +123,8 @@ class _Found:
     ended: Turn | None = None
 
     def is_mine(self, owner: Hashable) -> bool:
-        """True if an owner of pages does not count as another one."""
+        """Return True if a job or retention that has pages is the hint's own: the named job or, if
+        pages are named, any of the same scope."""
         key = owner.job if isinstance(owner, Retention) else owner
         assert isinstance(key, JobKey)
         return key.salt == self.salt if self.job is None else owner == self.job.key
@@ -137,11 +145,11 @@ class _Retained:
 
 
 class HintActions:
-    """Carries hints out. One thread, the scheduler's.
+    """Carries out KV hints. Used on the scheduler's thread.
 
     Attributes:
         works: unfinished hints.
-        retained: retentions by their key in the eviction order.
+        retained: the retentions, by their keys in the eviction order.
     """
 
     def __init__(
@@ -189,16 +197,17 @@ class HintActions:
     def carry_out(
         self, scope: str | None, hints: Sequence[KvHint], request_id: str | None = None
     ) -> list[HintResult]:
-        """Carry hints out as far as possible now. Never raises.
+        """Carry out hints as far as possible now. Never raises.
 
         Args:
             scope: job scope of the caller (``job_scope``); None for an operator, who may name any
                 job.
-            request_id: the request that carries the hints, if one does. Its turn keeps the results,
-                and those of deferred hints once they are known.
+            request_id: the request that carries the hints; None if no request does. The request's
+                turn stores the results, and later the final results of deferred hints.
 
         Returns:
-            The result of each hint. A deferred hint is counted again with its final outcome.
+            The result of each hint. In the counters, a deferred hint is counted again with its
+                final outcome.
         """
         turn = self._turns.get(request_id) if request_id is not None else None
         results = turn.hint_results if turn is not None else []
@@ -239,7 +248,7 @@ class HintActions:
     def _at_turn_end(
         self, job: Job, hint: KvHint, report: Callable[[HintResult], None], turn: Turn
     ) -> None:
-        """Carry out a hint that waited for the end of a job's turn."""
+        """Carry out a hint that waited for the end of ``turn``, a turn of the job."""
         pages = turn.save.pages or self._manager.pages_of(job.key)
         found = _Found(job.key.salt, pages, job, turn)
         result = self._start(_Work(hint, self._carry(hint, found), report))
@@ -277,7 +286,7 @@ class HintActions:
         self._counters.add(hint_event(result.intent.value, result.outcome.value))
 
     def advance(self) -> None:
-        """Continue unfinished hints, as far as a step allows."""
+        """Continue unfinished hints, as far as the limits per step allow."""
         self._left = PAGES_A_STEP
         for _ in range(min(len(self.works), HINTS_A_STEP)):
             if not self._left:
@@ -302,7 +311,7 @@ class HintActions:
             self._end_retention(key)
 
     def reset(self) -> None:
-        """Drop every retention and unfinished hint: existing KV is invalid."""
+        """End every retention and every unfinished hint, because existing KV has become invalid."""
         for key in [*self.retained]:
             self._end_retention(key)
         works, self.works = self.works, deque()
@@ -313,14 +322,14 @@ class HintActions:
             work.report(result)
 
     def close(self) -> None:
-        """Stop the thread. Idempotent."""
+        """Stop the thread that hashes token prefixes. Idempotent."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
     # -- targets ----------------------------------------------------------------------------
 
     def _job_of(self, scope: str | None, target: Target, turn: Turn | None) -> Job | None:
-        """The job that a hint names; None if it names pages."""
+        """Return the job that a hint names; None if it names pages."""
         jobs = self._manager.jobs
         found: Sequence[Job | None]
         if target.own:
@@ -344,7 +353,7 @@ class HintActions:
     def _find(
         self, scope: str | None, hint: KvHint, job: Job | None, turn: Turn | None
     ) -> Generator[bool, None, _Found]:
-        """Find the pages of a hint."""
+        """Find the pages that a hint concerns."""
         target = hint.target
         if job is not None:
             return _Found(job.key.salt, self._manager.pages_of(job.key), job)
@@ -365,7 +374,8 @@ class HintActions:
     def _hashed(
         self, tokens: Sequence[int], salt: str | None
     ) -> Generator[bool, None, Sequence[PageKey]]:
-        """Pages of the whole blocks of a token prefix, as the base model has them."""
+        """Return the pages of the whole blocks of a token prefix, with the keys that they have for
+        the base model."""
         tokens = tokens[: len(tokens) // self._facts.block_size * self._facts.block_size]
         if not tokens or not self._index.num_slots:
             return ()
@@ -389,7 +399,7 @@ class HintActions:
         return [page.key for page in context_pages(named, self._facts)]
 
     def _existing(self, pages: Sequence[PageKey]) -> Generator[bool, None, Sequence[PageKey]]:
-        """The pages up to the last one that some tier has."""
+        """Return the pages up to the last one that any tier has."""
         at = last = 0
         for part in self._portions(pages):
             if not part:
@@ -401,7 +411,12 @@ class HintActions:
         return pages[:last]
 
     def _search(self, scope: str | None, hint: KvHint) -> Generator[bool, None, _Found]:
-        """The pages with given block hashes in the contexts of the scope's jobs between turns.
+        """Find the pages with the given block hashes in the contexts of the scope's jobs between
+        turns.
+
+        For intents that need a whole prefix, the pages are the longest prefix of a context that
+        ends with one of the hashes. A hash of 8 bytes is the end of a longer hash, as in vLLM's
+        events.
 
         Hints that need whole prefixes get the longest one. A hash of 8 bytes is the end of a longer
         one, as vLLM's events have it.
@@ -434,7 +449,8 @@ class HintActions:
     # -- helpers ----------------------------------------------------------------------------
 
     def _portions(self, items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
-        """Divide work into what steps allow. An empty portion means that no more is allowed now."""
+        """Divide items into portions that this step and later steps allow. An empty portion means
+        that this step allows no further items."""
         at = 0
         while at < len(items):
             part = items[at : at + self._left]
@@ -450,7 +466,8 @@ class HintActions:
         return any(key in tier.pages.index for tier in self._pages.tiers.own)
 
     def _is_outside(self, key: PageKey) -> bool:
-        """True if CPU memory or a lower tier has the page, or is about to."""
+        """Return True if CPU memory or a lower tier has the page, or if it is moving to CPU
+        memory."""
         state = self._index.state(key)
         tiers = self._pages.tiers.values()
         return state.readable or state.moving or any(key in tier.pages.index for tier in tiers)
@@ -470,8 +487,8 @@ class HintActions:
         return made if isinstance(made, HintResult) else (yield from made)
 
     def _retain(self, hint: KvHint, found: _Found) -> HintResult:
-        """Enter the pages into the eviction order as one more context, which is sure to be needed
-        before the retention ends."""
+        """Add the pages to the eviction order as a context of its own, which is certain to be
+        needed before the retention ends."""
         slots, now = self._index.num_slots, self._clock()
         if not self._order.by_context or not slots:
             reason = "Retention needs CPU memory, and TIERED_KV_EVICTION=worth."
@@ -498,7 +515,8 @@ class HintActions:
         return _timed(hint, len(pages), ttl_s, clipped=clipped)
 
     def _pin(self, hint: KvHint, found: _Found) -> Carrying:
-        """Lease the job's pin, or pin the leading pages whose blocks are still in VRAM."""
+        """Lease the job's pin, or a pin of its own for a hint that names pages. The pin is extended
+        by the leading pages whose blocks are still in VRAM."""
         pins, now, job = self._pins, self._clock(), found.job
         ttl_s, clipped = _ttl(hint, LONGEST_PIN_S)
         key = JobKey(found.salt, f"(pages to {found.pages[-1].hex()})") if not job else job.key
@@ -548,7 +566,7 @@ class HintActions:
         return _timed(hint, pinned, until_s, clipped=clipped)
 
     def _prefetch(self, hint: KvHint, found: _Found) -> Carrying:
-        """Promote the leading pages that a tier has, as far as CPU memory has space."""
+        """Promote the leading pages that some tier has, as far as CPU memory has space."""
         book, index, covered = self._pages.book, self._index, 0
         if not index.num_slots:
             raise _Refused(Outcome.REJECTED, "This engine keeps no KV in CPU memory.")
@@ -590,15 +608,15 @@ class HintActions:
     def _looked_up(
         self, keys: Sequence[PageKey], context: Sequence[PageKey]
     ) -> Generator[bool, None, None]:
-        """Query the tiers whose pages are not known here, and wait for their answers."""
+        """Query the tiers whose pages are known only to their stores, and wait for the answers."""
         tiers = self._pages.tiers.values() if keys else ()
         orders = [tier.ask(keys, context, LOOKUP_S) for tier in tiers if tier.answers]
         while any(order is not None and self._pages.book.under_way(order) for order in orders):
             yield False
 
     def _demote(self, hint: KvHint, found: _Found) -> Carrying:
-        """Copy pages to the engine's own tiers, and drop them from CPU memory once a copy is whole.
-        Pages of other jobs stay."""
+        """Copy pages to the engine's own tiers, and drop them from CPU memory once they are copied.
+        Pages that other jobs have are kept."""
         tiers, job, index = self._pages.tiers, found.job, self._index
         if not tiers.own:
             raise _Refused(Outcome.REJECTED, "There is no tier below CPU memory.")
@@ -638,8 +656,8 @@ class HintActions:
         return _result(hint, Outcome.ACCEPTED if whole else Outcome.CLIPPED, reason, moved)
 
     def _release(self, hint: KvHint, found: _Found) -> Carrying:
-        """Finish the job, and delete its pages everywhere, except pages that other contexts have.
-        Pages in use are deleted once they are unused."""
+        """Finish the job, and delete its pages in all tiers, except pages that other contexts have.
+        Pages in use are deleted once they are no longer used."""
         job, first = found.job, frozenset[PageKey]()
         if job is not None:
             self._end_retention(Retention(job.key))
@@ -679,7 +697,8 @@ class HintActions:
         return _result(hint, Outcome.ACCEPTED, reason, gone)
 
     def _forget_in_vram(self, key: PageKey) -> bool:
-        """Remove unused blocks of a page from the prefix cache. Returns False if one is in use."""
+        """Remove the unused blocks of a page from the prefix cache. Returns False if a block of the
+        page is in use."""
         while (block := self._in_vram(key)) is not None:
             if block.ref_cnt:
                 return False
@@ -687,15 +706,15 @@ class HintActions:
         return True
 
     def _forget(self, keys: Sequence[PageKey], first: frozenset[PageKey]) -> None:
-        """Forget pages in CPU memory and in lower tiers; of tiers that other engines use too, not
-        those among ``first``."""
+        """Forget pages in CPU memory and in lower tiers. In tiers that other engines share, the
+        pages ``first`` are kept."""
         for key in keys:
             self._index.forget(key)
         for tier in self._pages.tiers.values() if keys else ():
             tier.forget([key for key in keys if key not in first] if tier.spec.shared else keys)
 
     def _revise(self, hint: KvHint, found: _Found) -> HintResult:
-        """Decide again for the rest of the job's gap."""
+        """Decide again where the job's KV is kept for the rest of its gap."""
         assert found.job is not None
         key, progress, now = found.job.key, hint.progress, self._clock()
         gap = self._manager.open.get(key)
@@ -721,7 +740,8 @@ class HintActions:
 
 
 def _ttl(hint: KvHint, longest_s: float) -> tuple[float, bool]:
-    """Duration of a hint in seconds, and True if it is shorter than what was asked for."""
+    """Return the duration of a hint in seconds, and True if it is shorter than the requested
+    duration."""
     asked_s = TTL_S if hint.ttl_s is None else hint.ttl_s
     if not asked_s > 0:
         raise _Refused(Outcome.REJECTED, "Its duration is not positive.")

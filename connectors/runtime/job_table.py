@@ -120,7 +120,7 @@ class JobTable:
             self.end(job)
 
     def end(self, job: Job) -> None:
-        """Forget a job that has no running turn. Does nothing if it is forgotten already."""
+        """Forget a job that has no running turn. Does nothing if the job is forgotten already."""
         if self._jobs.get(job.key) is job:
             self._forget(job)
 

@@ -101,9 +101,10 @@ class SchedulerHalf:
         pages: components that keep pages.
         admission: components that allocate VRAM.
         gaps: components that decide between turns.
-        snapshots: exports jobs and imports them.
-        kv_hints: carries KV hints out.
-        observation: records what turns would have been saved; None unless in observe mode.
+        snapshots: takes and restores snapshots of jobs, and forks jobs.
+        kv_hints: carries out KV hints.
+        observation: records the tokens that would have been restored for turns; None unless in
+            observe mode.
         errors: errors of hooks.
         step: number of steps built so far.
         stats: counters and gauges.

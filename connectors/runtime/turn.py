@@ -325,7 +325,7 @@ class Turn:
         number: 1 for the job's first turn.
         arrived_at: seconds on the scheduler's clock.
         gap: gap that the turn ended.
-        hint_results: what became of the request's KV hints. Written by ``hint_actions``.
+        hint_results: results of the request's KV hints. Written by ``hint_actions``.
     """
 
     request: Request

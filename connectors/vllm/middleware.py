@@ -57,7 +57,7 @@ _PLAIN = (*NAMES, SESSION, RETENTION, *sorted(BODY_FIELDS - {*SYSTEMS}))
 _CONTROL_NAME = f'"{CACHE_CONTROL}"'.encode()
 _CONTROL = re.compile(rb"\s*:\s*(\{[^{}]{0,256}\})")
 _MOST_CONTROLS = 64
-"""Maximum number of ``cache_control`` fields that are read. Anthropic allows four."""
+"""Maximum number of ``cache_control`` fields that are read. Anthropic allows four of them."""
 
 # Skips all other fields, and so reads a body several times faster than ``json``.
 _Body = msgspec.defstruct(
@@ -127,10 +127,11 @@ def carry(body: bytes, path: str, headers: Iterable[tuple[bytes, bytes]] = ()) -
 
 
 def _cache_control(body: bytes) -> object:
-    """The longest time of Anthropic's ``cache_control`` in a body, in any of its blocks; None
-    without any.
+    """Return the longest time in the ``cache_control`` fields of Anthropic's API, in any block of a
+    body; None if there is no such field.
 
-    Found by its name in the bytes, so that no message is parsed: JSON escapes quotes in a text.
+    The fields are found by their name in the bytes, so that no message is parsed. The name cannot
+    occur in a text, because JSON escapes the quotes in a text.
     """
     longest, longest_s, at = None, -1.0, 0
     for _ in range(_MOST_CONTROLS):
@@ -150,7 +151,7 @@ def _cache_control(body: bytes) -> object:
 
 
 def _seconds(ttl: object) -> float:
-    """Seconds of a time; 0 if it is none."""
+    """Return a time in seconds; 0 if the value is not a time."""
     try:
         return seconds(ttl)
     except ValueError:

@@ -164,11 +164,11 @@ class EvictionOrder(ABC):
         return ()
 
     def private(self, keys: Sequence[PageKey], mine: Callable[[Hashable], bool]) -> list[PageKey]:
-        """Return the pages among ``keys`` that no context of another job has, as far as the rule
+        """Return those of ``keys`` whose pages no context of another job has, as far as the rule
         knows, in the same order.
 
         Args:
-            mine: returns True for the jobs that do not count as others.
+            mine: returns True for a job that does not count as another job.
         """
         return list(keys)
 

@@ -28,7 +28,8 @@ from .cold_pages import Bundle, ColdPages
 T = TypeVar("T")
 
 SPARED_SHARE = 4
-"""One slot in this many may have a page that is passed over until a lower tier has it."""
+"""One slot in ``SPARED_SHARE`` may have a page that evictions pass over until a lower tier has
+it."""
 STAY_EVERY_S = 5.0
 """Minimum time between two measurements of the rate at which slots are allocated, seconds."""
 
@@ -113,9 +114,10 @@ class PageIndex:
         taken: slots allocated so far, slots of evicted pages included.
         cold: pages that are compressed or being compressed.
         promoted: pages promoted from a lower tier.
-        spared: pages passed over by evictions so far, because a lower tier is to get them first.
-        unsaved: returns the pages among some that a lower tier lacks and would take; None without
-            lower tiers.
+        spared: number of pages that evictions have passed over so far, because a lower tier is to
+            get them first.
+        unsaved: returns those of the given pages that a lower tier lacks and would accept; None
+            without lower tiers.
         on_evicted: called with the pages that are evicted.
     """
 
@@ -476,10 +478,11 @@ class PageIndex:
         return slots[:count]
 
     def _saved_first(self, order: Iterator[PageKey]) -> Iterator[PageKey]:
-        """The pages of an eviction order, but an unsaved page only after the next saved ones.
+        """Yield the pages of an eviction order, but each unsaved page only after the next saved
+        pages.
 
-        A forecast can make pages the least valuable ones before a lower tier has got them. Only a
-        part of the slots may be passed over, so that the order holds when the tier is slow.
+        A forecast may make pages the least valuable before a lower tier has received them. Only a
+        part of the slots may be passed over, so that the order holds even if the tier is slow.
         """
         if self.unsaved is None:
             return order

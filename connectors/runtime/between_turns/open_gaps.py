@@ -46,11 +46,12 @@ class PrefixSketch:
 
 
 class Retention(NamedTuple):
-    """Key of a retained context in the eviction order, where jobs have their own.
+    """Key of a retained context in the eviction order. The contexts of jobs have the keys of the
+    jobs.
 
     Attributes:
-        job: the job whose context is retained; the name is empty if only pages were named.
-        last: last retained page if only pages were named; empty for a job.
+        job: the job whose context is retained; its name is empty if the hint named only pages.
+        last: the last retained page if the hint named only pages; empty for a job.
     """
 
     job: JobKey
@@ -71,11 +72,12 @@ class OpenGap:
         sketch: sketch of the context.
         save: order after which all pages are in CPU memory; None if they already are.
         since: when the turn ended, seconds on the scheduler's clock.
-        news_at: when the gap was last decided: at its start, when the first of the job's children
-            started or the last one ended, or when a client revised it. The decision's times count
-            from then.
-        learned: the end, and the time, from which the policy learns the gap's length, if a client
-            revised the gap. A client's news must not be learned as a shorter gap.
+        news_at: time of the gap's last decision, from which the decision's times count: the start
+            of the gap, the start of the first child, the end of the last child, or a client's
+            revision.
+        learned: if a client revised the gap, the turn's end and the time from which the policy
+            learns the gap's length, because a revision must not be learned as a shorter gap;
+            otherwise None.
         children: jobs that started in this gap as children of this job, and have not ended.
         unread: True while the tool call is being read.
         saved: True if the context has pages outside VRAM.

@@ -135,7 +135,7 @@ class PrefetchQueue:
 
 
 TOOL_OVER = ToolUse(path=("(tool over)",), rule=Rule(median_s=0.5, sigma=1.5))
-"""The rest of a gap after the client reported that the tool has ended."""
+"""Tool use for the rest of a gap after the client reported that the tool has ended."""
 CHILDREN_OVER = ToolUse(path=("(sub-agents over)",), rule=Rule(median_s=0.5, sigma=1.5))
 """Tool use for the rest of a gap after the last child ended. The client then sends the parent's
 next turn immediately."""
@@ -218,11 +218,11 @@ class KvPlacement:
         return gap
 
     def on_news(self, job: JobKey, rest: ToolUse) -> OpenGap | None:
-        """Decide again because the client has revised the job's gap. Returns the gap; None if the
-        job has none.
+        """Decide again where a job's KV is kept, because the client has revised the job's gap.
+        Returns the gap; None if the job has none.
 
         Args:
-            rest: the rest of the gap, from now on.
+            rest: tool use for the rest of the gap, from now on.
         """
         gap = self._gaps.get(job)
         if gap is None:
@@ -346,8 +346,8 @@ class TurnEnds:
         open: open gaps of jobs.
         prefetch: contexts in lower tiers that are to be promoted in time.
         decided: recent final decisions.
-        at_end: by job, what to do once when the last of its running turns has ended, before that
-            turn is reported.
+        at_end: for each job, functions to call once, when the last of its running turns has ended
+            and before that turn is reported.
     """
 
     def __init__(
@@ -632,13 +632,13 @@ class TurnEnds:
     # -- hints ------------------------------------------------------------------------
 
     def pages_of(self, job: JobKey) -> Sequence[PageKey]:
-        """Pages of a job's last context, as far as they are known."""
+        """Return the pages of a job's last context, as far as they are known."""
         gap = self.open.get(job)
         return self._placement.pages(gap) if gap is not None else self._pages.order.context(job)
 
     def revise_gap(self, job: JobKey, rest: ToolUse) -> OpenGap | None:
-        """Decide again where a job's KV waits for the ``rest`` of its gap. Returns the gap; None if
-        the job has none."""
+        """Decide again where a job's KV is kept for the ``rest`` of its gap. Returns the gap; None
+        if the job has none."""
         gap = self._placement.on_news(job, rest)
         if gap is None:
             return None
@@ -648,7 +648,8 @@ class TurnEnds:
         return gap
 
     def end_job(self, job: Job) -> None:
-        """Finish a job between turns, as if its client had declared its last turn the last one."""
+        """Finish a job between turns, as if its client had declared its last turn to be the last
+        one."""
         self.give_up(job.key, StoryEnd.OVER)
         self._known.forget(job.key)
         self._lineage.forget(job.key)

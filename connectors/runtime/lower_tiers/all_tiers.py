@@ -120,8 +120,8 @@ class Tiers(Mapping[StoreId, LowerTier]):
             self._share(shared)
 
     def unsaved(self, keys: Sequence[PageKey]) -> Sequence[PageKey]:
-        """The pages among ``keys`` that no tier of this engine's own has, in the same order; none
-        while one of these tiers takes no pages."""
+        """Return those of ``keys`` whose pages no tier of this engine's own has, in the same order;
+        empty while one of these tiers accepts no pages."""
         for tier in self.own:
             keys = [*tier.pages.index.unwritten(keys)] if tier.takes else ()
         return keys

@@ -238,7 +238,8 @@ class LowerTier:
 
     @property
     def takes(self) -> bool:
-        """False while the tier is paused after a failure, or holds pages that none can find."""
+        """False while the tier accepts no pages, because it is paused after a failure, or because
+        no engine would find them."""
         return self._serves and self._clock() >= self._pause_until
 
     def demote(self, keys: Sequence[PageKey]) -> None:
@@ -395,8 +396,8 @@ class LowerTier:
                 self._reclaims.answer(rank, report.proposal)
 
     def forget(self, keys: Sequence[PageKey]) -> None:
-        """Forget pages that no job needs any more, none of which is being demoted, and let the
-        stores forget them."""
+        """Forget pages that no job needs any more, also in the stores. None of them may be in a
+        demotion."""
         mine = self._mine(keys)
         self.pages.index.discard(mine)
         self._released += mine

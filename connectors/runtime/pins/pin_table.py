@@ -27,7 +27,7 @@ _ID = attrgetter("block_id")
 
 
 class Lease(NamedTuple):
-    """A time for which a hint keeps a job's pin, whatever is decided meanwhile.
+    """The time for which a hint keeps a job's pin, whatever the policy decides meanwhile.
 
     Attributes:
         until: end of the lease, seconds on the scheduler half's clock.
@@ -143,8 +143,9 @@ class PinTable:
         held.update(ids)
 
     def lease(self, job: JobKey, blocks: Sequence[Block], lease: Lease, started_at: float) -> int:
-        """Pin a job's blocks until the end of the lease, or extend its pin: by the blocks that it
-        lacks, and to that time. Arguments and result as for ``pin``."""
+        """Pin a job's blocks until the end of the lease. If the job has a pin already, the blocks
+        that it lacks are added, and the pin is kept at least until that time. The arguments and the
+        result are those of ``pin``."""
         pin = self._pins.get(job)
         if pin is None:
             self.pin(job, blocks, lease.until, started_at, lease.value)
@@ -162,7 +163,8 @@ class PinTable:
         return len(pin.blocks)
 
     def leased_blocks(self, salt: str, *, besides: JobKey) -> int:
-        """Number of blocks of the pins with a lease whose jobs have this salt, except one job's."""
+        """Return the number of blocks of the leased pins of the jobs with this salt, without the
+        job ``besides``."""
         leased = (job for job, pin in self._pins.items() if pin.lease is not None)
         jobs = [job for job in leased if job.salt == salt and job != besides]
         return sum(len(self._pins[job].blocks) for job in jobs)
@@ -173,7 +175,8 @@ class PinTable:
             self.release(job, PinEnd.REVISED)
 
     def _falls_back(self, job: JobKey, now: float) -> bool:
-        """True if only its lease keeps the job's pin from now on."""
+        """Keep the job's pin only for its lease from now on. Returns False if the pin has no lease
+        that still lasts."""
         pin = self._pins.get(job)
         if pin is None or pin.lease is None or pin.lease.until <= now:
             return False
@@ -222,8 +225,8 @@ class PinTable:
         return True
 
     def expire(self, now: float) -> int:
-        """Release every pin whose deadline has passed, lease included. Returns the number of passed
-        deadlines."""
+        """Release every pin whose deadline and lease have passed. Returns the number of deadlines
+        that have passed."""
         if now < self._next_deadline:
             return 0
         late = [job for job, pin in self._pins.items() if pin.deadline <= now]

@@ -98,7 +98,7 @@ def _of_snapshots(
 
 
 def _hints(half: SchedulerHalf, question: Mapping[str, Any]) -> list[dict[str, object]]:
-    """Carry out hints. Returns a result for each action, in their order."""
+    """Carry out hints. Returns the result of each action, in the order of the actions."""
     reader, salt = HintReader(half.facts.replica), question["salt"]
     reader.add(str(question["message"]))
     wrong = sum(one.outcome is Outcome.REJECTED for one in reader.answered)

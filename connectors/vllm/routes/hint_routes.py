@@ -1,8 +1,8 @@
-"""Routes for KV hints that belong to no request: ``POST /tiered_kv/hints``, and
-``DELETE /tiered_kv/jobs/ID``, which releases a job's KV.
+"""Routes for KV hints that belong to no request: ``POST /tiered_kv/hints``, and ``DELETE
+/tiered_kv/jobs/ID``, which releases a job's KV.
 
 The engines carry the hints out between two steps, within the query. Each engine reports a result
-for each action, and a client receives the best one.
+for each action, and the client receives the best of these results.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BEST_FIRST = [outcome.value for outcome in Outcome]
 
 
 class HintRoutes:
-    """Handlers of the routes. One event loop.
+    """Handlers of the routes. Used on one event loop.
 
     Args:
         ask: queries the engines.
@@ -51,7 +51,7 @@ class HintRoutes:
         self._ask = ask
 
     def answers(self) -> tuple[tuple[str, str, Answer], ...]:
-        """The routes: method, path and handler of each."""
+        """Return the routes, with the method, path and handler of each."""
         return (
             ("POST", "/tiered_kv/hints", self._hints),
             ("DELETE", "/tiered_kv/jobs/{job:tiered_kv_job}", self._release),
@@ -71,7 +71,8 @@ class HintRoutes:
         return {"message_id": name, "results": await self._results(body.decode(), salt)}
 
     async def _release(self, request: Request) -> dict[str, Any]:
-        """Release a job. An id that several jobs have needs the job's number."""
+        """Release a job. If several jobs have the id, the query must name the number of one of
+        them."""
         number = _number({**request.query_params})
         name: str = request.path_params["job"]
         can_be = 0 < len(name) <= MAX_JOB_ID_CHARS
@@ -90,7 +91,7 @@ class HintRoutes:
         return {"results": results}
 
     async def _results(self, message: str, salt: str | None) -> list[dict[str, Any]]:
-        """The best result of each action."""
+        """Send a message to all engines, and return the best result of each action."""
         answers = await self._ask({"ask": "hints", "message": message, "salt": salt})
         by_action = zip(*(said["results"] for said in answers), strict=True)
         return [
@@ -99,7 +100,7 @@ class HintRoutes:
 
 
 def _number(query: dict[str, str]) -> Cursor | None:
-    """Engine and number of a job from a query; None if it names none."""
+    """Return the engine and the number of a job from a query; None if the query names no job."""
     given = query.pop("number", None)
     read_nothing(query)
     if given is None:

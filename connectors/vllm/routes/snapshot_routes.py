@@ -152,7 +152,7 @@ def read_object(body: bytes) -> Mapping[str, Any]:
     """Parse a JSON object.
 
     Raises:
-        Refusal: the body is something else.
+        Refusal: the body is not a JSON object.
     """
     try:
         return mapping(parse(body))
@@ -168,7 +168,8 @@ def _checked(name: str, field: Field, value: object) -> Any:
 
 
 async def read_bytes(request: Request, most: int) -> bytes:
-    """Read the whole body. Stops reading as soon as it has more than ``most`` bytes.
+    """Read the whole body of a request. Stops reading as soon as the body has more than ``most``
+    bytes.
 
     The content type must be JSON. Web pages cannot send that type to another origin without its
     permission.
