@@ -124,7 +124,7 @@ class ContextTree:
         return list(chain.from_iterable(run.keys for run in reversed(_path(context.leaf))))
 
     def owners(self, run: Run) -> Iterator[Context]:
-        """Contexts that have the pages of a run."""
+        """Yield the contexts that have the pages of a run."""
         left = [run]
         while left:
             one = left.pop()

@@ -2,7 +2,7 @@
 
 Hints are read in ``kv_transfer_params`` of the request's body, then in ``vllm_xargs``, which vLLM
 passes on as ``SamplingParams.extra_args``. The first usable value of each name counts. ``identity``
-finds the job, and ``kv_hints`` what is asked to be done with its KV.
+finds the job, and ``kv_hints`` reads what the client wants to be done with its KV.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TurnHints(NamedTuple):
         expected_s: expected duration of the tool, seconds.
         ignored: number of unusable values.
         who: the job's session, agent and parent.
-        kv_hints: what is asked to be done with KV.
+        kv_hints: KV hints that can be carried out.
         kv_answered: results of KV hints that cannot be carried out.
     """
 
@@ -57,7 +57,7 @@ def read_hints(
     session_id: object = None,
     kv_hints: object = None,
 ) -> TurnHints:
-    """Read a request's hints. Unusable values are counted; nothing is raised.
+    """Read a request's hints. Unusable values are counted. Never raises.
 
     ``is_last_step`` is a bool, or 0 or 1 (vLLM turns the booleans of ``vllm_xargs`` into numbers).
     ``tool_name`` and ``tool_command`` are non-empty strings. ``expected_tool_s`` is a number of

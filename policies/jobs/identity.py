@@ -292,8 +292,8 @@ def _inner(value: object, path: tuple[str, ...]) -> object:
 
 
 def opened(text: str) -> object:
-    """Parse JSON in a string; None if it is something else. Claude Code's user ids before 2.1.78
-    are no JSON, but end with the session."""
+    """Parse a string as a JSON object; None if it is not one. Claude Code's user ids before 2.1.78
+    are not JSON, but end with the session, which is returned as an object."""
     if len(text) > MAX_NESTED_CHARS:
         return None
     if text[:1] == "{":

@@ -1,12 +1,12 @@
-"""KV hints: what clients and routers ask to be done with a job's KV. Input is untrusted.
+"""KV hints: requests of clients and routers to do something with a job's KV. Input is untrusted.
 
-A hint names an intent and a target. Carrying it out is the engine's choice: every hint ends with an
-outcome and its reason. No hint changes an answer.
+A hint names an intent and a target. The engine chooses whether to carry it out, and every hint ends
+with an outcome and its reason. No hint changes an answer.
 
 ``HintReader`` reads the envelope that vLLM and SGLang share, and lists of its actions. An action
-that cannot be read ends as rejected, and never as an error. ``read_request`` finds everything that
-a request says; ``stated`` runs in the API server and reads what vLLM drops, fields of the body,
-which the middleware carries to the engine.
+that cannot be read is rejected, and never raises an error. ``read_request`` reads all hints of a
+request. ``stated`` runs in the API server, and reads the fields of the body that vLLM drops. The
+middleware carries its result to the engine.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tiered_kv.status import Cursor
 from .identity import AGENTIC_CONTEXT, identify, opened
 
 MAX_ACTIONS = 64
-"""Maximum number of actions of a request, or of a call of the route."""
+"""Maximum number of actions in a request, or in a call of the route."""
 MAX_TOKENS, MAX_HASHES = 1 << 18, 1 << 14
-"""Maximum number of token ids and of block hashes in them."""
+"""Maximum number of token ids, and of block hashes, in these actions."""
 MAX_MESSAGE_CHARS = 2 << 20
-"""Maximum length of a message that is JSON in a string."""
+"""Maximum length of a message that is JSON in a string, characters."""
 MAX_ID_BYTES = 128
-"""Maximum length of an action's name. A longer one is shortened."""
+"""Maximum length of an action's name, bytes. A longer name is shortened."""
 MAX_SECONDS = 1e9
-"""Maximum duration that is read. The engine keeps nothing that long."""
+"""Maximum duration that is read, seconds. The engine keeps nothing for that long."""
 
 
 class Intent(StrEnum):
-    """The purpose of a hint."""
+    """What a hint requests."""
 
     RETAIN = "retain"
     """Keep the pages longer than their forecast alone would, for a limited time."""
@@ -46,19 +46,19 @@ class Intent(StrEnum):
     DEMOTE = "demote"
     """Move the pages to a tier below CPU memory now."""
     RELEASE = "release"
-    """The job is over: free what it shares with no other job, in every tier."""
+    """The job is over. Delete the pages that it shares with no other job, in every tier."""
     REVISE = "revise"
-    """The tool of the gap that runs has made progress, or has ended."""
+    """The tool that runs in the job's gap has made progress, or has ended."""
 
 
 class Outcome(StrEnum):
-    """The fate of a hint."""
+    """The outcome of a hint."""
 
     ACCEPTED = "accepted"
     CLIPPED = "clipped"
-    """Carried out in part, or for a shorter time."""
+    """The hint is carried out in part, or for a shorter time."""
     DEFERRED = "deferred"
-    """Carried out later: when the job's running turn ends, or a copy has."""
+    """The hint is carried out later, when the job's running turn or a copy has ended."""
     REJECTED = "rejected"
     MISSING = "missing"
     """The caller's scope has no such job and no such pages."""
@@ -66,15 +66,15 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Subject of a hint: exactly one of these.
+    """The jobs or pages that a hint concerns, given in exactly one of these ways.
 
     Attributes:
         job: id of a job in the caller's scope.
-        number: number of a job in any scope, from ``/tiered_kv/jobs``; only from operators.
+        number: number of a job in any scope, from ``/tiered_kv/jobs``. Only operators may use it.
         tokens: token ids from the start of a context.
-        hashes: block hashes, each of which covers all tokens before its end too. One of 8 bytes is
-            the end of a longer hash: vLLM's KV events may have such numbers.
-        own: True for the job of the request that carries the hint.
+        hashes: block hashes, each of which covers all tokens up to the end of its block. A hash of
+            8 bytes is the end of a longer hash, because vLLM's KV events may have such numbers.
+        own: True if the target is the job of the request that carries the hint.
     """
 
     job: str | None = None
@@ -89,7 +89,7 @@ class KvHint:
     """A hint that can be carried out.
 
     Attributes:
-        action_id: the sender's name for it.
+        action_id: the sender's name for the hint.
         ttl_s: time that a retention or a pin lasts, seconds; None for the default.
         priority: relative priority of a retention, -1 to 1.
         expected_s: seconds until the running tool ends, for ``REVISE``; None if unknown.
@@ -111,14 +111,14 @@ class KvHint:
 
 @dataclass(frozen=True, slots=True)
 class HintResult:
-    """The fate of a hint.
+    """The result of a hint.
 
     Attributes:
         action_id: the sender's name for the hint.
-        intent: None if it could not be read.
-        reason: one sentence for the sender. Contains nothing from other scopes.
-        pages: number of pages, or of pinned blocks, that it concerned.
-        until_s: seconds that a retention or a pin still lasts; None for other intents.
+        intent: intent of the hint; None if it could not be read.
+        reason: one sentence for the sender, which contains nothing from other scopes.
+        pages: number of pages, or of pinned blocks, that the hint concerned.
+        until_s: time that a retention or a pin still lasts, seconds; None for other intents.
     """
 
     action_id: str
@@ -147,15 +147,14 @@ _HASH = re.compile(r"(?P<number>[0-9]{1,20})|(?:0x|hex:)?(?P<digits>(?:[0-9a-fA-
 
 
 class HintReader:
-    """Reads messages of one request, or of one call of the route. Never raises.
+    """Reads the messages of one request, or of one call of the route. Never raises.
 
     Args:
-        engine: index of this engine for a call of the route, whose hints may name a job by its
-            number and have no request; None for a request.
+        engine: index of this engine for a call of the route; None for a request. Hints of the route
+            may name a job by its number, but not the job of their own request.
 
     Attributes:
-        found: a hint that can be carried out, or the result of an action that cannot; in the order
-            of the actions.
+        found: for each action, in order, the hint if it can be carried out, otherwise the result.
     """
 
     def __init__(self, engine: int | None = None) -> None:
@@ -165,12 +164,12 @@ class HintReader:
 
     @property
     def hints(self) -> tuple[KvHint, ...]:
-        """The hints that can be carried out."""
+        """The hints that can be carried out, in the order of the actions."""
         return tuple(one for one in self.found if isinstance(one, KvHint))
 
     @property
     def answered(self) -> tuple[HintResult, ...]:
-        """The results of actions that cannot be carried out."""
+        """The results of the actions that cannot be carried out, in the order of the actions."""
         return tuple(one for one in self.found if isinstance(one, HintResult))
 
     def add(self, message: object) -> None:
@@ -189,7 +188,8 @@ class HintReader:
             note = self._read(action, at, note)
 
     def _read(self, action: object, at: int, note: str) -> str:
-        """Read an action. Returns the note if no hint has taken it."""
+        """Read an action, and add its hint or its result. Returns ``note``, which is for the next
+        action, unless the hint has taken it."""
         name, intent = f"#{at}", None
         try:
             if isinstance(action, ValueError):
@@ -244,11 +244,12 @@ class HintReader:
         return found.number
 
     def retain(self, terms: Mapping[str, object]) -> None:
-        """Add one hint to retain the request's own job: for the longest of some times, with a
-        priority.
+        """Add one hint to retain the KV of the request's own job: for the longest of the given
+        times, with the given priority.
 
         Args:
-            terms: ``PRIORITY``, or the time, by the name of the field that states it.
+            terms: the times, and the priority under the name ``PRIORITY``, by the names of the
+                fields that state them.
         """
         ttl_s, longest, priority = None, "", 0.0
         for name, value in terms.items():
@@ -266,10 +267,10 @@ class HintReader:
 
 
 def job_number(text: object) -> Cursor:
-    """Read ``ENGINE.NUMBER`` of a job, or its number in the first engine.
+    """Parse ``ENGINE.NUMBER`` of a job, or its number in the first engine.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text is neither of these.
     """
     try:
         return Cursor.from_json(text if isinstance(text, str) and "." in text else f"0.{text:.20}")
@@ -278,11 +279,12 @@ def job_number(text: object) -> Cursor:
 
 
 class _ElsewhereError(ValueError):
-    """The target is not of this engine."""
+    """The target of a hint belongs to another engine."""
 
 
 def _opened(message: object) -> tuple[object, Sequence[object]]:
-    """Version and actions of a message."""
+    """Return the protocol version and the actions of a message; the version is None if the message
+    has none. Raises ValueError if the message is unusable."""
     if isinstance(message, str):
         if len(message) > MAX_MESSAGE_CHARS:
             raise ValueError(f"the message has more than {MAX_MESSAGE_CHARS} characters")
@@ -302,7 +304,8 @@ def _opened(message: object) -> tuple[object, Sequence[object]]:
 
 
 def _fields(value: object, names: Iterable[str]) -> Mapping[str, Any]:
-    """Fields of an object, or of vLLM's struct with these names."""
+    """Return the fields of an object, or the fields ``names`` of vLLM's struct. Raises ValueError
+    if the value is neither."""
     if isinstance(value, Mapping):
         return value
     found = {name: getattr(value, name) for name in names if hasattr(value, name)}
@@ -317,7 +320,8 @@ def _action_id(value: object) -> str:
 
 
 def _hint(hint: KvHint, payload: Mapping[str, Any]) -> KvHint:
-    """A hint with the terms of its intent."""
+    """Return the hint with the terms of its intent from the payload. Raises ValueError if they are
+    unusable."""
     match hint.intent:
         case Intent.RETAIN | Intent.PIN:
             ttl = _first(payload, "ttl_s", "ttl_seconds", "ttl", "duration")
@@ -342,10 +346,11 @@ def _hint(hint: KvHint, payload: Mapping[str, Any]) -> KvHint:
 
 
 def seconds(value: object) -> float:
-    """Read a duration: seconds, or a text such as ``5m``, ``1h`` and ``24h``.
+    """Return a duration in seconds. It is a number of seconds, or a text such as ``5m``, ``1h`` and
+    ``24h``.
 
     Raises:
-        ValueError: it is none, or not above 0.
+        ValueError: the value is not a duration, or not above 0.
     """
     if isinstance(value, str):
         found = _DURATION.fullmatch(value)
@@ -359,13 +364,15 @@ def seconds(value: object) -> float:
 
 
 def _priority(value: object) -> float:
-    """Priority from -1 to 1. Senders have scales of their own: order and sign stay."""
+    """Return a priority between -1 and 1. Senders have different scales, of which the order and the
+    sign are kept."""
     given = real(value, -MAX_SECONDS, MAX_SECONDS)
     return given / (1 + abs(given))
 
 
 def _block_hash(value: object) -> bytes:
-    """A hash as bytes; or as a number, its last 8 bytes; or one of these as a text."""
+    """Return a block hash as bytes. It is given as bytes, as a number of its last 8 bytes, or as
+    the text of either."""
     if isinstance(value, str) and (found := _HASH.fullmatch(value)) is not None:
         value = int(value) if found["number"] else bytes.fromhex(found["digits"])
     if type(value) is int and -(1 << 63) <= value < 1 << 64:
@@ -376,12 +383,13 @@ def _block_hash(value: object) -> bytes:
 
 
 def _first(payload: Mapping[str, Any], *names: str) -> Any:
-    """Value of the first of these fields that has one."""
+    """Return the value of the first of the fields ``names`` that has one; None if none has."""
     return next((payload[name] for name in names if payload.get(name) is not None), None)
 
 
 def _left(left: int, values: object, what: str, most: int) -> int:
-    """Number that may follow these values."""
+    """Return how many values may follow the given values. Raises ValueError if ``values`` are not a
+    list, or too many."""
     if not isinstance(values, list) or not values:
         raise ValueError(f"the {what} are not a list, or it is empty")
     if len(values) > left:
@@ -394,13 +402,13 @@ def _left(left: int, values: object, what: str, most: int) -> int:
 CARRIED = "client_hints"
 """Field of ``kv_transfer_params`` in which the middleware carries what ``stated`` returns."""
 RETENTION = "prompt_cache_retention"
-"""OpenAI's field of a body."""
+"""Field of a body in OpenAI's API that requests a longer retention."""
 CACHE_CONTROL, PRIORITY = "cache_control", "nvext.agent_hints"
 DEFAULT_TTL = "5m"
-"""Time that Anthropic's ``cache_control`` lasts by default."""
+"""Time that Anthropic's ``cache_control`` requests by default."""
 
 MESSAGE_FIELDS = ("kv_hint", "kv_hints")
-"""Fields of ``kv_transfer_params`` and ``vllm_xargs`` that have a message."""
+"""Fields of ``kv_transfer_params`` and ``vllm_xargs`` that contain a message."""
 FIELDS = frozenset({*MESSAGE_FIELDS, CARRIED, AGENTIC_CONTEXT})
 """Fields of ``kv_transfer_params`` and ``vllm_xargs`` that ``read_request`` reads."""
 _NVEXT = ("cache_control", "agent_hints")
@@ -408,15 +416,17 @@ _TERMS = (CACHE_CONTROL, RETENTION, "nvext.cache_control", PRIORITY)
 _ROUTER_TTL = ("kv_retention_ttl_seconds", "kv_retention_ttl")
 _SCALAR_CHARS = 32
 _MAPPINGS = (dict, Mapping)
-"""Types of an object. Almost all are a ``dict``; the check for another ``Mapping`` is slow."""
+"""Types of JSON objects. ``dict`` comes first, because almost all objects are a ``dict``, and the
+check for another ``Mapping`` is slow."""
 
 
 def stated(body: Mapping[str, Any], cache_control: object = None) -> dict[str, object]:
-    """The retention that a body states. Never raises.
+    """Return the fields of a body that request a retention, by their names. Never raises.
 
     Args:
-        body: top-level fields.
-        cache_control: the longest time of Anthropic's ``cache_control``; None without any.
+        body: top-level fields of the body.
+        cache_control: the longest time in the ``cache_control`` fields of Anthropic's API; None
+            without such fields.
     """
     nvext = body.get("nvext")
     parts = [nvext.get(name) if isinstance(nvext, dict) else None for name in _NVEXT]
@@ -441,12 +451,12 @@ def _is_short(value: object) -> bool:
 
 
 class RequestHints(NamedTuple):
-    """Everything that a request asks to be done with KV.
+    """All KV hints of a request.
 
     Attributes:
-        hints: can be carried out.
-        answered: results of actions that cannot.
-        is_last_step: True if vLLM's router does not expect the job back.
+        hints: the hints that can be carried out.
+        answered: results of the actions that cannot be carried out.
+        is_last_step: True if vLLM's router does not expect the job to return.
     """
 
     hints: tuple[KvHint, ...] = ()
@@ -455,7 +465,7 @@ class RequestHints(NamedTuple):
 
 
 NO_HINTS = RequestHints()
-"""Hints of a request without any."""
+"""Result for a request without KV hints."""
 
 
 def read_request(envelope: object, params: object, xargs: object) -> RequestHints:
@@ -491,7 +501,7 @@ def read_request(envelope: object, params: object, xargs: object) -> RequestHint
 def results_json(
     results: Iterable[HintResult], hints: Iterable[KvHint] = ()
 ) -> list[dict[str, object]]:
-    """Results as JSON, each with the note of its hint."""
+    """Return results as JSON. The reason of each result begins with the note of its hint."""
     notes = {hint.action_id: hint.note for hint in hints if hint.note}
     return [
         said(replace(one, reason=f"{notes[one.action_id]} {one.reason}".strip()))
