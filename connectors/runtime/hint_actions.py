@@ -417,9 +417,6 @@ class HintActions:
         For intents that need a whole prefix, the pages are the longest prefix of a context that
         ends with one of the hashes. A hash of 8 bytes is the end of a longer hash, as in vLLM's
         events.
-
-        Hints that need whole prefixes get the longest one. A hash of 8 bytes is the end of a longer
-        one, as vLLM's events have it.
         """
         wanted = {one[-8:]: one for one in hint.target.hashes if len(one) >= 8}
         whole = hint.intent not in (Intent.DEMOTE, Intent.RELEASE)
