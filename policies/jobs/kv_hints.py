@@ -472,8 +472,9 @@ def read_request(envelope: object, params: object, xargs: object) -> RequestHint
     """Read all hints of a request. Never raises.
 
     Args:
-        envelope: vLLM's ``Request.kv_hints``. params: ``kv_transfer_params``. xargs:
-            ``vllm_xargs``.
+        envelope: vLLM's ``Request.kv_hints``.
+        params: ``kv_transfer_params`` of the request.
+        xargs: ``vllm_xargs`` of the request.
     """
     given = (one for one in (params, xargs) if one and isinstance(one, _MAPPINGS))
     sources = [one for one in given if not FIELDS.isdisjoint(one)]
