@@ -45,7 +45,7 @@ class Tier(Enum):
     STORE = "store"
     """The tiers below CPU memory. Chosen if the next turn is far away."""
     DROP = "drop"
-    """No tier, because the job is over or prefilling again is cheapest."""
+    """Release of the KV, because the job is over or prefilling again is cheapest."""
 
 
 class GapClass(Enum):

@@ -28,7 +28,7 @@ class StoreId(NamedTuple):
 
 
 class Knowledge(Enum):
-    """Where it is known which pages a tier has."""
+    """The place where it is known which pages a tier has."""
 
     KNOWN = "known"
     """The scheduler half knows: its index is complete, because only this engine writes to the

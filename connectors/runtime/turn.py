@@ -100,7 +100,7 @@ NO_GAP = EndedGap()
 
 @dataclass(slots=True)
 class Source:
-    """Where the KV of the prompt was found. Written by ``scheduler``.
+    """Locations in which the KV of the prompt was found. Written by ``scheduler``.
 
     Attributes:
         admitted: True once the turn has been allocated blocks.

@@ -309,7 +309,7 @@ def opened(text: str) -> object:
 
 
 class Claim(NamedTuple):
-    """What the headers and the body of a request state about its job.
+    """Statements about a request's job in the headers and the body of the request.
 
     Attributes:
         ids: the ids, which the middleware adds to the request as the field ``CLIENT``; empty if

@@ -35,7 +35,7 @@ MAX_SECONDS = 1e9
 
 
 class Intent(StrEnum):
-    """What a hint requests."""
+    """The action that a hint requests."""
 
     RETAIN = "retain"
     """Keep the pages longer than their forecast alone would, for a limited time."""

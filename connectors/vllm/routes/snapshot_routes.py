@@ -216,7 +216,7 @@ _BUSY = (429, 504)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a client waits for an operation.
+    """The time for which a client waits for an operation.
 
     Attributes:
         timeout_s: longest wait, seconds.
