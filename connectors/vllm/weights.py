@@ -77,7 +77,7 @@ HARMLESS: Mapping[str, str] = {
 WINDOW_S = 60.0
 """Period in which a method's calls are logged once, seconds."""
 OFTEN = 10
-"""Number of calls of one method in that period at which a warning is logged."""
+"""Number of calls of one method in ``WINDOW_S`` seconds at which a warning is logged."""
 _MOST_NAMES = 256
 
 
