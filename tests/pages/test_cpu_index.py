@@ -130,7 +130,7 @@ def full_index(slots: int, unsaved: set[int]) -> tuple[PageIndex, list[PageKey]]
 
 def evicted(index: PageIndex, keys: list[PageKey], count: int) -> list[int]:
     """Numbers of the pages that are evicted for ``count`` new ones."""
-    new = [PageKey(bytes([n]) * 30) for n in range(count)]
+    new = [PageKey(bytes([index.taken + n]) * 30) for n in range(count)]
     assert len(index.reserve_all(new)) == count
     index.check_integrity()
     return [n for n, key in enumerate(keys) if index.state(key) is PageState.MISSING]
@@ -153,3 +153,12 @@ def test_pages_that_a_lower_tier_lacks_are_evicted_if_no_others_are_left() -> No
     assert evicted(index, keys, 2) == [0, 2]
     index.release_all(keys[3:], held)
     index.check_integrity()
+
+
+def test_a_bundle_is_evicted_only_after_a_lower_tier_has_all_its_pages() -> None:
+    index, keys = full_index(16, unsaved={1})
+    slots = index.pack(keys[:3])
+    index.packed(slots[0], 3)
+    assert evicted(index, keys, 2) == [3, 4], "page 1 is in a bundle with pages 0 and 2"
+    index.unsaved = lambda _: ()
+    assert evicted(index, keys, 5)[:3] == [0, 1, 2]

@@ -10,7 +10,7 @@ per page.
 
 from __future__ import annotations
 
-from collections.abc import KeysView, Sequence, ValuesView
+from collections.abc import Iterable, KeysView, Sequence, ValuesView
 from dataclasses import dataclass
 
 from tiered_kv.keys import PageKey
@@ -94,6 +94,13 @@ class ColdPages:
         if bundle is None or bundle.state is not COMPRESSED:
             return None
         return cold_place(bundle.slots[0])
+
+    def with_mates(self, keys: Iterable[PageKey]) -> dict[PageKey, None]:
+        """Return the pages, and all pages of their bundles, which are evicted together."""
+        found, of = dict.fromkeys(keys), self._of
+        for bundle in {id(one): one for key in found if (one := of.get(key))}.values():
+            found |= bundle.keys
+        return found
 
     def begin(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
         """Add a bundle of pages that are about to be compressed in their slots."""

@@ -491,16 +491,23 @@ class PageIndex:
     def _in_two_passes(
         self, order: Iterator[PageKey], unsaved: Callable[[Sequence[PageKey]], Sequence[PageKey]]
     ) -> Iterator[Iterable[PageKey]]:
-        left, spared = self.num_slots // SPARED_SHARE, list[PageKey]()
+        left, spared, bundled = (
+            self.num_slots // SPARED_SHARE,
+            list[PageKey](),
+            self.cold.with_mates,
+        )
         while left > 0 and (first := [*islice(order, 64)]):
-            later = unsaved(first)[:left]
-            if later:
-                left -= len(later)
-                self.spared += len(later)
-                spared += later
-                yield [*filterfalse(set(later).__contains__, first)]
-            else:
+            cold = self.cold.compressed > 0
+            lacking = unsaved([*bundled(first)] if cold else first)
+            if not lacking:
                 yield first
+                continue
+            lacking_pages = {*bundled(lacking)} if cold else {*lacking}
+            later = [*filter(lacking_pages.__contains__, first)][:left]
+            left -= len(later)
+            self.spared += len(later)
+            spared += later
+            yield filterfalse({*later}.__contains__, first)
         yield spared
         yield order
 
