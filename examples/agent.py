@@ -1,9 +1,9 @@
-"""An agent that runs shell commands, and names its job to the server.
+"""An agent that runs shell commands, and sends a job id to the server.
 
     pip install openai
     python examples/agent.py http://127.0.0.1:8000/v1 "Which file here has the most lines?"
 
-It runs the commands that the model writes. Use a container or a machine that you can lose.
+The agent runs the commands that the model writes. Use a container or a disposable machine.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ COMMAND = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
 
 
 def shell(command: str) -> str:
-    """Run a command; return the end of its output, and its exit code."""
+    """Run a command. Returns the end of the command's output, and the exit code."""
     words = ["timeout", str(TOOL_S), "bash", "-c", command]
     done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
     return f"{(done.stdout + done.stderr)[-OUTPUT_CHARS:]}\nexit code {done.returncode}"
 
 
 def run(url: str, task: str) -> None:
-    """Work on a task, and print what each turn found in the cache."""
-    client = OpenAI(base_url=url, api_key="none")  # its timeout is 600 s: turns may be held for 300
+    """Work on a task, and print how many tokens of each turn came from the cache."""
+    client = OpenAI(
+        base_url=url, api_key="none"
+    )  # the default timeout is 600 s, and turns may be held back for 300 s
     model = client.models.list().data[0].id
     job = f"agent-{uuid.uuid4()}"
     chat: list[ChatCompletionMessageParam] = [{"role": "user", "content": f"{RULES}\n\n{task}"}]
     for step in range(1, STEPS + 1):
-        # expected_tool_s may be added here if the time that the next tool takes is known.
+        # Add expected_tool_s here if the duration of the next tool is known.
         hints = {"job_id": job, "is_last_step": step == STEPS}
         answer = client.chat.completions.create(
             model=model,

@@ -1,11 +1,11 @@
-"""A reinforcement-learning loop: rollouts of several turns, then new weights, again and again.
+"""A reinforcement-learning loop that alternates between rollouts of several turns and new weights.
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --kv-transfer-config …
     python examples/rl_loop.py http://127.0.0.1:8000
 
-Each policy version has a cache salt of its own. The rollouts of one prompt share its KV, and each
-keeps its own between turns. ``update_weights`` is where your trainer goes. The reset that it calls
-needs vLLM's development mode, whose routes have no access control: keep them on loopback.
+Each policy version has its own cache salt. The rollouts of one prompt share its KV, and each
+rollout keeps its own KV between turns. Call your trainer in ``update_weights``. The reset that it
+calls needs vLLM's development mode, whose routes have no access control: keep them on loopback.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ Report = dict[str, int]
 
 
 def rollout(server: httpx.Client, model: str, version: int, number: int) -> list[Report]:
-    """Play a rollout of a policy; return what each turn found in the cache."""
+    """Play a rollout of a policy. Returns tiered-kv's report of each turn, which counts tokens by
+    tier.
+    """
     chat = [{"role": "user", "content": PROMPTS[number // ROLLOUTS]}]
     found = []
     for turn in range(1, TURNS + 1):
@@ -45,7 +47,8 @@ def rollout(server: httpx.Client, model: str, version: int, number: int) -> list
 
 
 def update_weights(server: httpx.Client, version: int) -> None:
-    """Give the engine the weights of a new policy version.
+    """Load the weights of a new policy version into the engine. In this example, only resets the
+    cache.
 
     vLLM's weight transfer, ``collective_rpc`` and ``set_weight_version`` make tiered-kv drop all
     earlier KV by themselves. Only weights that are written without a call through the engine, for
@@ -55,7 +58,7 @@ def update_weights(server: httpx.Client, version: int) -> None:
 
 
 def train(url: str) -> list[list[list[Report]]]:
-    """Run the loop; return the reports of each version, rollout and turn."""
+    """Run the loop. Returns the reports by version, rollout and turn."""
     reports = []
     with httpx.Client(base_url=url, timeout=600) as server, ThreadPoolExecutor() as pool:
         model = server.get("/v1/models").raise_for_status().json()["data"][0]["id"]

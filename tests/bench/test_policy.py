@@ -125,7 +125,7 @@ def test_a_file_without_sessions_is_skipped(
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
     (tmp_path / "half.jsonl").write_text('{"id": 1\n')
     assert read_sources(tmp_path) == {}
-    assert capsys.readouterr().err.count("holds no sessions") == 4
+    assert capsys.readouterr().err.count("contains no sessions") == 4
 
 
 def test_clients_that_do_not_name_their_tools() -> None:

@@ -99,7 +99,7 @@ def test_the_size_of_weights_may_be_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "options", "said"),
     [
-        (LLAMA_8B, ["--gpu", "abacus"], "names no GPU that is known"),
+        (LLAMA_8B, ["--gpu", "abacus"], "is not a known GPU"),
         (LLAMA_8B, ["--gpu", "h100", "--cpu-gib", 0, "--ssd-gib", 9], "Pages on SSD pass"),
         (LLAMA_8B, ["--gpu", "h100", "--gpus", 3], "must be divisible by tensor parallel size (3)"),
         (QWEN3_NEXT_80B, ["--gpu", "h100"], "it takes 3 or more"),

@@ -183,13 +183,13 @@ def test_a_snapshot_with_an_impossible_path_is_not_created(
     (tmp_path / "there.zip").symlink_to("nowhere")
     assert "already exists" in to(tmp_path / "there.zip")
     assert "already exists" in to(root)
-    assert "there is no folder" in to(tmp_path / "no" / "x")
+    assert "does not exist" in to(tmp_path / "no" / "x")
     server.answers[SNAPSHOTS] = said({"folder": str(tmp_path / "far"), "snapshots": []})
     assert "is not on this machine" in to(tmp_path / "x")
     odd: Any
     for odd in ({"folder": "relative"}, {"folder": None}, {}, []):
         server.answers[SNAPSHOTS] = said(odd)
-        assert "use the tiered-kv of the version" in to(tmp_path / "x")
+        assert "use the same version of tiered-kv" in to(tmp_path / "x")
     server.answers[SNAPSHOTS] = refusal(501, "This server has no folder.")
     assert to(tmp_path / "x") == "This server has no folder."
     assert server.posted == []
@@ -332,14 +332,17 @@ def test_each_refusal_is_one_sentence(server: RouteServer) -> None:
             (refusal(401, "A token is needed."), NO_TOKEN),
             (Answer(vllms_404, 404), NO_ROUTES),
             (Answer("", 404), NO_ROUTES),
-            (Answer("<html>", 502), "The server answered 502: see its log, and ask again."),
+            (
+                Answer("<html>", 502),
+                "The server answered with status 502: see its log, and try again.",
+            ),
         ):
             server.work[path] = lambda body, answer=answer: answer  # type: ignore[misc]
             assert sentence(*command) == told
             assert sentence(*command, "--json") == told
         for body in ("<html>", "[]", "{}", "[" * 100_000, '{"tokens": "many"}'):
             server.work[path] = lambda body, text=body: Answer(text)  # type: ignore[misc]
-            assert "use the tiered-kv of the version" in sentence(*command)
+            assert "use the same version of tiered-kv" in sentence(*command)
     assert "http://HOST:8000" in sentence("restore", "file:///etc/passwd", "n")
     assert "control character" in sentence("restore", server.url, "n", "--token", "a\nb")
 

@@ -100,9 +100,9 @@ def test_a_useless_compression_ratio_is_reported() -> None:
 
 def test_free_slots_need_no_compression() -> None:
     fresh = {**FULL, **NONE_COMPRESSED, "cpu_pages": 100, "pages_evicted": 0}
-    assert check_cold_pages(fresh).seen == "none yet: slots are free"
+    assert check_cold_pages(fresh).seen == "no page is compressed yet: slots are free"
     found = check_cold_pages({**fresh, "pages_compressed": 7})
-    assert found.seen.startswith("none at present, 7 were")
+    assert found.seen.startswith("no page is compressed now, 7 were")
 
 
 def test_full_memory_without_compression_is_asked_about() -> None:

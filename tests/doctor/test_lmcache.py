@@ -39,7 +39,7 @@ def test_policies_are_mapped_by_name() -> None:
 
 
 def test_unknown_jobs_and_pages_change_nothing() -> None:
-    assert advice("LMCACHE_NOVELTY", "1") == "Nothing here does the same."
+    assert advice("LMCACHE_NOVELTY", "1") == "tiered-kv has no equivalent."
 
 
 def test_every_variable_that_is_named_exists() -> None:

@@ -75,7 +75,8 @@ def test_ids_that_nothing_reads_are_reported(
 
 def test_observe_mode_is_reported() -> None:
     found = asked(metrics(**BUSY, would_have_saved_vram=5, would_have_saved_cpu=7))
-    assert found["TIERED_KV_MODE"].seen.startswith("observe: 12 prompt tokens would not have been")
+    seen = found["TIERED_KV_MODE"].seen
+    assert seen.startswith("observe: 12 prompt tokens would have been saved")
     assert "TIERED_KV_MODE" not in asked(metrics(**BUSY))
 
 
@@ -88,7 +89,7 @@ def test_a_server_that_has_just_started_is_healthy() -> None:
 def test_a_server_without_the_connector_is_reported_with_instructions() -> None:
     plain = re.sub(r"(?m)^.*tiered_kv.*\n", "", metrics())
     found = asked(plain)["connector"]
-    assert (found.verdict.value, found.seen) == ("fail", "vLLM runs without it")
+    assert (found.verdict.value, found.seen) == ("fail", "vLLM runs without the connector")
     assert "tiered-kv plan" in found.advice
 
 
@@ -229,7 +230,7 @@ def test_an_unreadable_line_is_skipped_and_reported(odd: str) -> None:
         return
     assert told is not None
     assert told.verdict.value == "warn"
-    assert told.seen.startswith("2 lines are unreadable and left out, the first: ")
+    assert told.seen.startswith("2 lines are unreadable and ignored; the first is ")
     assert "\x1b" not in told.seen
 
 

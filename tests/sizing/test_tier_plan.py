@@ -37,7 +37,7 @@ def test_a_gpu_is_found_by_the_beginning_of_its_name() -> None:
     assert find_gpu("a100-40") == "a100-40"
     with pytest.raises(ConfigError, match="several GPUs: use one of a100-40, a100-80"):
         find_gpu("a100")
-    with pytest.raises(ConfigError, match="no GPU that is known: use one of l4-24"):
+    with pytest.raises(ConfigError, match="is not a known GPU: use one of l4-24"):
         find_gpu("tpu")
 
 
@@ -122,7 +122,7 @@ def test_a_tier_without_space_for_a_context_is_reported_with_the_space_needed(
 ) -> None:
     plan = planned(tmp_path, cpu_gib=1.5)
     assert plan.tiers[1].break_even_s == 0
-    assert "CPU memory cannot hold a whole context, which takes 4 GiB." in plan.notes
+    assert "CPU memory cannot hold a whole context, which needs 4 GiB." in plan.notes
 
 
 def test_without_cpu_memory_there_is_no_such_tier(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_number_of_gpus(tmp_path: 
 
 def test_a_context_that_is_too_long_is_reported(tmp_path: Path) -> None:
     plan = planned(tmp_path, context=200_000, gpu="rtx4090-24")
-    assert "The model's contexts end at 131,072 tokens." in plan.notes
+    assert "The model supports contexts of up to 131,072 tokens." in plan.notes
     assert any("does not fit into VRAM" in note for note in plan.notes)
 
 

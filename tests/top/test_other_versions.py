@@ -58,7 +58,7 @@ def odd_ones(value: Any) -> Iterator[Any]:
 
 def check_sentence(error: RouteError) -> None:
     assert str(error).isprintable()
-    assert "use the tiered-kv of the version that the server has" in str(error)
+    assert "use the same version of tiered-kv as the server" in str(error)
 
 
 def test_an_odd_answer_is_read_or_refused_and_never_shown_raw(answers: Answers) -> None:

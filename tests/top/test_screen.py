@@ -140,7 +140,7 @@ def test_the_order_is_the_one_that_is_asked_for() -> None:
 def test_several_engines_are_added_up_or_looked_at_one_by_one() -> None:
     both = server(job(1), job(1, engine=1, id="other"), engines=(engine(0), new_engine(1)))
     lines = shown(both, 120, 30)
-    assert lines[1] == "2 engines, added up: e shows each alone."
+    assert lines[1] == "Sum of 2 engines: e shows the engines one by one."
     assert "running 20% pinned 5% cached 10% free 65% of 114 GiB" in lines[2]
     assert lines[-1].startswith("1-2 of 2 ")
     lines = shown(both, 120, 30, View(engine=1))
@@ -155,7 +155,7 @@ def test_a_problem_is_shown_above_the_last_state() -> None:
     gone = replace(server(job()), problem="It does not answer: is the server up?")
     lines = shown(gone, 60, 24)
     assert " ".join(line.strip() for line in lines[1:3]) == (
-        "It does not answer: is the server up? What follows was before."
+        "It does not answer: is the server up? The last known state follows."
     )
     assert row(lines, "job-1")
 
@@ -175,7 +175,7 @@ def test_jobs_not_yet_read_are_shown() -> None:
 def test_a_printed_frame_is_as_long_as_its_jobs_and_ends() -> None:
     lines = shown(server(*MANY), 100, None)
     assert len([line for line in lines if line.startswith("job-")]) == ONCE_ROWS
-    assert lines[-1] == f"The first {ONCE_ROWS} of 5,000. GET /tiered_kv/jobs lists all."
+    assert lines[-1] == f"The first {ONCE_ROWS} of 5,000. GET /tiered_kv/jobs lists all jobs."
     assert shown(server(job()), 100, None)[-1].startswith("job-1 ")
 
 

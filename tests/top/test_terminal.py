@@ -93,7 +93,7 @@ def test_a_server_that_goes_and_comes_back_is_followed(answers: Answers, tmp_pat
     with server.running(), top_in(tmp_path, server.url, "--every", "0.2") as terminal:
         terminal.wait_for_text("job, by state")
         server.answers = {STATUS: refusal(503, "The engine does not respond.")}
-        terminal.wait_for_text("The engine does not respond. What follows was before.")
+        terminal.wait_for_text("The engine does not respond. The last known state follows.")
         assert any(line.startswith("pinned ") for line in terminal.lines())
         server.answers = answers
         terminal.wait_for(lambda lines: not any("does not respond" in line for line in lines))

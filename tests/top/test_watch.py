@@ -117,10 +117,10 @@ def test_each_refusal_names_what_to_do() -> None:
         server.answers[STATUS] = refusal(503, "\x1b[2JThe engine does not respond.")
         assert said(server) == "\\x1b[2JThe engine does not respond."
         server.answers[STATUS] = Answer("<html>", 502)
-        assert said(server) == "The server answered 502: see its log, and ask again."
+        assert said(server) == "The server answered with status 502: see its log, and try again."
         for body in ("<html>hello", "{}", '{"engines": []}', "[" * 100_000, '{"engines": [7]}'):
             server.answers[STATUS] = Answer(body)
-            assert "use the tiered-kv of the version that the server has" in said(server)
+            assert "use the same version of tiered-kv as the server" in said(server)
     assert "does not respond" in said(server)
     assert "check that the server runs" in said(server)
     assert "http://HOST:8000" in said(RouteServer({}))

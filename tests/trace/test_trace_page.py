@@ -198,7 +198,7 @@ def test_what_is_not_in_a_trace_is_not_on_its_page(tmp_path: Path) -> None:
     assert "No turn of this trace belongs to a job." in alone.texts
     (tmp_path / "empty.jsonl").touch()
     empty = Parsed(report(tmp_path / "empty.jsonl", tmp_path / "empty.html"))
-    assert "This trace has no turn whose gap has ended." in empty.texts
+    assert "This trace has no turns whose gap has ended." in empty.texts
 
 
 def test_mistakes_are_reported_in_a_sentence(
@@ -223,7 +223,7 @@ def test_lines_that_are_no_records_are_counted_on_the_page(tmp_path: Path) -> No
         file.write("{}\n")
     result = run("report", path, "-o", tmp_path / "report.html")
     assert result.exit_code == 1
-    assert "1 lines of the trace are not records, and left out." in (
+    assert "1 lines of the trace are not records, and are ignored." in (
         Parsed((tmp_path / "report.html").read_text()).texts
     )
 

@@ -1,4 +1,4 @@
-"""vLLM finds the connector by its name."""
+"""vLLM finds the connector by name."""
 
 from __future__ import annotations
 

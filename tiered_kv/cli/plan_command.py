@@ -302,10 +302,7 @@ def plan_command(
         float | None,
         typer.Option(
             min=0,
-            help=(
-                "CPU memory for KV, GiB; by default as needed for --jobs, or "
-                f"{CPU_GIB:g} without --jobs."
-            ),
+            help=f"CPU memory for KV, GiB. Defaults to the need of --jobs, or to {CPU_GIB:g}.",
         ),
     ] = None,
     ssd_gib: Annotated[float, typer.Option(min=0, help="SSD space for KV, GiB.")] = 0.0,

@@ -1,4 +1,4 @@
-"""KV that can be checked: each token's KV is a function of all KV before it."""
+"""KV that can be checked: the KV of each token is a function of all KV before it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WrongKV(AssertionError):
 
 
 def extend(cells: bytearray, tokens: Iterable[int]) -> None:
-    """Append the KV of tokens that follow a context with this KV."""
+    """Append the KV of tokens to ``cells``, the KV of the context that they follow."""
     attended = xxhash.xxh64(bytes(cells))
     for token in tokens:
         cell = attended.copy()
@@ -31,24 +31,24 @@ def extend(cells: bytearray, tokens: Iterable[int]) -> None:
 
 
 def kv(tokens: Iterable[int]) -> Cells:
-    """KV of a context, uint8 ``[tokens, CELL]``."""
+    """Return the KV of a context, uint8 ``[tokens, CELL]``."""
     cells = bytearray()
     extend(cells, tokens)
     return np.frombuffer(bytes(cells), dtype=np.uint8).reshape(-1, CELL)
 
 
 def sample(cells: Cells) -> int:
-    """The token that follows a context with this KV, uint8 ``[tokens, CELL]``."""
+    """Return the token that follows a context with this KV, uint8 ``[tokens, CELL]``."""
     return xxhash.xxh64_intdigest(cells.tobytes()) % VOCABULARY
 
 
 def text(tokens: int, seed: int) -> list[int]:
-    """Token ids that share no block with those of another seed."""
+    """Return token ids that share no block with the ids of another seed."""
     return [int(t) for t in np.random.default_rng(seed).integers(1, VOCABULARY, tokens)]
 
 
 def expected(prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """The model's answer to a prompt, computed without any engine."""
+    """Return the model's answer to a prompt, computed without any engine."""
     cells, answer = bytearray(), list[int]()
     extend(cells, prompt)
     for _ in range(max_tokens):

@@ -1,7 +1,7 @@
-"""An independent check of the fairness rule.
+"""An independent check of the fairness rule of admission.
 
-No request is admitted before an older one that has waited for the admission limit. Preempted
-requests and requests of a higher priority are exempt.
+No request may be admitted before an older request that has waited for the admission limit.
+Preempted requests and requests of a higher priority are exempt.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class FairnessWatch:
 
     Args:
         half: the scheduler half, before its first request.
-        clock: its clock.
+        clock: the clock of the scheduler half.
     """
 
     def __init__(self, half: Any, clock: Callable[[], float]) -> None:

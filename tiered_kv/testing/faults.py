@@ -1,4 +1,4 @@
-"""A transfer backend whose copies fail on request."""
+"""A transfer backend whose copies fail, are held back, or deliver wrong bytes, on request."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import replace
 from tiered_kv.transfer.base import CopyJob, CopyResult, Direction, TransferBackend
 
 NO_SLOT = -1
-"""A slot number that no pool has, so that its copy fails."""
+"""A slot number that does not exist in any pool, so that its copy fails."""
 
 
 class FaultyTransfer(TransferBackend):
     """Passes jobs on to ``inner``, except for requested faults.
 
-    Each fault affects one job. Faults may be requested from any thread. Otherwise the rules for all
-    backends apply.
+    Each fault affects one job. Faults may be requested from any thread. In all other respects, the
+    rules for all backends apply.
 
     Attributes:
         struck: number of faults that have occurred, so that a test can check that its fault did.
-        held: jobs held back.
+        held: number of jobs that are held back.
     """
 
     def __init__(self, inner: TransferBackend) -> None:
@@ -34,9 +34,9 @@ class FaultyTransfer(TransferBackend):
         self._kept_back: deque[CopyJob] = deque()
 
     def fail_next(self, direction: Direction, indices: Collection[int] | None = None) -> None:
-        """Make the next job in that direction fail at ``indices``, or everywhere.
+        """Make the next job in that direction fail for the pages at ``indices``, or for all pages.
 
-        Nothing is copied there, so the destination keeps its old bytes.
+        The failed pages are not copied, so the destination keeps its old bytes.
         """
         self._failures[direction].append(None if indices is None else frozenset(indices))
 
@@ -49,12 +49,13 @@ class FaultyTransfer(TransferBackend):
         self._corruptions.append(None)
 
     def hold(self, direction: Direction) -> None:
-        """Hold back jobs in that direction until ``let_go``, as if their copies were slow. Waiting
-        for them releases them."""
+        """Hold back jobs in that direction until ``let_go``, as if their copies were slow.
+        ``drain`` and ``close`` release the jobs too.
+        """
         self._slow = direction
 
     def let_go(self) -> None:
-        """Start the copies that were held back, and stop holding copies back."""
+        """Start the copies that are held back, and stop holding copies back."""
         self._slow = None
         while self._kept_back:
             self.inner.submit(self._kept_back.popleft())

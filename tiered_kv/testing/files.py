@@ -1,4 +1,4 @@
-"""Files that fail, return wrong data, or lose data that was not synced, on request."""
+"""A file layer that fails, returns wrong data, or loses data that was not synced, on request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ _OPENING = {Access.READ: "open", Access.WRITE: "open_to_write", Access.CREATE: "
 
 @dataclass(slots=True)
 class _Fault:
-    """After ``after`` calls of an operation, ``times`` calls fail."""
+    """A fault of an operation.
+
+    Attributes:
+        error: errno of the failure.
+        after: number of calls before the fault.
+        times: number of calls that fail then.
+    """
 
     error: int
     after: int
@@ -37,15 +43,15 @@ class _Fault:
 
 
 class FaultyFiles:
-    """Passes everything on to ``inner``, except for requested faults. Thread-safe.
+    """Passes all calls on to ``inner``, except for requested faults. Thread-safe.
 
     Operations have the names of the methods; ``open`` stands for ``create``, ``open_to_write`` and
-    ``open``.
+    ``open``, which are separate operations.
 
     Attributes:
         struck: number of faults that have occurred, so that a test can check that its fault did.
         calls: number of calls of each operation.
-        most_bytes: maximum number of bytes that a read or write transfers.
+        most_bytes: maximum number of bytes that a read or write transfers; None for no limit.
     """
 
     def __init__(self, inner: FileLayer | None = None) -> None:
@@ -59,12 +65,18 @@ class FaultyFiles:
         self._mutex = threading.Lock()
 
     def fail(self, operation: str, error: int, *, after: int = 0, times: float = 1) -> None:
-        """Make calls of a method fail with an errno, after ``after`` more calls."""
+        """Make calls of an operation fail.
+
+        Args:
+            error: errno of the failure.
+            after: number of further calls that succeed first.
+            times: number of calls that fail then.
+        """
         with self._mutex:
             self._faults[operation] = _Fault(error, after, times)
 
     def fail_writing(self, error: int) -> None:
-        """Fail every change from now on, like a read-only mount or an exhausted quota."""
+        """Make every change fail from now on, like a read-only mount or an exhausted quota."""
         for operation in WRITING:
             self.fail(operation, error, times=float("inf"))
 
@@ -80,7 +92,12 @@ class FaultyFiles:
             self.most_bytes = None
 
     def flip(self, bit: int, *, after: int = 0) -> None:
-        """Flip one bit of the data of a read, after ``after`` more reads."""
+        """Flip one bit of the data of one read.
+
+        Args:
+            bit: number of the bit in the data.
+            after: number of further reads that return correct data first.
+        """
         with self._mutex:
             self._flips.append((self.calls.get("pread", 0) + after + 1, bit))
 
@@ -177,11 +194,12 @@ class FaultyFiles:
 
 
 class SmallDisk(FaultyFiles):
-    """A disk of limited size. Writes beyond it fail.
+    """A disk of limited size. Writes that exceed the size fail.
 
     Args:
         folder: folder whose contents are on the disk.
-        tells: True if the disk reports its free space. A quota does not.
+        nbytes: size of the disk.
+        tells: True if the disk reports its free space. A quota does not report it.
     """
 
     def __init__(
@@ -225,7 +243,7 @@ class UnsafeFiles(RealFiles):
 
 
 class Crash(Enum):
-    """Fate of changes that were not synced."""
+    """What happened to changes that were not synced."""
 
     KILLED = "the process was killed: all were made, the last one in part"
     POWER_CUT = "the power was cut: none were made"
@@ -243,8 +261,12 @@ class Change(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One change to the disk. ``file`` distinguishes files that had the same path at different
-    times; ``at`` is an offset or a length."""
+    """One change to the disk.
+
+    Attributes:
+        file: number that distinguishes files that had the same path at different times.
+        at: an offset or a length.
+    """
 
     change: Change
     path: Path
@@ -255,7 +277,7 @@ class Step:
 
 class RecordedFiles(FaultyFiles):
     """Records all changes in order, so that the disk after a crash at any point can be recreated:
-    ``steps[:n]`` were issued, but not all of them need have reached the disk.
+    ``steps[:n]`` were issued, but some of them may not have reached the disk.
 
     With one I/O thread the order is the same in every run, except for the sync of a folder, which
     runs concurrently with the first writes to a new segment.
@@ -313,11 +335,15 @@ class RecordedFiles(FaultyFiles):
     def after_crash(
         self, count: int, crash: Crash, rng: random.Random, root: Path, copy: Path
     ) -> None:
-        """Recreate a possible state of the disk after a crash of the machine or the process during
-        step ``count``, in ``copy`` instead of ``root``.
+        """Recreate a possible state of the disk after a crash of the machine or the process.
 
-        Contents and lengths are durable once the file was synced, names once their folder was.
+        Contents and lengths are durable once the file was synced, and names once their folder was.
         Files that existed before the recording are not in the copy.
+
+        Args:
+            count: index of the step during which the crash happens.
+            crash: what happened to changes that were not synced.
+            root: folder of the recorded files. copy: folder to create instead.
         """
         disk = _Disk()
         for i, step in enumerate(self.steps[: count + 1]):
@@ -336,7 +362,7 @@ class RecordedFiles(FaultyFiles):
 
 
 class _Disk:
-    """Durable changes, and changes that were only issued."""
+    """Changes that are durable, and changes that were only issued."""
 
     def __init__(self) -> None:
         self.names: dict[Path, int] = {}

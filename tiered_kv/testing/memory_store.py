@@ -1,4 +1,6 @@
-"""A page store in a mapping, and a faulty one whose answers are late, partial, wrong or missing."""
+"""A page store in a mapping, and a faulty page store whose answers are late, partial, wrong or
+missing.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,11 @@ class StoredPage:
 
 
 Pages = MutableMapping[PageKey, StoredPage]
-"""The medium of a store. A store that is opened later finds the pages in it."""
+"""The medium of a store. A store that is opened later on the same mapping finds the pages."""
 
 
 class MemoryStore(PageStore):
-    """A store over a mapping that no other store writes.
+    """A store over a mapping to which no other store writes.
 
     Args:
         pages: the medium.
@@ -88,17 +90,17 @@ class MemoryStore(PageStore):
 
 
 class FaultyStore(MemoryStore):
-    """A store over a mapping that other stores also write, behind a faulty link.
+    """A store behind a faulty link, over a mapping to which other stores also write.
 
-    It keeps the store contract despite its faults: every call returns, and the passed pages are not
-        accessed afterwards.
+    The store keeps the store contract despite its faults: every call returns, and passed pages are
+    not accessed afterwards.
 
     Args:
         pages: the medium, shared with the stores of other ranks or engines.
         latency_s: time from a call to its answer, seconds.
-        missing: pages that it reports as missing.
-        corrupt: pages of which each ``get`` flips a byte.
-        hang: event that calls wait for before they are answered; None answers immediately.
+        missing: pages that the store reports as missing.
+        corrupt: pages in which each ``get`` flips a bit.
+        hang: event for which calls wait before they are answered; None answers immediately.
         timeout_s: seconds after which ``put`` and ``get`` give up.
     """
 
@@ -137,7 +139,7 @@ class FaultyStore(MemoryStore):
         return arrived.get(pages)
 
     def _fetch(self, key: PageKey) -> StoredPage | None:
-        """A page as received over the link."""
+        """Return a page as received over the link; None if it is missing."""
         if self._closed or key in self._missing or (stored := self._pages.get(key)) is None:
             return None
         if key in self._corrupt:
@@ -150,7 +152,7 @@ class FaultyStore(MemoryStore):
         return frozenset(i for i, key in enumerate(keys) if self._fetch(key) is None)
 
     def clear(self) -> None:
-        """Delete this store's own pages. Pages of other stores stay valid."""
+        """Delete the pages that this store has put. Other stores' pages stay valid."""
         self.drop(self._own)
         self._own.clear()
 
@@ -166,7 +168,9 @@ class FaultyStore(MemoryStore):
         return 0
 
     def _is_answered(self, within_s: float) -> bool:
-        """Wait for the answer. Returns False after the timeout, or if the store is closed."""
+        """Wait for the answer of a call. Returns False after the timeout, or if the store is
+        closed.
+        """
         if self._hang is not None and not self._hang.wait(within_s):
             return False
         if self._latency_s:

@@ -1,4 +1,4 @@
-"""An engine under test with its connector: the interface that all engines offer to tests."""
+"""An engine under test with its connector: the interface that all engines provide to tests."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from .policies import FixedPin, SwitchedPolicy
 
 
 class RigSize(Protocol):
-    """Size of an engine: blocks, tokens per block and per request; and the connector's settings,
-    which are None without a connector.
+    """Size of an engine.
+
+    The properties are the number of blocks, the tokens per block, the maximum tokens per request,
+    and the connector's settings, which are None without a connector.
     """
 
     @property
@@ -42,7 +44,7 @@ class EngineRig(ABC):
     Attributes:
         now: clock of the engine and its connector, seconds. Tests set it.
         prompts, outputs: tokens of each request.
-        finished: finished requests, each with the engine's finish status.
+        finished: the engine's finish status of each finished request.
         steps: number of steps so far.
         free_at_start: number of free blocks at the start.
         switch: the policy, which tests can replace.
@@ -67,7 +69,7 @@ class EngineRig(ABC):
     @property
     @abstractmethod
     def worker_half(self) -> Any:
-        """The worker half."""
+        """The worker half; None for an engine without connector."""
 
     @abstractmethod
     def add(
@@ -84,16 +86,17 @@ class EngineRig(ABC):
 
     @abstractmethod
     def abort(self, request_id: str, *, late: bool = False) -> None:
-        """Abort a request. With ``late``, abort it while the next step runs, before its results are
-        handled, if the engine supports that."""
+        """Abort a request. With ``late``, the request is aborted while the next step runs, before
+        the step's results are handled, if the engine supports that.
+        """
 
     @abstractmethod
     def aborted(self, request_id: str) -> bool:
-        """True if a finished request was aborted."""
+        """Return True if a finished request was aborted."""
 
     @abstractmethod
     def step(self) -> Any:
-        """Make one engine step."""
+        """Run one engine step."""
 
     @abstractmethod
     def run(self, limit: int = 2000) -> None:
@@ -115,21 +118,21 @@ class EngineRig(ABC):
 
     @abstractmethod
     def running(self) -> list[str]:
-        """Running requests, in the engine's order."""
+        """Return the ids of running requests, in the engine's order."""
 
     @abstractmethod
     def preemptions(self, request_id: str) -> int:
-        """Number of preemptions."""
+        """Return the number of preemptions of a request."""
 
     @abstractmethod
     def held(self) -> list[str]:
-        """Requests that are held back."""
+        """Return the ids of requests that are held back."""
 
     @abstractmethod
     def close(self) -> None:
         """Stop the engine and its connector."""
 
-    # -- what every engine does so ----------------------------------------------------
+    # -- common to all engines ----------------------------------------------------------
 
     @property
     def orders_under_way(self) -> bool:
@@ -149,11 +152,11 @@ class EngineRig(ABC):
             self.ask(f"{tag}-{self.steps}-{i}", text(tokens, seed=self.steps * 1000 + i))
 
     def kept_blocks(self, tokens: int) -> int:
-        """Minimum number of blocks needed to find a context of that many tokens."""
+        """Return the minimum number of blocks needed to find a context of that many tokens."""
         return tokens // self.options.block_size
 
     def inject(self, wrap: Callable[[Any], Any]) -> Any:
-        """Wrap the worker's transfer backend. Returns the wrapper."""
+        """Replace the worker's transfer backend with the result of ``wrap``, and return it."""
         half = self.worker_half
         half.backend = wrap(half.backend)
         return half.backend
@@ -179,10 +182,12 @@ class EngineRig(ABC):
             self.run()
             if not self.pages.book.in_flight:
                 return
-        raise AssertionError("the orders do not complete")
+        raise AssertionError("orders are still in flight")
 
     def check_clean(self) -> None:
-        """Check that all blocks are free, all slots accounted for, and nothing is in flight."""
+        """Check that all blocks are free, all slots are accounted for, and no order is in
+        flight.
+        """
         lost = self.free_at_start - self.free_blocks
         assert not lost, f"{lost} blocks leaked"
         if self.half is not None:
@@ -203,7 +208,7 @@ class EngineRig(ABC):
     # -- the connector ------------------------------------------------------------------
 
     def _change(self, found: Dependencies) -> Dependencies:
-        """Replace the connector's policy by one that tests can switch."""
+        """Replace the connector's policy with one that tests can switch."""
         if "policy" in (self.options.extra or {}):
             self.switch.now = found.policy
         return replace(found, policy=self.switch)
@@ -224,7 +229,7 @@ class EngineRig(ABC):
         return turns
 
     def turn(self, request_id: str) -> Turn:
-        """The turn of a live request."""
+        """Return the turn of a live request."""
         return self.turns.by_id[request_id]
 
     @property
@@ -266,9 +271,9 @@ class EngineRig(ABC):
         return gaps
 
     def costs(self, context_tokens: int, job: JobKey | None = None) -> Costs:
-        """The current costs of each tier."""
+        """Return the current costs of each tier."""
         return self.gaps.costs.costs(context_tokens, job)
 
     def count(self, name: str) -> int:
-        """A counter of the connector."""
+        """Return the value of a counter of the connector."""
         return int(self.half.counters.totals[name])

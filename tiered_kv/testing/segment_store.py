@@ -33,7 +33,7 @@ from .segments import SegmentFile
 
 
 def store_options(root: Path, **changes: object) -> StoreOptions:
-    """Options for a small store: sixteen segments of about eight to thirty pages each."""
+    """Return options for a small store: sixteen segments of about eight to thirty pages each."""
     options = StoreOptions(
         root=root,
         fingerprint=FINGERPRINT,
@@ -93,7 +93,7 @@ class SegmentBench(StoreBench[SegmentStore]):
     def of(
         cls, suite: SegmentStoreConformance, options: StoreOptions, files: FileLayer | None = None
     ) -> SegmentBench:
-        """The bench for a suite's stores."""
+        """Return a bench with a store of the suite's codec."""
         return cls(lambda: suite.open_store(options, files), options=options, files=files)
 
     def check(self) -> None:
@@ -102,7 +102,7 @@ class SegmentBench(StoreBench[SegmentStore]):
         assert self.store.raw_bytes == len(self.expected) * PAGE_FORMAT.page_bytes
 
     def segments(self) -> list[Path]:
-        """The store's segments, oldest first."""
+        """Return the store's segment files, oldest first."""
         return sorted(self.options.folder.glob("*.seg"))
 
 
@@ -110,11 +110,11 @@ class SegmentStoreConformance(StoreConformance):
     """Subclass, name the subclass ``Test…`` and define ``make_codec`` and ``codec_from``."""
 
     def make_codec(self, page_format: PageFormat) -> Codec:
-        """The codec of new pages."""
+        """Return the codec of new pages."""
         raise NotImplementedError
 
     def codec_from(self, codec_id: int, table: bytes, page_format: PageFormat) -> Codec:
-        """The codec of stored pages."""
+        """Return the codec of stored pages."""
         raise NotImplementedError
 
     def open_store(self, options: StoreOptions, files: FileLayer | None = None) -> SegmentStore:
@@ -265,7 +265,7 @@ class SegmentStoreConformance(StoreConformance):
         bench.check()
 
     def test_a_closed_store_leaves_its_memory_at_once(self, tmp_path: Path) -> None:
-        """A reference cycle would keep every buffer until Python's next collection."""
+        """A reference cycle would keep every buffer until Python's next garbage collection."""
         options = store_options(tmp_path / "root")
         files: FileLayer | None = RealFiles()
         bench: SegmentBench | None = SegmentBench.of(self, options, files)
@@ -284,7 +284,7 @@ class SegmentStoreConformance(StoreConformance):
                 with path.open("r+b") as damaged:
                     damaged.seek(path.stat().st_size // 2)
                     damaged.write(bytes(64))
-            assert len(bench.read(bench.expected)) < len(bench.expected), "some are bad"
+            assert len(bench.read(bench.expected)) < len(bench.expected), "some pages are bad"
             bench.store.drop(keys)
             bench.store.clear()
             bench.put(*range(20))

@@ -1,4 +1,4 @@
-"""Reads segment files for tests, even while a store has them open."""
+"""Reader of segment files for tests, which works even while a store has them open."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class SegmentFile:
     """Current content of a segment.
 
     Attributes:
-        header: its header.
-        sealed: True if it has a footer.
-        entries: positions of its records, in the order in which they were written.
+        header: the segment's header.
+        sealed: True if the segment has a footer.
+        entries: positions of the segment's records, in the order in which they were written.
 
     Raises:
         FormatError: the file is not a segment.

@@ -13,15 +13,17 @@ from tiered_kv.codecs.base import Bytes, Codec, CodecError, EncodedPage, PageFor
 NAME = f"{__name__}:Shrinking"
 """Name of the codec in settings."""
 LEAST, MOST = 0.25, 0.75
-"""Minimum and maximum compressed size, as fractions of a page. The content decides."""
+"""Minimum and maximum compressed size, as fractions of a page. A page's content determines its
+size."""
 DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Shrinking:
-    """Remembers pages, and stores only a name that depends on the content.
+    """Codec that remembers pages, and stores only a name that depends on the content.
 
-    All codecs of a process share their pages. ``decode`` accepts only exactly what was stored.
+    All codecs of a process share the remembered pages. ``decode`` accepts only exactly the bytes
+    that were stored.
     """
 
     page_format: PageFormat
@@ -34,7 +36,7 @@ class Shrinking:
 
     @classmethod
     def from_table(cls, page_format: PageFormat, table: bytes) -> Codec:
-        """Create a codec. It has no table."""
+        """Return a codec. This codec has no table."""
         return cls(page_format)
 
     def encode(self, page: Bytes) -> EncodedPage:
@@ -60,12 +62,12 @@ _PAGES: dict[bytes, bytes] = {}
 
 
 def forget_pages() -> None:
-    """Forget all pages of the process, which can then no longer be decoded."""
+    """Forget all pages of the process. They can then no longer be decoded."""
     _PAGES.clear()
 
 
 def _stored(digest: bytes, page_bytes: int) -> bytes:
-    """The stored form of a page."""
+    """Return the stored form of a page."""
     share = LEAST + (MOST - LEAST) * digest[0] / 256
     size = max(DIGEST_BYTES, int(page_bytes * share))
     return (digest * (size // DIGEST_BYTES + 1))[:size]

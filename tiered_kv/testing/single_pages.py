@@ -1,5 +1,5 @@
-"""Calls of the page index for single pages. The runtime uses whole orders, but tests use single
-pages.
+"""Calls of the page index for single pages, for tests. The runtime calls the index with all pages
+of an order.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from tiered_kv.keys import PageKey
 
 
 def reserve(index: Any, key: PageKey) -> int | None:
-    """``reserve_all`` for one page; None if no slot is available."""
+    """Call ``reserve_all`` for one page. Returns the slot; None if no slot is available."""
     slots: list[int] = index.reserve_all((key,))
     return slots[0] if slots else None
 
 
 def commit(index: Any, key: PageKey, slot: int) -> bool:
-    """``commit_all`` for one page; False if the page was forgotten in the meantime."""
+    """Call ``commit_all`` for one page. Returns False if the page was forgotten in the meantime."""
     return bool(index.commit_all((key,), (slot,)))

@@ -7,4 +7,4 @@ from tiered_kv.tiers import SSD as SSD_TIER
 from tiered_kv.tiers import StoreId
 
 SSD = StoreId(SSD_TIER, CONTEXT)
-"""The SSD stores of an engine with one page group."""
+"""Id of the SSD store of an engine with one page group."""

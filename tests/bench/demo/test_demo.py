@@ -102,7 +102,7 @@ def test_runs_that_cannot_be_compared_are_noted(comparison: Comparison) -> None:
     unfair = replace(other, reserved_cpus="[1]", other_cores=0.8)
     notes = "\n".join(replace(comparison, tiered=unfair).notes())
     assert "NOT COMPARABLE" in notes
-    assert "used 0.8 cores meanwhile, 0.0 in stock's run" in notes
+    assert "used 0.8 cores during this run, 0.0 in stock's run" in notes
     assert "2 of 4 answers differ, in 2 of 2 jobs" in notes
     control = with_other_answers(comparison.stock, "b")
     shown = replace(comparison, tiered=other, control=control)
@@ -191,7 +191,7 @@ SILENT = REFUSES.replace("self.answer(500)", "import time; time.sleep(600)")
     [
         (DIES_OF, "stock vLLM, while its server started: ValueError: the model does not fit."),
         (REFUSES, "stock vLLM, after 0 of 2 turns: agent-1, turn 1 was refused"),
-        (SILENT, "agent-1, turn 1 got no answer for longer than a client waits. Run the demo"),
+        (SILENT, "agent-1, turn 1 timed out without an answer. Run the demo"),
     ],
 )
 def test_a_run_that_fails_is_a_sentence_with_the_reason_and_the_log(

@@ -171,7 +171,7 @@ def test_a_wrong_number_of_hashes_per_prompt_is_refused(
         if row.pop("chat_id", None) is not None:
             row["hash_ids"] = row["hash_ids"][:3]
     path = lines(tmp_path / "other.jsonl", rows)
-    with pytest.raises(ValueError, match=r"of another form than .* 320 tokens has (20|3) hashes"):
+    with pytest.raises(ValueError, match=r"has another format than .* has (20|3) hashes"):
         load(path)
 
 
@@ -269,7 +269,7 @@ def test_tracelab_s_rounds_are_the_turns_of_their_sessions(tmp_path: Path) -> No
         ("7,3,nan,36,20,9000", "line 7: prefix_len: nan is above"),
         ("7,3,long,36,20,9000", "line 7: prefix_len: 'long' is not a number"),
         ("7,3,64,36", "line 7: it has no output_len, tool_wait_after_ms"),
-        ("7,2,64,36,20,9000", "session 7 has a round_idx twice"),
+        ("7,2,64,36,20,9000", "session 7 has two rows with the same round_idx"),
         ('7,3,"64', "line 7: unexpected end of data"),
     ],
 )
@@ -306,7 +306,7 @@ def test_an_invalid_number_is_refused_with_its_line(form: str, odd: str, tmp_pat
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{}", "is not a known recording.* It has no field"),
+        ("{}", "has an unknown format.* It has no field"),
         ("nothing", "line 1: it is not JSON"),
         ("", "is empty"),
         ("\n \n", "is empty"),
@@ -325,7 +325,7 @@ def test_an_invalid_number_is_refused_with_its_line(form: str, odd: str, tmp_pat
         ('{"requests": 3}', "requests: 3 is not a list"),
         ('{"requests": [3]}', "it is not a JSON object"),
         ('{"id": "s", "requests": [{"t": 1}]}', "it has no type, but t"),
-        ('{"id": "s", "requests": []}', "0 turns of 0 sessions are in shorter ones"),
+        ('{"id": "s", "requests": []}', "0 turns of 0 sessions are in shorter jobs"),
         (json.dumps({**TRACE, "block_size": 1024}), "set the right block_size"),
         ('{"id": "s", "reqs": [[]]}', "it is not a JSON object"),
         (json.dumps({**TEXTS[0], "input": []}), "input: .* is not a string"),
@@ -354,7 +354,7 @@ def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
 def test_sessions_of_aiperf_are_refused_with_what_they_lack(tmp_path: Path) -> None:
     rows = [hashed(0, 600, 2), hashed(0, 1_200, 3, delay=500)]
     del rows[1]["timestamp"]
-    with pytest.raises(ValueError, match="line 2: it has a delay in place of a timestamp"):
+    with pytest.raises(ValueError, match="line 2: it has a delay instead of a timestamp"):
         load(lines(tmp_path / "sessions.jsonl", rows))
 
 

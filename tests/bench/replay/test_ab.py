@@ -243,7 +243,7 @@ def test_the_summary_is_json_with_the_promised_keys(tmp_path: Path) -> None:
     assert said["left_out"]["too_long"] == {"sessions": 3, "turns": 12}
     shown = readable(said)
     assert len(shown["jobs"]) == 13
-    assert shown["ours over others"][0]["mean"].endswith(")"), "with its interval"
+    assert shown["tiered-kv over others"][0]["mean"].endswith(")"), "with its interval"
     assert shown["not_started"]["vllm-simple"] == "vllm-simple wants a GPU"
     assert [row["turns"] for row in shown["left out"]] == [2, 12]
 
@@ -343,12 +343,12 @@ def test_a_pin_holds_if_blocks_grow_stay_and_are_freed() -> None:
 @pytest.mark.parametrize(
     ("verdict", "fault"),
     [
-        (held(0, 0, 0, 0, 0), "nothing is held after the first turn"),
-        (held(10, 13, 13, 19, 0), "turn 3: 13 blocks held, 13 the turn before"),
+        (held(0, 0, 0, 0, 0), "no blocks are held after the first turn"),
+        (held(10, 13, 13, 19, 0), "turn 3: 13 blocks held, but 13 after the previous turn"),
         (held(10, 13, 16, 19, 4), "4 blocks are still held after the last turn"),
-        (held(10, 13, 16, 19, 0, handed_over=1), "1 of 4 pins were handed over"),
+        (held(10, 13, 16, 19, 0, handed_over=1), "only 1 of 4 pins were handed over"),
         (Verdict(((10, 7), (0, 0)), 1), "turn 1: 10 blocks held, then 7 in the same gap"),
-        (Verdict((), 0), "nothing is held after the first turn"),
+        (Verdict((), 0), "no blocks are held after the first turn"),
     ],
 )
 def test_a_pin_that_does_not_hold_is_reported_with_the_reason(verdict: Verdict, fault: str) -> None:

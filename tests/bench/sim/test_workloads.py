@@ -181,6 +181,6 @@ def test_a_sub_agent_of_unknown_duration_is_in_its_parents_gap(tmp_path: Path) -
 def test_a_recording_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError,
-        match="2 turns of 1 sessions are in shorter ones, and 4 turns of 2 sessions have nulls",
+        match="2 turns of 1 sessions are in shorter jobs, and 4 turns of 2 sessions have nulls",
     ):
         recorded(tmp_path, [None, *grown(2)], [None, None, None])

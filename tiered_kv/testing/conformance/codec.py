@@ -30,8 +30,8 @@ FORMATS = (
     PageFormat.of([Section(ElementType.BF16, 1280), Section(ElementType.FP32, 6912)] * 2, 0),
     PageFormat.of([Section(ElementType.OPAQUE, 77), Section(ElementType.FP8_E4M3, 4019)], 16),
 )
-"""Page formats: each KV type; with whole compression blocks, without any, and with uneven channels;
-and several types in one page."""
+"""Page formats to test: each KV type, in pages with whole compression blocks, without any, and with
+uneven channels; and pages with several types."""
 
 
 def noise(page_format: PageFormat, seed: int) -> Bytes:
@@ -54,15 +54,15 @@ class CodecConformance:
 
     Attributes:
         codec_class: the class under test.
-        formats: the formats to test; the codec refuses formats that it does not support.
+        formats: the formats to test. The codec may refuse formats that it does not support.
     """
 
     codec_class: CodecClass
     formats: Sequence[PageFormat] = FORMATS
 
     def codecs(self, page_format: PageFormat) -> list[Codec]:
-        """An untrained codec, trained codecs, and a reader's copy of each; empty if the format is
-        refused.
+        """Return an untrained codec, trained codecs, and a reader's copy of each; no codecs if the
+        codec refuses the format.
         """
         try:
             codec = self.codec_class(page_format)
@@ -75,7 +75,7 @@ class CodecConformance:
         return made + [self.reader(one) for one in made]
 
     def reader(self, codec: Codec) -> Codec:
-        """The codec as recreated by another process, from its table alone."""
+        """Return the codec as another process recreates it, from its table alone."""
         return self.codec_class.from_table(codec.page_format, codec.table)
 
     @pytest.fixture
@@ -123,13 +123,13 @@ class CodecConformance:
         kept = page.copy()
         first = codec.encode(page)
         page[:] = 0
-        codec.encode(page)  # this call reuses the thread's scratch memory
+        codec.encode(page)  # the second call reuses the thread's scratch memory
         codec.decode(first, out)
         assert np.array_equal(out, kept)
 
     def test_a_codec_in_place_stores_the_page_itself(self, codec: Codec) -> None:
         if not codec.stores_in_place:
-            pytest.skip("it does not")
+            pytest.skip("the codec does not store pages in place")
         page = noise(codec.page_format, 1)
         encoded = codec.encode(page)
         assert np.array_equal(encoded.plane, page)
@@ -175,13 +175,13 @@ class CodecConformance:
 
 
 def _stored(encoded: EncodedPage) -> EncodedPage:
-    """The stored parts as if read from a disk: read-only, in separate memory."""
+    """Return the stored parts as if read from a disk: read-only, and in separate memory."""
     parts = (np.frombuffer(part.tobytes(), np.uint8) for part in (encoded.plane, encoded.frame))
     return EncodedPage(*parts)
 
 
 def _damage(part: Bytes, rng: np.random.Generator) -> Bytes:
-    """Return the part: changed, truncated, extended or unchanged."""
+    """Return the part changed, truncated, extended or unchanged, at random."""
     kind = rng.integers(4)
     if kind == 1 and part.nbytes:
         part = part.copy()

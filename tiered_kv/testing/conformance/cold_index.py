@@ -34,7 +34,14 @@ class ColdIndexConformance:
         return CheckedIndex(self.make_index(4))
 
     def cold(self, index: CheckedIndex, *keys: PageKey, kept: int) -> list[int]:
-        """Save pages and compress them together. Returns their former slots."""
+        """Save pages and compress them together.
+
+        Args:
+            kept: number of slots that the compressed pages occupy.
+
+        Returns:
+            The former slots of the pages.
+        """
         index.put(*keys)
         slots: list[int] = index.pack(keys)
         index.packed(slots[0], kept)
@@ -102,13 +109,13 @@ class ColdIndexConformance:
             index.acquire_all([A, B, C])
         index.put(D)
         index.reserve_all([E, MORE[0], MORE[1]])
-        assert index.evictions == 3, "nobody reads what was named with it"
+        assert index.evictions == 3, "the failed call acquired no page"
 
     def test_pages_that_do_not_shrink_keep_their_slots(self, index: CheckedIndex) -> None:
         self.cold(index, A, B, kept=2)
         assert index.free_slots == 2
         index.forget(A)
-        assert index.free_slots == 2, "the bundle is whole until its last page goes"
+        assert index.free_slots == 2, "a bundle keeps its slots until its last page is forgotten"
         index.forget(B)
         assert index.free_slots == 4
 
@@ -189,10 +196,10 @@ class ColdIndexConformance:
 
         index.release(A, cold_place(first))
 
-        assert index.acquire(B) == cold_place(first), "B is there still"
+        assert index.acquire(B) == cold_place(first), "B is still readable"
         index.put(C, D)
         assert index.reserve(E) is not None
-        assert index.state(A) is not PageState.MISSING, "somebody reads it"
+        assert index.state(A) is not PageState.MISSING, "the new page has a reader"
         index.release(A, anew)
 
     def test_a_page_packed_anew_is_released_from_the_bundle_it_was_read_in(
@@ -206,7 +213,7 @@ class ColdIndexConformance:
         index.forget(B)
         assert index.free_slots == 2
         index.release(A, cold_place(first))
-        assert index.free_slots == 3, "the first bundle is gone with its last reader"
+        assert index.free_slots == 3, "the first bundle is freed with its last reader"
         assert index.readable(A)
         index.release(A, cold_place(second))
         assert index.free_slots == 3
@@ -225,7 +232,7 @@ class ColdIndexConformance:
         index.put(C, D)
         index.pack([C])
         slots = index.reserve_all([E, *MORE[:2]])
-        assert len(slots) == 1, "D alone may go"
+        assert len(slots) == 1, "only D can be evicted"
         assert index.state(D) is PageState.MISSING
         assert not index.missing(dict.fromkeys((A, B, C)))
         index.release(A, cold_place(first))
@@ -241,7 +248,9 @@ class ColdIndexConformance:
         index.pack([C])
         index.touch([*reversed(ALL), *MORE])
         index.put(D)
-        assert len(index.reserve_all([E, *MORE])) == 3, "all but the one that is being packed"
+        assert len(index.reserve_all([E, *MORE])) == 3, (
+            "all slots except the one of the page that is being compressed"
+        )
         assert index.state(C) is not PageState.MISSING
 
     # -- all of it ------------------------------------------------------------------
@@ -255,7 +264,7 @@ class ColdIndexConformance:
 
 
 class _Script:
-    """Makes random calls, and tracks the content of each slot: a page, part of a bundle, or
+    """Makes random calls, and tracks the content of each slot: a page, a part of a bundle, or
     garbage.
     """
 
@@ -288,7 +297,7 @@ class _Script:
             self.index.clear() if self.rng.random() < 0.1 else self.index.forget(key)
 
     def content(self, key: PageKey, place: int) -> object:
-        """Check and return what a reader gets: the complete page, or its complete bundle."""
+        """Check that a reader gets the complete page, or its complete bundle, and return it."""
         if place >= 0:
             assert self.holds[place] == key, "a wrong page"
             return key

@@ -18,7 +18,9 @@ A, B, C, D = PAGES = tuple(PageKey(name.encode() * 20) for name in "ABCD")
 
 @dataclass(frozen=True, slots=True)
 class Evenly:
-    """A gap that is uniformly distributed up to ``most_s`` seconds; 0 means that it never ends."""
+    """A gap whose length is uniformly distributed up to ``most_s`` seconds; 0 means that the gap
+    never ends.
+    """
 
     most_s: float
 
@@ -27,9 +29,10 @@ class Evenly:
 
 
 class Pool:
-    """An eviction rule with its index and its clock.
+    """An eviction rule with an index and a clock.
 
     Args:
+        rule: creates the eviction order.
         num_slots: capacity of the index in pages.
     """
 
@@ -44,7 +47,7 @@ class Pool:
         self.index.commit_all(keys, slots)
 
     def pages(self) -> list[PageKey]:
-        """Pages in eviction order."""
+        """Return the pages in eviction order."""
         return list(self.index.least_valuable(1 << 30))
 
     def wait(self, job: str, keys: Sequence[PageKey], forecast: ReturnForecast) -> None:
@@ -79,14 +82,14 @@ class EvictionConformance:
         pool.index.forget(A)
         assert pool.pages() == [B]
         pool.save(A)
-        assert sorted(pool.pages()) == [A, B], "it may come back"
+        assert sorted(pool.pages()) == [A, B], "the page can be saved again"
 
     def test_looking_changes_nothing(self, pool: Pool) -> None:
         pool.save(A, B, C, D)
         pool.index.touch([C])
         assert pool.pages() == pool.pages()
         next(pool.index.least_valuable(4))
-        assert len(pool.pages()) == 4, "a caller may stop half-way"
+        assert len(pool.pages()) == 4, "a caller may stop early"
 
     def test_pages_are_told_of_together_or_one_by_one(self) -> None:
         one, other = Pool(self.rule, 4), Pool(self.rule, 4)
@@ -136,9 +139,9 @@ class EvictionConformance:
         told = [pool.order.waiting_job(key) for key in (A, B, C, D)]
         assert told in (["second", "first", "second", None], [None] * 4)
         pool.index.forget(A)
-        assert pool.order.waiting_job(A) == told[0], "also of a page that is evicted"
+        assert pool.order.waiting_job(A) == told[0], "the job of an evicted page is still known"
         pool.order.on_job_ended("second")
-        assert pool.order.waiting_job(A) == told[1], "the first one still waits"
+        assert pool.order.waiting_job(A) == told[1], "the first job still waits"
         assert pool.order.waiting_job(C) is None
 
     @pytest.mark.parametrize("forecast", [Evenly(0.0), Evenly(1e-3), Evenly(10.0), Evenly(1e9)])
@@ -176,10 +179,10 @@ class EvictionConformance:
     @pytest.mark.parametrize("seed", range(20))
     def test_whatever_happens_every_page_is_there_once_and_the_same_again(self, seed: int) -> None:
         one, other = self._play(seed), self._play(seed)
-        assert one == other, "the order depends on more than what it was told"
+        assert one == other, "the order depends on more than its calls"
 
     def _play(self, seed: int) -> list[list[PageKey]]:
-        """Run a random script; returns the order after each step."""
+        """Run a random script. Returns the eviction order after each step."""
         rng = random.Random(seed)
         pool = Pool(self.rule, rng.choice([4, 20, 100]))
         index, order = pool.index, pool.order
@@ -213,8 +216,8 @@ class EvictionConformance:
 
 
 def _context(rng: random.Random) -> list[PageKey]:
-    """The page keys of a random prefix of one of a few texts. A key stands for everything before
-    it.
+    """Return the page keys of a random prefix of one of a few texts. A key stands for its page and
+    all pages before it.
     """
     text = rng.choice(["x", "xy", "xyz"])
     return [PageKey(f"{text[:n]}{n}".encode()) for n in range(1, rng.randrange(2, 10))]

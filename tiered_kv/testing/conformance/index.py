@@ -21,7 +21,7 @@ ALL = (A, B, C, D, E)
 class CheckedIndex:
     """An index that runs ``check_integrity`` after each call, even if the call raised.
 
-    In addition to the index's own methods it has methods for single pages.
+    It has the methods of the index, and methods for single pages.
     """
 
     def __init__(self, index: PageIndex) -> None:
@@ -152,8 +152,8 @@ class IndexConformance:
         slots = {key: index.reserve(key) for key in (A, B)}
         index.put(C)
 
-        assert index.reserve(D) is not None, "C makes room"
-        assert index.reserve(E) is None, "all three are on their way"
+        assert index.reserve(D) is not None, "C is evicted"
+        assert index.reserve(E) is None, "all three are being written"
 
         assert index.state(C) is PageState.MISSING
         assert index.state(E) is PageState.MISSING
@@ -230,9 +230,9 @@ class IndexConformance:
         assert index.readable_prefix(keys, 1, 5) == 2
         assert index.readable_prefix(keys, 2, 5) == 2
         assert index.readable_prefix(keys, 3, 5) == 4
-        assert index.readable_prefix(keys, 0, 1) == 1, "stop counts although B is there"
+        assert index.readable_prefix(keys, 0, 1) == 1, "no more than stop, although B is readable"
         assert index.readable_prefix(keys, 0, 0) == 0
-        assert index.readable_prefix(keys, 3, 1) == 3, "nothing before start is looked at"
+        assert index.readable_prefix(keys, 3, 1) == 3, "pages before start are not examined"
 
     def test_a_page_can_be_found_while_it_is_read(self, index: CheckedIndex) -> None:
         index.put(A)
@@ -260,9 +260,11 @@ class IndexConformance:
 
         assert index.state(A) is PageState.MISSING
         assert index.free_slots == 0
-        assert index.reserve(B) is None, "bytes are still written into the only slot"
+        assert index.reserve(B) is None, "the only slot is still being written"
         assert not getattr(index, ending)(A, slot)
-        assert index.state(A) is PageState.MISSING, "it arrived, but nobody may find it"
+        assert index.state(A) is PageState.MISSING, (
+            "a forgotten page is not found after it is written"
+        )
         assert index.free_slots == 1
         assert index.reserve(B) == slot
 
@@ -278,7 +280,7 @@ class IndexConformance:
 
         assert index.state(A) is PageState.MISSING
         index.release(A, slot)
-        assert index.reserve(B) is None, "one still reads"
+        assert index.reserve(B) is None, "one reader is left"
         index.release(A, slot)
         assert index.reserve(B) == slot
 
@@ -286,7 +288,9 @@ class IndexConformance:
     def test_a_page_saved_anew_is_another_page_than_the_one_forgotten(
         self, index: CheckedIndex, order: tuple[int, ...]
     ) -> None:
-        """Three concurrent saves under one key finish in any order: the last one counts."""
+        """Three concurrent saves under one key finish in any order, and the page of the last save
+        is kept.
+        """
         slots = []
         for _ in range(3):
             index.forget(A)
@@ -311,7 +315,7 @@ class IndexConformance:
 
         assert index.put(B, C) is not None
         assert index.reserve(D) is not None
-        assert index.state(A) is not PageState.MISSING, "its own reader still holds it"
+        assert index.state(A) is not PageState.MISSING, "the new page still has a reader"
         index.release(A, new)
 
     def test_a_failed_copy_of_a_forgotten_page_does_not_abort_the_new_one(

@@ -35,9 +35,9 @@ TURN = TurnEnd(
     output_tokens=100,
     ended_at=50.0,
 )
-"""A turn of a known job that will continue."""
+"""A turn of a known job that continues."""
 COSTS = Costs(recompute_s=10.0, cpu_s=0.5, tiers_s={SSD: 1.0})
-"""All tiers, each faster than computing the context again."""
+"""Costs with all tiers, each of them faster than recomputing the context."""
 TOOLS: tuple[ToolUse | None, ...] = (
     None,
     NO_TOOL,
@@ -60,7 +60,7 @@ ODD_GAPS_S = (0.0, -1.0, 1e-12, 1e12, math.inf, -math.inf, math.nan)
 
 
 def turns() -> Iterator[TurnEnd]:
-    """Turns of every kind, including unusual ones."""
+    """Yield turns of every kind, including unusual ones."""
     for tool in (*TOOLS, *ODD_TOOLS):
         yield replace(TURN, tool=tool)
         yield replace(TURN, tool=tool, job=None)
@@ -74,8 +74,9 @@ def turns() -> Iterator[TurnEnd]:
 
 
 def all_costs() -> Iterator[Costs]:
-    """Costs of every kind: with and without tiers, low and high, with and without demand for
-    VRAM."""
+    """Yield costs of every kind: with and without tiers, low and high, with and without demand for
+    VRAM.
+    """
     for recompute_s, cpu_s, tiers_s, price in itertools.product(
         (0.0, 1e-9, 10.0, 1e6), (None, 0.0, 1e5), ({}, {SSD: 0.0}, {SSD: 1e5}), (0.0, 1.0, 1e9)
     ):
@@ -87,13 +88,17 @@ def all_costs() -> Iterator[Costs]:
 
 
 def check(decision: Decision, turn: TurnEnd, costs: Costs) -> None:
-    """Raise AssertionError unless the runtime can carry out the decision."""
+    """Check that the runtime can carry out the decision.
+
+    Raises:
+        AssertionError: it cannot.
+    """
     said = f"{decision} for {turn} at {costs}"
     if turn.is_last_step:
-        assert decision.tier is Tier.DROP, f"kept for nobody: {said}"
+        assert decision.tier is Tier.DROP, f"kept although no turn follows: {said}"
     if decision.tier is Tier.PIN:
-        assert turn.job is not None, f"pinned for nobody: {said}"
-        assert not turn.aborted, f"pinned for a client that went away: {said}"
+        assert turn.job is not None, f"pinned without a job: {said}"
+        assert not turn.aborted, f"pinned for a client that disconnected: {said}"
         assert 0.0 < decision.ttl_s < math.inf, f"a pin needs a deadline: {said}"
     else:
         assert decision.ttl_s == 0.0, f"a deadline without a pin: {said}"
@@ -112,7 +117,7 @@ class PolicyConformance:
     policy: Callable[[], TurnPolicy]
 
     def make(self, *, told: bool = False) -> TurnPolicy:
-        """Create a policy. With ``told``, the policy has observed some gaps of each tool."""
+        """Create a policy. With ``told``, the policy has already observed gaps after each tool."""
         policy = type(self).policy()
         if told:
             self._tell(policy, random.Random(0))
@@ -139,7 +144,7 @@ class PolicyConformance:
     def test_a_policy_that_reads_no_tools_decides_without_them(self) -> None:
         policy = self.make(told=True)
         if policy.reads_tools:
-            pytest.skip("it reads them")
+            pytest.skip("the policy reads tools")
         assert len({policy.decide(replace(TURN, tool=tool), COSTS) for tool in TOOLS}) == 1
 
     def test_odd_gaps_do_no_harm(self) -> None:
@@ -180,14 +185,14 @@ class PolicyConformance:
         policy = self.make(told=True)
         before = policy.dump()
         if not before:
-            pytest.skip("it keeps nothing")
+            pytest.skip("the policy saves no state")
         for wrong in ({}, *({**before, key: "nonsense"} for key in before)):
             with pytest.raises(ValueError, match=r"."):
                 policy.load(wrong)
             assert policy.dump() == before
 
     def test_odd_files_are_refused_or_usable(self) -> None:
-        """A policy loads what another version saved, or raises a ValueError."""
+        """A policy loads the state that another version saved, or raises a ValueError."""
         policy = self.make(told=True)
         before = policy.dump()
         odd: list[object] = [None, 0, -1, math.nan, [], {}, [None], [[1]], {"a": None}, {"a": [1]}]

@@ -16,19 +16,19 @@ LONGEST = 1 << 20
 
 
 def soon() -> float:
-    """A deadline that no call should need."""
+    """Return a deadline that no call should need."""
     return time.monotonic() + SOON_S
 
 
 def some_keys(count: int, name: str = "key") -> list[RemoteKey]:
-    """Keys in runs of four."""
+    """Return ``count`` keys, in runs of four."""
     return [
         RemoteKey(f"{name} {at}".encode(), f"{name} run {at // 4}".encode()) for at in range(count)
     ]
 
 
 def put_all(store: RemoteStore, keys: Sequence[RemoteKey], values: Sequence[bytes]) -> None:
-    """Store values, each in two parts. All must be accepted."""
+    """Store values, each in two parts. The store must accept all of them."""
     parts: list[tuple[RemoteKey, Parts]] = [
         (key, (value[:3], memoryview(value)[3:])) for key, value in zip(keys, values, strict=True)
     ]
@@ -38,11 +38,16 @@ def put_all(store: RemoteStore, keys: Sequence[RemoteKey], values: Sequence[byte
 def read_all(
     store: RemoteStore, keys: Sequence[RemoteKey], most: int = LONGEST
 ) -> dict[int, Outcome | bytes]:
-    """Read the values of keys, by index. A failed read is returned as its outcome."""
+    """Read the values of keys. Returns values by the index of their key; a failed read is returned
+    as its outcome.
+
+    Args:
+        most: maximum length of a value.
+    """
     buffer = memoryview(bytearray(most))
     found: dict[int, Outcome | bytes] = {}
     for at, outcome, nbytes in store.get(keys, buffer, soon()):
-        assert at not in found, "each key has one outcome"
+        assert at not in found, "each key has a single outcome"
         found[at] = bytes(buffer[:nbytes]) if outcome is HIT else outcome
     return found
 

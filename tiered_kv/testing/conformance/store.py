@@ -32,13 +32,13 @@ def page_key(name: int, fingerprint: bytes = FINGERPRINT) -> PageKey:
 
 
 def page_bytes(key: PageKey, version: int = 0, nbytes: int = PAGE_FORMAT.page_bytes) -> Bytes:
-    """The page bytes of a key, different for each key and version."""
+    """Return the page of a key. It differs for each key and version."""
     seed = int.from_bytes(key, "big") * 1000 + version
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
 def coded_page(key: PageKey, codec: Codec | None, version: int = 0) -> CodedPage:
-    """The page of a key as encoded by the codec."""
+    """Return the page of a key, encoded by the codec; None stores the raw page."""
     page = page_bytes(key, version)
     return CodedPage(codec, EncodedPage(page, NOTHING) if codec is None else codec.encode(page))
 
@@ -49,7 +49,9 @@ class StoreBench(Generic[S]):
 
     Attributes:
         make: opens the store.
-        knowledge: how the store's pages are known. expected: pages put and not removed, by key.
+        knowledge: how the store's pages are known.
+        expected: pages that were put and not removed, by key.
+        store: the open store.
     """
 
     make: Callable[[], S]
@@ -68,7 +70,7 @@ class StoreBench(Generic[S]):
         self.open()
 
     def put(self, *names: int, version: int = 0) -> list[PageKey]:
-        """Store pages. All must be accepted."""
+        """Store pages, and return their keys. The store must accept all of them."""
         keys = [page_key(name) for name in names]
         pages = [(key, page_bytes(key, version)) for key in keys]
         assert self.store.put(pages) == frozenset()
@@ -76,7 +78,7 @@ class StoreBench(Generic[S]):
         return keys
 
     def put_coded(self, *names: int, codecs: Sequence[Codec | None], version: int = 0) -> None:
-        """Store encoded pages with alternating codecs. All must be accepted."""
+        """Store encoded pages with alternating codecs. The store must accept all of them."""
         keys = [page_key(name) for name in names]
         by_turns = zip(keys, cycle(codecs), strict=False)
         pages = [(key, coded_page(key, codec, version)) for key, codec in by_turns]
@@ -90,13 +92,13 @@ class StoreBench(Generic[S]):
             self.expected.pop(key, None)
 
     def read(self, keys: Iterable[PageKey]) -> dict[PageKey, Bytes]:
-        """Readable pages by key."""
+        """Return the readable pages, by key."""
         wanted = [(key, np.zeros(PAGE_FORMAT.page_bytes, np.uint8)) for key in keys]
         failed = self.store.get(wanted)
         return {key: out for i, (key, out) in enumerate(wanted) if i not in failed}
 
     def check(self) -> None:
-        """Check that the store has all expected pages, complete, and no others."""
+        """Check that the store has all expected pages, complete, and no other pages."""
         found = self.read(self.expected)
         assert found.keys() == self.expected.keys()
         for key, page in self.expected.items():
@@ -111,7 +113,7 @@ class StoreConformance:
 
     Attributes:
         knowledge: how the pages of the store are known.
-        lasts: True if a store opened later finds the pages.
+        lasts: True if a store that is opened later finds the pages.
     """
 
     knowledge = Knowledge.KNOWN
@@ -126,7 +128,7 @@ class StoreConformance:
 
     def damage(self, root: Path, key: PageKey) -> None:
         """Change a stored byte of a page while the store is open."""
-        pytest.skip("this store's bytes are out of a test's reach")
+        pytest.skip("tests cannot reach the stored bytes of this store")
 
     @pytest.fixture
     def bench(self, tmp_path: Path) -> Iterator[StoreBench[PageStore]]:
@@ -142,7 +144,7 @@ class StoreConformance:
 
     def test_pages_come_back_after_a_restart(self, bench: StoreBench[PageStore]) -> None:
         if not self.lasts:
-            pytest.skip("pages die with their store")
+            pytest.skip("pages are lost when the store is closed")
         bench.put(*range(20))
         bench.put(*range(20, 45))
         bench.reopen()
@@ -172,7 +174,7 @@ class StoreConformance:
             assert np.array_equal(out, bench.expected[key])
 
     def test_a_page_may_change_once_it_is_put(self, bench: StoreBench[PageStore]) -> None:
-        """The caller may reuse the page's memory, a slot, immediately after the put."""
+        """The caller may reuse the pages' memory, which are slots, immediately after the put."""
         slots = np.stack([page_bytes(page_key(name)) for name in range(8)])
         assert not bench.store.put([(page_key(name), slots[name]) for name in range(8)])
         slots[:] = 0xA5
@@ -298,7 +300,7 @@ class StoreConformance:
 
     def test_keys_are_listed_oldest_first(self, bench: StoreBench[PageStore]) -> None:
         if self.knowledge is Knowledge.ASKED:
-            pytest.skip("nobody knows all pages")
+            pytest.skip("the store does not list its pages")
         keys = bench.put(*range(30))
         bench.put(3, version=1)
         order = [key for key in keys if key != keys[3]] + [keys[3]]
@@ -348,7 +350,9 @@ class StoreConformance:
         for key in gone:
             del bench.expected[key]
         bench.check()
-        assert list(bench.store.reclaim(proposal.segment, [])) == [], "it is gone already"
+        assert list(bench.store.reclaim(proposal.segment, [])) == [], (
+            "the segment is already deleted"
+        )
         if self.lasts:
             bench.reopen()
         bench.check()

@@ -38,7 +38,9 @@ LAYOUTS: dict[str, list[Placement]] = {
 class TransferBench:
     """A backend with its storage and pool, both full of random bytes.
 
-    ``read_storage`` returns a copy of the storage, ``write_storage`` replaces its bytes.
+    Attributes:
+        read_storage: returns a copy of the storage. write_storage: replaces the storage's bytes.
+        jobs: number of jobs created so far.
     """
 
     layout: PageLayout
@@ -54,14 +56,14 @@ class TransferBench:
         return CopyJob(self.jobs, direction, tuple(blocks), tuple(slots))
 
     def page(self, block: int) -> bytes:
-        """The expected slot content for a block."""
+        """Return the content that the slot of a block must have after a save."""
         return self.read_storage()[addresses(self.layout, block)].tobytes()
 
     def slot(self, slot: int) -> bytes:
         return bytes(self.pool.slots[slot])
 
     def finish(self, *jobs: CopyJob) -> dict[int, CopyResult]:
-        """Submit jobs, wait, and return the results from ``poll``."""
+        """Submit jobs, wait for them, and return the results of ``poll`` by job id."""
         for job in jobs:
             self.backend.submit(job)
         self.backend.drain()
@@ -69,7 +71,7 @@ class TransferBench:
 
 
 def addresses(layout: PageLayout, block: int) -> NDArray[np.int64]:
-    """Addresses of a block's bytes in the storage, in slot order."""
+    """Return the addresses of a block's bytes in the storage, in slot order."""
     runs = [
         np.arange(region.nbytes) + region.offset + run * region.run_stride
         for region in layout.regions
@@ -117,7 +119,9 @@ class TransferConformance:
         storage = self.make_storage(layout.storage_bytes + 32)  # some bytes belong to no page
         self.write(storage, rng.integers(0, 256, layout.storage_bytes + 32, dtype=np.uint8))
         pool = self.make_pool(NUM_SLOTS, layout.page_bytes)
-        with closing(pool):  # even without a backend, because memory must not stay pinned
+        with closing(
+            pool
+        ):  # closed even if creating the backend fails, because memory must not stay pinned
             pool.slots[:] = rng.integers(0, 256, pool.slots.shape, dtype=np.uint8)
             with closing(self.make_backend([layout], storage, pool)) as backend:
                 yield TransferBench(
@@ -305,7 +309,7 @@ class TransferConformance:
         assert bench.backend.poll() == []
 
     def test_pages_of_a_smaller_group_leave_the_rest_of_their_slots(self) -> None:
-        """Two groups share the same blocks, as attention and states do in one pool."""
+        """Two groups share the same blocks, like attention and states in one pool."""
         whole = page_layout([Placement(3, NUM_BLOCKS * 64, 64, 0)], NUM_BLOCKS)
         part = page_layout([Placement(1, NUM_BLOCKS * 64, 64, NUM_BLOCKS * 64)], NUM_BLOCKS)
         content = np.random.default_rng(1).integers(0, 256, whole.storage_bytes, dtype=np.uint8)

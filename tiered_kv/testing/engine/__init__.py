@@ -1,1 +1,1 @@
-"""A small paged engine. It shows that the runtime does not depend on vLLM."""
+"""A small paged engine, which shows that the runtime does not depend on vLLM."""

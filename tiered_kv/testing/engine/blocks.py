@@ -1,5 +1,5 @@
 """VRAM blocks with reference counts. Cached blocks are found by hash, and the least recently used
-are reused first.
+blocks are reused first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Blocks:
         count: number of blocks, all allocatable.
 
     Attributes:
-        tables: blocks of each request, first to last.
+        tables: blocks of each request, in the order of the request's tokens.
     """
 
     def __init__(self, count: int) -> None:
@@ -45,15 +45,15 @@ class Blocks:
         return list(self._free)
 
     def num_free(self) -> int:
-        """Number of blocks without references."""
+        """Return the number of blocks without references."""
         return len(self._free)
 
     def num_cached(self) -> int:
-        """Number of hashes under which blocks can be found."""
+        """Return the number of hashes under which blocks can be found."""
         return len(self._found)
 
     def take(self, count: int) -> list[Block]:
-        """Allocate free blocks, the least recently used first. There must be enough."""
+        """Allocate free blocks, the least recently used first. ``count`` blocks must be free."""
         taken = [self._free.popitem(last=False)[1] for _ in range(count)]
         self.forget(block.block_id for block in taken)
         for block in taken:
@@ -96,11 +96,11 @@ class Blocks:
                 block.block_hash = None
 
     def cached(self, block_hash: bytes) -> Block | None:
-        """The block with that hash, or None."""
+        """Return the block with that hash, or None."""
         return self._found.get(block_hash)
 
     def prefix(self, hashes: Sequence[bytes]) -> list[Block]:
-        """The blocks with these hashes, up to the first missing one."""
+        """Return the blocks with these hashes, up to the first missing block."""
         found = []
         for block_hash in hashes:
             block = self._found.get(block_hash)
@@ -116,5 +116,7 @@ class Blocks:
 
 
 def chain(before: bytes, tokens: Sequence[int]) -> bytes:
-    """Hash of a full block, over its tokens and the previous block's hash."""
+    """Return the hash of a full block, computed from the block's tokens and the previous block's
+    hash.
+    """
     return sha256(before + b"".join(token.to_bytes(4, "little") for token in tokens)).digest()

@@ -1,8 +1,8 @@
 """A small inference engine: continuous batching over paged KV, with prefix caching.
 
 A step has a token budget. Running requests are served first, then waiting requests are admitted. If
-a request lacks a block, the youngest request is preempted and recomputes its tokens later. Blocks
-can be found by other requests once they are computed.
+a request lacks a block, the youngest request is preempted and recomputes its tokens later. Other
+requests can find blocks once they are computed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Engine:
 
     Attributes:
         offload: hooks. Set them before the first request.
-        waiting, running: requests in order. loading: requests whose blocks are being loaded.
+        waiting, running: requests in order.
+        loading: requests whose blocks are being loaded, by id.
     """
 
     def __init__(self, size: EngineSize, clock: Callable[[], float]) -> None:
@@ -72,6 +73,11 @@ class Engine:
     ) -> Request:
         """Queue a request.
 
+        Args:
+            params: the client's hints.
+            salt: requests share KV only under the same salt.
+            stop_ids: tokens that end the answer.
+
         Raises:
             ValueError: the request can never fit.
         """
@@ -98,7 +104,7 @@ class Engine:
         self._end(request, Outcome.CANCELLED, frees=not loading)
 
     def reset_cache(self) -> None:
-        """Forget all computed KV. Running requests recompute theirs."""
+        """Forget all computed KV. Running requests recompute their KV."""
         for request in reversed(self.running.copy()):
             self._preempt(request)
         for request in self.loading.values():
@@ -107,7 +113,9 @@ class Engine:
         self.pool.forget(range(self.size.blocks))
 
     def step(self) -> dict[str, int]:
-        """Compute one batch; returns the tokens of each request in it."""
+        """Compute one batch. Returns the number of tokens computed for each request in the
+        batch.
+        """
         scheduled: dict[str, int] = {}
         if self._schedule_running(scheduled):
             self._admit(scheduled)
@@ -149,8 +157,9 @@ class Engine:
         return len(self.waiting) == waiting  # no request was preempted
 
     def _grow(self, request: Request, tokens: int) -> bool:
-        """Allocate a running request's blocks for that many tokens. Returns False if it must
-        wait."""
+        """Allocate a running request's blocks for that many tokens. Returns False if the request
+        must wait.
+        """
         while (lack := self._blocks(tokens) - len(request.table)) > self.pool.num_free():
             if self.offload.lacks_block(request):
                 return False
@@ -167,7 +176,9 @@ class Engine:
         while self.waiting and self._left(scheduled):
             request = self.waiting.popleft()
             hits = self.pool.prefix(request.hashes)
-            del hits[(len(request.tokens) - 1) // self.size.block_size :]  # the last is computed
+            del hits[
+                (len(request.tokens) - 1) // self.size.block_size :
+            ]  # the last token is always computed
             computed = len(hits) * self.size.block_size
             loaded, beside = self.offload.match(request, computed)
             if loaded is None:
@@ -232,7 +243,7 @@ class Engine:
         self.offload.allocated(request, 0)
 
     def _rewind(self, request: Request, bad: frozenset[int]) -> bool:
-        """Rewind a request to its first bad block. Returns False if it has none."""
+        """Rewind a request to its first bad block. Returns False if no block is bad."""
         first = next((i for i, block in enumerate(request.table) if block.block_id in bad), None)
         if first is None:
             return False
@@ -241,7 +252,7 @@ class Engine:
         return True
 
     def _publish(self, request: Request) -> None:
-        """Make the computed blocks findable."""
+        """Make the computed blocks of a request findable."""
         full = request.computed // self.size.block_size
         for i in range(request.published, full):
             self.pool.publish(request.table[i], request.hashes[i])

@@ -1,5 +1,6 @@
 """The connector's halves behind the engine's hooks. The engine uses the runtime only through this
-module."""
+module.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class Halves(Offload):
         engine: the engine, before its first request.
         config: the settings.
         clock: returns monotonic seconds.
-        change: replaces some of the connector's dependencies.
+        change: returns the connector's dependencies with some of them replaced.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Halves(Offload):
         )
         self.scheduler = SchedulerHalf(change(deps), PortPool(engine.pool))
         said = self.worker.handshake()
-        # The model computes nothing, so no estimate of a prefill fits.
+        # The model performs no matrix products, so an estimate of prefill time would be wrong.
         said = replace(said, speeds=replace(said.speeds, flops=0.0))
         self.scheduler.on_handshake({0: said})
         self._orders = Orders()

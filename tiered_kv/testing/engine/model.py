@@ -1,4 +1,6 @@
-"""The model writes each token's KV into pages, attends to pages, and checks their content."""
+"""The model, which writes each token's KV into pages, attends to pages, and checks their
+content.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from tiered_kv.testing.checked_kv import CELL, Cells, WrongKV, extend, sample
 
 LAYERS = 2
 SHIFT = 101
-"""Added to a cell's bytes for each layer, so that no two layers have equal contents."""
+"""Number added to a cell's bytes once per layer index, so that no two layers have equal contents.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +23,8 @@ class Work:
     """A request's part in a forward pass.
 
     Attributes:
-        tokens: its tokens up to the last one to compute.
-        table: ids of its blocks.
+        tokens: the request's tokens, up to the last one to compute.
+        table: ids of the request's blocks.
         start: number of tokens whose KV is already in the blocks.
         samples: True if a token is sampled.
     """
@@ -52,10 +55,10 @@ class PagedModel:
         self._right: dict[str, bytearray] = {}  # KV of each request, computed only from its tokens
 
     def forward(self, batch: Sequence[Work], bad: Collection[int] = ()) -> dict[str, int]:
-        """Compute a batch. Returns the sampled tokens.
+        """Compute a batch. Returns the sampled tokens by request id.
 
         Args:
-            bad: blocks without valid KV. Requests that use one compute garbage, unchecked.
+            bad: blocks without valid KV. Requests that use such a block compute garbage, unchecked.
 
         Raises:
             WrongKV: a request attended to KV of another context.
@@ -77,8 +80,8 @@ class PagedModel:
         self._right.pop(request_id, None)
 
     def _read(self, work: Work, tokens: int) -> Cells:
-        """KV of a request's first tokens, uint8 ``[LAYERS, tokens, CELL]``, with the layers' shifts
-        subtracted.
+        """Return the KV of a request's first tokens, uint8 ``[LAYERS, tokens, CELL]``, with the
+        layers' shifts subtracted.
         """
         blocks = torch.tensor(work.table[: -(-tokens // self._size)], device=self.cache.device)
         seen: Cells = self.cache[:, blocks.long()].cpu().numpy()
@@ -103,5 +106,5 @@ class PagedModel:
 
 
 def _shifts() -> Cells:
-    """Bytes added to each layer's cells, uint8 ``[LAYERS, 1, 1]``, modulo 256."""
+    """Return the bytes added to each layer's cells, uint8 ``[LAYERS, 1, 1]``, modulo 256."""
     return (np.arange(LAYERS) * SHIFT).astype(np.uint8)[:, None, None]

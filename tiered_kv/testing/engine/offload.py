@@ -33,40 +33,47 @@ class Offload:
         """Register a submitted request."""
 
     def match(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Find KV of a waiting request beyond its first ``computed`` tokens.
+        """Look up the KV of a waiting request beyond its first ``computed`` tokens.
 
         Returns:
-            Number of further tokens, and True if they are loaded asynchronously. None: call again
-                in the next step.
+            Number of further tokens, and True if they are loaded asynchronously. The number is None
+            if the engine must call again in the next step.
         """
         return 0, False
 
     def allocated(self, request: Request, loaded: int) -> None:
-        """Register blocks allocated to a request, of which ``loaded`` tokens are to be filled.
-        Called again with 0 when the request continues after an async load."""
+        """Register blocks allocated to a request.
+
+        Called again with ``loaded=0`` when the request continues after an async load.
+
+        Args:
+            loaded: number of tokens whose KV is loaded into the blocks.
+        """
 
     def lacks_block(self, request: Request) -> bool:
-        """Free blocks for a running request. Returns True if some are or will soon be free, so that
-        no request needs to be preempted."""
+        """Free blocks for a running request. Returns True if blocks are free or will soon be, so
+        that no request needs to be preempted.
+        """
         return False
 
     def before_forward(self, scheduled: Mapping[str, int]) -> frozenset[int]:
         """Load the KV that this pass needs, and start other loads. Returns the blocks that could
-        not be filled."""
+        not be filled.
+        """
         return frozenset()
 
     def after_forward(self) -> Loads:
-        """Save KV that this pass computed, as ordered."""
+        """Save the KV that this pass computed, as ordered. Returns the finished loads."""
         return Loads()
 
     def step_over(self) -> None:
-        """Called after the step's requests have received their tokens."""
+        """Handle the end of a step. Called after the step's requests have received their tokens."""
 
     def ended(self, request: Request) -> None:
-        """Called when a request has finished and still owns its blocks."""
+        """Handle the end of a request, which still owns its blocks."""
 
     def before_reset(self) -> None:
         """Release every block, because the cached KV becomes invalid."""
 
     def close(self) -> None:
-        """Stop. Idempotent."""
+        """Stop the connector. Idempotent."""

@@ -1,4 +1,4 @@
-"""Adapts the engine's requests, blocks, fingerprints and sizes to the runtime's port."""
+"""Adapters from the engine's requests, blocks, fingerprints and sizes to the runtime's port."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .requests import Outcome, Request, State
 
 
 def read_facts(size: EngineSize) -> EngineFacts:
-    """The engine's configuration for both halves."""
+    """Return the engine's configuration for both halves."""
     page = size.block_size * CELL
     layers = Placement(LAYERS, layer_stride=size.blocks * page, block_stride=page, offset=0)
     group = PageGroup(
@@ -43,7 +43,7 @@ def read_facts(size: EngineSize) -> EngineFacts:
 
 
 def base_fingerprint(facts: EngineFacts) -> Fingerprint:
-    """Fingerprint of the engine's only model."""
+    """Return the fingerprint of the engine's only model."""
     return Fingerprint(
         model="checked",
         adapter="",
@@ -92,7 +92,7 @@ class PortPool:
     """A ``BlockPool`` of the port.
 
     Args:
-        pool: the engine's own.
+        pool: the engine's own block pool.
     """
 
     watermark = 0
@@ -135,7 +135,7 @@ class PortRequest:
     """A ``Request`` of the port.
 
     Args:
-        request: the engine's own.
+        request: the engine's own request.
     """
 
     adapter: object | None = None
@@ -215,7 +215,7 @@ class PortRequest:
 
 
 def named_request(tokens: Sequence[int], salt: str | None, hash_tokens: int) -> PortRequest:
-    """A request that never runs and only names a context."""
+    """Return a request that never runs and only identifies a context."""
     request = Request("named", list(tokens), 1, 0.0, salt=salt)
     request.append(request.prompt, hash_tokens)
     return PortRequest(request)

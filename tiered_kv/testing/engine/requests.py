@@ -10,7 +10,7 @@ from .blocks import Block, chain
 
 
 class State(Enum):
-    """Stages of a request."""
+    """Stage of a request."""
 
     WAITING = auto()
     LOADING = auto()
@@ -19,7 +19,7 @@ class State(Enum):
 
 
 class Outcome(Enum):
-    """Ways in which a request ends."""
+    """Reason why a request ended."""
 
     LENGTH = auto()
     STOP = auto()
@@ -31,13 +31,14 @@ class Request:
     """A prompt and the answer to it.
 
     Attributes:
+        params: the client's hints, which the engine does not read.
+        salt: requests share KV only under the same salt.
         tokens: prompt and answer.
-        hashes: hashes of its full blocks so far.
-        table: its blocks, first to last.
+        hashes: hashes of the request's full blocks so far.
+        table: the request's blocks, in the order of its tokens.
         computed: number of tokens whose KV is in the blocks.
-        published: number of its full blocks that other requests can find.
-        unwanted: True if the KV being loaded for it is no longer needed.
-        params: the client's hints, unread.
+        published: number of full blocks that other requests can find.
+        unwanted: True if the KV that is being loaded is no longer needed.
     """
 
     request_id: str
@@ -59,12 +60,12 @@ class Request:
 
     @property
     def output(self) -> list[int]:
-        """Its answer so far."""
+        """The answer so far."""
         return self.tokens[len(self.prompt) :]
 
     @property
     def block_ids(self) -> list[int]:
-        """Ids of its blocks."""
+        """Ids of the request's blocks."""
         return [block.block_id for block in self.table]
 
     def append(self, tokens: list[int], block_size: int) -> None:
@@ -75,7 +76,7 @@ class Request:
             self.hashes.append(chain(before, self.tokens[end - block_size : end]))
 
     def verdict(self) -> Outcome | None:
-        """The outcome after its last token; None if it continues."""
+        """Return the outcome after the last token; None if the request continues."""
         if self.tokens[-1] in self.stop_ids:
             return Outcome.STOP
         return Outcome.LENGTH if len(self.output) >= self.max_tokens else None

@@ -1,4 +1,4 @@
-"""The engine with or without the connector's halves, driven by tests."""
+"""The small engine with or without the connector, driven by tests."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from .requests import Outcome, Request, State
 
 @dataclass(frozen=True, slots=True)
 class RigOptions(EngineSize):
-    """Size of the engine, and its connector's settings.
+    """Size of the engine, and settings of its connector.
 
     Attributes:
-        max_model_len: length of a rival's prompt and answer.
-        extra: the connector's settings, or None for the engine alone.
+        max_model_len: length of the prompt and answer of a competing request; see
+            ``EngineRig.fill``.
+        extra: the connector's settings; None for the engine alone.
     """
 
     max_model_len: int = 512
@@ -70,7 +71,9 @@ class SecondRig(EngineRig):
         return request
 
     def abort(self, request_id: str, *, late: bool = False) -> None:
-        self.engine.cancel(self.requests[request_id])  # no step continues after step() returns
+        self.engine.cancel(
+            self.requests[request_id]
+        )  # late makes no difference: no step continues after step() returns
         self._hear()
 
     def aborted(self, request_id: str) -> bool:
@@ -98,7 +101,7 @@ class SecondRig(EngineRig):
         raise AssertionError(f"still busy after {limit} steps")
 
     def reset_cache(self, *, running: bool = True) -> bool:
-        self.engine.reset_cache()  # it always preempts
+        self.engine.reset_cache()  # this engine always preempts running requests
         return True
 
     @property

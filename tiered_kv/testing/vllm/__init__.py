@@ -1,1 +1,1 @@
-"""vLLM's scheduler and engine, for tests."""
+"""vLLM's scheduler and engine with the connector, for tests."""

@@ -10,7 +10,8 @@ from contextvars import ContextVar
 from tiered_kv.connectors.runtime.dependencies import Clock, Dependencies
 
 Change = Callable[[Dependencies], Dependencies]
-"""Returns the dependencies with some of them replaced, and closes the replaced ones."""
+"""Function that returns the dependencies with some of them replaced, and closes the replaced ones.
+"""
 
 clock: ContextVar[Clock] = ContextVar("clock", default=time.monotonic)
 change: ContextVar[Change | None] = ContextVar("change", default=None)

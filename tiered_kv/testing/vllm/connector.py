@@ -1,6 +1,6 @@
 """The connector with dependencies from a test or a simulation.
 
-It has the same class name as the real connector. vLLM finds it by module.
+The class has the same name as the real connector. vLLM finds it by its module.
 """
 
 from __future__ import annotations

@@ -25,8 +25,9 @@ class EngineSize:
     """Size and settings of an engine.
 
     Attributes:
-        blocks: blocks of the VRAM pool, vLLM's null block included.
-        block_size: block size of the only, full-attention group if ``groups`` is empty.
+        blocks: blocks of the VRAM pool, including vLLM's null block.
+        block_size: tokens per block of the only group, which has full attention, if ``groups`` is
+            empty.
         kv_bytes: KV bytes per token, a multiple of 8. With several groups, per token in the group
             with the largest blocks.
         policy: vLLM's order of requests, ``fcfs`` or ``priority``.
@@ -58,7 +59,7 @@ class EngineSize:
     prefix_caching: bool = True
 
     def pages(self) -> tuple[GroupPages, ...]:
-        """Pages of each group."""
+        """Return the page geometry of each group."""
         specs = self.groups or (GroupSpec(block_size=self.block_size),)
         return group_pages(specs, self.kv_bytes)
 
@@ -69,11 +70,12 @@ def engine_config(
     extra: Mapping[str, Any] | None,
     around: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> Any:
-    """A ``VllmConfig``.
+    """Return a ``VllmConfig``.
 
     Args:
         folder: folder for the model's config.json.
-        extra: the connector's settings, or None for stock vLLM.
+        size: size and settings of the engine.
+        extra: the connector's settings; None for stock vLLM.
         around: builds the engine's transfer configuration from the connector's, if there are other
             connectors.
     """
@@ -124,15 +126,17 @@ def engine_config(
     config.cache_config.num_gpu_blocks = size.blocks
     if any(pages.spec.kind is KvKind.STATE for pages in size.pages()):
         config.cache_config.mamba_cache_mode = (
-            "align"  # vLLM reads this from the model, which has none
+            "align"  # vLLM reads this from the model, which does not specify it
         )
-    config.scheduler_config.async_scheduling = size.ahead  # vLLM refuses it on CPUs
+    config.scheduler_config.async_scheduling = (
+        size.ahead
+    )  # set late, because vLLM refuses it on CPUs
     return config
 
 
 def kv_config(size: EngineSize) -> Any:
-    """A ``KVCacheConfig`` with one layer per group, which contains a token's whole KV, or the whole
-    state.
+    """Return a ``KVCacheConfig`` with one layer per group. The layer contains a token's whole KV,
+    or the whole state.
     """
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
@@ -155,8 +159,9 @@ def kv_config(size: EngineSize) -> Any:
 
 
 def resolve_block_sizes(config: Any, kv_cache_config: Any) -> tuple[int, int]:
-    """Tokens per scheduler block and per block hash, as computed by vLLM's engine. Also stores them
-    in the configuration."""
+    """Return the tokens per scheduler block and per block hash, as vLLM's engine computes them.
+    Also stores them in ``kv_cache_config``.
+    """
     from vllm.v1.core import kv_cache_utils
 
     sizes = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, config)
@@ -174,8 +179,10 @@ def resolve_block_sizes(config: Any, kv_cache_config: Any) -> tuple[int, int]:
 def make_scheduler(
     config: Any, kv_cache_config: Any, *, log_stats: bool, in_job_order: bool = False
 ) -> Any:
-    """Create the configured scheduler, or ``ContinuumScheduler``. The scheduler creates the
-    connector.
+    """Create the configured scheduler, which creates the connector.
+
+    Args:
+        in_job_order: create ``ContinuumScheduler`` instead.
     """
     from tiered_kv.connectors.vllm.engine_scheduler import ContinuumScheduler
 
@@ -212,5 +219,5 @@ def _write_model(folder: Path, size: EngineSize) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     weights = folder / "model.safetensors"
-    if not weights.exists():  # a test may have replaced the results
+    if not weights.exists():  # a test may have replaced the weights
         weights.write_bytes(b"never loaded: they make the model one that can be recognised")

@@ -1,6 +1,6 @@
 """KV of one group, written and checked by the model.
 
-A token's KV also depends on the group, so KV of another group is wrong.
+A token's KV also depends on the group, so that KV of another group is detected as wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tiered_kv.testing.checked_kv import CELL, Cells, WrongKV
 from .groups import GroupPages
 
 NULL = 0
-"""Id of vLLM's null block, a placeholder for a missing block."""
+"""Id of vLLM's null block, which stands for a missing block."""
 
 
 class Pass(NamedTuple):
@@ -41,7 +41,7 @@ class GroupKv(ABC):
     """KV of one group.
 
     Args:
-        pages: geometry of its pages.
+        pages: geometry of the group's pages.
         memory: the whole KV cache, uint8 ``[blocks, page bytes]``.
     """
 
@@ -60,14 +60,15 @@ class GroupKv(ABC):
         )
 
     def __getitem__(self, block: int) -> Cells:
-        """The KV bytes of a block, for reading or writing."""
+        """Return the KV bytes of a block, for reading or writing."""
         page: Cells = self._pages[block]
         return page
 
     @abstractmethod
     def carry(self, request_id: str, table: Sequence[int], computed: int, stop: int) -> None:
-        """Move the state from which a pass over the tokens from ``computed`` to ``stop`` continues
-        to where the pass expects it."""
+        """Prepare a pass over the tokens from ``computed`` to ``stop``: copy the state from which
+        the pass continues to the block in which the pass expects it.
+        """
 
     @abstractmethod
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -86,7 +87,7 @@ class GroupKv(ABC):
         """Write the KV that the pass computes.
 
         Raises:
-            WrongKV: there is no block for it.
+            WrongKV: the table has no block for it.
         """
 
     @abstractmethod
@@ -99,15 +100,16 @@ class GroupKv(ABC):
 
     @abstractmethod
     def put(self, table: Sequence[int], cells: Cells) -> None:
-        """Write the group's KV that a hit of these tokens needs, as a correct restore does: full
-        blocks, and the available tokens of the last block."""
+        """Write the KV of the group that a hit of these tokens needs, as a correct restore does:
+        full blocks, and the available tokens of the last block.
+        """
 
     @abstractmethod
     def lengths(self, table: Sequence[int], cells: Cells) -> list[int]:
-        """Lengths, in tokens, at which a hit finds the KV it needs."""
+        """Return the lengths, in tokens, at which a hit finds the KV that it needs."""
 
     def _expand(self, cells: Cells) -> Cells:
-        """This group's KV of tokens, uint8 ``[tokens, bytes]``."""
+        """Return this group's KV of tokens, uint8 ``[tokens, bytes]``."""
         words = np.ascontiguousarray(cells).view(np.uint64)
         return (words ^ self._salt).view(np.uint8)
 
@@ -159,7 +161,7 @@ class AttentionKv(GroupKv):
         return [n for n in range(1, len(known) + 1) if known[skipped(n) : n].all()]
 
     def _places(self, one: Pass, first: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Block and index within it of each token from ``first`` on."""
+        """Return the block, and the index in the block, of each token from ``first`` on."""
         tokens = np.arange(first, len(one.cells))
         blocks = np.array(one.table, dtype=np.intp)[tokens // self._size]
         absent = np.flatnonzero(blocks == NULL)
@@ -171,8 +173,8 @@ class AttentionKv(GroupKv):
 class StateKv(GroupKv):
     """A state after the last token, stored as in vLLM's mode "align".
 
-    It is in the block of that token, where each pass advances it. If a pass ends in another block,
-    the state is copied first, so that the old block keeps the state at its end.
+    The state is in the block of the last token, where each pass advances it. If a pass ends in
+    another block, the state is copied first, so that the old block keeps the state at its end.
     """
 
     def __init__(self, pages: GroupPages, memory: NDArray[np.uint8]) -> None:
@@ -228,6 +230,6 @@ class StateKv(GroupKv):
 
 
 def group_kv(pages: GroupPages, memory: NDArray[np.uint8]) -> GroupKv:
-    """Create the KV of a group in this memory."""
+    """Return the KV of a group in this memory."""
     made = StateKv if pages.spec.kind is KvKind.STATE else AttentionKv
     return made(pages, memory)

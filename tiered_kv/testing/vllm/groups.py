@@ -1,7 +1,7 @@
 """KV groups of an engine under test, and their layout in vLLM.
 
 All groups share one allocation of vLLM. A block id belongs to one group at a time, so pages of all
-groups take the same space. Smaller pages leave space at their end.
+groups have the same size. Groups with less KV per page leave the end of the page unused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from tiered_kv.page_group import KvKind, KvReach
 
 CONV_BYTES = 8
-"""Size of a state's convolution part, which is bfloat16; the rest is float32."""
+"""Size of a state's convolution part, bytes. This part is bfloat16, and the rest is float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class GroupSpec:
         block_size: tokens per block. States need the smallest block size, because vLLM splits
             prefills at those blocks and caches the states there.
         span: length of the window or chunk, tokens; 0 for other kinds.
-        state_bytes: size of a state, a multiple of 8; 0: three quarters of a page.
+        state_bytes: size of a state, a multiple of 8; 0 uses three quarters of a page.
     """
 
     kind: KvKind = KvKind.FULL
@@ -35,7 +35,7 @@ class GroupSpec:
 
     @property
     def reach(self) -> KvReach:
-        """Number of tokens that the next token attends to."""
+        """Tokens whose KV the next token attends to."""
         return KvReach(self.kind, self.span)
 
 
@@ -46,7 +46,7 @@ class GroupPages:
     Attributes:
         index: vLLM's number of the group.
         spec: KV type.
-        page_bytes: size of a page, equal for all groups.
+        page_bytes: size of a page, the same for all groups.
         used_bytes: bytes of a page that contain KV.
     """
 
@@ -67,7 +67,7 @@ class GroupPages:
         return self.used_bytes if is_state else self.used_bytes // self.spec.block_size
 
     def vllm_spec(self) -> Any:
-        """vLLM's description of a layer's KV."""
+        """Return vLLM's description of a layer's KV."""
         import torch
         from vllm.v1 import kv_cache_interface as vllm
 
@@ -99,9 +99,10 @@ class GroupPages:
                 return vllm.FullAttentionSpec(**attention)
 
     def view(self, memory: Any) -> Any:
-        """The group's layer in the allocation, an int8 tensor, as passed to connectors by vLLM.
+        """Return the group's layer in the allocation, an int8 tensor, as vLLM passes it to
+        connectors.
 
-        Attention is ``[blocks, heads, tokens, K and V of a head]``; a state is one row of bytes per
+        Attention is ``[blocks, heads, tokens, K and V of a head]``. A state is one row of bytes per
         block, whatever the types of its parts.
         """
         import torch
@@ -117,11 +118,11 @@ class GroupPages:
 
 
 def group_pages(specs: Sequence[GroupSpec], token_bytes: int) -> tuple[GroupPages, ...]:
-    """Pages of the groups, all of the same size, as vLLM requires.
+    """Return the page geometry of the groups. All pages have the same size, as vLLM requires.
 
-    The largest blocks have ``token_bytes`` per token. Smaller blocks have the largest multiple of
-    ``token_bytes`` per token that fits, and the rest is unused. A state without a given size uses
-    three quarters of a page.
+    Groups with the largest blocks have ``token_bytes`` per token. Groups with smaller blocks have
+    the largest multiple of ``token_bytes`` per token that fits, and the rest is unused. A state
+    without a given size uses three quarters of a page.
 
     Raises:
         ValueError: a state's blocks are not the smallest, or a state does not fit into a page.
@@ -144,7 +145,7 @@ def group_pages(specs: Sequence[GroupSpec], token_bytes: int) -> tuple[GroupPage
 
 
 def kept_blocks(groups: Sequence[GroupPages], tokens: int, *, sparse: bool) -> int:
-    """Minimum number of blocks in which vLLM finds a context of that many tokens.
+    """Return the minimum number of blocks in which vLLM finds a context of that many tokens.
 
     Args:
         sparse: True if vLLM keeps windows and states only at the ends of prompts.

@@ -1,9 +1,9 @@
 """vLLM's real scheduler and the real connector around a model that checks its KV.
 
-The rig needs no weights and no GPU: a step takes microseconds. Its "model" writes, for each token,
-    8 bytes that depend on every token before it, and reads them back whenever the token is attended
-    to (``runner``). So a page with wrong bytes is detected in the step that uses it. The sampled
-    tokens depend only on the context, so outputs with and without the connector can be compared.
+The rig needs no weights and no GPU: a step takes microseconds. For each token, its "model" writes 8
+bytes that depend on every token before it, and reads them back whenever the token is attended to
+(``runner``). A page with wrong bytes is therefore detected in the step that uses it. The sampled
+tokens depend only on the context, so outputs with and without the connector can be compared.
 
 vLLM and torch are imported when a rig is created.
 """
@@ -36,12 +36,12 @@ class RigOptions(EngineSize):
     """Size and settings of the engine.
 
     Attributes:
-        extra: the connector's settings, or None for stock vLLM.
-        in_job_order: True for ``ContinuumScheduler``.
-        configure: changes vLLM's configuration before it is used.
+        extra: the connector's settings; None for stock vLLM.
         check_kv: True to write and check KV, and to check fairness. False makes large engines fast:
             the model then generates the same tokens for every prompt.
-        tools: reads tool calls; None: the connector's own reader.
+        in_job_order: True for ``ContinuumScheduler``.
+        configure: changes vLLM's configuration before it is used.
+        tools: reads tool calls; None uses the connector's own reader.
         around: builds the engine's transfer configuration from the connector's, if there are other
             connectors or another connector replaces it.
     """
@@ -55,10 +55,10 @@ class RigOptions(EngineSize):
 
 
 class Rig(EngineRig):
-    """A vLLM engine driven step by step.
+    """A vLLM engine that is driven step by step.
 
     Args:
-        folder: where the model's config.json is written.
+        folder: folder to which the model's config.json is written.
         options: size and settings of the engine.
     """
 
@@ -79,7 +79,7 @@ class Rig(EngineRig):
         _, hash_block_size = resolve_block_sizes(self.config, layout)
         self._hasher = get_request_block_hasher(hash_block_size, hash_fn)
         self.groups = opts.pages()
-        """Pages of each group."""
+        """Page geometry of each group."""
         page = self.groups[0].page_bytes
         self.memory = torch.zeros(page * opts.blocks, dtype=torch.int8)
         pages = self.memory.numpy().view(np.uint8).reshape(opts.blocks, page)
@@ -128,7 +128,7 @@ class Rig(EngineRig):
         from tiered_kv.connectors.vllm.envelopes import TieredHandshake
 
         said = self.worker_half.handshake()
-        # The model computes nothing, so no estimate of a prefill fits.
+        # The model performs no matrix products, so an estimate of prefill time would be wrong.
         said = replace(said, speeds=replace(said.speeds, flops=0.0))
         self.connector.set_xfer_handshake_metadata({0: TieredHandshake(said)})
 
@@ -159,7 +159,12 @@ class Rig(EngineRig):
         stop_ids: Sequence[int] = (),
         resumable: bool = False,
     ) -> Any:
-        """Create vLLM's request without sending it. ``params`` are its kv_transfer_params."""
+        """Create vLLM's request without sending it.
+
+        Args:
+            params: the request's kv_transfer_params.
+            salt: the request's cache_salt.
+        """
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
@@ -200,8 +205,9 @@ class Rig(EngineRig):
         return bool(self.finished[request_id] == "abort")
 
     def step(self) -> Any:
-        """One engine step; returns vLLM's SchedulerOutput. With ``ahead`` the scheduler receives
-        the results of the previous step, if any."""
+        """Run one engine step. Returns vLLM's SchedulerOutput. With ``ahead``, the scheduler
+        receives the results of the previous step, if there was one.
+        """
         self.steps += 1
         began = time.thread_time()
         output = self.scheduler.schedule()
@@ -252,7 +258,7 @@ class Rig(EngineRig):
         if self.worker is not None:
             self.worker.shutdown()
 
-    # -- what a test looks at -----------------------------------------------------
+    # -- state that tests examine -------------------------------------------------
 
     @property
     def connector(self) -> Any:
@@ -274,21 +280,23 @@ class Rig(EngineRig):
 
     @property
     def tables(self) -> Mapping[str, Sequence[Any]]:
-        """vLLM's blocks of each request, of the first group."""
+        """vLLM's blocks of each request, in the first group."""
         return self.tables_of(0)
 
     def tables_of(self, group: int) -> Mapping[str, Sequence[Any]]:
-        """vLLM's blocks of each request, of one group."""
+        """Return vLLM's blocks of each request, in one group."""
         manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[group]
         tables: Mapping[str, Sequence[Any]] = manager.req_to_blocks
         return tables
 
     def table(self, request_id: str, group: int = 0) -> list[int]:
-        """Ids of a request's blocks in a group, in vLLM's order; 0 where it has none."""
+        """Return the ids of a request's blocks in a group, in vLLM's order; 0 for missing
+        blocks.
+        """
         return [block.block_id for block in self.tables_of(group).get(request_id, ())]
 
     def page(self, block_id: int, group: int = 0) -> Cells:
-        """The bytes of a block that hold a group's KV, for reading or writing."""
+        """Return the bytes of a block that contain a group's KV, for reading or writing."""
         return self.runner.groups[group][block_id]
 
     def kept_blocks(self, tokens: int) -> int:
@@ -305,7 +313,7 @@ class Rig(EngineRig):
         return int(self._requests[request_id].num_preemptions)
 
     def held(self) -> list[str]:
-        """Requests that are held back: parked, or in vLLM's own queue."""
+        """Return the ids of requests that are held back, either parked or in vLLM's own queue."""
         parked = list(getattr(self.scheduler, "parked", ()))
         return parked or sorted(self.admission.queue.held)
 
@@ -365,6 +373,6 @@ class Rig(EngineRig):
 
 
 def _ours(connector: Any) -> Any:
-    """The connector, which may be one of several; None if there is none."""
+    """Return the connector, which may be one of several; None if there is none."""
     parts = getattr(connector, "sub_connectors", (connector,))
     return next((one for one in parts if hasattr(one, "scheduler_half")), None)

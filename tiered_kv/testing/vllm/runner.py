@@ -1,6 +1,6 @@
-"""A model runner that checks the KV it attends to.
+"""A model runner that checks the KV to which it attends.
 
-Like vLLM's runner, it knows only the scheduler's outputs and its own samples. So it can run ahead
+Like vLLM's runner, it knows only the scheduler's outputs and its own samples, so it can run ahead
 of the scheduler, as under asynchronous scheduling.
 """
 
@@ -25,12 +25,12 @@ class _Request:
     prompt: int
     tokens: list[int]
     tables: list[list[int]]
-    """Block ids by group. Blocks that left a window stay listed, as in vLLM's runners."""
+    """Block ids by group. Blocks that have left a window stay in the list, as in vLLM's runners."""
     computed: int
     _cells: bytearray = field(default_factory=bytearray)
 
     def cells(self, stop: int) -> Cells:
-        """KV of the first ``stop`` tokens."""
+        """Return the KV of the first ``stop`` tokens."""
         known = len(self._cells) // CELL
         extend(self._cells, self.tokens[known:stop])
         return np.frombuffer(bytes(self._cells[: stop * CELL]), dtype=np.uint8).reshape(-1, CELL)
@@ -42,7 +42,7 @@ class _Request:
 
 
 class CheckingRunner:
-    """Writes the KV of each group, and checks all KV that is attended to.
+    """Writes the KV of each group, and checks all KV to which a request attends.
 
     Args:
         groups: geometry of the pages of each group.
@@ -55,7 +55,7 @@ class CheckingRunner:
         self._requests: dict[str, _Request] = {}
 
     def update(self, output: Any) -> None:
-        """Apply vLLM's SchedulerOutput to requests and blocks."""
+        """Apply vLLM's SchedulerOutput to the requests and their blocks."""
         for request_id in output.finished_req_ids:
             self._requests.pop(request_id, None)
         if output.new_block_ids_to_zero:
@@ -93,11 +93,11 @@ class CheckingRunner:
                 group.carry(request_id, table, one.computed, one.computed + count)
 
     def forward(self, scheduled: dict[str, int], bad: Collection[int]) -> dict[str, list[int]]:
-        """One forward pass.
+        """Run one forward pass.
 
         Args:
-            scheduled: tokens to compute, by request.
-            bad: blocks known to be invalid. Requests that use one are not checked.
+            scheduled: number of tokens to compute, by request.
+            bad: blocks known to be invalid. Requests that use such a block are not checked.
 
         Returns:
             The token that each request samples, if any.
@@ -115,9 +115,9 @@ class CheckingRunner:
             if not any(set(bad) & set(t) for t in self._requests[one.request_id].tables)
             and self.is_checked(one.request_id)
         ]
-        # Requests of a batch attend to blocks that other requests of the batch fill, so write all,
-        # then read. A state is read before it is overwritten, and never read by another request in
-        # the pass that computes it.
+        # Requests of a batch attend to blocks that other requests of the batch fill, so all KV is
+        # written before it is read. A state is read before it is overwritten, and never read by
+        # another request in the pass that computes it.
         for group, one in checked:
             group.check_before(one)
         for group, one in passes:
@@ -127,11 +127,11 @@ class CheckingRunner:
         return {name: self._sampled(self._requests[name], stop) for name, stop in stops.items()}
 
     def model_kv(self, request_id: str, cells: Cells) -> Cells:
-        """KV that the model computes for a context whose correct KV is ``cells``."""
+        """Return the KV that the model computes for a context whose correct KV is ``cells``."""
         return cells
 
     def is_checked(self, request_id: str) -> bool:
-        """True if a request's KV must be the KV of its context."""
+        """Return True if a request's KV must be the KV of its context."""
         return True
 
     def _passes(self, request_id: str, stop: int) -> Iterator[tuple[GroupKv, Pass]]:
