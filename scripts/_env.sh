@@ -1,9 +1,9 @@
-# Sourced by the scripts beside it. Defines `root` (this repository) and `ensure_env`, which makes
-# .venv whole: from requirements/cpu.lock on a machine without a GPU; on top of the system's own
-# packages where python3 already has CUDA torch and a vllm distribution.
+# Sourced by the other scripts. Defines `root` (this repository) and `ensure_env`, which creates or
+# updates .venv: from requirements/cpu.lock on a machine without a GPU, and on top of the system's
+# own packages where python3 already has CUDA torch and vLLM.
 #
-# Safe to call again (it returns at once when nothing changed), to interrupt, and to run twice at
-# the same time. PYTHON=… chooses the interpreter.
+# Safe to call again (it returns immediately if nothing has changed), to interrupt, and to run
+# concurrently. PYTHON=… selects the interpreter.
 # shellcheck shell=bash
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -12,7 +12,7 @@ venv="$root/.venv"
 say() { printf '%s\n' "$*" >&2; }
 die() { say "error: $*"; exit 1; }
 
-# Prints the interpreter to build .venv with.
+# Prints the interpreter with which .venv is created.
 find_python() {
   local candidate
   for candidate in ${PYTHON:+"$PYTHON"} python3 python3.11 python3.12 python3.13 python3.14; do
@@ -40,13 +40,13 @@ else:
 PY
 }
 
-# What .venv depends on, as one digest. Kept apart from env_kind, which imports torch.
+# Prints a digest of everything on which .venv depends, except env_kind, which imports torch.
 env_digest() {
   { echo "$root"; cat "$root/requirements/cpu.lock" "$root/pyproject.toml" "$root/scripts/_env.sh"; } \
     | sha256sum | cut -d' ' -f1
 }
 
-# The lines of the lock for the packages named.
+# Prints the lines of the lock file for the given packages.
 pins() {
   local name
   for name in "$@"; do
@@ -56,15 +56,16 @@ pins() {
 
 venv_pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 
-# uv, with its own certificates and then with the system's: a proxy may have one that only these know.
+# Runs uv pip with uv's own certificates. If that fails, tries again with the system's certificates,
+# because a proxy may use a certificate that only the system has.
 uv_pip() {
   "$venv/bin/uv" pip "$@" && return
   say "uv failed; trying again with the system's certificates"
   "$venv/bin/uv" pip "$@" --system-certs
 }
 
-# Every package of the lock. torch first and by pip: its CPU build may lie in a folder that only
-# pip's configuration names; elsewhere uv knows which index has it.
+# Installs every package of the lock. torch is installed first and by pip, because its CPU build may
+# be in a folder that only pip's configuration names. Otherwise uv finds the right index.
 install_cpu() {
   local torch
   torch="$(pins torch)"
@@ -78,8 +79,8 @@ install_cpu() {
     say "uv could not install the lock; trying pip"
     venv_pip install --no-deps -r "$root/requirements/cpu.lock"
   fi
-  # Once now instead of in each of a server's processes: halves its start. A few packages ship
-  # files that do not compile.
+  # Compiling once here, instead of in each of a server's processes, halves the startup time of a
+  # server. A few packages contain files that do not compile.
   say "Compiling to bytecode"
   "$venv/bin/python" -m compileall -q -j 0 "$("$venv/bin/python" -c \
     'import sysconfig; print(sysconfig.get_path("purelib"))')" >/dev/null 2>&1 || true
@@ -88,8 +89,9 @@ install_cpu() {
     || die "could not install tiered-kv itself: $output"
 }
 
-# The other versions of vLLM that the contract tests run on, next to the environment, not in it.
-# There is no CPU build of the newest: its Python sources use the compiled modules of .venv's vLLM.
+# Other versions of vLLM with which the contract tests run, unpacked next to the environment and not
+# installed into it. The newest version has no CPU build, so its Python sources use the compiled
+# modules of .venv's vLLM.
 older_vllm=(0.30.0 0.31.0)
 newest_vllm=0.33.0
 install_other_vllm() {
@@ -111,14 +113,14 @@ install_other_vllm() {
 }
 
 # Unpacks the Python sources of vLLM $1 into $2, and links the compiled modules of .venv's vLLM
-# there. pip fetches a source package only with its metadata, for which vLLM's setup.py needs two
-# more packages, a version and a device.
+# there. To download a source package, pip builds its metadata, for which vLLM's setup.py needs
+# further packages, a version and a device.
 unpack_vllm_sources() {
   local version="$1" target="$2" folder compiled
   folder="$(mktemp -d)"
   venv_pip install --quiet --no-deps --target "$folder/build" \
     setuptools-rust semantic-version setuptools-scm vcs-versioning \
-    || die "could not install what vLLM's source package needs; see above"
+    || die "could not install the build requirements of vLLM; see above"
   VLLM_VERSION_OVERRIDE="$version" VLLM_TARGET_DEVICE=empty PYTHONPATH="$folder/build" \
     venv_pip download --quiet --no-deps --no-binary vllm --no-build-isolation \
     --dest "$folder" "vllm==$version" \
@@ -134,7 +136,7 @@ unpack_vllm_sources() {
   rm -rf "$folder"
 }
 
-# Programs that some tests run, from Debian's packages. Those tests skip where they are missing.
+# Debian packages with programs that some tests run. Tests are skipped if their program is missing.
 debian_tools=(
   chromium # opens the page of tiered-kv trace report
   prometheus # and promtool
@@ -152,16 +154,16 @@ install_debian_tools() {
   log="$(mktemp)"
   if ! { apt-get -qq update && DEBIAN_FRONTEND=noninteractive \
     apt-get -qq install -y --no-install-recommends "${missing[@]}"; } >"$log" 2>&1; then
-    say "could not install them, so their tests skip: $(tail -n 1 "$log")"
+    say "could not install them, so their tests are skipped: $(tail -n 1 "$log")"
   fi
   rm -f "$log"
-  for package in "${missing[@]}"; do # a package may have started a service of its name
+  for package in "${missing[@]}"; do # a package may have started a service with its name
     systemctl disable --now --quiet "$package" >/dev/null 2>&1 || true
   done
 }
 
-# Only what vLLM's environment does not have. The tools get the versions of the lock; what vLLM
-# itself uses stays as it is.
+# Installs only packages that vLLM's environment lacks. The tools get the versions of the lock;
+# packages that vLLM itself uses are not changed.
 install_over_system() {
   local constraints
   constraints="$(mktemp)"
@@ -198,7 +200,7 @@ ensure_env() {
     local options=()
     [[ "$kind" == system ]] && options=(--system-site-packages)
     "$python" -m venv "${options[@]}" "$venv" \
-      || die "$python cannot make a virtual environment (on Debian: apt-get install python3-venv)"
+      || die "$python cannot create a virtual environment (on Debian: apt-get install python3-venv)"
   fi
   if [[ "$kind" == system ]]; then install_over_system; else install_cpu; fi
   echo "$kind" >"$venv/.tiered-kv-kind"
