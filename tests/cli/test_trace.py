@@ -148,7 +148,7 @@ def test_invalid_lines_are_named_and_set_the_exit_code(path: Path) -> None:
     assert found["bad"][0].startswith(str(path))
 
 
-def test_mistakes_are_reported_in_a_sentence(path: Path, tmp_path: Path) -> None:
+def test_mistakes_are_reported_in_one_sentence(path: Path, tmp_path: Path) -> None:
     for arguments, said in (
         ([tmp_path / "nowhere"], "there is no trace"),
         ([path, "--job", "nobody"], "has no finished turn of job 'nobody'"),

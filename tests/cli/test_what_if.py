@@ -60,7 +60,7 @@ def test_invalid_lines_are_named_and_set_the_exit_code(path: Path, tmp_path: Pat
     assert "it is not JSON" in result.stderr
 
 
-def test_mistakes_are_reported_in_a_sentence(path: Path, tmp_path: Path) -> None:
+def test_mistakes_are_reported_in_one_sentence(path: Path, tmp_path: Path) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text(f"{HEADER.to_line()}\n{record().to_line()}\n")
     for arguments, said in (

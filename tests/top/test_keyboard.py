@@ -1,4 +1,5 @@
-"""Keys as terminals send them, in any chunks, with garbage in between."""
+"""The keyboard reads the key sequences that terminals send, in any chunks and with garbage between
+them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tiered_kv.top.view import Action, JobOrder
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[Keyboard, int]]:
-    """A keyboard, and where its keys are written to."""
+    """A keyboard, and the file descriptor to which a test writes its keys."""
     reading, writing = os.pipe()
     yield Keyboard(reading), writing
     os.close(reading)
@@ -30,7 +31,7 @@ def typed(pipe: tuple[Keyboard, int], *pieces: bytes) -> list[Action | JobOrder]
     return found
 
 
-def test_keys_are_looked_up_singly_and_all_together(pipe: tuple[Keyboard, int]) -> None:
+def test_keys_are_read_singly_and_in_one_chunk(pipe: tuple[Keyboard, int]) -> None:
     wanted = [
         Action.NEXT_PAGE,
         JobOrder.CONTEXT,
@@ -44,7 +45,7 @@ def test_keys_are_looked_up_singly_and_all_together(pipe: tuple[Keyboard, int]) 
     assert typed(pipe, b"".join(keys)) == wanted
 
 
-def test_a_key_that_comes_in_pieces_is_one_key(pipe: tuple[Keyboard, int]) -> None:
+def test_a_key_sequence_that_arrives_in_pieces_is_one_key(pipe: tuple[Keyboard, int]) -> None:
     assert typed(pipe, b"\x1b", b"[", b"6", b"~") == [Action.NEXT_PAGE]
     assert typed(pipe, b"s\x1b[", b"Bq") == [JobOrder.STATE, Action.NEXT_ROW, Action.QUIT]
 
@@ -56,7 +57,7 @@ def test_other_keys_do_nothing(pipe: tuple[Keyboard, int]) -> None:
     assert typed(pipe, b"q") == [Action.QUIT]
 
 
-def test_the_end_of_the_terminal_quits() -> None:
+def test_a_closed_terminal_quits() -> None:
     reading, writing = os.pipe()
     os.close(writing)
     assert list(Keyboard(reading).read()) == [Action.QUIT]
@@ -64,7 +65,7 @@ def test_the_end_of_the_terminal_quits() -> None:
     assert list(Keyboard(reading).read()) == [Action.QUIT]
 
 
-def test_the_settings_come_back_after_a_mistake() -> None:
+def test_the_terminal_settings_are_restored_after_an_exception() -> None:
     def fail() -> None:
         with cbreak_keyboard(theirs):
             assert termios.tcgetattr(theirs) != before

@@ -1,4 +1,4 @@
-"""Answers of other server versions, or of other servers: each is read, or reported as an error."""
+"""Answers of other server versions, or of other servers: each is read or reported as an error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def answers(make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths to everything in a JSON value; to two of the many counters and gauges."""
+    """Yield the path of every value in a JSON value, but of only two of the many counters and
+    gauges."""
     if path:
         yield path
     if isinstance(value, dict):
@@ -43,7 +44,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def odd_ones(value: Any) -> Iterator[Any]:
-    """Copies in which one thing is missing, or has another value."""
+    """Yield copies of a JSON value in each of which one value is missing or replaced."""
     for path in places(value):
         for odd in (MISSING, *ODD):
             copy = found = deepcopy(value)
@@ -71,7 +72,7 @@ def test_an_odd_answer_is_read_or_refused_and_never_shown_raw(answers: Answers) 
             refused += 1
             continue
         read += 1
-        if status.engines:  # else the client refuses it
+        if status.engines:  # otherwise the client refuses it
             state = replace(server(), status=status)
             assert all(line.isprintable() for line in shown(state, 120, 40))
     for said in odd_ones(parse(answers[JOBS].body)):
@@ -144,7 +145,7 @@ def test_fields_of_a_later_version_are_ignored(answers: Answers) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", "[]", "7", '"a"', "[" * 10**5, "9" * 9000])
-def test_what_is_no_answer_is_a_sentence(text: str) -> None:
+def test_an_invalid_answer_is_reported_in_one_sentence(text: str) -> None:
     kinds: tuple[type[JsonObject], ...] = (ServerStatus, JobPage)
     for kind in kinds:
         with pytest.raises(RouteError) as caught:
@@ -164,8 +165,8 @@ def test_the_message_names_the_field() -> None:
         assert f"({words})" in str(caught.value)
 
 
-def test_a_deep_answer_is_a_sentence() -> None:
-    """Deeper than Python calls nest, and not too deep for the parser."""
+def test_a_deeply_nested_answer_is_reported_in_one_sentence() -> None:
+    """The answer is nested too deeply for recursive Python code, but not for the JSON parser."""
     for depth in (100, 300, 500, 900):
         said = {"version": json.loads("[" * depth + "]" * depth)}
         with pytest.raises(RouteError) as caught:
@@ -173,7 +174,7 @@ def test_a_deep_answer_is_a_sentence() -> None:
         check_sentence(caught.value)
 
 
-def test_the_place_in_a_list_is_a_text() -> None:
+def test_a_position_in_a_job_list_is_a_string() -> None:
     page = {"now": 1.0, "known": 0, "jobs": [], "next": "3.57"}
     assert JobPage.from_json(page).next == Cursor(3, 57)
     for wrong in ("3", "3.", "-1.2", "1.2.3", "٣.1", 3.57, ["3.57"]):

@@ -1,4 +1,4 @@
-"""Text from a server is shown without effect on the terminal."""
+"""Text from a server is escaped, so that it has no effect on the terminal."""
 
 from __future__ import annotations
 

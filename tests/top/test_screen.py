@@ -1,4 +1,4 @@
-"""Frames of given states, as shown in a terminal of a given size."""
+"""Frames for given server states, as they appear in a terminal of a given size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MANY = [job(n, since=NOW - n / 100, context_tokens=n) for n in range(1, 5001)]
 
 
 def row(lines: list[str], name: str) -> str:
-    """The row of a job, with single spaces."""
+    """Return the row of a job, with single spaces."""
     (found,) = (line for line in lines if line.startswith(f"{name} "))
     return re.sub(" +", " ", found).strip()
 
@@ -52,7 +52,7 @@ def test_a_new_server_is_shown_as_empty() -> None:
     assert lines[-1].startswith("0-0 of 0")
 
 
-def test_bars_are_as_long_as_what_they_stand_for() -> None:
+def test_bars_are_proportional_to_their_values() -> None:
     for width in (200, 120, 60):
         vram, cpu, ssd = shown(server(job()), width, 20)[1:4]
         cells = [vram.count(cell) for cell in "█▓▒·"]
@@ -77,7 +77,7 @@ def test_a_row_shows_where_the_job_s_kv_is_and_until_when() -> None:
     assert "late 60 s" in row(late, "job-1")
 
 
-def test_the_panels_tell_hits_decisions_and_transfers() -> None:
+def test_the_panels_show_hits_decisions_and_transfers() -> None:
     text = re.sub(" +", " ", "\n".join(shown(server(job()), 120, 40)))
     for words in (
         "\nprompts 10 s since start 16 decisions in 5 min VRAM CPU SSD transfers",
@@ -90,7 +90,7 @@ def test_the_panels_tell_hits_decisions_and_transfers() -> None:
         assert words in text
 
 
-def test_without_room_they_are_a_line_each() -> None:
+def test_without_space_each_panel_is_one_line() -> None:
     lines = shown(server(job()), 60, 24)
     assert "prompts, 10 s VRAM 30%  CPU 0%  SSD 0%  computed 70%" in lines
     assert "decided fast: VRAM 12  slow: SSD 3  no class: CPU 1" in lines
@@ -98,13 +98,13 @@ def test_without_room_they_are_a_line_each() -> None:
     assert [line for line in shown(server(job()), 60, 8) if line.startswith("job-1")]
 
 
-def test_without_cpu_memory_the_tier_is_off_and_why() -> None:
+def test_without_cpu_memory_the_tier_is_shown_as_off_with_the_reason() -> None:
     lines = shown(server(job(), engines=(engine(tiers=NO_LOWER),)), 100, 30)
     assert lines[2].startswith("CPU memory   off: TIERED_KV_CPU_GIB is 0")
     assert lines[3].startswith("SSD          off: TIERED_KV_SSD_PATH is unset")
 
 
-def test_of_5000_jobs_a_page_is_shown() -> None:
+def test_one_page_of_5000_jobs_is_shown() -> None:
     seen = server(*MANY)
     lines = shown(seen, 80, 30)
     rows = [line for line in lines if line.startswith("job-")]
@@ -115,7 +115,7 @@ def test_of_5000_jobs_a_page_is_shown() -> None:
     assert any(line.startswith("job-1 ") for line in last)
 
 
-def test_the_order_is_the_one_that_is_asked_for() -> None:
+def test_jobs_are_shown_in_the_selected_order() -> None:
     def first(order: JobOrder, *, backwards: bool = False) -> str:
         lines = shown(server(*jobs), 80, 30, View(order, backwards))
         assert any(line.startswith(f"job, by {order.value}"[:12]) for line in lines)
@@ -137,7 +137,7 @@ def test_the_order_is_the_one_that_is_asked_for() -> None:
     assert first(JobOrder.NAME) == "a"
 
 
-def test_several_engines_are_added_up_or_looked_at_one_by_one() -> None:
+def test_several_engines_are_shown_added_up_or_one_by_one() -> None:
     both = server(job(1), job(1, engine=1, id="other"), engines=(engine(0), new_engine(1)))
     lines = shown(both, 120, 30)
     assert lines[1] == "Sum of 2 engines: e shows the engines one by one."

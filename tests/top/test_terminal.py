@@ -27,7 +27,7 @@ def answers(make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def with_jobs(answers: Answers, count: int) -> Answers:
-    """The same, with jobs like the first that was recorded, ``count`` of them."""
+    """Return the recorded answers with ``count`` jobs, all copies of the first recorded job."""
     page: dict[str, Any] = json.loads(answers[FIRST_PAGE].body)
     first = page["jobs"][0]
     jobs = [
@@ -37,7 +37,7 @@ def with_jobs(answers: Answers, count: int) -> Answers:
 
 
 def first_job(lines: list[str]) -> str:
-    """Name of the job in the first row; empty if there is none."""
+    """Return the name of the job in the first row, or an empty string if there is none."""
     titles = [at for at, line in enumerate(lines[:-1]) if line.startswith("job, by")]
     return lines[titles[0] + 1].split(" ")[0] if titles else ""
 
@@ -88,7 +88,7 @@ def test_an_operator_looks_sorts_pages_resizes_and_quits(answers: Answers, tmp_p
         assert terminal.code() == 0
 
 
-def test_a_server_that_goes_and_comes_back_is_followed(answers: Answers, tmp_path: Path) -> None:
+def test_a_restarted_server_is_shown_again(answers: Answers, tmp_path: Path) -> None:
     server = RouteServer(answers)
     with server.running(), top_in(tmp_path, server.url, "--every", "0.2") as terminal:
         terminal.wait_for_text("job, by state")

@@ -1,4 +1,4 @@
-"""Keys change the view, and never leave its bounds."""
+"""Keys change the view and never move it beyond the list of jobs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tiered_kv.top.view import Action, JobOrder, View
 TEN = server(*(job(n) for n in range(10)))
 
 
-def test_pages_end_with_the_jobs() -> None:
+def test_paging_stops_at_the_last_job() -> None:
     view = View()
     tops = []
     for action in (
@@ -28,14 +28,14 @@ def test_pages_end_with_the_jobs() -> None:
     assert tops == [0, 4, 5, 6, 6, 2, 6, 0]
 
 
-def test_an_order_again_is_turned_round_from_its_top() -> None:
+def test_selecting_the_same_order_again_reverses_it_from_the_top() -> None:
     view = View(top=5).sorted_by(JobOrder.CONTEXT)
     assert view == View(JobOrder.CONTEXT)
     assert view.sorted_by(JobOrder.CONTEXT) == View(JobOrder.CONTEXT, backwards=True)
     assert view.sorted_by(JobOrder.CONTEXT).sorted_by(JobOrder.CONTEXT) == view
 
 
-def test_engines_are_looked_at_in_turn() -> None:
+def test_engines_are_shown_one_after_the_other() -> None:
     three = server(job(1, engine=3), engines=(engine(0), engine(3), engine(5)))
     seen, view = [], View()
     for _ in range(5):
@@ -47,7 +47,7 @@ def test_engines_are_looked_at_in_turn() -> None:
     assert gone == TEN, "the engine is not there any more"
 
 
-def test_whatever_is_typed_the_first_row_is_a_job() -> None:
+def test_after_any_keys_the_first_row_is_within_the_jobs() -> None:
     chance = random.Random(29)
     view = View()
     for _ in range(500):

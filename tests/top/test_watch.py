@@ -30,13 +30,13 @@ STATUS = "/tiered_kv/status"
 
 
 def said(server: RouteServer, token: str | None = None) -> str:
-    """The sentence that a look ends with."""
+    """Return the error message of a failed poll."""
     with pytest.raises(RouteError) as caught:
         Watch(RouteClient(server.url, token)).look()
     return str(caught.value)
 
 
-def test_a_snapshot_is_what_the_engine_holds(
+def test_a_server_state_matches_the_engine(
     make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = busy_rig(make_rig, tmp_path)
@@ -73,7 +73,7 @@ def test_a_snapshot_is_what_the_engine_holds(
     assert all(line.isprintable() for line in lines)
 
 
-def test_of_two_engines_both_are_seen(
+def test_both_of_two_engines_are_shown(
     make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = busy_rig(make_rig, tmp_path), make_rig(blocks=64)
@@ -104,7 +104,7 @@ def test_growth_of_counters_is_shown_from_the_second_poll_on(
     assert grown.counters["turns"] == 1 == seen.total.counters["turns"] - before["turns"]
 
 
-def test_each_refusal_names_what_to_do() -> None:
+def test_each_refusal_states_what_to_do() -> None:
     with RouteServer({}).running() as server:
         assert said(server) == NO_ROUTES
         server.answers[STATUS] = refusal(401, "These routes need the token.")
@@ -126,7 +126,7 @@ def test_each_refusal_names_what_to_do() -> None:
     assert "http://HOST:8000" in said(RouteServer({}))
 
 
-def test_the_token_goes_to_the_server_and_nowhere_else() -> None:
+def test_the_token_is_sent_to_the_server_only() -> None:
     with RouteServer({}).running() as other, RouteServer({}).running() as server:
         assert said(server, " geheim ü ") == NO_ROUTES
         assert server.tokens == ["Bearer geheim ü".encode().decode("latin-1")]
@@ -147,7 +147,7 @@ def test_a_token_is_sent_byte_for_byte(token: str) -> None:
         assert server.tokens == ["Bearer " + os.fsencode(token).decode("latin-1")]
 
 
-def test_a_token_that_cannot_be_one_is_not_shown() -> None:
+def test_an_invalid_token_is_not_shown() -> None:
     with pytest.raises(RouteError) as caught:
         RouteClient("http://127.0.0.1:1", "s3cret\nX: y")
     assert str(caught.value) == ODD_TOKEN

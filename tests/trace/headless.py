@@ -1,4 +1,4 @@
-"""A headless browser for tests of pages."""
+"""A headless browser for tests of HTML pages."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 LIMIT_S = 600
-"""Seconds after which a browser hangs: a busy machine takes a minute."""
+"""Timeout of the browser in seconds. On a busy machine it takes a minute."""
 
 
 def dom_of(page: Path, folder: Path) -> str:
-    """A page's elements once its scripts have run, as HTML. The test is skipped where there is no
-    Chromium.
+    """Return the page's DOM as HTML after its scripts have run. The test is skipped if Chromium is
+    not installed.
 
     Args:
-        folder: for all that the browser writes.
+        folder: folder for all files that the browser writes.
     """
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser is None:
@@ -28,11 +28,11 @@ def dom_of(page: Path, folder: Path) -> str:
     arguments = [
         browser,
         "--headless=new",
-        "--no-sandbox",  # which root cannot have
+        "--no-sandbox",  # root cannot use the sandbox
         "--disable-gpu",
         "--disable-dev-shm-usage",
         f"--user-data-dir={folder / 'profile'}",
-        "--virtual-time-budget=60000",  # the scripts' own time, however long that takes
+        "--virtual-time-budget=60000",  # the time limit of the scripts, in virtual time
         "--dump-dom",
         page.as_uri(),
     ]
@@ -53,7 +53,7 @@ def dom_of(page: Path, folder: Path) -> str:
 
 
 def end(running: subprocess.Popen[bytes]) -> None:
-    """End a browser and all that it started."""
+    """Kill a browser and all processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(running.pid, signal.SIGKILL)
     running.wait()

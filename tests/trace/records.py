@@ -43,7 +43,7 @@ HEADER = TraceHeader(
 
 
 def record(n: int = 0, **fields: Any) -> TurnRecord:
-    """A record with a distinct request id."""
+    """Return a record with a distinct request ID."""
     given: dict[str, Any] = {"job": "j", "turn": 1, "request": f"r{n}", "arrived": 1.79e9 + n}
     return TurnRecord(**{**given, **fields})
 
@@ -53,7 +53,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def requests_of(path: Path) -> list[str]:
-    """Requests of the records in a file, without its headers."""
+    """Return the request IDs of the records in a file, without its headers."""
     return [line["request"] for line in lines_of(path) if "schema" not in line]
 
 
@@ -117,4 +117,4 @@ records = st.builds(
     ),
     gap=st.builds(GapStory, st.sampled_from(StoryEnd), perhaps, st.booleans(), seconds, seconds),
 )
-"""Any record."""
+"""Any turn record."""

@@ -45,8 +45,8 @@ def of(*turns: TurnRecord) -> TurnTable:
 # -- jobs -------------------------------------------------------------------------------------
 
 
-def test_a_job_takes_from_its_first_arrival_to_its_last_end() -> None:
-    """Records come in the order in which stories ended."""
+def test_a_job_lasts_from_its_first_arrival_to_the_end_of_its_last_turn() -> None:
+    """Records are in the order in which their gaps ended, not in the order of arrival."""
     found = analyze(
         of(turn("a", 2, 10.0, 5.0), turn("b", 1, 3.0, 2.0), turn("a", 1, 1.0), turn(None, 1, 0))
     )
@@ -57,7 +57,7 @@ def test_a_job_takes_from_its_first_arrival_to_its_last_end() -> None:
     assert found.jobs.completion_s.p99 == pytest.approx(2 + 0.99 * 12)
 
 
-def test_a_name_that_starts_over_is_another_job_and_so_is_a_name_of_another_client() -> None:
+def test_a_name_that_starts_over_or_of_another_client_is_another_job() -> None:
     table = of(
         turn("a", 1, 0.0),
         turn("a", 2, 2.0),
@@ -103,7 +103,7 @@ def test_waits_leave_out_turns_that_were_never_admitted() -> None:
 # -- tokens and pages -------------------------------------------------------------------------
 
 
-def test_what_was_found_saved_its_share_of_computing_the_context() -> None:
+def test_cached_tokens_save_their_share_of_the_prefill_time() -> None:
     tokens = TurnTokens(prompt=900, vram=400, cpu=200, ssd=100, recomputed=200, lost=90, output=100)
     one = turn("a", 1, 0.0, tokens=tokens, decision=PricedDecision("cpu", recompute_s=10.0))
     prompts = analyze(of(one)).prompts
@@ -135,14 +135,17 @@ def test_pins_are_shown_by_their_end() -> None:
 # -- decisions --------------------------------------------------------------------------------
 
 
-def test_regret_is_what_a_clairvoyant_would_have_had_more() -> None:
+def test_regret_is_the_difference_to_the_best_decision_in_hindsight() -> None:
     priced = PricedDecision("pin", "fast", benefit_s=5.0, vram_price=1.0)
     gaps = [
-        returned(2.0, in_vram=True, saved_s=5.0, cost_s=2.0),  # pinned for the gap: 3, no regret
-        returned(4.0, cost_s=1.0),  # pinned for 1 s: -1 instead of 1
-        returned(9.0),  # too long for a pin: none, no regret
-        GapStory(StoryEnd.GIVEN_UP, 100.0, cost_s=3.0),  # never came: -3 instead of 0
-        GapStory(StoryEnd.CLOSED, 1.0, cost_s=7.0),  # nobody knows
+        # Pinning for the whole gap gains 3 s: no regret.
+        returned(2.0, in_vram=True, saved_s=5.0, cost_s=2.0),
+        returned(4.0, cost_s=1.0),  # pinned for 1 s: a loss of 1 s instead of a gain of 1 s
+        returned(9.0),  # too long to be worth a pin: no regret
+        # The job did not return: a loss of 3 s instead of 0.
+        GapStory(StoryEnd.GIVEN_UP, 100.0, cost_s=3.0),
+        # The trace ended first, so the best choice is unknown.
+        GapStory(StoryEnd.CLOSED, 1.0, cost_s=7.0),
         GapStory(StoryEnd.OVER),
     ]
     found = analyze(
@@ -244,7 +247,8 @@ def test_a_spread_leaves_out_what_is_unknown() -> None:
     assert Spread.of(np.array([math.nan])) is None
 
 
-# -- what an observed engine would have been spared -----------------------------------------------
+# # -- what an observed engine would have saved
+# ------------------------------------------------------
 
 
 def test_would_be_savings_are_reported_by_tier_and_as_time() -> None:
@@ -264,7 +268,7 @@ def test_would_be_savings_are_reported_by_tier_and_as_time() -> None:
     assert found.prefill_s == pytest.approx(4.0 * 50 / 200), "as a share of each context"
 
 
-def test_a_managed_engine_has_no_such_samples() -> None:
+def test_a_managed_engine_has_no_would_be_savings() -> None:
     found = analyze(of(turn("a", 1, 0.0, tokens=TurnTokens(prompt=9, recomputed=9))))
     assert found.would_have_saved.tokens == 0
     assert found.would_have_saved.prefill_s == 0

@@ -1,4 +1,4 @@
-"""Exports of a trace for Perfetto and for readers of Continuum's recorder."""
+"""Exports of a trace for Perfetto and in the format of Continuum's recorder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ AT = 1e9
 
 
 def turn(number: int, at: float, **fields: Any) -> TurnRecord:
-    """A turn of 4 s whose gap lasts 6 s, of which its KV is pinned for 2 s."""
+    """Return a turn of 4 s that is followed by a gap of 6 s. Its KV is pinned for the first 2 s of
+    the gap."""
     usual: dict[str, Any] = {
         "turn": number,
         "request": f"r{number}",
@@ -74,7 +75,7 @@ def test_each_job_has_a_track_and_another_one_for_concurrent_turns() -> None:
     assert tracks[0] == tracks[1] != tracks[2]
 
 
-def test_tiers_have_a_track_each_that_counts() -> None:
+def test_each_tier_has_a_counter_track() -> None:
     last: dict[str, Any] = {}
     most = 0
     for event in perfetto_events([turn(1, 0.0), turn(2, 10.0), turn(1, 4.5, job="other")]):
@@ -101,7 +102,7 @@ def test_any_trace_can_be_exported(turns: list[TurnRecord]) -> None:
     assert arrivals == sum(one.job is not None for one in turns)
 
 
-def test_the_recorders_events_come_in_order_under_its_names() -> None:
+def test_exported_events_have_the_recorders_order_and_names() -> None:
     found = recorder_events([turn(2, 10.0), turn(1, 0.0), turn(1, 0.0, job=None)])
     assert list(found) == ["j"]
     assert found["j"][:5] == [

@@ -22,7 +22,7 @@ from tiered_kv.trace.turn_record import (
 )
 
 
-def test_a_turn_of_an_engine_that_was_only_observed() -> None:
+def test_a_turn_in_observe_mode() -> None:
     one = record(
         times=TurnTimes(admitted_s=0.25, end_s=1.0),
         tokens=TurnTokens(prompt=1000, vram=100, recomputed=900, output=5),
@@ -34,7 +34,7 @@ def test_a_turn_of_an_engine_that_was_only_observed() -> None:
     assert would in sentences
 
 
-def test_a_turn_that_was_held_pinned_and_came_back() -> None:
+def test_a_turn_that_was_held_back_and_pinned_before_its_job_returned() -> None:
     one = record(
         turn=3,
         arrived=1_790_000_000.5,
@@ -76,7 +76,7 @@ def test_a_turn_that_was_never_admitted() -> None:
     ]
 
 
-def test_a_job_is_found_by_its_name_however_long_and_in_its_order() -> None:
+def test_a_job_is_found_by_a_name_of_any_length_with_its_turns_in_order() -> None:
     name = "x" * 500
     turns = [record(n, job=name, turn=n, arrived=float(n)) for n in (3, 1, 2)]
     found = [TurnRecord.from_json(json.loads(one.to_line())) for one in turns]
@@ -84,7 +84,7 @@ def test_a_job_is_found_by_its_name_however_long_and_in_its_order() -> None:
 
 
 @given(records)
-def test_any_story_is_one_line_that_does_nothing_to_a_terminal(one: TurnRecord) -> None:
+def test_any_timeline_is_one_line_without_control_characters(one: TurnRecord) -> None:
     told = " ".join(story(one))
     assert told.isprintable()
     assert told.startswith("Turn ")

@@ -1,4 +1,4 @@
-"""Places of a job's KV, compared with manual derivations from its turns."""
+"""Locations of a job's KV over time, compared with results worked out by hand from its turns."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ PINNED = PinStory(4, 2.0, PinEnd.EXPIRED)
 
 
 def turn(number: int, at: float, gap_s: float | None = None, **fields: Any) -> TurnRecord:
-    """A turn that waits for 1 s, is restored for 1 s, computes for 1 s and answers for 1 s."""
+    """Return a turn that waits for 1 s, is restored for 1 s, computes for 1 s and decodes for 1
+    s."""
     usual: dict[str, Any] = {
         "turn": number,
         "arrived": 1e9 + at,
@@ -51,7 +52,8 @@ def turn(number: int, at: float, gap_s: float | None = None, **fields: Any) -> T
 
 
 def lain(*turns: TurnRecord) -> list[tuple[Place, float, float]]:
-    """Stays in the order of their begin, without those of turns under way."""
+    """Return the locations of the KV between turns with their start and end times, sorted by
+    start."""
     table = TurnTable(turns)
     stays = Stays.of(table, TracedJobs.of(table))
     found = [
@@ -62,7 +64,7 @@ def lain(*turns: TurnRecord) -> list[tuple[Place, float, float]]:
     return sorted(found, key=lambda stay: stay[1])
 
 
-def test_kv_is_pinned_first_and_lies_where_the_next_turn_finds_it() -> None:
+def test_kv_is_pinned_first_and_then_is_where_the_next_turn_finds_it() -> None:
     found = TurnTokens(prompt=120, vram=10, cpu=80, recomputed=30, lost=10)
     assert lain(turn(1, 0.0, 6.0, pin=PINNED), turn(2, 10.0, tokens=found)) == [
         (Place.PINNED, 4.0, 6.0),
@@ -78,7 +80,7 @@ def test_kv_is_pinned_first_and_lies_where_the_next_turn_finds_it() -> None:
         (TurnTokens(prompt=100, cpu=40, recomputed=60, lost=50), Place.NOWHERE),
     ],
 )
-def test_kv_lies_where_most_of_it_is_found(tokens: TurnTokens, place: Place) -> None:
+def test_the_location_is_where_most_of_the_kv_is_found(tokens: TurnTokens, place: Place) -> None:
     assert lain(turn(1, 0.0, 6.0), turn(2, 10.0, tokens=tokens)) == [(place, 4.0, 11.0)]
 
 
@@ -97,7 +99,7 @@ def test_kv_of_a_job_that_never_returned_is_where_it_was_placed(tier: str, place
     assert lain(turn(1, 0.0, gap=gap, decision=PricedDecision(tier))) == [(place, 4.0, 10.0)]
 
 
-def test_kv_that_came_up_ahead_lay_on_ssd_until_then() -> None:
+def test_kv_that_was_promoted_ahead_was_on_ssd_until_then() -> None:
     decision, pages = PricedDecision("store", back_s=4.0), PageMoves(ahead=3)
     found = TurnTokens(prompt=100, cpu=100)
     first = turn(1, 0.0, 6.0, decision=decision, pages=pages)
@@ -107,8 +109,9 @@ def test_kv_that_came_up_ahead_lay_on_ssd_until_then() -> None:
     ]
 
 
-def test_tokens_over_time_are_those_that_lay_there() -> None:
-    """A context of 100 tokens is pinned for 2 s of a trace of 14 s, then in CPU memory for 5 s."""
+def test_curves_count_the_tokens_in_each_location_over_time() -> None:
+    """A context of 100 tokens is pinned for 2 s in a trace of 14 s, and then stays in CPU memory
+    for 5 s."""
     turns = turn(1, 0.0, 6.0, pin=PINNED), turn(2, 10.0, tokens=TurnTokens(prompt=70, cpu=70))
     table = TurnTable(turns)
     curves = OverTime.of(table, Stays.of(table, TracedJobs.of(table)))
@@ -149,8 +152,8 @@ def test_a_turn_that_was_never_admitted_waits_to_its_end() -> None:
     }
 
 
-def test_few_of_many_jobs_have_a_lane_the_slowest_and_an_even_sample() -> None:
-    """Every hundredth job takes a minute more."""
+def test_of_many_jobs_the_slowest_and_an_even_sample_have_lanes() -> None:
+    """Every hundredth job takes a minute longer."""
     count = 4_000
     turns = [
         turn(1, 10.0 * n, job=f"job-{n}", times=TurnTimes(0, 0, 0, 0, 1, 2 + 60 * (n % 100 == 7)))

@@ -1,4 +1,5 @@
-"""Steps in the trace: short lines in separate files, time-weighted means, tracks for Perfetto."""
+"""Steps in the trace: short lines in separate files, time-weighted means, and tracks for
+Perfetto."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def test_unknown_fields_of_later_versions_are_ignored_in_steps() -> None:
     assert StepRecord.from_json(found) == step(3, 0.0, running=2)
 
 
-def test_a_step_without_its_time_is_no_record() -> None:
+def test_a_step_without_a_time_is_not_a_record() -> None:
     with pytest.raises(ValueError, match="it lacks at"):
         StepRecord.from_json({"step": 1})
 
@@ -129,7 +130,7 @@ def test_replicas_are_distinguished() -> None:
     assert found.levels["running"] == Level(mean=2.0, peak=3)
 
 
-def test_no_steps_have_figures_too() -> None:
+def test_a_trace_without_steps_can_be_summed_up() -> None:
     assert step_figures([]).levels == {}
     assert step_figures([step(1, 0.0, running=3)]).levels["running"] == Level(0.0, 3)
 

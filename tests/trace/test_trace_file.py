@@ -1,4 +1,5 @@
-"""Trace files are bounded, whoever writes to them and however the writers end."""
+"""Trace files stay within their size limit, however many processes write them and however those
+processes end."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def file(path: Path) -> Iterator[TraceFile]:
     made.close()
 
 
-def test_a_full_file_is_moved_on_and_the_oldest_deleted(file: TraceFile, path: Path) -> None:
+def test_a_full_file_is_rotated_and_the_oldest_deleted(file: TraceFile, path: Path) -> None:
     written = [f"r{n}" for n in range(400)]
     for n in range(400):
         file.append([line(n)])
@@ -48,7 +49,9 @@ def test_a_full_file_is_moved_on_and_the_oldest_deleted(file: TraceFile, path: P
         assert "schema" in lines_of(one)[0], "each file begins with a header"
 
 
-def test_a_write_larger_than_a_file_has_one_of_its_own(file: TraceFile, path: Path) -> None:
+def test_a_write_larger_than_the_file_limit_has_a_file_of_its_own(
+    file: TraceFile, path: Path
+) -> None:
     file.append([line(0)])
     file.append([line(n) for n in range(1, 40)])
     file.append([line(40)])
@@ -58,7 +61,7 @@ def test_a_write_larger_than_a_file_has_one_of_its_own(file: TraceFile, path: Pa
     assert requests_of(newest) == ["r40"]
 
 
-def test_a_line_that_a_killed_process_left_half_written_is_ended(path: Path) -> None:
+def test_an_incomplete_line_of_a_killed_process_is_ended(path: Path) -> None:
     path.write_text('{"request":"r0"}\n{"requ')
     file = TraceFile(path, HEADER.to_line())
     file.append([line(1)])
@@ -86,7 +89,7 @@ def test_a_deleted_or_moved_file_is_recreated(file: TraceFile, path: Path) -> No
     assert requests_of(path.with_name("kept")) == ["r0"]
 
 
-def test_a_folder_that_comes_back_is_written_to_again(tmp_path: Path) -> None:
+def test_a_recreated_folder_is_written_to_again(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     path = folder / "trace.jsonl"
@@ -101,7 +104,8 @@ def test_a_folder_that_comes_back_is_written_to_again(tmp_path: Path) -> None:
 
 
 def test_replicas_share_a_trace_and_lose_nothing(path: Path) -> None:
-    """Each opens the file separately, as processes do, because locks belong to open files."""
+    """Each thread opens the file separately, as processes do, because a lock belongs to an open
+    file."""
     begin = threading.Barrier(3)
 
     def write(first: int) -> None:

@@ -1,4 +1,4 @@
-"""The report page of a trace: one file, of the promised size, and safe whatever the trace
+"""The HTML report of a trace is one file of bounded size, and is safe whatever the trace
 contains."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LINK = '<a href="javascript:alert(1)">%{y}</a><b>\u202e"\'&'
 
 
 class Parsed(HTMLParser):
-    """Elements of a page as a browser finds them, its texts, rows of tables, links and charts."""
+    """The elements of a page as a browser parses it: texts, table rows, links and charts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -71,7 +71,8 @@ class Parsed(HTMLParser):
 
 
 def turns(jobs: int = 3, each: int = 4, **fields: Any) -> list[TurnRecord]:
-    """Jobs whose turns wait, are restored, compute and answer, and whose KV lies in all tiers."""
+    """Return turns of jobs that wait, are restored, compute and decode, and whose KV is found in
+    all tiers."""
     return [
         record(
             **{
@@ -101,7 +102,7 @@ def write(path: Path, records: list[TurnRecord], header: str = HEADER.to_line())
 
 
 def run(*arguments: object) -> Result:
-    wide = {"COLUMNS": "400"}  # no line is broken, however long the path of the trace
+    wide = {"COLUMNS": "400"}  # no line is wrapped, however long the path of the trace
     return CliRunner().invoke(app, ["trace", *map(str, arguments)], env=wide)
 
 
@@ -111,7 +112,7 @@ def report(path: Path, out: Path) -> str:
     return out.read_text(encoding="utf-8")
 
 
-def test_the_page_needs_nothing_else_and_is_private(tmp_path: Path) -> None:
+def test_the_page_is_self_contained_and_private(tmp_path: Path) -> None:
     path = write(tmp_path / "trace.jsonl", turns())
     page = Parsed(report(path, tmp_path / "report.html"))
     assert page.links == []
@@ -122,11 +123,12 @@ def test_the_page_needs_nothing_else_and_is_private(tmp_path: Path) -> None:
 
 
 def test_the_figures_are_those_of_analyze(tmp_path: Path) -> None:
-    """Every table row of the page is a line of the command's output."""
+    """Every table row of the page is also a line of the output of ``trace analyze``."""
     path = write(tmp_path / "trace.jsonl", turns())
     page = Parsed(report(path, tmp_path / "report.html"))
     lines = [" ".join(line.split()) for line in run("analyze", path).stdout.splitlines()]
-    rows = [row for row in page.rows if path.name not in row]  # there the command has the path
+    # The command prints the whole path instead.
+    rows = [row for row in page.rows if path.name not in row]
     bodies = [" ".join(" ".join(row).split()) for row in rows]
     assert len(bodies) > 10
     assert [row for row in bodies if row not in " ".join(lines)] == []
@@ -137,7 +139,7 @@ def test_the_figures_are_those_of_analyze(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_browser_draws_the_page_with_analyzes_figures_in_it(tmp_path: Path) -> None:
+def test_a_browser_renders_the_page_with_the_figures_of_analyze(tmp_path: Path) -> None:
     path = write(tmp_path / "trace.jsonl", turns())
     report(path, tmp_path / "report.html")
     page = Parsed(dom_of(tmp_path / "report.html", tmp_path))
@@ -152,7 +154,7 @@ def test_a_browser_draws_the_page_with_analyzes_figures_in_it(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_browser_takes_texts_of_a_trace_as_texts(tmp_path: Path) -> None:
+def test_a_browser_does_not_interpret_strings_of_a_trace_as_html(tmp_path: Path) -> None:
     hostile = list[TurnRecord]()
     for one in (HOSTILE, LINK, HOSTILE.replace("</", "<!--")):
         said = PricedDecision(one, one, tiers_s={one: 1.0})
@@ -174,7 +176,7 @@ def test_a_browser_takes_texts_of_a_trace_as_texts(tmp_path: Path) -> None:
         assert any(text.startswith(one[:10]) for text in page.texts), "lanes have labels"
 
 
-def test_a_page_of_many_jobs_is_hardly_larger_than_that_of_few(tmp_path: Path) -> None:
+def test_a_page_of_many_jobs_is_hardly_larger_than_a_page_of_few(tmp_path: Path) -> None:
     few = report(write(tmp_path / "few.jsonl", turns(40)), tmp_path / "few.html")
     many = report(write(tmp_path / "many.jsonl", turns(2_000)), tmp_path / "many.html")
     assert len(many) < len(few) + 200_000
@@ -201,7 +203,7 @@ def test_what_is_not_in_a_trace_is_not_on_its_page(tmp_path: Path) -> None:
     assert "This trace has no turns whose gap has ended." in empty.texts
 
 
-def test_mistakes_are_reported_in_a_sentence(
+def test_mistakes_are_reported_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "report.html"
@@ -217,7 +219,7 @@ def test_mistakes_are_reported_in_a_sentence(
     assert not out.exists()
 
 
-def test_lines_that_are_no_records_are_counted_on_the_page(tmp_path: Path) -> None:
+def test_invalid_lines_are_counted_on_the_page(tmp_path: Path) -> None:
     path = write(tmp_path / "trace.jsonl", turns())
     with path.open("a") as file:
         file.write("{}\n")

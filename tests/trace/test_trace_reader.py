@@ -26,7 +26,7 @@ def requests(reader: TraceReader) -> list[str]:
 
 
 def fill(path: Path, count: int) -> list[str]:
-    """Write records into several files; returns their requests."""
+    """Write records to a trace with several files. Returns their request IDs."""
     file = TraceFile(path, HEADER.to_line(), 2048)
     for n in range(count):
         file.append([record(n).to_line()])
@@ -51,19 +51,19 @@ def test_a_trace_that_is_moved_while_it_is_read_is_read_once(path: Path) -> None
     assert [first, *(one.request for one in found)] == written
 
 
-def test_a_last_line_that_was_cut_off_is_no_bad_line(path: Path) -> None:
+def test_a_truncated_last_line_is_not_an_invalid_line(path: Path) -> None:
     path.write_text(f"{record(0).to_line()}\n{record(1).to_line()[:40]}")
     reader = TraceReader(path)
     assert requests(reader) == ["r0"]
     assert not reader.bad_lines
 
 
-def test_a_whole_last_line_counts_without_its_end(path: Path) -> None:
+def test_a_complete_last_line_without_a_line_feed_is_read(path: Path) -> None:
     path.write_text(f"{record(0).to_line()}\n{record(1).to_line()}")
     assert requests(TraceReader(path)) == ["r0", "r1"]
 
 
-def test_bad_lines_are_counted_and_the_first_are_named(path: Path) -> None:
+def test_invalid_lines_are_counted_and_the_first_are_reported(path: Path) -> None:
     odd = [
         b"\xff\xfe",
         b"{",
@@ -85,19 +85,19 @@ def test_bad_lines_are_counted_and_the_first_are_named(path: Path) -> None:
     assert said[4] == f"{path}, line 5: it is not an object"
 
 
-def test_a_trace_that_is_not_there_is_an_error(path: Path) -> None:
+def test_a_missing_trace_is_an_error(path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no trace"):
         list(TraceReader(path))
 
 
 def pack(path: Path, keep: bool = False) -> None:
-    """Pack a file as ``gzip`` does."""
+    """Compress a file as ``gzip`` does."""
     path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
     if not keep:
         path.unlink()
 
 
-def test_a_packed_trace_is_read_by_either_name(path: Path) -> None:
+def test_a_compressed_trace_is_read_by_either_name(path: Path) -> None:
     written = fill(path, 100)
     for one in filter(Path.exists, files_of(path)):
         pack(one)
@@ -107,7 +107,7 @@ def test_a_packed_trace_is_read_by_either_name(path: Path) -> None:
         assert not reader.bad_lines
 
 
-def test_older_files_may_be_packed_and_are_read_once(path: Path) -> None:
+def test_older_files_may_be_compressed_and_are_read_once(path: Path) -> None:
     written = fill(path, 100)
     older = [one for one in files_of(path) if one.exists()][1:]
     for n, one in enumerate(older):
@@ -115,13 +115,13 @@ def test_older_files_may_be_packed_and_are_read_once(path: Path) -> None:
     assert requests(TraceReader(path)) == written
 
 
-def test_a_trace_whose_own_name_ends_like_that_of_a_packed_one(tmp_path: Path) -> None:
+def test_a_trace_whose_name_ends_in_gz_is_read(tmp_path: Path) -> None:
     path = tmp_path / "trace.gz"
     written = fill(path, 100)
     assert requests(TraceReader(path)) == written
 
 
-def test_packed_steps_are_found(path: Path) -> None:
+def test_compressed_steps_are_read(path: Path) -> None:
     path.write_text(f"{record(0).to_line()}\n")
     steps_of(path).write_text(StepRecord(step=1, at=1.0).to_line() + "\n")
     pack(path)
@@ -164,7 +164,9 @@ def test_a_line_ends_with_a_line_feed_alone(path: Path) -> None:
         ("gap", {"gap_s": -2.0}),
     ],
 )
-def test_counts_and_times_below_0_are_not_believed(path: Path, field: str, value: object) -> None:
+def test_negative_counts_and_times_make_a_line_invalid(
+    path: Path, field: str, value: object
+) -> None:
     found = {**json.loads(record(0).to_line()), field: value}
     path.write_text(f"{json.dumps(found)}\n{record(1).to_line()}\n")
     reader = TraceReader(path)
@@ -174,7 +176,7 @@ def test_counts_and_times_below_0_are_not_believed(path: Path, field: str, value
     assert bad.reason.endswith(" is below 0")
 
 
-def test_a_policy_may_decide_anything(path: Path) -> None:
+def test_negative_values_in_a_decision_are_accepted(path: Path) -> None:
     found = {**json.loads(record(0).to_line()), "decision": {"benefit_s": -3.5, "q50_s": -1}}
     path.write_text(json.dumps(found) + "\n")
     (one,) = TraceReader(path)

@@ -23,7 +23,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def locked(path: Path) -> Iterator[int]:
-    """The lock of the trace file, as held by another process: nothing is written."""
+    """The lock of the trace file, held as if by another process, so that nothing can be written."""
     fd = os.open(path, os.O_CREAT | os.O_RDONLY, 0o600)
     fcntl.flock(fd, fcntl.LOCK_EX)
     yield fd
@@ -53,7 +53,7 @@ def test_close_writes_what_is_queued_and_joins_the_thread(path: Path) -> None:
 
 
 def test_only_its_owner_can_read_the_trace(path: Path) -> None:
-    """Job ids may be names of people and of their work."""
+    """Job IDs may contain names of people and of projects."""
     old = os.umask(0)
     try:
         TraceWriter(path, HEADER).close()
@@ -62,7 +62,7 @@ def test_only_its_owner_can_read_the_trace(path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_trace_that_is_there_is_continued_behind_a_header(path: Path) -> None:
+def test_an_existing_trace_is_continued_after_a_new_header(path: Path) -> None:
     for n in range(2):
         writer = TraceWriter(path, HEADER)
         writer.write(record(n))
@@ -86,7 +86,8 @@ def test_records_are_dropped_and_counted_when_the_disk_does_not_keep_up(
     for n in range(500):
         writer.write(record(n))
 
-    # The thread takes as many as are there, and then waits for the file with those in hand.
+    # The thread takes a batch from the queue, and then waits for the file with that batch in
+    # memory.
     assert writer.dropped >= 500 - 2 * trace_writer.AT_ONCE
     assert not writer.drain(timeout_s=0.0), "what is not in the file is not written"
 

@@ -1,4 +1,4 @@
-"""A record is a short line whatever a client sends, and preserves its meaning."""
+"""A record is a short line whatever a client sends, and is read back with the same meaning."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_any_record_fits_and_reads_as_it_was_written(one: TurnRecord) -> None:
     assert (again.times.admitted_s is None) == (one.times.admitted_s is None)
 
 
-def test_a_usual_record_is_written_whole() -> None:
+def test_a_usual_record_is_written_in_full() -> None:
     one = record(
         7,
         job="0199c7a4-5b7e-7d31-a7c2-3f1f0c6d2b11",
@@ -58,7 +58,7 @@ def test_a_usual_record_is_written_whole() -> None:
 
 
 @given(texts, texts)
-def test_texts_that_differ_differ_once_they_are_cut(one: str, other: str) -> None:
+def test_distinct_strings_are_distinct_after_truncation(one: str, other: str) -> None:
     assert size(cut(one, 32)) <= 32
     assert cut(cut(one, 32), 32) == cut(one, 32)
     assert (cut(one, 32) == cut(other, 32)) == (one == other)
@@ -81,7 +81,7 @@ def test_invalid_numbers_are_left_out() -> None:
     assert read(odd.to_line()).decision == PricedDecision("cpu")
 
 
-def test_fields_of_later_versions_are_passed_over() -> None:
+def test_fields_of_later_versions_are_ignored() -> None:
     found = json.loads(record().to_line())
     found |= {"weather": {"rain": [1]}, "tokens": {"prompt": 5, "imagined": 3}}
     assert TurnRecord.from_json(found).tokens.prompt == 5
@@ -105,7 +105,7 @@ def test_fields_of_later_versions_are_passed_over() -> None:
         ('{"decision": {"tiers_s": 3}}', "decision: tiers_s: 3 is not an object"),
     ],
 )
-def test_what_is_no_record_is_refused_with_the_reason(line: str, reason: str) -> None:
+def test_an_invalid_record_is_refused_with_the_reason(line: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         read(line)
 
@@ -133,5 +133,5 @@ def test_a_header_fits_and_reads_as_it_was_written(
     assert TraceHeader.from_json(found).to_line() == line
 
 
-def test_a_usual_header_is_written_whole() -> None:
+def test_a_usual_header_is_written_in_full() -> None:
     assert TraceHeader.from_json(json.loads(HEADER.to_line())) == HEADER

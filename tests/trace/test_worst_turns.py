@@ -1,4 +1,4 @@
-"""The slowest turns of a trace, and the reasons."""
+"""The slowest turns of a trace, and why they were slow."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def found(*turns: TurnRecord) -> WorstTurns:
 
 
 def reasons(*turns: TurnRecord) -> list[str]:
-    """Reasons of the worst turn."""
+    """Return the reasons why the worst turn was slow."""
     return found(*turns).found()[0].reasons()
 
 
@@ -35,7 +35,7 @@ def waited(*moments: Any, **fields: Any) -> TurnRecord:
     return record(times=TurnTimes(*moments), **fields)
 
 
-def test_the_turns_that_waited_longest_are_kept_the_worst_first() -> None:
+def test_the_turns_that_waited_longest_are_kept_worst_first() -> None:
     turns = [waited(0, 0, 0, 0, float(n * 7 % 50), 99.0, n=n) for n in range(50)]
     kept = found(*turns).found()
     assert [one.waited_s for one in kept] == [float(49 - at) for at in range(MOST_WORST)]
@@ -51,7 +51,7 @@ def test_a_turn_without_a_first_token_waited_to_its_end() -> None:
     )
 
 
-def test_reasons_come_by_what_they_took_and_small_ones_are_left_out() -> None:
+def test_reasons_are_sorted_by_their_time_and_small_ones_are_left_out() -> None:
     tokens = TurnTokens(prompt=900, cpu=500, ssd=200, recomputed=200, new=190)
     turn = waited(6.0, 1.0, 7.1, 8.1, 10.0, 12.0, tokens=tokens)
     assert reasons(turn) == [
@@ -63,7 +63,7 @@ def test_reasons_come_by_what_they_took_and_small_ones_are_left_out() -> None:
     ]
 
 
-def test_lost_kv_is_traced_with_the_gap_before() -> None:
+def test_lost_kv_is_reported_with_the_gap_before_the_turn() -> None:
     gap = GapStory(StoryEnd.RETURNED, 42.0)
     before = record(turn=1, gap=gap, pin=PinStory(4, 5.0, PinEnd.PRESSURE))
     after = waited(

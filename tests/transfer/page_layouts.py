@@ -1,4 +1,4 @@
-"""Random layouts and copy jobs on them, with the bytes that they must move."""
+"""Random page layouts and copy jobs on them, with the expected contents of the memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tiered_kv.transfer.base import CopyJob, Direction
 
 @st.composite
 def layouts(draw: st.DrawFn, longest: int = 300) -> PageLayout:
-    """Regions behind each other, with gaps and without, at even and odd addresses.
+    """Draw a layout of consecutive regions, with or without gaps, at even and odd addresses.
 
-    Runs lie outside of blocks, as layers mostly do, or inside.
+    Runs are outside the blocks, as is usual for layers, or inside them.
     """
     num_blocks = draw(st.integers(1, 6))
     step = draw(st.sampled_from([1, 4, 8, 16]))
@@ -39,10 +39,10 @@ def layouts(draw: st.DrawFn, longest: int = 300) -> PageLayout:
 
 @dataclass(frozen=True)
 class Move:
-    """A job of good pages, and memory full of random bytes.
+    """A copy job of valid pages, and memory full of random bytes.
 
     Attributes:
-        moved: storage and slab as the job must leave them.
+        moved: expected contents of the storage and the slab after the job.
     """
 
     layout: PageLayout
@@ -62,7 +62,8 @@ class Move:
 
 @st.composite
 def moves(draw: st.DrawFn, longest: int = 300) -> Move:
-    """Distinct blocks and slots; often in order, so that some are neighbours on both sides."""
+    """Draw a copy job with distinct blocks and slots. They are often in order, so that some pages
+    are adjacent in both the storage and the slab."""
     layout = draw(layouts(longest))
     num_slots = draw(st.integers(1, 6))
     pages = draw(st.integers(0, min(layout.num_blocks, num_slots)))

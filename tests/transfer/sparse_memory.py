@@ -1,4 +1,4 @@
-"""Memory that may be larger than the machine's: only the bytes that a test touches exist."""
+"""Sparse memory that may be larger than the machine's RAM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NO_RESERVE = 0x4000
 
 
 class SparseMemory:
-    """Memory of a CPU pool."""
+    """CPU pool memory that occupies RAM only where a test writes."""
 
     pinned = False
 

@@ -1,4 +1,5 @@
-"""A copy job maps to the right byte runs: every byte once, neighbours merged."""
+"""A copy job becomes the right byte runs: each byte is copied once, and adjacent runs are
+merged."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def pages_of(blocks: list[int], slots: list[int]) -> Pages:
 
 
 def byte_pairs(copies: Copies) -> list[tuple[int, int]]:
-    """(where in the storage, where in the slab) of every byte that is moved."""
+    """Return the offset in the storage and the offset in the slab of every byte that is copied."""
     return [
         (storage + i, slab + i)
         for storage, slab, nbytes in zip(
@@ -35,7 +36,7 @@ def byte_pairs(copies: Copies) -> list[tuple[int, int]]:
 
 
 @given(moves())
-def test_every_byte_of_every_page_is_moved_once_and_to_its_place(move: Move) -> None:
+def test_every_byte_of_every_page_is_copied_once_to_its_destination(move: Move) -> None:
     pages = sort_out(move.job, move.layout.num_blocks, move.num_slots)
 
     moved = byte_pairs(plan_copies(page_runs(move.layout, move.layout.page_bytes), pages))
@@ -49,7 +50,7 @@ def test_every_byte_of_every_page_is_moved_once_and_to_its_place(move: Move) -> 
 
 
 @given(moves(), st.integers(1, 500))
-def test_copies_that_are_cut_move_the_same_bytes_and_cross_no_cut(move: Move, every: int) -> None:
+def test_split_copies_move_the_same_bytes_and_cross_no_boundary(move: Move, every: int) -> None:
     pages = sort_out(move.job, move.layout.num_blocks, move.num_slots)
     whole = plan_copies(page_runs(move.layout, move.layout.page_bytes), pages)
 
@@ -68,7 +69,9 @@ def test_copies_that_are_cut_move_the_same_bytes_and_cross_no_cut(move: Move, ev
         )
     )
 )
-def test_what_does_not_exist_is_set_aside_and_the_rest_is_kept(job: list[tuple[int, int]]) -> None:
+def test_pages_with_invalid_blocks_or_slots_are_rejected_and_the_rest_kept(
+    job: list[tuple[int, int]],
+) -> None:
     good = [0 <= block < 5 and 0 <= slot < 7 for block, slot in job]
 
     pages = sort_out(
@@ -91,24 +94,24 @@ def test_neighbours_on_both_sides_become_one_copy_where_a_block_is_one_run() -> 
     assert copies.slab.tolist() == [0, 3 * 48, 5 * 48, 6 * 48]
 
 
-def test_layers_apart_stay_apart_however_the_blocks_lie() -> None:
+def test_separate_layers_stay_separate_copies_in_any_block_order() -> None:
     runs = page_runs(page_layout([Placement(3, 100 * 16, 16, 0)], 100), 48)
     assert plan_copies(runs, pages_of([4, 5], [0, 1])).nbytes.tolist() == [16] * 6
 
 
-def test_runs_that_touch_within_a_block_are_one() -> None:
+def test_adjacent_runs_within_a_block_are_one_copy() -> None:
     layout = PageLayout((Region(0, 4, 16, 80, 16), Region(64, 1, 0, 80, 16)), 3)
     assert page_runs(layout, layout.page_bytes).nbytes.tolist() == [80]
     apart = PageLayout((Region(0, 4, 16, 80, 16), Region(65, 1, 0, 80, 15)), 3)
     assert page_runs(apart, apart.page_bytes).nbytes.tolist() == [64, 15]
 
 
-def test_no_pages_are_no_copies() -> None:
+def test_a_job_without_pages_has_no_copies() -> None:
     runs = page_runs(page_layout([Placement(3, 16, 48, 0)], 100), 48)
     assert len(plan_copies(runs, pages_of([], []))) == 0
 
 
-def test_pages_smaller_than_their_slots_keep_to_their_own_bytes() -> None:
+def test_pages_smaller_than_their_slots_copy_only_their_own_bytes() -> None:
     runs = page_runs(page_layout([Placement(3, 16, 48, 0)], 100), 64)
     copies = plan_copies(runs, pages_of([4, 5, 6], [0, 1, 2]))
     assert copies.nbytes.tolist() == [48, 48, 48]

@@ -1,4 +1,4 @@
-"""The CPU transfer backend obeys the contract, for every KV dtype."""
+"""The CPU transfer backend obeys the transfer contract for every KV dtype."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TestCpuTransfer(TransferConformance):
 
 
 class Engine:
-    """KV tensors as vLLM's CPU attention lays them out, one allocation for all layers."""
+    """KV tensors in the layout of vLLM's CPU attention, with one allocation for all layers."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = getattr(torch, dtype)
@@ -38,7 +38,7 @@ class Engine:
         self.kv = torch.zeros(shape, dtype=self.dtype)
         page = HEADS * TOKENS * 2 * HEAD_SIZE * self.dtype.itemsize
         self.layout = page_layout([Placement(LAYERS, BLOCKS * page, page, 0)], BLOCKS)
-        self.bits = self.kv.view(torch.uint8).flatten().numpy()  # the same memory
+        self.bits = self.kv.view(torch.uint8).flatten().numpy()  # a view of the same memory
 
     def block_bits(self, block: int) -> bytes:
         bits: bytes = self.kv[:, block].contiguous().view(torch.uint8).numpy().tobytes()
@@ -46,7 +46,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_pages_of_every_dtype_come_back_bit_for_bit(dtype: str) -> None:
+def test_pages_of_every_dtype_are_restored_bit_for_bit(dtype: str) -> None:
     engine = Engine(dtype)
     values = torch.randn(engine.kv.shape, generator=torch.Generator().manual_seed(0))
     engine.kv.copy_(values.to(engine.dtype))
@@ -66,7 +66,8 @@ def test_pages_of_every_dtype_come_back_bit_for_bit(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_and_infinity_keep_their_payload_and_their_sign(dtype: str) -> None:
-    """Every bit pattern there is: NaNs of all payloads, both zeros, subnormals, infinities."""
+    """The test covers every bit pattern of the dtype: NaNs of all payloads, both zeros, subnormal
+    numbers and infinities."""
     engine = Engine(dtype)
     width = np.uint8 if engine.dtype.itemsize == 1 else np.uint16
     patterns = np.arange(np.iinfo(width).max + 1, dtype=width)
@@ -103,7 +104,7 @@ def test_slots_of_another_size_are_refused() -> None:
     assert "tiered-kv-copy" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_pool_without_slots_fails_every_page_and_serves_on() -> None:
+def test_a_pool_without_slots_fails_every_page_and_continues() -> None:
     layout = page_layout([Placement(1, 5 * 64, 64, 0)], 5)
     backend = CpuTransfer([layout], np.zeros(320, dtype=np.uint8), CpuPool(AnonymousMemory(0), 64))
     assert backend.run(CopyJob(1, Direction.SAVE, (0,), (0,))).failed == {0}
@@ -113,7 +114,7 @@ def test_a_pool_without_slots_fails_every_page_and_serves_on() -> None:
 @pytest.mark.parametrize(
     "place", [Placement(3, 12 * 700, 700, 0), Placement(3, 700, 2100, 0)], ids=["layers", "blocks"]
 )
-def test_random_operations_leave_every_page_as_it_should_be(place: Placement) -> None:
+def test_random_operations_leave_every_page_correct(place: Placement) -> None:
     layout = page_layout([place], 12)
     storage = np.zeros(layout.storage_bytes, dtype=np.uint8)
     pool = CpuPool(AnonymousMemory(16 * layout.page_bytes), layout.page_bytes)

@@ -40,7 +40,7 @@ def test_close_may_be_called_twice() -> None:
     assert not pool.pinned
 
 
-def test_the_rest_of_the_memory_is_no_slot() -> None:
+def test_memory_after_the_last_whole_slot_is_unused() -> None:
     memory = AnonymousMemory(3 * 100 + 99)
     pool = CpuPool(memory, 100)
     assert pool.slots.shape == (3, 100)
@@ -49,7 +49,7 @@ def test_the_rest_of_the_memory_is_no_slot() -> None:
 
 
 class SharedMemory:
-    """Memory of several processes, by its name."""
+    """Memory that several processes share by name."""
 
     pinned = False
 
@@ -67,8 +67,9 @@ class SharedMemory:
             self._shared.unlink()
 
 
-def test_memory_of_several_processes_serves_as_well() -> None:
-    """Whose memory it is, is its own affair: the pool closes it and no more."""
+def test_memory_shared_by_several_processes_can_be_used() -> None:
+    """The pool closes the memory and does nothing else to it. Whether the memory is then released
+    is left to its class."""
     memory = SharedMemory(None, 2 * 4096)
     pool = CpuPool(memory, 4096)
     pool.slots[1] = 7
@@ -90,7 +91,7 @@ def test_a_view_outlives_the_pool() -> None:
     assert (view == 9).all()
 
 
-def test_memory_that_cannot_be_had_is_an_error_and_not_a_crash() -> None:
+def test_memory_that_cannot_be_allocated_is_an_error_and_not_a_crash() -> None:
     with pytest.raises((MemoryError, OSError)):
         CpuPool(AnonymousMemory((1 << 22) * (1 << 40)), 1 << 40)
 

@@ -30,7 +30,7 @@ LAYERS, BLOCKS, RUN = 3, 6, (1 << 20) + 64
 PAGE = LAYERS * RUN
 
 
-def test_a_context_at_the_far_end_is_saved_and_comes_back() -> None:
+def test_a_context_in_the_last_slots_is_saved_and_restored() -> None:
     layout = page_layout([Placement(LAYERS, BLOCKS * RUN, RUN, 0)], BLOCKS)
     vram = np.random.default_rng(0).integers(0, 256, layout.storage_bytes, dtype=np.uint8)
     saved = vram.copy()
@@ -46,7 +46,7 @@ def test_a_context_at_the_far_end_is_saved_and_comes_back() -> None:
         vram[:] = 0
         assert not backend.run(CopyJob(2, Direction.LOAD, range(5), slots)).failed
     kept = saved.reshape(LAYERS, BLOCKS, RUN)
-    kept[:, 5] = 0  # no page was saved of it
+    kept[:, 5] = 0  # block 5 was not saved
     assert np.array_equal(vram, kept.reshape(-1))
     pool.close()
 

@@ -1,4 +1,4 @@
-"""Connectors that tests configure next to this one in vLLM's ``MultiConnector``."""
+"""Connectors that tests configure next to TieredContinuumConnector in vLLM's ``MultiConnector``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Nothing(KVConnectorMetadata):
 
 
 class Producer(KVConnectorBase_V1, SupportsHMA):
-    """Hands KV to other instances, or would: it has nothing to bring."""
+    """A connector that only sends KV to other instances. It has no KV to load and sends nothing."""
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -54,7 +54,7 @@ class Producer(KVConnectorBase_V1, SupportsHMA):
 
 
 class Talker(Producer):
-    """Tells its scheduler side something of its workers, as NIXL does."""
+    """A connector whose workers return handshake metadata for its scheduler side, as NIXL does."""
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
         return KVConnectorHandshakeMetadata()
@@ -70,11 +70,11 @@ class Transfer:
 
 
 class Receiver(Producer):
-    """Says that it only produces, and yet brings the KV of requests named remote*, whole blocks,
-    some steps after vLLM gave it their blocks: whoever asks it to can have that of some."""
+    """A connector that is declared a producer but also loads KV. It loads the full blocks of
+    requests whose names start with "remote", a few steps after vLLM allocated the blocks."""
 
     STEPS = 3
-    cells: NDArray[Any]  # of the engine, whose worker is in this process
+    cells: NDArray[Any]  # KV cells of the engine, whose worker is in the same process
     under_way: dict[str, Transfer]
 
     def get_num_new_matched_tokens(

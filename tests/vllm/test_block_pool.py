@@ -1,5 +1,5 @@
-"""vLLM's null block has no owner. Before 0.33 the pool counts references to it like to any other
-block."""
+"""vLLM's null block has no owner. Before vLLM 0.33 the block pool counts references to it as for
+any other block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiered_kv.testing.vllm.groups import GroupSpec
 
 
 class Counted(VllmBlockPool):
-    """Counts the blocks that are held and released, and refuses the null block."""
+    """A block pool that counts the blocks held and released, and refuses the null block."""
 
     counts = (0, 0)
 
@@ -40,7 +40,7 @@ class Counted(VllmBlockPool):
 
 
 @pytest.mark.parametrize("groups", MODELS.values(), ids=MODELS)
-def test_it_is_neither_held_nor_released(
+def test_the_null_block_is_neither_held_nor_released(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, groups: Sequence[GroupSpec]
 ) -> None:
     monkeypatch.setattr(connector, "VllmBlockPool", Counted)

@@ -33,7 +33,7 @@ def with_reader(found: Dependencies) -> Dependencies:
 
 
 def scheduler_side(folder: Path, extra: dict[str, Any]) -> Any:
-    """The connector as vLLM's scheduler makes it, before there are blocks."""
+    """Return the connector as vLLM's scheduler constructs it, before the block pool exists."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
@@ -62,7 +62,8 @@ def test_a_hook_before_the_blocks_does_not_raise(tmp_path: Path) -> None:
 
 
 def test_what_was_started_is_closed_if_the_components_cannot_be_built(tmp_path: Path) -> None:
-    config = engine_config(tmp_path / "model", SIZE, {"trace": str(tmp_path)})  # a folder
+    # A folder cannot be written as a trace file.
+    config = engine_config(tmp_path / "model", SIZE, {"trace": str(tmp_path)})
     with (
         pytest.raises(ConfigError, match=r"TIERED_KV_TRACE=.*cannot be written"),
         given(lambda: 0.0, with_reader),

@@ -1,7 +1,6 @@
-"""vLLM 0.33 may drop an offered restore: if it returns the experts of each token
-(``--enable-return-routed-experts``), a hit must end at a block boundary, and not beyond the blocks
-with known experts.
-"""
+"""vLLM 0.33 may drop an offered restore. If vLLM returns the experts of each token
+(``--enable-return-routed-experts``), a hit must end at a block boundary and must not go beyond the
+blocks whose experts are known."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def return_experts(config: Any) -> None:
 def start(make_rig: MakeRig, mode: RestoreMode, **options: Any) -> Rig:
     rig = make_rig(blocks=200, configure=return_experts, extra={"cpu_gib": 0.01}, **options)
     rig.pages.restores.policy = AlwaysRestore(mode)
-    # The rig's model has no experts: what it would return is left out.
+    # The rig's model has no experts, so the method that would return them is replaced.
     rig.scheduler.aux_output_connector.take_output = lambda request, output: None
     return rig
 
@@ -69,7 +68,7 @@ def test_a_restore_ends_with_a_block_so_that_it_is_used(
 def test_a_restore_that_vllm_drops_costs_nothing_but_itself(
     make_rig: MakeRig, mode: RestoreMode
 ) -> None:
-    """The experts of its blocks are forgotten."""
+    """vLLM drops the restore because the experts of its blocks are not known."""
     rig = start(make_rig, mode)
     answer = rig.ask("t1", PROMPT, max_tokens=30)
     forget_vram(rig)

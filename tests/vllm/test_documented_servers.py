@@ -1,4 +1,5 @@
-"""Servers in the documents start: vLLM's parser knows each flag, and the settings exist."""
+"""The server commands in the documentation work: vLLM's parser knows each flag, and the settings
+exist."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ from tests.deploy.example_files import compose_server, engines_of_script, kubern
 from tests.deploy.unit import FOLDER, STATE, command, environment
 from tiered_kv.config import load_config
 
-cli_args = pytest.importorskip("vllm.entrypoints.launchers.cli_args")  # elsewhere in others
+# Other vLLM versions do not have this module.
+cli_args = pytest.importorskip("vllm.entrypoints.launchers.cli_args")
 SETTINGS = re.compile(r"TIERED_KV_\w+=\S+")
 
 
 def servers() -> list[str]:
-    """Blocks that begin a server, their continued lines joined."""
+    """Return the code blocks of the documentation that start a server, with continued lines
+    joined."""
     found = list[str]()
     for path in DOCUMENTS:
         blocks = (block.replace("\\\n", " ") for block in BLOCK.findall(path.read_text()))
@@ -29,7 +32,7 @@ def servers() -> list[str]:
 
 
 def deployed() -> list[str]:
-    """Blocks that begin a server as ``deploy/`` has it: the service, and the container."""
+    """Return blocks that start a server as the service and the container in ``deploy/`` do."""
     variables = [f"{name}={value}" for name, value in environment().items()]
     _, *words = command()
     said = (FOLDER / "Containerfile").read_text().partition("FROM ")[0]
@@ -43,7 +46,7 @@ def deployed() -> list[str]:
 
 
 def examples() -> list[str]:
-    """Blocks that start the servers of ``examples/``."""
+    """Return blocks that start the servers in ``examples/``."""
     found = (compose_server(), kubernetes_server(), *engines_of_script())
     return [
         "\n".join((*(f"{name}={value}" for name, value in one.settings.items()), one.line))
@@ -60,13 +63,13 @@ def test_vllm_accepts_every_flag_and_tiered_kv_every_variable(block: str, tmp_pa
     check(block, tmp_path)
 
 
-def test_so_they_do_in_the_examples(tmp_path: Path) -> None:
+def test_vllm_and_tiered_kv_accept_the_servers_of_the_examples(tmp_path: Path) -> None:
     for block in examples():
         check(block, tmp_path)
 
 
 def check(block: str, tmp_path: Path) -> None:
-    """Check a block that starts a server."""
+    """Assert that vLLM accepts the commands of a block, and tiered-kv its settings."""
     parser = cli_args.make_arg_parser(FlexibleArgumentParser())
     lines = [line for line in block.split("\n") if line.startswith("vllm serve ")]
     assert lines

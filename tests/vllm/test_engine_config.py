@@ -1,4 +1,5 @@
-"""Refusals of the connector at startup, and their messages. Needs no vLLM."""
+"""Configurations that the connector refuses at startup, and its messages. The tests need no
+vLLM."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def nobody_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "version", ["0.30.0", "0.31", "0.32.0", "0.33.1rc2", "0.30.0.dev5+g1a2b3c4.cpu", "0.31.0+cu130"]
 )
-def test_tested_versions_are_taken_without_a_word(
+def test_tested_versions_are_accepted_without_a_warning(
     version: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     check_version(version)
@@ -42,7 +43,7 @@ def test_tested_versions_are_taken_without_a_word(
 
 
 @pytest.mark.parametrize("version", ["0.29.3", "0.9.2", "0.8", "0.0.1"])
-def test_older_versions_are_refused_in_one_sentence(version: str) -> None:
+def test_older_versions_are_refused_with_one_sentence(version: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
         check_version(version)
     assert str(caught.value) == (
@@ -51,7 +52,7 @@ def test_older_versions_are_refused_in_one_sentence(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.34.0", "0.100.0", "1.0.0"])
-def test_newer_versions_are_warned_of_once(version: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_newer_versions_cause_one_warning(version: str, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         check_version(version)
     (record,) = caplog.records
@@ -61,7 +62,7 @@ def test_newer_versions_are_warned_of_once(version: str, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("version", ["", "dev", "main-1a2b3c4", "unknown"])
-def test_a_version_that_cannot_be_read_is_warned_of_and_tried(
+def test_an_unreadable_version_causes_a_warning_and_is_accepted(
     version: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     check_version(version)
@@ -72,7 +73,8 @@ def test_a_version_that_cannot_be_read_is_warned_of_and_tried(
 
 
 def config(**changes: Any) -> SimpleNamespace:
-    """A configuration that is fine, with changes by dotted name."""
+    """Return a valid configuration with changes. In names of nested fields, two underscores stand
+    for the dot."""
     made = SimpleNamespace(
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1,
@@ -100,7 +102,7 @@ def config(**changes: Any) -> SimpleNamespace:
     return made
 
 
-def test_a_configuration_with_nothing_special_is_taken() -> None:
+def test_an_ordinary_configuration_is_accepted() -> None:
     refuse_unsupported(config())
 
 
@@ -149,7 +151,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("changes", "what", "instead"), REFUSALS)
-def test_what_would_go_wrong_is_refused_with_what_to_write_instead(
+def test_unsupported_configurations_are_refused_with_a_remedy(
     changes: dict[str, Any], what: str, instead: str
 ) -> None:
     with pytest.raises(UnsupportedError) as caught:
@@ -161,14 +163,14 @@ def test_what_would_go_wrong_is_refused_with_what_to_write_instead(
     assert isinstance(caught.value, TieredKVError)
 
 
-def test_a_vllm_without_prefill_context_parallelism_is_no_mistake() -> None:
+def test_a_vllm_without_prefill_context_parallelism_is_accepted() -> None:
     old = config()
     del old.parallel_config.prefill_context_parallel_size
     refuse_unsupported(old)
 
 
 def test_the_load_failure_policy_must_be_set() -> None:
-    """vLLM's default fails the request."""
+    """vLLM's default policy fails the request."""
     silent = config()
     del silent.kv_transfer_config.kv_load_failure_policy
     with pytest.raises(UnsupportedError, match="kv_load_failure_policy"):
@@ -229,7 +231,7 @@ def kv_config(*specs: Callable[[], Any], host_resident: bool = False) -> SimpleN
 
 @pytest.fixture
 def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that reading the engine needs of vLLM."""
+    """A fake of everything that reading the engine configuration needs of vLLM."""
     module = ModuleType("vllm.v1.kv_cache_interface")
     module.is_full_attention_spec = (  # type: ignore[attr-defined]
         lambda spec: type(spec) in (FullAttentionSpec, CoarseSpec)
@@ -240,7 +242,9 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_vllm")
-def test_an_engine_is_read_into_what_both_halves_need(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_configuration_is_read_into_facts_for_both_sides(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     facts = read_engine(config(), kv_config(FullAttentionSpec))
     assert facts == EngineFacts(
         ranks=2,
@@ -266,7 +270,8 @@ def test_an_engine_is_read_into_what_both_halves_need(caplog: pytest.LogCaptureF
 
 
 class ContinuumScheduler:
-    """A scheduler of the name of ours, as vLLM may be given the class itself."""
+    """A class with the name of the package's scheduler. vLLM may be given the class itself instead
+    of its name."""
 
 
 @pytest.mark.usefixtures("without_vllm")
@@ -279,7 +284,7 @@ class ContinuumScheduler:
         ("vllm.v1.core.sched.scheduler.Scheduler", "fcfs", False),
     ],
 )
-def test_requests_go_in_the_order_of_jobs_under_our_scheduler(
+def test_requests_run_in_job_order_with_the_packages_scheduler(
     scheduler: object, policy: str, in_order: bool
 ) -> None:
     said = config(scheduler_config__scheduler_cls=scheduler, scheduler_config__policy=policy)
@@ -297,7 +302,7 @@ def test_requests_go_in_the_order_of_jobs_under_our_scheduler(
         (1 << 20, [SlidingWindowSpec, FullAttentionSpec], True),
     ],
 )
-def test_longer_blocks_are_advised_at_the_start_of_an_engine_of_long_contexts(
+def test_longer_blocks_are_recommended_at_startup_for_long_contexts(
     max_len: int, specs: list[Any], advised: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     said = config(model_config__max_model_len=max_len)
@@ -318,7 +323,7 @@ def test_longer_blocks_are_advised_at_the_start_of_an_engine_of_long_contexts(
         ({"parallel_config__pipeline_parallel_size": 2}, True, False),
     ],
 )
-def test_restores_are_sync_only_where_vllm_can_go_back_on_them(
+def test_restores_are_sync_only_where_vllm_can_revert_them(
     changes: dict[str, Any], ahead: bool, sync: bool
 ) -> None:
     facts = read_engine(config(**changes), kv_config(FullAttentionSpec))
@@ -327,7 +332,8 @@ def test_restores_are_sync_only_where_vllm_can_go_back_on_them(
 
 @pytest.mark.usefixtures("without_vllm")
 def test_blocks_of_one_size_can_be_arranged_differently() -> None:
-    """Heads before tokens or behind them: the same regions, and pages that must not mix."""
+    """Heads can come before tokens or after them. The regions are the same, but the pages must not
+    be mixed."""
     one, other = kv_config(FullAttentionSpec), kv_config(FullAttentionSpec)
     one.kv_cache_layout, other.kv_cache_layout = "LBNHC", "LBHNC"
     (mine,), (theirs,) = (read_engine(config(), cache).groups for cache in (one, other))
@@ -345,7 +351,7 @@ def test_blocks_of_one_size_can_be_arranged_differently() -> None:
         (kv_config(FullAttentionSpec, host_resident=True), "lies in host memory"),
     ],
 )
-def test_what_cannot_be_offloaded_is_left_to_vllm_with_a_reason(
+def test_kv_that_cannot_be_offloaded_is_left_to_vllm_with_a_reason(
     cache: SimpleNamespace, reason: str
 ) -> None:
     facts = read_engine(config(), cache)
@@ -355,7 +361,7 @@ def test_what_cannot_be_offloaded_is_left_to_vllm_with_a_reason(
 
 
 @pytest.mark.usefixtures("without_vllm")
-def test_groups_say_what_a_hit_needs_and_full_attention_comes_first() -> None:
+def test_groups_have_the_reach_of_a_hit_and_full_attention_is_first() -> None:
     cache = kv_config(SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec, FullAttentionSpec)
     groups = read_engine(config(), cache).groups
     assert [group.index for group in groups] == [3, 0, 1, 2]
@@ -376,7 +382,7 @@ def test_restores_with_several_groups_are_async() -> None:
 
 
 class Drafter:
-    """vLLM's configuration of speculation."""
+    """A fake of vLLM's configuration of speculative decoding."""
 
     def __init__(self, *, takes_next_token: bool, modules: int = 1) -> None:
         self._takes_next_token = takes_next_token
@@ -390,7 +396,7 @@ class Drafter:
 
 
 @pytest.mark.usefixtures("without_vllm")
-def test_kv_of_drafters_that_take_the_next_token_depends_on_it() -> None:
+def test_kv_of_draft_models_that_take_the_next_token_depends_on_it() -> None:
     ngram, eagle = (Drafter(takes_next_token=takes) for takes in (False, True))
     facts = read_engine(config(speculative_config=ngram), kv_config(FullAttentionSpec))
     assert facts.speculates
@@ -408,7 +414,7 @@ def test_kv_of_drafters_that_take_the_next_token_depends_on_it() -> None:
     assert read_engine(said, cache).groups[0].draft_tokens == 2
 
 
-def test_slots_are_whole_pages_of_the_memory_given() -> None:
+def test_slots_are_whole_pages_of_the_given_memory() -> None:
     small, large = (
         PageGroup(i, 16, page_layout([Placement(2, 640, size, 0)], 10))
         for i, size in enumerate((32, 64))

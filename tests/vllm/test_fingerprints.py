@@ -1,4 +1,4 @@
-"""Pages are found by everything that shaped them, and by nothing else."""
+"""A page's fingerprint depends on everything that affects its KV, and on nothing else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fingerprints(make_rig: MakeRig) -> Iterator[Fingerprints]:
 
 
 def fingerprint(rig: Rig) -> Fingerprint:
-    """The fingerprint of the one page group."""
+    """Return the fingerprint of the only page group."""
     (only,) = base_fingerprints(rig.config, rig.half.facts)
     return only
 
@@ -39,7 +39,7 @@ def adapter(path: Path | str, number: int = 1, *, in_place: bool = False, name: 
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """The weights of an adapter, in its folder."""
+    """The weight file of an adapter, in the adapter's folder."""
     (tmp_path / "adapter").mkdir()
     path = tmp_path / "adapter" / "adapter_model.safetensors"
     path.write_bytes(b"one" * 1000)
@@ -65,10 +65,10 @@ def test_adapters_are_distinguished_by_their_files(
 
 
 @pytest.mark.parametrize("name", ["org/adapter", "empty"])
-def test_an_adapter_without_files_here_is_neither_saved_nor_restored(
+def test_kv_of_an_adapter_without_local_files_is_neither_saved_nor_restored(
     fingerprints: Fingerprints, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The worker looks it up on a hub, where it may be another one tomorrow."""
+    """The worker looks the adapter up on a hub, where the files may change at any time."""
     (tmp_path / "empty").mkdir()
     request = adapter(tmp_path / name if name == "empty" else name)
     assert digested(fingerprints, request) is None
@@ -86,7 +86,7 @@ def test_an_adapter_in_the_home_folder_is_found(
 def test_an_adapter_loaded_in_place_has_keys_immediately_and_is_not_read_by_requests(
     fingerprints: Fingerprints, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM keeps the flag on every later request of the adapter."""
+    """vLLM keeps the load-in-place flag on every later request of the adapter."""
     loaded = adapter(weights.parent, in_place=True)
     assert not fingerprints.on_load(loaded), "no KV of it can be there"
     monkeypatch.delattr("tiered_kv.connectors.vllm.fingerprints.digest_files")
@@ -98,7 +98,7 @@ def test_an_adapter_loaded_in_place_has_keys_immediately_and_is_not_read_by_requ
     assert fingerprints.of(loaded, CONTEXT) not in {*keys, None}
 
 
-def test_weights_that_changed_before_the_first_request_are_not_taken_for_those_loaded(
+def test_weights_that_changed_before_the_first_request_are_noticed(
     fingerprints: Fingerprints, weights: Path
 ) -> None:
     first, second = adapter(weights.parent, 1), adapter(weights.parent, 2)
@@ -118,7 +118,7 @@ def test_weights_that_changed_before_the_first_request_are_not_taken_for_those_l
 def test_an_adapter_whose_files_change_after_the_load_has_no_keys_until_the_next(
     fingerprints: Fingerprints, weights: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vLLM reads the files again when it needs space, without notice."""
+    """vLLM reads the files again without notice when it evicts the adapter and needs it again."""
     loaded = adapter(weights.parent)
     fingerprints.on_load(loaded)
     assert digested(fingerprints, loaded) is not None
@@ -133,11 +133,11 @@ def test_an_adapter_whose_files_change_after_the_load_has_no_keys_until_the_next
     assert digested(fingerprints, loaded) is not None
 
 
-def test_files_that_change_while_they_are_digested_are_not_believed(
+def test_files_that_change_while_they_are_digested_are_noticed(
     fingerprints: Fingerprints, weights: Path
 ) -> None:
     loaded = adapter(weights.parent)
-    fingerprints.on_load(loaded)  # vLLM may read them just now
+    fingerprints.on_load(loaded)  # vLLM may be reading the files at this time
     weights.write_bytes(b"two" * 1000)
     fingerprints.drain()
     first = fingerprints.of(loaded, CONTEXT)
@@ -145,7 +145,7 @@ def test_files_that_change_while_they_are_digested_are_not_believed(
     assert None in (first, fingerprints.of(loaded, CONTEXT)), "before or after the digest"
 
 
-def test_an_adapter_loaded_by_no_call_where_another_was_has_no_keys(
+def test_an_adapter_loaded_without_a_call_in_place_of_another_has_no_keys(
     fingerprints: Fingerprints, weights: Path
 ) -> None:
     assert digested(fingerprints, adapter(weights.parent, 1)) is not None
@@ -156,7 +156,7 @@ def test_an_adapter_loaded_by_no_call_where_another_was_has_no_keys(
 def test_adapters_differ_by_name_alone_if_vllm_hashes_nothing_else(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
-    """As vLLM 0.30 does."""
+    """vLLM 0.30 hashes the adapter's name only."""
     rig = make_rig()
     for hashes_paths, stale in ((True, False), (False, True)):
         made = Fingerprints(
@@ -170,7 +170,7 @@ def test_adapters_differ_by_name_alone_if_vllm_hashes_nothing_else(
         made.close()
 
 
-def test_loads_are_forgotten_at_last(
+def test_old_adapter_loads_are_forgotten(
     fingerprints: Fingerprints, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tiered_kv.connectors.vllm.fingerprints.MOST_ADAPTERS", 8)
@@ -182,7 +182,7 @@ def test_loads_are_forgotten_at_last(
 def test_models_with_overridden_configurations_have_different_fingerprints(
     make_rig: MakeRig,
 ) -> None:
-    """By ``--hf-overrides``: the files are equal."""
+    """``--hf-overrides`` changes the configuration although the model's files are the same."""
     rig = make_rig()
     before = fingerprint(rig).config
     assert before == fingerprint(rig).config
@@ -194,7 +194,8 @@ def test_models_with_overridden_configurations_have_different_fingerprints(
     ("overrides", "told_apart"),
     [
         ({}, False),
-        ({"text_config": {"rope_theta": 1e6}}, False),  # the text model's own says so
+        # The configuration of the text model already contains this override.
+        ({"text_config": {"rope_theta": 1e6}}, False),
         ({"vision_config": {"patch_size": 16}}, True),
         (lambda config: config, True),
     ],
@@ -202,7 +203,8 @@ def test_models_with_overridden_configurations_have_different_fingerprints(
 def test_overrides_outside_the_text_model_count_if_there_are_any(
     make_rig: MakeRig, overrides: Any, told_apart: bool
 ) -> None:
-    """And nowhere else: pages of others stay valid."""
+    """Overrides outside the text model change the fingerprint. Without such overrides the
+    fingerprint stays the same, so that existing pages stay valid."""
     rig = make_rig()
     model = rig.config.model_config
     before = fingerprint(rig).digest()
@@ -215,7 +217,7 @@ def test_overrides_outside_the_text_model_count_if_there_are_any(
 def test_weights_not_loaded_from_files_are_not_identified_by_files(
     make_rig: MakeRig, tmp_path: Path, load_format: str, found: bool
 ) -> None:
-    """``--load-format dummy`` creates other weights every time, whatever files exist."""
+    """``--load-format dummy`` creates different weights at each start, whatever files exist."""
     rig = make_rig()
     (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
     rig.config.load_config.load_format = load_format
@@ -227,7 +229,8 @@ def test_weights_not_loaded_from_files_are_not_identified_by_files(
 def test_a_model_with_weights_elsewhere_is_not_identified_by_its_configuration(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
-    """As of one in object storage: what was trained further has the same configuration."""
+    """The weights may be in object storage, for example. A fine-tuned model has the same
+    configuration."""
     rig = make_rig()
     assert fingerprint(rig).lasting
     (tmp_path / "model" / "model.safetensors").unlink()
@@ -252,8 +255,8 @@ def test_each_page_group_has_a_fingerprint_that_names_all_of_them(make_rig: Make
     assert of(first) == [fingerprint(rig).digest()]
 
 
-def test_the_fingerprint_of_one_group_is_what_it_always_was() -> None:
-    """Else every store on every disk is cold."""
+def test_the_fingerprint_of_one_group_has_not_changed() -> None:
+    """If the fingerprint changed, no page in any existing store would be found."""
     written = Fingerprint(
         model="m",
         adapter="",

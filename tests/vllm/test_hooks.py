@@ -1,4 +1,4 @@
-"""Hooks of the connector: bad requests and internal errors do not stop the engine."""
+"""Hooks of the connector: invalid requests and internal errors do not stop the engine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ FROM_THE_CLIENT = {"client": {"session": "S"}}
         (None, {"job_id": "j"}, False),
     ],
 )
-def test_the_log_says_once_that_ids_in_headers_would_not_be_read(
+def test_the_log_reports_once_that_ids_in_headers_are_not_read(
     make_rig: MakeRig,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -60,13 +60,13 @@ def test_the_log_says_once_that_ids_in_headers_would_not_be_read(
     ids: dict[str, Any],
     said: bool,
 ) -> None:
-    """The engine sees no headers, but that nothing came through the middleware."""
+    """The engine does not see headers. It only sees that no request has IDs from the middleware."""
     monkeypatch.setattr(vllm_request, "UNNAMED", 3)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if plugins is not None:
         monkeypatch.setenv("VLLM_PLUGINS", plugins)
     rig = make_rig()
-    # Engines of earlier tests may have given the package's logger to vLLM's handler alone.
+    # Engines of earlier tests may have attached vLLM's handler to the package's logger.
     monkeypatch.setattr(vllm_request.logger, "propagate", False)
     monkeypatch.setattr(vllm_request.logger, "handlers", [caplog.handler])
     with caplog.at_level("INFO", vllm_request.__name__):
@@ -89,7 +89,7 @@ def test_the_log_says_once_that_ids_in_headers_would_not_be_read(
         "stats.take",
     ],
 )
-def test_a_hook_that_raises_costs_nothing_but_a_counter(
+def test_an_exception_in_a_hook_only_increments_a_counter(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, hook: str
 ) -> None:
     rig = make_rig(blocks=24, max_model_len=256)
@@ -115,7 +115,8 @@ def test_a_hook_that_raises_costs_nothing_but_a_counter(
 def test_a_restore_that_cannot_be_ordered_is_recomputed(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM already counts its tokens as computed: silence here would be garbage."""
+    """vLLM already counts the tokens as computed, so without a reported failure it would use
+    garbage."""
     rig = make_rig()
     prompt = text(300, seed=1)
     rig.ask("first", prompt)
@@ -148,7 +149,7 @@ def test_the_answer_reports_where_its_prompt_came_from(make_rig: MakeRig) -> Non
     }
 
 
-def test_every_turn_leaves_a_line_in_the_trace(make_rig: MakeRig, tmp_path: Path) -> None:
+def test_every_turn_has_a_line_in_the_trace(make_rig: MakeRig, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     rig = make_rig(extra={"cpu_gib": 0.001, "trace": str(path)})
     rig.ask("t1", text(100, seed=1), params={"job_id": "j"})
@@ -171,12 +172,14 @@ def test_every_turn_leaves_a_line_in_the_trace(make_rig: MakeRig, tmp_path: Path
     assert header.tiers_bytes == {"cpu": int(0.001 * 2**30)}
 
 
-def test_a_trace_that_cannot_be_written_ends_the_start(make_rig: MakeRig, tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_written_stops_the_startup(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"TIERED_KV_TRACE=.*cannot be written"):
         make_rig(extra={"trace": str(tmp_path / "no such folder" / "trace.jsonl")})
 
 
-def test_cpu_memory_for_less_than_a_page_ends_the_start(make_rig: MakeRig) -> None:
+def test_cpu_memory_for_less_than_a_page_stops_the_startup(make_rig: MakeRig) -> None:
     with pytest.raises(ConfigError, match="TIERED_KV_CPU_GIB=1e-09 is too small for a single page"):
         make_rig(extra={"cpu_gib": 1e-9})
 

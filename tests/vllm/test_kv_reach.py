@@ -22,14 +22,14 @@ SPANS = (KvKind.WINDOW, KvKind.CHUNK)
 
 @pytest.fixture(scope="module", autouse=True)
 def _managers_are_known(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """vLLM knows the managers of its specs once an engine was configured."""
+    """vLLM registers the managers of its KV cache specs when an engine is configured."""
     size = EngineSize(64, 16, CELL, LONGEST, 64, 256, "fcfs")
     engine_config(tmp_path_factory.mktemp("model"), size, None)
 
 
 @dataclass(frozen=True)
 class Group:
-    """A group as both sides know it."""
+    """A KV cache group as both vLLM and this package describe it."""
 
     spec: GroupSpec
     extra: int = 0
@@ -51,7 +51,7 @@ def any_group(draw: st.DrawFn) -> Group:
 
 
 def coordinator(groups: Sequence[Group]) -> tuple[Any, int]:
-    """vLLM's managers of the groups, and the tokens of the scheduler's blocks."""
+    """Return vLLM's managers of the groups, and the number of tokens in a scheduler block."""
     from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
@@ -88,8 +88,9 @@ def test_vllm_skips_the_same_tokens(group: Group, tokens: int) -> None:
 
 
 @given(st.lists(any_group(), min_size=1, max_size=3), st.integers(1, LONGEST))
-def test_a_hit_gets_the_blocks_that_it_needs(groups: list[Group], tokens: int) -> None:
-    """One from outside, with nothing in VRAM; of any length, aligned or not."""
+def test_a_hit_has_the_blocks_that_it_needs(groups: list[Group], tokens: int) -> None:
+    """The hit comes from outside, with nothing in VRAM. It has any length, aligned to blocks or
+    not."""
     found, _ = coordinator(groups)
     empty: tuple[list[Any], ...] = tuple([] for _ in groups)
     found.allocate_new_computed_blocks("one", empty, 0, tokens)
@@ -101,7 +102,7 @@ def test_a_hit_gets_the_blocks_that_it_needs(groups: list[Group], tokens: int) -
     st.integers(1, 10),
     st.integers(1, LONGEST // 2),
 )
-def test_so_does_one_that_continues_from_vram(
+def test_a_hit_that_continues_from_vram_has_the_blocks_that_it_needs(
     groups: list[Group], whole_blocks: int, more: int
 ) -> None:
     found, aligned = coordinator(groups)
@@ -130,8 +131,8 @@ def check(groups: Sequence[Group], found: Any, tokens: int) -> None:
 
 @given(any_group(), st.integers(1, LONGEST), st.integers(0, 8))
 def test_vllm_keeps_what_the_next_token_needs(group: Group, tokens: int, unheard: int) -> None:
-    """A running request frees blocks as it continues, but none that is needed. While steps are in
-    flight, the blocks that the first of them needs stay."""
+    """A running request frees blocks as it continues, but no block that is still needed. While
+    steps are in flight, the blocks that the first of them needs are kept."""
     found, _ = coordinator([group])
     size = group.spec.block_size
     done = 0

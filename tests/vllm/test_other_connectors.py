@@ -1,6 +1,5 @@
-"""Other connectors in vLLM's ``MultiConnector`` are refused unless they only produce. With
-producers everything works as without them.
-"""
+"""Other connectors in vLLM's ``MultiConnector`` are refused unless they are declared producers.
+Next to producers, this connector works as it does alone."""
 
 from __future__ import annotations
 
@@ -28,7 +27,8 @@ def other(name: str, role: str = "kv_producer") -> Config:
 
 
 def inside(*others: Config, last: bool = False, **outer: Any) -> Callable[[Config], Config]:
-    """Ours with others in a ``MultiConnector``; ``last``: behind them."""
+    """Return a function that puts this connector into a ``MultiConnector`` with others, before or
+    after them (``last``)."""
 
     def around(ours: Config) -> Config:
         return {
@@ -43,7 +43,7 @@ def inside(*others: Config, last: bool = False, **outer: Any) -> Callable[[Confi
     return around
 
 
-# -- what is refused ------------------------------------------------------------------------
+# # -- refused configurations -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -83,7 +83,7 @@ def inside(*others: Config, last: bool = False, **outer: Any) -> Callable[[Confi
         ),
     ],
 )
-def test_company_that_would_go_wrong_is_refused_with_what_to_write_instead(
+def test_unsupported_combinations_are_refused_with_a_remedy(
     make_rig: MakeRig,
     last: bool,
     made: Callable[[bool], Callable[[Config], Config]],
@@ -99,18 +99,18 @@ def test_company_that_would_go_wrong_is_refused_with_what_to_write_instead(
 
 
 def test_nixl_as_a_producer_is_refused_for_its_handshake(make_rig: MakeRig) -> None:
-    """It would receive this connector's handshake instead of its own, and fail at startup."""
+    """NIXL would receive this connector's handshake instead of its own, and fail at startup."""
     nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
     with pytest.raises(UnsupportedError, match="NixlConnector and TieredContinuumConnector both"):
         make_rig(around=inside(nixl))
 
 
-def test_ours_twice_is_refused(make_rig: MakeRig) -> None:
+def test_two_instances_of_this_connector_are_refused(make_rig: MakeRig) -> None:
     with pytest.raises(UnsupportedError, match="more than once: remove all but one"):
         make_rig(around=lambda ours: inside(ours)(ours))
 
 
-# -- beside connectors that only produce ------------------------------------------------------
+# # -- next to connectors that only produce --------------------------------------------------------
 
 
 @pytest.fixture(params=[False, True], ids=["ours first", "ours last"])
@@ -148,7 +148,7 @@ def test_a_failed_restore_is_recomputed_next_to_a_producer(rig: Rig) -> None:
 
 @pytest.fixture(params=[False, True], ids=["ours first", "ours last"])
 def receiving(request: pytest.FixtureRequest, make_rig: MakeRig) -> Rig:
-    """A connector that loads KV although it is declared a producer."""
+    """A rig with a second connector that loads KV although it is declared a producer."""
     from tests.vllm.producers import Receiver
 
     made = make_rig(around=inside(other("Receiver"), last=request.param))
@@ -167,7 +167,7 @@ def test_blocks_that_another_connector_still_fills_are_not_saved(receiving: Rig)
     rig.check_clean()
 
 
-def test_nothing_is_saved_of_a_request_that_goes_while_another_connector_fills_it(
+def test_nothing_is_saved_of_a_request_aborted_while_another_connector_fills_it(
     receiving: Rig,
 ) -> None:
     rig, prompt = receiving, text(200, seed=1)

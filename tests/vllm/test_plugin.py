@@ -7,14 +7,14 @@ from importlib.metadata import entry_points
 from tiered_kv.connectors.vllm import plugin
 
 
-def test_the_package_announces_itself_to_vllm() -> None:
+def test_the_package_registers_as_a_plugin_of_vllm() -> None:
     (found,) = entry_points(group="vllm.general_plugins", name="tiered_kv")
     assert found.value == "tiered_kv.connectors.vllm.plugin:register"
     assert found.load() is plugin.register
 
 
-def test_registering_twice_is_fine_and_the_name_is_then_known() -> None:
-    """vLLM loads its plugins in every process, in some of them twice."""
+def test_registering_twice_works_and_makes_the_name_known() -> None:
+    """vLLM loads its plugins in every process, and in some processes twice."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     plugin.register()

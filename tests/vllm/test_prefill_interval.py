@@ -1,6 +1,6 @@
-"""``--prefill-schedule-interval N`` (with one engine: since vLLM 0.33): after a step with a
-prefill, the next N - 1 steps only decode. Requests then wait although blocks and seats are free.
-"""
+"""``--prefill-schedule-interval N`` (with one engine, since vLLM 0.33): after a step with a
+prefill, the next N - 1 steps only decode. Requests then wait although blocks and request slots are
+free."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def hold(config: Any) -> None:
 
 
 def decode(rig: Rig, max_tokens: int = 100) -> None:
-    """Have a request decode, whose prefill begins an interval."""
+    """Run a request up to its decoding. Its prefill starts an interval."""
     rig.add("busy", text(60, seed=9), max_tokens=max_tokens)
     rig.step()
     assert rig.running() == ["busy"]
 
 
 def steps_until(rig: Rig, request_id: str) -> int:
-    """Step until a request runs; returns the steps in which it did not."""
+    """Run steps until a request runs. Returns the number of steps in which it did not run."""
     for waited in range(3 * INTERVAL):
         rig.step()
         if request_id in rig.running():
@@ -52,7 +52,7 @@ def steps_until(rig: Rig, request_id: str) -> int:
 
 
 @in_job_order
-def test_a_turn_that_waits_for_its_step_releases_no_pin(
+def test_a_turn_that_waits_for_a_prefill_step_releases_no_pin(
     make_rig: MakeRig, in_job_order: bool
 ) -> None:
     rig = make_rig(blocks=96, max_model_len=512, in_job_order=in_job_order, configure=hold)
@@ -75,7 +75,8 @@ def test_a_turn_that_waits_for_its_step_releases_no_pin(
 def test_a_turn_waits_with_its_restore_and_takes_no_pin(
     make_rig: MakeRig, mode: RestoreMode, in_job_order: bool
 ) -> None:
-    """An async restore runs in the steps between; a sync restore is offered again in each."""
+    """An async restore runs during the steps of the interval. A sync restore is offered again in
+    each step."""
     rig = make_rig(blocks=96, max_model_len=512, in_job_order=in_job_order, configure=hold)
     rig.pages.restores.policy = AlwaysRestore(mode)
     rig.ask("t1", PROMPT)
@@ -95,8 +96,8 @@ def test_a_turn_waits_with_its_restore_and_takes_no_pin(
     rig.check_clean()
 
 
-def test_a_prompt_that_is_restored_whole_does_not_wait(make_rig: MakeRig) -> None:
-    """Only its last token is computed, as in a decode step."""
+def test_a_prompt_that_is_restored_completely_does_not_wait(make_rig: MakeRig) -> None:
+    """Only the last token of the prompt is computed, as in a decode step."""
     rig = make_rig(blocks=96, max_model_len=512, configure=hold)
     rig.pages.restores.policy = AlwaysRestore(RestoreMode.SYNC)
     rig.ask("t1", PROMPT, max_tokens=1)
@@ -110,10 +111,10 @@ def test_a_prompt_that_is_restored_whole_does_not_wait(make_rig: MakeRig) -> Non
 
 
 @in_job_order
-def test_an_overdue_request_is_not_taken_for_one_that_nothing_admits(
+def test_an_overdue_request_that_waits_for_a_prefill_step_runs_first(
     make_rig: MakeRig, in_job_order: bool
 ) -> None:
-    """Later requests wait for it, and it runs first."""
+    """Later requests wait for the overdue request, and it runs first."""
     rig = make_rig(
         blocks=96,
         max_model_len=512,
@@ -140,7 +141,7 @@ def test_an_overdue_request_is_not_taken_for_one_that_nothing_admits(
 
 
 def test_the_steps_that_a_prefill_waits_count_as_its_time(make_rig: MakeRig) -> None:
-    """To compute a context again would wait for them as well."""
+    """Recomputing a context would wait for the same steps."""
     rig = make_rig(blocks=96, max_model_len=512, max_batched_tokens=256, configure=hold)
     decode(rig)
     rig.add("long", text(500, seed=6))
@@ -163,7 +164,7 @@ def test_the_steps_that_a_prefill_waits_count_as_its_time(make_rig: MakeRig) -> 
 @pytest.mark.parametrize(
     "groups", [(), (FULL, WINDOW, STATE)], ids=["full", "full, window and state"]
 )
-def test_random_scripts_end_well_with_held_prefills(
+def test_random_scripts_succeed_with_held_prefills(
     tmp_path: Path, seeds: range, groups: tuple[Any, ...]
 ) -> None:
     def play(folder: Path, seed: int) -> None:

@@ -1,8 +1,9 @@
 """A request that vLLM refuses leaves its job between turns: the gap continues, no turn is counted,
 and the pin stays.
 
-vLLM refuses requests in two places, and passes each through the scheduler, so that connectors may
-free what they hold for it: the server when it rejects one, and since 0.33 a paused engine.
+vLLM refuses requests in two places: the server rejects a request, and since 0.33 a paused engine
+refuses it. In both cases the request passes through the scheduler, so that connectors can free what
+they hold for it.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ paused_engine_refuses = pytest.mark.skipif(
 
 
 class Idle:
-    """Workers with nothing under way."""
+    """Workers that have no work in progress."""
 
     def collective_rpc(self, method: str) -> None:
         assert method == "synchronize_device"
 
 
 class Core(EngineCoreProc):
-    """vLLM's engine core over a rig's scheduler, without a process, sockets and workers."""
+    """vLLM's engine core around a rig's scheduler, without a process, sockets and workers."""
 
     def __init__(self, rig: Rig) -> None:
         self.scheduler = rig.scheduler
@@ -49,28 +50,29 @@ class Core(EngineCoreProc):
         pass
 
     def receive(self, request: Any) -> None:
-        """Handle a request that arrives, as the busy loop does."""
+        """Handle an arriving request, as the engine core's busy loop does."""
         if not self._reject_add_while_paused(request):
             self.add_request(request)
 
 
 def away(rig: Rig) -> Any:
-    """Facts about the job while it is between turns."""
+    """Return the state of the job between its turns."""
     job, gap = rig.gaps.manager.jobs.get(KEY), rig.gaps.manager.open[KEY]
     assert job is not None
     return rig.pins.look(KEY), gap.since, job.turns, set(job.running), job.started_at
 
 
 def rejected(rig: Rig, name: str) -> None:
-    """The server rejects a request: ``AsyncLLM.notify_kv_transfer_request_rejected``."""
+    """Have the server reject a request, as ``AsyncLLM.notify_kv_transfer_request_rejected``
+    does."""
     request = rig.make_request(name, [0], 1, params={**JOB, "do_remote_prefill": True})
     request.abort_immediately = True
     Core(rig).add_request(request)
 
 
 def refused(rig: Rig, name: str) -> None:
-    """The engine is paused, and the client tries again meanwhile."""
-    rig.run()  # a pause is complete once nothing is under way
+    """Have a paused engine refuse a request, which the client may send again later."""
+    rig.run()  # a pause is complete when no request is in progress
     core = Core(rig)
     assert core.pause_generation("abort", clear_cache=False) is None
     core.receive(rig.make_request(name, PROMPT, params=JOB))
@@ -113,7 +115,7 @@ def test_a_refused_request_leaves_its_job_as_it_was(
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_refused_requests_of_a_job_that_runs_and_of_an_unknown_one_change_nothing(
+def test_refused_requests_of_a_running_or_unknown_job_change_nothing(
     make_rig: MakeRig, last: bool
 ) -> None:
     rig = make_rig(blocks=64)

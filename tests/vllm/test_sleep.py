@@ -1,6 +1,5 @@
 """vLLM's hooks around a sleep, in which it frees its KV cache, and the hook order of its newer
-model runner (both since 0.33).
-"""
+model runner. Both exist since vLLM 0.33."""
 
 from __future__ import annotations
 
@@ -20,7 +19,8 @@ PROMPT = text(200, seed=1)
 
 
 def fall_asleep(rig: Rig) -> None:
-    """As vLLM does once no request runs: its caches go, then the memory of its KV cache."""
+    """Do what vLLM does when it goes to sleep: reset the caches, then free the memory of the KV
+    cache."""
     assert rig.reset_cache()
     assert rig.scheduler.reset_connector_cache()
     rig.worker.unregister_kv_caches()
@@ -34,7 +34,7 @@ def wake_up(rig: Rig) -> None:
     )
 
 
-def test_vllm_receives_that_the_engine_may_sleep() -> None:
+def test_the_connector_declares_that_the_engine_may_sleep() -> None:
     assert TieredContinuumConnector.supports_sleep_mode(None)
 
 
@@ -51,7 +51,7 @@ def test_an_engine_that_slept_keeps_pages_as_before(make_rig: MakeRig) -> None:
     rig.check_clean()
 
 
-def test_copies_under_way_are_finished_before_the_memory_goes(make_rig: MakeRig) -> None:
+def test_copies_in_progress_finish_before_the_memory_is_freed(make_rig: MakeRig) -> None:
     rig = make_rig()
     faulty = rig.inject(FaultyTransfer)
     faulty.hold(Direction.SAVE)
@@ -64,19 +64,20 @@ def test_copies_under_way_are_finished_before_the_memory_goes(make_rig: MakeRig)
     rig.memory.fill_(-1)
     assert not faulty.held
     assert rig.worker_half.backend is None
-    rig.worker.unregister_kv_caches()  # vLLM discards the memory of an engine that sleeps
+    rig.worker.unregister_kv_caches()  # vLLM frees the KV cache memory of a sleeping engine
     wake_up(rig)
     rig.worker.restore_kv_caches()
     rig.run()
     assert rig.count("pages_saved") == 200 // 16 + 1
-    rig.pool.evict_blocks(set(range(len(rig.pool.blocks))))  # it would find what is gone
+    # Otherwise the request would find blocks whose contents were lost in the sleep.
+    rig.pool.evict_blocks(set(range(len(rig.pool.blocks))))
     assert rig.ask("t2", PROMPT) == expected(PROMPT, 4)
     assert rig.count("prompt_tokens_cpu") == 199
     rig.check_clean()
 
 
-def test_a_copy_that_is_ordered_in_between_fails(make_rig: MakeRig) -> None:
-    """No copy may touch memory that may belong to others."""
+def test_a_copy_ordered_during_a_sleep_fails(make_rig: MakeRig) -> None:
+    """A copy must not touch memory that may now belong to others."""
     rig = make_rig()
     rig.ask("t1", PROMPT)
     rig.fill()
@@ -91,7 +92,7 @@ def test_a_copy_that_is_ordered_in_between_fails(make_rig: MakeRig) -> None:
     rig.check_clean()
 
 
-def test_a_second_handshake_does_not_bring_back_what_stores_had_at_start(
+def test_a_second_handshake_does_not_restore_the_initial_index_of_the_stores(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
     extra = tiers(tmp_path, slots=200)
@@ -105,10 +106,11 @@ def test_a_second_handshake_does_not_bring_back_what_stores_had_at_start(
     assert rig.tiers.gauges()["ssd_pages"] == 0
 
 
-def test_saves_may_begin_after_the_polls_of_their_step(
+def test_saves_may_start_after_the_polls_of_their_step(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's newer model runner drafts in between (since 0.33)."""
+    """vLLM's newer model runner (since 0.33) runs the draft model between the polls and the
+    saves."""
     rig = make_rig()
     worker = rig.worker
     save, clear = worker.wait_for_save, worker.clear_connector_metadata

@@ -1,4 +1,4 @@
-"""The log of a server with speculative decoding names its costs, and where vLLM is defective."""
+"""The log of a server with speculative decoding states its costs and the defects of vLLM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ LOOKAHEAD = hasattr(VllmConfig, "num_hash_lookahead_tokens")
 def speculating(folder: Path, groups: tuple[GroupSpec, ...], method: str, **options: Any) -> Any:
     size = EngineSize(64, 16, 8, 512, 8, 256, "fcfs", groups=groups)
     config = engine_config(folder / "model", size, {})
-    drafter: Any = object.__new__(SpeculativeConfig)  # without the model that it would read
+    # Created without __init__, which would read a model's configuration.
+    drafter: Any = object.__new__(SpeculativeConfig)
     drafter.method, drafter.num_speculative_tokens = method, 1
     for name, value in options.items():
         setattr(drafter, name, value)
@@ -37,7 +38,7 @@ def logged(config: Any, caplog: pytest.LogCaptureFixture) -> list[tuple[int, str
     return [(one.levelno, one.getMessage()) for one in ours]
 
 
-def test_states_are_warned_of_with_a_way_out(
+def test_states_with_speculation_cause_a_warning_with_a_remedy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = logged(speculating(tmp_path, (FULL, STATE), "ngram"), caplog)

@@ -1,8 +1,9 @@
-"""The contract tests, repeated on the other supported versions of vLLM.
+"""The contract tests, repeated with the other supported versions of vLLM.
 
-``scripts/test`` unpacks them next to the environment; each runs in a process of its own. vLLM 0.33
-has no CPU build: its Python sources run on the compiled modules of the environment's vLLM. That
-runs schedulers, KV cache managers, servers and the models below.
+``scripts/test`` unpacks these versions next to the environment. The tests of each run in a process
+of their own. vLLM 0.33 has no CPU build, so its Python sources run with the compiled modules of the
+environment's vLLM. These are sufficient for schedulers, KV cache managers, servers and the models
+below.
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ NEWEST = [
     "vllm/test_block_pool.py",
     "vllm/test_engine_config.py",
 ]
-"""Also on 0.33, most of them since what they are about is new there."""
+"""Test files that also run on vLLM 0.33. Most of them test features that are new in that
+version."""
 
 
 ENGINES = ["e2e/models/test_models.py", "e2e/served/test_server.py", "e2e/served/test_streams.py"]
-"""On 0.33: tiny models, and a server of a real one."""
+"""Tests of tiny models and of a server with a real model, for vLLM 0.33."""
 
 
 @pytest.mark.slow
@@ -69,7 +71,7 @@ def test_engines_and_servers_run_on_the_newest_version() -> None:
 
 
 def run_tests(version: str, names: list[str]) -> None:
-    """Run tests on a version of vLLM, in a process of its own."""
+    """Run test files with a version of vLLM in a separate process."""
     if (ROOT / ".venv" / ".tiered-kv-kind").read_text().strip() != "cpu":
         pytest.skip("the environment is the system's: only its own vLLM is tested")
     other = ROOT / ".venv" / "other" / f"vllm-{version}"
@@ -80,7 +82,7 @@ def run_tests(version: str, names: list[str]) -> None:
         f"import vllm, sys, pytest; assert vllm.__version__ == {version!r}, vllm.__version__;"
         "sys.exit(pytest.main(sys.argv[1:]))"
     )
-    # The source package does not tell vLLM for which device it is.
+    # vLLM's source package does not contain the device that it is for.
     env = {"PYTHONPATH": f"{other}{os.pathsep}{ROOT}", "VLLM_TARGET_DEVICE": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", code, "-q", "-p", "no:cacheprovider", *files],

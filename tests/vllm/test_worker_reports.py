@@ -1,7 +1,7 @@
-"""Workers' reports reach the scheduler merged over ranks, each once.
+"""Workers' reports reach the scheduler merged over all ranks, each exactly once.
 
-With ``--enable-fault-tolerance`` (vLLM 0.33), reports of a step that failed on another worker join
-those of the next step, so two reports of one rank are merged.
+With ``--enable-fault-tolerance`` (vLLM 0.33), the reports of a step that failed on another worker
+are added to those of the next step, so two reports of one rank are merged.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_two_reports_of_a_rank_lose_nothing() -> None:
 @pytest.mark.skipif(
     not hasattr(KVOutputAggregator, "ft_defer_kv_connector_outputs"), reason="since vLLM 0.33"
 )
-def test_what_was_reported_in_a_failed_step_counts_in_the_next() -> None:
+def test_reports_of_a_failed_step_count_in_the_next_step() -> None:
     book = OrderBook(PageIndex(4, LeastRecentlyUsed()), 2, [64], 1e9)
     first, second = (book.plan_save({KEYS[n]: n}) for n in (0, 1))
     assert first is not None

@@ -1,5 +1,5 @@
-"""One family on ``/metrics`` reports by tier what an observed engine would have saved; in manage
-mode it has no samples."""
+"""One metric family on ``/metrics`` reports by tier what an observed engine would have saved. In
+manage mode it has no samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAMILY = "vllm:tiered_kv_would_have_saved_tokens"
 
 
 def made(registry: CollectorRegistry) -> TieredPromMetrics:
-    """The metrics of two engines."""
+    """Return the metrics of two engines."""
     kinds: dict[Any, Any] = {
         kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
     }
@@ -25,7 +25,7 @@ def made(registry: CollectorRegistry) -> TieredPromMetrics:
 
 
 def samples(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
-    """Values of the family, by engine and tier."""
+    """Return the values of the family by engine and tier."""
     return {
         (sample.labels["engine"], sample.labels["tier"]): sample.value
         for family in registry.collect()
@@ -49,7 +49,7 @@ def test_tokens_are_counted_by_tier_and_engine() -> None:
     }
 
 
-def test_an_engine_that_is_managed_has_none() -> None:
+def test_a_managed_engine_has_no_samples() -> None:
     registry = CollectorRegistry()
     made(registry).observe({"turns": 2, "cpu_pages": 7})
     assert samples(registry) == {}

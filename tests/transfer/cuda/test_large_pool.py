@@ -1,4 +1,4 @@
-"""CPU memory that is too large for one registration, on a driver that refuses what CUDA refuses."""
+"""CPU memory that is too large for one registration, on a fake driver with CUDA's limits."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from tiered_kv.transfer.cuda.runtime import CudaError
 from tiered_kv.transfer.host_memory import CpuPool
 
 PER_CALL = 512 * GIB
-"""Bytes that a driver registers in no single call (vllm-project/vllm#51080)."""
+"""Bytes that a driver does not register in one call (vllm-project/vllm#51080)."""
 SLOT = 3 << 20
-"""Bytes of a slot: 64 GiB are no whole number of them."""
+"""Bytes of a slot. 64 GiB is not a multiple of it."""
 
 
 class Driver:
-    """A CUDA runtime whose copies are memmoves. It registers less than 512 GiB in a call, takes no
-    copy across two registrations, and its kernels see each registration at another address.
+    """A fake CUDA runtime whose copies are memmoves. It registers less than 512 GiB in a call,
+    rejects copies that cross two registrations, and gives each registration another address on the
+    device.
 
     Args:
-        limit: bytes that it registers in all.
-        has_batches: copies are enqueued in batches, by the kernels' addresses.
+        limit: total bytes that it registers.
+        has_batches: copies are enqueued in batches, by device addresses.
     """
 
     def __init__(self, limit: int, *, has_batches: bool = True) -> None:
@@ -49,14 +50,15 @@ class Driver:
         del self.registered[host]
 
     def _shift(self, at: int) -> int:
-        """Distance from a registration's address to the kernels' address of it."""
+        """Return the distance from a registration's host address to its device address."""
         return (1 + sorted(self.registered).index(at)) << 50
 
     def device_pointer(self, host: int) -> int:
         return host + self._shift(host)
 
     def _host(self, address: int, nbytes: int) -> int:
-        """Address in this process of a run inside of one registration, or in the test's VRAM."""
+        """Return the host address of a run, which must not cross the end of a registration. An
+        address outside all registrations is in the test's VRAM."""
         for at, size in self.registered.items():
             start = address - self._shift(at) if self.has_batches else address
             if at <= start < at + size:
@@ -84,7 +86,8 @@ def large_pool(driver: Driver, nbytes: int) -> Iterator[CpuPool]:
 
 @pytest.mark.parametrize("has_batches", [True, False])
 def test_pages_reach_every_slot_of_600_gib(has_batches: bool) -> None:
-    """Four slots in a row around the end of each piece, and the last ones of all."""
+    """The test copies to four consecutive slots around the end of each registration, and to the
+    last slots of the pool."""
     driver = Driver(700 * GIB, has_batches=has_batches)
     rng = np.random.default_rng(0)
     vram = rng.integers(0, 256, (4, SLOT), dtype=np.uint8)
@@ -109,8 +112,10 @@ def test_pages_reach_every_slot_of_600_gib(has_batches: bool) -> None:
     assert not driver.registered, "each piece is unregistered"
 
 
-def test_a_driver_that_pins_a_part_pins_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """Memory that is pinned in part would be copied at two speeds, and batches would fail."""
+def test_memory_that_cannot_be_pinned_completely_is_not_pinned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Copies of partly pinned memory would have two speeds, and batches would fail."""
     driver = Driver(200 * GIB)
     with large_pool(driver, 600 * GIB) as pool:
         assert not pool.pinned

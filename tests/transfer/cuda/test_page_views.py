@@ -1,4 +1,4 @@
-"""Gathering and scattering by torch, on a CPU: the same calls as on a GPU."""
+"""Gathering and scattering with torch on a CPU, by the same calls as on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of the CUDA runtime by ctypes, compared with CUDA's headers."""
+"""The definitions of CUDA runtime calls in ctypes, compared with CUDA's headers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiered_kv.transfer.base import Direction
 
 @pytest.fixture
 def nvcc() -> str:
-    """The compiler of CUDA 13, which knows all that is asked of it here."""
+    """The compiler of CUDA 13, whose headers define all types that the test uses."""
     compiler = shutil.which("nvcc")
     if compiler is None:
         pytest.skip("needs nvcc")
@@ -44,8 +44,9 @@ cudaError_t (*unpin)(void *) = cudaHostUnregister;
 """
 
 
-def test_structures_and_numbers_are_those_of_the_cuda_headers(nvcc: str, tmp_path: Path) -> None:
-    """ctypes checks nothing, so the compiler compares the definitions with CUDA 13."""
+def test_structures_and_constants_match_the_cuda_headers(nvcc: str, tmp_path: Path) -> None:
+    """ctypes does not check definitions, so the compiler compares them with the headers of CUDA
+    13."""
     from tiered_kv.transfer.cuda import runtime as cudart
 
     source = tmp_path / "calls.cu"

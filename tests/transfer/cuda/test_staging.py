@@ -1,6 +1,5 @@
-"""Staged copies, with CPU memory in place of VRAM and a runtime that copies immediately: which
-bytes go where. tests/gpu tests the streams.
-"""
+"""The addresses of staged copies, tested with CPU memory in place of VRAM and a runtime that copies
+immediately. tests/gpu tests the streams."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from tiered_kv.transfer.host_memory import CpuPool
 
 
 class CopiesAtOnce:
-    """A runtime of CUDA whose copies are memmoves; it counts them."""
+    """A CUDA runtime whose copies are memmoves, which it counts."""
 
     has_batches = True
 
@@ -41,7 +40,7 @@ class CopiesAtOnce:
 
 
 class PinnedArray:
-    """Memory of a test, taken to be pinned."""
+    """Memory of a test that is declared pinned."""
 
     pinned = True
 
@@ -54,7 +53,8 @@ class PinnedArray:
 
 @dataclass(eq=False)
 class Stream:
-    """A CPU stream on which everything runs immediately. It records what it waited for."""
+    """A CPU stream on which everything runs immediately. It records the streams for which it
+    waited."""
 
     cuda_stream: int
     waited: list[Stream]
@@ -72,7 +72,9 @@ def _no_gpu() -> Any:
 
 
 @given(moves(), st.integers(1, 4))
-def test_every_page_goes_through_the_buffers_to_its_place(move: Move, at_once: int) -> None:
+def test_every_page_is_copied_through_the_buffers_to_its_destination(
+    move: Move, at_once: int
+) -> None:
     pages = sort_out(move.job, move.layout.num_blocks, move.num_slots)
     if not len(pages):
         return

@@ -1,8 +1,9 @@
-"""Owners of a memory file that save at random and are killed with SIGKILL at any moment.
+"""Owners of a memory file that save random pages and are killed with SIGKILL at any moment.
 
-Run as ``python -m tests.transfer.memory_file.killed_owners FOLDER KILLS SEED``: the owners are
-forks of this process, which has no thread. After each kill every valid slot must hold the page of
-its key. It prints JSON: kills, slots that were caught in between, pages that were adopted.
+Run as ``python -m tests.transfer.memory_file.killed_owners FOLDER KILLS SEED``. The owners are
+forks of this process, which has no threads. After each kill, every valid slot must hold the page of
+its key. The program prints a JSON object with the number of kills, of slots that were invalid after
+a kill, and of pages that were adopted.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from tiered_kv.transfer.memory_file.memory_format import SlotHeader
 from tiered_kv.transfer.memory_file.validation import Validation
 
 PIECES = 4
-"""Parts that a page is written in, so that it is half there for a while."""
+"""Parts in which a page is written, so that it is incomplete for a while."""
 
 
 def write(memory: LastingMemory, slot: int, name: int) -> None:
-    """Overwrite a slot's bytes, nonsense first."""
+    """Overwrite a slot's bytes, first with garbage and then with the page."""
     there, page = slot_of(memory, slot), page_of(key_of(name))
     there[::2] = 0xEE
     step = PAGE // PIECES
@@ -43,7 +44,7 @@ def write(memory: LastingMemory, slot: int, name: int) -> None:
 
 
 def own(folder: Path, seed: int, ready: int) -> None:
-    """Save at random until killed."""
+    """Save random pages until killed."""
     chance = random.Random(seed)
     memory = open_in(folder)
     found = len(memory.adopted)
@@ -57,7 +58,7 @@ def own(folder: Path, seed: int, ready: int) -> None:
         names = [seed << 20 | count << 2 | i for i in range(len(slots))]
         for slot, name in zip(slots, names, strict=True):
             write(memory, slot, name)
-        if chance.random() < 0.1:  # failed: nobody may find it
+        if chance.random() < 0.1:  # the copy failed, so its slot must stay invalid
             continue
         pages = [
             LandedPage(slot, key_of(name), PAGE, count)
@@ -74,10 +75,10 @@ def own(folder: Path, seed: int, ready: int) -> None:
 
 
 def kill_many(folder: Path, kills: int, seed: int) -> dict[str, int]:
-    """Have owners killed one after the other.
+    """Start and kill owners one after the other.
 
     Raises:
-        AssertionError: a valid slot held something else than its page, or an owner failed.
+        AssertionError: a valid slot held something other than its page, or an owner failed.
     """
     chance = random.Random(seed)
     told = {"kills": kills, "caught": 0, "adopted": 0}
@@ -90,7 +91,8 @@ def kill_many(folder: Path, kills: int, seed: int) -> dict[str, int]:
             finally:
                 os._exit(1)
         os.close(ready)
-        if chance.random() < 0.9:  # else while it opens the file, or makes it
+        # Otherwise the owner is killed while it opens or creates the file.
+        if chance.random() < 0.9:
             told["adopted"] += int.from_bytes(os.read(reading, 1), "little")
         time.sleep(chance.random() * 0.01)
         os.kill(child, signal.SIGKILL)

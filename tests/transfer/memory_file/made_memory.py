@@ -1,4 +1,4 @@
-"""Memory files whose page bytes follow from their keys."""
+"""Memory files whose page bytes are derived from their keys."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def slot_of(memory: LastingMemory, slot: int) -> NDArray[np.uint8]:
 
 
 def save(memory: LastingMemory, slot: int, name: int) -> PageKey:
-    """Save a page as a worker does, in order of its name."""
+    """Save a page as a worker does, in the order of the names."""
     key = key_of(name)
     memory.invalidate([slot])
     slot_of(memory, slot)[:] = page_of(key)
@@ -58,13 +58,13 @@ def save(memory: LastingMemory, slot: int, name: int) -> PageKey:
 
 
 def on_hugetlbfs(folder: Path) -> bool:
-    """True on hugetlbfs, whose files are whole huge pages."""
+    """Return whether the folder is on hugetlbfs, where files consist of whole huge pages."""
     return os.statvfs(folder).f_bsize > BLOCK
 
 
 def write_file(path: Path, content: bytes | bytearray) -> None:
-    """Write a file. On hugetlbfs, which takes no writes but to mapped memory, zeros follow as far
-    as its last page goes."""
+    """Write a file. hugetlbfs can be written only through mapped memory, so there the content is
+    followed by zeros up to the end of its last page."""
     if not on_hugetlbfs(path.parent):
         path.write_bytes(content)
         return
@@ -77,7 +77,7 @@ def write_file(path: Path, content: bytes | bytearray) -> None:
 
 
 def as_killed(memory: LastingMemory, folder: Path) -> Path:
-    """A folder with the file as it would be found if its owner were killed now."""
+    """Return a folder with a copy of the file, as it would be left if its owner were killed now."""
     folder.mkdir()
     shutil.copy(memory.path, folder / memory.path.name)
     return folder
@@ -88,7 +88,8 @@ def keys_in(memory: LastingMemory) -> dict[int, PageKey]:
 
 
 def read_file(path: Path) -> dict[int, PageKey]:
-    """Valid slots of a file that no process uses. Each holds its page, and none is incomplete."""
+    """Return the keys of the valid slots of a file that no process uses. Asserts that each slot
+    holds its page, and that no header is incomplete."""
     content = np.fromfile(path, np.uint8)
     header = parse_file_header(content[:BLOCK].tobytes())
     geometry = header.geometry

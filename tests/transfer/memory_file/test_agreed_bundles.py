@@ -1,4 +1,5 @@
-"""Compressed pages of an earlier engine that all ranks have, and the index that adopts them."""
+"""Compressed pages of an earlier engine that all ranks have, and the page index that adopts
+them."""
 
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ from tiered_kv.transfer.memory_file.validation import agreed, agreed_bundles
 
 
 def bundle(slots: tuple[int, ...], *names: int, saved: int = 0) -> AdoptedBundle:
-    """A bundle of pages that were saved at the times of their names, or later."""
+    """Return a bundle of pages. Each page's save time is its name plus ``saved``."""
     return AdoptedBundle(slots, tuple(map(key_of, names)), tuple(saved + name for name in names))
 
 
 def rank(*bundles: AdoptedBundle, **slots: int) -> AdoptedPages:
-    """A rank with bundles, and pages in slots of their own (``p5=3``: page 5 in slot 3)."""
+    """Return the pages that a rank adopted: bundles, and pages in slots of their own (``p5=3`` is
+    page 5 in slot 3)."""
     names = [int(name[1:]) for name in slots]
     return AdoptedPages(tuple(slots.values()), tuple(map(key_of, names)), (*names,), bundles)
 
@@ -25,13 +27,13 @@ def names_in(found: list[AdoptedBundle]) -> list[tuple[tuple[int, ...], list[int
     return [(one.slots, [known[key] for key in one.keys]) for one in found]
 
 
-def test_one_rank_agrees_with_itself_the_oldest_first() -> None:
+def test_the_pages_of_a_single_rank_are_agreed_oldest_first() -> None:
     one = rank(bundle((4, 2), 5, 6, 7), bundle((8, 1), 1, 2, 3))
     assert names_in(agreed_bundles([one])) == [((8, 1), [1, 2, 3]), ((4, 2), [5, 6, 7])]
     assert agreed_bundles([]) == []
 
 
-def test_the_rank_that_needs_most_slots_determines_which_are_taken() -> None:
+def test_the_rank_that_needs_most_slots_determines_the_adopted_bundles() -> None:
     ranks = [rank(bundle((4, 2), 1, 2)), rank(bundle((4, 2, 9), 1, 2))]
     assert names_in(agreed_bundles(ranks)) == [((4, 2, 9), [1, 2])]
 
@@ -44,12 +46,12 @@ def test_pages_that_one_rank_lacks_or_has_from_another_save_are_left_out() -> No
     assert agreed_bundles([rank(bundle((4, 2), 1)), rank()]) == []
 
 
-def test_bundles_of_two_orders_are_no_bundle() -> None:
+def test_bundles_whose_slots_differ_between_ranks_are_left_out() -> None:
     assert agreed_bundles([rank(bundle((4, 2), 1)), rank(bundle((4, 3, 2), 1))]) == []
     assert agreed_bundles([rank(bundle((4, 2), 1)), rank(bundle((2, 4), 1))]) == []
 
 
-def test_a_page_is_in_one_place_only() -> None:
+def test_a_page_is_adopted_in_one_place_only() -> None:
     one = rank(bundle((4, 2), 1, 2, 3), bundle((8, 1), 1, 5, saved=9), p2=7)
     assert names_in(agreed_bundles([one])) == [((4, 2), [3]), ((8, 1), [1, 5])]
 

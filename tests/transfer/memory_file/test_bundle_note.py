@@ -1,4 +1,4 @@
-"""Bundle notes: parsing inverts packing, and arbitrary bytes give a value or an error."""
+"""Bundle notes: parsing inverts packing, and arbitrary bytes result in a value or an error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def notes(draw: st.DrawFn) -> BundleNote:
 
 
 @given(notes())
-def test_what_is_packed_is_what_is_parsed(note: BundleNote) -> None:
+def test_a_packed_note_is_parsed_unchanged(note: BundleNote) -> None:
     packed = pack_note(note)
     assert len(packed) == note_bytes(note.table, len(note.slots), len(note.pages))
     assert parse_note(packed, SLOT) == note
@@ -64,7 +64,7 @@ def test_any_bytes_give_a_value_or_an_error(packed: bytes) -> None:
         parse_note(packed, SLOT)
 
 
-def test_a_record_in_the_note_itself_or_behind_the_slots_is_refused() -> None:
+def test_a_record_inside_the_note_or_after_the_slots_is_refused() -> None:
     size = note_bytes(b"", 1, 1)
     for offset in (size - 1, SLOT - 9):
         page = NotedPage(PageKey(bytes(16)), 1, Record(offset, 5, 5, bytes(16)))

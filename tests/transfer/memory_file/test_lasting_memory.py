@@ -1,4 +1,4 @@
-"""Slot headers: tickets, checks, discards, agreement of ranks, and the hashing thread."""
+"""Slot headers: tickets, checks, discards, agreement between ranks, and the hashing thread."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_pages_of_an_earlier_engine_are_adopted_if_their_bytes_are_right(
 
 
 def test_memory_in_a_file_is_not_registered_with_a_device(memory: LastingMemory) -> None:
-    """Copies to and from it are staged."""
+    """Copies to and from a memory file are staged."""
     assert not memory.pinned
 
 
@@ -107,7 +107,7 @@ HEADERS = st.builds(
 
 
 @given(HEADERS, st.integers(0, (1 << 64) - 1), st.integers(0, 1 << 40), st.data())
-def test_a_slots_header_comes_back_whole_or_not_at_all(
+def test_a_slot_header_is_parsed_completely_or_not_at_all(
     header: SlotHeader, nonce: int, slot: int, data: st.DataObject
 ) -> None:
     entry = pack_slot_header(nonce, slot, header)
@@ -121,7 +121,7 @@ def test_a_slots_header_comes_back_whole_or_not_at_all(
 
 
 @given(st.integers(0, 200), st.integers(1, 255), st.binary(max_size=300))
-def test_a_files_header_comes_back_whole_or_not_at_all(at: int, flip: int, noise: bytes) -> None:
+def test_a_file_header_is_parsed_completely_or_not_at_all(at: int, flip: int, noise: bytes) -> None:
     header = FileHeader(GEOMETRY, 7, 8, GEOMETRY.nbytes + 12)
     packed = pack_file_header(header)
     assert parse_file_header(packed.ljust(4096, b"\0")) == header
@@ -142,10 +142,10 @@ def test_a_header_that_contradicts_itself_is_refused() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("sidcr"), st.integers(0, 5)), max_size=40))
-def test_what_is_found_again_is_what_was_saved_last(
+def test_the_page_saved_last_is_found_after_a_restart(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
 ) -> None:
-    """Saves, late validations, discards, resets and restarts in any order."""
+    """Saves, late validations, discards, resets and restarts occur in any order."""
     memory = open_in(tmp_path_factory.mktemp("memory"))
     expected = dict[int, PageKey]()
     for name, (step, slot) in enumerate(steps):
@@ -179,7 +179,7 @@ def test_what_is_found_again_is_what_was_saved_last(
 
 
 def pages(*there: tuple[int, int, int]) -> AdoptedPages:
-    """Pages of a rank: slot, name, and when it was saved."""
+    """Return the adopted pages of a rank, given the slot, name and save time of each."""
     return AdoptedPages(
         tuple(slot for slot, _, _ in there),
         tuple(key_of(name) for _, name, _ in there),
@@ -187,7 +187,7 @@ def pages(*there: tuple[int, int, int]) -> AdoptedPages:
     )
 
 
-def test_a_page_counts_where_all_ranks_have_it_by_the_same_save() -> None:
+def test_a_page_is_adopted_where_all_ranks_have_it_from_the_same_save() -> None:
     first = pages((0, 0, 10), (1, 1, 11), (2, 2, 12), (3, 3, 13), (5, 5, 9))
     second = pages((0, 0, 10), (1, 1, 8), (2, 7, 12), (4, 3, 13), (5, 5, 9))
     assert list(agreed([first, second]).items()) == [(key_of(5), 5), (key_of(0), 0)]
@@ -195,7 +195,7 @@ def test_a_page_counts_where_all_ranks_have_it_by_the_same_save() -> None:
     assert agreed([]) == {}
 
 
-def test_of_two_copies_of_a_page_the_later_one_counts() -> None:
+def test_the_later_of_two_copies_of_a_page_is_adopted() -> None:
     there = pages((0, 1, 10), (1, 1, 30), (2, 1, 20), (3, 2, 5))
     assert list(agreed([there]).items()) == [(key_of(2), 3), (key_of(1), 1)]
 
@@ -203,7 +203,7 @@ def test_of_two_copies_of_a_page_the_later_one_counts() -> None:
 # -- the thread ---------------------------------------------------------------------
 
 
-def test_pages_are_validated_behind_the_workers_back(memory: LastingMemory) -> None:
+def test_pages_are_validated_in_the_background(memory: LastingMemory) -> None:
     validation = Validation(memory)
     for slot in range(10):
         memory.invalidate([slot])
@@ -230,7 +230,7 @@ def test_a_page_that_cannot_be_validated_stops_no_other(
     assert keys_in(reopened(memory)) == {1: key_of(1)}
 
 
-def test_what_waits_when_it_ends_is_not_found_again(
+def test_pages_that_wait_for_validation_at_close_are_not_adopted(
     memory: LastingMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
@@ -245,7 +245,7 @@ def test_what_waits_when_it_ends_is_not_found_again(
     validation = Validation(memory)
     validation.landed(LandedPage(slot, key_of(slot), PAGE, slot) for slot in range(3))
     assert begun.wait(10.0)
-    memory.invalidate([0])  # while it is hashed
+    memory.invalidate([0])  # while the page is hashed
     ending = threading.Thread(target=validation.close)
     ending.start()
     assert validation.ending.wait(10.0)

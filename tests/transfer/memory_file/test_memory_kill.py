@@ -81,10 +81,11 @@ def _discard(memory: LastingMemory) -> None:
 
 
 @pytest.mark.parametrize("act", [_save, _overwrite_twice, _discard])
-def test_the_file_is_right_after_every_line(
+def test_the_file_is_valid_after_every_line(
     tmp_path: Path, act: Callable[[LastingMemory], None]
 ) -> None:
-    """A process that stops between two lines of ours leaves what the next one may take."""
+    """A process that stops between two lines of the memory file's code leaves a file that the next
+    process can adopt."""
     memory = open_in(tmp_path)
     for slot in range(GEOMETRY.slots):
         save(memory, slot, slot)

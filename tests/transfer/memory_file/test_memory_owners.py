@@ -34,7 +34,7 @@ def test_a_second_owner_is_refused_with_the_name_of_the_first(folder: Path) -> N
     open_in(folder).close()
 
 
-def test_memory_of_ranks_that_are_no_more_is_deleted(folder: Path) -> None:
+def test_memory_files_of_ranks_that_no_longer_exist_are_deleted(folder: Path) -> None:
     kept = open_in(folder, rank=3, ranks=4)
     for rank in (1, 2):
         open_in(folder, rank=rank, ranks=4).close()
@@ -53,7 +53,7 @@ def test_another_replica_and_another_rank_have_files_of_their_own(folder: Path) 
         memory.close()
 
 
-def test_a_fork_neither_has_the_file_nor_keeps_it_from_the_next(folder: Path) -> None:
+def test_a_fork_neither_has_the_file_nor_keeps_it_from_the_next_owner(folder: Path) -> None:
     memory = open_in(folder, keep=False)
     save(memory, 3, 3)
     told, tell = os.pipe()
@@ -80,10 +80,10 @@ def test_a_fork_neither_has_the_file_nor_keeps_it_from_the_next(folder: Path) ->
     assert status == 0
 
 
-def test_a_fork_leaves_only_files_that_are_open(
+def test_a_fork_closes_only_files_that_are_open(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Errors in what Python runs after a fork end the child with 3."""
+    """An error in the code that Python runs after a fork ends the child with exit code 3."""
     closed, memory = open_in(folder, replica=1), open_in(folder)
     closed.close()
     monkeypatch.setattr(sys, "unraisablehook", lambda said: os._exit(3))
@@ -94,10 +94,10 @@ def test_a_fork_leaves_only_files_that_are_open(
     memory.close()
 
 
-def test_a_closed_file_is_free_though_a_new_child_has_not_run_yet(folder: Path) -> None:
+def test_a_closed_file_is_free_although_a_new_child_has_not_run_yet(folder: Path) -> None:
     memory = open_in(folder)
     save(memory, 3, 3)
-    # What a child has until it runs what Python runs after a fork.
+    # A child holds these file descriptors until it runs the code that Python runs after a fork.
     of_child = [
         os.dup(int(fd.name))
         for fd in list(Path("/proc/self/fd").iterdir())
@@ -114,7 +114,7 @@ def test_a_closed_file_is_free_though_a_new_child_has_not_run_yet(folder: Path) 
             os.close(fd)
 
 
-def test_the_lock_of_a_killed_owner_is_free_though_its_fork_lives(folder: Path) -> None:
+def test_the_lock_of_a_killed_owner_is_free_although_its_fork_lives(folder: Path) -> None:
     script = f"""
 import os, signal, sys
 from tests.transfer.memory_file.made_memory import open_in, save
@@ -146,12 +146,12 @@ os.kill(os.getpid(), signal.SIGKILL)
         process.stdout.close()
 
 
-def test_a_process_that_waits_while_the_file_is_created_learns_its_owner(
+def test_the_owner_is_named_while_the_file_is_being_created(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Allocating 100 GiB takes a minute."""
+    """Allocating 100 GiB takes a minute, so the lock must name its owner before that."""
     said, real = list[str](), os.posix_fallocate
-    slots = 300  # more than a huge page
+    slots = 300  # larger than a huge page
     most = replace(GEOMETRY, slots=slots).nbytes
 
     def slow(fd: int, offset: int, nbytes: int) -> None:
@@ -168,7 +168,7 @@ def test_a_process_that_waits_while_the_file_is_created_learns_its_owner(
     assert all(f"process {os.getpid()} on" in one for one in said)
 
 
-def test_an_empty_file_that_others_could_read_is_for_its_owner_alone(folder: Path) -> None:
+def test_an_empty_file_that_others_could_read_becomes_private(folder: Path) -> None:
     folder.mkdir()
     (folder / NAME).write_bytes(b"")
     (folder / NAME).chmod(0o666)

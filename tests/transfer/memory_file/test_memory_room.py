@@ -1,4 +1,4 @@
-"""Space for a memory file: allocated completely or not at all, with an error that names what is
+"""A memory file is allocated completely or not at all. The error states how much space is
 missing."""
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ NAME = "0-0.slots"
 def test_a_lack_of_space_is_reported_with_the_amount(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replacement for a container's /dev/shm, because tests cannot mount file systems."""
+    """The free space is patched as in a container with a small /dev/shm, because tests cannot mount
+    file systems."""
     monkeypatch.setattr(RealFiles, "free", lambda self, folder: 64 << 20)
     with pytest.raises(ConfigError) as said:
         open_in(folder, slots=1 << 20, slot_bytes=1 << 20)
@@ -43,7 +44,7 @@ def test_a_lack_of_space_is_reported_with_the_amount(
     assert issubclass(ConfigError, ValueError)
 
 
-def test_room_that_ends_while_it_is_taken_leaves_nothing_behind(
+def test_a_failed_allocation_leaves_no_file_behind(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(fd: int, offset: int, nbytes: int) -> None:
@@ -58,7 +59,7 @@ def test_room_that_ends_while_it_is_taken_leaves_nothing_behind(
     assert list(folder.iterdir()) == []
 
 
-def test_a_limit_on_the_size_of_files_is_no_crash(folder: Path) -> None:
+def test_a_limit_on_the_file_size_does_not_crash_the_process(folder: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
@@ -70,7 +71,7 @@ def test_a_limit_on_the_size_of_files_is_no_crash(folder: Path) -> None:
     open_in(folder).close()
 
 
-def test_a_full_tmpfs_that_has_a_hole_to_fill_is_refused_and_keeps_the_file(
+def test_a_file_with_holes_on_a_full_tmpfs_is_refused_and_kept(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = open_in(folder)
@@ -87,7 +88,7 @@ def test_a_full_tmpfs_that_has_a_hole_to_fill_is_refused_and_keeps_the_file(
     assert keys_in(open_in(folder)) == {0: key_of(0)}
 
 
-def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_reported_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"used \(.*\): make the server's user its owner"):
         open_in(tmp_path / "file" / "memory")

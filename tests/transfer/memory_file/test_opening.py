@@ -1,4 +1,5 @@
-"""A memory file is adopted if it is ours and matches; otherwise it is refused or recreated."""
+"""A memory file is adopted if tiered-kv wrote it and it matches the engine. Otherwise it is refused
+or recreated."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from tiered_kv.transfer.memory_file.opening import open_memory
 NAME = "0-0.slots"
 
 
-def test_a_pool_is_made_over_it_and_finds_its_pages_again(folder: Path) -> None:
+def test_a_pool_over_the_file_finds_its_pages_again(folder: Path) -> None:
     memory = open_in(folder)
     pool = CpuPool(memory, GEOMETRY.slot_bytes)
     assert len(pool.slots) == GEOMETRY.slots
@@ -52,7 +53,7 @@ def test_a_pool_is_made_over_it_and_finds_its_pages_again(folder: Path) -> None:
     again.close()
 
 
-def test_it_is_all_there_and_for_its_owner_alone(folder: Path) -> None:
+def test_the_file_is_fully_allocated_and_private(folder: Path) -> None:
     memory = open_in(folder)
     there = (folder / NAME).stat()
     assert stat.S_IMODE(there.st_mode) == 0o600
@@ -84,7 +85,7 @@ def test_a_removed_file_is_recreated(folder: Path) -> None:
     assert (folder / NAME).read_bytes() == there
 
 
-# -- what is there already ----------------------------------------------------------
+# # -- files that already exist ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("content", [b"a diary", bytes(BLOCK) + b"a diary", b"TKVSEG\0\0" * 999])
@@ -98,7 +99,7 @@ def test_a_foreign_file_stays_and_the_start_is_refused(folder: Path, content: by
     assert (folder / NAME).read_bytes() == there
 
 
-def test_a_foreign_file_that_begins_with_zeros_stays_where_blocks_are_large(
+def test_a_foreign_file_that_starts_with_zeros_stays_where_blocks_are_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(opening, "block_of", lambda fd: 2 << 20)  # as on hugetlbfs
@@ -107,7 +108,7 @@ def test_a_foreign_file_that_begins_with_zeros_stays_where_blocks_are_large(
         open_in(tmp_path)
 
 
-def test_what_is_no_plain_file_stays(folder: Path) -> None:
+def test_a_path_that_is_not_a_regular_file_stays(folder: Path) -> None:
     folder.mkdir()
     if not on_hugetlbfs(folder):  # hugetlbfs has no links
         (folder / "mine").write_bytes(MAGIC)
@@ -218,7 +219,7 @@ def test_a_damaged_file_is_recreated(
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK])
-def test_leftovers_of_a_killed_creation_are_created_again(folder: Path, size: int) -> None:
+def test_files_left_by_a_killed_creation_are_recreated(folder: Path, size: int) -> None:
     folder.mkdir()
     write_file(folder / NAME, bytes(size))
     memory = open_in(folder)
@@ -226,16 +227,19 @@ def test_leftovers_of_a_killed_creation_are_created_again(folder: Path, size: in
     memory.close()
 
 
-def test_a_torn_header_costs_its_page_alone(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_incomplete_header_loses_only_its_page(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     memory = open_in(folder)
     for slot in range(6):
         save(memory, slot, slot)
     memory.close()
     content = bytearray((folder / NAME).read_bytes())
     content[BLOCK + 1 * 128 + 50] ^= 1  # in the key
-    content[BLOCK + 2 * 128 + 127] ^= 1  # in its own digest
-    content[BLOCK + 3 * 128] = 77  # no state
-    content[BLOCK + 4 * 128 : BLOCK + 5 * 128] = content[BLOCK : BLOCK + 128]  # another slot's
+    content[BLOCK + 2 * 128 + 127] ^= 1  # in the header's own digest
+    content[BLOCK + 3 * 128] = 77  # not a valid state
+    # Slot 4 gets the header of slot 0.
+    content[BLOCK + 4 * 128 : BLOCK + 5 * 128] = content[BLOCK : BLOCK + 128]
     write_file(folder / NAME, content)
     again = open_in(folder)
     assert keys_in(again) == {0: key_of(0), 5: key_of(5)}
@@ -265,7 +269,8 @@ def test_slots_rest_until_no_late_copy_can_land(folder: Path, tmp_path: Path) ->
     save(memory, 0, 0)
     memory.invalidate([5, 6])
     killed = as_killed(memory, tmp_path / "killed")
-    open_memory(killed, GEOMETRY, keep=True, clock=lambda: 90.0).close()  # given up
+    # This engine stops before the slots have rested long enough.
+    open_memory(killed, GEOMETRY, keep=True, clock=lambda: 90.0).close()
     now = 100.0
     again = open_memory(killed, GEOMETRY, keep=True, clock=lambda: now)
     assert again.resting == {5, 6}, "one that was never used need not rest"

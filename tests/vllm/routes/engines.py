@@ -1,4 +1,4 @@
-"""An engine client whose engines answer or fail as a test chooses."""
+"""Fake engine clients whose engines answer or fail as a test specifies."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tiered_kv.connectors.vllm.routes.core_method import METHOD
 
 
 class FakeCore:
-    """The client's way to its engines.
+    """A fake engine core client.
 
     Args:
-        said: answer of each engine; an exception is raised.
+        said: answer of each engine. An exception is raised.
 
     Attributes:
-        asked: questions so far.
-        at_once: most questions that were under way at one time.
-        go_on: set unless answers are to wait.
+        asked: questions received so far.
+        at_once: largest number of concurrent questions.
+        go_on: set by default. Answers wait while it is cleared.
     """
 
     def __init__(self, *said: dict[str, Any] | Exception) -> None:
@@ -47,25 +47,25 @@ class FakeCore:
 
 
 class FakeClient:
-    """vLLM's engine client."""
+    """A fake of vLLM's engine client."""
 
     def __init__(self, core: Any) -> None:
         self.engine_core = core
 
 
 class WorkingCore:
-    """The way to engines that do operations on jobs.
+    """A fake engine core client whose engines run operations on jobs.
 
     Args:
         jobs: names of each engine's jobs.
 
     Attributes:
-        jobs: the same; a name that is there twice is that of two jobs.
-        looks: looks at an operation that find it running, before one that finds it done.
-        fails, refuses: sentences of engines that fail, or refuse, by number.
+        jobs: names of each engine's jobs. A name that occurs twice belongs to two jobs.
+        looks: number of polls that find an operation running before a poll finds it done.
+        fails, refuses: messages of engines that fail or refuse, by engine number.
         result: result of an operation.
-        asked: questions so far.
-        at_once: most questions that were under way at one time.
+        asked: questions received so far.
+        at_once: largest number of concurrent questions.
     """
 
     def __init__(self, *jobs: Sequence[str]) -> None:
@@ -81,12 +81,12 @@ class WorkingCore:
 
     @property
     def begun(self) -> list[tuple[int, int]]:
-        """Operations so far: the engine and the number of each."""
+        """Operations started so far, as pairs of engine number and operation number."""
         return list(self._looks)
 
     @property
     def done(self) -> list[tuple[int, int]]:
-        """Operations that were found to be over."""
+        """Operations that a poll has found done."""
         return [one for one, looks in self._looks.items() if looks > self.looks]
 
     async def call_utility_all_async(self, method: str, question: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Requests to the routes for snapshots."""
+"""Requests to the snapshot routes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ JSON = {"Content-Type": "application/json"}
 
 
 def post(ask: Ask, path: str, **body: Any) -> httpx.Response:
-    """Post the path's body, with these changes."""
+    """Post the path's default body with the given changes."""
     return ask(path, "POST", json={**BODIES[path], **body})
 
 
 def sentence(answer: httpx.Response, status: int) -> str:
-    """The sentence of a refusal with this status."""
+    """Return the message of an error response with this status."""
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert error["code"] == status
@@ -33,7 +33,7 @@ def sentence(answer: httpx.Response, status: int) -> str:
 
 
 async def with_client(app: FastAPI, story: Any) -> None:
-    """Tell a story with a client of the application."""
+    """Run a coroutine with an HTTP client of the application."""
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         await story(client)

@@ -1,6 +1,5 @@
-"""Access to the routes: with a token, or locally from the machine of a server that no other machine
-can reach.
-"""
+"""Access to the routes: with a token, or from the same machine if the server listens only on
+loopback."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def refused(rule: Access, headers: dict[str, str]) -> int:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "[::1]", "localhost"])
-def test_on_loopback_programs_of_the_machine_may_ask(host: str) -> None:
+def test_local_programs_may_ask_a_server_on_loopback(host: str) -> None:
     assert is_loopback(host)
     access(host=host).check(LOCAL)
     access({ADMIN_TOKEN: ""}, host=host).check({"host": "localhost"})
@@ -51,7 +50,7 @@ def test_a_server_without_a_host_listens_everywhere() -> None:
 @pytest.mark.parametrize(
     "headers",
     [
-        {"host": "evil.example.com"},  # a name that leads to loopback now
+        {"host": "evil.example.com"},  # a name that resolves to loopback
         {"host": "evil.example.com:8000"},
         {**LOCAL, "origin": "https://evil.example.com"},
         {**LOCAL, "origin": "null"},
@@ -62,7 +61,7 @@ def test_a_server_without_a_host_listens_everywhere() -> None:
         {**LOCAL, "x-real-ip": "203.0.113.9"},
         {**LOCAL, "via": "1.1 proxy"},
         {**LOCAL, "referer": "https://evil.example.com/"},
-        {**LOCAL, "sec-fetch-site": "cross-site"},  # an <img>, a <script> or a link
+        {**LOCAL, "sec-fetch-site": "cross-site"},  # sent by an <img>, a <script> or a link
         {**LOCAL, "sec-fetch-site": "same-site"},
         {**LOCAL, "sec-fetch-site": "same-origin"},
         {"host": "[::1].evil.example.com:8000"},
@@ -70,7 +69,7 @@ def test_a_server_without_a_host_listens_everywhere() -> None:
         {"host": "127.0.0.1.evil.example.com"},
     ],
 )
-def test_web_pages_and_proxies_on_the_machine_may_not(headers: dict[str, str]) -> None:
+def test_web_pages_and_local_proxies_may_not_ask(headers: dict[str, str]) -> None:
     assert refused(access(host="127.0.0.1"), headers) == 403
 
 
@@ -82,7 +81,7 @@ def test_a_request_may_name_loopback_in_any_way(host: str) -> None:
     access(host="127.0.0.1").check(Headers({"host": host}))
 
 
-def test_a_request_without_a_host_is_no_web_page() -> None:
+def test_a_request_without_a_host_is_not_from_a_web_page() -> None:
     access(host="127.0.0.1").check(Headers({}))
 
 
@@ -109,13 +108,13 @@ def sent(token: bytes) -> Headers:
     ["geheim ü", "voilà", "čaj", "x\u00e0", "ends in Å", "naïve…", "\u00a0", "a\u0085", "x\u3000"],
 )
 def test_every_token_that_can_be_set_can_be_used(token: str) -> None:
-    """The last byte in UTF-8 may be A0 or 85, which Latin-1 takes for spaces."""
+    """The last byte in UTF-8 may be A0 or 85, which are spaces in Latin-1."""
     rule = access({ADMIN_TOKEN: token}, host="0.0.0.0")
     rule.check(sent(token.encode()))
     assert refused(rule, dict(sent(token.encode()[:-1]))) == 401
 
 
-def test_a_token_of_bytes_that_are_no_text_can_be_used() -> None:
+def test_a_token_that_is_not_valid_utf8_can_be_used() -> None:
     rule = access({ADMIN_TOKEN: os.fsdecode(b"\xff\xe0")}, host="0.0.0.0")
     rule.check(sent(b"\xff\xe0"))
     assert refused(rule, dict(sent(b"\xff\xe1"))) == 401

@@ -1,6 +1,8 @@
-"""The method in vLLM's engine core, called as vLLM calls it: by name, through its own messages.
+"""The method that the plugin adds to vLLM's engine core, called as vLLM calls it: by name and
+through vLLM's own messages.
 
-What is relied on of vLLM's inside is here: a version that changes it fails here.
+The tests call the vLLM internals on which the method depends, so they fail if a vLLM version
+changes them.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def method() -> None:
 
 
 def core_of(rig: Rig) -> Any:
-    """vLLM's engine core around a rig's scheduler, without a process of its own."""
+    """Return vLLM's engine core around a rig's scheduler, without a process of its own."""
     core = object.__new__(EngineCoreProc)
     core.scheduler = rig.scheduler
     core.output_queue = queue.Queue()
@@ -45,7 +47,7 @@ def core_of(rig: Rig) -> Any:
 
 
 def call(core: Any, question: Any) -> dict[str, Any]:
-    """The answer to a call through vLLM's own dispatch, as its client receives it."""
+    """Return the answer to a call through vLLM's own dispatch, as vLLM's client receives it."""
     dispatch = core._handle_client_request  # noqa: SLF001 - pinned here
     dispatch(EngineCoreRequestType.UTILITY, (0, 7, METHOD, (question,)))
     client, outputs = core.output_queue.get_nowait()
@@ -65,7 +67,7 @@ def test_the_plugin_adds_one_method_and_adds_it_once() -> None:
     assert [name for name in before if "tiered" in name] == [METHOD]
 
 
-def test_a_call_reaches_the_scheduler_half(make_rig: MakeRig) -> None:
+def test_a_call_reaches_the_scheduler_side(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.ask("t1", text(50, seed=1), params={"job_id": "j"})
     core = core_of(rig)
@@ -76,7 +78,7 @@ def test_a_call_reaches_the_scheduler_half(make_rig: MakeRig) -> None:
     assert rig.count("hook_errors") == 0
 
 
-def test_it_is_found_inside_multi_connector(make_rig: MakeRig) -> None:
+def test_the_connector_is_found_inside_multi_connector(make_rig: MakeRig) -> None:
     rig = make_rig(around=inside(other("Producer")))
     assert call(core_of(rig), STATUS)["steps"] == rig.steps
 
@@ -86,7 +88,7 @@ def test_an_engine_without_the_connector_reports_it(make_rig: MakeRig) -> None:
 
 
 @pytest.mark.parametrize("nonsense", [None, [], "status", {"ask": ["x"]}, {"ask": "jobs"}])
-def test_nothing_that_is_asked_raises_into_the_engine(make_rig: MakeRig, nonsense: Any) -> None:
+def test_no_question_raises_an_exception_in_the_engine(make_rig: MakeRig, nonsense: Any) -> None:
     rig = make_rig()
     assert call(core_of(rig), nonsense) == {"error": core_method.FAILED}
     assert rig.count("hook_errors") == 1
@@ -106,7 +108,8 @@ def test_a_failure_is_logged_once(
     with caplog.at_level(logging.ERROR):
         for _ in range(50):
             assert call(core, STATUS) == {"error": core_method.FAILED}
-    # Our log goes to vLLM's handlers too, so caplog may have the same record twice.
+    # The package's log records also go to vLLM's handlers, so caplog may have the same record
+    # twice.
     assert len({one for one in caplog.records if one.name == core_method.__name__}) == 1
     monkeypatch.undo()
     assert call(core, STATUS)["counters"]["hook_errors"] == 50
@@ -119,8 +122,8 @@ def test_an_engine_that_has_lost_its_scheduler_answers_with_a_value() -> None:
     assert call(core, STATUS) == {"error": core_method.FAILED}
 
 
-def test_names_that_are_no_unicode_text_pass_through(make_rig: MakeRig) -> None:
-    """vLLM's output thread would end at one."""
+def test_names_that_are_not_valid_unicode_are_returned_unchanged(make_rig: MakeRig) -> None:
+    """vLLM's output thread would stop at a string that cannot be encoded."""
     rig = make_rig()
     name = "a/b\n\x00 \ud800 ü 🎉 </script>"
     rig.ask("t1", text(50, seed=1), params={"job_id": name})
@@ -133,7 +136,7 @@ def test_names_that_are_no_unicode_text_pass_through(make_rig: MakeRig) -> None:
 def test_every_client_of_vllm_reaches_every_engine(
     make_rig: MakeRig, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own messages, of which the sockets alone are replaced."""
+    """The client sends its own messages. Only the sockets are replaced."""
     cores = {b"\x00\x00": core_of(make_rig()), b"\x01\x00": core_of(make_rig())}
     client: Any = object.__new__(kind)
     client.core_engines, client.client_index = list(cores), 0

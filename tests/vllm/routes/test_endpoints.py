@@ -1,4 +1,4 @@
-"""The routes in vLLM's own application: added by its loader, called over ASGI."""
+"""The routes in vLLM's own application, added by vLLM's plugin loader and called over ASGI."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ ODD = "a/b?c=1&d#e%2F\n\r\x00 ü 🎉 <script>"
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, core: Any, **given: Any) -> tuple[FastAPI, Ask]:
-    """vLLM's application with its plugins; ``given`` are arguments of its server."""
+    """Return vLLM's application with its plugins, and a function that sends it a request. ``given``
+    are arguments of its server."""
     monkeypatch.setenv("VLLM_PLUGINS", "tiered_kv")
     args = Namespace(
         **{
@@ -76,7 +77,7 @@ def test_each_engine_reports_its_status(monkeypatch: pytest.MonkeyPatch) -> None
     assert answer.json().keys() == {"version", "vllm_version", "engines"}
 
 
-def test_a_page_of_jobs_goes_over_all_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_of_jobs_covers_all_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     first = {"now": 5.0, "known": 2, "jobs": [job(3), job(8)]}
     second = {"now": 6.0, "known": 7, "jobs": [job(1, 1), job(2, 1)]}
     core = FakeCore(second, first)
@@ -90,8 +91,8 @@ def test_a_page_of_jobs_goes_over_all_engines(monkeypatch: pytest.MonkeyPatch) -
     assert said["next"] is None, "there are no more"
 
 
-def test_a_long_page_is_asked_for_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine tells a hundred jobs between two steps."""
+def test_a_long_page_is_requested_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine returns at most 100 jobs between two steps."""
 
     class Engine(FakeCore):
         async def call_utility_all_async(self, method: str, question: dict[str, Any]) -> list[str]:
@@ -146,7 +147,7 @@ def test_a_missing_job_is_reported_in_a_sentence(monkeypatch: pytest.MonkeyPatch
         "/tiered_kv/jobs/j?salt=s",
     ],
 )
-def test_queries_that_mean_nothing_are_refused(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_invalid_queries_are_refused(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     core = FakeCore({"now": 1.0, "known": 0, "jobs": []})
     _, ask = serve(monkeypatch, core)
     assert ask(path).status_code == 400
@@ -191,7 +192,7 @@ def test_beyond_loopback_no_client_is_answered_without_the_token(
 
 
 @pytest.mark.parametrize("named", [[], [MIDDLEWARE]])
-def test_the_middleware_is_there_once(monkeypatch: pytest.MonkeyPatch, named: list[str]) -> None:
+def test_the_middleware_is_added_once(monkeypatch: pytest.MonkeyPatch, named: list[str]) -> None:
     app, ask = serve(monkeypatch, FakeCore({"engine": 0}), middleware=named)
     classes = [one.cls for one in app.user_middleware]
     assert classes.count(JobMiddleware) == 1  # type: ignore[arg-type]
@@ -204,7 +205,7 @@ def test_the_middleware_is_there_once(monkeypatch: pytest.MonkeyPatch, named: li
     assert said.json()["kv_transfer_params"] == {"job_id": "j"}
 
 
-def test_vllm_loads_them_only_if_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_loads_the_routes_only_if_the_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     app = FastAPI()
     app.state.args = Namespace(middleware=[])

@@ -1,4 +1,4 @@
-"""Calls to the engines: sequential, bounded, and with a message for every failure."""
+"""Calls to the engines are sequential and bounded in number, and each failure has a message."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_a_server_without_access_to_an_engine_reports_it(client: Any) -> None:
     assert caught.value.status == 501
 
 
-def test_engines_without_our_connector_say_so() -> None:
+def test_engines_without_the_connector_report_it() -> None:
     assert refused(FakeCore({"engine": 0}, {"error": NO_CONNECTOR})).status == 501
     assert refused(FakeCore({"error": FAILED})).status == 500
 
 
-def test_an_engine_without_the_method_is_asked_once() -> None:
-    """It logs each call with a traceback."""
+def test_an_engine_without_the_method_is_called_once() -> None:
+    """The engine would log each call with a traceback."""
     core = FakeCore(
         Exception(f"Call to {METHOD} method failed: 'EngineCoreProc' has no attribute '{METHOD}'")
     )
@@ -75,7 +75,7 @@ def test_an_engine_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Mo
     assert asyncio.run(ask()).status == 504
 
 
-def test_of_a_crowd_one_is_served_at_a_time_and_some_are_sent_away() -> None:
+def test_of_many_calls_one_runs_at_a_time_and_the_excess_is_refused() -> None:
     async def crowd() -> tuple[FakeCore, list[Any]]:
         core = FakeCore({"engine": 0})
         calls = EngineCalls(FakeClient(core))

@@ -1,4 +1,4 @@
-"""Bodies of snapshot requests: invalid bodies never reach an engine."""
+"""Bodies of snapshot requests. Invalid bodies are refused before an engine is called."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_invalid_names_are_refused(monkeypatch: pytest.MonkeyPatch, path: str, n
 
 
 @pytest.mark.parametrize("name", ["x", "0", "A-b_c.d", "x" * 100, "a..b", "zip"])
-def test_other_names_are_taken(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_valid_names_are_accepted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     core = WorkingCore(["j"])
     _, ask = serve(monkeypatch, core)
     assert post(ask, SNAPSHOTS, name=name).status_code == 200
@@ -106,7 +106,7 @@ def test_invalid_ids_and_flags_are_refused(
     assert not core.asked
 
 
-def test_as_many_forks_as_may_be_and_inferred_jobs_are_taken(
+def test_the_maximum_number_of_forks_and_inferred_jobs_are_accepted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     core = WorkingCore(["(inferred) 1"])
@@ -144,7 +144,7 @@ def test_invalid_bodies_are_refused(monkeypatch: pytest.MonkeyPatch, content: by
     assert not core.asked
 
 
-def test_of_a_body_that_is_too_long_only_the_beginning_is_read(
+def test_only_the_start_of_an_oversized_body_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     core = WorkingCore([])
@@ -173,7 +173,7 @@ def test_of_a_body_that_is_too_long_only_the_beginning_is_read(
 @pytest.mark.parametrize(
     "kind", [None, "", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"]
 )
-def test_what_web_pages_can_send_is_refused(
+def test_content_types_that_web_pages_can_send_are_refused(
     monkeypatch: pytest.MonkeyPatch, kind: str | None
 ) -> None:
     monkeypatch.setenv(ADMIN_TOKEN, "s3cret")

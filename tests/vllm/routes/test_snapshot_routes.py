@@ -1,5 +1,5 @@
 """Snapshot routes over ASGI: the engine that has the job acts, and waiting clients receive the
-outcome."""
+result."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_job_is_forked_and_restored_by_any_name(monkeypatch: pytest.MonkeyPatc
     assert core.asked[0] == {"ask": "restore", "name": "n", "job": None, "salt": None}
 
 
-def test_a_job_that_no_engine_has_is_404(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_no_engine_has_is_answered_with_404(monkeypatch: pytest.MonkeyPatch) -> None:
     core = WorkingCore(["a"], [])
     _, ask = serve(monkeypatch, core)
     for path in (SNAPSHOTS, FORKS):
@@ -87,7 +87,7 @@ def test_a_job_that_no_engine_has_is_404(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("jobs", [[["j"], ["j"]], [["j", "j"]]])
-def test_of_several_jobs_of_one_id_none_is_touched(
+def test_of_several_jobs_with_one_id_none_is_changed(
     monkeypatch: pytest.MonkeyPatch, jobs: list[list[str]]
 ) -> None:
     core = WorkingCore(*jobs)
@@ -144,7 +144,7 @@ def test_an_operation_is_polled_less_and_less_often(monkeypatch: pytest.MonkeyPa
         pauses.append(seconds)
         await sleep(0)
 
-    monkeypatch.undo()  # with pauses
+    monkeypatch.undo()  # restore the real pauses
     monkeypatch.setattr(asyncio, "sleep", slept)
 
     async def ask(question: dict[str, Any]) -> list[dict[str, Any]]:
@@ -216,7 +216,7 @@ def test_an_operation_continues_after_its_client_stops_waiting(
     assert {one["ask"] for one in core.asked} == {"job", "snapshot", "fork", "restore", "operation"}
 
 
-def test_others_are_answered_while_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_requests_are_answered_while_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     core = WorkingCore(["j"])
     core.looks = 10**9
     app, _ = serve(monkeypatch, core)
@@ -236,7 +236,7 @@ def test_others_are_answered_while_one_waits(monkeypatch: pytest.MonkeyPatch) ->
     assert core.at_once == 1
 
 
-def test_of_a_crowd_some_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_excess_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     core = WorkingCore(["j"])
     core.looks = 10**9
     app, _ = serve(monkeypatch, core)
@@ -281,7 +281,7 @@ def test_a_client_that_goes_away_leaves_the_operation_alone(
     assert {one["ask"] for one in core.asked} == {"job", "snapshot", "operation"}
 
 
-def test_an_engine_that_has_no_time_is_asked_again() -> None:
+def test_a_busy_engine_is_asked_again() -> None:
     core = WorkingCore([])
     busy = [Refusal(504, "Busy."), Refusal(429, "Busy.")]
 
@@ -311,9 +311,7 @@ def test_a_missing_engine_ends_the_wait() -> None:
     assert caught.value.status == 409
 
 
-def test_who_may_ask_is_as_for_the_other_routes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_access_is_as_for_the_other_routes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
     core = WorkingCore(["j"])
     _, ask = serve(monkeypatch, core)
@@ -372,7 +370,7 @@ def test_the_snapshots_of_the_folder_are_listed(
 
 
 def scope(path: str) -> dict[str, Any]:
-    """A request of ASGI."""
+    """Return the ASGI scope of a POST request to a path."""
     return {
         "type": "http",
         "asgi": {"version": "3.0"},

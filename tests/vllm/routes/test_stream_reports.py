@@ -1,4 +1,5 @@
-"""Reports in streamed answers: in the last event, without delay, and nowhere else."""
+"""Reports in streamed answers: they are in the last event, which is not delayed, and nowhere
+else."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ TRAP = '"finish_reason":"stop"},"kv_transfer_params":{}'
 
 
 def chunk(text: str, finish: str | None = None) -> str:
-    """A chunk as vLLM writes it."""
+    """Return a chunk as vLLM writes it."""
     choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
     return f"data: {json.dumps({'id': 'x', 'choices': [choice]}, separators=(',', ':'))}\n\n"
 
@@ -45,10 +46,10 @@ def event(name: str, **said: Any) -> str:
 
 
 class Engine:
-    """An engine client whose requests say what a test tells, one output for each event.
+    """A fake engine client whose requests have one output for each given report.
 
     Attributes:
-        closed: True once the outputs of a request were closed before their end.
+        closed: True if the outputs of a request were closed before their end.
     """
 
     def __init__(self, reports: Sequence[Any]) -> None:
@@ -68,7 +69,8 @@ class Engine:
 def answer(
     path: str, events: Sequence[str], reports: Sequence[Any], prompts: int = 1
 ) -> tuple[list[str], list[int]]:
-    """Events as a client gets them, and how many had been made by the time that each was sent."""
+    """Return the events that a client receives, and for each the number of events that the server
+    had generated when it was sent."""
     engine: Any = Engine(reports)
     app = FastAPI()
     app.state.args = Namespace(middleware=[], host="127.0.0.1")
@@ -100,7 +102,7 @@ def answer(
     async def receive() -> dict[str, Any]:
         for message in body:
             return message
-        return await asyncio.Future()  # the client stays
+        return await asyncio.Future()  # the client stays connected
 
     async def send(message: Any) -> None:
         if body := message.get("body"):
@@ -153,8 +155,8 @@ def test_messages_have_the_report_in_the_event_with_the_stop_reason() -> None:
     assert said["usage"] == {"output_tokens": 2}
 
 
-def test_text_that_looks_like_an_end_is_no_end() -> None:
-    """The last tokens may come before the chunk that ends the answer."""
+def test_text_that_looks_like_a_finish_reason_is_ignored() -> None:
+    """The last tokens may come before the chunk with the finish reason."""
     events = [chunk(TRAP), chunk(TRAP, "stop"), "data: [DONE]\n\n"]
     got, _ = answer(CHAT, events, [SAID["kv_transfer_params"]])
     assert got[0] == events[0]
@@ -208,7 +210,7 @@ def test_vllm_passes_the_report_with_the_outputs_of_its_engine_client() -> None:
     assert outputs.ag_code is AsyncLLM.generate.__code__, "outside of a request nothing changes"
 
 
-def test_other_requests_are_not_listened_to() -> None:
+def test_requests_to_other_routes_are_passed_through() -> None:
     engine: Any = Engine([SAID["kv_transfer_params"]])
     listen(engine)
     listen(engine)
@@ -246,7 +248,7 @@ def test_a_client_that_disconnects_ends_its_request() -> None:
 
 
 def outputs(params: dict[str, Any] | None) -> Sequence[RequestOutput]:
-    """Outputs of vLLM's engine client for an answer of two tokens."""
+    """Return the outputs of vLLM's engine client for an answer of two tokens."""
 
     def output(text: str, token: int, finish: str | None) -> RequestOutput:
         one = CompletionOutput(0, text, [token], None, None, finish_reason=finish)
@@ -259,7 +261,7 @@ def outputs(params: dict[str, Any] | None) -> Sequence[RequestOutput]:
 
 
 def serving(kind: type[Any]) -> Any:
-    """One of vLLM's servers of an API, without its engine, models and settings."""
+    """Return one of vLLM's API servers without its engine, models and settings."""
     made = object.__new__(kind)
     made.__dict__.update(
         dict.fromkeys(
@@ -272,7 +274,7 @@ def serving(kind: type[Any]) -> Any:
             )
         ),
         response_role="assistant",
-        stop_reason_map={"stop": "end_turn"},  # until 0.31
+        stop_reason_map={"stop": "end_turn"},  # needed up to vLLM 0.31
         **dict.fromkeys(
             (
                 "enable_auto_tools",
@@ -292,7 +294,8 @@ def serving(kind: type[Any]) -> Any:
 async def chat(
     params: dict[str, Any] | None, *, messages: bool = False
 ) -> AsyncGenerator[Any, None]:
-    """vLLM's chunks of a chat; for messages before they are text, since 0.33."""
+    """Yield vLLM's chunks of a chat answer. For the messages API, since vLLM 0.33, they are objects
+    that are not serialized yet."""
     request = ChatCompletionRequest(
         messages=[{"role": "user", "content": "x"}],
         model="m",
@@ -329,7 +332,7 @@ async def completion(params: dict[str, Any] | None) -> AsyncGenerator[str, None]
 
 
 def vllm_events(path: str, params: dict[str, Any] | None) -> list[str]:
-    """The events that vLLM's own code writes for an answer."""
+    """Return the events that vLLM's own code writes for an answer."""
 
     async def all_of(events: AsyncGenerator[Any, None]) -> list[str]:
         return [event async for event in events]
@@ -343,7 +346,7 @@ def vllm_events(path: str, params: dict[str, Any] | None) -> list[str]:
 
 
 def reported(events: Sequence[str]) -> list[Any]:
-    """The reports in events, without null values."""
+    """Return the reports in events, without null values."""
     data = [line for one in events for line in one.splitlines() if line.startswith("data: {")]
     found = [json.loads(line.removeprefix("data: ")).get("kv_transfer_params") for line in data]
     assert not any("error" in line for line in data), data
@@ -352,7 +355,7 @@ def reported(events: Sequence[str]) -> list[Any]:
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES])
 def test_vllm_s_own_events_have_the_report_once(path: str) -> None:
-    """Since 0.33 vLLM adds it itself, but not to messages."""
+    """Since 0.33 vLLM itself adds the report, except to messages."""
     params = SAID["kv_transfer_params"]
     events = vllm_events(path, params)
     by_itself = reported(events)
