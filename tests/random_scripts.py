@@ -1,13 +1,13 @@
-"""Random scripts: clients, faults and resets drawn from a seed.
+"""Random scripts: requests of clients, faults and resets, drawn from a seed.
 
 A test marked ``@pytest.mark.scripts(150, nightly=10_000)`` takes the fixture ``seeds``. It runs 150
 seeds by default, in batches, and 10,000 with ``-m nightly``. ``--scripts N --first-seed S`` runs N
 seeds from S instead.
 
-A kind of script is an engine and a ``Script``: acts of its clients, with weights. In each step the
-engine's model checks that the KV it attends to is right, and the rig that requests are admitted
-fairly. At the end every answer is compared, and every block, slot, order and reference is accounted
-for.
+Each kind of script has an engine and a ``Script``: the actions of its clients, with weights. In
+each step, the engine's fake model checks that it reads the right KV, and the rig checks that
+requests are admitted fairly. At the end, every answer is compared with the expected one, and every
+block, slot, order and reference is accounted for.
 """
 
 from __future__ import annotations
@@ -44,23 +44,24 @@ from tiered_kv.testing.vllm.rig import RigOptions
 from tiered_kv.transfer.base import Direction
 
 LONGEST = 256
-"""Longest request, tokens."""
+"""Length of the longest request in tokens."""
 LONGEST_CONTEXT = 190
 LONGEST_ANSWER = 40
 STOPS = range(0, VOCABULARY, 12)
-"""Tokens that end an answer, of those requests that have any."""
+"""Stop tokens of the requests that have any."""
 
 
 def play_each(
     folder: Path, seeds: range, play: Callable[[Path, int], Mapping[str, int] | None]
 ) -> None:
-    """Play the script of each seed in a folder of its own. An error names its seed.
+    """Run the script of each seed in a folder of its own. An exception names its seed.
 
-    With every other seed, contexts of a few pages are long ones, whose work is cut into pieces.
+    With every odd seed, the limits on the pages of one scheduler step are only a few pages, so that
+    the work is split over several steps.
 
     Args:
-        play: plays one script, and may return counts of what scripts are about. None of them may
-            stay 0 in a full batch.
+        play: runs one script, and may return counts of the cases that the script is meant to
+            reach. None of them may be 0 after a full batch.
     """
     reached = Counter[str]()
     for seed in seeds:
@@ -78,7 +79,7 @@ def play_each(
 
 @contextmanager
 def work_in_pieces(seed: int) -> Iterator[None]:
-    """Let a step of the scheduler's thread handle a few pages only, if the seed is odd."""
+    """Limit a scheduler step to a few pages if the seed is odd."""
     with ExitStack() as patches:
         for module, limit, pages in (
             (restores, "SYNC_PAGES", 3),
@@ -99,32 +100,34 @@ def work_in_pieces(seed: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A request of a script."""
+    """A request that a script has sent."""
 
     prompt: list[int]
     tokens: int
     stops: Sequence[int]
 
     def answer(self) -> list[int]:
-        """The answer that it must get."""
+        """Return the expected answer."""
         whole = expected(self.prompt, self.tokens)
         end = next((i for i, token in enumerate(whole, 1) if token in self.stops), self.tokens)
         return whole[:end]
 
 
 class Script:
-    """Random clients of one engine, and what happens to them.
+    """Random clients of one engine, with faults and resets.
 
-    What turns, aborts and resets draw does not depend on the engine: two engines can be compared.
+    The random choices of turns, aborts and resets do not depend on the engine, so that two engines
+    can be compared.
 
     Args:
         acts: names of methods, and their weights.
-        contexts: the contexts of jobs that another script has served before; None: new ones.
+        contexts: the contexts of jobs that another script has served before; None for new ones.
 
     Attributes:
-        steps: engine steps before an act. passes: seconds that pass then.
-        sent: requests by id.
-        faulty: the worker's transfers; None without any.
+        steps: possible numbers of engine steps before an action.
+        passes: possible numbers of seconds by which the clock advances before an action.
+        sent: requests by ID.
+        faulty: the worker's transfers, in which faults can be injected; None without any.
     """
 
     steps: Sequence[int] = range(6)
@@ -145,12 +148,12 @@ class Script:
             self.faulty = rig.inject(FaultyTransfer)
 
     def play(self, acts: int) -> None:
-        """Act that many times."""
+        """Run the given number of random actions."""
         for _ in range(acts):
             self.act()
 
     def act(self) -> None:
-        """Make a few steps and one act."""
+        """Run a few engine steps, then one random action."""
         for _ in range(self.rng.choice(self.steps)):
             self.step()
         self.rig.now += self.rng.choice(self.passes)
@@ -158,13 +161,14 @@ class Script:
         getattr(self, name)()
 
     def step(self) -> None:
-        """Make one engine step."""
+        """Run one engine step."""
         self.rig.step()
 
-    # -- acts -------------------------------------------------------------------------
+    # # -- actions ----------------------------------------------------------------------
 
     def turn(self) -> None:
-        """Send a turn of some job: all of its context, or the start. The context may grow."""
+        """Send a turn of a random job with its whole context or the start of it. The context may
+        grow."""
         rng, job = self.rng, self.rng.randrange(len(self.contexts))
         context = self.contexts[job]
         prompt = context[: rng.randrange(1, len(context) + 1)] if rng.random() < 0.4 else context
@@ -174,7 +178,7 @@ class Script:
             self.contexts[job] = self.fit([*context, *sent.answer(), *said])
 
     def send(self, job: str, prompt: list[int], **fields: Any) -> str:
-        """Send a request; returns its id."""
+        """Send a request. Returns its ID."""
         rng, name = self.rng, f"r{len(self.sent)}"
         tokens = rng.choice([1, 4, 12, rng.randrange(1, LONGEST_ANSWER)])
         sent = self.sent[name] = Sent(prompt, tokens, rng.choice([(), STOPS]))
@@ -183,43 +187,45 @@ class Script:
         return name
 
     def fields(self, job: str) -> dict[str, Any]:
-        """Other fields of a job's next request."""
+        """Return the other fields of a job's next request."""
         hints = {"job_id": job, "is_last_step": self.rng.random() < 0.1}
         return {"params": self.rng.choice([hints, hints, None])}
 
     def fit(self, context: list[int]) -> list[int]:
-        """A context, or a part of it if it is too long."""
+        """Return a context, shortened if it is too long."""
         if len(context) <= LONGEST_CONTEXT:
             return context
         most = self.rng.choice([LONGEST_CONTEXT, LONGEST_CONTEXT, len(context) // 2])
         return context[-most:] if self.rng.random() < 0.1 else context[:most]
 
     def abort(self) -> None:
-        """Abort one of the last requests, perhaps while the next step runs."""
+        """Abort one of the latest requests. The abort may arrive while the next step runs."""
         late, name = self.rng.random() < 0.5, self.rng.choice([*self.sent, ""][-8:])
         if name and name not in self.rig.finished:
             self.rig.abort(name, late=late)
 
     def fail_copy(self) -> None:
-        """Have a page of the next save or load fail."""
+        """Make a page of the next save or load fail."""
         direction, page = self.rng.choice(list(Direction)), self.rng.randrange(3)
         if self.faulty is not None:
             self.faulty.fail_next(direction, {page})
 
     def fail_store(self) -> None:
-        """Have the next read or write of a tier fail."""
+        """Make the next read or write of a tier fail."""
         if self.faulty is not None and (stores := self.rig.worker_half.stores):
             break_once(stores[self.rng.choice(sorted(stores))].io.store, self.rng)
 
     def reset(self) -> bool:
-        """Reset the prefix cache, perhaps under running requests. Returns False if refused."""
+        """Reset the prefix cache, in some cases with running requests. Returns False if the reset
+        is refused."""
         running = self.rng.random() < 0.5
-        with suppress(RuntimeError):  # vLLM's refusal while restores are in flight
+        with suppress(RuntimeError):  # vLLM refuses while restores are in flight
             return self.rig.reset_cache(running=running)
         return False
 
     def hint(self) -> None:
-        """Have something done with the KV of a job, or of a context, perhaps of a live request."""
+        """Carry out random hints on the KV of jobs and contexts, in some cases by a live
+        request."""
         rng = self.rng
         hints = [self.some_hint() for _ in range(rng.choice([1, 3]))]
         live = rng.choice([*self.sent, "nobody"][-8:])
@@ -251,19 +257,20 @@ class Script:
         )
 
     def wait(self) -> None:
-        """Let the workers finish their copies."""
+        """Wait until the workers have finished their copies."""
         self.rig.wait_for_worker()
 
     # -- the end ----------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Run to the end, and check that answers are right and that nothing is left behind."""
+        """Run all requests to the end. Asserts that the answers are right and that no resource is
+        still held."""
         rig = self.rig
         rig.run()
         for name, sent in self.sent.items():
             self.check(name, sent.answer())
         if rig.half is not None:
-            rig.now += 5 * 3600  # no gap is waited for that long
+            rig.now += 5 * 3600  # longer than any gap is waited for
             for i in range(2):
                 rig.wait_for_worker()
                 rig.ask(f"last{i}", text(1, seed=1), max_tokens=8)
@@ -272,7 +279,8 @@ class Script:
         rig.check_clean()
 
     def check(self, name: str, answer: list[int]) -> None:
-        """Check what the engine said; an aborted request got the start of its answer."""
+        """Assert that the engine's answer is the expected one. An aborted request may have only the
+        start of it."""
         said = self.rig.outputs[name]
         assert said == (answer[: len(said)] if self.rig.aborted(name) else answer), name
 
@@ -310,8 +318,8 @@ def some_options(rng: random.Random, groups: tuple[GroupSpec, ...] = (), **own: 
 def some_tiers(
     rng: random.Random, folder: Path, page_bytes: int, slots: Sequence[int]
 ) -> dict[str, Any]:
-    """Draw the settings of CPU memory with one of these numbers of slots, and perhaps of an SSD,
-    which may be too small."""
+    """Draw the settings of a CPU tier that has one of these numbers of slots, and in some cases of
+    an SSD tier, which may be too small."""
     count, ssd_gib = rng.choice(slots), rng.choice([None, 1, 0.004])
     found = {"cpu_gib": count * page_bytes / 2**30, "codec": "raw"}
     if count and ssd_gib is not None:
@@ -320,7 +328,7 @@ def some_tiers(
 
 
 def choose_policies(rig: EngineRig, rng: random.Random) -> None:
-    """Draw where turns' KV waits and how it is restored."""
+    """Draw the policies that decide where a turn's KV is kept and how it is restored."""
     named = registry.policy(rng.choice(sorted(registry.POLICIES)))
     rig.policy = rng.choice([rig.policy, AnyDecision(rng), named])
     choose_restores(rig, rng)
@@ -331,7 +339,7 @@ def choose_restores(rig: EngineRig, rng: random.Random) -> None:
 
 
 class AnyDecision(StatelessPolicy):
-    """Decisions of every kind, drawn, before and after tools were read."""
+    """Random decisions of every kind, both before and after the tool calls are read."""
 
     reads_tools = True
 
@@ -350,12 +358,12 @@ class AnyDecision(StatelessPolicy):
 
 
 class SomeTools:
-    """Reads tool calls immediately, later, or never."""
+    """A fake tool reader that reads tool calls immediately, later or never."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._queued: list[str] = []
-        self.answers = (("", NO_TOOL),)  # asked in every step
+        self.answers = (("", NO_TOOL),)  # read in every step
 
     dropped = errors = 0
 
@@ -377,7 +385,7 @@ class SomeTools:
 
 
 def break_once(store: Any, rng: random.Random) -> None:
-    """Have the next read or write of a store raise, or report all pages as failed."""
+    """Make the next read or write of a store raise an exception or report all pages as failed."""
     name = rng.choice(["put", "get"])
     right: Callable[..., frozenset[int]] = getattr(store, name)
     raises = rng.random() < 0.5

@@ -1,4 +1,5 @@
-"""KV hints pass from requests and queries to the engine's executor, and its results to clients."""
+"""KV hints pass from requests and queries to the engine's executor, and its results pass to the
+clients."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tiered_kv.testing.engine.rig import RigOptions, SecondRig
 
 @dataclass
 class Recorder:
-    """Carries out nothing, and accepts everything."""
+    """An executor that accepts and records every hint but does nothing."""
 
     calls: list[tuple[str | None, tuple[KvHint, ...]]] = field(default_factory=list)
 
@@ -40,14 +41,14 @@ def rig() -> Iterator[SecondRig]:
 
 
 def reports(rig: SecondRig, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The reports that clients receive with their answers."""
+    """Return a list that collects the reports that clients receive with their answers."""
     found, ended = list[Any](), rig.half.on_finished
     assert rig.halves is not None
     monkeypatch.setattr(rig.halves, "ended", lambda one: found.append(ended(one.request_id)))
     return found
 
 
-def test_an_answer_has_the_results_of_its_requests_hints(
+def test_an_answer_has_the_results_of_the_hints_in_its_request(
     rig: SecondRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = reports(rig, monkeypatch)
@@ -72,7 +73,7 @@ def test_an_answer_without_hints_is_as_before(
     assert "hints" not in told[1]["tiered_kv"]
 
 
-def test_a_query_has_a_result_for_each_action_in_their_order(
+def test_a_query_has_a_result_for_each_action_in_order(
     rig: SecondRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = Recorder()
@@ -96,7 +97,7 @@ def test_a_query_has_a_result_for_each_action_in_their_order(
 
 
 def test_vllms_own_field_of_a_request_is_read() -> None:
-    """Only ``AsyncLLM`` and ``LLM`` can set it."""
+    """Only ``AsyncLLM`` and ``LLM`` can set the field."""
     action = KvHintAction("a", "kv.retain", "1.0", {"ttl_seconds": 60})
     request = Request(
         request_id="r",

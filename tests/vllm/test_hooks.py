@@ -32,7 +32,7 @@ def test_bad_hints_are_counted_and_ignored(make_rig: MakeRig) -> None:
         prompt = text(50, seed=i)
         assert rig.ask(f"r{i}", prompt, params=hints) == expected(prompt, 4)
 
-    assert rig.count("hints_ignored") == len(BAD_HINTS)  # the seventh has two, the sixth a job
+    assert rig.count("hints_ignored") == len(BAD_HINTS)  # one invalid hint in each
     rig.now += 10
     rig.ask("tick", text(1, seed=99))
     rig.check_clean()

@@ -1,4 +1,4 @@
-"""Top-level hints are moved to ``kv_transfer_params``; everything else passes unchanged."""
+"""Top-level hints are moved to ``kv_transfer_params``. Everything else passes unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DISCONNECT: Message = {"type": "http.disconnect"}
 
 
 class Toy:
-    """An application that accepts all input, and streams two answers."""
+    """An application that accepts any input and streams an answer in two parts."""
 
     def __init__(self) -> None:
         self.scope: Scope = {}
@@ -61,7 +61,7 @@ class Toy:
 
 
 def chunked(body: bytes, cuts: Sequence[int] = ()) -> list[Message]:
-    """The body as a client may send it, in pieces that end at ``cuts``."""
+    """Return the messages of a body that a client sends in pieces, which end at ``cuts``."""
     ends = [*sorted(min(cut, len(body)) for cut in cuts), len(body)]
     pieces = [body[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     last = len(pieces) - 1
@@ -72,7 +72,8 @@ def chunked(body: bytes, cuts: Sequence[int] = ()) -> list[Message]:
 
 
 def serve(messages: Sequence[Message], **scope: Any) -> tuple[Toy, list[Message]]:
-    """One request through the middleware: what the application saw, what the client got."""
+    """Send one request through the middleware. Returns the application, which records its input,
+    and the messages sent to the client."""
     toy, sent = Toy(), []
     left = iter(messages)
     whole = b"".join(message.get("body", b"") for message in messages)
@@ -95,11 +96,11 @@ def serve(messages: Sequence[Message], **scope: Any) -> tuple[Toy, list[Message]
     return toy, sent
 
 
-# -- a client of Continuum's --------------------------------------------------------
+# # -- clients of Continuum ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", RESPONSES, MESSAGES])
-def test_a_job_named_at_the_top_is_named_to_the_connector(path: str) -> None:
+def test_a_top_level_job_id_reaches_the_connector(path: str) -> None:
     said = {"model": "m", "job_id": "swe-1", "is_last_step": False}
     toy, _ = serve(chunked(json.dumps(said).encode()), path=path)
     assert json.loads(toy.body) == {
@@ -109,7 +110,7 @@ def test_a_job_named_at_the_top_is_named_to_the_connector(path: str) -> None:
     assert toy.content_length == len(toy.body)
 
 
-def test_all_that_read_hints_knows_is_moved() -> None:
+def test_every_known_hint_is_moved() -> None:
     values = ["j", True, "bash", "make", 3.5]
     body = json.dumps(dict(zip(NAMES, values, strict=True))).encode()
     moved = json.loads(carry(body, CHAT))
@@ -117,7 +118,7 @@ def test_all_that_read_hints_knows_is_moved() -> None:
     assert hints[:6] == ("j", True, "bash", "make", 3.5, 0)
 
 
-def test_what_is_in_the_parameters_already_wins() -> None:
+def test_existing_parameters_take_precedence() -> None:
     request = {
         "job_id": "top",
         "is_last_step": True,
@@ -132,27 +133,27 @@ def test_what_is_in_the_parameters_already_wins() -> None:
     }
 
 
-def test_answers_are_streamed_and_the_client_can_still_leave() -> None:
+def test_answers_are_streamed_and_the_client_can_still_disconnect() -> None:
     toy, sent = serve(chunked(b'{"job_id": 1}', [4, 8]))
     assert [message.get("body") for message in sent] == [None, b"one", b"two"]
     assert toy.received[-1] is DISCONNECT
 
 
-def test_a_server_behind_a_path_is_the_same_server() -> None:
+def test_a_root_path_does_not_matter() -> None:
     body = b'{"job_id": "j"}'
     for scope in ({"path": f"/llm{CHAT}"}, {"path": CHAT}):
         toy, _ = serve(chunked(body), root_path="/llm", **scope)
         assert toy.body != body
 
 
-# -- ids that vLLM drops ---------------------------------------------------------------
+# # -- IDs that vLLM drops ---------------------------------------------------------------
 
 SESSION = "0199c7a4-5b7e-7d31-a7c2-3f1f0c6d2b11"
 CLAUDE_CODE = json.dumps({"device_id": "d" * 64, "account_uuid": "", "session_id": SESSION})
 
 
 def params(path: str, headers: Headers = (), **body: Any) -> dict[str, Any]:
-    """The parameters that reach vLLM with such a request."""
+    """Return the kv_transfer_params that reach vLLM with such a request."""
     asked = json.dumps({"model": "m", **body}).encode()
     sent = [(b"host", b"h"), (b"content-length", str(len(asked)).encode()), *headers]
     toy, _ = serve(chunked(asked), path=path, headers=sent)
@@ -173,7 +174,7 @@ def test_headers_and_body_fields_are_carried_on_every_path(path: str) -> None:
 
 
 def test_a_session_next_to_the_messages_is_used() -> None:
-    """vLLM reads the field on its other paths itself."""
+    """On its other paths, vLLM itself reads the field."""
     assert params(MESSAGES, session_id="s") == {"session_id": "s"}
     inside = {"session_id": "in"}
     assert params(MESSAGES, session_id="s", kv_transfer_params=inside) == inside
@@ -181,7 +182,7 @@ def test_a_session_next_to_the_messages_is_used() -> None:
         assert params(path, session_id="s") == {}
 
 
-def test_a_final_turn_of_dynamos_is_the_last_step_unless_the_body_differs() -> None:
+def test_dynamos_final_turn_is_the_last_step_unless_the_body_differs() -> None:
     final = [(b"x-dynamo-session-id", b"d"), (b"x-dynamo-session-final", b"true")]
     ids = {"client": {"session": "d"}}
     assert params(CHAT, final) == {**ids, "is_last_step": True}
@@ -193,9 +194,9 @@ def test_ids_that_a_client_sends_as_carried_take_precedence() -> None:
     assert params(CHAT, [(b"session-id", b"outer")], kv_transfer_params=told) == told
 
 
-def test_nothing_carried_is_a_salt() -> None:
-    """Headers are claims. Only the salt in the body, which is in the hashes of blocks, separates
-    clients."""
+def test_headers_are_never_used_as_a_salt() -> None:
+    """Headers are not verified. Clients are separated only by the salt in the body, which is part
+    of the block hashes."""
     names = (*HEADERS, "cache_salt", "x-cache-salt")
     every = [(name.encode(), b"claimed") for name in names]
     asked = json.dumps({"messages": []}).encode()
@@ -204,8 +205,8 @@ def test_nothing_carried_is_a_salt() -> None:
     assert "salt" not in json.dumps(got)
 
 
-def test_bodies_that_only_json_reads_are_read_too() -> None:
-    """Half of an emoji, where a client cut a text; and numbers that are none."""
+def test_bodies_that_only_pythons_json_module_reads_are_accepted() -> None:
+    """The bodies contain half of a surrogate pair, as where a client cut a string, or NaN."""
     for text in ('"\\ud83d"', "NaN"):
         body = f'{{"metadata": {{"user_id": {json.dumps(CLAUDE_CODE)}}}, "x": {text}}}'.encode()
         assert json.loads(carry(body, MESSAGES))["kv_transfer_params"]["client"]["session"]
@@ -217,7 +218,7 @@ def test_a_body_is_copied_and_not_encoded_again() -> None:
     assert changed.endswith(b', "x" : 1.50, "session_id":"s"}')
 
 
-# -- what is not ours ---------------------------------------------------------------
+# # -- input that is passed through ---------------------------------------------------------
 
 UNTOUCHED = [
     b"",
@@ -261,12 +262,12 @@ def test_other_requests_are_not_even_read(scope: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lifespan", "websocket"])
-def test_other_protocols_pass(kind: str) -> None:
+def test_other_protocols_are_passed_through(kind: str) -> None:
     received = serve([{"type": f"{kind}.startup"}], type=kind)[0].received
     assert received[0] == {"type": f"{kind}.startup"}
 
 
-def test_a_body_beyond_the_limit_passes_as_it_came(
+def test_a_body_beyond_the_limit_is_passed_through_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "MAX_BODY_BYTES", 100)
@@ -277,13 +278,13 @@ def test_a_body_beyond_the_limit_passes_as_it_came(
         assert serve(messages)[0].received[:-1] == messages
 
 
-def test_a_client_that_leaves_in_the_middle_of_its_body_is_seen_to_leave() -> None:
+def test_a_disconnect_in_the_middle_of_the_body_is_passed_on() -> None:
     messages = [*chunked(b'{"job_id": "j"}', [5])[:1], DISCONNECT]
     assert serve(messages)[0].received[:2] == messages
     assert serve([DISCONNECT])[0].received[0] == DISCONNECT
 
 
-# -- whatever comes -----------------------------------------------------------------
+# # -- arbitrary input ----------------------------------------------------------------
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -299,7 +300,7 @@ CUTS = st.lists(st.integers(0, 300), max_size=6)
 
 
 @given(REQUESTS, CUTS, st.booleans())
-def test_only_hints_move_however_the_body_is_cut(
+def test_only_hints_are_moved_however_the_body_is_cut(
     request_: dict[str, Any], cuts: list[int], ascii_only: bool
 ) -> None:
     text = json.dumps(request_, ensure_ascii=ascii_only)
@@ -321,7 +322,7 @@ def test_only_hints_move_however_the_body_is_cut(
 
 
 @given(st.binary(max_size=60) | st.sampled_from(UNTOUCHED[:6]), CUTS)
-def test_what_is_no_json_passes(body: bytes, cuts: list[int]) -> None:
+def test_a_body_that_is_not_json_is_passed_through(body: bytes, cuts: list[int]) -> None:
     messages = chunked(body, cuts)
     toy, _ = serve(messages)
     assert toy.received[:-1] == messages

@@ -1,4 +1,4 @@
-"""LRU against a list, and eviction by worth as jobs come and go."""
+"""LRU eviction compared with a list, and eviction by worth as jobs return and end."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TestByWorthAsAnyRule(EvictionConformance):
     rule = ByWorth
 
 
-def test_every_rule_is_tested_as_any_rule() -> None:
+def test_every_eviction_rule_has_a_conformance_test() -> None:
     assert {LeastRecentlyUsed, ByWorth} == set(EVICTION.values())
 
 
@@ -83,7 +83,8 @@ LATER = Forecast((GRID >= 600).astype(float))
 
 
 class Pool:
-    """An order with a clock, and pages that were added; ranked as the index has it ranked."""
+    """A ``ByWorth`` order with a clock and the given pages. It is ranked as often as the page index
+    ranks it."""
 
     def __init__(self, *pages: PageKey, stay_s: float = 60.0, most_pages: int = 1000) -> None:
         self.now = 0.0
@@ -111,20 +112,20 @@ class Pool:
 A, B, C, D, E, F, G, H = KEYS
 
 
-def test_pages_of_no_job_go_by_use() -> None:
+def test_pages_of_no_job_are_evicted_in_lru_order() -> None:
     pool = Pool(A, B, C)
     pool.order.touched(A)
     assert pool.ranked() == [B, C, A]
 
 
-def test_the_job_that_returns_last_goes_first_and_from_its_end() -> None:
+def test_pages_of_the_job_that_returns_last_are_evicted_first_from_the_end() -> None:
     pool = Pool(A, B, C, D, E)
     pool.waits("soon", [A, B], SOON)
     pool.waits("later", [C, D], LATER)
     assert pool.ranked() == [D, C, E, B, A], "nobody waits for E, which a running turn may have"
 
 
-def test_pages_are_ranked_in_the_moment_in_which_they_came() -> None:
+def test_pages_used_after_the_ranking_are_evicted_last() -> None:
     pool = Pool(A, B)
     pool.waits("soon", [A], SOON)
     pool.waits("later", [B], LATER)
@@ -141,15 +142,16 @@ def test_a_job_whose_time_has_passed_is_not_expected() -> None:
     assert pool.ranked() == [A, B]
 
 
-def test_dear_pages_stay_longer() -> None:
-    """The end of a long context costs more to compute again than a short one."""
+def test_pages_that_take_longer_to_recompute_are_kept_longer() -> None:
+    """Recomputing the end of a long context takes longer than recomputing the end of a short
+    one."""
     pool = Pool(A, B)
     pool.waits("dear", [A], SOON, page_s=3.0)
     pool.waits("cheap", [B], SOON, page_s=1.0)
     assert pool.ranked() == [B, A]
 
 
-def test_a_shared_prefix_goes_with_the_job_most_worth_waiting_for() -> None:
+def test_a_shared_prefix_has_the_worth_of_its_most_valuable_job() -> None:
     pool = Pool(A, B, C)
     pool.waits("later", [A, B], LATER)
     pool.waits("soon", [A, C], SOON)
@@ -158,7 +160,7 @@ def test_a_shared_prefix_goes_with_the_job_most_worth_waiting_for() -> None:
     assert pool.ranked() == [C, B, A], "a third job may have the prefix as well"
 
 
-def test_a_next_turn_takes_the_place_of_the_last() -> None:
+def test_a_next_turn_replaces_the_pages_of_the_previous_turn() -> None:
     pool = Pool(A, B, C)
     pool.waits("job", [A, B], LATER)
     pool.waits("job", [A, B, C], SOON)
@@ -169,9 +171,9 @@ def test_a_next_turn_takes_the_place_of_the_last() -> None:
     assert pool.ranked() == [B, C, A], "the history was rewritten: B is nobody's"
 
 
-def test_a_context_that_lost_its_forecast_goes_like_pages_of_no_job() -> None:
-    """A running turn has it in VRAM: it was used then, and half its worth is gone every half
-    minute."""
+def test_a_context_without_a_forecast_is_evicted_like_pages_of_no_job() -> None:
+    """The context of a running turn is in VRAM. Its pages count as just used, and their worth
+    halves every half minute."""
     pool = Pool(A, B, C, D)
     pool.waits("running", [A, B], SOON)
     pool.waits("soon", [C], SOON)
@@ -185,7 +187,7 @@ def test_a_context_that_lost_its_forecast_goes_like_pages_of_no_job() -> None:
     assert pool.ranked()[:1] == [D], "nobody waits for it, and the job waits again"
 
 
-def test_a_context_without_a_forecast_is_kept_as_one() -> None:
+def test_a_context_without_a_forecast_is_remembered() -> None:
     pool = Pool(A, B, C)
     pool.waits("job", [A, B], SOON)
     pool.order.on_forecast_lost("job")
@@ -201,7 +203,7 @@ def test_pages_of_finished_jobs_alone_are_evicted_first() -> None:
     assert pool.ranked() == [A, B, C]
 
 
-def test_so_do_the_pages_of_its_last_turn_but_not_what_others_have_too() -> None:
+def test_pages_of_the_last_turn_are_evicted_first_unless_other_jobs_have_them() -> None:
     pool = Pool(A, B, C, D, E)
     pool.waits("over", [A, B], SOON)
     pool.waits("later", [A, C], LATER)
@@ -211,7 +213,7 @@ def test_so_do_the_pages_of_its_last_turn_but_not_what_others_have_too() -> None
     assert pool.ranked()[:3] == [B, D, E]
 
 
-def test_pages_may_come_and_go_while_a_job_waits() -> None:
+def test_pages_can_be_added_and_removed_while_a_job_waits() -> None:
     pool = Pool(A, B)
     pool.waits("job", [A, B, C], SOON)
     assert pool.ranked() == [B, A]
@@ -222,7 +224,7 @@ def test_pages_may_come_and_go_while_a_job_waits() -> None:
     assert pool.ranked() == [C, A]
 
 
-def test_a_job_whose_next_turn_waits_for_its_turn_keeps_its_pages() -> None:
+def test_a_job_whose_next_turn_is_queued_keeps_its_pages() -> None:
     pool = Pool(A, B)
     pool.waits("back", [A], SOON)
     pool.now += 5.0
@@ -233,7 +235,7 @@ def test_a_job_whose_next_turn_waits_for_its_turn_keeps_its_pages() -> None:
     assert pool.ranked() == [B, A], "its forecast is of no more use"
 
 
-def test_a_page_that_no_job_waits_for_loses_half_its_worth_every_half_minute() -> None:
+def test_the_worth_of_a_page_of_no_job_halves_every_half_minute() -> None:
     pool = Pool(A, B)
     pool.waits("job", [B], Forecast(np.minimum(GRID / 600, 1.0)), page_s=1.0)
     assert pool.ranked() == [B, A], "it was just used"
@@ -242,8 +244,8 @@ def test_a_page_that_no_job_waits_for_loses_half_its_worth_every_half_minute() -
     assert pool.ranked() == [A, B]
 
 
-def test_what_several_jobs_had_does_not_stay_for_ever() -> None:
-    """Two samples of one prompt, over; and a job that is waited for."""
+def test_pages_shared_by_finished_jobs_are_evicted() -> None:
+    """Two finished jobs shared pages A and B; a third job is expected back and needs C."""
     pool = Pool(A, B, C)
     pool.waits("one", [A, B], SOON)
     pool.waits("two", [A, B], SOON)
@@ -254,7 +256,7 @@ def test_what_several_jobs_had_does_not_stay_for_ever() -> None:
     assert pool.ranked() == [B, A, C]
 
 
-def test_pages_of_too_many_contexts_are_forgotten_the_longest_silent_first() -> None:
+def test_contexts_beyond_the_limit_are_forgotten_least_recent_first() -> None:
     pool = Pool(A, B, C, most_pages=2)
     pool.waits("first", [A], SOON)
     pool.waits("second", [B], SOON)
@@ -264,12 +266,14 @@ def test_pages_of_too_many_contexts_are_forgotten_the_longest_silent_first() -> 
 
 
 def test_evicting_one_page_takes_no_longer_in_a_large_pool() -> None:
-    """A thousand jobs wait with 300 pages each, or ten jobs; the pool holds 2,000 pages."""
+    """The test compares a thousand waiting jobs with ten. Each job has 300 pages, of which the pool
+    holds two."""
     assert eviction_s(jobs=1000) < 10 * eviction_s(jobs=10)
 
 
 def eviction_s(jobs: int) -> float:
-    """Seconds of one eviction: the quickest of many, which nothing else has disturbed."""
+    """Return the seconds of the fastest of several evictions, which the fewest other processes have
+    disturbed."""
     keys = [[PageKey(f"{job}-{n}".encode()) for n in range(300)] for job in range(jobs)]
     pool = Pool(stay_s=60.0, most_pages=10**6)
     pool.order.added_all([key for pages in keys for key in pages[:2]])
@@ -286,7 +290,7 @@ def eviction_s(jobs: int) -> float:
     return min(once() for _ in range(15))
 
 
-def test_chances_are_those_of_the_likeliest_job() -> None:
+def test_a_return_chance_is_that_of_the_likeliest_job() -> None:
     pool = Pool(A)
     pool.waits("later", [A, B], LATER)
     assert pool.order.return_chance(B, 60.0) == 0.0
@@ -299,8 +303,8 @@ def test_chances_are_those_of_the_likeliest_job() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_evicts_in_the_order_in_which_every_page_was_ranked(seed: int) -> None:
-    """On average over many jobs: the worth of an evicted page, compared with the lowest worth."""
+def test_pages_are_evicted_in_the_order_of_their_worth(seed: int) -> None:
+    """The order is sorted by a worth that the test computes for each page."""
     rng = random.Random(seed)
     pool, stay_s = Pool(stay_s=60.0, most_pages=10_000), 60.0
     waiting = dict[str, tuple[list[PageKey], Forecast, float, float]]()

@@ -1,4 +1,4 @@
-"""Client hints are read without trusting them."""
+"""Client hints are validated when they are read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ANYTHING = JSON_LIKE | HINTS | st.dictionaries(st.text() | st.integers() | st.no
 
 
 def read_hints(params: object, xargs: object = None, session_id: object = None) -> TurnHints:
-    """The hints without the job's session and parent, which test_identity.py is about."""
+    """Return the hints without the job's session and parent, which test_identity.py tests."""
     return module.read_hints(params, xargs, session_id)._replace(who=NOBODY)
 
 
@@ -52,14 +52,14 @@ def test_a_job_and_its_last_step_are_read() -> None:
     assert read_hints({"job_id": None, "is_last_step": None}) == TurnHints()
 
 
-def test_a_client_may_say_what_runs_next() -> None:
+def test_a_client_may_announce_the_next_tool_call() -> None:
     said = {"tool_name": "bash", "tool_command": "make -j8", "expected_tool_s": 40}
     assert read_hints(said) == TurnHints(
         tool_name="bash", tool_command="make -j8", expected_s=40.0, ignored=0
     )
 
 
-# -- places to say it in ------------------------------------------------------------
+# # -- sources of hints ----------------------------------------------------------------
 
 
 def test_the_first_usable_hint_counts() -> None:
@@ -72,13 +72,13 @@ def test_the_first_usable_hint_counts() -> None:
     assert read_hints({}, {}, "session") == TurnHints("session")
 
 
-def test_xargs_meant_for_others_are_no_mistake() -> None:
-    """``extra_args`` holds the parameters of logits processors, and kv_transfer_params too."""
+def test_xargs_for_other_components_are_not_counted() -> None:
+    """``extra_args`` also holds parameters of logits processors, and kv_transfer_params."""
     xargs = {"kv_transfer_params": {"job_id": "p"}, "my_processor": [1, 2], "job_id": "x"}
     assert read_hints({"job_id": "p"}, xargs) == TurnHints("p", ignored=0)
 
 
-def test_a_session_is_asked_for_its_name_only_if_the_job_has_none() -> None:
+def test_a_session_id_is_used_only_if_there_is_no_job_id() -> None:
     too_long = "s" * (MAX_JOB_ID_CHARS + 1)
     assert read_hints({"job_id": "j"}, None, too_long) == TurnHints("j", ignored=0)
     assert read_hints({"job_id": ""}, None, "s") == TurnHints("s", ignored=1)
@@ -95,13 +95,13 @@ def test_an_answers_parameters_may_be_sent_back() -> None:
 
 @pytest.mark.parametrize("number", [0, 7, -7, 2**64 - 1])
 def test_a_job_may_be_a_number(number: int) -> None:
-    """Continuum's clients count their jobs."""
+    """Continuum's clients number their jobs."""
     assert read_hints({"job_id": number}) == TurnHints(str(number))
 
 
 @pytest.mark.parametrize(("said", "meant"), [(0, False), (1, True)])
 def test_a_last_step_may_be_zero_or_one(said: int, meant: bool) -> None:
-    """vLLM turns the booleans of vllm_xargs into numbers."""
+    """vLLM converts the booleans in vllm_xargs to numbers."""
     assert read_hints(None, {"is_last_step": said}) == TurnHints(None, meant)
 
 
@@ -109,14 +109,14 @@ def test_a_last_step_may_be_zero_or_one(said: int, meant: bool) -> None:
     "job_id",
     ["", True, False, 1.5, float("nan"), [], ["a"], {"a": 1}, b"job", 2**64, -(2**64), 10**4000],
 )
-def test_what_is_no_name_for_a_job_is_counted(job_id: object) -> None:
+def test_an_invalid_job_id_is_counted(job_id: object) -> None:
     assert read_hints({"job_id": job_id, "is_last_step": True}) == TurnHints(None, True, ignored=1)
 
 
 @pytest.mark.parametrize(
     "said", ["yes", "true", "", 2, -1, 1.0, 0.0, [], {}, float("nan"), 10**400]
 )
-def test_what_is_no_yes_or_no_is_counted_and_not_believed(said: object) -> None:
+def test_an_invalid_last_step_is_counted_and_ignored(said: object) -> None:
     assert read_hints({"job_id": "j", "is_last_step": said}) == TurnHints("j", False, ignored=1)
 
 
@@ -142,7 +142,7 @@ def test_a_time_is_a_number_of_seconds(said: float) -> None:
         3j,
     ],
 )
-def test_what_is_no_time_is_counted(said: object) -> None:
+def test_an_invalid_time_is_counted(said: object) -> None:
     assert read_hints({"expected_tool_s": said}) == TurnHints(ignored=1)
 
 
@@ -154,19 +154,19 @@ def test_what_is_no_time_is_counted(said: object) -> None:
         ("tool_command", MAX_TOOL_COMMAND_CHARS),
     ],
 )
-def test_texts_have_a_limit(key: str, most: int) -> None:
+def test_strings_have_a_length_limit(key: str, most: int) -> None:
     longest = "x" * most
     assert getattr(read_hints({key: longest}), key) == longest
     for said in (longest + "x", "x" * 10_000_000, "", 3.5, ["x"], b"x"):
         assert read_hints({key: said}) == TurnHints(ignored=1)
 
 
-def test_names_are_any_text() -> None:
+def test_names_may_be_any_string() -> None:
     for name in ("ünïcode", " ", "a/b\\c", "\x00", "\ud800", "👩🏽‍💻", "'; DROP TABLE jobs"):
         assert read_hints({"job_id": name}).job_id == name
 
 
-def test_no_client_can_take_the_name_of_an_inferred_job() -> None:
+def test_clients_cannot_use_the_names_of_inferred_jobs() -> None:
     name = f"{INFERRED_PREFIX}7"
     assert read_hints({"job_id": name}, {"job_id": name}, name) == TurnHints(ignored=3)
 
@@ -174,25 +174,25 @@ def test_no_client_can_take_the_name_of_an_inferred_job() -> None:
 @pytest.mark.parametrize(
     "params", ["text", 3, 3.5, True, [], [{"job_id": "j"}], ("job_id", "j"), b"{}", object()]
 )
-def test_hints_that_are_no_object_are_counted_once(params: object) -> None:
+def test_hints_that_are_not_an_object_are_counted_once(params: object) -> None:
     assert read_hints(params) == read_hints(None, params) == TurnHints(ignored=1)
 
 
 def test_unknown_keys_are_counted_and_the_known_ones_used() -> None:
-    """For example a negative TTL, which clients cannot set."""
+    """An unknown key is, for example, a TTL, which clients cannot set."""
     params = {"ttl": -5, "ttl_s": "abc", "job_id": "j", "is_last_step": True, 7: None}
     assert read_hints(params) == TurnHints("j", True, ignored=3)
 
 
-def test_any_mapping_will_do() -> None:
+def test_any_mapping_is_accepted() -> None:
     assert read_hints(MappingProxyType({"job_id": "j"})) == TurnHints("j")
 
 
-# -- whatever comes -----------------------------------------------------------------
+# # -- arbitrary input -----------------------------------------------------------------
 
 
 @given(ANYTHING, ANYTHING, JSON_LIKE)
-def test_nothing_a_client_sends_raises(params: object, xargs: object, session: object) -> None:
+def test_no_hints_raise_an_exception(params: object, xargs: object, session: object) -> None:
     hints = read_hints(params, xargs, session)
     for text, limit in (
         (hints.job_id, MAX_JOB_ID_CHARS),

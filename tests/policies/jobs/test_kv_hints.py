@@ -1,4 +1,4 @@
-"""KV hints are read from everything that clients and routers send, and every action is answered."""
+"""KV hints are read from all forms that clients and routers send, and every action has a result."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def read(message: object, engine: int | None = None) -> HintReader:
 
 
 def hint(kind: str, **payload: Any) -> KvHint:
-    """The hint of an action that can be carried out."""
+    """Return the hint of an action that can be carried out."""
     (found,) = read(envelope(action(kind, **payload))).found
     assert isinstance(found, KvHint), found
     return found
 
 
 def refused(message: object, engine: int | None = None) -> HintResult:
-    """The result of the only action of a message, which cannot be carried out."""
+    """Return the result of the only action in a message, which cannot be carried out."""
     (found,) = read(message, engine).found
     assert isinstance(found, HintResult), found
     return found
@@ -71,7 +71,7 @@ def test_an_intent_may_have_a_prefix(kind: str) -> None:
     assert (found.intent, found.target) == (Intent(kind.removeprefix("kv.")), Target(job="j"))
 
 
-def test_an_envelope_a_list_and_one_action_are_read_and_so_is_their_json() -> None:
+def test_an_envelope_a_list_and_one_action_are_read_also_as_json() -> None:
     one = action("demote", session_id="agent-42")
     wanted = [KvHint("a", Intent.DEMOTE, Target(job="agent-42"))]
     for message in (envelope(one), [one], one):
@@ -80,8 +80,8 @@ def test_an_envelope_a_list_and_one_action_are_read_and_so_is_their_json() -> No
     assert read(envelope()).found == read([]).found == []
 
 
-def test_actions_that_others_have_drafted_are_read() -> None:
-    """vLLM's ``kv.fetch``, Dynamo's session policy, and SGLang's branch."""
+def test_actions_in_formats_of_other_projects_are_read() -> None:
+    """The formats are vLLM's ``kv.fetch``, Dynamo's session policy, and SGLang's draft."""
     fetch = {"source_control_endpoint": "h:1", "block_hashes": [1, 2**64 - 1], "mode": "copy"}
     ends = (bytes(7) + b"\1", b"\xff" * 8)
     assert hint("kv.fetch", **fetch).intent is Intent.PREFETCH
@@ -111,7 +111,7 @@ def test_an_unknown_version_is_read_as_a_known_one_with_one_warning() -> None:
     "nonsense",
     [None, 7, "", "{", "[" * 5000, "9" * 5000, "null", {}, {"actions": 3}, b"x", float("nan")],
 )
-def test_what_is_no_message_has_one_result(nonsense: object) -> None:
+def test_an_invalid_message_has_one_result(nonsense: object) -> None:
     assert refused(nonsense).outcome is Outcome.REJECTED
 
 
@@ -178,7 +178,7 @@ def test_a_job_is_named_as_in_requests() -> None:
 
 
 def test_hashes_are_numbers_bytes_or_digits_of_whole_hashes() -> None:
-    """vLLM's KV events have the bytes, or their last eight as a number."""
+    """vLLM's KV events have the whole hash in bytes, or its last eight bytes as a number."""
     number = int.from_bytes(DIGEST, "big") & (1 << 64) - 1
     whole = [DIGEST, DIGEST.hex(), f"hex:{DIGEST.hex()}", f"0x{DIGEST.hex().upper()}"]
     ends = [number, str(number), number - 2**64, DIGEST[-8:].hex()]
@@ -208,10 +208,10 @@ def test_the_route_has_no_job_of_its_own() -> None:
     assert refused(lineage, 0).outcome is Outcome.REJECTED
 
 
-# -- terms --------------------------------------------------------------------------
+# # -- parameters ---------------------------------------------------------------------
 
 
-def test_times_are_seconds_or_texts() -> None:
+def test_times_are_seconds_or_strings_with_units() -> None:
     for given, ttl_s in ((300, 300), ("300", 300), ("5m", 300), ("1h", 3600), ("24h", 86_400)):
         for name in ("ttl_s", "ttl_seconds", "ttl", "duration"):
             assert hint("pin", **{name: given}).ttl_s == ttl_s
@@ -258,7 +258,7 @@ def test_tokens_and_hashes_of_all_actions_together_are_bounded(field: str, most:
     assert str(most) in reader.answered[0].reason
 
 
-def test_names_and_texts_are_bounded_and_can_be_encoded() -> None:
+def test_names_and_strings_are_bounded_and_can_be_encoded() -> None:
     name = read(action("pin", name="x" * 10_000)).hints[0].action_id
     assert len(name) <= MAX_ID_BYTES
     assert read(action("pin", name="\ud83d")).hints[0].action_id == "?"
@@ -270,7 +270,7 @@ def test_names_and_texts_are_bounded_and_can_be_encoded() -> None:
 
 
 def retained(hints: TurnHints) -> tuple[str, float | None, float]:
-    """Name, time and priority of the only hint, which retains the request's own job."""
+    """Return the name, time and priority of the only hint, which retains the request's own job."""
     (found,) = hints.kv_hints
     assert not hints.kv_answered
     assert not hints.ignored
@@ -279,7 +279,7 @@ def retained(hints: TurnHints) -> tuple[str, float | None, float]:
 
 
 def sent(path: str, **body: Any) -> TurnHints:
-    """The hints of a body that has passed the middleware."""
+    """Return the hints in a body that has passed the middleware."""
     got = json.loads(carry(json.dumps({"model": "m", **body}).encode(), path))
     return read_hints(got.get("kv_transfer_params"), got.get("vllm_xargs"))
 
@@ -306,7 +306,8 @@ def block(text: str, **control: Any) -> dict[str, Any]:
 
 
 def test_the_longest_time_of_anthropics_cache_control_counts() -> None:
-    """In the places of its documentation: tools, system, messages, and the top of the body."""
+    """It may be in all places that its documentation names: tools, system, messages, and the top
+    level of the body."""
     short, long = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
     say = [{"role": "user", "content": [block("Hi", **short)]}]
     assert retained(sent(MESSAGES, messages=say)) == ("cache_control", 300.0, 0.0)
@@ -320,7 +321,7 @@ def test_the_longest_time_of_anthropics_cache_control_counts() -> None:
     assert not sent(CHAT, messages=say).kv_hints, "on another path it means nothing"
 
 
-def test_a_text_about_cache_control_is_none() -> None:
+def test_text_that_mentions_cache_control_is_not_a_hint() -> None:
     said = json.dumps(block("x", type="ephemeral", ttl="1h"))
     for text in (
         said,
@@ -335,7 +336,7 @@ def test_a_text_about_cache_control_is_none() -> None:
     assert not sent(MESSAGES, tools=[{"name": "t", "input_schema": schema}]).kv_hints
 
 
-def test_a_time_that_is_none_is_answered() -> None:
+def test_an_invalid_time_is_rejected() -> None:
     for ttl in ("long", "x" * 999, [1], {"a": 1}, -1, True, None):
         control = {"type": "ephemeral", "ttl": ttl}
         found = sent(MESSAGES, system=[{"type": "text", "text": "x", "cache_control": control}])
@@ -363,7 +364,7 @@ def test_dynamos_priority_and_time_are_one_hint() -> None:
 
 @pytest.mark.parametrize("as_text", [True, False])
 def test_a_router_states_the_time_and_whether_it_expects_the_job_back(as_text: bool) -> None:
-    """The context of vLLM's router, from its documentation."""
+    """The test uses the agentic context of vLLM's router, as in its documentation."""
     said = {"program_id": "p", "priority": 10, "expected_resume": True}
     for name in ("kv_retention_ttl_seconds", "kv_retention_ttl"):
         context: Any = {**said, name: 5}
@@ -388,13 +389,13 @@ def test_the_longest_time_of_a_request_counts() -> None:
     assert retained(found) == ("prompt_cache_retention", 86_400.0, -0.5)
 
 
-def test_the_page_names_every_field() -> None:
+def test_the_documentation_names_every_field() -> None:
     page = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
     for name in (*FIELDS - {"client_hints"}, *Intent, "cache_control", "prompt_cache_retention"):
         assert re.search(rf"`[\w.]*{name}[:\w\" ]*`", page), name
 
 
-# -- whatever comes -----------------------------------------------------------------
+# # -- arbitrary input -----------------------------------------------------------------
 
 NAMES = [
     *("protocol_version", "message_id", "actions", "action_id", "action_type", "action_version"),
@@ -406,7 +407,7 @@ NAMES = [
 
 
 def deep(depth: int) -> Any:
-    """A value that is nested more deeply than Python's recursion may go."""
+    """Return a value that is nested more deeply than Python's recursion limit."""
     found: Any = "x"
     for at in range(depth):
         found = [found] if at % 2 else {"payload": found}
@@ -422,7 +423,7 @@ VALUES: list[Any] = [
 
 
 def anything(rng: random.Random, depth: int = 4) -> Any:
-    """A value as a client may send it: mostly with the fields that are read."""
+    """Return a random value that a client could send, mostly with field names that are read."""
     if not depth or rng.random() < 0.3:
         return rng.choice(VALUES)
     if rng.random() < 0.3:
@@ -431,7 +432,7 @@ def anything(rng: random.Random, depth: int = 4) -> Any:
 
 
 def plausible(rng: random.Random) -> Any:
-    """An envelope with anything in its actions."""
+    """Return an envelope with arbitrary values in its actions."""
     actions = [
         {**action(rng.choice(VALUES)), "payload": anything(rng, 2)}
         for _ in range(rng.choice([0, 1, 3, 70]))
@@ -440,7 +441,7 @@ def plausible(rng: random.Random) -> Any:
 
 
 def check(rng: random.Random) -> None:
-    """One request, one call of the route, and one body."""
+    """Check one message in a request, in a call of the route, and in a body."""
     message = plausible(rng) if rng.random() < 0.5 else anything(rng)
     for engine in (None, 0):
         reader = read(message, engine)
@@ -482,7 +483,7 @@ def check_hint(hint: KvHint) -> None:
 
 @pytest.mark.scripts(40, nightly=1_000)
 def test_arbitrary_messages_have_bounded_results_and_raise_nothing(seeds: range) -> None:
-    """A hundred of each seed."""
+    """The test checks a hundred messages for each seed."""
     for seed in seeds:
         rng = random.Random(seed)
         for _ in range(100):

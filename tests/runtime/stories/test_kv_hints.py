@@ -1,4 +1,4 @@
-"""Hints are carried out within budgets and scopes, and every one gets its result."""
+"""Hints are carried out within their budgets and scopes, and each hint has a result."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ SOON = Forecast(np.minimum(GRID / 100, 1.0))
 NEVER = Forecast(np.zeros(len(GRID)))
 JOB = Target(job="j")
 PAGES = 21
-"""Pages of the context: twenty blocks of the prompt and the answer's end."""
+"""Number of pages of the context: twenty pages of full blocks and a partial page with the end of
+the answer."""
 KEPT = Always(Decision(Tier.CPU, forecast=SOON))
 
 
 class ByExpectation(StatelessPolicy):
-    """Pins what is expected back within a minute for that minute, and records what it observes."""
+    """Pins KV for a minute if its job is expected back within that minute, and records the observed
+    gaps."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[tuple[str, ...], float]] = []
@@ -46,7 +48,7 @@ class ByExpectation(StatelessPolicy):
 
 @pytest.fixture
 def rig(make_engine: MakeEngine, tmp_path: Path) -> EngineRig:
-    """Sixty-four slots, and an SSD."""
+    """An engine with sixty-four CPU slots and an SSD tier."""
     rig = make_engine(extra=settings(make_engine, tmp_path, 64), max_batched_tokens=64)
     rig.policy = KEPT
     return rig
@@ -129,7 +131,7 @@ def test_a_retained_context_outlives_others_until_its_time_is_up(
     rig.check_clean()
 
 
-def test_retentions_have_a_share_of_cpu_memory(rig: EngineRig) -> None:
+def test_retained_pages_are_limited_to_a_share_of_cpu_memory(rig: EngineRig) -> None:
     first_turn(rig)
     result = send_one(rig, Intent.RETAIN, ttl_s=1e9)
     assert (result.outcome, result.pages) == (Outcome.CLIPPED, 64 // 4)
@@ -141,7 +143,7 @@ def test_retentions_have_a_share_of_cpu_memory(rig: EngineRig) -> None:
     assert send_one(rig, Intent.RETAIN, Target(job="nobody")).outcome is Outcome.MISSING
 
 
-def test_retention_needs_an_order_that_knows_contexts(make_engine: MakeEngine) -> None:
+def test_retention_needs_an_eviction_order_that_knows_contexts(make_engine: MakeEngine) -> None:
     rig = make_engine(extra={"cpu_gib": 0.001, "eviction": "lru"})
     first_turn(rig)
     assert send_one(rig, Intent.RETAIN).outcome is Outcome.REJECTED
@@ -193,7 +195,7 @@ def test_a_pin_is_extended_and_never_shortened(make_engine: MakeEngine) -> None:
     rig.check_clean()
 
 
-def test_a_turn_is_pinned_at_its_end_whatever_is_decided(rig: EngineRig) -> None:
+def test_a_turn_is_pinned_at_its_end_whatever_the_policy_decides(rig: EngineRig) -> None:
     rig.add("t", CONTEXT, params={"job_id": "j"})
     send(rig, hint(Intent.PIN, Target(own=True)), request_id="t")
     turn = rig.turn("t")
@@ -212,7 +214,7 @@ def test_a_turn_is_pinned_at_its_end_whatever_is_decided(rig: EngineRig) -> None
     rig.check_clean()
 
 
-def test_pins_have_a_share_of_the_budget(make_engine: MakeEngine) -> None:
+def test_pins_by_hints_are_limited_to_a_share_of_the_budget(make_engine: MakeEngine) -> None:
     rig = make_engine(extra={"cpu_gib": 0.001, "pin_fraction": 0.5})
     rig.policy = KEPT
     first_turn(rig)
@@ -293,7 +295,7 @@ def test_demoted_pages_leave_cpu_memory_once_they_are_on_ssd(rig: EngineRig, nam
     rig.check_clean()
 
 
-def test_a_demotion_ends_the_pin_and_stays_without_a_tier(
+def test_a_demotion_ends_the_pin_and_is_rejected_without_a_lower_tier(
     make_engine: MakeEngine, rig: EngineRig
 ) -> None:
     first_turn(rig)
@@ -315,7 +317,7 @@ def test_pages_of_another_job_are_not_demoted(rig: EngineRig) -> None:
     assert counted(rig, Intent.DEMOTE, Outcome.REJECTED) == 1
 
 
-def test_pages_stay_if_the_tier_takes_none(rig: EngineRig) -> None:
+def test_pages_are_kept_if_the_tier_accepts_none(rig: EngineRig) -> None:
     first_turn(rig)
     store = rig.worker_half.stores[SSD].io.store
     store.put = lambda pages: frozenset(range(len(pages)))
@@ -329,7 +331,7 @@ def test_pages_stay_if_the_tier_takes_none(rig: EngineRig) -> None:
 # -- release -------------------------------------------------------------------------------
 
 
-def test_a_released_job_is_gone_from_every_tier(rig: EngineRig, tmp_path: Path) -> None:
+def test_a_released_job_has_no_pages_in_any_tier(rig: EngineRig, tmp_path: Path) -> None:
     rig.policy = Always(Decision(Tier.STORE, forecast=SOON))
     first_turn(rig)
     pages = keys(rig)
@@ -362,7 +364,7 @@ def test_released_pages_are_not_written_when_the_engine_stops(
     assert second.count("prompt_tokens_ssd") == 0
 
 
-def test_what_another_job_has_too_stays(rig: EngineRig) -> None:
+def test_pages_that_another_job_also_has_are_kept(rig: EngineRig) -> None:
     first_turn(rig)
     rig.ask("k", [*CONTEXT[:160], *text(40, seed=7)], params={"job_id": "k"})
     mine, others = keys(rig), keys(rig, "k")
@@ -390,7 +392,7 @@ def test_a_running_turn_is_the_last_one_of_a_released_job(rig: EngineRig) -> Non
     rig.check_clean()
 
 
-def test_a_job_that_goes_on_is_not_released(rig: EngineRig) -> None:
+def test_a_job_that_continues_is_not_released(rig: EngineRig) -> None:
     rig.add("t", CONTEXT, params={"job_id": "j"})
     send(rig, hint(Intent.RELEASE))
     rig.step()
@@ -427,17 +429,19 @@ def waits_pinned(rig: EngineRig) -> ByExpectation:
     return policy
 
 
-def test_news_of_a_long_rest_ends_the_pin(rig: EngineRig) -> None:
+def test_a_revision_with_a_long_remaining_time_ends_the_pin(rig: EngineRig) -> None:
     waits_pinned(rig)
     rig.now += 10
-    result = send_one(rig, Intent.REVISE, progress=0.01)  # 990 seconds are left
+    result = send_one(rig, Intent.REVISE, progress=0.01)  # 990 seconds remain
     assert result.outcome is Outcome.ACCEPTED
     assert not rig.pins.held_blocks
     settle(rig)
     assert on_ssd(rig, keys(rig)) == PAGES
 
 
-def test_news_of_a_short_rest_keeps_the_pin_and_teaches_nothing(rig: EngineRig) -> None:
+def test_a_revision_with_a_short_remaining_time_keeps_the_pin_and_is_not_observed(
+    rig: EngineRig,
+) -> None:
     policy = waits_pinned(rig)
     rig.now += 50
     result = send_one(rig, Intent.REVISE, expected_s=20.0)
@@ -475,10 +479,11 @@ def test_a_gap_is_revised_only_while_it_runs(rig: EngineRig) -> None:
 
 
 @pytest.mark.parametrize("intent", list(Intent))
-def test_a_hint_tells_nothing_of_other_scopes_and_does_nothing_there(
+def test_a_hint_reveals_nothing_about_other_scopes_and_changes_nothing_there(
     rig: EngineRig, intent: Intent
 ) -> None:
-    """Another scope's job is as absent as one that no scope has, by any name."""
+    """Whatever name a hint uses, a job in another scope has the same result as a job that does not
+    exist."""
     first_turn(rig, salt="mine")
     pages = keys(rig, salt="mine")
     block_hashes = tuple(key[16:] for key in pages)
@@ -543,7 +548,7 @@ def test_a_long_prefix_is_hashed_on_another_thread(
     rig.check_clean()
 
 
-# -- the rest --------------------------------------------------------------------------------
+# # -- other ----------------------------------------------------------------------------------
 
 
 def test_a_reset_drops_everything(rig: EngineRig) -> None:
@@ -558,7 +563,7 @@ def test_a_reset_drops_everything(rig: EngineRig) -> None:
     rig.check_clean()
 
 
-def test_an_observer_moves_nothing(make_engine: MakeEngine) -> None:
+def test_an_engine_in_observe_mode_moves_no_pages(make_engine: MakeEngine) -> None:
     rig = make_engine(extra={"cpu_gib": 0.001, "mode": "observe"})
     rig.policy = KEPT
     first_turn(rig)
@@ -580,7 +585,7 @@ def test_work_on_a_long_context_is_divided_into_steps(
     rig.check_clean()
 
 
-def test_an_error_is_counted_and_answered(rig: EngineRig) -> None:
+def test_an_error_is_counted_and_has_a_result(rig: EngineRig) -> None:
     first_turn(rig)
     result = send_one(rig, Intent.RELEASE, Target(job="j", hashes=("no bytes",)))  # type: ignore[arg-type]
     assert result.outcome is Outcome.ACCEPTED, "the job comes first"

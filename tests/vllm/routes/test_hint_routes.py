@@ -1,4 +1,4 @@
-"""Hints by HTTP: what is refused, and how the results of several engines become one."""
+"""Hints by HTTP: which are refused, and how the results of several engines are merged."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def post(ask: Ask, body: Any, **headers: str) -> httpx.Response:
 
 
 class JobCore(FakeCore):
-    """An engine that has jobs, and answers each hint with ``outcome``.
+    """A fake engine core client whose engines have jobs and answer each hint with ``outcome``.
 
     Args:
-        jobs: engine and number of the jobs that every id has.
+        jobs: engine and number of each job. Every job ID refers to all of these jobs.
     """
 
     def __init__(self, *jobs: tuple[int, int], outcome: str = "accepted") -> None:
@@ -51,7 +51,7 @@ class JobCore(FakeCore):
         return [json.dumps(engine(result(self.outcome)))]
 
 
-def test_a_message_reaches_the_engines_as_it_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_reaches_the_engines_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     core = FakeCore(engine(result("accepted")))
     _, ask = serve(monkeypatch, core)
     body = {"protocol_version": "0.1", "message_id": "m 🎉", "actions": ACTIONS, "later": 2**70}
@@ -90,7 +90,7 @@ def test_the_best_outcome_of_all_engines_counts(monkeypatch: pytest.MonkeyPatch)
         (b" " * (MAX_MESSAGE_CHARS + 1), 413, "KiB"),
     ],
 )
-def test_a_body_that_cannot_be_read_is_refused_and_told_why(
+def test_an_unreadable_body_is_refused_with_the_reason(
     body: Any, status: int, hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = FakeCore(engine())
@@ -130,7 +130,7 @@ def test_a_job_is_released_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
     assert core.asked[1]["salt"] is None
 
 
-def test_an_id_that_several_jobs_have_needs_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_id_of_several_jobs_needs_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     core = JobCore((0, 3), (0, 57), (1, 57))
     _, ask = serve(monkeypatch, core)
     answer = ask("/tiered_kv/jobs/j", "DELETE")
@@ -144,7 +144,7 @@ def test_an_id_that_several_jobs_have_needs_a_number(monkeypatch: pytest.MonkeyP
     assert ask("/tiered_kv/jobs/j?nummer=4", "DELETE").status_code == 400
 
 
-def test_a_job_that_is_not_there_is_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_does_not_exist_is_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
     _, ask = serve(monkeypatch, JobCore())
     assert ask("/tiered_kv/jobs/j", "DELETE").status_code == 404
     assert ask(f"/tiered_kv/jobs/{'x' * 600}", "DELETE").status_code == 404
