@@ -34,7 +34,7 @@ def code_blocks() -> dict[str, str]:
 
 
 def settings() -> dict[str, str]:
-    """Return the environment variables that the page exports."""
+    """Return the environment variables that the documentation page exports."""
     return dict(re.findall(r"^export (\w+)=(\S+)$", PAGE, re.MULTILINE))
 
 

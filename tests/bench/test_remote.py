@@ -1,4 +1,5 @@
-"""bench.remote: the byte stream that a store is compared with, and the timed hooks."""
+"""``bench.remote``: the plain byte stream to which a store is compared, and the times of
+lookups."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ def test_a_disk_faster_than_the_cores_decode_wants_raw_pages() -> None:
 
 def test_more_cores_make_up_for_a_fast_disk() -> None:
     """At 7,000 MB/s, reading a raw page takes 143 us. Decoding a centred page takes 500 us of one
-    core, so four cores almost keep up, and almost suffices for pages of 2/3 the size."""
+    core, so four cores are almost as fast as the disk. That is fast enough, because the pages have
+    2/3 of the size."""
     assert [picked(7000, cores) for cores in (1, 2, 3, 4, 8)] == [
         "raw",
         "raw",

@@ -73,7 +73,7 @@ def test_any_page_comes_back_from_any_codec(
     content: Callable[[PageFormat, int], Bytes],
     seed: int,
 ) -> None:
-    """Also for a codec trained on other pages, and for a codec recreated from its table."""
+    """This also holds for a codec that was trained on other pages, or recreated from its table."""
     like, how_many = training
     page = content(page_format, seed)
     for name in ("raw", "zstd", "zstd:3", "centred"):

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.e2e
 
 CONTEXTS, TOKENS = 6, 18 * 32 + 1
 """Full blocks and one token. A hit in VRAM and a restore from SSD both compute only that token, so
-that even a tie of two answers, which bf16 breaks by the batch's shape, is broken in the same way.
-The full blocks must then have the same bits."""
+both give the same answer if the bits of the full blocks are the same. In batches of different
+shapes, bf16 could decide between two equally likely tokens differently."""
 LONG_TOKENS = 100 * 32 + 1
 
 

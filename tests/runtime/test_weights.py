@@ -72,7 +72,7 @@ def test_pins_of_old_kv_are_released(make_rig: MakeRig) -> None:
 
 
 def test_a_request_that_runs_meanwhile_is_not_saved(make_rig: MakeRig) -> None:
-    """Its KV is computed partly with the old and partly with the new weights."""
+    """The request's KV is computed partly with the old and partly with the new weights."""
     rig = make_rig()
     workers = workers_of(rig)
     rig.add("mixed", PROMPT, max_tokens=40)

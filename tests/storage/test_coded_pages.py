@@ -218,7 +218,7 @@ def test_a_page_given_twice_is_written_once(bench: StoreBench[SegmentStore]) -> 
 def test_a_damaged_page_of_the_stores_own_codec_is_never_served(
     bench: StoreBench[SegmentStore],
 ) -> None:
-    """Its neighbours are served, also after a restart."""
+    """The undamaged pages next to it are served, also after a restart."""
     codec = own(bench)
     pages = [(key, coded_page(key, codec)) for key in map(page_key, range(40, 50))]
     for i, count in ((0, 1), (4, 9), (9, 0)):

@@ -1,4 +1,5 @@
-"""The growth of counters covers the last minute, and starts anew when the server restarts."""
+"""The growth of counters covers the last minute, and starts again from 0 when the server
+restarts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Pages are compressed in time but not too early, and not so many concurrently that hits are
-lost."""
+"""Pages are compressed before their slots are needed, but not too early, and not so many at a time
+that hits are lost."""
 
 from __future__ import annotations
 

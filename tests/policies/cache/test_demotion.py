@@ -1,4 +1,5 @@
-"""Pages are demoted in time, and not so many concurrently that no page can be evicted."""
+"""Pages are demoted before they are evicted, and not so many at a time that no page can be
+evicted."""
 
 from __future__ import annotations
 

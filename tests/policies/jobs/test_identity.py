@@ -177,7 +177,7 @@ def test_one_session_for_all_does_not_merge_clients_and_agents() -> None:
 
 
 def test_one_gateway_header_for_all_does_not_hide_the_clients_own_session() -> None:
-    """For example, LiteLLM in front of Claude Code."""
+    """LiteLLM in front of Claude Code is an example."""
     gateway = {"x-litellm-session-id": "G"}
     bodies = [{"metadata": {"user_id": json.dumps({"session_id": one})}} for one in "ST"]
     assert [who(gateway, one).job for one in bodies] == ["G/session:S", "G/session:T"]
@@ -224,7 +224,7 @@ def test_different_parts_give_different_ids() -> None:
 
 
 def test_every_field_of_the_table_is_read() -> None:
-    """The table is both the documentation and the code."""
+    """The same table generates the documentation and controls which fields are read."""
     for source in SOURCES:
         for name in (*source.session, *source.job):
             *above, last = name.split(".")

@@ -123,7 +123,7 @@ def test_a_second_run_follows_the_steps_of_the_first(agents: Agents) -> None:
 
 
 def test_no_turn_is_given_to_a_job_of_another_salt(agents: Agents) -> None:
-    """Equal hashes do not change that."""
+    """Prompts of different salts are never one job, even if their hashes are equal."""
     mine = agents.asked(question(7), salt="mine")
     theirs = agents.asked([*question(7), *TOOL], salt="theirs")
     assert theirs.turn == 1
@@ -166,7 +166,7 @@ def test_the_least_recently_active_job_is_forgotten(
 def test_only_some_of_endless_repeats_are_remembered(
     agents: Agents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, the requests of a health check."""
+    """The requests of a health check are an example."""
     monkeypatch.setattr(module, "MAX_NEIGHBOURS", 10)
     for _ in range(100):
         latest = agents.asked(question(7))

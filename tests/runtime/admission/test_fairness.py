@@ -121,7 +121,7 @@ def test_a_pin_of_a_job_unlikely_to_return_is_released_for_any_request(make_rig:
 
 
 def test_a_context_shared_by_ended_jobs_needs_no_space(make_rig: MakeRig) -> None:
-    """Clients that never use a job name twice leave such families of jobs behind."""
+    """Clients that never use a job name twice leave many ended jobs with a common context."""
     rig = served(make_rig)
     shared = text(TOKENS, seed=7)
     said = {"tool_name": "bash", "expected_tool_s": 1.0, "is_last_step": False}

@@ -170,7 +170,7 @@ def test_a_job_is_admitted_if_displaced_contexts_are_recomputed_quickly(make_rig
 def test_a_job_is_admitted_if_displaced_contexts_are_on_ssd(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
-    """The cost of recomputing does not matter then."""
+    """A context on SSD is not recomputed, so the cost of recomputing does not matter."""
     ssd: dict[str, Any] = {"cpu_gib": 8 * 16 * 8 / 2**30, "ssd_path": str(tmp_path), "ssd_gib": 1.0}
     for tiers, waiting in (({}, ["d"]), (ssd, [])):
         rig = after_a_turn(make_rig, **tiers)

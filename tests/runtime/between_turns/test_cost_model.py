@@ -54,7 +54,7 @@ def test_vram_is_free_on_an_idle_engine(rig: Rig) -> None:
 
 
 def test_an_agent_that_has_the_engine_to_itself_pays_nothing(make_rig: MakeRig) -> None:
-    """Its context takes most of the pool."""
+    """The agent's context takes most of the pool."""
     for admission in ("auto", "off"):
         rig = make_rig(blocks=41, max_model_len=512, extra={"admission": admission})
         rig.policy = asked = Asked()

@@ -55,7 +55,7 @@ def test_a_finished_answer_is_restored_up_to_its_last_token(
 def test_a_turn_that_ends_by_its_length_is_restored_too(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...], ahead: bool
 ) -> None:
-    """Its last token is never computed, with or without async scheduling."""
+    """The KV of the turn's last token is never computed, with or without async scheduling."""
     rig = make(make_rig, groups, ahead=ahead)
     answer = rig.ask("t1", PROMPT, max_tokens=ANSWER, params=JOB)
     forget_vram(rig)

@@ -99,7 +99,8 @@ class Touched(Restores):
 
 
 def test_requests_without_blocks_or_being_loaded_are_ignored() -> None:
-    """The result does not depend on the requests that came after them."""
+    """Requests that have no blocks, or are being loaded, do not affect the result for the
+    others."""
     forgot = []
 
     def turn(name: str, *, admitted: bool = True, loading: bool = False) -> Any:

@@ -66,8 +66,8 @@ def test_a_context_evicted_from_cpu_memory_is_promoted_from_ssd(rig: EngineRig) 
 def test_a_restarted_engine_serves_the_earlier_contexts(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    """Its first request already finds the pages, although CPU memory was large enough, because
-    closing flushes them."""
+    """The first engine demotes no page while it runs, because CPU memory is large enough. It writes
+    them when it is closed."""
     extra = settings(make_engine, tmp_path, 200)
     first = make_engine(extra=extra)
     first.ask("first", CONTEXT)
@@ -139,7 +139,8 @@ def test_a_cache_reset_invalidates_pages_on_disk(rig: EngineRig) -> None:
 def test_a_context_that_suddenly_is_worth_least_reaches_ssd_before_it_is_evicted(
     rig: EngineRig,
 ) -> None:
-    """Its job ends, so that its pages are evicted next, before the next look for such pages."""
+    """The job ends, so its pages are evicted next, before the engine looks again for pages to
+    demote."""
     push_out(rig)
     rig.policy = Always(Decision(Tier.CPU, forecast=Forecast(np.linspace(0.0, 1.0, len(GRID)))))
     rig.ask("first", CONTEXT[:190], params={"job_id": "first"})
