@@ -103,7 +103,7 @@ def test_a_running_request_waits_a_step_before_a_pin_is_released(
 def test_a_restored_request_waits_a_step_before_a_pin_is_released(
     make_rig: MakeRig,
 ) -> None:
-    """This is the third place in vLLM's step where blocks can be missing."""
+    """Blocks that are freed a step late count as free until that step has finished."""
     rig = tight(make_rig, in_job_order=False)
     room = rig.admission.pressure
     request = SimpleNamespace(num_tokens=300, num_computed_tokens=0)

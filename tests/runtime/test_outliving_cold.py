@@ -44,7 +44,7 @@ def prompt(job: int) -> list[int]:
 
 
 def at_rest(made: SecondRig) -> None:
-    """Wait until all pages are hashed, and all compressed pages are noted."""
+    """Wait until all pages are hashed, and the notes of all compressed pages are written."""
     made.settle()
     assert made.worker_half.lasting.wait_idle(30.0)
     made.worker_half.compressor.drain()

@@ -1,9 +1,7 @@
-"""More active agents than seats, whose jobs never end: no request waits much beyond the admission
-limit, and clients get equal shares of the seats.
-
-The rig itself checks (``tiered_kv.testing.fairness``) that no later arrival is admitted before an
-overdue request, here as in every other random script.
-"""
+"""More active agents than requests may run concurrently. Their jobs never end. No request waits
+much beyond the admission limit, and clients get equal shares of the running requests. The rig
+itself checks (``tiered_kv.testing.fairness``) that no later arrival is admitted before an overdue
+request, here as in every other random script."""
 
 from __future__ import annotations
 
@@ -137,8 +135,8 @@ def test_random_crowds_are_served_fairly(tmp_path: Path, seeds: range) -> None:
 
 @pytest.mark.parametrize("one_id", [False, True], ids=["salts", "one job id each"])
 def test_clients_that_keep_the_seats_full_get_equal_shares(tmp_path: Path, one_id: bool) -> None:
-    """One client has ten concurrent requests, another has four, and a third has one. There are four
-    seats."""
+    """One client has ten concurrent requests, another has four, and a third has one. Four requests
+    may run concurrently."""
     options = RigOptions(blocks=400, max_num_seqs=4, in_job_order=True, extra={"cpu_gib": 0.0})
     with Rig(tmp_path / "model", options) as rig:
         rng = random.Random(7)
@@ -163,14 +161,15 @@ def test_clients_that_keep_the_seats_full_get_equal_shares(tmp_path: Path, one_i
                 agent.due_s = 0.0
             running.update(name[0] for name in rig.running())
         crowd.end()
-    # The third client has one request at a time, whose next turn waits until a seat is free. The
-    # other two share the rest.
+    # The third client has one request at a time, whose next turn waits until another request ends.
+    # The other two clients share the rest.
     assert running["c"] > 0.6 * STEPS
     assert 0.8 < running["a"] / running["b"] < 1.25
 
 
 def newcomers_wait_s(folder: Path, extra: dict[str, Any] | None) -> float:
-    """Return the mean time to first token of new jobs, among twice as many agents as seats."""
+    """Return the mean time to first token of new jobs, among twice as many agents as requests may
+    run."""
     options = RigOptions(
         blocks=100,
         max_num_seqs=4,

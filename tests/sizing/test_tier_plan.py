@@ -47,7 +47,7 @@ def test_every_gpu_has_a_source() -> None:
 
 @pytest.mark.parametrize(("gpu", "ranks"), [("h100-80", 1), ("rtx4090-24", 1), ("h100-80", 2)])
 def test_a_plan_and_the_simulator_agree_on_llama(tmp_path: Path, gpu: str, ranks: int) -> None:
-    """The simulator's table rounds the parameters, and counts the embeddings as work."""
+    """The simulator's table rounds the parameters, and counts the embeddings as computation."""
     plan, simulated = (
         planned(tmp_path, gpu=gpu, ranks=ranks),
         machine(gpu, "llama-3.1-8b", ranks=ranks),

@@ -71,7 +71,7 @@ class Bench:
         return self.store_type(options, RawCodec(FORMAT), lambda *_: RawCodec(FORMAT))
 
     def demote(self, pages: range, due: float = 0.0) -> DemoteOrder:
-        """Order to demote page ``n`` from slot ``n``."""
+        """Give the order to demote page ``n`` from slot ``n``."""
         self.orders += 1
         order = DemoteOrder(OrderId(self.orders), SSD, tuple(map(key, pages)), tuple(pages), due)
         self.io.submit(order)

@@ -32,7 +32,7 @@ def servers() -> list[str]:
 
 
 def deployed() -> list[str]:
-    """Return blocks that start a server as the service and the container in ``deploy/`` do."""
+    """Return the commands, with their settings, of the service and the container in ``deploy/``."""
     variables = [f"{name}={value}" for name, value in environment().items()]
     _, *words = command()
     said = (FOLDER / "Containerfile").read_text().partition("FROM ")[0]
@@ -46,7 +46,7 @@ def deployed() -> list[str]:
 
 
 def examples() -> list[str]:
-    """Return blocks that start the servers in ``examples/``."""
+    """Return the commands, with their settings, of the servers in ``examples/``."""
     found = (compose_server(), kubernetes_server(), *engines_of_script())
     return [
         "\n".join((*(f"{name}={value}" for name, value in one.settings.items()), one.line))

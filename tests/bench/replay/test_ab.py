@@ -48,7 +48,8 @@ def slowdown(server: str, jobs_per_s: float) -> float:
 
 
 class Machine:
-    """Servers on which jobs take longer the more of them arrive. Optional servers do not start."""
+    """Simulated servers on which jobs take longer the more of them arrive. Optional servers fail to
+    start."""
 
     def __init__(self, stop_after: int | None = None, jobs: int = 2, **job: Any) -> None:
         self.measured: list[tuple[str, str, int]] = []

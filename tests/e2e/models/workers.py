@@ -249,7 +249,7 @@ def start_zeroing(_worker: Any, position: int) -> None:
 
 
 def end_zeroing(_worker: Any) -> int:
-    """Put the worker's own transfer backend back. Returns the number of zeroed pages."""
+    """Restore the worker's own transfer backend. Returns the number of zeroed pages."""
     half = _half()
     zeroed: ZeroedGroup = half.backend
     half.backend = zeroed.inner

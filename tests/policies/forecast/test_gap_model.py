@@ -1,4 +1,4 @@
-"""Gaps are learned from the general to the specific, and for each job."""
+"""The gap model combines the gaps of all calls, of each tool, of each command and of each job."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_a_job_is_followed_from_turn_to_turn(agents: Agents, length: int) -> Non
 
 
 def test_the_answer_may_return_changed(agents: Agents) -> None:
-    """The client tokenizes the answer again, and removes thoughts."""
+    """The client tokenizes the answer again, and removes the reasoning."""
     first = agents.asked(question(7), answer=list(range(800, 900)))
     again = agents.asked([*question(7), 899, *TOOL])
     assert again == Inferred(first.job, 2)
@@ -43,8 +43,8 @@ def test_the_answer_may_return_changed(agents: Agents) -> None:
 def test_the_end_of_a_prompt_may_be_missing_in_the_next_one(
     agents: Agents, lost: int, length: int
 ) -> None:
-    """A chat template may open a thought that it omits from the history. If more tokens are
-    missing, it is another prompt."""
+    """A chat template may open a reasoning section that it omits from the history. If more tokens
+    are missing, it is another prompt."""
     prompt = [*question(*range(length)), *range(60, 66)]
     first = agents.asked(prompt)
     after = agents.asked([*prompt[: len(prompt) - lost], 77, 78, *TOOL, *ASSISTANT])

@@ -1,4 +1,4 @@
-"""Tool calls are parsed in every model's format, and thoughts are not mistaken for calls."""
+"""Tool calls are parsed in every model's format, and reasoning text is not mistaken for calls."""
 
 from __future__ import annotations
 

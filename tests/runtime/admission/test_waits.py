@@ -1,4 +1,5 @@
-"""Every wait has a bound, and clients share seats and pool equally while others wait."""
+"""Every wait has a bound, and clients share the running requests and the pool equally while others
+wait."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ both_orders = pytest.mark.parametrize(
 
 
 def limited(make_rig: MakeRig, **options: Any) -> Rig:
-    """Create a rig with this admission limit, and two seats unless stated otherwise."""
+    """Create a rig with this admission limit, on which two requests may run unless stated
+    otherwise."""
     extra = {"cpu_gib": 0.001, "admission": "auto", "admission_max_wait_s": LIMIT_S}
     extra |= options.pop("extra", {})
     return make_rig(**{"blocks": 64, "max_num_seqs": 2, **options}, extra=extra)
@@ -92,8 +94,8 @@ def test_jobs_that_never_end_keep_no_request_waiting_beyond_the_limit(
 def test_pins_of_jobs_that_never_end_give_way_to_an_overdue_request(
     make_rig: MakeRig, in_job_order: bool
 ) -> None:
-    """VRAM is scarce rather than seats. The older jobs' pins are worth more than a younger job's
-    wait, turn after turn."""
+    """VRAM is scarce, and the number of running requests is not. The older jobs' pins are worth
+    more than a younger job's wait, turn after turn."""
     rig = limited(
         make_rig,
         blocks=34,
@@ -243,7 +245,7 @@ def test_a_request_that_an_idle_engine_refuses_keeps_others_waiting_for_a_while_
 
 
 def test_a_client_that_fills_the_pool_leaves_others_their_share(make_rig: MakeRig) -> None:
-    """Seats are free, but each request needs a fifth of the pool."""
+    """More requests may run, but each needs a fifth of the pool."""
     rig = limited(
         make_rig,
         blocks=64,

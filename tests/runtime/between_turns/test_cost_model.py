@@ -156,7 +156,7 @@ def test_if_cpu_memory_keeps_contexts_a_pin_saves_a_copy(rig: Rig) -> None:
 
 
 def test_a_client_that_rewrites_its_history_lost_nothing(make_rig: MakeRig) -> None:
-    """Fewer tokens are found than the job had, but all that the prompt shares with the context."""
+    """The prompt shares only a part of the job's context, and all tokens of that part are found."""
     rig = make_rig(blocks=128, extra={"admission": "auto"}, max_model_len=512)
     overcommit = rig.gate.overcommit
     head = text(256, seed=1)

@@ -105,7 +105,7 @@ def test_pages_of_a_job_without_a_forecast_belong_to_no_job() -> None:
 
 
 def test_a_wait_for_no_page_changes_no_order() -> None:
-    """None of the turn's pages were saved, so the pages of the turn before are still valued."""
+    """None of the turn's pages were saved, so the pages of the previous turn are still valued."""
     waiting = Waiting(Forecasts(SOON, SOON))
     waiting.ends(1, pages=PAGES)
     waiting.placement.on_returned(JobKey("", "j"))

@@ -85,7 +85,7 @@ def test_several_turns_in_a_row_are_restored(
 def test_a_prompt_without_the_answer_hits_up_to_the_last_prompts_end(
     make_rig: MakeRig, groups: tuple[GroupSpec, ...]
 ) -> None:
-    """Some chat templates drop the model's thoughts."""
+    """Some chat templates remove the model's reasoning from earlier answers."""
     rig = make(make_rig, groups)
     rig.ask("t1", PROMPT, max_tokens=ANSWER, params=JOB)
     forget_vram(rig)

@@ -75,7 +75,8 @@ def test_requests_that_only_ran_alongside_are_saved_in_the_next_step(rig: Rig) -
 
 
 class Touched(Restores):
-    """A Restores that acts as its own pool and saves, and records their calls."""
+    """A ``Restores`` object that also stands in for the block pool and the saves, and records calls
+    to them."""
 
     def __init__(self, tables: dict[str, list[Any]]) -> None:
         self._pool: Any = self

@@ -1,4 +1,4 @@
-"""A disk that is full before the capacity is reached only reduces the space."""
+"""If the disk is full before a store reaches its capacity, the store only holds fewer pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Maintenance of a store: cleaning up, counting, short waits, and training once."""
+"""Maintenance of a store: it deletes leftovers, counts its bytes, waits only briefly, and trains
+its codec once."""
 
 from __future__ import annotations
 
