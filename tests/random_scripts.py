@@ -164,7 +164,7 @@ class Script:
         """Run one engine step."""
         self.rig.step()
 
-    # # -- actions ----------------------------------------------------------------------
+    # -- actions ---------------------------------------------------------------------
 
     def turn(self) -> None:
         """Send a turn of a random job with its whole context or the start of it. The context may

@@ -247,8 +247,7 @@ def test_a_spread_leaves_out_what_is_unknown() -> None:
     assert Spread.of(np.array([math.nan])) is None
 
 
-# # -- what an observed engine would have saved
-# ------------------------------------------------------
+# -- what an observed engine would have saved -----------------------------------------------
 
 
 def test_would_be_savings_are_reported_by_tier_and_as_time() -> None:

@@ -96,7 +96,7 @@ def serve(messages: Sequence[Message], **scope: Any) -> tuple[Toy, list[Message]
     return toy, sent
 
 
-# # -- clients of Continuum ---------------------------------------------------------------
+# -- clients of Continuum ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", RESPONSES, MESSAGES])
@@ -146,7 +146,7 @@ def test_a_root_path_does_not_matter() -> None:
         assert toy.body != body
 
 
-# # -- IDs that vLLM drops ---------------------------------------------------------------
+# -- IDs that vLLM drops -------------------------------------------------------------
 
 SESSION = "0199c7a4-5b7e-7d31-a7c2-3f1f0c6d2b11"
 CLAUDE_CODE = json.dumps({"device_id": "d" * 64, "account_uuid": "", "session_id": SESSION})
@@ -218,7 +218,7 @@ def test_a_body_is_copied_and_not_encoded_again() -> None:
     assert changed.endswith(b', "x" : 1.50, "session_id":"s"}')
 
 
-# # -- input that is passed through ---------------------------------------------------------
+# -- input that is passed through ----------------------------------------------------
 
 UNTOUCHED = [
     b"",
@@ -284,7 +284,7 @@ def test_a_disconnect_in_the_middle_of_the_body_is_passed_on() -> None:
     assert serve([DISCONNECT])[0].received[0] == DISCONNECT
 
 
-# # -- arbitrary input ----------------------------------------------------------------
+# -- arbitrary input -----------------------------------------------------------------
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

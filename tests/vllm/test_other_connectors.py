@@ -43,7 +43,7 @@ def inside(*others: Config, last: bool = False, **outer: Any) -> Callable[[Confi
     return around
 
 
-# # -- refused configurations -----------------------------------------------------------------
+# -- refused configurations ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -110,7 +110,7 @@ def test_two_instances_of_this_connector_are_refused(make_rig: MakeRig) -> None:
         make_rig(around=lambda ours: inside(ours)(ours))
 
 
-# # -- next to connectors that only produce --------------------------------------------------------
+# -- next to connectors that only produce --------------------------------------------
 
 
 @pytest.fixture(params=[False, True], ids=["ours first", "ours last"])

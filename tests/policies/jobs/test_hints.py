@@ -59,7 +59,7 @@ def test_a_client_may_announce_the_next_tool_call() -> None:
     )
 
 
-# # -- sources of hints ----------------------------------------------------------------
+# -- sources of hints -------------------------------------------------------------
 
 
 def test_the_first_usable_hint_counts() -> None:
@@ -188,7 +188,7 @@ def test_any_mapping_is_accepted() -> None:
     assert read_hints(MappingProxyType({"job_id": "j"})) == TurnHints("j")
 
 
-# # -- arbitrary input -----------------------------------------------------------------
+# -- arbitrary input --------------------------------------------------------------
 
 
 @given(ANYTHING, ANYTHING, JSON_LIKE)

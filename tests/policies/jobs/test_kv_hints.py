@@ -208,7 +208,7 @@ def test_the_route_has_no_job_of_its_own() -> None:
     assert refused(lineage, 0).outcome is Outcome.REJECTED
 
 
-# # -- parameters ---------------------------------------------------------------------
+# -- parameters -------------------------------------------------------------------
 
 
 def test_times_are_seconds_or_strings_with_units() -> None:
@@ -395,7 +395,7 @@ def test_the_documentation_names_every_field() -> None:
         assert re.search(rf"`[\w.]*{name}[:\w\" ]*`", page), name
 
 
-# # -- arbitrary input -----------------------------------------------------------------
+# -- arbitrary input --------------------------------------------------------------
 
 NAMES = [
     *("protocol_version", "message_id", "actions", "action_id", "action_type", "action_version"),

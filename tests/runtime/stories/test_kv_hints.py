@@ -548,7 +548,7 @@ def test_a_long_prefix_is_hashed_on_another_thread(
     rig.check_clean()
 
 
-# # -- other ----------------------------------------------------------------------------------
+# -- other -------------------------------------------------------------------------------
 
 
 def test_a_reset_drops_everything(rig: EngineRig) -> None:

@@ -85,7 +85,7 @@ def test_a_removed_file_is_recreated(folder: Path) -> None:
     assert (folder / NAME).read_bytes() == there
 
 
-# # -- files that already exist ---------------------------------------------------------------
+# -- files that already exist --------------------------------------------------------
 
 
 @pytest.mark.parametrize("content", [b"a diary", bytes(BLOCK) + b"a diary", b"TKVSEG\0\0" * 999])
