@@ -89,7 +89,8 @@ def test_the_snapshot_is_restored(copy: Copy, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["memory", "ssd"])
 def test_without_these_files_the_context_is_computed(name: str, copy: Copy) -> None:
-    """The tokens counted in the tests above therefore come from the golden files alone."""
+    """The test shows that the tokens counted in the tests above come from the golden files
+    alone."""
     folder = copy("engine") / name
     shutil.rmtree(folder)
     paths: dict[str, Any] = {"cpu_path": str(folder)}

@@ -46,8 +46,8 @@ def test_a_save_reads_what_a_late_compute_stream_writes_before_it(way: str) -> N
 
 
 def test_a_save_is_not_disturbed_by_a_compute_stream_that_rewrites_other_blocks(way: str) -> None:
-    """The save does not disturb those writes either. Once a save is reported, its blocks may be
-    overwritten immediately."""
+    """The save does not disturb the compute stream's writes either. Once a save is reported, its
+    blocks may be overwritten immediately."""
     with vram(way, LAYOUT, BLOCKS) as gpu:
         even = range(0, BLOCKS, 2)
         for value in range(1, 100):

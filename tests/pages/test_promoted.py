@@ -1,4 +1,4 @@
-"""Promoted pages count as used or as evicted unused."""
+"""A promoted page counts as used, or as evicted without having been used."""
 
 from tiered_kv.keys import PageKey
 from tiered_kv.pages.cpu_index import PromotedPages

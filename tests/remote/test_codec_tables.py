@@ -73,8 +73,8 @@ def test_an_evicted_table_is_put_again(tmp_path: Path) -> None:
 def test_an_unusable_table_is_read_once_and_then_occasionally(
     server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
-    """Otherwise the table would be read once per page, and each read allocates memory for the
-    longest table."""
+    """If it were read once per page, each read would allocate memory for the longest possible
+    table."""
     ours, theirs = open_at(server.url, "centred"), open_at(server.url)
     changing = make_store(server.address)
     codec = put_trained(ours)

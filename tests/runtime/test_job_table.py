@@ -1,4 +1,4 @@
-"""Jobs: turns that belong together, remembered while they may continue."""
+"""The job table assigns turns to jobs, and remembers a job while it may continue."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_no_notes_are_kept_in_another_users_folder(
 
 
 def test_other_users_notes_in_a_shared_folder_are_ignored(tmp_path: Path) -> None:
-    """A Kubernetes volume is such a folder."""
+    """A Kubernetes volume can be a folder that several users share."""
     tmp_path.chmod(0o777)
     for name in ("jobs-0-0.jsonl", "jobs-0-1.lock", "policy-occupancy.json"):
         (tmp_path / name).write_text("{}")

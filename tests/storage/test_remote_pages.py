@@ -196,8 +196,8 @@ def test_pages_of_a_trained_codec_are_read_elsewhere(server: ValkeyServer) -> No
 def test_training_the_codec_during_a_write_damages_no_page(
     server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, encoded: bool
 ) -> None:
-    """Its pages were encoded by the untrained codec, so they must not name the trained codec's
-    table."""
+    """The pages of the write were encoded by the untrained codec, so their records must not name
+    the trained codec's table."""
     before = parse("centred")(PAGE_FORMAT)
     after = before.trained([smooth_page(number) for number in range(20)])
     assert before.table != after.table
@@ -327,7 +327,8 @@ def test_three_quarters_of_the_bandwidth_are_for_restores(server: ValkeyServer) 
 def test_there_is_no_pause_after_a_failed_write(
     server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the next order, and the engine, would wait for that time."""
+    """If the store paused after a failed write, the next order, and so the engine, would wait for
+    that time."""
     monkeypatch.setattr(remote_pages, "CALL_S", 0.2)
     pages, key = open_pages(server), page_key(1)
     server.pause()

@@ -153,7 +153,8 @@ CLAUDE_CODE = json.dumps({"device_id": "d" * 64, "account_uuid": "", "session_id
 
 
 def params(path: str, headers: Headers = (), **body: Any) -> dict[str, Any]:
-    """Return the kv_transfer_params that reach vLLM with such a request."""
+    """Return the kv_transfer_params of a request with these headers and body fields, as they reach
+    vLLM."""
     asked = json.dumps({"model": "m", **body}).encode()
     sent = [(b"host", b"h"), (b"content-length", str(len(asked)).encode()), *headers]
     toy, _ = serve(chunked(asked), path=path, headers=sent)

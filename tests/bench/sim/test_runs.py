@@ -1,4 +1,4 @@
-"""Simulated runs match closed forms where those exist, and repeat exactly."""
+"""Simulated runs match closed-form results where there are any, and are reproducible exactly."""
 
 from __future__ import annotations
 

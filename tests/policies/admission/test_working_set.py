@@ -87,7 +87,7 @@ def test_a_job_that_waits_elsewhere_counts_for_the_time_that_it_runs() -> None:
 def test_changed_jobs_count_as_if_all_jobs_were_counted_again(
     found: list[JobDemand], data: st.DataObject
 ) -> None:
-    """Also checks sums over a prefix of the jobs."""
+    """The test also checks sums over the first jobs in order."""
     had = data.draw(st.integers(1, len(found)))
     demand = Demand([share._replace(blocks=7.0) for share in found[:had]])
     for place, share in enumerate(found):
@@ -189,7 +189,7 @@ def test_the_share_recovers_as_contexts_are_found_whole(context: float) -> None:
 
 
 def test_the_share_settles_where_as_much_recovers_as_is_lost() -> None:
-    """One context of ten is lost, so about a tenth less is committed."""
+    """One context of ten is lost, so the committed share settles at about a tenth less."""
     overcommit = Overcommit()
     for turn in range(2_000):
         overcommit.returned(*((0.0, 0.01) if turn % 10 == 0 else (0.01, 0.0)))

@@ -272,8 +272,8 @@ def test_evicting_one_page_takes_no_longer_in_a_large_pool() -> None:
 
 
 def eviction_s(jobs: int) -> float:
-    """Return the seconds of the fastest of several evictions, which the fewest other processes have
-    disturbed."""
+    """Return the duration in seconds of the fastest of several evictions, on which other processes
+    had the least effect."""
     keys = [[PageKey(f"{job}-{n}".encode()) for n in range(300)] for job in range(jobs)]
     pool = Pool(stay_s=60.0, most_pages=10**6)
     pool.order.added_all([key for pages in keys for key in pages[:2]])

@@ -306,8 +306,8 @@ def block(text: str, **control: Any) -> dict[str, Any]:
 
 
 def test_the_longest_time_of_anthropics_cache_control_counts() -> None:
-    """It may be in all places that its documentation names: tools, system, messages, and the top
-    level of the body."""
+    """Anthropic's ``cache_control`` may be in all places that Anthropic's documentation names:
+    tools, system, messages, and the top level of the body."""
     short, long = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
     say = [{"role": "user", "content": [block("Hi", **short)]}]
     assert retained(sent(MESSAGES, messages=say)) == ("cache_control", 300.0, 0.0)

@@ -113,8 +113,7 @@ def test_a_twin_that_was_abandoned_long_ago_gets_no_turn(agents: Agents) -> None
 
 
 def test_a_second_run_follows_the_steps_of_the_first(agents: Agents) -> None:
-    """Meanwhile the second run extends its own last turn, although the first run is further
-    ahead."""
+    """While the first run is further ahead, the second run extends its own last turn."""
     prompts = [question(7) + n * [*TOOL, *ASSISTANT] for n in range(4)]
     first = [agents.asked(prompt).job for prompt in prompts]
     second = [agents.asked(prompt).job for prompt in prompts[:3]]

@@ -226,7 +226,8 @@ def test_a_request_that_waits_for_its_grammar_keeps_no_other_waiting(make_rig: M
 def test_a_request_that_an_idle_engine_refuses_keeps_others_waiting_for_a_while_only(
     make_rig: MakeRig,
 ) -> None:
-    """The reason for the refusal is unknown to this connector, such as another connector's."""
+    """vLLM refuses the request for a reason that this connector does not know, such as another
+    connector's."""
     rig = limited(make_rig)
     match = rig.half.match
     rig.half.match = lambda name, found: (None, False) if name == "never" else match(name, found)

@@ -69,7 +69,8 @@ def test_short_aborted_and_preempted_prefills_are_ignored() -> None:
 
 
 def test_a_step_scheduled_ahead_starts_when_the_next_one_is_scheduled() -> None:
-    """The previous step runs until then, so a prefill of one step is not timed as two."""
+    """The previous step runs until the next one is scheduled, so a prefill of one step is not timed
+    as two."""
     clock = PrefillTimer(ahead=True)
     one = turn(1000)
     clock.on_started(one, now=10.0, whole=True)

@@ -55,7 +55,7 @@ def renew() -> Place:
 
 
 class SharedStore(PageStore):
-    """One rank's connection to the place."""
+    """One rank's connection to the shared place."""
 
     def __init__(self, site: StoreSite) -> None:
         self._place, self._rank = PLACE, site.rank
@@ -107,7 +107,7 @@ class SharedStore(PageStore):
 
 
 class SharedTier:
-    """The place as a tier."""
+    """The shared place as a tier."""
 
     def __init__(self, config: TierConfig) -> None:
         self.spec = TierSpec(SHARED, Knowledge.ASKED)

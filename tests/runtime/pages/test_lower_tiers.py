@@ -304,7 +304,8 @@ def test_a_turn_is_demoted_although_its_last_save_was_doubtful(rig: Rig) -> None
 def test_a_turn_that_ends_with_a_whole_page_is_demoted_completely(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
-    """No page is left to save then, while the last step's pages are still being saved."""
+    """When the turn ends, no page is left to save, but the pages of its last step are still being
+    saved."""
     rig = make_rig(extra=tiers(tmp_path), max_batched_tokens=2048)
     rig.policy = Always(Decision(Tier.STORE))
     rig.add("first", CONTEXT, 1, params={"job_id": "j"})

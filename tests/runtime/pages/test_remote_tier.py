@@ -133,7 +133,8 @@ def test_excess_pages_wait_and_those_beyond_the_queue_are_counted(
 def test_a_turn_that_ends_with_a_whole_page_is_written_to_its_end(
     make_rig: MakeRig, server: ValkeyServer
 ) -> None:
-    """No page is left to save then, while the last step's pages are still being saved."""
+    """When the turn ends, no page is left to save, but the pages of its last step are still being
+    saved."""
     rig = make_rig(extra=remote(server, slots=128), max_batched_tokens=2048)
     prompts = {name: text(320, seed=at) for at, name in enumerate(("one", "two"))}
     for name, prompt in prompts.items():

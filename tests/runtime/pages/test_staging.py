@@ -83,7 +83,7 @@ def test_a_turn_waits_for_the_slots_of_another_rather_than_compute(
 def test_turns_compute_pages_that_take_longer_than_computing(
     rig: Rig, reads: threading.Event
 ) -> None:
-    """This applies to a turn that waits for its pages, and to a turn that waits for slots."""
+    """A turn computes such pages whether it waits for the pages or for slots."""
     rig.gaps.prefills.fit.observe(0, 1000, 1.0)
     rig.add("a", CONTEXT)
     rig.add("b", OTHER)
@@ -136,7 +136,7 @@ def test_pages_are_promoted_while_their_turn_waits_for_vram(
 def test_pages_promoted_for_a_turn_are_not_evicted_before_it_uses_them(
     rig: Rig, reads: threading.Event
 ) -> None:
-    """Meanwhile more pages are saved than CPU memory holds."""
+    """While the turn waits, more pages are saved than CPU memory holds."""
     wait_for_vram(rig)
     rig.step()
     reads.set()
@@ -158,7 +158,7 @@ def test_pages_promoted_for_a_turn_are_not_evicted_before_it_uses_them(
 def test_a_copy_of_vrams_pages_is_evicted_first_if_a_lower_tier_has_them(
     make_rig: MakeRig, tmp_path: Path, with_ssd: bool
 ) -> None:
-    """Without such a tier, the copy is all that remains of a context after VRAM evicts it."""
+    """Without a lower tier, the copy is all that remains of a context after VRAM evicts it."""
     below = tiers(tmp_path, slots=200)
     rig = make_rig(extra=below if with_ssd else {"cpu_gib": below["cpu_gib"]}, blocks=80)
     rig.policy = Always(Decision(Tier.CPU, forecast=Forecast(np.linspace(0.0, 1.0, len(GRID)))))

@@ -139,7 +139,8 @@ def test_a_failed_restore_is_recomputed_and_not_retried(
 
 
 def test_kv_computed_on_a_failed_restore_is_not_saved(make_engine: MakeEngine) -> None:
-    """The forward pass of that step attended to garbage, so its KV must never be found."""
+    """The forward pass after the failed restore attended to garbage, so its KV must never be
+    found."""
     rig = make_engine()
     rig.pages.restores.policy = AlwaysRestore(RestoreMode.SYNC)
     faulty = rig.inject(FaultyTransfer)

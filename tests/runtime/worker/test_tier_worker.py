@@ -135,8 +135,8 @@ def worker() -> Iterator[Worker]:
 
 
 def test_a_save_invalidated_before_its_copy_is_not_flushed(worker: Worker) -> None:
-    """Nothing is kept about such a save, because an engine that runs for months has many of
-    them."""
+    """The worker keeps no record of an invalidated save, because an engine that runs for months has
+    many of them."""
     for _ in range(100):
         late = SaveOrder(worker.number(), CONTEXT, (3,), (3,), (key(1),))
         worker.save({4: 5})

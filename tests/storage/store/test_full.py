@@ -228,7 +228,7 @@ def test_a_disk_with_space_for_one_segment_fills_it(tmp_path: Path) -> None:
 def test_groups_are_as_small_as_the_segments_that_they_go_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise no space could be made for a group."""
+    """A group that is larger than a segment could not be stored by deleting one segment."""
     options = store_options(tmp_path, capacity_bytes=64 << 20)
     life = Life(options, SmallDisk(tmp_path, 12 * LEAST, inner=UnsafeFiles()))
     groups: list[int] = []
@@ -308,7 +308,7 @@ def test_a_disk_that_was_full_at_any_write_accepts_pages_again(
 def test_a_store_starts_on_a_full_disk_by_replacing_an_unused_store(
     tmp_path: Path,
 ) -> None:
-    """There is not even space for the store's folder."""
+    """The disk does not even have space for the store's folder."""
     old = small_life(tmp_path, 12, fingerprint=bytes(16))
     old.go_on(8)
     old.store.close()

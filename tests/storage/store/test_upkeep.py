@@ -297,8 +297,8 @@ def test_each_store_uses_its_share_to_the_last_segment(
 def test_nothing_is_proposed_while_there_is_space(
     options: StoreOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no proposal while a segment fills up, nor when other stores use the rest and this
-    segment is not full."""
+    """No segment is proposed for deletion while one fills up, nor when other stores use the rest of
+    the capacity and the open segment is not full."""
     monkeypatch.setattr("tiered_kv.storage.store.capacity.FRESH_S", -1.0)
     store = open_store(options, files=UnsafeFiles())
     name = 0

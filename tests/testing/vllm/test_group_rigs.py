@@ -105,7 +105,8 @@ def test_blocks_outside_the_window_are_not_checked(make_rig: MakeRig) -> None:
 
 
 def test_states_of_different_lengths_are_distinct(make_rig: MakeRig) -> None:
-    """This can happen to a connector that reads a state after a later step has advanced it."""
+    """A connector that reads a state after a later step has advanced it restores a state of the
+    wrong length."""
     rig = make_rig(extra=None, groups=(FULL, STATE))
     rig.add("one", PROMPT, max_tokens=9)
     rig.step()  # up to the last full block
@@ -118,8 +119,8 @@ def test_states_of_different_lengths_are_distinct(make_rig: MakeRig) -> None:
 
 
 def test_a_hit_may_end_within_a_block(make_rig: MakeRig) -> None:
-    """This is possible if ``match_unit`` is smaller than a block. vLLM copies the block before it
-    is filled further."""
+    """A hit can end within a block if ``match_unit`` is smaller than a block. vLLM copies the block
+    before it is filled further."""
     rig = make_rig(extra=None, groups=(FULL, STATE), match_unit=4)
     found = hits(rig)
     for name in "first", "again":
