@@ -58,7 +58,8 @@ class Engine:
 
 
 def test_released_blocks_are_reused_last_and_the_first_ones_last_of_all() -> None:
-    """The blocks of an expired pin then stay in the prefix cache for as long as possible."""
+    """In this order, the blocks of an expired pin stay in the prefix cache for as long as
+    possible."""
     engine = Engine()
     blocks = engine.ran(3)
     engine.finish_pinned(A, blocks)

@@ -105,8 +105,8 @@ def test_blocks_outside_the_window_are_not_checked(make_rig: MakeRig) -> None:
 
 
 def test_states_of_different_lengths_are_distinct(make_rig: MakeRig) -> None:
-    """A connector that reads a state after a later step has advanced it restores a state of the
-    wrong length."""
+    """The test puts the state after 200 tokens in place of the state after 201 tokens, and the rig
+    detects it."""
     rig = make_rig(extra=None, groups=(FULL, STATE))
     rig.add("one", PROMPT, max_tokens=9)
     rig.step()  # up to the last full block
