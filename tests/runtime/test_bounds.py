@@ -90,7 +90,7 @@ AS_LARGE_AS_DISKS = {
     "VirtualStore._where",
 }
 """Containers with one or two entries for each page on SSD or in a shared folder. They are bounded
-by the configured size of those, which these tests do not fill."""
+by the configured size of the SSD tier or folder, which these tests do not fill."""
 
 
 @pytest.fixture

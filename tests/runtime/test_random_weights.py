@@ -96,7 +96,7 @@ class Updates(Script):
 
 
 class Resets(Script):
-    """Weights change at every reset, whether vLLM carries it out or refuses it."""
+    """Clients whose weights change at every reset, whether vLLM carries it out or refuses it."""
 
     weights: Generations
     refused = 0

@@ -245,7 +245,8 @@ def test_groups_are_as_small_as_the_segments_that_they_go_to(
 
 
 class FullUntilDeleted(FaultyFiles):
-    """Once an operation has found no space, all fail until a segment is deleted."""
+    """A full disk: once an operation has found no space, all operations fail until a segment is
+    deleted."""
 
     def __init__(self) -> None:
         super().__init__(UnsafeFiles())
