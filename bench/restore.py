@@ -65,7 +65,7 @@ SOURCES = {
     "ssd": SSD,
     "ssd_after_restart": SSD,
 }
-"""For each source, the connector's name for the number of tokens that came from it."""
+"""Names that the connector gives the number of tokens from each source."""
 
 
 # -- the client and its texts --------------------------------------------------------------

@@ -12,7 +12,7 @@ from .paired import PairedRatio
 from .results import JobDone, Kept, Run, TurnDone
 
 BUSY_CORES = 0.15
-"""If other programs use more cores than this on average, the results contain a note."""
+"""Mean number of cores used by other programs above which the results contain a note."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ MARGIN = 0.95
 
 
 class Arriving(Enum):
-    """How jobs start."""
+    """Rule for the start times of jobs."""
 
     JPS = "jps"
     """Poisson arrivals, at a rate in jobs per second."""

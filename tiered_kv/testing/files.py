@@ -243,7 +243,7 @@ class UnsafeFiles(RealFiles):
 
 
 class Crash(Enum):
-    """What happened to changes that were not synced."""
+    """Outcomes of a crash for changes that were not synced."""
 
     KILLED = "the process was killed: all were made, the last one in part"
     POWER_CUT = "the power was cut: none were made"

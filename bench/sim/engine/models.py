@@ -19,8 +19,8 @@ BF16, FP32 = 2, 4
 KERNEL_BLOCK = 16
 """Block sizes are multiples of this many tokens (``CacheConfig.DEFAULT_BLOCK_SIZE``)."""
 ALIKE = 1.5
-"""If the largest layer count is less than this multiple of the smallest, the number of layers per
-group is the largest count."""
+"""Ratio of the largest to the smallest layer count below which the number of layers per group is
+the largest count."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ time."""
 WRITE_SHARE = 0.8
 """Speed of writing to SSD, as a fraction of the speed of reading."""
 LEAST_KV = 8
-"""In the simulator, KV bytes per token are a multiple of this number."""
+"""Number that the simulator's KV bytes per token are a multiple of."""
 NO_END_BYTES = 1 << 44
 MOST_BLOCKS, MOST_BLOCK_TOKENS, MOST_CONTEXT = 4_000_000, 65_536, 4_000_000
 """Maximum sizes to simulate, far beyond those of any engine."""

@@ -144,7 +144,7 @@ def test_a_session_with_an_unplaceable_turn_is_left_out(tmp_path: Path, field: s
     assert [job.name for job in found.jobs] == ["add"]
     assert found.left_out["nulls"].sessions == 1
     path.write_text(json.dumps({**FIX[0], field: None}))
-    with pytest.raises(RecordingError, match="no session in .* is usable"):
+    with pytest.raises(RecordingError, match=r"no session in .* is usable"):
         mini_swe_jobs(path, Letters(), count=1, turns=3, seed=0)
 
 

@@ -1,4 +1,4 @@
-"""How far a prompt matches its job's context, and how a waiting job's pages are valued."""
+"""Comparison of a prompt with its job's context, and the value of a waiting job's pages."""
 
 from __future__ import annotations
 

@@ -124,8 +124,8 @@ MOST_LANES = 40
 MOST_TURNS = 6_000
 """Maximum number of turns that are drawn, in all lanes together."""
 APART = 12
-"""If a trace is longer than this multiple of the jobs' median completion time, the time of each
-lane starts with its job."""
+"""Ratio of a trace's length to the jobs' median completion time above which the time of each lane
+starts with its job."""
 
 
 class Phase(Enum):

@@ -1,5 +1,5 @@
-"""What-if answers computed from a trace alone, compared with a simulated run of the other
-server."""
+"""Answers to what-if questions, computed from a trace alone and compared with a simulated run of
+the other server."""
 
 from __future__ import annotations
 
