@@ -168,8 +168,8 @@ def test_clients_that_keep_the_seats_full_get_equal_shares(tmp_path: Path, one_i
 
 
 def newcomers_wait_s(folder: Path, extra: dict[str, Any] | None) -> float:
-    """Return the mean time to first token of new jobs, among twice as many agents as requests may
-    run."""
+    """Return the mean time to first token of new jobs. The agents are twice as many as the requests
+    that may run."""
     options = RigOptions(
         blocks=100,
         max_num_seqs=4,
