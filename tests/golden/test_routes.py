@@ -28,7 +28,9 @@ from tiered_kv.testing.engine.rig import RigOptions, SecondRig
 
 SNAPSHOTS, RESTORES, FORKS = "/tiered_kv/snapshots", "/tiered_kv/restores", "/tiered_kv/forks"
 
-
+HINTED = "/tiered_kv/hints"
+RETAIN = {"action_id": "r", "action_type": "kv.retain", "payload": {"ttl": "5m"}}
+PREFETCH = {"action_type": "prefetch", "payload": {"job_id": "waits"}}
 HINTS = {
     "job_id": "waits",
     "tool_name": "bash",
@@ -87,6 +89,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         rig.ask("1", text(300, seed=1), params={"job_id": "pinned"})
         rig.ask("2", text(50, seed=2), params=HINTS)
         rig.ask("3", text(50, seed=3), params={"job_id": "over", "is_last_step": True})
+        rig.ask("5", text(300, seed=5), params={"job_id": "hinted", "kv_hints": [RETAIN, RETAIN]})
         rig.add("4", text(300, seed=4), 80, params={"job_id": "runs"})
         for _ in range(3):
             rig.step()
@@ -103,6 +106,8 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         assert SnapshotMade.from_json(taken).job == "pinned"
         assert JobRestored.from_json(restored).job == "back"
         assert JobForked.from_json(forked).jobs == ("a", "b")
+        hinted = answered(ask, HINTED, {"message_id": "m", "actions": [PREFETCH, {}]})
+        released = ask("/tiered_kv/jobs/a", "DELETE").json()
         refused = answered(ask, "/tiered_kv/jobs/nobody", status=404)
         rig.run()
     with engine(tmp_path / "observed", mode="observe", snapshot_path="") as rig:
@@ -122,6 +127,8 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found["GET snapshots"] = shape(listed)
     found["POST restores"] = shape(restored, again)
     found["POST forks"] = shape(forked)
+    found["POST hints"] = shape(hinted)
+    found["DELETE jobs/JOB"] = shape(released)
     found["refusal"] = shape(refused)
     found["kv_transfer_params of a completion"] = shape(*reports)
     return found
