@@ -321,7 +321,16 @@ def test_the_longest_time_of_anthropics_cache_control_counts() -> None:
     assert not sent(CHAT, messages=say).kv_hints, "on another path it means nothing"
 
 
-def test_text_that_mentions_cache_control_is_not_a_hint() -> None:
+def test_a_body_that_the_fast_parser_rejects_is_read_too() -> None:
+    """Some clients cut texts in the middle of an emoji, and some send parameters of their own."""
+    cut = [block("\ud83d", type="ephemeral", ttl="1h")]
+    assert retained(sent(MESSAGES, system=cut)) == ("cache_control", 3600.0, 0.0)
+    assert retained(sent(MESSAGES, system=cut, temperature=float("nan")))[1] == 3600.0
+    named = sent(MESSAGES, system=cut, kv_transfer_params={"job_id": "j"})
+    assert (named.job_id, retained(named)[1]) == ("j", 3600.0)
+
+
+def test_a_text_about_cache_control_is_none() -> None:
     said = json.dumps(block("x", type="ephemeral", ttl="1h"))
     for text in (
         said,
