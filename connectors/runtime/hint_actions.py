@@ -135,6 +135,7 @@ class _Work:
     hint: KvHint
     steps: Carrying
     report: Callable[[HintResult], None]
+    job: Job | None
     eager: bool = True
 
 
@@ -235,7 +236,7 @@ class HintActions:
         job = self._job_of(scope, hint.target, turn)
         if job is None or not job.running or hint.intent not in _AT_TURN_END:
             finding = self._find(scope, hint, job, turn)
-            return self._start(_Work(hint, self._carry(hint, finding), report))
+            return self._start(_Work(hint, self._carry(hint, finding), report, job))
         at_end = self._manager.at_end
         waiting = at_end.get(job.key, [])
         if len(waiting) >= MOST_OF_A_JOB or len(at_end) >= MOST_HINTS:
@@ -251,7 +252,7 @@ class HintActions:
         """Carry out a hint that waited for the end of ``turn``, a turn of the job."""
         pages = turn.save.pages or self._manager.pages_of(job.key)
         found = _Found(job.key.salt, pages, job, turn)
-        result = self._start(_Work(hint, self._carry(hint, found), report))
+        result = self._start(_Work(hint, self._carry(hint, found), report, job))
         self._count(result)
         report(result)
 
@@ -261,19 +262,22 @@ class HintActions:
         result = self._go_on(work)
         if result is None:
             self.works.append(work)
-            result = _result(work.hint, Outcome.DEFERRED, "It is being carried out.")
+            return _result(work.hint, Outcome.DEFERRED, "It is being carried out.")
         return result
 
     def _go_on(self, work: _Work) -> HintResult | None:
         """Continue a hint. Returns its result; None if it is unfinished."""
+        result: HintResult
         try:
             work.eager = next(work.steps)
+            return None
         except StopIteration as done:
-            result: HintResult = done.value
-            return result
+            result = done.value
         except Exception as error:
-            return self._failed(work.hint, error)
-        return None
+            result = self._failed(work.hint, error)
+        if work.job is not None and work.hint.intent is not Intent.RELEASE:
+            self._log.trace.hinted(work.job.key, f"{work.hint.intent} {result.outcome}")
+        return result
 
     def _failed(self, hint: KvHint, error: Exception) -> HintResult:
         if isinstance(error, _Refused):
@@ -658,6 +662,8 @@ class HintActions:
         job, first = found.job, frozenset[PageKey]()
         if job is not None:
             self._end_retention(Retention(job.key))
+            # The end of the job completes its record in the trace.
+            self._log.trace.hinted(job.key, f"{hint.intent} {Outcome.ACCEPTED}")
             # Jobs of other engines may begin with the same prompt.
             first = frozenset(found.pages[: job.first_blocks])
             if found.ended is None:

@@ -261,6 +261,9 @@ class _Room(NamedTuple):
 JOB_ROOM = 96
 """Maximum length of a job's name, bytes."""
 _WORD_ROOM, _MOST_TIERS = 24, 4
+MOST_HINTS = 4
+"""Maximum number of hints in a record."""
+HINTS_ROOM = MOST_HINTS * (_WORD_ROOM + len('"",'))
 _ROOM_OF = {
     **dict.fromkeys(("job", "session", "parent"), JOB_ROOM),
     **dict.fromkeys(("agent", "client", "finish"), _WORD_ROOM),
@@ -288,6 +291,8 @@ class TurnRecord:
         finish: vLLM's finish status, or the state (``WAITING``, ``RUNNING``) when the engine
             stopped.
         tool: the tool that ran in the gap, from general to specific; empty if unknown.
+        hints: intent and outcome of the last hints for the job's KV during the turn and the gap,
+            such as ``pin accepted``; at most four.
     """
 
     job: str | None = None
@@ -301,6 +306,7 @@ class TurnRecord:
     arrived: float
     finish: str = ""
     tool: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
     times: TurnTimes = field(default_factory=TurnTimes)
     preempted: Preemptions = field(default_factory=Preemptions)
     tokens: TurnTokens = field(default_factory=TurnTokens)
@@ -345,6 +351,8 @@ def _fitted(whole: Mapping[str, Any], room: _Room) -> dict[str, Any]:
             fitted[name] = cut(fitted[name], most)
     if tool := _cut_all(fitted.pop("tool", ()), room.tool):
         fitted["tool"] = tool
+    if hints := _cut_all(fitted.pop("hints", ())[-MOST_HINTS:], HINTS_ROOM * room.whole):
+        fitted["hints"] = hints
     if "preempted" in fitted:
         fitted["preempted"] = _first(fitted["preempted"], FIRST_PREEMPTIONS * room.whole)
         if not fitted["preempted"]:

@@ -23,6 +23,7 @@ from tiered_kv.policies.jobs.kv_hints import results_json
 from tiered_kv.trace.trace_writer import TraceWriter
 from tiered_kv.trace.turn_record import (
     JOB_ROOM,
+    MOST_HINTS,
     GapStory,
     PageMoves,
     PinEnd,
@@ -35,7 +36,7 @@ from tiered_kv.trace.turn_record import (
     WouldHave,
 )
 
-from .open_gaps import OpenGap, OpenGaps, Retention
+from .open_gaps import MOST_OPEN, OpenGap, OpenGaps, Retention
 
 
 @dataclass(slots=True)
@@ -86,6 +87,7 @@ class TurnTrace:
         self._wall = wall
         self._waits_for = waits_for
         self._open: dict[Hashable, _Story] = {}  # by job
+        self._hints: dict[Hashable, list[str]] = {}  # by job whose record is not written yet
         self._closed = False
 
     @property
@@ -139,6 +141,14 @@ class TurnTrace:
         if story is not None and story.pin is None:
             story.pin = PinStory(story.gap.pinned, self._clock() - story.gap.since, why)
 
+    def hinted(self, job: JobKey, hint: str) -> None:
+        """Record a hint that was carried out for a job's KV: its intent and outcome."""
+        if self._writer is None:
+            return
+        self._hints[job] = [*self._hints.pop(job, ())[1 - MOST_HINTS :], hint]
+        if len(self._hints) > MOST_OPEN:
+            del self._hints[next(iter(self._hints))]
+
     def brought_up(self, job: JobKey, pages: int) -> None:
         """Record that pages are being promoted for a job that is between turns."""
         story = self._open.get(job)
@@ -173,7 +183,9 @@ class TurnTrace:
 
     def _write(self, story: _Story, gap: GapStory) -> None:
         assert self._writer is not None, "a story without a trace"
-        end, begun = story.gap.end, story.begun
+        begun, end = story.begun, story.gap.end
+        if story.gap.learned is not None:  # before its client revised it
+            end = story.gap.learned[0]
         moves = replace(
             begun.pages,
             ahead=story.ahead,
@@ -184,6 +196,7 @@ class TurnTrace:
             replace(
                 begun,
                 tool=end.tool.path if end.tool is not None else (),
+                hints=tuple(self._hints.pop(end.job, ())),
                 decision=_decision(story.gap),
                 pin=story.pin or PinStory(),
                 pages=moves,

@@ -18,6 +18,8 @@ from tiered_kv.testing.checked_kv import expected, text
 from tiered_kv.testing.policies import Always, FixedPin
 from tiered_kv.testing.rig import EngineRig
 from tiered_kv.testing.stores import SSD
+from tiered_kv.trace.trace_reader import TraceReader
+from tiered_kv.trace.turn_record import StoryEnd
 
 SOON = Forecast(np.minimum(GRID / 100, 1.0))
 NEVER = Forecast(np.zeros(len(GRID)))
@@ -548,7 +550,33 @@ def test_a_long_prefix_is_hashed_on_another_thread(
     rig.check_clean()
 
 
-# -- other -------------------------------------------------------------------------------
+# -- reports and limits -------------------------------------------------------------------
+
+
+def test_the_trace_has_the_hints_of_a_turn_and_its_gap(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rig = make_engine(extra={"cpu_gib": 0.001, "trace": str(trace)})
+    rig.policy = KEPT
+    rig.add("t", CONTEXT, params={"job_id": "j"})
+    send(rig, hint(Intent.RETAIN, Target(own=True)), request_id="t")
+    rig.run()
+    send(rig, hint(Intent.PIN), hint(Intent.DEMOTE), hint(Intent.PREFETCH), hint(Intent.REVISE))
+    rig.ask("u", CONTEXT, params={"job_id": "j"})
+    send(rig, hint(Intent.RELEASE))
+    rig.close()
+    reader = TraceReader(trace)
+    first, second = sorted(reader, key=lambda one: one.turn)
+    assert first.hints == (
+        "pin accepted",
+        "demote rejected",
+        "prefetch accepted",
+        "revise rejected",
+    )
+    assert second.hints == ("release accepted",)
+    assert second.gap.end is StoryEnd.OVER
+    assert not reader.bad
 
 
 def test_a_reset_drops_everything(rig: EngineRig) -> None:
