@@ -375,6 +375,10 @@ class HintActions:
             raise _Refused(Outcome.MISSING, _NOT_FOUND)
         return found
 
+    def _keys_of(self, tokens: Sequence[int], salt: str | None) -> Sequence[PageKey]:
+        named = self._names.name(tokens, salt)
+        return [page.key for page in context_pages(named, self._facts)]
+
     def _hashed(
         self, tokens: Sequence[int], salt: str | None
     ) -> Generator[bool, None, Sequence[PageKey]]:
@@ -384,23 +388,21 @@ class HintActions:
         if not tokens or not self._index.num_slots:
             return ()
         if len(tokens) <= TOKENS_AT_ONCE:
-            named = self._names.name(tokens, salt)
-        else:
-            if len(tokens) > MOST_TOKENS or self._named >= MOST_NAMED:
-                reason = "The token prefix is too long, or too many are being hashed: name a job."
-                raise _Refused(Outcome.REJECTED, reason)
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "tiered-kv-hints")
-            naming = self._thread.submit(self._names.name, tokens, salt)
-            self._named += 1
-            try:
-                while not naming.done():
-                    yield True
-            finally:
-                self._named -= 1
-                naming.cancel()
-            named = naming.result()
-        return [page.key for page in context_pages(named, self._facts)]
+            return self._keys_of(tokens, salt)
+        if len(tokens) > MOST_TOKENS or self._named >= MOST_NAMED:
+            reason = "The token prefix is too long, or too many are being hashed: name a job."
+            raise _Refused(Outcome.REJECTED, reason)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "tiered-kv-hints")
+        hashing = self._thread.submit(self._keys_of, tokens, salt)
+        self._named += 1
+        try:
+            while not hashing.done():
+                yield True
+        finally:
+            self._named -= 1
+            hashing.cancel()
+        return hashing.result()
 
     def _existing(self, pages: Sequence[PageKey]) -> Generator[bool, None, Sequence[PageKey]]:
         """Return the pages up to the last one that any tier has."""
@@ -473,8 +475,12 @@ class HintActions:
         tiers = self._pages.tiers.values()
         return state.readable or state.moving or any(key in tier.pages.index for tier in tiers)
 
-    def _is_demoting(self, key: PageKey) -> bool:
-        return any(key in tier.pages.demoting for tier in self._pages.tiers.values())
+    def _moving(self, keys: Sequence[PageKey]) -> set[PageKey]:
+        """The pages among ``keys`` that a save, a promotion or a demotion copies now."""
+        found = {key for key in keys if self._index.state(key).moving}
+        return found.union(
+            *(t.pages.demoting.intersection(keys) for t in self._pages.tiers.values())
+        )
 
     def _end_retention(self, key: Retention) -> None:
         if self.retained.pop(key, None) is not None:
@@ -632,18 +638,14 @@ class HintActions:
                     yield True
                 if job is not None and job.running:
                     return _result(hint, Outcome.CLIPPED, "The job's next turn arrived.", moved)
-                down = list[PageKey]()
-                for key in self._order.private(part, found.is_mine):
-                    state = index.state(key)
-                    if self._is_below(key):
-                        index.forget(key)
-                        moved += 1
-                    elif state.moving or self._is_demoting(key):
-                        waiting.append(key)
-                    elif state.readable and key not in sent:
-                        down.append(key)
-                    elif state.readable and any(tier.has_more for tier in tiers.own):
-                        waiting.append(key)
+                private = self._order.private(part, found.is_mine)
+                moving, queued = self._moving(private), any(tier.has_more for tier in tiers.own)
+                below = [key for key in private if self._is_below(key)]
+                index.forget_all(below)
+                moved += len(below)
+                left_here = [key for key in private if key in moving or index.readable(key)]
+                down = [key for key in left_here if key not in moving and key not in sent]
+                waiting += [key for key in left_here if key in moving or (queued and key in sent)]
                 tiers.send_down(down, after=None)
                 sent.update(down)
                 waiting += down
@@ -680,12 +682,12 @@ class HintActions:
                 if not part:
                     yield True
                     continue
-                free = list[PageKey]()
-                for key in self._order.private(part, found.is_mine):
-                    moves = self._index.state(key).moving or self._is_demoting(key)
-                    moving |= moves
-                    unused = not moves and self._forget_in_vram(key)
-                    (free if unused else waiting).append(key)
+                private = self._order.private(part, found.is_mine)
+                busy = self._moving(private)
+                moving |= bool(busy)
+                busy |= self._forget_in_vram([key for key in private if key not in busy])
+                waiting += [key for key in private if key in busy]
+                free = [key for key in private if key not in busy]
                 self._forget(free, first)
                 gone += len(free)
             left, tried = waiting, self._clock()
@@ -699,20 +701,21 @@ class HintActions:
         reason = "" if gone == len(found.pages) else "Pages that other jobs have stay."
         return _result(hint, Outcome.ACCEPTED, reason, gone)
 
-    def _forget_in_vram(self, key: PageKey) -> bool:
-        """Remove the unused blocks of a page from the prefix cache. Returns False if a block of the
-        page is in use."""
-        while (block := self._in_vram(key)) is not None:
-            if block.ref_cnt:
-                return False
-            self._pool.forget([block.block_id])
-        return True
+    def _forget_in_vram(self, keys: Sequence[PageKey]) -> set[PageKey]:
+        """Remove unused blocks of pages from the prefix cache. Returns the pages with blocks in
+        use."""
+        in_use, left = set[PageKey](), keys
+        while left:  # several blocks may have the same page
+            blocks = {key: block for key in left if (block := self._in_vram(key)) is not None}
+            in_use.update(key for key, block in blocks.items() if block.ref_cnt)
+            left = [key for key in blocks if key not in in_use]
+            self._pool.forget([blocks[key].block_id for key in left])
+        return in_use
 
     def _forget(self, keys: Sequence[PageKey], first: frozenset[PageKey]) -> None:
-        """Forget pages in CPU memory and in lower tiers. In tiers that other engines share, the
-        pages ``first`` are kept."""
-        for key in keys:
-            self._index.forget(key)
+        """Forget pages in CPU memory and in lower tiers; of tiers that other engines use too, not
+        those among ``first``."""
+        self._index.forget_all(keys)
         for tier in self._pages.tiers.values() if keys else ():
             tier.forget([key for key in keys if key not in first] if tier.spec.shared else keys)
 

@@ -393,6 +393,15 @@ class PageIndex:
             return
         self._gone((key,))
 
+    def forget_all(self, keys: Sequence[PageKey]) -> None:
+        """``forget`` for each page."""
+        resident = [*filter(self._resident.__contains__, keys)]
+        slots = [*map(self._resident.pop, resident)]
+        self._free += [slot for slot in slots if not self._reads[slot]]
+        self._gone(resident)
+        for key in keys if len(resident) < len(keys) else ():
+            self.forget(key)
+
     def clear(self) -> None:
         """Forget every page."""
         for key in [*self._being_written, *self._resident, *self.cold.pages]:
