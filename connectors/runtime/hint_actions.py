@@ -243,7 +243,7 @@ class HintActions:
             raise _Refused(Outcome.REJECTED, "Too many hints wait for the end of a turn.")
         at_end[job.key] = [*waiting, partial(self._at_turn_end, job, hint, report)]
         if hint.intent is Intent.RELEASE:
-            job.over = True
+            self._manager.jobs.end_with_turn(job)
         return _result(hint, Outcome.DEFERRED, "It is carried out when the job's turn ends.")
 
     def _at_turn_end(

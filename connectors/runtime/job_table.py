@@ -41,7 +41,8 @@ class Job:
         first_blocks: number of blocks of its first prompt, which other jobs may share.
         turns: number of its turns that have arrived.
         running: ids of its unfinished requests.
-        over: True if the client declared the running turns to be the last ones.
+        over: True if the client declared the running turns to be the last ones, or released the
+            job.
         decided: decision for its last finished gap, without the forecast; None before.
         who: its session, agent and parent, as its last turn named them.
         parent: the job whose agent started it; None if unknown.
@@ -118,6 +119,10 @@ class JobTable:
         job.over = job.over or over
         if job.over and not job.running:
             self.end(job)
+
+    def end_with_turn(self, job: Job) -> None:
+        """Make the job's running turns its last ones, unless another turn arrives."""
+        job.over = True
 
     def end(self, job: Job) -> None:
         """Forget a job that has no running turn. Does nothing if the job is forgotten already."""

@@ -160,7 +160,18 @@ def test_a_shared_prefix_has_the_worth_of_its_most_valuable_job() -> None:
     assert pool.ranked() == [C, B, A], "a third job may have the prefix as well"
 
 
-def test_a_next_turn_replaces_the_pages_of_the_previous_turn() -> None:
+def test_pages_are_private_to_the_jobs_whose_contexts_have_them() -> None:
+    pool = Pool(A, B, C, D, E)
+    pool.waits("one", [A, B, C], SOON)
+    pool.waits("two", [A, B, D], SOON)
+    private = pool.order.private
+    assert private([A, B, C, E], lambda job: job == "one") == [C, E], "no job has E"
+    assert private([D, C, B], lambda job: True) == [D, C, B]
+    pool.order.on_job_ended("two")
+    assert private([A, B, C, D], lambda job: job == "one") == [A, B, C, D]
+
+
+def test_a_next_turn_takes_the_place_of_the_last() -> None:
     pool = Pool(A, B, C)
     pool.waits("job", [A, B], LATER)
     pool.waits("job", [A, B, C], SOON)

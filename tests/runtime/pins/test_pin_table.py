@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 
-from tiered_kv.connectors.runtime.pins.pin_table import PinTable
+from tiered_kv.connectors.runtime.pins.pin_table import Lease, PinTable
 from tiered_kv.policies.base import JobKey
 from tiered_kv.policies.pins.release_order import PinState, PinValue
 from tiered_kv.testing.engine.blocks import Block, Blocks
@@ -78,7 +78,40 @@ def test_a_turn_without_full_blocks_has_nothing_to_pin() -> None:
 # -- time -------------------------------------------------------------------------------
 
 
-# -- release under pressure -------------------------------------------------------------
+def lease(until: float) -> Lease:
+    return Lease(until, held(1.0, 0.0))
+
+
+def test_a_leased_pin_outlives_its_decision_and_not_its_lease() -> None:
+    engine = Engine()
+    blocks = engine.ran(3)
+    engine.finish_pinned(A, blocks, deadline=2.0)
+    assert engine.pins.lease(A, blocks, lease(10.0), 0.0) == 3
+    assert engine.pins.lease(A, blocks, lease(5.0), 0.0) == 3, "never shortened"
+    engine.pins.revoke(A, 1.0)
+    engine.pins.expire(9.0)
+    assert engine.pins.look(A) == (3, 10.0)
+    engine.pins.expire(10.0)
+    assert A not in engine.pins
+    engine.turn(A, 2)
+    engine.pins.revoke(A, 1.0)
+    assert engine.free == 20, "a pin without a lease ends with its decision"
+
+
+def test_a_lease_adds_the_blocks_that_a_pin_lacks_within_the_budget() -> None:
+    engine = Engine(budget=4)
+    blocks = engine.ran(6)
+    assert engine.pins.lease(A, blocks[:2], lease(10.0), 0.0) == 2
+    assert engine.pins.lease(A, blocks, lease(10.0), 0.0) == 4
+    assert engine.pins.leased_blocks("", besides=B) == 4
+    assert engine.pins.leased_blocks("", besides=A) == 0
+    engine.pool.release(reversed(blocks))
+    assert engine.free == 16
+    assert engine.pins.make_room(lambda: engine.free == 20) == 1
+    assert not engine.pins.held_blocks
+
+
+# -- giving way -------------------------------------------------------------------------
 
 
 def crowded() -> Engine:

@@ -89,6 +89,10 @@ def in_cpu(rig: EngineRig, pages: list[Any]) -> int:
     return sum(map(rig.index.readable, pages))
 
 
+def pinned(rig: EngineRig) -> int:
+    return rig.pins.held_blocks
+
+
 def on_ssd(rig: EngineRig, pages: list[Any]) -> int:
     known = [key for key in pages if key in rig.pages.book.stores[SSD].index]
     assert {*known} <= {*rig.worker_half.stores[SSD].io.store.keys()}
@@ -168,16 +172,16 @@ def test_a_request_retains_its_own_context_at_its_end(rig: EngineRig) -> None:
 
 def test_blocks_that_are_still_in_vram_are_pinned_until_the_time_is_up(rig: EngineRig) -> None:
     first_turn(rig)
-    assert not rig.pins.held_blocks
+    assert not pinned(rig)
     result = send_one(rig, Intent.PIN, ttl_s=30.0)
     assert (result.outcome, result.pages, result.until_s) == (Outcome.ACCEPTED, 20, 30.0)
-    assert rig.pins.held_blocks == 20
+    assert pinned(rig) == 20
     rig.now += 29
     rig.ask("tick", text(1, seed=2), max_tokens=1)
-    assert rig.pins.held_blocks == 20
+    assert pinned(rig) == 20
     rig.now += 2
     rig.ask("tock", text(1, seed=3), max_tokens=1)
-    assert not rig.pins.held_blocks
+    assert not pinned(rig)
     assert rig.count("pins_ended_expired") == 1
     rig.check_clean()
 
@@ -191,7 +195,7 @@ def test_a_pin_is_extended_and_never_shortened(make_engine: MakeEngine) -> None:
     assert (result.outcome, result.until_s) == (Outcome.CLIPPED, 600.0)
     rig.now += 30
     rig.ask("tick", text(1, seed=2), max_tokens=1)
-    assert rig.pins.held_blocks == 20
+    assert pinned(rig) == 20
     rig.ask("again", CONTEXT, params={"job_id": "j", "is_last_step": True})
     assert rig.count("prompt_tokens_vram") >= 304
     rig.check_clean()
@@ -203,7 +207,7 @@ def test_a_turn_is_pinned_at_its_end_whatever_the_policy_decides(rig: EngineRig)
     turn = rig.turn("t")
     rig.run()
     assert turn.hint_results[0].outcome is Outcome.ACCEPTED
-    assert rig.pins.held_blocks == 20
+    assert pinned(rig) == 20
     rig.add("runs", text(200, seed=2), max_tokens=200)
     while not rig.outputs["runs"]:
         rig.step()
@@ -224,7 +228,7 @@ def test_pins_by_hints_are_limited_to_a_share_of_the_budget(make_engine: MakeEng
     assert (result.outcome, result.pages) == (Outcome.CLIPPED, 15), "a quarter of 63 blocks"
     rig.ask("k", text(100, seed=5), params={"job_id": "k"})
     assert send_one(rig, Intent.PIN, Target(job="k")).outcome is Outcome.REJECTED
-    assert rig.pins.held_blocks == 15
+    assert pinned(rig) == 15
     rig.pins.release_all()
     rig.fill()
     assert send_one(rig, Intent.PIN).outcome is Outcome.REJECTED, "nothing is in VRAM"
@@ -303,7 +307,7 @@ def test_a_demotion_ends_the_pin_and_is_rejected_without_a_lower_tier(
     first_turn(rig)
     send_one(rig, Intent.PIN)
     send_one(rig, Intent.DEMOTE)
-    assert not rig.pins.held_blocks
+    assert not pinned(rig)
     rig.run()
     without = make_engine()
     first_turn(without)
@@ -427,7 +431,7 @@ def test_pages_in_use_are_released_once_they_are_unused(rig: EngineRig) -> None:
 def waits_pinned(rig: EngineRig) -> ByExpectation:
     policy = rig.policy = ByExpectation()
     first_turn(rig, tool_name="bash", expected_tool_s=30.0)
-    assert rig.pins.held_blocks == 20
+    assert pinned(rig) == 20
     return policy
 
 
@@ -436,7 +440,7 @@ def test_a_revision_with_a_long_remaining_time_ends_the_pin(rig: EngineRig) -> N
     rig.now += 10
     result = send_one(rig, Intent.REVISE, progress=0.01)  # 990 seconds remain
     assert result.outcome is Outcome.ACCEPTED
-    assert not rig.pins.held_blocks
+    assert not pinned(rig)
     settle(rig)
     assert on_ssd(rig, keys(rig)) == PAGES
 
@@ -450,7 +454,7 @@ def test_a_revision_with_a_short_remaining_time_keeps_the_pin_and_is_not_observe
     assert (result.outcome, result.until_s) == (Outcome.ACCEPTED, 60.0)
     rig.now += 50
     rig.ask("tick", text(1, seed=2), max_tokens=1)
-    assert rig.pins.held_blocks == 20
+    assert pinned(rig) == 20
     rig.ask("again", CONTEXT, params={"job_id": "j", "is_last_step": True})
     assert (("bash",), 100.0) in policy.seen, "the whole gap, after the tool that was called"
     assert len([path for path, _ in policy.seen if path]) == 1
@@ -503,7 +507,7 @@ def test_a_hint_reveals_nothing_about_other_scopes_and_changes_nothing_there(
     settle(rig)
     assert in_cpu(rig, pages) == PAGES
     assert in_vram(rig, pages) == 20
-    assert not rig.pins.held_blocks
+    assert not pinned(rig)
 
 
 def test_an_operator_names_jobs_of_all_scopes_by_number(rig: EngineRig) -> None:
@@ -545,7 +549,7 @@ def test_a_long_prefix_is_hashed_on_another_thread(
     send_one(rig, Intent.PIN, Target(tokens=tuple(CONTEXT)))
     settle(rig)
     assert counted(rig, Intent.PIN, Outcome.ACCEPTED) == 1
-    assert rig.pins.held_blocks == 20
+    assert pinned(rig) == 20
     rig.half.release_all()
     rig.check_clean()
 
