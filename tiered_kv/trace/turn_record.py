@@ -41,7 +41,7 @@ class PinEnd(Enum):
     PRESSURE = "pressure"
     """A request needed the blocks more."""
     REVISED = "revised"
-    """The parsed tool call did not justify the pin."""
+    """A tool call or a client revised the decision."""
     GIVEN_UP = "given_up"
     """The job is no longer expected."""
     RESET = "reset"
