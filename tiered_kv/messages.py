@@ -67,7 +67,8 @@ class TierOrders:
     Attributes:
         fingerprint: digest of the new generation of pages after a cache reset. The contents of the
             store and all earlier orders are then invalid. None without a reset.
-        lost: pages that some rank has lost, so that the other ranks can forget them.
+        lost: pages that some rank has lost, so that the other ranks can forget them, and
+            superseded pages that every rank forgets because space is short.
         released: pages to forget. They must not be written to the store any more.
         reclaims: segments to delete, by rank.
         invalidated: saves whose slots have undefined contents, and must not be flushed.

@@ -121,6 +121,7 @@ FAMILIES: Mapping[str, Family] = {
             "Restores split because CPU memory had no space for all pages.",
         ),
         Family("evicted_pages", _C, "Pages evicted to make space for others."),
+        Family("superseded_pages", _C, COUNTERS["pages_superseded"]),
         Family("unsaved_pages", _C, COUNTERS["pages_not_saved"]),
         Family(
             "promoted_pages",
@@ -303,6 +304,7 @@ SERIES: Mapping[str, Series] = {
     "bytes_decompressed": Series("decompressed_bytes", {}),
     "decompression_seconds": Series("decompression_seconds", {}),
     "slot_bytes_unused": Series("unused_slot_bytes", {}),
+    "pages_superseded": Series("superseded_pages", {}),
     "pages_not_saved": Series("unsaved_pages", {}),
     "pages_not_shared": Series("unshared_pages", {}),
     "pages_promoted_ahead": Series("promoted_ahead_pages", {}),

@@ -88,6 +88,7 @@ COUNTERS: Mapping[str, str] = {
     "pages_promoted_wasted": "Promoted pages that were evicted before use.",
     "bytes_promoted_used": "Bytes of promoted pages that were restored to VRAM.",
     "bytes_promoted_wasted": "Bytes of promoted pages that were evicted before use.",
+    "pages_superseded": "Pages of contexts that later prompts of their job superseded.",
     "demotion_failures": "Pages that could not be written to SSD.",
     "promotion_failures": "Pages that could not be read from SSD, or were damaged.",
     "promotions_refused": "Promotions not made because recomputing is faster.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable
@@ -20,14 +21,65 @@ from operator import attrgetter
 
 from tiered_kv.policies.base import Decision, JobKey
 from tiered_kv.policies.jobs.identity import NOBODY, Identity
-from tiered_kv.policies.jobs.lineage import Lineage
+from tiered_kv.policies.jobs.lineage import TOLERANCE, Lineage
 from tiered_kv.storage.notebook import Fact, NoNotebook
 
+from .base import Request
+
+MOST_BRANCHES = 4
+"""Number of branches of a job whose last prompts are remembered: the conversation, and the side
+requests between its turns."""
 MAX_JOBS = 65_536
 """Maximum number of jobs. Beyond this the least recently active job is forgotten: its client never
 reported its end."""
 
 _NUMBER = attrgetter("number")
+
+
+@dataclass(frozen=True, slots=True)
+class PastPrompt:
+    """The prompt of a finished turn, as far as needed to recognise prompts that extend it.
+
+    Attributes:
+        tokens: its length.
+        blocks: number of its full blocks. block: hash of the last one.
+        start: tokens in these blocks.
+        rest: the tokens behind them, without the last ones, which a chat template may omit later.
+        since: start of the gap after the turn, seconds.
+    """
+
+    tokens: int
+    blocks: int
+    block: bytes
+    start: int
+    rest: array[int]
+    since: float
+
+    @classmethod
+    def of(cls, request: Request, hash_tokens: int, since: float) -> PastPrompt | None:
+        """Return the prompt of a request; None if it is too short, or not given as tokens.
+
+        Args:
+            hash_tokens: tokens per block hash.
+        """
+        prompt, kept = request.prompt_token_ids, request.num_prompt_tokens - TOLERANCE
+        blocks = min(kept // hash_tokens, len(request.block_hashes))
+        if prompt is None or blocks < 1:
+            return None
+        start, block = blocks * hash_tokens, request.block_hashes[blocks - 1]
+        rest = array("q", prompt[start:kept])
+        return cls(request.num_prompt_tokens, blocks, block, start, rest, since)
+
+    def begins(self, request: Request) -> bool:
+        """True if the request's prompt begins with this one."""
+        prompt, hashes = request.prompt_token_ids, request.block_hashes
+        if prompt is None or len(hashes) < self.blocks or hashes[self.blocks - 1] != self.block:
+            return False
+        return array("q", prompt[self.start : self.start + len(self.rest)]) == self.rest
+
+    def extended_by(self, request: Request) -> bool:
+        """True if the request's prompt begins with this one and is longer."""
+        return request.num_prompt_tokens > self.tokens and self.begins(request)
 
 
 @dataclass(slots=True)
@@ -46,6 +98,7 @@ class Job:
         decided: decision for its last finished gap, without the forecast; None before.
         who: its session, agent and parent, as its last turn named them.
         parent: the job whose agent started it; None if unknown.
+        prompts: the last prompt of each of its latest branches, oldest first.
     """
 
     key: JobKey
@@ -57,6 +110,7 @@ class Job:
     over: bool = False
     decided: Decision | None = None
     who: Identity = NOBODY
+    prompts: list[PastPrompt] = field(default_factory=list)
 
     @property
     def parent(self) -> JobKey | None:
@@ -128,6 +182,17 @@ class JobTable:
         """Forget a job that has no running turn. Does nothing if the job is forgotten already."""
         if self._jobs.get(job.key) is job:
             self._forget(job)
+
+    def turn_left(self, job: Job, request: Request, hash_tokens: int, since: float) -> None:
+        """Record the prompt of a turn that ended while no other turn of the job was running.
+
+        Args:
+            since: start of the gap after the turn, seconds.
+        """
+        ended = PastPrompt.of(request, hash_tokens, since)
+        if ended is not None:
+            others = [one for one in job.prompts if not one.begins(request)]
+            job.prompts = [*others, ended][-MOST_BRANCHES:]
 
     def turn_lost(self, job: Job, request_id: str) -> None:
         """Forget a turn whose end could not be handled. It would otherwise count as running

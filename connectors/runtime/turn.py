@@ -86,12 +86,14 @@ class EndedGap:
             bound.
         kept: True if some tier was still meant to keep the context.
         saved: True if the context was saved outside VRAM.
+        superseded: pages of earlier contexts of the job that the prompt supersedes.
     """
 
     context_tokens: int = 0
     shared_blocks: int = 0
     kept: bool = False
     saved: bool = False
+    superseded: int = 0
 
 
 NO_GAP = EndedGap()

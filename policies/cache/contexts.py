@@ -45,6 +45,19 @@ class Run:
 
 
 @dataclass(slots=True, eq=False)
+class Branch:
+    """Pages that a context no longer has, and that only this context had.
+
+    Attributes:
+        left_at: start of the first gap in which the context lacked them, seconds.
+        keys: the pages, first to last. Emptied from the start when the context has them again.
+    """
+
+    left_at: float
+    keys: list[PageKey]
+
+
+@dataclass(slots=True, eq=False)
 class Context:
     """The context of a waiting job.
 
@@ -56,6 +69,7 @@ class Context:
             waits for the pages.
         page_s: prefill time that one of its pages saves, seconds.
         leaf: run with which the context ends; None if it has no pages.
+        left: branches that the job left and that are not superseded yet, oldest first.
         worth: time that one of its pages is expected to save, seconds: if the job returns soon, and
             if it returns at any time. See ``ByWorth``.
     """
@@ -66,6 +80,7 @@ class Context:
     lost_at: float | None = None
     page_s: float = 0.0
     leaf: Run | None = None
+    left: list[Branch] = field(default_factory=list)
     worth: tuple[float, float] = (0.0, 0.0)
 
     def chance(self, now: float, within_s: float) -> float:

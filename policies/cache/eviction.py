@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from itertools import chain, filterfalse, groupby, islice, repeat
+from itertools import chain, filterfalse, groupby, islice, repeat, takewhile
 from operator import attrgetter
 from typing import Any, ClassVar
 
 from tiered_kv.keys import PageKey
 from tiered_kv.pages.base import EvictionOrder, ReturnForecast
 
-from .contexts import Context, ContextTree, Run
+from .contexts import Branch, Context, ContextTree, Run
 
 RANK_EVERY_S = 1.0
 """Minimum time between two rankings of the contexts, seconds."""
@@ -27,13 +27,16 @@ NOBODYS, HALF_S = 0.5, 30.0
 """``NOBODYS``: worth of a page that was just used and that no job waits for, as a fraction of the
 mean worth. ``HALF_S``: half-life of that worth, seconds. Most such pages belong to finished jobs,
 but the next job may begin with one of them."""
+MOST_BRANCHES = 16
+"""Maximum number of branches of a job that are remembered until they are superseded."""
 
 
 class ByWorth(EvictionOrder):
     """Evicts pages of the job that is least worth waiting for, the end of its context first.
 
+    - Superseded pages are evicted before all others.
     - A page of several jobs has the rank of the most valuable job, and is counted once.
-    - Pages that only finished jobs had are evicted before all others.
+    - Pages that only finished jobs had are evicted next.
     - Other pages that no job waits for (of running turns, prefixes that several jobs had, contexts
       without a forecast) are worth half a mean page when they are used, and half as much every half
       minute.
@@ -47,7 +50,8 @@ class ByWorth(EvictionOrder):
     Args:
         clock: monotonic seconds.
         most_pages: maximum number of pages in all contexts together. Beyond it, the job that has
-            been idle for longest is forgotten.
+            been idle for longest is forgotten. Also the maximum number in all branches that jobs
+            left; beyond it, the oldest branches are forgotten.
     """
 
     rank_every_s: ClassVar[float] = RANK_EVERY_S
@@ -58,13 +62,16 @@ class ByWorth(EvictionOrder):
         self._contexts: OrderedDict[Hashable, Context] = OrderedDict()
         self._tree = ContextTree()
         self._resident: set[PageKey] = set()
-        # Every page in CPU memory is in _done, in _unused, in _free or in a context. A page in a
+        # Every page in CPU memory is in _superseded, _done, _unused, _free or a context. A page in a
         # context may also be in _recent.
+        self._superseded: dict[PageKey, None] = {}
         self._done: dict[PageKey, None] = {}  # only finished jobs had it
         self._unused: dict[PageKey, float] = {}  # in no context any more, evicted in reverse order
         self._free: OrderedDict[PageKey, float] = OrderedDict()  # in no context: time of use
         self._recent: dict[PageKey, None] = {}  # in a context, used since the ranking
         self._several: set[PageKey] = set()  # in no context now, formerly in several
+        self._left: deque[tuple[Branch, int]] = deque()  # branches with their first lengths
+        self._left_pages = 0
         self._ranking: list[Context] = []  # first to be evicted first
         self._rank = 0
         self._passed = 0  # contexts at the head of the ranking without pages left
@@ -92,7 +99,7 @@ class ByWorth(EvictionOrder):
 
     def removed_all(self, keys: Sequence[PageKey]) -> None:
         self._resident.difference_update(keys)
-        for held in (self._recent, self._unused, self._free, self._done):
+        for held in (self._recent, self._unused, self._free, self._done, self._superseded):
             if held:
                 deque(map(held.pop, keys, repeat(None)), maxlen=0)
         if self._several:
@@ -114,12 +121,13 @@ class ByWorth(EvictionOrder):
         if not free.keys().isdisjoint(used):
             deque(map(free.pop, used, repeat(None)), maxlen=0)  # they move to the end
         free.update(used)
-        for held in (self._unused, self._done):
+        for held in (self._unused, self._done, self._superseded):
             if held:
                 deque(map(held.pop, used, repeat(None)), maxlen=0)
 
     def __iter__(self) -> Iterator[PageKey]:
         now = self.clock()
+        yield from self._superseded
         yield from self._done
         free = chain(reversed(self._unused.items()), self._free.items())
         next_one = next(free, None)
@@ -184,7 +192,7 @@ class ByWorth(EvictionOrder):
         self._contexts.move_to_end(job)
         before = context.since
         fresh, gone = self._tree.put(context, keys, self._several)
-        for held in (self._unused, self._free, self._done):
+        for held in (self._unused, self._free, self._done, self._superseded):
             if held:
                 deque(map(held.pop, fresh, repeat(None)), maxlen=0)
         if self._several:
@@ -193,9 +201,32 @@ class ByWorth(EvictionOrder):
         context.lost_at = None
         self._value(context, self.clock())
         self._long_unused(gone, before)
+        self._leave(context, gone)
         while len(self._tree.runs) > self.most_pages and len(self._contexts) > 1:
             _, oldest = self._contexts.popitem(last=False)
             self._long_unused(self._tree.remove(oldest), oldest.since)
+
+    def on_extended(self, job: Hashable, since: float) -> Sequence[PageKey]:
+        context = self._contexts.get(job)
+        if context is None or not context.left:
+            return ()
+        over = [branch for branch in context.left if branch.left_at <= since]
+        context.left = [branch for branch in context.left if branch.left_at > since]
+        runs, free, unused = self._tree.runs, self._free, self._unused
+        found = list[PageKey]()
+        for branch in over:
+            for key in reversed(branch.keys):
+                if key not in runs and free.get(key, since) <= since:
+                    found.append(key)
+                    if key in free or key in unused:
+                        self._superseded[key] = None
+            branch.keys.clear()
+        for held in (free, unused):
+            deque(map(held.pop, found, repeat(None)), maxlen=0)
+        return found
+
+    def superseded(self, key: PageKey) -> bool:
+        return key in self._superseded
 
     def on_gap_ended(self, job: Hashable) -> None:
         context = self._contexts.get(job)
@@ -277,6 +308,20 @@ class ByWorth(EvictionOrder):
         for run in reversed(runs):
             pages = filter(self._resident.__contains__, run.keys)
             self._unused.update(dict.fromkeys(pages, since))
+
+    def _leave(self, context: Context, gone: Sequence[Run]) -> None:
+        """Remember pages that a job no longer has, and forget the branch that it is back on."""
+        for branch in context.left:
+            back = sum(1 for _ in takewhile(self._tree.runs.__contains__, branch.keys))
+            del branch.keys[:back]
+        left = [Branch(context.since, run.keys) for run in gone if not run.shared]
+        context.left = [*filter(attrgetter("keys"), context.left), *left][-MOST_BRANCHES:]
+        self._left.extend((branch, len(branch.keys)) for branch in left)
+        self._left_pages += sum(len(branch.keys) for branch in left)
+        while self._left_pages > self.most_pages:
+            oldest, pages = self._left.popleft()
+            oldest.keys.clear()
+            self._left_pages -= pages
 
     def _pages(self, run: Run, value: Any = None) -> dict[PageKey, Any]:
         """Return the pages of a run that are in CPU memory, last first, each with ``value``."""

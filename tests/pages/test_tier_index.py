@@ -46,3 +46,18 @@ def test_a_second_report_of_a_page_does_not_forget_that_it_was_used() -> None:
     index.touch([KEYS[1]])
     index.add([KEYS[1]])
     assert index.was_used(KEYS[1])
+
+
+def test_superseded_pages_are_taken_out_first_unless_they_are_used() -> None:
+    index = full()
+    index.supersede([KEYS[1], KEYS[2], KEYS[3], PageKey(b"never there")])
+    index.touch([KEYS[2]])
+    index.discard([KEYS[3]])
+    assert KEYS[1] in index, "not before the tier needs space"
+    assert index.take_superseded() == [KEYS[1]]
+    assert KEYS[1] not in index
+    assert KEYS[2] in index
+    assert index.take_superseded() == []
+    index.supersede([KEYS[2]])
+    index.clear()
+    assert index.take_superseded() == []

@@ -71,6 +71,7 @@ def figure_tables(title: str, figures: Figures) -> list[TextTable]:
         ["held", f"{measured(waits.held_s)} for space, {measured(waits.pages_s)} for pages"],
         ["promoted", f"{moved.pages:,} pages, {size(moved.nbytes)} for turns; {_waste(figures)}"],
         ["demoted", f"{figures.demoted:,} pages"],
+        ["superseded", f"{figures.superseded:,} pages of earlier contexts"],
     ]
     tables = [TextTable({title: False, "": False}, rows)]
     rows = [[name, *_spread(spread)] for name, spread in _spreads(figures).items()]

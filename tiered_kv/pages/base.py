@@ -144,6 +144,16 @@ class EvictionOrder(ABC):
             page_s: prefill time that each of the pages saves, seconds.
         """
 
+    def on_extended(self, job: Hashable, since: float) -> Sequence[PageKey]:
+        """Record that the job's next turn extends the prompt of the turn whose gap began at
+        ``since``. The contexts that the job had left by then are superseded.
+
+        Returns:
+            Pages that only these contexts had, and that are unused since. They should be evicted
+            first, until a request uses them.
+        """
+        return ()
+
     def on_gap_ended(self, job: Hashable) -> None:
         """Record that the job's next turn arrived, which needs the pages now."""
 
@@ -186,6 +196,11 @@ class EvictionOrder(ABC):
         rule does not know the job. The trace uses this to attribute evictions to jobs. The page
         need not be in CPU memory."""
         return None
+
+    def superseded(self, key: PageKey) -> bool:
+        """Return True for a superseded page in CPU memory. It is evicted without a copy in a lower
+        tier."""
+        return False
 
     def return_chance(self, key: PageKey, within_s: float) -> float:
         """Return the probability that a job needs the page within ``within_s`` seconds. The page

@@ -366,6 +366,11 @@ class PageIndex:
         first = islice(self._in_order(), among)
         return (key for key in first if (slot := slot_of(key)) is None or not reads[slot])
 
+    @property
+    def superseded(self) -> Callable[[PageKey], bool]:
+        """Test whether a page is superseded and will be evicted first."""
+        return self._eviction.superseded
+
     def touch(self, keys: Iterable[PageKey]) -> None:
         """Mark pages as used, in the order in which they are given: the last page is evicted last.
         Skips pages that are missing or being written."""

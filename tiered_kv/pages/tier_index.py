@@ -34,6 +34,7 @@ class TierIndex:
 
     def __init__(self) -> None:
         self._used: dict[PageKey, bool] = {}
+        self._superseded: dict[PageKey, None] = {}
 
     def __len__(self) -> int:
         return len(self._used)
@@ -73,11 +74,24 @@ class TierIndex:
         """Drop pages that are missing or bad on some rank."""
         for key in keys:
             self._used.pop(key, None)
+            self._superseded.pop(key, None)
 
     def touch(self, keys: Iterable[PageKey]) -> None:
         """Mark pages as used. Skips pages that are not in the tier."""
         used = self._used
         used.update(zip(filter(used.__contains__, keys), repeat(True)))
+        if self._superseded:
+            deque(map(self._superseded.pop, keys, repeat(None)), maxlen=0)
+
+    def supersede(self, keys: Iterable[PageKey]) -> None:
+        """Mark pages as superseded until they are used. Skips pages that are not in the tier."""
+        self._superseded.update(dict.fromkeys(filter(self._used.__contains__, keys)))
+
+    def take_superseded(self) -> list[PageKey]:
+        """Remove and return the superseded pages."""
+        keys = list(self._superseded)
+        self.discard(keys)
+        return keys
 
     def was_used(self, key: PageKey) -> bool:
         """True if the page is in the tier and was used since it was last written."""
@@ -94,6 +108,7 @@ class TierIndex:
     def clear(self) -> None:
         """Drop every page."""
         self._used.clear()
+        self._superseded.clear()
 
 
 class AskedIndex(TierIndex):

@@ -89,7 +89,8 @@ class PageStore(ABC):
 
     @abstractmethod
     def drop(self, keys: Iterable[PageKey]) -> None:
-        """Forget pages that other ranks have lost. Unknown keys are ignored.
+        """Forget pages that other ranks have lost, or that are superseded. Unknown keys are
+        ignored.
 
         The next process may find them again.
         """

@@ -191,7 +191,7 @@ class IoThread:
         self._add(self._tasks, task)
 
     def drop(self, keys: Sequence[PageKey]) -> None:
-        """Forget pages that other ranks have lost."""
+        """Forget pages; see ``PageStore.drop``."""
         self._add(self._tasks, lambda: self.store.drop(keys))
 
     def replace_store(self, make: Callable[[], PageStore]) -> None:

@@ -182,6 +182,7 @@ class Figures:
         would_have_saved: all 0 unless the engine was in observe mode.
         pins: pins by the reason for their end.
         demoted: pages demoted by decisions.
+        superseded: pages of contexts that later prompts of their job superseded.
         by_tool, by_class: decisions by the tool that ran in the gap, and by gap class.
     """
 
@@ -195,6 +196,7 @@ class Figures:
     pins: Mapping[str, Pins]
     promotions: Promotions
     demoted: int
+    superseded: int
     decisions: Decisions
     by_tool: Mapping[str, Decisions]
     by_class: Mapping[str, Decisions]
@@ -221,6 +223,7 @@ def analyze(table: TurnTable) -> Figures:
         pins=_pins(table),
         promotions=_promotions(table),
         demoted=int(table["pages.demoted"].sum()),
+        superseded=int(table["pages.superseded"].sum()),
         decisions=_decisions(table, everything),
         by_tool=_by_tool(table),
         by_class=_by_class(table),

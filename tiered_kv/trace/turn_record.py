@@ -213,6 +213,7 @@ class PageMoves:
         evicted: pages of the turn's context evicted in the gap, by the tier that they left. A copy
             in another tier may remain. Recorded only by eviction rules that implement
             ``waiting_job`` (built in: ``worth``).
+        superseded: pages of earlier contexts of the job that its prompt superseded.
     """
 
     promoted: int = 0
@@ -221,6 +222,7 @@ class PageMoves:
     ahead: int = 0
     demoted: int = 0
     evicted: Mapping[str, int] = field(default_factory=dict)
+    superseded: int = 0
 
 
 @dataclass(frozen=True, slots=True)

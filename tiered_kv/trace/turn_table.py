@@ -47,6 +47,7 @@ _NUMBERS = {
     "pages.used": "q",
     "pages.ahead": "q",
     "pages.demoted": "q",
+    "pages.superseded": "q",
     "gap.gap_s": "f",
     "gap.in_vram": "b",
     "gap.saved_s": "f",

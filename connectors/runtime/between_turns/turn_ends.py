@@ -419,7 +419,23 @@ class TurnEnds:
         decision = gap.decision
         in_vram = decision.tier is Tier.PIN and gap.pinned > 0 and gap_s < decision.ttl_s
         kept = in_vram or (gap.saved and decision.tier is not Tier.DROP)
-        return Arrival(job, EndedGap(gap.end.context_tokens, shared, kept, gap.saved))
+        superseded = self._supersede(job, request)
+        return Arrival(job, EndedGap(gap.end.context_tokens, shared, kept, gap.saved, superseded))
+
+    def _supersede(self, job: Job, request: Request) -> int:
+        """Supersede the contexts that a job left before the turn that this prompt extends. Returns
+        their pages' number.
+
+        A title or a classifier parts from the conversation as a compaction does, and clients go
+        back. Only a second turn shows that the conversation goes on here.
+        """
+        extended = [past for past in job.prompts if past.extended_by(request)]
+        if not extended:
+            return 0
+        pages = self._pages.order.on_extended(job.key, extended[-1].since)
+        self._pages.tiers.supersede(pages)
+        self._counters.add("pages_superseded", len(pages))
+        return len(pages)
 
     def _child_began(self, child: Job) -> None:
         """Decide again where the context of a child's parent waits."""
@@ -496,6 +512,7 @@ class TurnEnds:
         )
         if job is not None:
             if away:
+                self.jobs.turn_left(job, turn.request, self._facts.hash_tokens, gap.since)
                 gap.pinned = self._act(job, turn, gap)
                 if not gap.unread:
                     self._settle(gap)

@@ -132,7 +132,12 @@ class TurnTrace:
             would_have=WouldHave(
                 turn.observed.vram_tokens, turn.observed.cpu_tokens, turn.observed.ssd_tokens
             ),
-            pages=PageMoves(turn.promoted.pages, turn.promoted.nbytes, turn.restore.came_up),
+            pages=PageMoves(
+                turn.promoted.pages,
+                turn.promoted.nbytes,
+                turn.restore.came_up,
+                superseded=turn.gap.superseded,
+            ),
         )
 
     def pin_ended(self, job: JobKey, why: PinEnd) -> None:

@@ -106,6 +106,11 @@ class Tiers(Mapping[StoreId, LowerTier]):
         else:
             self._share(keys)
 
+    def supersede(self, keys: Sequence[PageKey]) -> None:
+        """Evict these pages first in every tier of this engine's own, unless they are used."""
+        for tier in self.own:
+            tier.supersede(keys)
+
     def _add(self, waiting: _Contexts, keys: Sequence[PageKey]) -> None:
         if keys and waiting.pages < self._most_after:
             waiting.each.append(keys)

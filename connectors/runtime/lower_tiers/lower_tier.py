@@ -288,11 +288,16 @@ class LowerTier:
         room = look.most_demoting - len(self.pages.demoting)
         if room <= 0 or not self.takes:
             return
-        victims = self._mine([*self.pages.index.unwritten(index.least_valuable(look.window))])
+        next_ones = filterfalse(index.superseded, index.least_valuable(look.window))
+        victims = self._mine([*self.pages.index.unwritten(next_ones)])
         if len(victims) <= room:
             self._looked_at, self._spared = taken, spared
         self._ahead += min(len(victims), room)
         self.demote(victims[:room])
+
+    def supersede(self, keys: Sequence[PageKey]) -> None:
+        """Evict these pages first once the stores need space, unless they are used by then."""
+        self.pages.index.supersede(self._mine(keys))
 
     def _feed(self) -> None:
         """Demote queued pages, but only so many at a time that other pages can still be evicted."""
@@ -385,14 +390,12 @@ class LowerTier:
             for name, amount in report.counters.items():
                 self.counters.add(name, amount)
             if report.gone:
-                self.counters.add("ssd_pages_reclaimed", len(report.gone))
                 self.pages.index.discard(report.gone)
-                if self.on_evicted is not None:
-                    self.on_evicted(report.gone)
-                self._reclaims.forget(report.gone)
+                self._evicted(report.gone)
                 if self._facts.ranks > 1:
                     self._lost += report.gone
             if report.proposal is not None:
+                self._evict_superseded()
                 self._reclaims.answer(rank, report.proposal)
 
     def forget(self, keys: Sequence[PageKey]) -> None:
@@ -401,6 +404,19 @@ class LowerTier:
         mine = self._mine(keys)
         self.pages.index.discard(mine)
         self._released += mine
+
+    def _evicted(self, keys: Sequence[PageKey]) -> None:
+        self.counters.add("ssd_pages_reclaimed", len(keys))
+        if self.on_evicted is not None:
+            self.on_evicted(keys)
+        self._reclaims.forget(keys)
+
+    def _evict_superseded(self) -> None:
+        """Drop the superseded pages from every store: a store reclaims its emptiest segments
+        first."""
+        if dead := self.pages.index.take_superseded():
+            self._evicted(dead)
+            self._lost += dead
 
     def invalidate(self, saves: Iterable[OrderId]) -> None:
         """Exclude the slots of these saves from flushes, because their content may be invalid."""

@@ -126,6 +126,7 @@ class EvictionConformance:
         pool.save(A)
         pool.order.on_gap_ended("stranger")
         pool.order.on_forecast_lost("stranger")
+        assert not pool.order.on_extended("stranger", pool.now)
         pool.order.on_job_ended("stranger")
         pool.order.on_job_ended("stranger", [A, B])
         assert pool.pages() == [A]
@@ -158,6 +159,21 @@ class EvictionConformance:
         pool.wait("job", list(reversed(keys)), forecast)
         pool.order.on_job_ended("job", keys)
         assert sorted(pool.pages()) == [A, B, C]
+
+    def test_pages_are_superseded_by_a_second_turn_that_leaves_them_out(self, pool: Pool) -> None:
+        pool.save(A, B, C)
+        pool.wait("job", [A, B], Evenly(10.0))
+        pool.now += 1
+        pool.wait("job", [A, C], Evenly(10.0))
+        assert not pool.order.superseded(B), "the job may go back"
+        found = pool.order.on_extended("job", pool.now)
+        assert list(found) in ([], [B])
+        assert pool.order.superseded(B) is bool(found)
+        assert sorted(pool.pages()) == [A, B, C], "they are evicted first, but not deleted"
+        assert not found or pool.pages()[0] == B
+        assert not pool.order.on_extended("job", pool.now), "once"
+        pool.index.touch([B])
+        assert not pool.order.superseded(B), "it was of use after all"
 
     @pytest.mark.parametrize("within_s", [0.0, 1.0, 1e6, math.inf])
     def test_a_chance_is_a_probability(self, pool: Pool, within_s: float) -> None:
@@ -201,7 +217,10 @@ class EvictionConformance:
                 pool.wait(job, context, Evenly(rng.choice([0.0, 5.0, 600.0])))
             elif what < 0.85:
                 order.on_gap_ended(job)
-            elif what < 0.95:
+            elif what < 0.9:
+                gone = order.on_extended(job, pool.now - rng.choice([0.0, 1.0, 5.0]))
+                assert len(gone) == len(set(gone)), "a page twice"
+            elif what < 0.96:
                 order.on_job_ended(job, context)
             else:
                 order.on_forecast_lost(job)
