@@ -126,6 +126,7 @@ class Script:
     Attributes:
         steps: possible numbers of engine steps before an action.
         passes: possible numbers of seconds by which the clock advances before an action.
+        left: the context that a job last left, by the job's number.
         sent: requests by ID.
         faulty: the worker's transfers, in which faults can be injected; None without any.
     """
@@ -142,6 +143,7 @@ class Script:
     ) -> None:
         self.rig, self.rng, self.acts = rig, rng, acts
         self.contexts = some_contexts(rng) if contexts is None else contexts
+        self.left: dict[int, list[int]] = {}
         self.sent: dict[str, Sent] = {}
         self.faulty: FaultyTransfer | None = None
         if rig.half is not None and rig.index.num_slots:
@@ -197,6 +199,15 @@ class Script:
             return context
         most = self.rng.choice([LONGEST_CONTEXT, LONGEST_CONTEXT, len(context) // 2])
         return context[-most:] if self.rng.random() < 0.1 else context[:most]
+
+    def compact(self) -> None:
+        """Replace a job's context by its start and a summary, or go back to the one replaced."""
+        rng, job = self.rng, self.rng.randrange(len(self.contexts))
+        context = self.contexts[job]
+        summary = [*context[: rng.choice([0, 20, 48])], *text(40, seed=rng.randrange(10**6))]
+        before = self.left.get(job, summary)
+        self.contexts[job] = before if rng.random() < 0.3 else summary
+        self.left[job] = context
 
     def abort(self) -> None:
         """Abort one of the latest requests. The abort may arrive while the next step runs."""

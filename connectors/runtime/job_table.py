@@ -183,7 +183,7 @@ class JobTable:
         if self._jobs.get(job.key) is job:
             self._forget(job)
 
-    def turn_left(self, job: Job, request: Request, hash_tokens: int, since: float) -> None:
+    def remember_prompt(self, job: Job, request: Request, hash_tokens: int, since: float) -> None:
         """Record the prompt of a turn that ended while no other turn of the job was running.
 
         Args:

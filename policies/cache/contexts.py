@@ -44,17 +44,17 @@ class Run:
     at: int = 0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Branch:
-    """Pages that a context no longer has, and that only this context had.
+    """Consecutive pages that a context no longer has, and that no other context ever had.
 
     Attributes:
         left_at: start of the first gap in which the context lacked them, seconds.
-        keys: the pages, first to last. Emptied from the start when the context has them again.
+        keys: the pages, first to last.
     """
 
     left_at: float
-    keys: list[PageKey]
+    keys: Sequence[PageKey]
 
 
 @dataclass(slots=True, eq=False)

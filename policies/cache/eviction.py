@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, filterfalse, groupby, islice, repeat, takewhile
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -49,9 +50,8 @@ class ByWorth(EvictionOrder):
 
     Args:
         clock: monotonic seconds.
-        most_pages: maximum number of pages in all contexts together. Beyond it, the job that has
-            been idle for longest is forgotten. Also the maximum number in all branches that jobs
-            left; beyond it, the oldest branches are forgotten.
+        most_pages: maximum number of pages in all contexts and the branches they left together.
+            Beyond it, the job that has been idle for longest is forgotten.
     """
 
     rank_every_s: ClassVar[float] = RANK_EVERY_S
@@ -70,8 +70,7 @@ class ByWorth(EvictionOrder):
         self._free: OrderedDict[PageKey, float] = OrderedDict()  # in no context: time of use
         self._recent: dict[PageKey, None] = {}  # in a context, used since the ranking
         self._several: set[PageKey] = set()  # in no context now, formerly in several
-        self._left: deque[tuple[Branch, int]] = deque()  # branches with their first lengths
-        self._left_pages = 0
+        self._left_pages = 0  # in branches that contexts left
         self._ranking: list[Context] = []  # first to be evicted first
         self._rank = 0
         self._passed = 0  # contexts at the head of the ranking without pages left
@@ -202,8 +201,9 @@ class ByWorth(EvictionOrder):
         self._value(context, self.clock())
         self._long_unused(gone, before)
         self._leave(context, gone)
-        while len(self._tree.runs) > self.most_pages and len(self._contexts) > 1:
+        while len(self._tree.runs) + self._left_pages > self.most_pages and len(self._contexts) > 1:
             _, oldest = self._contexts.popitem(last=False)
+            self._remember(oldest, [])
             self._long_unused(self._tree.remove(oldest), oldest.since)
 
     def on_extended(self, job: Hashable, since: float) -> Sequence[PageKey]:
@@ -211,7 +211,7 @@ class ByWorth(EvictionOrder):
         if context is None or not context.left:
             return ()
         over = [branch for branch in context.left if branch.left_at <= since]
-        context.left = [branch for branch in context.left if branch.left_at > since]
+        self._remember(context, [branch for branch in context.left if branch.left_at > since])
         runs, free, unused = self._tree.runs, self._free, self._unused
         found = list[PageKey]()
         for branch in over:
@@ -220,7 +220,6 @@ class ByWorth(EvictionOrder):
                     found.append(key)
                     if key in free or key in unused:
                         self._superseded[key] = None
-            branch.keys.clear()
         for held in (free, unused):
             deque(map(held.pop, found, repeat(None)), maxlen=0)
         return found
@@ -238,6 +237,8 @@ class ByWorth(EvictionOrder):
 
     def on_job_ended(self, job: Hashable, own: Sequence[PageKey] = ()) -> None:
         context = self._contexts.pop(job, None)
+        if context is not None:
+            self._remember(context, [])
         for run in self._tree.remove(context) if context is not None else ():
             if run.shared:
                 self._just_used(run)
@@ -311,17 +312,18 @@ class ByWorth(EvictionOrder):
 
     def _leave(self, context: Context, gone: Sequence[Run]) -> None:
         """Remember pages that a job no longer has, and forget the branch that it is back on."""
+        left = list[Branch]()
         for branch in context.left:
             back = sum(1 for _ in takewhile(self._tree.runs.__contains__, branch.keys))
-            del branch.keys[:back]
-        left = [Branch(context.since, run.keys) for run in gone if not run.shared]
-        context.left = [*filter(attrgetter("keys"), context.left), *left][-MOST_BRANCHES:]
-        self._left.extend((branch, len(branch.keys)) for branch in left)
-        self._left_pages += sum(len(branch.keys) for branch in left)
-        while self._left_pages > self.most_pages:
-            oldest, pages = self._left.popleft()
-            oldest.keys.clear()
-            self._left_pages -= pages
+            if back < len(branch.keys):
+                left.append(replace(branch, keys=branch.keys[back:]) if back else branch)
+        left += (Branch(context.since, run.keys) for run in gone if not run.shared)
+        self._remember(context, left[-MOST_BRANCHES:])
+
+    def _remember(self, context: Context, left: list[Branch]) -> None:
+        pages = [sum(len(branch.keys) for branch in some) for some in (left, context.left)]
+        self._left_pages += pages[0] - pages[1]
+        context.left = left
 
     def _pages(self, run: Run, value: Any = None) -> dict[PageKey, Any]:
         """Return the pages of a run that are in CPU memory, last first, each with ``value``."""

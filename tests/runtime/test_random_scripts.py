@@ -35,7 +35,15 @@ def _processor_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_memory, "measure_flops", lambda *_: 0.0)
 
 
-ACTS = {"turn": 70, "abort": 10, "fail_copy": 8, "fail_store": 7, "reset": 5, "hint": 12}
+ACTS = {
+    "turn": 70,
+    "compact": 10,
+    "abort": 10,
+    "fail_copy": 8,
+    "fail_store": 7,
+    "reset": 5,
+    "hint": 12,
+}
 
 
 def watch_the_order(rig: Rig) -> None:
@@ -125,6 +133,7 @@ def test_random_scripts_of_the_second_engine_end_well(tmp_path: Path, seeds: ran
             script = Script(rig, rng, ACTS)
             script.play(rng.randrange(10, 40))
             script.finish()
-            return {"pages_restored": rig.count("pages_restored") if extra is not None else 0}
+            counted = ("pages_restored", "pages_superseded")
+            return {name: rig.count(name) if extra is not None else 0 for name in counted}
 
     play_each(tmp_path, seeds, play)

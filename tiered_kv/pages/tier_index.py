@@ -76,7 +76,7 @@ class TierIndex:
             self._used.pop(key, None)
             self._superseded.pop(key, None)
 
-    def touch(self, keys: Iterable[PageKey]) -> None:
+    def touch(self, keys: Collection[PageKey]) -> None:
         """Mark pages as used. Skips pages that are not in the tier."""
         used = self._used
         used.update(zip(filter(used.__contains__, keys), repeat(True)))

@@ -12,6 +12,7 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from tiered_kv.connectors.runtime.base import Request
@@ -423,8 +424,8 @@ class TurnEnds:
         return Arrival(job, EndedGap(gap.end.context_tokens, shared, kept, gap.saved, superseded))
 
     def _supersede(self, job: Job, request: Request) -> int:
-        """Supersede the contexts that a job left before the turn that this prompt extends. Returns
-        their pages' number.
+        """Supersede the contexts that a job had left when the turn ended that this prompt extends.
+        Returns the number of their pages.
 
         A title or a classifier parts from the conversation as a compaction does, and clients go
         back. Only a second turn shows that the conversation goes on here.
@@ -432,7 +433,8 @@ class TurnEnds:
         extended = [past for past in job.prompts if past.extended_by(request)]
         if not extended:
             return 0
-        pages = self._pages.order.on_extended(job.key, extended[-1].since)
+        last = max(extended, key=attrgetter("tokens"))  # others were cut off within its prompt
+        pages = self._pages.order.on_extended(job.key, last.since)
         self._pages.tiers.supersede(pages)
         self._counters.add("pages_superseded", len(pages))
         return len(pages)
@@ -512,7 +514,7 @@ class TurnEnds:
         )
         if job is not None:
             if away:
-                self.jobs.turn_left(job, turn.request, self._facts.hash_tokens, gap.since)
+                self.jobs.remember_prompt(job, turn.request, self._facts.hash_tokens, gap.since)
                 gap.pinned = self._act(job, turn, gap)
                 if not gap.unread:
                     self._settle(gap)

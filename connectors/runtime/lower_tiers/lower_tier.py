@@ -288,8 +288,8 @@ class LowerTier:
         room = look.most_demoting - len(self.pages.demoting)
         if room <= 0 or not self.takes:
             return
-        next_ones = filterfalse(index.superseded, index.least_valuable(look.window))
-        victims = self._mine([*self.pages.index.unwritten(next_ones)])
+        unwritten = self.pages.index.unwritten(index.least_valuable(look.window))
+        victims = self._mine([*filterfalse(index.superseded, unwritten)])
         if len(victims) <= room:
             self._looked_at, self._spared = taken, spared
         self._ahead += min(len(victims), room)
@@ -405,8 +405,8 @@ class LowerTier:
         self.pages.index.discard(mine)
         self._released += mine
 
-    def _evicted(self, keys: Sequence[PageKey]) -> None:
-        self.counters.add("ssd_pages_reclaimed", len(keys))
+    def _evicted(self, keys: Sequence[PageKey], ranks: int = 1) -> None:
+        self.counters.add("ssd_pages_reclaimed", ranks * len(keys))
         if self.on_evicted is not None:
             self.on_evicted(keys)
         self._reclaims.forget(keys)
@@ -415,7 +415,7 @@ class LowerTier:
         """Drop the superseded pages from every store: a store reclaims its emptiest segments
         first."""
         if dead := self.pages.index.take_superseded():
-            self._evicted(dead)
+            self._evicted(dead, self._facts.ranks)
             self._lost += dead
 
     def invalidate(self, saves: Iterable[OrderId]) -> None:

@@ -87,7 +87,7 @@ class CopyLines:
 
 class VirtualStore:
     """Keys of the pages that a tier's store would hold, in segments. A full store proposes its
-    oldest segment for deletion.
+    emptiest segment for deletion if more than half of it is empty, otherwise the oldest.
 
     Args:
         pages: capacity; None for a store without a known limit.
@@ -136,8 +136,20 @@ class VirtualStore:
         """Return the segment to delete next; None while the store has free space."""
         if len(self._segments) <= self._most:
             return None
-        oldest = next(iter(self._segments))
-        return Proposal(oldest, tuple(self._segments[oldest]))
+        full = [number for number in self._segments if number != self._newest]
+        dying = min(full, key=lambda number: len(self._segments[number]))
+        if 2 * len(self._segments[dying]) >= self._per_segment:
+            dying = full[0]
+        return Proposal(dying, tuple(self._segments[dying]))
+
+    def drop(self, keys: Iterable[PageKey]) -> None:
+        """Forget pages. A full segment is deleted with its last page."""
+        for key in keys:
+            if (number := self._where.pop(key, None)) is not None:
+                del self._segments[number][key]
+                if not self._segments[number] and number != self._newest:
+                    del self._segments[number]
+        self._changed = True
 
     def reclaim(self, dying: Reclaim) -> int:
         """Delete a segment. Returns the number of surviving pages, which were rewritten."""
@@ -271,6 +283,8 @@ class VirtualWorker:
                 heapq.heappush(self._later, later)
             else:
                 self._start(order, now, store.generation)
+        if orders.lost:
+            store.drop(orders.lost)
         dying = orders.reclaims.get(0)
         if dying is not None and (again := store.reclaim(dying)):
             store.write.send(again * self._page_bytes[name.group], now)

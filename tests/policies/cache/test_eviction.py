@@ -347,3 +347,74 @@ def test_pages_are_evicted_in_the_order_of_their_worth(seed: int) -> None:
     for pages, *_ in waiting.values():
         places = [order.index(page) for page in pages]
         assert places == sorted(places, reverse=True), "the end goes first"
+
+
+# -- superseded ---------------------------------------------------------------------------
+
+
+def leaves(pool: Pool, *contexts: list[PageKey]) -> float:
+    """A job's contexts, one a second. Returns the start of the last gap."""
+    for context in contexts:
+        pool.now += 1.0
+        pool.waits("job", context, SOON)
+    return pool.now
+
+
+def test_superseded_pages_go_before_those_of_finished_jobs() -> None:
+    pool = Pool(A, B, C, D, E)
+    pool.waits("over", [E], SOON)
+    pool.order.on_job_ended("over")
+    since = leaves(pool, [A, B, C], [A, D])
+    assert pool.order.on_extended("job", since) == [C, B], "first to be evicted first"
+    assert pool.ranked() == [C, B, E, D, A]
+
+
+def test_only_what_was_left_by_then_is_superseded() -> None:
+    pool = Pool(A, B, C, D)
+    since = leaves(pool, [A, B], [A, C])
+    leaves(pool, [A, D])
+    assert pool.order.on_extended("job", since) == [B]
+    assert not pool.order.superseded(C), "no second turn has gone on from D"
+
+
+def test_a_job_that_is_back_on_a_branch_has_not_left_it() -> None:
+    pool = Pool(A, B, C, D, E)
+    since = leaves(pool, [A, B, C, D], [A, E], [A, B, C])
+    assert pool.order.on_extended("job", since) == [D, E], "the end of the branch is left still"
+
+
+def test_pages_that_another_job_had_are_not_superseded() -> None:
+    pool = Pool(A, B, C, D)
+    pool.waits("another", [A, B], SOON)
+    since = leaves(pool, [A, B, C], [D])
+    pool.order.on_job_ended("another")
+    assert pool.order.on_extended("job", since) == [C]
+
+
+def test_pages_that_were_used_meanwhile_are_not_superseded() -> None:
+    pool = Pool(A, B, C, D)
+    since = leaves(pool, [A, B, C], [A, D])
+    pool.now += 1.0
+    pool.order.touched(B)
+    assert pool.order.on_extended("job", since) == [C]
+    pool.order.touched(C)
+    assert not pool.order.superseded(C)
+
+
+def test_pages_outside_cpu_memory_are_superseded_in_the_tiers_below() -> None:
+    pool = Pool(A, B, C)
+    since = leaves(pool, [A, B], [A, C])
+    pool.order.removed(B)
+    assert pool.order.on_extended("job", since) == [B]
+    assert not pool.order.superseded(B)
+    pool.order.added(B)
+    assert not pool.order.superseded(B), "a request has computed or promoted it"
+
+
+def test_branches_count_among_the_pages_remembered() -> None:
+    pool = Pool(*KEYS, most_pages=4)
+    leaves(pool, [A, B, C], [A])
+    pool.waits("other", [D, E], SOON)
+    assert list(pool.order.context("other")) == [D, E]
+    assert pool.order.context("job") == (), "the job that was idle for longest is forgotten"
+    assert pool.order.on_extended("job", pool.now) == ()

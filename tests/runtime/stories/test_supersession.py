@@ -139,6 +139,17 @@ def test_who_goes_back_gives_up_the_branch_that_it_leaves(client: Client) -> Non
     assert not client.superseded() & client.live, "the pages are of use after all"
 
 
+def test_who_sends_an_earlier_prompt_again_may_still_go_back(client: Client) -> None:
+    first = [*SYSTEM, *said(0)]
+    context = client.turn([*client.turn(first), *said(1)])
+    left = client.live
+    client.turn(first)
+    back = client.turn([*context, *said(2)])
+    assert not client.superseded() & left, "this prompt extends both"
+    client.turn([*back, *said(3)])
+    assert not client.superseded() & client.live
+
+
 def test_side_requests_between_the_turns_supersede_no_conversation(client: Client) -> None:
     context = conversation(client)
     for number in range(6):
