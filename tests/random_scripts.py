@@ -201,13 +201,22 @@ class Script:
         return context[-most:] if self.rng.random() < 0.1 else context[:most]
 
     def compact(self) -> None:
-        """Replace a job's context by its start and a summary, or go back to the one replaced."""
+        """Replace a job's context by its start and a summary, or go back to the one replaced. The
+        job takes a turn or two from there, one after the other."""
         rng, job = self.rng, self.rng.randrange(len(self.contexts))
         context = self.contexts[job]
         summary = [*context[: rng.choice([0, 20, 48])], *text(40, seed=rng.randrange(10**6))]
         before = self.left.get(job, summary)
         self.contexts[job] = before if rng.random() < 0.3 else summary
         self.left[job] = context
+        for _ in range(rng.choice([1, 2, 2])):
+            name = self.send(f"job{job}", self.contexts[job], params={"job_id": f"job{job}"})
+            for _ in range(2 * LONGEST_ANSWER):
+                if name not in self.rig.finished:
+                    self.step()
+            self.rig.now += 0.1
+            said = text(20, seed=rng.randrange(10**6))
+            self.contexts[job] = self.fit([*self.contexts[job], *self.sent[name].answer(), *said])
 
     def abort(self) -> None:
         """Abort one of the latest requests. The abort may arrive while the next step runs."""
