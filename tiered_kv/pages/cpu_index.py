@@ -513,6 +513,7 @@ class PageIndex:
         while left > 0 and (first := [*islice(order, 64)]):
             cold = self.cold.compressed > 0
             lacking = unsaved([*bundled(first)] if cold else first)
+            lacking = [*filterfalse(self.superseded, lacking)]  # no tier is to get these
             if not lacking:
                 yield first
                 continue

@@ -65,7 +65,7 @@ class Client:
 
 
 def said(seed: int, tokens: int = 60) -> list[int]:
-    """What a user or a tool says in a turn."""
+    """Text of a user or a tool in a turn."""
     return text(tokens, seed=1000 + seed)
 
 
