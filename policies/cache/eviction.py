@@ -62,8 +62,8 @@ class ByWorth(EvictionOrder):
         self._contexts: OrderedDict[Hashable, Context] = OrderedDict()
         self._tree = ContextTree()
         self._resident: set[PageKey] = set()
-        # Every page in CPU memory is in _superseded, _done, _unused, _free or a context. A page in a
-        # context may also be in _recent.
+        # Every page in CPU memory is in _superseded, _done, _unused, _free or a context. A page in
+        # a context may also be in _recent.
         self._superseded: dict[PageKey, None] = {}
         self._done: dict[PageKey, None] = {}  # only finished jobs had it
         self._unused: dict[PageKey, float] = {}  # in no context any more, evicted in reverse order
