@@ -145,6 +145,15 @@ class EvictionConformance:
         assert pool.order.waiting_job(A) == told[1], "the first job still waits"
         assert pool.order.waiting_job(C) is None
 
+    def test_pages_are_private_to_the_jobs_that_have_them_or_to_all(self, pool: Pool) -> None:
+        pool.save(A, B, C)
+        pool.wait("first", [A, B], Evenly(10.0))
+        pool.wait("second", [A, C], Evenly(10.0))
+        private = pool.order.private([A, B, C, D], lambda job: job == "first")
+        assert private in ([B, D], [A, B, C, D])
+        pool.order.on_job_ended("second")
+        assert pool.order.private([C, A], lambda job: job == "first") == [C, A]
+
     @pytest.mark.parametrize("forecast", [Evenly(0.0), Evenly(1e-3), Evenly(10.0), Evenly(1e9)])
     @pytest.mark.parametrize("keys", [[], [A], [A, B, C], [B, D]])
     def test_a_job_may_wait_for_any_pages_for_any_time(
