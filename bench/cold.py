@@ -40,7 +40,7 @@ CONTEXTS, SPACE = 20, 15.5
 MORE = 3
 """Number of further contexts, sent last so that the pages exceed the memory."""
 ROUNDS = 3
-"""Number of rounds. The first one fills the tiers and is not counted."""
+"""Number of rounds. The first round fills the tiers and is not counted."""
 HOT = 4
 """Number of contexts sent to the server that has space for all of them."""
 GAP_S = 0.2

@@ -45,8 +45,8 @@ class Session:
     """A recorded job.
 
     Attributes:
-        split_by: id whose hash selects its fold: the session's id, or its parent's.
-        gaps: gaps in order; never empty.
+        split_by: id whose hash selects the fold of the job: the session's id, or its parent's id.
+        gaps: gaps in the order of the turns; never empty.
         model: name of the model that served most turns; empty if not recorded.
     """
 

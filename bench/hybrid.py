@@ -83,7 +83,7 @@ QUICK = Load(
     gap_limit_s=2.0,
     apart_s=0.3,
 )
-"""Load of a smoke test."""
+"""Small load for a smoke test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +123,9 @@ class Shape:
         return self._blocks(tokens, self.window - 1 + self.chunk, 3)
 
     def whole_blocks(self, tokens: int, turns: int) -> int:
-        """Blocks that a job fills in all of its turns if nothing is evicted: windows and states at
-        the start and end of every turn, or at every block if all are kept.
+        """Return the number of blocks that a job fills in all of its turns if nothing is evicted:
+        blocks of full attention, one block of every window and state group for each of these, and
+        the windows and states at the start and end of every turn.
         """
         full = -(-tokens // self.block)
         ends = 2 * turns * (self.context_blocks(tokens) - full)
@@ -187,8 +188,8 @@ MIDDLE_SHAPES = (
     Shape(model=_QWEN, block=128, chunk=512, states=3, needs_bf16=True),
     Shape(model=_GRANITE, block=256, chunk=256, states=3),
 )
-"""Gemma's five window layers per full layer; gated delta rule with full attention; Mamba 2 with
-full attention, for machines without bf16."""
+"""Shapes of medium size: five window layers per full layer, as in Gemma; gated delta rule with full
+attention; and Mamba 2 with full attention, for machines without bf16."""
 _STATE_CHUNK = int(str(STATE_CHUNK["max_num_batched_tokens"]))
 QUICK_SHAPES = (
     Shape(model=_TINY["gemma3"], block=128, chunk=512, windows=1, window=200),

@@ -68,7 +68,7 @@ TOKEN_S, ANSWER_S = 1e-4, 0.003
 than computing them, and the real time after each step for the thread that queries a store, seconds.
 """
 PAGE_OF_MEMORY = 4096
-"""vLLM's offloading connector rounds block sizes up to this many bytes."""
+"""Granularity to which vLLM's offloading connector rounds block sizes up, bytes."""
 HOOKS = (
     "on_new_request",
     "get_num_new_matched_tokens",

@@ -282,7 +282,7 @@ def contest(store: Pass, device: Mapping[Setting, Pass], groups: int, tick: Tick
 
 
 class Holes(RealFiles):
-    """Files with holes in place of pages: long pieces and preallocation are skipped."""
+    """Files with holes in place of pages: writes of long buffers and preallocation are skipped."""
 
     def preallocate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)

@@ -41,7 +41,7 @@ from tiered_kv.transfer.host_memory import AnonymousMemory, CpuPool
 TOKENS = 16
 MATRIX, MATMULS = 8192, 100
 COUNTS_FROM = 256
-"""Minimum pages per batch for a row to count in the fractions."""
+"""Minimum pages per batch for a row to be included in the reported fractions of the bandwidth."""
 SAMPLE_BYTES = 64 << 20
 """Smaller batches are repeated until a sample has at least this size."""
 WAYS = {
@@ -55,7 +55,7 @@ SHAPES = {
     "Llama-3.1-70B TP8": (80, 2 * 1 * 128 * 2),
     "DeepSeek-V3 MLA": (61, 576 * 2),
 }
-"""KV per token on one rank: number of layers, and bytes per layer."""
+"""Size of a token's KV on one rank, by model: number of layers, and bytes per layer."""
 ORDERS = ("layers", "blocks")
 """Layouts of the engine's KV memory, by the outermost dimension."""
 
@@ -232,7 +232,7 @@ class CudaSide(CpuSide):
         self._torch.cuda.synchronize()
 
     def slowdown(self, jobs: Sequence[CopyJob]) -> float | None:
-        """See the base class.
+        """Return the time of matrix products during continuous copies, over their time alone.
 
         Raises:
             RuntimeError: no copy finished during the products.

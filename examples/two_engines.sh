@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Two engines that share pages through Valkey, behind vLLM's router, on a machine with two GPUs.
 #
-#   pip install vllm-router==0.1.17     # in an environment of its own, on PATH
+#   pip install vllm-router==0.1.17     # in a separate environment, on PATH
 #   examples/two_engines.sh MODEL
 #
-# Clients use http://127.0.0.1:8000 and send X-Session-ID: without it, the router sends all chat
-# requests to one engine. Ctrl-C ends everything. On several machines, start the engines there, bind
-# Valkey to an address that they reach, and give it a user, a password and TLS (SECURITY.md).
+# Clients use http://127.0.0.1:8000 and send the header X-Session-ID. Without this header, the router
+# sends all chat requests to one engine. Ctrl-C stops all processes. For engines on several machines,
+# bind Valkey to an address that the engines can reach, and configure a user, a password and TLS
+# (SECURITY.md).
 set -euo pipefail
 model="${1:?usage: examples/two_engines.sh MODEL}"
 trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT

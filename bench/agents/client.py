@@ -60,7 +60,8 @@ class Hints(Enum):
     SESSION = "session"
     """Hints as ``session_id``, which cannot mark a turn as the last."""
     TOP_LEVEL = "top-level"
-    """Hints at the top level, as Continuum's clients send them. Only ``JobMiddleware`` reads these.
+    """Hints as fields at the top level of the request's body, as Continuum's clients send them.
+    Only ``JobMiddleware`` reads these fields.
     """
     NONE = "none"
 
@@ -341,8 +342,8 @@ class Reading:
 
 
 def trouble(error: Exception) -> str:
-    """Describe why a turn got no answer. The text completes a sentence that starts with the turn's
-    name.
+    """Describe why a turn got no answer. The text is the predicate of a sentence whose subject is
+    the turn's name.
     """
     if isinstance(error, APITimeoutError):
         return "timed out without an answer"

@@ -25,7 +25,7 @@ from .sessions import Recorded, read_recording
 SHORT_GAPS, SHORT_S, LONG_S = 6, (0.05, 0.3), (2.0, 5.0)
 FIRST_TOKENS, ADDED_TOKENS, ANSWER_TOKENS = 750, 250, 50
 FIRST_WORD = 3
-"""Token ids below this one are special."""
+"""Lowest token id in generated prompts; lower ids are special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class RecordedJobs:
 
 
 class Tokenizer(Protocol):
-    """The methods of a transformers tokenizer that are used here."""
+    """Protocol of tokenizers: the methods of a transformers tokenizer that this module calls."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 

@@ -42,7 +42,7 @@ class TokenContext:
 
 
 class Conversation:
-    """A job's context as messages. Compaction by the agent truncates it.
+    """A job's context as messages. Compaction by the agent truncates the context.
 
     Args:
         system: the system message; empty for none.

@@ -89,7 +89,7 @@ def first_row(path: Path) -> Row:
 
 @dataclass(slots=True)
 class _At:
-    """The line being read."""
+    """Position of the line that is read, for error messages."""
 
     line: int = 0
 

@@ -97,7 +97,7 @@ class Run:
 
     @property
     def turns(self) -> list[TurnDone]:
-        """Turns of all jobs, including sub-agents."""
+        """Turns of all jobs, including those of sub-agents."""
         return [turn for job in (*self.jobs, *self.agents) for turn in job.turns]
 
     @property

@@ -25,8 +25,8 @@ class Ledger:
 
     Args:
         plan: parameters that all runs in the folder share.
-        resume: continue with the existing runs. Otherwise they are moved to ``runs-before``, whose
-            old contents are deleted.
+        resume: continue with the existing runs. Otherwise the existing runs are moved to
+            ``runs-before``, and the old contents of ``runs-before`` are deleted.
 
     Raises:
         RunFileError: with ``resume``, the existing runs have another plan.
@@ -69,7 +69,9 @@ class Ledger:
     def get_or_measure(
         self, load: str, number: int, server: str, measure: Callable[[], Kept | str]
     ) -> Kept | str:
-        """Return the result of ``get``. If it is None, measure and store the run first."""
+        """Return the stored run. If ``get`` returns None, call ``measure``, store its result and
+        return it.
+        """
         found = self.get(load, number, server)
         if found is None:
             found = measure()

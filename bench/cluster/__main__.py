@@ -57,7 +57,7 @@ CONCURRENT = 4
 
 @contextmanager
 def a_store(folder: Path, *, shared: bool) -> Iterator[str]:
-    """Provide a Valkey server or a shared folder. Yields its address."""
+    """Start a Valkey server or create a shared folder. Yields the address of the store."""
     if shared:
         (folder / "shared").mkdir()
         yield f"{(folder / 'shared').as_uri()}?gib=16"

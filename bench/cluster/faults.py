@@ -45,9 +45,9 @@ class Link(Enum):
 
     GOOD = "good"
     SLOW = "slow"
-    """200 ms of delay, 1 MB/s."""
+    """A link with 200 ms of delay and 1 MB/s."""
     FLIPS = "flips"
-    """Changes one byte of every long piece from the store."""
+    """One byte of every long piece of data from the store is changed."""
 
 
 @dataclass(slots=True)

@@ -21,8 +21,8 @@ STEPS = ("--max-num-batched-tokens", "256")
 """Maximum tokens per step. The connector's orders and reports travel with the engine's steps, and
 one core computes 256 tokens in half a second."""
 QUIET_POLLS = 10
-"""Consecutive polls without a change that count as settled. An unanswered write is retried after a
-second."""
+"""Number of consecutive polls without a change after which a counter counts as settled. The polls
+take longer than a second, after which an unanswered write is retried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,10 @@ class Replica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Size of each replica.
+    """Model and size of each replica.
 
     Attributes:
+        model: folder of the model.
         tokens: maximum context length.
         contexts: number of contexts that fit into CPU memory. Half of them fit into VRAM.
     """

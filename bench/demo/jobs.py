@@ -43,7 +43,8 @@ _LIBRARY = (
 POOL_SHARE = 0.4
 """Size of the KV pool, as a fraction of all jobs' final contexts."""
 STOCK_SHARE = 0.92
-"""Fraction of all prompt tokens that stock vLLM computes with a pool of that size, as measured."""
+"""Fraction of all prompt tokens that stock vLLM computes with a pool of ``POOL_SHARE``, as
+measured."""
 OVERHEAD = 1.5
 """Measured duration of a run, over the predicted time of its tokens. The difference comes from
 steps that mix prompts and answers, from longer contexts, and from gaps. Only the demo's length

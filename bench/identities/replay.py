@@ -55,7 +55,8 @@ _OF_MODEL = frozenset(
         "tool_choice",
     }
 )
-"""Fields for the client's own model or its tools, which the small model does not have."""
+"""Body fields that are removed, because they select the client's model or its capabilities, which
+the small model does not have."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,7 +207,9 @@ def compare(
     ],
     as_json: AsJson = False,
 ) -> int:
-    """Compare two measurements in pairs. The second is reported relative to the first."""
+    """Compare two measurements run by run. The second measurement is reported relative to the
+    first.
+    """
     if one.resolve() == other.resolve():
         raise RunFileError(f"{one} and {other} are the same folder: name two run folders")
     plans = [read_plan(folder) for folder in (one, other)]

@@ -29,12 +29,12 @@ _COMMON = (
     "engine bridge forest record station village"
 )
 WORDS = tuple(_COMMON.split())
-"""Words for generated texts."""
+"""Vocabulary of generated texts."""
 
 
 def filler(key: str, words: int) -> str:
-    """Generate a text of ``words`` words, seeded with ``key``. Of two texts with the same key, the
-    shorter is a prefix of the longer.
+    """Return a random text of ``words`` words, seeded with ``key``. Of two texts with the same key,
+    the shorter is a prefix of the longer.
     """
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
     drawn = np.random.default_rng(seed).integers(len(WORDS), size=words)

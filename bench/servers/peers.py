@@ -72,6 +72,7 @@ class Deployed:
     """A running deployment.
 
     Attributes:
+        server: the vLLM server.
         url: address for requests.
         around: the peer's processes.
     """
@@ -82,7 +83,7 @@ class Deployed:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Process groups of the deployment."""
+        """Ids of the process groups of the deployment."""
         return tuple(one.pid for one in (self.server, *self.around) if one.pid is not None)
 
     def check(self) -> None:
@@ -111,11 +112,14 @@ def alone(options: ServerOptions, setting: Setting) -> Iterator[Deployed]:
 
 
 class Peer(Service):
-    """A peer's process.
+    """A process that runs next to a server for a comparison, such as a router or a cache server.
 
     Args:
-        command: command of the process. ``{port}`` is replaced by the port that serves
+        log_path: file for standard output and standard error.
+        command: command of the process. The word ``{port}`` is replaced by the port that serves
             ``health_path``.
+        env: additions to this process's environment.
+        health_path: route that answers once the process is ready.
     """
 
     def __init__(

@@ -63,7 +63,12 @@ def free_port() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A command and its complete environment."""
+    """How to start a process.
+
+    Attributes:
+        command: program and arguments.
+        env: complete environment of the process.
+    """
 
     command: Sequence[str]
     env: Mapping[str, str]

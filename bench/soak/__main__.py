@@ -315,8 +315,8 @@ def main(
     seed: Annotated[int, typer.Option(help="Random seed of the agents.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Run a soak test. Exits with 1 if a request or a page failed, an answer differs, a turn was
-    overtaken, or resources leaked.
+    """Run a soak test. The command exits with 1 if a request or a page failed, an answer differs, a
+    turn was overtaken, or resources leaked.
     """
     logs = ROOT / ".replay"
     logs.mkdir(exist_ok=True)

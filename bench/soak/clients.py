@@ -90,12 +90,12 @@ class Site:
         return time.monotonic() < self.until
 
     async def pause(self, seconds: float) -> None:
-        """Sleep, at most until the time is up."""
+        """Sleep for ``seconds``, or until the end of the run if that is earlier."""
         await asyncio.sleep(max(0.0, min(seconds, self.until - time.monotonic())))
 
     async def call(self, path: str, body: Mapping[str, Any] | None = None) -> bool:
-        """POST to one of the connector's or vLLM's management routes, and count refusals and
-        errors.
+        """Send a POST request to a management route of the connector or of vLLM, and count refusals
+        and errors.
 
         Returns:
             True if the call succeeded.
@@ -186,8 +186,9 @@ class Client:
 
 
 async def work(client: Client, name: str) -> None:
-    """Play an agent that never ends. Its context grows turn by turn, and is trimmed when it gets
-    too long. Sometimes the agent hangs up, sends nonsense, or sends no hints.
+    """Play an agent that never ends. The context grows turn by turn, and is truncated when it is
+    too long. At random, the agent disconnects before the answer, sends invalid hints, or sends no
+    hints.
     """
     rng, site = client.rng, client.site
     context = client.tokens(rng.randrange(20, 900))

@@ -68,7 +68,7 @@ class Tally:
     samples: list[tuple[float, int]] = field(default_factory=list)
 
     def newcomer_waits(self) -> list[float]:
-        """Time to first token of each newcomer, in order of arrival, seconds."""
+        """Return the time to first token of each newcomer in seconds, in order of arrival."""
         arrived = sorted(self.turns, key=lambda turn: turn.sent_at)
         return [turn.wait_s for turn in arrived if turn.newcomer]
 

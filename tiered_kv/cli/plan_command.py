@@ -324,7 +324,8 @@ def plan_command(
     as_json: AsJson = False,
 ) -> None:
     """Estimate how many contexts VRAM, CPU memory and SSD can hold, and how long a context takes
-    to restore and to prefill. Print the flags to serve the model. Needs the model's files, no GPU.
+    to restore and to prefill. Print the flags to serve the model. The command needs the model's
+    files, but no GPU.
 
     Exits with 2 if the model cannot be read or does not fit.
     """

@@ -20,7 +20,7 @@ from .finding import FAIL, WARN, Finding, fail, judge, ok, warn
 CORES_CHECK, PAGES_CHECK = "compression", "cold pages"
 """Names of the two checks of compression."""
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
-"""Variable that binds vLLM's CPU workers to cores."""
+"""Environment variable that binds vLLM's CPU workers to cores."""
 LEFT_BY_VLLM = 2
 """Number of cores that vLLM's CPU worker leaves free for a connector, if the machine has more."""
 LEAST_RATIO = 1.15

@@ -366,7 +366,7 @@ def check_metrics(found: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def _mode(found: Mapping[str, float]) -> Iterator[Finding]:
-    """Report that a server is in observe mode, if it is."""
+    """Yield a finding if the server is in observe mode."""
     would = found.get(f"{PREFIX}would_have_saved_tokens_total")  # exists only in observe mode
     if would is not None:
         words = f"observe: {would:,.0f} prompt tokens would have been saved"

@@ -118,7 +118,7 @@ def _to_be_made(path: Path) -> Finding:
 
 
 def check_mount(mount: Mount) -> Finding:
-    """Check the file system and its options."""
+    """Check the type and the mount options of the file system."""
     seen = f"{mount.kind} on {mount.source}, {','.join(mount.options)}"
     return judge(
         "SSD mount",

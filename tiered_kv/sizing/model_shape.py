@@ -26,7 +26,8 @@ from .weight_files import Weights, weigh
 
 AUTO = "auto"
 QUANT_FILE = "hf_quant_config.json"
-"""File in which ModelOpt before 0.31 describes a quantization, next to ``config.json``."""
+"""Name of the file, next to ``config.json``, in which ModelOpt before 0.31 stores the parameters of
+a quantized model."""
 _PROBE = "tiered_kv.connectors.vllm.model_probe"
 _PROBE_S = 900
 """Maximum time for vLLM to read a model, seconds. It takes ten seconds on an idle machine."""
@@ -61,7 +62,7 @@ class KvLayers:
 
     @property
     def kind(self) -> KvKind:
-        """Type of KV."""
+        """Type of the KV of these layers."""
         return self.reach.kind
 
 

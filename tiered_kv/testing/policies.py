@@ -24,7 +24,7 @@ class FixedPin(StatelessPolicy):
 
 
 class Always(StatelessPolicy):
-    """Makes the same decision for every turn."""
+    """Policy that makes the same decision for every turn."""
 
     def __init__(self, decision: Decision) -> None:
         self._decision = decision

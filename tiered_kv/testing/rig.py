@@ -256,7 +256,7 @@ class EngineRig(ABC):
 
     @property
     def pins(self) -> PinTable:
-        """The pins."""
+        """The table of pins."""
         return self.admission.pins
 
     @property

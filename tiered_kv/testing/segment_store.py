@@ -107,7 +107,9 @@ class SegmentBench(StoreBench[SegmentStore]):
 
 
 class SegmentStoreConformance(StoreConformance):
-    """Subclass, name the subclass ``Test…`` and define ``make_codec`` and ``codec_from``."""
+    """Conformance suite of segment stores with a codec. Create a subclass, name it ``Test…`` and
+    define ``make_codec`` and ``codec_from``.
+    """
 
     def make_codec(self, page_format: PageFormat) -> Codec:
         """Return the codec of new pages."""

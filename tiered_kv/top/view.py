@@ -34,15 +34,15 @@ class JobOrder(Enum):
     STATE = "state"
     """Most urgent state first; within a state, jobs whose state changes next first."""
     CONTEXT = "context"
-    """Longest context first."""
+    """Jobs with the longest contexts first."""
     UNTIL = "pin's end"
-    """Earliest end of pin first, then jobs without a pin."""
+    """Jobs with pins, by the end of the pin, then jobs without pins."""
     RETURN = "return"
-    """Earliest expected return first, then jobs without a forecast."""
+    """Jobs with a forecast, by the expected return, then jobs without a forecast."""
     AGE = "age"
     """Jobs in order of their first appearance."""
     NAME = "name"
-    """Names in character order."""
+    """Jobs in alphabetical order of their names."""
 
 
 SORT_KEYS = {

@@ -16,7 +16,9 @@ MAX_BYTES = 1024
 
 
 class StoryEnd(Enum):
-    """Event that ends a gap. The record of the turn before the gap is written at that time."""
+    """Event that ends a gap. The record of the turn before the gap is written when this event
+    occurs.
+    """
 
     RETURNED = "returned"
     """The job's next turn arrived."""
@@ -35,11 +37,11 @@ class PinEnd(Enum):
     """Reason for the end of a pin."""
 
     RETURNED = "returned"
-    """The job's next turn arrived in time."""
+    """The job's next turn arrived before the pin expired."""
     EXPIRED = "expired"
     """The pin's time limit was reached."""
     PRESSURE = "pressure"
-    """A request needed the blocks more."""
+    """The blocks were released for a request that needed them more."""
     REVISED = "revised"
     """A tool call or a client revised the decision."""
     GIVEN_UP = "given_up"

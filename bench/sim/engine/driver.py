@@ -25,7 +25,7 @@ from .virtual_clock_engine import BEGIN_S, Engine
 POLL_S = 0.01
 """Time between steps while the engine waits for an event whose time is unknown, seconds."""
 STALLED_S = 600.0
-"""Seconds without progress after which a run has failed."""
+"""Seconds without progress after which a run counts as failed."""
 DRAIN_S = 120.0
 """Maximum time for pending copies after the last job, seconds."""
 TOKENS_APART = 1_000

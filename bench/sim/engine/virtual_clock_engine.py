@@ -196,7 +196,9 @@ class Engine:
             self._introduce(page_bytes)
 
     def _change(self, found: Dependencies) -> Dependencies:
-        """Replace the connector's clock, its files, and the parts that the server varies."""
+        """Return the connector's dependencies with the virtual clock, without files, and with the
+        server's own variants of parts.
+        """
         found.policy_state.close()
         found.notebook.close()
         policy = self._policy or found.policy

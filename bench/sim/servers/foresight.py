@@ -37,7 +37,7 @@ class Clairvoyant(StatelessPolicy):
 
 
 class KnownGaps(Clairvoyant):
-    """Knows every gap of a workload by job name and turn number.
+    """All gaps of a workload, by job name and turn number.
 
     Args:
         jobs: jobs of the workload, sub-agents included.

@@ -279,8 +279,8 @@ def rollouts(traces: str) -> Study:
 
 
 def basics(traces: str) -> Study:
-    """Value of prefix caching, chunked prefill and batching on stock vLLM, the questions that
-    mini-vLLM poses. Contiguous memory and static batches are emulated.
+    """Value of prefix caching, chunked prefill and batching on stock vLLM. Contiguous memory and
+    static batches are emulated.
     """
     uncached = replace(TIGHT, prefix_caching=False)
     longest = 4_096  # tokens that a request would reserve, at least the longest context

@@ -43,8 +43,9 @@ class Case:
     """A server on a machine.
 
     Attributes:
-        label: name, unique in the group.
-        server: name of the server. place: the machine; None uses the group's.
+        label: name of the case, unique in the group.
+        server: name of the server.
+        place: the machine; None for the machine of the group.
     """
 
     label: str
@@ -57,7 +58,10 @@ class Group:
     """Servers that get the same jobs at the same times.
 
     Attributes:
-        place: machine on which stock vLLM sets the load.
+        label: name of the group in the results.
+        place: machine on which the highest stable rate of stock vLLM is measured.
+        source: workload that generates the jobs.
+        cases: the servers.
         load: arrival rate, as a multiple of the highest stable rate of stock vLLM; None if all jobs
             arrive at the start.
     """
@@ -75,7 +79,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Limits of a scene.
+    """Limits of the servers for a machine and its jobs.
 
     Attributes:
         alone_s: mean completion time of a job alone on stock vLLM.

@@ -132,7 +132,7 @@ class ServerFolder:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Give a file a second path: a hard link if possible, otherwise a copy."""
+    """Make ``source`` available at ``target``, with a hard link if possible, otherwise with a copy."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:

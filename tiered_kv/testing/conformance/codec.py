@@ -50,7 +50,7 @@ CONTENTS: Mapping[str, Callable[[PageFormat, int], Bytes]] = {
 
 
 class CodecConformance:
-    """Subclass, name the subclass ``Test…`` and set ``codec_class``.
+    """Conformance suite of codecs. Create a subclass, name it ``Test…`` and set ``codec_class``.
 
     Attributes:
         codec_class: the class under test.

@@ -19,7 +19,8 @@ MORE = tuple(PageKey(name.encode() * 20) for name in "FGHIJ")
 
 
 class ColdIndexConformance:
-    """Subclass, name the subclass ``Test…`` and define ``make_index``.
+    """Conformance suite of page indexes with compressed pages. Create a subclass, name it ``Test…``
+    and define ``make_index``.
 
     No test depends on which of several evictable pages is evicted.
     """

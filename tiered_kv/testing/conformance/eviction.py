@@ -55,7 +55,8 @@ class Pool:
 
 
 class EvictionConformance:
-    """Subclass, name the subclass ``Test…`` and set ``rule`` to the class of your rule.
+    """Conformance suite of eviction rules. Create a subclass, name it ``Test…`` and set ``rule`` to
+    the class of your rule.
 
     No test depends on which page a rule evicts first.
     """

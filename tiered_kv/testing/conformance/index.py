@@ -58,7 +58,8 @@ class CheckedIndex:
 
 
 class IndexConformance:
-    """Subclass, name the subclass ``Test…`` and define ``make_index``.
+    """Conformance suite of page indexes. Create a subclass, name it ``Test…`` and define
+    ``make_index``.
 
     No test depends on which of several evictable pages is evicted.
     """

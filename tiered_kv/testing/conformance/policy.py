@@ -112,7 +112,9 @@ def check(decision: Decision, turn: TurnEnd, costs: Costs) -> None:
 
 
 class PolicyConformance:
-    """Subclass, name the subclass ``Test…`` and set ``policy`` to the class of your policy."""
+    """Conformance suite of policies. Create a subclass, name it ``Test…`` and set ``policy`` to the
+    class of your policy.
+    """
 
     policy: Callable[[], TurnPolicy]
 

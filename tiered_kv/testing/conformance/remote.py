@@ -53,7 +53,9 @@ def read_all(
 
 
 class RemoteConformance:
-    """Subclass, name the subclass ``Test…`` and define ``make_store``."""
+    """Conformance suite of remote stores. Create a subclass, name it ``Test…`` and define
+    ``make_store``.
+    """
 
     def make_store(self, root: Path) -> RemoteStore:
         """Return the store under test, empty."""

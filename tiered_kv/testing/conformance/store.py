@@ -109,7 +109,8 @@ class StoreBench(Generic[S]):
 
 
 class StoreConformance:
-    """Subclass, name the subclass ``Test…`` and define ``make_store``.
+    """Conformance suite of page stores. Create a subclass, name it ``Test…`` and define
+    ``make_store``.
 
     Attributes:
         knowledge: how the pages of the store are known.

@@ -82,7 +82,8 @@ def addresses(layout: PageLayout, block: int) -> NDArray[np.int64]:
 
 
 class TransferConformance:
-    """Subclass, name the subclass ``Test…`` and define ``make_backend``.
+    """Conformance suite of transfer backends. Create a subclass, name it ``Test…`` and define
+    ``make_backend``.
 
     A backend whose storage is not a numpy array also overrides ``make_storage``, ``read`` and
     ``write``. A backend that needs pinned memory overrides ``make_pool``.

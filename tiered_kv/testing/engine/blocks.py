@@ -12,7 +12,7 @@ from hashlib import sha256
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A block. ``block_hash`` is None unless other requests can find the block."""
+    """A block of VRAM. ``block_hash`` is None unless other requests can find the block by its hash."""
 
     block_id: int
     ref_cnt: int = 0
@@ -82,13 +82,15 @@ class Blocks:
             self._free.move_to_end(block_id, last=False)
 
     def publish(self, block: Block, block_hash: bytes) -> None:
-        """Make a block findable, unless another block has the same KV."""
+        """Make a block findable by its hash, unless another block with this hash is already
+        findable.
+        """
         if block.block_hash is None and block_hash not in self._found:
             block.block_hash = block_hash
             self._found[block_hash] = block
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Make blocks unfindable."""
+        """Remove the hashes of blocks, so that no request can find the blocks."""
         for block_id in block_ids:
             block = self.blocks[block_id]
             if block.block_hash is not None:
@@ -110,7 +112,7 @@ class Blocks:
         return found
 
     def check_integrity(self) -> None:
-        """Check that exactly the unreferenced blocks are free, once each."""
+        """Assert that the free list contains every unreferenced block once, and no other block."""
         unused = [block.block_id for block in self.blocks if not block.ref_cnt]
         assert sorted(self._free) == unused, "free blocks and reference counts disagree"
 

@@ -22,7 +22,7 @@ class Loads:
 
 
 class Offload:
-    """Hooks that do nothing: an engine without a connector."""
+    """Base class of the hooks. Its methods do nothing, as in an engine without a connector."""
 
     @property
     def busy(self) -> bool:
@@ -30,7 +30,7 @@ class Offload:
         return False
 
     def arrived(self, request: Request) -> None:
-        """Register a submitted request."""
+        """Handle the submission of a request."""
 
     def match(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Look up the KV of a waiting request beyond its first ``computed`` tokens.

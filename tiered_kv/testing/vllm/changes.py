@@ -19,7 +19,9 @@ change: ContextVar[Change | None] = ContextVar("change", default=None)
 
 @contextmanager
 def given(the_clock: Clock, the_change: Change) -> Iterator[None]:
-    """Create connectors with this clock and with changed dependencies inside the ``with`` block."""
+    """Use this clock and these changed dependencies for connectors that are created inside the
+    ``with`` block.
+    """
     clocks, changes = clock.set(the_clock), change.set(the_change)
     try:
         yield

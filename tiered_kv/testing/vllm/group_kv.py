@@ -115,7 +115,7 @@ class GroupKv(ABC):
 
 
 class AttentionKv(GroupKv):
-    """KV of each token, for attention."""
+    """KV of an attention group, with one entry for each token."""
 
     def __init__(self, pages: GroupPages, memory: NDArray[np.uint8]) -> None:
         super().__init__(pages, memory)
@@ -124,13 +124,15 @@ class AttentionKv(GroupKv):
         assert np.shares_memory(self._tokens, memory)
 
     def carry(self, request_id: str, table: Sequence[int], computed: int, stop: int) -> None:
-        """Do nothing: KV stays in its block."""
+        """Do nothing, because the KV of a token stays in its block."""
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Do nothing: the tables have all information."""
+        """Do nothing, because no state is kept per request."""
 
     def check_before(self, one: Pass) -> None:
-        """Do nothing: tokens of one pass may attend to each other's KV."""
+        """Do nothing, because a token may also attend to KV that the pass itself writes.
+        ``check_after`` checks all attended KV.
+        """
 
     def write(self, one: Pass) -> None:
         blocks, within = self._places(one, one.computed)
@@ -207,7 +209,7 @@ class StateKv(GroupKv):
         self._block(one)[:] = self._expand(one.cells[-1:])[0]
 
     def check_after(self, one: Pass) -> None:
-        """Do nothing: only the state itself is used later."""
+        """Do nothing, because later passes use only the state that ``write`` stores."""
 
     def put(self, table: Sequence[int], cells: Cells) -> None:
         block = table[(len(cells) - 1) // self.spec.block_size]

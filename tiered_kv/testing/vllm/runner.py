@@ -36,7 +36,7 @@ class _Request:
         return np.frombuffer(bytes(self._cells[: stop * CELL]), dtype=np.uint8).reshape(-1, CELL)
 
     def keep(self, tokens: int) -> None:
-        """Forget all tokens after the first ``tokens``."""
+        """Discard all tokens of a request after the first ``tokens``."""
         del self.tokens[tokens:]
         del self._cells[tokens * CELL :]
 
