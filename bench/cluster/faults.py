@@ -111,7 +111,7 @@ async def _listen(proxy: Proxy) -> asyncio.Server:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The store and the link to it."""
+    """A store, and the link between the store and its clients."""
 
     server: ValkeyServer
     proxy: Proxy

@@ -132,7 +132,9 @@ class ServerFolder:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Make ``source`` available at ``target``, with a hard link if possible, otherwise with a copy."""
+    """Make ``source`` available at ``target``: with a hard link if possible, otherwise as a
+    copy.
+    """
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:

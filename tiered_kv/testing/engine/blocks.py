@@ -12,7 +12,7 @@ from hashlib import sha256
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A block of VRAM. ``block_hash`` is None unless other requests can find the block by its hash."""
+    """A block of VRAM. ``block_hash`` is None unless requests can find the block by its hash."""
 
     block_id: int
     ref_cnt: int = 0

@@ -223,7 +223,7 @@ def _chosen(jobs: TracedJobs, begins: Column) -> tuple[Column, int]:
 def _places(
     stays: Stays, lane_of: Column, bars: Callable[[Column, Column, Column], Bars]
 ) -> Iterator[tuple[Place, Bars]]:
-    """Yield the bars of the KV, except of KV in use by a turn."""
+    """Yield the bars that show where KV was kept while no turn used it."""
     drawn = stays.among(lane_of[stays.row] >= 0)
     for index, place in enumerate(PLACES):
         if place is not Place.RUNNING:
