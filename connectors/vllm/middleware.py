@@ -116,7 +116,7 @@ def carry(body: bytes, path: str, headers: Iterable[tuple[bytes, bytes]] = ()) -
             new[CLIENT] = claimed.ids
         if claimed.last:
             new.setdefault("is_last_step", True)
-    ttl = _cache_control(body) if path == MESSAGES and _CONTROL_NAME in body else None
+    ttl = _cache_control(body) if path == MESSAGES else None
     if (ttl is not None or "nvext" in request or RETENTION in request) and (
         kept := stated(request, ttl)
     ):
@@ -133,20 +133,21 @@ def _cache_control(body: bytes) -> object:
     The fields are found by their name in the bytes, so that no message is parsed. The name cannot
     occur in a text, because JSON escapes the quotes in a text.
     """
-    longest, longest_s, at = None, -1.0, 0
+    longest, longest_s = None, -1.0
+    at = body.find(_CONTROL_NAME)
     for _ in range(_MOST_CONTROLS):
-        at = body.find(_CONTROL_NAME, at) + len(_CONTROL_NAME)
-        if at < len(_CONTROL_NAME):
+        if at < 0:
             break
-        found = _CONTROL.match(body, at)
+        found = _CONTROL.match(body, at + len(_CONTROL_NAME))
         try:
             control = msgspec.json.decode(found[1]) if found is not None else {}
-            if control.get("type") == "ephemeral":
-                ttl = control.get("ttl", DEFAULT_TTL)
-                if (ttl_s := _seconds(ttl)) > longest_s:
-                    longest, longest_s = ttl, ttl_s
         except (msgspec.DecodeError, UnicodeDecodeError):
-            continue
+            control = {}
+        if control.get("type") == "ephemeral":
+            ttl = control.get("ttl", DEFAULT_TTL)
+            if (ttl_s := _seconds(ttl)) > longest_s:
+                longest, longest_s = ttl, ttl_s
+        at = body.find(_CONTROL_NAME, at + len(_CONTROL_NAME))
     return longest
 
 
