@@ -50,8 +50,8 @@ class ByWorth(EvictionOrder):
 
     Args:
         clock: monotonic seconds.
-        most_pages: maximum number of pages in all contexts and the branches they left together.
-            Beyond it, the job that has been idle for longest is forgotten.
+        most_pages: maximum number of pages in all contexts, and in all branches that jobs left.
+            Beyond it, the job that has been idle for longest is forgotten, or its branches.
     """
 
     rank_every_s: ClassVar[float] = RANK_EVERY_S
@@ -70,7 +70,8 @@ class ByWorth(EvictionOrder):
         self._free: OrderedDict[PageKey, float] = OrderedDict()  # in no context: time of use
         self._recent: dict[PageKey, None] = {}  # in a context, used since the ranking
         self._several: set[PageKey] = set()  # in no context now, formerly in several
-        self._left_pages = 0  # in branches that contexts left
+        self._left: dict[Context, None] = {}  # contexts that left branches, oldest first
+        self._left_pages = 0  # pages in these branches
         self._ranking: list[Context] = []  # first to be evicted first
         self._rank = 0
         self._passed = 0  # contexts at the head of the ranking without pages left
@@ -201,10 +202,12 @@ class ByWorth(EvictionOrder):
         self._value(context, self.clock())
         self._long_unused(gone, before)
         self._leave(context, gone)
-        while len(self._tree.runs) + self._left_pages > self.most_pages and len(self._contexts) > 1:
+        while len(self._tree.runs) > self.most_pages and len(self._contexts) > 1:
             _, oldest = self._contexts.popitem(last=False)
             self._remember(oldest, [])
             self._long_unused(self._tree.remove(oldest), oldest.since)
+        while self._left_pages > self.most_pages:
+            self._remember(next(iter(self._left)), [])
 
     def on_extended(self, job: Hashable, since: float) -> Sequence[PageKey]:
         context = self._contexts.get(job)
@@ -324,6 +327,9 @@ class ByWorth(EvictionOrder):
         pages = [sum(len(branch.keys) for branch in some) for some in (left, context.left)]
         self._left_pages += pages[0] - pages[1]
         context.left = left
+        self._left.pop(context, None)
+        if left:
+            self._left[context] = None
 
     def _pages(self, run: Run, value: Any = None) -> dict[PageKey, Any]:
         """Return the pages of a run that are in CPU memory, last first, each with ``value``."""

@@ -411,10 +411,11 @@ def test_pages_outside_cpu_memory_are_superseded_in_the_tiers_below() -> None:
     assert not pool.order.superseded(B), "a request has computed or promoted it"
 
 
-def test_branches_count_among_the_pages_remembered() -> None:
-    pool = Pool(*KEYS, most_pages=4)
-    leaves(pool, [A, B, C], [A])
-    pool.waits("other", [D, E], SOON)
-    assert list(pool.order.context("other")) == [D, E]
-    assert pool.order.context("job") == (), "the job that was idle for longest is forgotten"
-    assert pool.order.on_extended("job", pool.now) == ()
+def test_the_branches_left_longest_ago_are_forgotten_first() -> None:
+    pool = Pool(*KEYS, most_pages=2)
+    since = leaves(pool, [A, B], [A])
+    for page in (C, D):
+        pool.waits("other", [page], SOON)
+        pool.waits("other", [E], SOON)
+    assert pool.order.on_extended("job", since) == (), "three pages, and two are remembered"
+    assert set(pool.order.on_extended("other", pool.now)) == {C, D}

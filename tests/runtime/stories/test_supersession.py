@@ -221,8 +221,10 @@ def test_ten_compactions_leave_little_more_than_the_live_context(
     make_engine: MakeEngine, tmp_path: Path, ssd: bool
 ) -> None:
     """In tiers that are too small for all jobs."""
-    extra = {"ssd_path": str(tmp_path / "ssd"), "ssd_gib": 0.002, "codec": "raw"} if ssd else {}
-    rig = make(make_engine, 96, **extra)
+    extra = {"ssd_path": str(tmp_path / "ssd"), "ssd_gib": 0.002} if ssd else {}
+    rig = make(
+        make_engine, 96, codec="raw", **extra
+    )  # compression may keep memory from being short
     client = Client(rig, {"job_id": "j"})
     others = [Client(rig, {"job_id": f"other-{n}"}) for n in range(4 + 4 * ssd)]
     contexts = [text(300, seed=50 + n) for n, _ in enumerate(others)]
