@@ -22,6 +22,7 @@ from tiered_kv.pages.cpu_index import PageIndex
 from tiered_kv.pages.order_book import OrderBook
 from tiered_kv.pages.tier_index import ABSENT_S, PRESENT_S, AskedIndex
 from tiered_kv.policies.cache.lru import LeastRecentlyUsed
+from tiered_kv.policies.jobs.kv_hints import Intent, KvHint, Outcome, Target
 from tiered_kv.testing.checked_kv import expected
 from tiered_kv.testing.vllm.rig import Rig
 from tiered_kv.tiers import SSD, StoreId
@@ -72,6 +73,26 @@ def test_one_engines_pages_are_promoted_in_another(
     assert rig.count("prompt_tokens_ssd") >= 256, "the counter of all tiers below"
     assert rig.half.counters.of_tier(SHARED).totals["pages_promoted"] >= 16
     assert len(place.asked) == len(set(place.asked)), "a fresh answer is not asked for again"
+    rig.check_clean()
+
+
+def test_a_hint_promotes_pages_that_another_engine_wrote(
+    make_rig: MakeRig, tmp_path: Path, place: Place
+) -> None:
+    write(make_rig, tmp_path)
+    rig = make_rig(extra=shared(tmp_path), max_batched_tokens=64)
+    hint = KvHint("a", Intent.PREFETCH, Target(tokens=tuple(CONTEXT)))
+    [result] = rig.half.kv_hints.carry_out("", [hint])
+    assert result.outcome is Outcome.DEFERRED, "the store is queried first"
+    while rig.scheduler.has_requests():
+        rig.step()
+        rig.wait_for_worker()
+    assert rig.count("hints_prefetch_accepted") == 1
+    promoted = rig.count("pages_fetched") + rig.count("pages_promoted")
+    assert promoted == 20
+    ask(rig, "again")
+    assert rig.count("prompt_tokens_cpu") >= 304
+    assert rig.count("pages_fetched") + rig.count("pages_promoted") == promoted
     rig.check_clean()
 
 
