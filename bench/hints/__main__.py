@@ -16,7 +16,6 @@ many calls that vLLM refuses with 404.
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 import time
@@ -64,14 +63,14 @@ class Size:
     Attributes:
         tokens: length of the contexts that are timed. pairs: number of timed pairs.
         calls, rounds, rate: hostile calls, the rounds that they are divided into, and calls per
-            second.
+            second. An engine answers at most one between two steps.
     """
 
     tokens: int = 3000
     pairs: int = 12
     calls: int = 10_000
-    rounds: int = 10
-    rate: float = 100.0
+    rounds: int = 20
+    rate: float = 25.0
 
 
 def options(model: Path, size: Size, folder: Path) -> ServerOptions:
@@ -86,7 +85,7 @@ def options(model: Path, size: Size, folder: Path) -> ServerOptions:
         kv_transfer_config=CONNECTOR,
         env={
             **server_env(),
-            "PYTHONHASHSEED": "0",  # so that hashes of blocks can be computed here
+            "PYTHONHASHSEED": abuse.HASH_SEED,
             "TIERED_KV_CPU_GIB": f"{max(0.5, 6 * (CONTEXTS + 3) * each):.4f}",
             "TIERED_KV_SSD_PATH": str(folder / "ssd"),
             "TIERED_KV_SSD_GIB": f"{max(1.0, 10 * (CONTEXTS + 3) * each):.4f}",
@@ -247,7 +246,6 @@ def prefetch(
 
 def measure(model: Path, size: Size, folder: Path, tick: Tick) -> dict[str, Any]:
     """Run everything on one server."""
-    os.environ["PYTHONHASHSEED"] = "0"  # for the hashes of blocks, as in the server
     with ExitStack() as stack:
         made = options(model, size, folder)
         running = stack.enter_context(VllmServer(made, folder / "server.log"))
@@ -308,8 +306,8 @@ def main(
     tokens: Tokens = 3000,
     pairs: Annotated[int, typer.Option(help="Pairs of timed requests.")] = 12,
     calls: Annotated[int, typer.Option(help="Hostile calls.")] = 10_000,
-    rounds: Annotated[int, typer.Option(help="Rounds of hostile calls.")] = 10,
-    rate: Annotated[float, typer.Option(help="Hostile calls per second.")] = 100.0,
+    rounds: Annotated[int, typer.Option(help="Rounds of hostile calls.")] = 20,
+    rate: Annotated[float, typer.Option(help="Hostile calls per second.")] = 25.0,
     model: ModelFolder = None,
     as_json: AsJson = False,
 ) -> None:

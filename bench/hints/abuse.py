@@ -6,16 +6,18 @@ with the same bodies, take turns. Callers run at the lowest priority, in a separ
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import itertools
 import json
 import os
+import pickle
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,8 @@ HARMLESS = {Outcome.REJECTED, Outcome.MISSING}
 REFUSED, LIMITED = {400, 413, 415}, 429
 VICTIMS, SALT, CALLER_SALT = 4, "alice", "mallory"
 SEED = 1
+HASH_SEED = "0"
+"""Value of ``PYTHONHASHSEED`` for the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +66,17 @@ class Victim:
 
 
 def block_hashes(prompt: Sequence[int], salt: str, block: int) -> list[bytes]:
-    """Hashes of a prompt's blocks in an engine that has the ``PYTHONHASHSEED`` of this process."""
-    from vllm import SamplingParams
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.request import Request
+    """Hashes of a prompt's blocks, as an engine computes them with ``HASH_SEED`` and SHA-256. Done
+    here because an import of vLLM takes as long as a start of the server."""
+    found = [_sha256(HASH_SEED)]
+    for start in range(0, len(prompt) - block + 1, block):
+        extra = None if start else (("cache_salt", salt),)
+        found.append(_sha256((found[-1], tuple(prompt[start : start + block]), extra)))
+    return found[1:]
 
-    init_none_hash(sha256)
-    request = Request(
-        request_id="hashed",
-        prompt_token_ids=list(prompt),
-        sampling_params=SamplingParams(max_tokens=1),
-        pooling_params=None,
-        cache_salt=salt,
-        block_hasher=get_request_block_hasher(block, sha256),
-    )
-    return [bytes(one) for one in request.block_hashes]
+
+def _sha256(value: object) -> bytes:
+    return hashlib.sha256(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)).digest()
 
 
 def hostile(victims: Sequence[Victim]) -> list[bytes]:
@@ -212,6 +211,10 @@ class Decoding:
         with ThreadPoolExecutor(DECODING) as pool:
             clients = [pool.submit(self._decode, at) for at in range(DECODING)]
             try:
+                while sum(map(bool, self.answers)) < DECODING and not any(
+                    client.done() for client in clients
+                ):
+                    time.sleep(REST_S / 20)
                 yield
             finally:
                 self._stop.set()
@@ -314,8 +317,10 @@ def measure(
     p95: dict[str, list[float]] = {path: [] for path in results}
     with (
         ProcessPoolExecutor(1, initializer=os.nice, initargs=(19,)) as caller,
-        decoding.running(),
+        ExitStack() as stack,
     ):
+        caller.submit(os.getpid).result()  # it is forked before there are threads
+        stack.enter_context(decoding.running())
         for number in range(rounds):
             for path in drawn_order([HINTS, NOTHING], SEED, number):
                 time.sleep(REST_S)

@@ -116,7 +116,7 @@ class Server:
         (result,) = self.call("POST", "/tiered_kv/hints", json=body)
         return result
 
-    def finish(self, intent: Intent, payload: Mapping[str, object], **more: Any) -> int:
+    def finish(self, intent: Intent, payload: Mapping[str, object]) -> int:
         """Send a hint to ``POST /tiered_kv/hints``, and wait until it has been carried out. Returns
         the number of pages.
 
@@ -124,7 +124,7 @@ class Server:
             RuntimeError: it was not carried out.
         """
         before = self.status()["counters"]
-        result = self.hint(intent, **payload, **more)
+        result = self.hint(intent, None, **payload)
         outcome = final(self, intent, result, before)
         if outcome not in DONE:
             raise RuntimeError(f"{intent} of {str(payload)[:80]} was {outcome}: {result}")
