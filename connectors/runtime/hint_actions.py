@@ -582,11 +582,13 @@ class HintActions:
             if not part:
                 yield True
                 continue
-            lacking = [key for key in part if not self._is_here(key)]
+            lacking = [key for key in part if not self._in_cpu(key)]
             yield from self._looked_up(lacking, found.pages)
             reach = self._pages.tiers.by_tier(lacking)
             known = {key for keys in reach.values() for key in keys}
-            end = next((i for i, key in enumerate(part) if not self._is_here(key, known)), None)
+            # Blocks in VRAM may be reused before the job returns, so their pages are promoted too.
+            lost = (i for i, key in enumerate(part) if not self._is_here(key) and key not in known)
+            end = next(lost, None)
             wanted = [key for key in part[:end] if key in known]
             room = index.num_slots // PREFETCHED_SHARE - len(book.promoting)
             ordered = self._pages.promotions.promote_ahead(wanted[: max(0, room)], self._clock())
@@ -608,9 +610,13 @@ class HintActions:
             raise _Refused(Outcome.MISSING, _NOT_FOUND)
         return _result(hint, Outcome.CLIPPED if covered else Outcome.REJECTED, why, covered)
 
-    def _is_here(self, key: PageKey, also: frozenset[PageKey] | set[PageKey] = frozenset()) -> bool:
+    def _in_cpu(self, key: PageKey) -> bool:
+        """True if CPU memory has the page, or is about to."""
         state = self._index.state(key)
-        return key in also or state.readable or state.moving or self._in_vram(key) is not None
+        return state.readable or state.moving
+
+    def _is_here(self, key: PageKey) -> bool:
+        return self._in_cpu(key) or self._in_vram(key) is not None
 
     def _looked_up(
         self, keys: Sequence[PageKey], context: Sequence[PageKey]

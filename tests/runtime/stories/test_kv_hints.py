@@ -258,6 +258,20 @@ def test_a_turn_after_a_prefetch_reads_nothing_from_ssd(rig: EngineRig) -> None:
     rig.check_clean()
 
 
+def test_a_prefetch_also_promotes_pages_whose_blocks_are_still_in_vram(rig: EngineRig) -> None:
+    first_turn(rig)
+    assert send_one(rig, Intent.DEMOTE).outcome is not Outcome.REJECTED
+    rig.wait_for_worker()
+    rig.run()
+    pages = keys(rig)
+    assert in_cpu(rig, pages) == 0
+    assert send_one(rig, Intent.PREFETCH).outcome is Outcome.ACCEPTED
+    rig.wait_for_worker()
+    rig.run()
+    assert in_cpu(rig, pages) >= PAGES - 1, "all whole pages; the blocks may soon be reused"
+    rig.check_clean()
+
+
 def test_a_prefetch_is_clipped_where_space_or_pages_end(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
