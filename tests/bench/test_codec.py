@@ -58,7 +58,7 @@ class Idle:
 
 
 def test_a_codec_that_returns_another_codecs_result_is_detected() -> None:
-    with pytest.raises(RuntimeError, match="idle did not reproduce"):
+    with pytest.raises(RuntimeError, match="idle decoded a page that differs"):
         race({"raw": RawCodec(PAGE), "idle": Idle()}, PAGES, rounds=1)
 
 

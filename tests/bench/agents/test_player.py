@@ -230,7 +230,7 @@ def test_a_job_whose_request_fails_ends_and_the_others_continue() -> None:
 @pytest.mark.parametrize(
     ("server", "reason"),
     [
-        (StubServer(lacks=("token_ids",)), "without token ids"),
+        (StubServer(lacks=("token_ids",)), "the answer has no token ids"),
         (StubServer(lacks=("usage",)), "does not report token counts"),
         (StubServer(obeys=False), "did not answer with the forced tokens"),
         (StubServer(breaks_off=True), "got no answer"),

@@ -99,7 +99,7 @@ def test_without_json_the_result_is_tables(server: StubServer, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "give the address"),
+        ((), "at least one server address is required"),
         (("--url", "http://x"), "either --jps or --sessions"),
         (("--url", "http://x", "--jps", "1", "--sessions", "1"), "either --jps or --sessions"),
         (("--url", "http://x", "--jps", "1", "--name", "a", "--name", "b"), "2 names"),

@@ -102,7 +102,7 @@ def test_a_third_party_policy_is_named_by_its_module(trace: Path) -> None:
 def test_a_trace_cannot_make_the_command_import_a_module(trace: Path, tmp_path: Path) -> None:
     own = "tiered_kv.policies.baselines.unpinned:Lru"
     strange = rewritten(trace, tmp_path, policy=own, eviction="no.such:Rule")
-    with pytest.raises(WhatIfError, match="name it with --recorded"):
+    with pytest.raises(WhatIfError, match="pass --recorded to import it"):
         what_if(strange, "stock")
     named = what_if(strange, "stock", recorded=own)
     assert named.recorded_policy == own
