@@ -146,7 +146,7 @@ class Comparison:
         busy = [kept.other_cores or 0.0 for kept in (self.tiered, self.stock)]
         if max(busy) > BUSY_CORES:
             lines.append(
-                f"THE MACHINE WAS BUSY: other programs used {busy[0]:.1f} cores during this run,  "
+                f"THE MACHINE WAS BUSY: other programs used {busy[0]:.1f} cores during this run, "
                 f"{busy[1]:.1f} in stock's run; on a CPU, other load can triple step times"
             )
         return [*lines, self._about_answers()]
