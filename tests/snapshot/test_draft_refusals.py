@@ -79,7 +79,7 @@ def test_a_name_that_is_taken_is_refused_at_both_ends(tmp_path: Path, taken: str
 def test_an_unwritable_root_is_refused_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for root in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(SnapshotError, match="a folder is needed that can be written"):
+        with pytest.raises(SnapshotError, match="must be a writable folder"):
             SnapshotDraft.begin(root, "one")
 
 
