@@ -32,7 +32,7 @@ import typer
 from tiered_kv.bench.agents.forcing import server_env
 from tiered_kv.bench.agents.paired import PairedRatio, drawn_order
 from tiered_kv.bench.hints import abuse
-from tiered_kv.bench.hints.senders import SENDERS, Server, play
+from tiered_kv.bench.hints.senders import SENDERS, Sent, Server, play
 from tiered_kv.bench.output import (
     AsJson,
     ModelFolder,
@@ -153,7 +153,7 @@ def release(server: Server, own: Sequence[int], shared: Sequence[int]) -> dict[s
     }
 
 
-REVISIONS: Sequence[tuple[str, Mapping[str, object], bool]] = (
+REVISIONS: Sequence[tuple[str, Mapping[str, Any], bool]] = (
     ("the tool takes longer", {"expected_tool_s": LATER_S}, True),
     ("the tool is nearly done", {"progress": 90, "total": 100}, True),
     ("the tool has ended", {"done": True}, True),
@@ -253,7 +253,7 @@ def measure(model: Path, size: Size, folder: Path, tick: Tick) -> dict[str, Any]
         server = Server(http)
         short = texts(http, len(SENDERS) + 3 + len(REVISIONS) + abuse.VICTIMS, SHORT_TOKENS)
         server.settle()
-        sent = []
+        sent = list[Sent]()
         for sender in SENDERS:
             sent += play(server, sender, short.pop())
             tick(sender.name)
