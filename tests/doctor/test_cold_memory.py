@@ -87,7 +87,7 @@ def test_the_ratio_and_the_time_are_logged() -> None:
     found = check_cold_pages(FULL)
     assert found.verdict.value == "ok"
     assert found.seen == (
-        "900 of 1,300 pages are compressed, 1.50 in a slot; 12.5 s to compress, 3.0 s to restore "
+        "900 of 1,300 pages are compressed, 1.50 per slot; 12.5 s to compress, 3.0 s to restore "
         "so far"
     )
 

@@ -47,7 +47,7 @@ def test_this_machine_is_examined_with_the_server_s_environment(tmp_path: Path) 
 
 def test_next_to_a_running_server_available_memory_does_not_count() -> None:
     found = by_check(examine(BASE, beside=True))
-    assert found["CPU memory"].seen.endswith("GiB in all")
+    assert found["CPU memory"].seen.endswith("GiB in total")
 
 
 def test_modules_of_the_present_folder_are_not_imported(

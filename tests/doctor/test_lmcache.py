@@ -16,15 +16,15 @@ def advice(name: str, value: str, ranks: int = 1) -> str:
 
 
 def test_sizes_are_of_the_whole_engine_and_in_gib() -> None:
-    assert advice("LMCACHE_MAX_LOCAL_CPU_SIZE", "20").startswith("TIERED_KV_CPU_GIB=18.6:")
-    assert advice("LMCACHE_MAX_LOCAL_CPU_SIZE", "20", 4).startswith("TIERED_KV_CPU_GIB=74.5:")
-    assert advice("LMCACHE_MAX_LOCAL_DISK_SIZE", "100").startswith("TIERED_KV_SSD_GIB=93.1:")
-    assert advice("LMCACHE_MAX_LOCAL_DISK_SIZE", "much").startswith("TIERED_KV_SSD_GIB=GIB:")
+    assert advice("LMCACHE_MAX_LOCAL_CPU_SIZE", "20").startswith("Set TIERED_KV_CPU_GIB=18.6:")
+    assert advice("LMCACHE_MAX_LOCAL_CPU_SIZE", "20", 4).startswith("Set TIERED_KV_CPU_GIB=74.5:")
+    assert advice("LMCACHE_MAX_LOCAL_DISK_SIZE", "100").startswith("Set TIERED_KV_SSD_GIB=93.1:")
+    assert advice("LMCACHE_MAX_LOCAL_DISK_SIZE", "much").startswith("Set TIERED_KV_SSD_GIB=GIB:")
 
 
 @pytest.mark.parametrize("value", ["/nvme/kv", "file:///nvme/kv", '"file:///nvme/kv"'])
 def test_lmcaches_folder_is_suggested_as_the_ssd_path(value: str) -> None:
-    assert advice("LMCACHE_LOCAL_DISK", value).startswith("TIERED_KV_SSD_PATH=/nvme/kv:")
+    assert advice("LMCACHE_LOCAL_DISK", value).startswith("Set TIERED_KV_SSD_PATH=/nvme/kv,")
 
 
 def test_what_is_off_there_needs_no_setting_here() -> None:
@@ -46,7 +46,7 @@ def test_every_variable_that_is_named_exists() -> None:
     env = {PREFIX + name: "1" for name in EQUIVALENTS}
     for found in by_check(check_lmcache(env, 2)).values():
         for word in found.advice.replace(":", " ").replace(";", " ").split():
-            if word.startswith("TIERED_KV_"):
+            if word.startswith("Set TIERED_KV_"):
                 name, _, value = word.partition("=")
                 if name != "TIERED_KV_TIERS":
                     load_config({name: value or "1"} if name.endswith("_GIB") else {})

@@ -46,7 +46,7 @@ def test_a_busy_server_is_healthy() -> None:
     assert verdicts(found.values()) == dict.fromkeys(
         ("server", "connector", "tiers", "cold pages", "failures", "ids"), "ok"
     )
-    assert "50% was in VRAM, 30% came from CPU memory, 20% was computed" in found["connector"].seen
+    assert "50% were in VRAM, 30% came from CPU memory, 20% were computed" in found["connector"].seen
     assert found["tiers"].seen.startswith("800 pages in 1,000 slots")
 
 
@@ -94,12 +94,12 @@ def test_a_server_without_the_connector_is_reported_with_instructions() -> None:
 
 
 def test_a_server_that_is_not_vllm_is_reported() -> None:
-    assert asked("python_info 1.0\n")["connector"].seen == "no metrics of vLLM"
+    assert asked("python_info 1.0\n")["connector"].seen == "the page has no metrics of vLLM"
 
 
 def test_a_connector_that_sees_no_turn_is_broken() -> None:
     found = asked(metrics(requests=12, cpu_slots=10))["connector"]
-    assert (found.verdict.value, found.seen) == ("fail", "no turn of 12 answered requests")
+    assert (found.verdict.value, found.seen) == ("fail", "no turns, but 12 answered requests")
 
 
 def test_a_connector_that_saves_nothing_is_reported() -> None:

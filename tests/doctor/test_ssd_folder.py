@@ -40,7 +40,7 @@ def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
 def test_missing_disk_space_is_reported(tmp_path: Path) -> None:
     found = by_check(check_ssd(TierConfig(ssd_path=tmp_path, ssd_gib=1 << 20)))
     assert found["SSD space"].verdict.value == "warn"
-    assert found["SSD space"].advice.startswith("TIERED_KV_SSD_GIB=")
+    assert found["SSD space"].advice.startswith("Set TIERED_KV_SSD_GIB=")
 
 
 def test_space_used_by_existing_stores_is_reported(tmp_path: Path) -> None:

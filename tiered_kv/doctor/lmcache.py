@@ -42,8 +42,8 @@ def _gib(value: str, ranks: int) -> str:
 
 def _policy(value: str, ranks: int) -> str:
     if value.upper() == "LRU":
-        return "Set TIERED_KV_EVICTION=lru for the same rule; the default evicts by value."
-    return "Nothing to set: pages are evicted from CPU memory by their value."
+        return "Set TIERED_KV_EVICTION=lru. The default, worth, evicts the least valuable page first."
+    return "Nothing to set: the default rule, worth, evicts the least valuable page first."
 
 
 def _always(sentence: str) -> Advice:
