@@ -102,7 +102,7 @@ def test_the_size_of_weights_may_be_given(tmp_path: Path) -> None:
         (LLAMA_8B, ["--gpu", "abacus"], "is not a known GPU"),
         (LLAMA_8B, ["--gpu", "h100", "--cpu-gib", 0, "--ssd-gib", 9], "Pages on SSD pass"),
         (LLAMA_8B, ["--gpu", "h100", "--gpus", 3], "must be divisible by tensor parallel size (3)"),
-        (QWEN3_NEXT_80B, ["--gpu", "h100"], "it takes 3 or more"),
+        (QWEN3_NEXT_80B, ["--gpu", "h100"], "use 3 or more"),
         ({"model_type": "rwkv"}, ["--gpu", "h100"], "['RwkvModel'] are not supported"),
     ],
 )
