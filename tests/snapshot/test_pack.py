@@ -208,7 +208,7 @@ WRONG: dict[str, tuple[Callable[[Members], object], str]] = {
     "a page of a short name": (renamed(1, "pages/abcd"), "not a file name"),
     "a page with an end of line": (renamed(1, f"pages/{DIGEST}\n"), "not a file name"),
     "something else": (added("notes.txt"), "not a file name"),
-    "a folder with something in it": (added("pages/", b"x"), "two sizes"),
+    "a folder with something in it": (added("pages/", b"x"), "conflicting sizes"),
     "another folder": (added("more/", b""), "not a file name"),
     "a page that nobody knows": (added(f"pages/{DIGEST}"), "not in the manifest"),
     "a member twice": (lambda m: m.append(m[1]), "duplicate"),
