@@ -51,7 +51,7 @@ def test_agents_without_a_job_of_their_own_are_not_known(
 
 
 def test_a_trace_that_lacks_a_turn_is_no_result() -> None:
-    with pytest.raises(RuntimeError, match="0 turns of 1 requests"):
+    with pytest.raises(RuntimeError, match="0 turns, but 1 requests were sent"):
         judge([Sent("c", 0, "/v1/messages", "main", None)], [])
 
 
