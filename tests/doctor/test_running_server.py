@@ -46,7 +46,9 @@ def test_a_busy_server_is_healthy() -> None:
     assert verdicts(found.values()) == dict.fromkeys(
         ("server", "connector", "tiers", "cold pages", "failures", "ids"), "ok"
     )
-    assert "50% were in VRAM, 30% came from CPU memory, 20% were computed" in found["connector"].seen
+    assert (
+        "50% were in VRAM, 30% came from CPU memory, 20% were computed" in found["connector"].seen
+    )
     assert found["tiers"].seen.startswith("800 pages in 1,000 slots")
 
 

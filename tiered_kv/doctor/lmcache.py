@@ -42,7 +42,9 @@ def _gib(value: str, ranks: int) -> str:
 
 def _policy(value: str, ranks: int) -> str:
     if value.upper() == "LRU":
-        return "Set TIERED_KV_EVICTION=lru. The default, worth, evicts the least valuable page first."
+        return (
+            "Set TIERED_KV_EVICTION=lru. The default, worth, evicts the least valuable page first."
+        )
     return "Nothing to set: the default rule, worth, evicts the least valuable page first."
 
 
