@@ -26,11 +26,12 @@ import httpx
 import numpy as np
 
 from tiered_kv.bench.agents.paired import PairedRatio, drawn_order
-from tiered_kv.bench.hints.senders import JSON_TYPE, Server
 from tiered_kv.bench.output import Tick
 from tiered_kv.bench.servers.load import group_members
 from tiered_kv.bench.servers.vllm_server import MODEL_NAME, VllmServer
 from tiered_kv.policies.jobs.kv_hints import MAX_ACTIONS, Intent, Outcome
+
+from .senders import JSON_TYPE, Server
 
 HINTS, NOTHING = "/tiered_kv/hints", "/nothing"
 CALLERS = 8
@@ -277,7 +278,7 @@ UNCHANGED = ("id", "number", "turn", "state", "since", "context_tokens", "decisi
 
 
 def rows(server: Server) -> list[Mapping[str, Any]]:
-    """What the list of jobs has of the victims."""
+    """Rows of the victims in the list of jobs."""
     return [
         {name: row[name] for name in UNCHANGED}
         for row in server.jobs().values()

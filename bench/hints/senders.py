@@ -30,7 +30,7 @@ TERMS: Mapping[Intent, Mapping[str, object]] = {
     Intent.PIN: {"ttl_s": PIN_S},
     Intent.REVISE: {"expected_tool_s": TOOL_S},
 }
-"""What a hint says besides its target."""
+"""Fields of a hint in addition to its target."""
 TURN_ENDS = (Intent.RETAIN, Intent.PIN, Intent.DEMOTE)
 """Intents of hints about the job of the turn that carries them."""
 DONE = (Outcome.ACCEPTED, Outcome.CLIPPED)

@@ -63,7 +63,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start a process.
+    """Command and environment of a process to start.
 
     Attributes:
         command: program and arguments.
