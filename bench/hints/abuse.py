@@ -43,7 +43,7 @@ REST_S = 2.0
 LATE = 3.0
 """A spell ends after this multiple of its planned time, however many calls are left."""
 TIMEOUT_S = 120.0
-HARMLESS = {Outcome.REJECTED, Outcome.MISSING}
+HARMLESS = {Outcome.REJECTED, Outcome.MISSING, Outcome.DEFERRED}
 REFUSED, LIMITED = {400, 413, 415}, 429
 VICTIMS, SALT, CALLER_SALT = 4, "alice", "mallory"
 SEED = 1
