@@ -9,7 +9,7 @@ import pytest
 from tiered_kv.bench.hints.__main__ import Size, measure
 from tiered_kv.policies.jobs.kv_hints import Intent
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 
 def test_hints_are_carried_out_and_reported_by_every_transport(
