@@ -68,8 +68,8 @@ class GapModel:
         return Forecast.of_masses(self._correction.corrected(masses, features_of(past)))
 
     def observe(self, turn: TurnEnd, gap_s: float, *, ended: bool) -> None:
-        """Learn from a gap, as in ``TurnPolicy.observe``. Negative and infinite gaps are
-        ignored."""
+        """Update the model with a gap (see ``TurnPolicy.observe``). Ignores gaps that are negative
+        or infinite."""
         if not 0 <= gap_s < math.inf:
             return
         masses, features = self._tools.forecast(turn.tool), features_of(self._jobs.past(turn))

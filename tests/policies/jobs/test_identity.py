@@ -224,7 +224,7 @@ def test_different_parts_give_different_ids() -> None:
 
 
 def test_every_field_of_the_table_is_read() -> None:
-    """The same table generates the documentation and controls which fields are read."""
+    """``SOURCES`` determines which fields are read, and the documentation is generated from it."""
     for source in SOURCES:
         for name in (*source.session, *source.job):
             *above, last = name.split(".")

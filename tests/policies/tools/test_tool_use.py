@@ -145,7 +145,7 @@ def test_background_commands_return_immediately() -> None:
 
 
 def test_the_command_is_kept_up_to_a_limit() -> None:
-    """Learned features use the whole command."""
+    """The whole command is kept, up to a limit, because the forecast learns from its words."""
     assert shell("cd a && pytest | tail").command == "cd a && pytest | tail"
     assert len(shell("echo " + "x" * 100_000).command) == 2_000
 

@@ -502,8 +502,8 @@ def test_a_gap_is_revised_only_while_it_runs(rig: EngineRig) -> None:
 def test_a_hint_reveals_nothing_about_other_scopes_and_changes_nothing_there(
     rig: EngineRig, intent: Intent
 ) -> None:
-    """Whatever name a hint uses, a job in another scope has the same result as a job that does not
-    exist."""
+    """A hint about a job in another scope gets the same result as a hint about a job that does not
+    exist, whether it names the job, its tokens or its block hashes."""
     first_turn(rig, salt="mine")
     pages = keys(rig, salt="mine")
     block_hashes = tuple(key[16:] for key in pages)

@@ -61,7 +61,7 @@ class PackedRecord:
 
     @property
     def end(self) -> int:
-        """Offset of the end of the record in the buffer."""
+        """End of the record: its offset in the buffer, in bytes."""
         return self.start + (self.nbytes if self.page is None else BLOCK)
 
 
