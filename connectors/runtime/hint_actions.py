@@ -471,9 +471,8 @@ class HintActions:
     def _is_outside(self, key: PageKey) -> bool:
         """Return True if CPU memory or a lower tier has the page, or if it is moving to CPU
         memory."""
-        state = self._index.state(key)
         tiers = self._pages.tiers.values()
-        return state.readable or state.moving or any(key in tier.pages.index for tier in tiers)
+        return self._in_cpu(key) or any(key in tier.pages.index for tier in tiers)
 
     def _moving(self, keys: Sequence[PageKey]) -> set[PageKey]:
         """The pages among ``keys`` that a save, a promotion or a demotion copies now."""
@@ -577,7 +576,7 @@ class HintActions:
         book, index, covered = self._pages.book, self._index, 0
         if not index.num_slots:
             raise _Refused(Outcome.REJECTED, "This engine keeps no KV in CPU memory.")
-        why = ""
+        why, short = "", False
         for part in self._portions(found.pages):
             if not part:
                 yield True
@@ -596,7 +595,7 @@ class HintActions:
                 self._log.trace.brought_up(found.job.key, ordered)
             if ordered < len(wanted):
                 covered += part.index(wanted[ordered])
-                why = "CPU memory has no more space for promotions."
+                why, short = "CPU memory has no more space for promotions.", True
                 break
             index.touch(reversed(part[:end]))  # so that other promotions do not evict them
             covered += len(part[:end])
@@ -606,7 +605,7 @@ class HintActions:
         if not why:
             outcome = Outcome.ACCEPTED if covered else Outcome.MISSING
             return _result(hint, outcome, "" if covered else _NOT_FOUND, covered)
-        if not covered and "space" not in why:
+        if not covered and not short:
             raise _Refused(Outcome.MISSING, _NOT_FOUND)
         return _result(hint, Outcome.CLIPPED if covered else Outcome.REJECTED, why, covered)
 
