@@ -191,8 +191,8 @@ def real_texts(model: Path, lengths: Sequence[int]) -> list[list[int]]:
     """Return token ids of real source text, from a different file of the standard library for each
     length.
 
-    Texts of at least 60 tokens repeat their start after two thirds, so that a model that can copy
-    predicts the continuation with certainty.
+    Texts of at least 60 tokens repeat their start after two thirds, shorter ones repeat their first
+    quarter, so that a model that can copy predicts the continuation with certainty.
     """
     from transformers import AutoTokenizer
 
@@ -208,6 +208,6 @@ def real_texts(model: Path, lengths: Sequence[int]) -> list[list[int]]:
     for length, path in zip(lengths, files, strict=False):
         ids = list(tokenizer(path.read_text(errors="replace")[: length * 8])["input_ids"])
         assert len(ids) >= length, f"{path} is too short for {length} tokens"
-        again = ids[: length * 2 // 3] if length >= 60 else []
-        found.append((again + ids)[:length])
+        repeated = ids[: length * 2 // 3 if length >= 60 else length // 4]
+        found.append((repeated * 4 + ids)[:length])
     return found
