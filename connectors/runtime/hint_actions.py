@@ -7,7 +7,7 @@ into portions, one per step, and a hint that has to wait is continued in later s
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -164,6 +164,8 @@ class HintActions:
     ) -> None:
         self.works: deque[_Work] = deque()
         self.retained: dict[Retention, _Retained] = {}
+        self._retained_by = Counter[str]()  # salt -> retained pages
+        self._next_end = float("inf")
         self._observes = deps.config.observes
         self._facts = engine.facts
         self._counters = engine.counters
@@ -311,8 +313,12 @@ class HintActions:
     def poll(self) -> None:
         """End the retentions whose time is over."""
         now = self._clock()
+        if now < self._next_end:
+            return
         for key in [key for key, one in self.retained.items() if one.until <= now]:
             self._end_retention(key)
+        ends = (one.until for one in self.retained.values())
+        self._next_end = min(ends, default=float("inf"))
 
     def reset(self) -> None:
         """End every retention and every unfinished hint, because existing KV has become invalid."""
@@ -432,6 +438,8 @@ class HintActions:
                 continue
             if named and job.salt != best.salt:  # an operator's hashes of one scope
                 continue
+            if not self._left:
+                yield True
             pages = self._order.context(job)
             last = 0
             for at in range(0, len(pages), PAGES_A_STEP):
@@ -482,8 +490,16 @@ class HintActions:
         )
 
     def _end_retention(self, key: Retention) -> None:
-        if self.retained.pop(key, None) is not None:
+        held = self.retained.pop(key, None)
+        if held is not None:
+            self._retained_by[key.job.salt] -= held.pages
+            if not self._retained_by[key.job.salt]:
+                del self._retained_by[key.job.salt]
             self._order.on_job_ended(key)
+
+    def _is_pinned(self, key: PageKey) -> bool:
+        block = self._in_vram(key)
+        return block is not None and self._pins.holds(block)
 
     # -- intents ----------------------------------------------------------------------------
 
@@ -502,18 +518,19 @@ class HintActions:
         if not found.pages:
             raise _Refused(Outcome.MISSING, "No pages of this job are known.")
         ttl_s, clipped = _ttl(hint, LONGEST_RETENTION_S)
-        job = found.job
-        key = Retention(job.key) if job else Retention(JobKey(found.salt, ""), found.pages[-1])
-        others = {one: held for one, held in self.retained.items() if one != key}
-        mine = sum(held.pages for one, held in others.items() if one.job.salt == found.salt)
-        room = slots // RETAINED_SHARE - sum(held.pages for held in others.values())
-        room = min(room, slots // RETAINED_SHARE_OF_SCOPE - mine)
-        if room <= 0 or len(others) >= MOST_HINTS:
+        key = _retention(found)
+        old = self.retained.get(key)
+        again = old.pages if old is not None else 0
+        room = slots // RETAINED_SHARE - self._retained_by.total()
+        room = min(room, slots // RETAINED_SHARE_OF_SCOPE - self._retained_by[found.salt]) + again
+        if room <= 0 or (old is None and len(self.retained) >= MOST_HINTS):
             raise _Refused(Outcome.REJECTED, "The space for retained pages is used up.")
         pages = found.pages[:room]
         factor = MOST_PRIORITY ** min(1.0, max(-1.0, hint.priority))
         page_s = self._costs.costs(len(pages) * self._facts.block_size).recompute_s / len(pages)
         self.retained[key] = _Retained(len(pages), now + ttl_s)
+        self._retained_by[found.salt] += len(pages) - again
+        self._next_end = min(self._next_end, now + ttl_s)
         self._order.on_gap_begun(key, pages, _Until(ttl_s), now, page_s * factor)
         if len(pages) < len(found.pages):
             reason = f"Only the first {len(pages)} pages: the space for retained pages is used up."
@@ -525,7 +542,7 @@ class HintActions:
         by the leading pages whose blocks are still in VRAM."""
         pins, now, job = self._pins, self._clock(), found.job
         ttl_s, clipped = _ttl(hint, LONGEST_PIN_S)
-        key = JobKey(found.salt, f"(pages to {found.pages[-1].hex()})") if not job else job.key
+        key = _pin_key(found)
         gap, held = self._manager.open.get(key), pins.look(key)
         value = pin_value(gap.decision.forecast, gap.costs, ttl_s) if gap else None
         # Other requests never wait for a pin that only a hint keeps.
@@ -632,15 +649,14 @@ class HintActions:
         tiers, job, index = self._pages.tiers, found.job, self._index
         if not tiers.own:
             raise _Refused(Outcome.REJECTED, "There is no tier below CPU memory.")
-        if job is not None:
-            self._end_retention(Retention(job.key))
-            self._pins.release(job.key, PinEnd.REVISED)
+        self._end_retention(_retention(found))
+        self._pins.release(_pin_key(found), PinEnd.REVISED)
         moved, left, sent, until = 0, found.pages, set[PageKey](), self._clock() + EAGER_S
         while left:
             waiting = list[PageKey]()
             for part in self._portions(left):
                 if not part:
-                    yield True
+                    yield self._clock() < until
                 if job is not None and job.running:
                     return _result(hint, Outcome.CLIPPED, "The job's next turn arrived.", moved)
                 private = self._order.private(part, found.is_mine)
@@ -664,10 +680,13 @@ class HintActions:
         return _result(hint, Outcome.ACCEPTED if whole else Outcome.CLIPPED, reason, moved)
 
     def _release(self, hint: KvHint, found: _Found) -> Carrying:
-        """Finish the job, and delete its pages in all tiers, except pages that other contexts have.
-        Pages in use are deleted once they are no longer used."""
+        """Finish the job, and delete its pages in all tiers, except pages that other contexts or
+        pins have. Pages in use are deleted once they are no longer used."""
         job, first = found.job, frozenset[PageKey]()
-        if job is not None:
+        if job is None:
+            self._end_retention(_retention(found))
+            self._pins.release(_pin_key(found), PinEnd.GIVEN_UP)
+        else:
             self._end_retention(Retention(job.key))
             # The end of the job completes its record in the trace.
             self._log.trace.hinted(job.key, f"{hint.intent} {Outcome.ACCEPTED}")
@@ -680,14 +699,15 @@ class HintActions:
         if not found.pages:
             reason = "The job has ended. Its pages are not known, and will be evicted."
             return _result(hint, Outcome.CLIPPED, reason)
-        gone, left, began = 0, found.pages, self._clock()
+        gone, left, began, eager = 0, found.pages, self._clock(), True
         while left:
             waiting, moving = list[PageKey](), False
             for part in self._portions(left):
                 if not part:
-                    yield True
+                    yield eager
                     continue
                 private = self._order.private(part, found.is_mine)
+                private = [key for key in private if not self._is_pinned(key)]
                 busy = self._moving(private)
                 moving |= bool(busy)
                 busy |= self._forget_in_vram([key for key in private if key not in busy])
@@ -698,12 +718,13 @@ class HintActions:
             left, tried = waiting, self._clock()
             if not left or tried - began > PATIENCE_S:
                 break
-            yield tried - began < EAGER_S and moving
+            eager = moving and tried - began < EAGER_S
+            yield eager
             while not moving and self._clock() - tried < AGAIN_S and self._turns:
                 yield False
         if left:
             return _result(hint, Outcome.CLIPPED, "Requests that run use the other pages.", gone)
-        reason = "" if gone == len(found.pages) else "Pages that other jobs have stay."
+        reason = "" if gone == len(found.pages) else "Pages that others have or pin stay."
         return _result(hint, Outcome.ACCEPTED, reason, gone)
 
     def _forget_in_vram(self, keys: Sequence[PageKey]) -> set[PageKey]:
@@ -748,6 +769,16 @@ class HintActions:
             where = "is not pinned" if gap.decision.tier is Tier.PIN else "waits outside VRAM"
             return _result(hint, Outcome.ACCEPTED, f"Its KV {where}.")
         return _result(hint, Outcome.ACCEPTED, "Its KV is pinned.", pin.blocks, pin.deadline - now)
+
+
+def _retention(found: _Found) -> Retention:
+    job = found.job
+    return Retention(job.key) if job else Retention(JobKey(found.salt, ""), found.pages[-1])
+
+
+def _pin_key(found: _Found) -> JobKey:
+    job = found.job
+    return job.key if job else JobKey(found.salt, f"(pages to {found.pages[-1].hex()})")
 
 
 def _ttl(hint: KvHint, longest_s: float) -> tuple[float, bool]:

@@ -89,6 +89,10 @@ class PinTable:
         """Number of pinned blocks; blocks shared by pins count once."""
         return len(self._held)
 
+    def holds(self, block: Block) -> bool:
+        """True if any pin holds the block."""
+        return block.block_id in self._held
+
     def look(self, job: JobKey) -> PinFacts | None:
         """Return the size and deadline of a job's pin; None if the job has no pin."""
         pin = self._pins.get(job)

@@ -399,6 +399,24 @@ def test_pages_that_another_job_also_has_are_kept(rig: EngineRig) -> None:
     rig.check_clean()
 
 
+def test_pages_that_another_hint_pins_are_kept_until_they_are_released_themselves(
+    rig: EngineRig,
+) -> None:
+    first_turn(rig)
+    pages, prefix = keys(rig), Target(tokens=tuple(CONTEXT[:160]))
+    assert send_one(rig, Intent.PIN, prefix, ttl_s=600.0).pages == 10
+    result = send_one(rig, Intent.RELEASE)
+    assert (result.outcome, result.pages) == (Outcome.ACCEPTED, PAGES - 10), "nothing is waited for"
+    assert in_vram(rig, pages) == pinned(rig) == 10
+    assert send_one(rig, Intent.RETAIN, prefix, ttl_s=600.0).outcome is Outcome.ACCEPTED
+    result = send_one(rig, Intent.RELEASE, prefix)
+    assert (result.outcome, result.pages) == (Outcome.ACCEPTED, 10)
+    assert in_cpu(rig, pages) == in_vram(rig, pages) == pinned(rig) == 0
+    assert not rig.half.kv_hints.retained
+    settle(rig)
+    rig.check_clean()
+
+
 def test_a_running_turn_is_the_last_one_of_a_released_job(rig: EngineRig) -> None:
     rig.add("t", CONTEXT, params={"job_id": "j"})
     [result] = send(rig, hint(Intent.RELEASE))
