@@ -167,6 +167,13 @@ def test_failures_are_named() -> None:
     assert not [line for line in shown(server(job()), 100, 30) if "failures" in line]
 
 
+def test_hints_are_counted_by_outcome() -> None:
+    hints = {"hints_pin_accepted": 3, "hints_release_accepted": 1, "hints_pin_missing": 2}
+    busy = server(job(), engines=(engine(counters={**engine().counters, **hints}),))
+    assert "4 accepted, 2 missing" in next(ln for ln in shown(busy, 100, 30) if "hints" in ln)
+    assert not [line for line in shown(server(job()), 100, 30) if "hints" in line]
+
+
 def test_jobs_not_yet_read_are_shown() -> None:
     part = replace(server(job()), whole=False)
     assert shown(part, 100, 30)[-1].startswith("1-1 of 1 seen, 12 known ")

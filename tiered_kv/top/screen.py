@@ -11,6 +11,7 @@ from rich.text import Text
 
 from tiered_kv.doctor.running_server import FAILURES
 from tiered_kv.formatting import count
+from tiered_kv.metrics import HINT_INTENTS, HINT_OUTCOMES, hint_event
 from tiered_kv.status import EngineStatus
 
 from .job_rows import job_rows
@@ -60,7 +61,8 @@ def _above(state: ServerState, view: View, canvas: Canvas) -> list[tuple[Rendera
     looked_at = view.of(state)
     engine = looked_at.total
     head = [_head(looked_at, view), *_sentences(state, view, canvas)]
-    bars, counts = tier_bars(engine.tiers, canvas), [_counts(engine, canvas), *_failures(engine)]
+    bars = tier_bars(engine.tiers, canvas)
+    counts = [_counts(engine, canvas), *_hints(engine, canvas), *_failures(engine)]
     found: list[tuple[RenderableType, int]] = [_lines(head), _lines(bars)]
     left = (canvas.height or 1000) - len(head) - len(bars) - LEAST_ROWS - 2
     if left >= len(counts):
@@ -124,6 +126,17 @@ def _counts(engine: EngineStatus, canvas: Canvas) -> Text:
         f"; {count(pins.jobs, 'pin')}, {blocks}",
         f"; {count(queues.prefetches, 'context')} to prefetch",
     )
+
+
+def _hints(engine: EngineStatus, canvas: Canvas) -> list[Text]:
+    """Return a line with the number of KV hints by outcome; empty if no client has sent any."""
+    by_outcome = {
+        outcome: sum(engine.counters.get(hint_event(one, outcome), 0) for one in HINT_INTENTS)
+        for outcome in HINT_OUTCOMES
+    }
+    words = ", ".join(f"{times:,.0f} {outcome}" for outcome, times in by_outcome.items() if times)
+    name = f"{'hints':<12} " if canvas.is_wide else "hints "
+    return [line((name, "bold"), words)] if words else []
 
 
 def _failures(engine: EngineStatus) -> list[Text]:
