@@ -199,8 +199,9 @@ class TiersState:
         awaits: promotions or lookups that the turn waits for.
         behind: number of pages of other turns whose slots the turn waits for; 0 if it does not
             wait.
-        longest_wait_s: longest wait for the turn's pages; None if no page is worth waiting for.
-        wait_until: deadline of that wait; None until VRAM has space for the turn.
+        longest_wait_s: longest further wait for the turn's pages; None if no page is worth waiting
+            for.
+        wait_until: deadline of that wait; None while VRAM has no space for the turn.
         looked_at: when the tiers were last searched for pages, seconds; None before.
         room_seen: True if VRAM had space for the turn at that time.
         in_pieces: True if pages that do not fit in CPU memory are to be promoted in pieces.
@@ -209,7 +210,7 @@ class TiersState:
             store from which it comes.
         held: slots of the pages that have arrived.
         waits_since: when the turn first waited for these pages, seconds; None if it did not.
-        waited_s: time that the turn waited, set at its admission.
+        waited_s: duration of its earlier waits for them, seconds.
     """
 
     lookups: int = 0
@@ -230,7 +231,7 @@ class TiersState:
     waited_s: float = 0.0
 
     def left_s(self, now: float) -> float | None:
-        """Return the time left of the wait for pages, seconds; None if the wait has not started."""
+        """Return the time left of the wait for pages, seconds; None while it does not count."""
         return None if self.wait_until is None else self.wait_until - now
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Below, Tiers
 from tiered_kv.connectors.runtime.lower_tiers.lower_tier import NOW
-from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.connectors.runtime.turn import TiersState, Turn
 from tiered_kv.keys import PageKey
 from tiered_kv.page_group import KvKind
 from tiered_kv.pages.order_book import OrderBook
@@ -57,8 +57,8 @@ class PromotionCost:
 
     @property
     def longest_wait_s(self) -> float:
-        """Longest wait for the pages before the turn prefills their tokens instead, seconds. The
-        wait counts from when VRAM has space for the turn, because the turn waits until then anyway.
+        """Longest wait for the pages before the turn prefills their tokens instead, seconds. Only
+        time while VRAM has space for the turn counts, because the turn waits otherwise anyway.
 
         The longest wait equals the prefill time. So the turn takes at most twice the prefill time,
         however slow the disk is (the ski-rental bound of 2).
@@ -303,10 +303,17 @@ class Promotions:
     def still_coming(self, turn: Turn, fit: PrefillFit, fits: Callable[[], bool]) -> bool:
         """Promote pages for a turn that the engine considers for admission. Returns True if the
         turn waits, and the engine must ask again later. The arguments are those of ``bring_up``."""
-        waits = self.bring_up(turn, fit, fits)
-        if waits and turn.tiers.waits_since is None:
-            turn.tiers.waits_since = self._clock()
+        waits, state = self.bring_up(turn, fit, fits), turn.tiers
+        if waits and state.waits_since is None:
+            state.waits_since = self._clock()
+        elif not waits:
+            self._wait_over(state)
         return waits
+
+    def _wait_over(self, state: TiersState) -> None:
+        if state.waits_since is not None:
+            state.waited_s += self._clock() - state.waits_since
+            state.waits_since = None
 
     def bring_up(self, turn: Turn, fit: PrefillFit, fits: Callable[[], bool]) -> bool:
         """Promote the pages that a turn's prompt needs. Returns True if the turn should wait for
@@ -321,6 +328,8 @@ class Promotions:
         if not self._tiers:  # first, because this runs for every waiting request
             return False
         state, now, has_room = turn.tiers, self._clock(), fits()
+        if not has_room and state.wait_until is not None:  # other requests took the space
+            state.longest_wait_s, state.wait_until = max(0.0, state.wait_until - now), None
         awaited = bool(state.awaits or state.rest)
         self._look_at_awaited(turn, now)
         if state.rest and self._left:
@@ -423,9 +432,7 @@ class Promotions:
         if not self._tiers:
             return
         held = turn.tiers.held
-        if turn.tiers.waits_since is not None:
-            turn.tiers.waited_s += self._clock() - turn.tiers.waits_since
-            turn.tiers.waits_since = None
+        self._wait_over(turn.tiers)
         self._index.release_all([*held], [*held.values()], used=False)  # its restore uses them
         held.clear()
         self._drop_rest(turn)

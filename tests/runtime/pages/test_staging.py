@@ -83,7 +83,8 @@ def test_a_turn_waits_for_the_slots_of_another_rather_than_compute(
 def test_turns_compute_pages_that_take_longer_than_computing(
     rig: Rig, reads: threading.Event
 ) -> None:
-    """A turn computes such pages whether it waits for the pages or for slots."""
+    """A turn computes such pages whether it waits for the pages or for slots. The second turn's
+    pages are only ordered when it waits for the blocks of the first."""
     rig.gaps.prefills.fit.observe(0, 1000, 1.0)
     rig.add("a", CONTEXT)
     rig.add("b", OTHER)
@@ -93,7 +94,7 @@ def test_turns_compute_pages_that_take_longer_than_computing(
         rig.step()
     assert rig.outputs["a"] == expected(CONTEXT, 4)
     assert rig.outputs["b"] == expected(OTHER, 4)
-    assert rig.count("promotions_overdue") == 1
+    assert rig.count("promotions_overdue") == 2
     reads.set()
     rig.wait_for_worker()
     rig.step()
@@ -128,6 +129,27 @@ def test_pages_are_promoted_while_their_turn_waits_for_vram(
     rig.wait_for_worker()
     assert "busy" not in rig.finished
     assert rig.outputs["small"] == rig.outputs["a"] == []
+    assert from_ssd(rig, "a", CONTEXT) == 319
+    assert rig.count("promotions_overdue") == 0
+    rig.check_clean()
+
+
+def test_a_wait_does_not_count_while_another_request_has_the_space(
+    rig: Rig, reads: threading.Event
+) -> None:
+    rig.gaps.prefills.fit.observe(0, 1000, 1.0)
+    rig.add("a", CONTEXT)
+    rig.step()
+    assert rig.turn("a").tiers.wait_until is not None
+    rig.add("busy", text(400, seed=3), max_tokens=60)
+    while not rig.outputs["busy"]:
+        rig.step()
+    rig.now += 3600.0
+    for _ in range(10):
+        rig.step()
+    reads.set()
+    rig.wait_for_worker()
+    assert "busy" not in rig.finished
     assert from_ssd(rig, "a", CONTEXT) == 319
     assert rig.count("promotions_overdue") == 0
     rig.check_clean()
