@@ -50,7 +50,7 @@ DECODED = 96
 BYTES_A_TOKEN = {"bfloat16": 2.25e4, "float16": 2.25e4, "float32": 4.5e4}
 """KV bytes per token of the small model, by dtype."""
 RAW = {"TIERED_KV_CODEC": "raw"}
-DECODES = re.compile(r"decodes (\S+) GB/s on each of (\d+) threads")
+DECODES = re.compile(r"decodes (\S+) GB/s per thread, on (\d+) thread")
 
 
 def context_bytes(tokens: int) -> float:

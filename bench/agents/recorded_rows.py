@@ -189,7 +189,7 @@ def known(row: Row, name: str, read: Callable[[Row, str], Read]) -> Read | None:
 
 def _checked(row: Row, name: str, check: Callable[[object], Read]) -> Read:
     if row.get(name) is None:
-        raise ValueError(f"it has no {name}, but {names(row)}")
+        raise ValueError(f"it lacks {name}, and has {names(row)}")
     try:
         return check(row[name])
     except ValueError as error:

@@ -103,7 +103,7 @@ def _turn(row: Row) -> dict[str, Any]:
     """Return a turn's validated fields. A field is None if its value is null."""
     if not row.keys() >= FIELDS:
         raise ValueError(
-            f"it has no {', '.join(sorted(FIELDS - row.keys()))}, but {names(row)}: it is not a "
+            f"it lacks {', '.join(sorted(FIELDS - row.keys()))}, and has {names(row)}: it is not a "
             "turn of LMCache's agent traces"
         )
     return {name: known(row, name, read) for name, read in READERS.items()}

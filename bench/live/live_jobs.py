@@ -113,6 +113,8 @@ def fitting(
             cut += LeftOut(1, before - after)
         if short:
             made.append(short)
+    if not made and most_tokens is None:
+        raise ValueError(f"no job of {jobs.name} has a turn")
     if not made:
         raise ValueError(
             f"no job of {jobs.name} fits: the first turns need more than {most_tokens} tokens; "

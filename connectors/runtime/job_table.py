@@ -203,9 +203,9 @@ class JobTable:
         """Record the decision that was made for a finished gap."""
         job.decided = replace(decision, forecast=None)
 
-    def begin_anew(self, job: Job, now: float) -> None:
-        """Make the job the youngest, because other jobs took its space and it has lost its
-        seniority."""
+    def make_youngest(self, job: Job, now: float) -> None:
+        """Make the job the youngest. A dormant job loses its place in the job order, because other
+        jobs were admitted to its space."""
         job.started_at = now
 
     def named(self, name: str, most: int) -> list[Job]:

@@ -193,7 +193,7 @@ class SchedulerHalf:
         )
         self.turns.add(turn)
         if self.admission.gate.on_arrived(turn) and turn.job is not None:
-            self.gaps.manager.jobs.begin_anew(turn.job, arrived_at)
+            self.gaps.manager.jobs.make_youngest(turn.job, arrived_at)
         if hints.kv_hints:
             scope = job_scope(request.cache_salt)
             self.kv_hints.carry_out(scope, hints.kv_hints, request.request_id)
@@ -221,7 +221,7 @@ class SchedulerHalf:
         if turn is None:
             return 0, False
         patient = admission.fairness.may_wait_for_tiers(request_id)
-        later = self.pages.dispatch.begins_anew(turn)
+        later = self.pages.dispatch.retries(turn)
         later = later or (patient and promotions.waits_for_answer(turn))
         later = later or admission.pressure.defers_new(self.step)
         if later or admission.queue.holds_in_queue(turn, self.step):

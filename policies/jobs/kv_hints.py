@@ -371,8 +371,8 @@ def _priority(value: object) -> float:
 
 
 def _block_hash(value: object) -> bytes:
-    """Return a block hash as bytes. It is given as bytes, as a number of its last 8 bytes, or as
-    the text of either."""
+    """Return a block hash as bytes. Accepts the hash as bytes or hexadecimal digits, or its last 8
+    bytes as an integer or a decimal number."""
     if isinstance(value, str) and (found := _HASH.fullmatch(value)) is not None:
         value = int(value) if found["number"] else bytes.fromhex(found["digits"])
     if type(value) is int and -(1 << 63) <= value < 1 << 64:

@@ -212,7 +212,7 @@ def test_an_unreadable_folder_is_not_taken_for_an_empty_one(disk: Disk, depth: i
         folder.chmod(0o700)
 
 
-def test_ages_are_of_the_pages_not_of_the_files(disk: Disk) -> None:
+def test_page_ages_are_sorted(disk: Disk) -> None:
     """The page ages are sorted from the newest to the oldest, and all are below a minute."""
     disk.fill(20)
     found = run_json("stat", disk.root)["page_age_s"]

@@ -174,8 +174,9 @@ def unlike(a: list[Answer], b: list[Answer]) -> int:
 
 
 def disagreement(stock: Stock, answers: list[Answer]) -> list[str]:
-    """Return how answers, eight at a time, differ more from stock's than another run of stock does.
-    If stock is reproducible bit for bit, every difference counts."""
+    """Return each measure by which answers in batches of eight differ from stock's by more than is
+    allowed: as many other answers as in a second stock run, and 1.5 times its differences. If stock
+    is reproducible bit for bit, every difference counts."""
     noise, ours = by_text(stock.eights, stock.again), by_text(stock.eights, answers)
     compared = {
         "other answers": (unlike(stock.eights, answers), unlike(stock.eights, stock.again)),

@@ -84,7 +84,7 @@ def test_a_job_that_starts_again_is_the_youngest() -> None:
     table = JobTable()
     first = table.turn_arrived(JobKey("", "first"), "r1", 0.0, blocks=1)
     table.turn_arrived(JobKey("", "second"), "r2", 1.0, blocks=1)
-    table.begin_anew(first, 2.0)
+    table.make_youngest(first, 2.0)
     oldest_first = sorted(table.after(0, 2), key=lambda job: job.started_at)
     assert [job.key.name for job in oldest_first] == ["second", "first"]
 

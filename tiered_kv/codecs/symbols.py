@@ -86,7 +86,8 @@ def decode(element: ElementType, encoded: EncodedPage, centres: Bytes, out: Byte
     count = centres.size
     if encoded.plane.nbytes != REST_BYTES[element] * count:
         raise CodecError(
-            f"the page has {encoded.plane.nbytes} raw bytes, which do not match {count} symbols"
+            f"the page has {encoded.plane.nbytes} raw bytes, but its {count} elements need "
+            f"{REST_BYTES[element] * count}"
         )
     if not REST_BYTES[element]:
         decompress(encoded.frame, out)
@@ -139,8 +140,8 @@ def _decode_fp32(encoded: EncodedPage, centres: Bytes, out: Bytes) -> None:
     stored = PLANES - chosen.bit_count()
     if encoded.plane.nbytes != stored * count:
         raise CodecError(
-            f"the page has {encoded.plane.nbytes} raw bytes, which do not match {stored} "
-            f"planes of {count}"
+            f"the page has {encoded.plane.nbytes} raw bytes, but {stored} planes of {count} elements "
+            f"need {stored * count}"
         )
     coded = _cut(_scratch.bytes(len(frames) * count), count)
     for frame, piece in zip(frames, coded, strict=True):

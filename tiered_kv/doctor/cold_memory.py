@@ -40,7 +40,8 @@ def check_spare_cores(
     usable: int,
     cores: frozenset[int] = CORES,
 ) -> Finding:
-    """Check whether a core is left to compress pages in CPU memory.
+    """Check whether a core is left to compress pages in CPU memory. Without one, a thread with low
+    priority compresses them.
 
     Args:
         gpus: number of GPUs. Each GPU has a rank that keeps a core busy.
@@ -58,10 +59,12 @@ def check_spare_cores(
         f"Give the server's container or service {gpus + 1} cores or more, one more than it has "
         f"ranks. {RAW}."
         if gpus
-        else f"Use a machine with more cores, and leave one out of {BIND}. {RAW}."
+        else f"Leave a core out of {BIND}, or use a machine with more cores. {RAW}."
     )
     return warn(
-        CORES_CHECK, f"no core of {usable} left to compress pages, next to {others}", advice
+        CORES_CHECK,
+        f"no core of {usable} left next to {others}: one thread with low priority compresses pages",
+        advice,
     )
 
 
@@ -153,7 +156,7 @@ def check_cores(gpus: int, usable: int) -> Finding:
         (
             usable == ranks,
             WARN,
-            "Give the server more cores: none is left to compress pages and to read tool calls.",
+            "Give the server more cores: compressing pages and reading tool calls delay the ranks.",
         ),
     )
 

@@ -65,7 +65,7 @@ def tracelab_rounds(path: Path) -> Workload:
 
 def _checked(row: Row) -> Row:
     if lacking := [name for name in COLUMNS if row.get(name) in (None, "")]:
-        raise ValueError(f"it has no {', '.join(lacking)}, but {names(row)}")
+        raise ValueError(f"it lacks {', '.join(lacking)}, and has {names(row)}")
     whole(row, "round_idx")
     _round(row)
     return row

@@ -136,8 +136,8 @@ def recorded_machine(recording: Recording) -> RecordedMachine:
     )
     if not (1 <= block <= MOST_BLOCK_TOKENS and 1 <= blocks <= MOST_BLOCKS):
         raise WhatIfError(
-            f"the header of the trace names {blocks:,} blocks of VRAM with {block:,} tokens each: "
-            "the simulator does not support such an engine"
+            f"the trace's header has vram_blocks={blocks} and block_size={block}: the simulator "
+            f"supports 1 to {MOST_BLOCKS:,} blocks of 1 to {MOST_BLOCK_TOKENS:,} tokens"
         )
     if header.groups and header.groups != (FULL,):
         raise WhatIfError(

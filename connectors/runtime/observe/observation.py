@@ -95,7 +95,7 @@ class VirtualDispatch(OrderDispatch):
     def _handle_reports(self) -> None:
         if (reports := self._worker.take_reports(self._clock())) is not None:
             self.on_reports(reports)
-            self._load_what_came_up()
+            self._load_promoted()
 
     def take(self) -> Orders:
         """Pass the unsent orders to the virtual worker. Returns no orders."""
@@ -122,8 +122,8 @@ class VirtualDispatch(OrderDispatch):
             if later := [key for key in part.keys if key in coming]:
                 self._coming.append(_Coming(turn, part.group, later))
 
-    def _load_what_came_up(self) -> None:
-        """Restore pages that arrived too late for the turns for which they were promoted."""
+    def _load_promoted(self) -> None:
+        """Order the restores that were postponed until their pages had been promoted."""
         promoting, waiting, self._coming = self._book.promoting, self._coming, []
         for one in waiting:
             if any(key in promoting for key in one.keys):

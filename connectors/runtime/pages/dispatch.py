@@ -203,13 +203,12 @@ class OrderDispatch:
         if runs := self._restores.order(turn, tokens):
             self._pieces.begin(turn, runs, tokens, until)
 
-    def begins_anew(self, turn: Turn) -> bool:
-        """Return True once if the engine asks again for a turn whose async restore failed
-        entirely."""
-        begins_anew = self._restores.begins_anew(turn)
-        if begins_anew:
-            self.restored.pop(turn.request_id, None)  # it has no blocks any more
-        return begins_anew
+    def retries(self, turn: Turn) -> bool:
+        """Return True once if the engine retries a turn whose async restore failed entirely."""
+        if not self._restores.retries(turn):
+            return False
+        self.restored.pop(turn.request_id, None)  # it has no blocks any more
+        return True
 
     def _advance_pieces(self) -> None:
         for turn in self._pieces.advance():

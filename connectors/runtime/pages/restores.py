@@ -104,8 +104,8 @@ class Restores:
         turn.restore.loading, turn.restore.broken = 0, False
         turn.restore.promised = turn.restore.failed = False
 
-    def begins_anew(self, turn: Turn) -> bool:
-        """Return True once if the engine asks again for a turn whose async restore failed entirely.
+    def retries(self, turn: Turn) -> bool:
+        """Return True once if the engine retries a turn whose async restore failed entirely.
 
         vLLM has freed the turn's blocks, but still keeps the turn ahead of requests that hold
         blocks, which are not scheduled if the pool has no space for the turn. If vLLM is asked to

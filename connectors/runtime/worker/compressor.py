@@ -24,6 +24,7 @@ from tiered_kv.codecs.registry import parse
 from tiered_kv.connectors.runtime.base import EngineFacts
 from tiered_kv.connectors.runtime.pages.cpu_compression import staging_slots, worth_compressing
 from tiered_kv.errors import ConfigError
+from tiered_kv.formatting import count
 from tiered_kv.keys import PageKey
 from tiered_kv.machine import run_beside, spare_cores
 from tiered_kv.orders import LoadOrder, OrderId, OrderReport, PackOrder
@@ -240,7 +241,7 @@ def make_compressor(
 
 def threads_of(facts: EngineFacts) -> int:
     """Return the number of encoding threads of a rank, which is also the number of decoding
-    threads."""
+    threads: at least one, even if no core is spare."""
     return max(1, spare_cores(facts.ranks) // facts.ranks // CORES_SHARE)
 
 
@@ -279,9 +280,9 @@ def _codec(name: str, page_format: PageFormat, threads: int) -> Codec | None:
         return None
     rate = page_format.page_bytes / measured.decode_s / 1e9
     logger.info(
-        "pages in CPU memory will be compressed: codec %s decodes %.2f GB/s on each of %d threads",
+        "pages in CPU memory will be compressed: codec %s decodes %.2f GB/s per thread, on %s",
         codec.name,
         rate,
-        threads,
+        count(threads, "thread"),
     )
     return codec

@@ -107,8 +107,8 @@ class Turn:
 
 
 class SlowPrefills(PrefillFit):
-    """Prefill estimates that make every restore worthwhile. A fast core would prefill a tiny model
-    before a disk has read its pages."""
+    """Prefill estimates that make every restore worthwhile. With a tiny model, a fast core would
+    otherwise recompute a context before a disk has read its pages."""
 
     def __init__(self) -> None:
         super().__init__()

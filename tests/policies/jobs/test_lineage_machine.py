@@ -46,7 +46,7 @@ class Conversations(RuleBasedStateMachine):
         self.chains.setdefault(turn.job, []).append((turn.turn, prompt))
         return turn
 
-    def ask_anew(self, salt: str, prompt: list[int]) -> None:
+    def ask_as_new_job(self, salt: str, prompt: list[int]) -> None:
         known = set(self.chains)
         turn = self.ask(salt, prompt)
         assert turn.job not in known
@@ -59,7 +59,7 @@ class Conversations(RuleBasedStateMachine):
 
     @rule(salt=st.sampled_from(["", "a", "b"]), words=st.integers(0, 9))
     def begin(self, salt: str, words: int) -> None:
-        self.ask_anew(salt, question(*range(words), next(self.fresh)))
+        self.ask_as_new_job(salt, question(*range(words), next(self.fresh)))
 
     @rule(data=st.data(), length=st.integers(1, 80), aborted=st.booleans())
     def end(self, data: st.DataObject, length: int, aborted: bool) -> None:
@@ -97,7 +97,7 @@ class Conversations(RuleBasedStateMachine):
     def fork(self, salt: str, prompt: list[int]) -> None:
         prompt = [*prompt, next(self.fresh), *TOOL]
         if not self.waiting_for(salt, prompt):
-            self.ask_anew(salt, prompt)
+            self.ask_as_new_job(salt, prompt)
 
     @rule(data=st.data(), salt=st.sampled_from(["", "a", "b"]))
     @precondition(lambda self: self.all)
@@ -105,7 +105,7 @@ class Conversations(RuleBasedStateMachine):
         """Send the same prompt again, as a sample or by another client with the same task."""
         prompt = data.draw(st.sampled_from(self.all)).prompts[-1]
         if not self.waiting_for(salt, prompt):
-            self.ask_anew(salt, prompt)
+            self.ask_as_new_job(salt, prompt)
 
     def waiting_for(self, salt: str, prompt: list[int]) -> bool:
         """Return True if the prompt may be the next one of a conversation."""

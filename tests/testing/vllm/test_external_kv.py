@@ -89,7 +89,7 @@ def test_tokens_of_a_failed_load_are_computed(make_rig: MakeRig) -> None:
 @pytest.mark.parametrize("tokens_before", [0, 1], ids=["whole", "in-part"])
 def test_blocks_of_a_window_are_restored_completely(make_rig: MakeRig, tokens_before: int) -> None:
     """vLLM caches the first block of a window completely, although the window starts inside it. A
-    hit that is one token shorter needs that token."""
+    hit that is one token shorter needs the token before the window."""
     rig = make_rig(extra=None, groups=(FULL, WINDOW))
     store = PerfectStore(rig, Given(81))
     rig.add("one", PROMPT[:90], max_tokens=1)

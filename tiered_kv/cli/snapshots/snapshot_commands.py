@@ -113,7 +113,7 @@ def restore_command(
     snapshot: Annotated[
         str,
         typer.Argument(
-            metavar="PATH",
+            metavar="NAME",
             help="Snapshot name in the server's folder, or a path (with a slash or .zip).",
         ),
     ],

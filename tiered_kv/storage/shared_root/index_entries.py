@@ -49,7 +49,7 @@ class Kind(IntEnum):
 
 
 class Place(NamedTuple):
-    """Part of a pack, in bytes."""
+    """Byte range in a pack."""
 
     pack: int
     offset: int

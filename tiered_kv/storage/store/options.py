@@ -30,8 +30,8 @@ class StoreOptions:
 
     Attributes:
         root: folder shared by all ranks, replicas and fingerprints.
-        fingerprint: 16 bytes that begin the keys of the pages; pages of other fingerprints are in
-            other folders.
+        fingerprint: the first 16 bytes of the page keys; pages of other fingerprints are in other
+            folders.
         replica: index of the engine among data-parallel engines.
         rank: index of the worker.
         ranks: number of workers.

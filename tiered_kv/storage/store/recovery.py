@@ -73,7 +73,7 @@ class Recovery:
                 self._context.options.folder,
             )
             self._catalogue.delete_segments()
-            self._lifecycle.begin_anew()
+            self._lifecycle.restart_numbering()
         for segment in list(self._catalogue.segments.values()):
             if segment in unsealed or not segment.live:
                 self._lifecycle.seal(segment)

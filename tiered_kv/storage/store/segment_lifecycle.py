@@ -108,8 +108,8 @@ class SegmentLifecycle:
                 ):
                     raise
 
-    def begin_anew(self) -> None:
-        """Restart segment numbers at one, after the store ran out of numbers and was emptied."""
+    def restart_numbering(self) -> None:
+        """Restart the segment numbers at one, after the store ran out of numbers and was emptied."""
         self._next_number = 1
 
     def _header(self, codec: Codec) -> SegmentHeader:

@@ -220,9 +220,9 @@ class Engine:
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         request.preemptions += 1
-        self._begin_anew(request)
+        self._requeue(request)
 
-    def _begin_anew(self, request: Request) -> None:
+    def _requeue(self, request: Request) -> None:
         self._free(request)
         request.state = State.WAITING
         self.waiting.appendleft(request)
@@ -235,7 +235,7 @@ class Engine:
         self._rewind(request, bad)
         if request.unwanted or not request.computed:
             request.unwanted = False
-            self._begin_anew(request)
+            self._requeue(request)
             return
         request.state = State.RUNNING
         self.running.append(request)
