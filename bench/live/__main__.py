@@ -52,6 +52,7 @@ from tiered_kv.bench.replay.failures import FAILURES
 from tiered_kv.bench.replay.verify_pin import verify_running
 from tiered_kv.bench.sim.workloads.generate import GENERATED
 from tiered_kv.doctor.running_server import UnreachableError, base_of
+from tiered_kv.formatting import count
 
 OUT = ROOT / ".bench"
 API_KEY = "OPENAI_API_KEY"
@@ -138,7 +139,9 @@ def bench(
     if not url:
         raise typer.BadParameter("at least one server address is required", param_hint="--url")
     if len(name) > len(url):
-        raise typer.BadParameter(f"{len(name)} names, but {len(url)} servers", param_hint="--name")
+        raise typer.BadParameter(
+            f"{count(len(name), 'name')}, but {count(len(url), 'server')}", param_hint="--name"
+        )
     if bool(jps) == bool(sessions):
         raise typer.BadParameter("use either --jps or --sessions", param_hint="--jps")
     loads = [Load(Arriving.JPS, level, duration) for level in jps]

@@ -18,6 +18,7 @@ from tiered_kv.connectors.runtime.between_turns.open_gaps import Retention
 from tiered_kv.connectors.runtime.between_turns.turn_ends import TOOL_OVER
 from tiered_kv.connectors.runtime.pins.pin_table import Lease
 from tiered_kv.connectors.runtime.snapshots.context_pages import ContextNames, context_pages
+from tiered_kv.formatting import count
 from tiered_kv.keys import DIGEST_BYTES, PageKey
 from tiered_kv.metrics import hint_event
 from tiered_kv.policies.base import JobKey, Tier, ToolUse, job_scope
@@ -533,7 +534,7 @@ class HintActions:
         self._next_end = min(self._next_end, now + ttl_s)
         self._order.on_gap_begun(key, pages, _Until(ttl_s), now, page_s * factor)
         if len(pages) < len(found.pages):
-            reason = f"Only the first {len(pages)} pages: the space for retained pages is used up."
+            reason = f"Only {count(len(pages), 'page')}: the space for retained pages is used up."
             return _result(hint, Outcome.CLIPPED, reason, len(pages), ttl_s)
         return _timed(hint, len(pages), ttl_s, clipped=clipped)
 
@@ -584,7 +585,7 @@ class HintActions:
             raise _Refused(Outcome.REJECTED, reason)
         until_s = min(after.deadline, now + LONGEST_PIN_S) - now
         if pinned < wanted:
-            reason = f"Only the first {pinned} blocks: others are not in VRAM, or over budget."
+            reason = f"Only {count(pinned, 'block')}: others are not in VRAM, or over budget."
             return _result(hint, Outcome.CLIPPED, reason, pinned, until_s)
         return _timed(hint, pinned, until_s, clipped=clipped)
 

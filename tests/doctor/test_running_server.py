@@ -232,7 +232,7 @@ def test_an_unreadable_line_is_skipped_and_reported(odd: str) -> None:
         return
     assert told is not None
     assert told.verdict.value == "warn"
-    assert told.seen.startswith("2 lines are unreadable and ignored; the first is ")
+    assert told.seen.startswith("2 unreadable lines ignored; the first is ")
     assert "\x1b" not in told.seen
 
 

@@ -225,7 +225,7 @@ def test_invalid_lines_are_counted_on_the_page(tmp_path: Path) -> None:
         file.write("{}\n")
     result = run("report", path, "-o", tmp_path / "report.html")
     assert result.exit_code == 1
-    assert "1 lines of the trace are not records, and are ignored." in (
+    assert "Ignored 1 line of the trace that cannot be read." in (
         Parsed((tmp_path / "report.html").read_text()).texts
     )
 

@@ -10,7 +10,7 @@ import typer
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.file_lock import short_owner
-from tiered_kv.formatting import brief, size
+from tiered_kv.formatting import brief, count, size
 from tiered_kv.storage.segment.format import FormatError
 from tiered_kv.transfer.memory_file.memory_files import MemoryFile, list_memory
 from tiered_kv.transfer.memory_file.opening import delete_memory
@@ -100,7 +100,7 @@ def gc_command(
     rows = [[word, str(path)] for path in removed]
     rows += [["in use", str(path)] for path in kept]
     rows += [["kept", f"{path}: {reason}"] for path, reason in refused.items()]
-    columns = {"": False, f"{size(freed)} in {len(removed)} files": False}
+    columns = {"": False, f"{size(freed)} in {count(len(removed), 'file')}": False}
     report(as_json, result, columns, rows, good=not (refused or left_out))
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tiered_kv.formatting import size
+from tiered_kv.formatting import count, size
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.admin.export import export
 from tiered_kv.storage.admin.gc import (
@@ -168,7 +168,7 @@ def verify_command(path: Where, as_json: AsJson = False) -> None:
             typer.echo("bad segment {store}/{segment}: {reason}".format(**bad))
         for page in bad_pages:
             typer.echo("bad page {key} in {store}/{segment} at {offset}: {reason}".format(**page))
-    bad_counts = f"{len(bad_pages)} pages and {len(bad_segments)} segments bad"
+    bad_counts = f"bad: {count(len(bad_pages), 'page')}, {count(len(bad_segments), 'segment')}"
     columns = {"stores": True, "segments": True, "pages": True, "read": True, "": False}
     counts = [str(len(stores)), str(checked.segments), f"{checked.pages:,}", size(checked.nbytes)]
     table = columns, [[*counts, "all good" if good else bad_counts]]

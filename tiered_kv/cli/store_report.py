@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tiered_kv.formatting import NONE, brief, size
+from tiered_kv.formatting import NONE, brief, count, size
 from tiered_kv.storage.admin.gc import holder_of
 from tiered_kv.storage.admin.inventory import Inventory, StoreInfo
 from tiered_kv.storage.admin.verify import BadPage
@@ -155,7 +155,7 @@ def total_rows(total: Totals) -> list[list[str]]:
     rows = [
         ["stores", f"{total.stores}, {total.locked} of them open"],
         ["pages", f"{total.pages:,}"],
-        ["on disk", f"{size(total.bytes_on_disk)} in {total.segments} segments"],
+        ["on disk", f"{size(total.bytes_on_disk)} in {count(total.segments, 'segment')}"],
         ["stored", size(total.stored_bytes)],
         ["raw", size(total.raw_bytes)],
         ["ratio", _as_ratio(total.ratio)],
@@ -169,7 +169,10 @@ def total_rows(total: Totals) -> list[list[str]]:
     ]
     if total.unreadable_segments:
         rows.append(
-            ["unreadable", f"{total.unreadable_segments} segments: run tiered-kv store verify"]
+            [
+                "unreadable",
+                f"{count(total.unreadable_segments, 'segment')}: run tiered-kv store verify",
+            ]
         )
     return rows
 

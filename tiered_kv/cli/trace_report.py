@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiered_kv.formatting import NONE, measured, percent, size
+from tiered_kv.formatting import NONE, count, measured, percent, size
 from tiered_kv.trace.analysis import Decisions, Figures, Spread
 from tiered_kv.trace.comparison import Comparison
 from tiered_kv.trace.page.html_page import TextTable
@@ -65,13 +65,16 @@ def figure_tables(title: str, figures: Figures) -> list[TextTable]:
             f"{figures.turns:,} in {measured(figures.span_s)}, {figures.alone:,} without a job",
         ],
         ["jobs", f"{jobs.jobs:,}, {jobs.cut:,} started before the trace, {jobs.waiting:,} open"],
-        ["prompts", f"{prompts.tokens:,} tokens: {_sources(figures)}"],
+        ["prompts", f"{count(prompts.tokens, 'token')}: {_sources(figures)}"],
         ["prefill saved", measured(saved_s)],
         *_would_have_saved(figures),
         ["held", f"{measured(waits.held_s)} for space, {measured(waits.pages_s)} for pages"],
-        ["promoted", f"{moved.pages:,} pages, {size(moved.nbytes)} for turns; {_waste(figures)}"],
-        ["demoted", f"{figures.demoted:,} pages"],
-        ["superseded", f"{figures.superseded:,} pages of earlier contexts"],
+        [
+            "promoted",
+            f"{count(moved.pages, 'page')}, {size(moved.nbytes)} for turns; {_waste(figures)}",
+        ],
+        ["demoted", count(figures.demoted, "page")],
+        ["superseded", f"{count(figures.superseded, 'page')} of earlier contexts"],
     ]
     tables = [TextTable({title: False, "": False}, rows)]
     rows = [[name, *_spread(spread)] for name, spread in _spreads(figures).items()]
@@ -88,7 +91,7 @@ def figure_tables(title: str, figures: Figures) -> list[TextTable]:
 
 def print_steps(figures: StepFigures) -> None:
     """Print the step figures of one trace."""
-    said = f"{figures.steps:,} steps in {measured(figures.span_s)}"
+    said = f"{count(figures.steps, 'step')} in {measured(figures.span_s)}"
     tokens = f"{figures.prefill_tokens:,} tokens of prompts, {figures.decode_tokens:,} of answers"
     rows = [[name, *_level(name, level.mean, level.peak)] for name, level in figures.levels.items()]
     print_table({f"{said}; {tokens}": False, "mean": True, "peak": True}, rows)
@@ -104,7 +107,7 @@ def print_comparison(compared: Comparison) -> None:
     """Print the differences of two traces."""
     columns = {"first": True, "second": True, "difference": True, "95%": True}
     only = f"{compared.only_first:,} and {compared.only_second:,}"
-    title = f"{compared.jobs:,} jobs in both, {only} in one"
+    title = f"{count(compared.jobs, 'job')} in both, {only} in one"
     rows = [
         [
             name,

@@ -112,7 +112,8 @@ def pick(
     restores = ", ".join(f"{one.codec.name} {restore_s(one) * 1e3:.3g}" for one in measured)
     reason = (
         f"codec {best.codec.name}: restoring a page of {raw_bytes >> 10} KiB takes "
-        f"({restores}) ms with {count(cores, 'core')} and a disk that reads {disk_read_mbs:.0f} MB/s; "
+        f"({restores}) ms with {count(cores, 'core')} and a disk that reads "
+        f"{disk_read_mbs:.0f} MB/s; "
         f"pages shrink by a factor of {raw_bytes / best.stored_bytes:.2f} and are saved at "
         f"{raw_bytes / save_s / 1e6:.0f} MB/s"
     )

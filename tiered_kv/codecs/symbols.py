@@ -140,8 +140,8 @@ def _decode_fp32(encoded: EncodedPage, centres: Bytes, out: Bytes) -> None:
     stored = PLANES - chosen.bit_count()
     if encoded.plane.nbytes != stored * count:
         raise CodecError(
-            f"the page has {encoded.plane.nbytes} raw bytes, but {stored} planes of {count} elements "
-            f"need {stored * count}"
+            f"the page has {encoded.plane.nbytes} raw bytes, but {stored} planes of {count} "
+            f"elements need {stored * count}"
         )
     coded = _cut(_scratch.bytes(len(frames) * count), count)
     for frame, piece in zip(frames, coded, strict=True):

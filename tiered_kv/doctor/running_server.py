@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from tiered_kv.formatting import count
 from tiered_kv.metric_families import PART_OF, PREFIX, event_of
 from tiered_kv.metrics import COUNTERS
 from tiered_kv.sizing.block_layout import advise_block_size
@@ -246,7 +247,7 @@ def check_server(url: str) -> Iterator[Finding]:
         yield fail("metrics", f"{base}/metrics: {error}", advice)
         return
     if bad := unreadable_lines(page):
-        seen = f"{len(bad):,} lines are unreadable and ignored; the first is {bad[0]!a:.60}"
+        seen = f"{count(len(bad), 'unreadable line')} ignored; the first is {bad[0]!a:.60}"
         yield warn("metrics", seen, "Check proxies in front of the server, or report the line.")
     caches = labels(page, CACHE_CONFIG)
     if DRAFTS in found:
@@ -357,9 +358,9 @@ def check_metrics(found: Mapping[str, float]) -> Iterator[Finding]:
     if _count(found, "cpu_slots"):
         yield check_cold_pages(found)
     counts = {name: _count(found, name) for name in FAILURES if name in COUNTERS}
-    for name, count in counts.items():
-        if count:
-            seen = f"{count:,.0f}: {COUNTERS[name][:1].lower()}{COUNTERS[name][1:]}"
+    for name, failed in counts.items():
+        if failed:
+            seen = f"{failed:,.0f}: {COUNTERS[name][:1].lower()}{COUNTERS[name][1:]}"
             yield warn(name, seen, FAILURES[name])
     if not any(counts.values()):
         yield ok("failures", f"none, by {len(counts)} counters")

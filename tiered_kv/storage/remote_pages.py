@@ -127,8 +127,8 @@ class CodecTables:
         self._put_at: dict[bytes, float] = {}
 
     def known(self, codec_id: int, table: bytes) -> bool:
-        """Return False if the codec's table must still be fetched. A table that was recently missing
-        is not fetched again."""
+        """Return False if the codec's table must be fetched. A table that was recently missing is
+        not fetched again."""
         if table == NO_TABLE or (codec_id, table) in self._codecs:
             return True
         return time.monotonic() < self._missing.get((codec_id, table), 0.0)

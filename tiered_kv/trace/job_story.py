@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from tiered_kv.formatting import moment, plain, secs
+from tiered_kv.formatting import count, moment, plain, secs
 from tiered_kv.json_fields import cut
 
 from .turn_record import JOB_ROOM, PinEnd, StoryEnd, TurnRecord
@@ -86,7 +86,7 @@ def _preempted(one: TurnRecord) -> Iterator[str]:
     when = f"{at_first} after {_list([secs(at) for at in times.at_s])}" if times.at_s else ""
     yield f"It was preempted {often}{when}."
     for back_s, found in zip(times.back_s, times.found, strict=False):
-        yield f"It continued after {secs(back_s)}, with {found:,} tokens found."
+        yield f"It continued after {secs(back_s)}, with {count(found, 'token')} found."
 
 
 def _answer(one: TurnRecord) -> Iterator[str]:
@@ -96,9 +96,8 @@ def _answer(one: TurnRecord) -> Iterator[str]:
     first = (
         f"Its first token arrived after {secs(times.first_token_s)}" if times.first_token_s else ""
     )
-    end = (
-        f"it finished after {secs(times.end_s)} with {tokens.output:,} tokens ({plain(one.finish)})"
-    )
+    answer = count(tokens.output, "token")
+    end = f"it finished after {secs(times.end_s)} with {answer} ({plain(one.finish)})"
     yield f"{first}, and {end}." if first else f"{end[0].upper()}{end[1:]}."
 
 
@@ -118,21 +117,25 @@ def _decision(one: TurnRecord) -> Iterator[str]:
     )
 
 
+def _were(amount: int, noun: str) -> str:
+    return f"{count(amount, noun)} {'was' if amount == 1 else 'were'}"
+
+
 def _what_came(one: TurnRecord) -> Iterator[str]:
     pin, pages, gap = one.pin, one.pages, one.gap
     if pin.end is not None:
         why = _PIN_ENDS[pin.end]
-        yield f"{pin.blocks:,} blocks were pinned for {secs(pin.held_s)}, until {why}."
+        yield f"{_were(pin.blocks, 'block')} pinned for {secs(pin.held_s)}, until {why}."
     if pages.promoted or pages.used:
-        yield f"{pages.promoted:,} pages were promoted for it, and it used {pages.used:,}."
+        yield f"{_were(pages.promoted, 'page')} promoted for it, and it used {pages.used:,}."
     if pages.demoted:
-        yield f"{pages.demoted:,} pages were demoted."
+        yield f"{_were(pages.demoted, 'page')} demoted."
     if pages.evicted:
         told = [(_LEFT.get(tier, plain(tier)), count) for tier, count in pages.evicted.items()]
         left = [f"{count:,} {where}" for where, count in told]
         yield f"Of its pages, {_list(left)} were evicted."
     if pages.ahead:
-        yield f"{pages.ahead:,} pages were promoted before the next turn."
+        yield f"{_were(pages.ahead, 'page')} promoted before the next turn."
     yield _ENDS[gap.end].format(gap=secs(gap.gap_s or 0.0))
     if gap.saved_s or gap.cost_s:
         yield f"That saved {secs(gap.saved_s)} and cost {secs(gap.cost_s)}."

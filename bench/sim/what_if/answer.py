@@ -309,7 +309,7 @@ def _limits(recording: Recording, found: RecordedJobs, policy: str) -> Iterator[
         )
     if recording.left_out:
         yield (
-            f"{recording.left_out:,} turns of other engines are left out. The simulated "
+            f"Turns of other engines are left out: {recording.left_out:,}. The simulated "
             f"engine, which started at {header.started:.0f} as replica {header.replica}, has the "
             "most turns."
         )

@@ -48,22 +48,19 @@ class RecordedJob:
 
 
 LEFT = {
-    "empty": "{:,} turns without an answer are left out.",
-    "too_long": "{:,} jobs are left out, because their contexts fill the whole pool.",
+    "empty": "Turns without an answer are left out: {:,}.",
+    "too_long": "Jobs whose contexts fill the whole pool are left out: {:,}.",
     "beside": (
-        "{:,} turns overlapped with other turns of their job. They count as separate "
-        "jobs that share no prefix with it."
+        "Turns that overlapped with another turn of their job count as separate jobs that share no "
+        "prefix with it: {:,}."
     ),
     "begun": (
-        "{:,} jobs had started before the trace. Their first turns in the trace are computed "
-        "completely."
+        "Jobs that started before the trace compute their first recorded turn completely: {:,}."
     ),
-    "open": (
-        "{:,} jobs were still expected back when the trace ended. They end with their last turn."
-    ),
+    "open": ("Jobs still expected back when the trace ended end with their last turn: {:,}."),
     "shared": (
-        "{:,} jobs found part of their first prompt cached. They are assumed to share that much "
-        "with other jobs of their client."
+        "Jobs that found part of their first prompt cached are assumed to share that part with "
+        "other jobs of their client: {:,}."
     ),
 }
 """Sentences about recorded features that cannot be simulated, by the name of their count."""

@@ -110,7 +110,7 @@ def workload_of(sessions: Sequence[Row], name: str) -> Workload:
 
 def _session(row: Row) -> Row:
     if "reqs" not in row:
-        raise ValueError(f"it lacks reqs, and has {names(row)}: it is not a session of a coding agent")
+        raise ValueError(f"it lacks reqs, and has {names(row)}: it is not a coding agent's session")
     return row
 
 

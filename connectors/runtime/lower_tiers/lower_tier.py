@@ -13,6 +13,7 @@ from itertools import filterfalse
 
 from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.formatting import count
 from tiered_kv.keys import PageKey
 from tiered_kv.messages import StoredPages, TierOrders, TierReport
 from tiered_kv.orders import (
@@ -441,7 +442,8 @@ class LowerTier:
         self.pages.bandwidth = self._expected_bandwidth
         self.stored_bytes.update({rank: stored.stored_bytes for rank, stored in ranks.items()})
         if everywhere:
-            logger.info("tier %s has %d pages from the previous engine", tier, len(everywhere))
+            kept = count(len(everywhere), "page")
+            logger.info("tier %s has %s from the previous engine", tier, kept)
 
     def close(self) -> None:
         """Log the tier's totals."""

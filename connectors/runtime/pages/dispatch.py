@@ -17,6 +17,7 @@ from typing import Any
 from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Tiers
 from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.formatting import count
 from tiered_kv.messages import Handshake, Orders, Reports, Settlement
 from tiered_kv.orders import (
     DemoteOrder,
@@ -167,7 +168,8 @@ class OrderDispatch:
             adopted = [one.adopted for one in ranks]
             book.index.adopt(agreed(adopted), agreed_bundles(adopted))
             if len(book.index):
-                logger.info("CPU memory has %d pages from the previous engine", len(book.index))
+                kept = count(len(book.index), "page")
+                logger.info("CPU memory has %s from the previous engine", kept)
         self._compression.on_handshake(said)
         for store, tier in self._tiers.items():
             there = {rank: one.stored[store] for rank, one in said.items() if store in one.stored}

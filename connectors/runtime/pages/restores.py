@@ -10,6 +10,7 @@ from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.lower_tiers.all_tiers import Below
 from tiered_kv.connectors.runtime.step_timer import StepTimer
 from tiered_kv.connectors.runtime.turn import GroupPages, Hit, PlacedRun, Turn
+from tiered_kv.formatting import count
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import FailLoad, LoadOrder, OrderId, Outbox, RestoreMode
 from tiered_kv.page_group import CONTEXT
@@ -327,7 +328,8 @@ class Restores:
             self._counters.add("decompression_seconds", done.seconds)
         self._counters.add("restore_failures", len(done.failed))
         if done.failed:
-            logger.warning("%d pages could not be restored and are recomputed", len(done.failed))
+            failed = count(len(done.failed), "page")
+            logger.warning("%s could not be restored, and must be recomputed", failed)
         return self._from_there.pop(done.order.order_id, ())
 
     def forget_bad_blocks(

@@ -27,6 +27,7 @@ from tiered_kv.connectors.runtime.pages.hits import run_of
 from tiered_kv.connectors.runtime.pages.saves import kept_tokens
 from tiered_kv.connectors.runtime.parts import Pages
 from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.formatting import count
 from tiered_kv.keys import DIGEST_BYTES, PageKey
 from tiered_kv.orders import ContextPage
 from tiered_kv.pages.held_pages import HeldPages
@@ -346,7 +347,7 @@ class Captures:
                 saved, ordered = self._fetch(absent)
                 if not ordered and len(absent) == len(missing):
                     raise SnapshotError(
-                        f"CPU memory has no space for the {len(missing)} missing pages of "
+                        f"CPU memory has no space for {count(len(missing), 'missing page')} of "
                         "this context: raise TIERED_KV_CPU_GIB."
                     )
                 captured.saved += saved
@@ -391,7 +392,8 @@ def _arrival(held: HeldPages, keys: Sequence[PageKey]) -> Wait:
 
 def _no_room(pages: int) -> SnapshotError:
     return SnapshotError(
-        f"CPU memory has no space for {pages} pages now: try again, or raise TIERED_KV_CPU_GIB."
+        f"CPU memory has no space for {count(pages, 'page')} now: try again, or raise "
+        "TIERED_KV_CPU_GIB."
     )
 
 

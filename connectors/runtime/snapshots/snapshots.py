@@ -18,6 +18,7 @@ from tiered_kv.connectors.runtime.engine_state import EngineState
 from tiered_kv.connectors.runtime.job_table import Job
 from tiered_kv.connectors.runtime.parts import Pages
 from tiered_kv.connectors.runtime.turn import Turn
+from tiered_kv.formatting import count
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import ContextPage
 from tiered_kv.pages.held_pages import HeldPages
@@ -205,8 +206,8 @@ class Snapshots:
             yield Wait("writing pages", lambda: writing.over)
             if writing.failed:
                 raise SnapshotError(
-                    f"{writing.failed} pages could not be written: see the engine's log, and "
-                    "check the folder's free space."
+                    f"{count(writing.failed, 'page')} could not be written: see the engine's log, "
+                    "and check the folder's free space."
                 )
             sealing = self._files.seal(draft, captured, job.key.name, exact, self._wall())
             manifest = yield from file_work("writing the manifest", sealing)
@@ -238,8 +239,8 @@ class Snapshots:
             raise SnapshotError(f"The pages of {name} do not match the length of its context.")
         if len(pages) > self._index.num_slots:
             raise SnapshotError(
-                f"{name} has {len(pages)} pages, but CPU memory holds only "
-                f"{self._index.num_slots}: raise TIERED_KV_CPU_GIB."
+                f"{name} has {count(len(pages), 'page')}, but CPU memory holds only "
+                f"{self._index.num_slots:,}: raise TIERED_KV_CPU_GIB."
             )
         keys = [page.key for page in pages]
         with self._captures.hold_nothing() as held:
@@ -316,8 +317,8 @@ class Snapshots:
             yield _all_read(reading, held.arrival([page.key for page in absent]))
             if reading.failed:
                 raise SnapshotError(
-                    f"{reading.failed} pages of {opened.path.name} are damaged or missing: "
-                    "nothing was restored."
+                    f"Nothing was restored: {count(reading.failed, 'page')} of {opened.path.name} "
+                    "could not be read, or did not match the manifest."
                 )
 
     def _fork(self, job: Job, children: Sequence[str], exact: bool) -> Steps:

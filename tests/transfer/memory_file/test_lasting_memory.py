@@ -65,7 +65,7 @@ def test_pages_of_an_earlier_engine_are_adopted_if_their_bytes_are_right(
     slot_of(again, 1)[PAGE - 1] ^= 1
     again.check_adopted(2)
     assert keys_in(again) == {0: key_of(0), 2: key_of(2)}
-    assert "1 damaged pages" in caplog.text
+    assert "ignored 1 damaged page" in caplog.text
     third = reopened(again)
     assert keys_in(third) == {0: key_of(0), 2: key_of(2)}, "and nobody will ask again"
     third.close()

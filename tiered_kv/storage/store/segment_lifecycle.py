@@ -109,7 +109,7 @@ class SegmentLifecycle:
                     raise
 
     def restart_numbering(self) -> None:
-        """Restart the segment numbers at one, after the store ran out of numbers and was emptied."""
+        """Restart segment numbers at one, after the store ran out of numbers and was emptied."""
         self._next_number = 1
 
     def _header(self, codec: Codec) -> SegmentHeader:

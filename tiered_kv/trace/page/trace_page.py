@@ -13,7 +13,7 @@ from pathlib import PurePath
 
 import numpy as np
 
-from tiered_kv.formatting import moment, plain, secs
+from tiered_kv.formatting import count, moment, plain, secs
 from tiered_kv.trace.analysis import UNNAMED, Figures, analyze
 from tiered_kv.trace.job_story import story
 from tiered_kv.trace.trace_reader import TraceReader
@@ -220,7 +220,7 @@ def _about(trace: ReadTrace) -> list[str]:
             f"{one.block_size:,} tokens, tiered-kv {one.version}.{many}"
         )
     if reader.bad_lines:
-        told.append(f"{reader.bad_lines:,} lines of the trace are not records, and are ignored.")
+        told.append(f"Ignored {count(reader.bad_lines, 'line')} of the trace that cannot be read.")
     return told
 
 

@@ -57,6 +57,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tiered_kv.file_lock import unlock
+from tiered_kv.formatting import count
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.files import BLOCK
 from tiered_kv.storage.segment.format import FormatError
@@ -141,9 +142,8 @@ class LastingMemory:
         self._table = SlotTable(table, header.nonce, geometry.slot_bytes)
         found, torn = self._table.valid()
         if torn:
-            logger.warning(
-                "%s: %d slots with incomplete headers are treated as empty", path, len(torn)
-            )
+            emptied = count(len(torn), "slot")
+            logger.warning("%s: emptied %s because of incomplete headers", path, emptied)
             self._table.invalidate(torn)
         self.adopted: Mapping[int, SlotHeader] = found
         self._clock = clock
@@ -165,9 +165,8 @@ class LastingMemory:
             try:
                 notes.append(self._read_note(header, slots))
             except FormatError as error:
-                logger.warning(
-                    "%s: a bundle of %d slots is ignored: %s", self.path, len(slots), error
-                )
+                lost = count(len(slots), "slot")
+                logger.warning("%s: ignored a bundle of %s: %s", self.path, lost, error)
                 stray += slots
         self._table.invalidate(stray)
         return notes
@@ -285,7 +284,7 @@ class LastingMemory:
             fits = dict(zip(self.adopted, pool.map(good, self.adopted, chunksize=1), strict=True))
         bad = [slot for slot, fit in fits.items() if not fit]
         if bad:
-            logger.error("%s: %d damaged pages are ignored", self.path, len(bad))
+            logger.error("%s: ignored %s", self.path, count(len(bad), "damaged page"))
             self.invalidate(bad)
             self.adopted = {slot: page for slot, page in self.adopted.items() if fits[slot]}
 

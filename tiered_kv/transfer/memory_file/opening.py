@@ -44,6 +44,7 @@ from tiered_kv.file_lock import (
     owner_in_words,
     read_owner,
 )
+from tiered_kv.formatting import count
 from tiered_kv.plain_files import FILE_MODE, check_owner, opened
 from tiered_kv.storage.disk.files import BLOCK, RealFiles
 from tiered_kv.storage.segment.format import FormatError, seconds_now
@@ -209,9 +210,8 @@ def _delete_lost_ranks(folder: Path, geometry: Geometry) -> None:
         if name and int(name[1]) == geometry.replica and int(name[2]) >= geometry.ranks:
             with suppress(ConfigError, FormatError, OSError):  # in use, or not ours
                 delete_memory(path)
-                logger.warning(
-                    "%s is deleted, because this engine has only %d ranks", path, geometry.ranks
-                )
+                ranks = count(geometry.ranks, "rank")
+                logger.warning("%s was deleted, because this engine has only %s", path, ranks)
 
 
 def _open_locked(
@@ -245,7 +245,8 @@ def _open_locked(
         raise
     memory = LastingMemory(path, fd, mapped, header, keep=keep, clock=clock)
     if size:
-        logger.info("%s has %d pages from the previous engine", path, len(memory.adopted))
+        kept = count(len(memory.adopted), "page")
+        logger.info("%s has %s from the previous engine", path, kept)
     return memory
 
 

@@ -173,7 +173,7 @@ def test_turns_of_other_engines_are_left_out(trace: Path, tmp_path: Path) -> Non
     path.write_text(trace.read_text() + "".join(f"{line}\n" for line in extra))
     found = what_if(path, "stock")
     assert found.turns == 24 * 8
-    assert any(one.startswith("1 turns of other engines") for one in found.limits)
+    assert any(one.startswith("Turns of other engines are left out: 1.") for one in found.limits)
 
 
 def test_settings_of_the_operator_stay_out_of_the_simulated_servers(
