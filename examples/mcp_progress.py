@@ -25,7 +25,7 @@ EVERY_S = 1.0
 
 
 async def revise(model: httpx.AsyncClient, job: str, **news: Any) -> None:
-    """Report news of the tool that a job waits for. The tool goes on if nobody listens."""
+    """Report the progress of the tool that a job waits for. If that fails, the tool continues."""
     action = {"action_type": "revise", "payload": {"job_id": job, **news}}
     try:
         answer = await model.post("/tiered_kv/hints", json={"actions": [action]})

@@ -108,7 +108,7 @@ def provoke(server: Server, prompt: Sequence[int]) -> None:
     server.hint("prefetch", "another salt", job_id="provoked")
     server.hint("release", "another salt", token_ids=list(prompt))
     server.settle()
-    server.hint("demote", job_id="provoked")  # goes on until the copies are written
+    server.hint("demote", job_id="provoked")  # continues until the copies are written
     server.settle()
 
 
@@ -161,7 +161,7 @@ REVISIONS: Sequence[tuple[str, Mapping[str, Any], bool]] = (
     ("the tool has hardly begun", {"progress": 1e-6}, False),
     ("the tool takes too long, but a hint pins", {"expected_tool_s": LATE_S}, True),
 )
-"""Revisions of a gap whose KV is pinned, and whether the pin goes on."""
+"""Revisions of a gap whose KV is pinned, and whether the pin remains."""
 
 
 def revise(server: Server, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:

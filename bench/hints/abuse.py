@@ -297,7 +297,7 @@ def measure(
     rate: float,
     tick: Tick,
 ) -> dict[str, Any]:
-    """Make hostile calls, and as many that vLLM itself refuses.
+    """Make hostile calls, and the same number of calls that vLLM itself refuses.
 
     Args:
         prompts: contexts of jobs of another scope.

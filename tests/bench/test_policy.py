@@ -254,7 +254,7 @@ def test_every_policy_on_every_source_at_every_price() -> None:
     of, interval = ["policy", "source", "tools", "b"], ["share", "low", "high"]
     keys = [*of, "utility", *interval, "accuracy", "cover50", "cover90", "us"]
     assert all(list(row) == keys for row in result["rows"])
-    assert not any(row["tools"] for row in result["rows"]), "nobody named any"
+    assert not any(row["tools"] for row in result["rows"]), "no turn named a tool"
     shares = {(r["policy"], r["b"]): r["share"] for r in result["rows"]}
     assert shares["clairvoyant", 10.0] == 1
     assert shares["clairvoyant", 0.5] is None, "there was nothing to have"

@@ -296,7 +296,7 @@ WRONG: dict[str, Callable[[bytes], bytes]] = {
     "an empty section": replaced(ROW + SECTION.size + 3, 0),
     "another codec": replaced(PARTS, 1),
     "a codec that is not for parts": replaced(PARTS, 3),
-    "a codec that nobody knows": replaced(PARTS, 0x34, 0x12),
+    "an unknown codec": replaced(PARTS, 0x34, 0x12),
     "a longer table": replaced(PARTS + 2, 255, 255),
     "a table for a codec without one": replaced(PARTS + 6 + 2, 1),
     "not a table of centres": replaced(PARTS + 12, 0),

@@ -49,7 +49,7 @@ def test_more_time_is_never_less_likely(forecast: Forecast, one: float, other: f
     low, high = sorted([one, other])
     assert 0 <= forecast.within(low) <= forecast.within(high) <= 1 + 1e-12
     assert forecast.held(low) <= forecast.held(high) + 1e-9
-    assert forecast.held(high) <= high + 1e-9, "nobody is held longer than until then"
+    assert forecast.held(high) <= high + 1e-9, "the expected time is within the limit"
 
 
 @given(forecasts)

@@ -152,7 +152,7 @@ def test_leftovers_of_writers_do_not_get_into_the_snapshot(tmp_path: Path) -> No
     with SnapshotDraft.begin(tmp_path, "one") as draft:
         written(draft.folder).finish()
         (draft.folder / "page-0-99").write_text("torn")
-        (draft.folder / "pages" / ("ab" * 32)).write_text("of a rank that began anew")
+        (draft.folder / "pages" / ("ab" * 32)).write_text("of a rank that restarted")
         draft.seal(ONE)
     assert len(page_files(tmp_path, "one")) == 3
     assert {path.name for path in (tmp_path / "one").iterdir()} == {"manifest.json", "pages"}

@@ -189,7 +189,7 @@ def test_a_promotion_ends_with_the_first_group_that_fails_completely(grouped: Be
     grouped.reports()
     up = grouped.promote(range(40), into=range(50, 90))
     assert grouped.reports()[up.order_id].failed == frozenset(range(12, 40))
-    assert grouped.store.log.count(("get", 8)) == 3, "one with a page that lacks goes on"
+    assert grouped.store.log.count(("get", 8)) == 3, "a group with a missing page continues"
 
 
 def test_a_demotion_ends_with_the_first_group_that_fails_completely(grouped: Bench) -> None:

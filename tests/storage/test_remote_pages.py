@@ -171,7 +171,7 @@ def test_no_change_of_a_value_gives_a_wrong_page(server: ValkeyServer) -> None:
         server.talk(b"SET", name_of(key), bad)
         assert pages.get([(key, out)]) == {0}
     assert pages.counters()["remote_pages_bad"] == len(changed)
-    assert not pages.put([(key, good)]), "it is written anew"
+    assert not pages.put([(key, good)]), "it is rewritten"
     assert not pages.get([(key, out)])
     assert np.array_equal(out, good)
     pages.close()

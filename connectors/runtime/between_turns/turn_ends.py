@@ -424,11 +424,11 @@ class TurnEnds:
         return Arrival(job, EndedGap(gap.end.context_tokens, shared, kept, gap.saved, superseded))
 
     def _supersede(self, job: Job, request: Request) -> int:
-        """Supersede the contexts that a job had left when the turn ended that this prompt extends.
-        Returns the number of their pages.
+        """Supersede the contexts that a job had left before the end of the turn that this prompt
+        extends. Returns the number of their pages.
 
-        A title or a classifier parts from the conversation as a compaction does, and clients go
-        back. Only a second turn shows that the conversation goes on here.
+        A request for a title or a classification leaves the conversation as a compaction does, but
+        the client then returns to it. Only a second turn shows that the conversation has moved.
         """
         extended = [past for past in job.prompts if past.extended_by(request)]
         if not extended:

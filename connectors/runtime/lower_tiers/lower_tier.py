@@ -301,7 +301,7 @@ class LowerTier:
         self.pages.index.supersede(self._mine(keys))
 
     def _feed(self) -> None:
-        """Demote queued pages, but only so many at a time that other pages can still be evicted."""
+        """Demote queued pages. Their number is limited, so that other pages remain evictable."""
         looked_at = 0
         while self._backlog and (room := self._room) and looked_at < MOST_LOOKED_AT:
             waiting = self._backlog.take(room)

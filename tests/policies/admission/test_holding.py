@@ -58,7 +58,7 @@ def test_what_fits(cpu: int, share: float, peak: float, anywhere: float, has_roo
 def test_contexts_that_fit_into_a_tier_below_hold_no_job_back() -> None:
     room = Room(vram=100, cpu=200, below=1000.0, share=0.5)
     assert fits(room, 300, 1000)
-    assert not fits(room, 300, 1001), "that tier is full as well"
+    assert not fits(room, 300, 1001), "that tier is also full"
 
 
 @given(st.integers(1, 1000), st.integers(0, 1000), blocks, blocks, blocks)

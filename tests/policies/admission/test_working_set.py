@@ -107,7 +107,7 @@ def test_changed_jobs_count_as_if_all_jobs_were_counted_again(
 
 def test_remaining_turns_are_those_of_jobs_that_reached_this_turn() -> None:
     lengths = JobLengths()
-    assert lengths.left(6) == 6, "nothing is known: as many again"
+    assert lengths.left(6) == 6, "nothing is known: the same number again"
     for turns in (2, 4, 8, 8):
         lengths.ended(turns)
     assert lengths.left(1) == pytest.approx((2 + 4 + 8 + 8) / 4 - 1)

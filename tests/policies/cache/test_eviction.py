@@ -122,7 +122,7 @@ def test_pages_of_the_job_that_returns_last_are_evicted_first_from_the_end() -> 
     pool = Pool(A, B, C, D, E)
     pool.waits("soon", [A, B], SOON)
     pool.waits("later", [C, D], LATER)
-    assert pool.ranked() == [D, C, E, B, A], "nobody waits for E, which a running turn may have"
+    assert pool.ranked() == [D, C, E, B, A], "no job waits for E, which a running turn may have"
 
 
 def test_pages_used_after_the_ranking_are_evicted_last() -> None:
@@ -157,7 +157,7 @@ def test_a_shared_prefix_has_the_worth_of_its_most_valuable_job() -> None:
     pool.waits("soon", [A, C], SOON)
     assert pool.ranked() == [B, C, A]
     pool.order.on_job_ended("soon")
-    assert pool.ranked() == [C, B, A], "a third job may have the prefix as well"
+    assert pool.ranked() == [C, B, A], "a third job may share the prefix"
 
 
 def test_pages_are_private_to_the_jobs_whose_contexts_have_them() -> None:
@@ -179,7 +179,7 @@ def test_a_next_turn_takes_the_place_of_the_last() -> None:
     pool.waits("job", [A, C], SOON)
     pool.now += 300.0
     pool.waits("job", [A, C], SOON)
-    assert pool.ranked() == [B, C, A], "the history was rewritten: B is nobody's"
+    assert pool.ranked() == [B, C, A], "the history was rewritten: no job needs B"
 
 
 def test_a_context_without_a_forecast_is_evicted_like_pages_of_no_job() -> None:
@@ -195,14 +195,14 @@ def test_a_context_without_a_forecast_is_evicted_like_pages_of_no_job() -> None:
     pool.order.touched(D)
     assert pool.ranked() == [B, A, D, C], "D was used later"
     pool.waits("running", [A, B], SOON)
-    assert pool.ranked()[:1] == [D], "nobody waits for it, and the job waits again"
+    assert pool.ranked()[:1] == [D], "no job waits for it, and the job waits again"
 
 
 def test_a_context_without_a_forecast_is_remembered() -> None:
     pool = Pool(A, B, C)
     pool.waits("job", [A, B], SOON)
     pool.order.on_forecast_lost("job")
-    assert pool.order.context("job") == [A, B], "its next turn need not name these pages anew"
+    assert pool.order.context("job") == [A, B], "its next turn need not list these pages again"
 
 
 def test_pages_of_finished_jobs_alone_are_evicted_first() -> None:
@@ -310,7 +310,7 @@ def test_a_return_chance_is_that_of_the_likeliest_job() -> None:
     assert pool.order.return_chance(A, 60.0) == 1.0
     pool.order.on_job_ended("later")
     assert pool.order.return_chance(B, math.inf) == 0.0
-    assert pool.order.return_chance(C, math.inf) == 0.0, "nobody waits for it"
+    assert pool.order.return_chance(C, math.inf) == 0.0, "no job waits for it"
 
 
 @pytest.mark.parametrize("seed", range(20))

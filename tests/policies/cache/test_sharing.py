@@ -35,7 +35,7 @@ def test_a_tier_that_is_late_again_is_doubted_and_longer_each_time() -> None:
     assert doubted[-1] == LONGEST_DOUBT_S
     doubt.worked()
     doubt.late(now)
-    assert not doubt.rules(now), "it starts afresh"
+    assert not doubt.rules(now), "it starts over"
 
 
 def test_damaged_pages_are_an_immediate_reason() -> None:

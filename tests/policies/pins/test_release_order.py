@@ -65,7 +65,7 @@ def test_which_requests_wait_for_a_pin(
     pins = {job("pinned"): PinView(PinValue(state, 1.0, per_second), 4, 5.0)}
     assert bool(release_order(pins, None, 4.0)) is for_older
     assert bool(release_order(pins, None, 6.0)) is for_younger
-    assert release_order(pins, None, None), "nobody is there who would give blocks back"
+    assert release_order(pins, None, None), "there is no other source of blocks"
 
 
 @given(PINS, st.none() | st.floats(0, 9, allow_nan=False))

@@ -72,7 +72,7 @@ def test_unused_space_is_free_but_not_forever() -> None:
     assert best_wait(forecast, 20.0, 1.0) == pytest.approx(5, abs=0.5)
     assert best_wait(forecast_of({15.0: 0.1}), 20.0, 1.0) == 0
     assert best_wait(forecast_of({15.0: 0.1}), 20.0, 0.0) == pytest.approx(15, abs=1)
-    assert best_wait(forecast, 20.0, 0.0) < 3000, "beyond B somebody will want it"
+    assert best_wait(forecast, 20.0, 0.0) < 3000, "beyond B, another job needs the space"
 
 
 def test_an_insignificant_gain_counts_as_none() -> None:

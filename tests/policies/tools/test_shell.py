@@ -252,7 +252,7 @@ def test_no_text_makes_the_parser_raise_or_hang(command: str) -> None:
 def test_commands_in_the_background_count_towards_the_limit() -> None:
     last = [segment.words for segment in take_apart("make & " * (MAX_SEGMENTS - 1) + "ls").segments]
     assert last == [("ls",)]
-    assert not take_apart("make & " * MAX_SEGMENTS + "ls").segments, "as after so many others"
+    assert not take_apart("make & " * MAX_SEGMENTS + "ls").segments, "as for any longer command"
 
 
 @given(soups(SHELL))

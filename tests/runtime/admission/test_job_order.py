@@ -205,7 +205,7 @@ def test_urgent_requests_are_parked_before_others(make_rig: MakeRig) -> None:
     rig.step()
     assert rig.held() == ["urgent", "late", "later"]
     rig.add("small", text(20, seed=3), max_tokens=2, priority=0)
-    assert "small" not in rig.held(), "nobody as urgent is held"
+    assert "small" not in rig.held(), "no request of its priority is held back"
     rig.run()
     assert list(rig.finished).index("urgent") < list(rig.finished).index("late")
 

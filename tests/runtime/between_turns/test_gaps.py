@@ -46,7 +46,7 @@ def test_a_turn_is_pinned_for_two_seconds_while_its_tool_call_is_read(rig: Rig) 
     assert pinned(rig) == 20
     rig.now += 0.2
     rig.step()
-    assert pinned(rig) == 0, "nobody has read it"
+    assert pinned(rig) == 0, "the tool call was not read"
 
 
 def test_a_fast_tool_extends_the_pin(rig: Rig) -> None:
@@ -86,7 +86,7 @@ def test_a_verdict_about_a_released_pin_pins_nothing(rig: Rig) -> None:
     rig.pins.release_all()
     reader(rig).says("t1", FAST)
     rig.step()
-    assert pinned(rig) == 0, "the blocks may be somebody else's"
+    assert pinned(rig) == 0, "the blocks may belong to another request"
 
 
 def test_an_unreadable_tool_call_is_decided_immediately(rig: Rig) -> None:

@@ -61,7 +61,7 @@ def test_a_turn_is_traced_once_its_jobs_next_turn_arrives(rig: Rig) -> None:
     rig.now += 4.0
     assert written(rig) == []
     rig.ask("t2", CONTEXT + text(9, seed=2), params=LAST)
-    assert written(rig) == ["t1", "t2"], "the last one is over at once"
+    assert written(rig) == ["t1", "t2"], "the last one ends immediately"
 
     first, last = traced(rig).values()
     assert (first.job, first.turn, first.client, first.replica) == ("j", 1, "", 0)

@@ -147,7 +147,7 @@ def test_a_promotion_waits_until_it_is_due_or_wanted(
     assert settle(book, worker.take_reports(410.0)) == 1
     assert book.index.readable(KEYS[0])
     assert worker.take_reports(509.0) is None
-    assert settle(book, worker.take_reports(600.0)) == 1, "though nobody asked at 510"
+    assert settle(book, worker.take_reports(600.0)) == 1, "though not polled at 510"
 
 
 def test_a_reset_empties_the_tiers(book: OrderBook, worker: VirtualWorker) -> None:

@@ -77,7 +77,7 @@ def test_more_pages_than_slots_are_held_and_restored_correctly(rig: Rig) -> None
     assert rig.count("pages_decompressed") == cold
     assert rig.count("bytes_decompressed") == cold * page < rig.count("bytes_restored")
     staging = rig.worker_half.compressor.staging
-    assert any(len(order.cold) > staging for order in orders), "all fit at once"
+    assert any(len(order.cold) > staging for order in orders), "all fit together"
     assert rig.count("restore_failures") == rig.count("compression_failures") == 0
     rig.settle()
     rig.check_clean()

@@ -10,7 +10,7 @@ from tiered_kv.connectors.runtime.pages.promotions import UNKNOWN_WAIT_S, Promot
 @pytest.mark.parametrize(
     ("promote_s", "recompute_s", "worth"),
     [(0.1, 2.0, True), (2.0, 0.1, False), (1.0, 1.0, True), (5.0, 0.0, True)],
-    ids=["faster", "slower", "as fast", "nobody knows"],
+    ids=["faster", "slower", "as fast", "unknown"],
 )
 def test_a_promotion_slower_than_computing_is_not_made(
     promote_s: float, recompute_s: float, worth: bool
@@ -32,7 +32,7 @@ def test_no_turn_waits_longer_than_computing_would_take() -> None:
         (0, 0, None, False),
         (1, 5, None, False),
     ],
-    ids=["nothing is lost yet", "in time", "too late", "nobody gives any back", "it has some"],
+    ids=["nothing is lost yet", "in time", "too late", "no slot is released", "it has some"],
 )
 def test_a_turn_waits_for_slots_that_others_give_back(
     mine: int, others: int, left_s: float | None, waits: bool

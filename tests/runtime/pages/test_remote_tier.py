@@ -347,7 +347,7 @@ def test_pages_are_spread_over_servers_and_one_may_be_down(
         url = f"{server.url},{second.server}"
         first = make_rig(extra=remote(server, remote=url), max_batched_tokens=64)
         stores = [tier.io.store for tier in first.worker_half.stores.values()]
-        assert [store.retry_s for store in stores] == [None], "nobody waits for one that is down"
+        assert [store.retry_s for store in stores] == [None], "no request waits for it while down"
         contexts = [text(96, seed=100 + at) for at in range(8)]
         for at, context in enumerate(contexts):
             ask(first, f"first {at}", context, job_id=f"job {at}")

@@ -71,7 +71,7 @@ def test_a_store_smaller_than_the_look_ahead_is_not_written_forever(
         rig.step()
         rig.wait_for_worker()
         rig.now += 5
-    assert not rig.scheduler.has_requests(), "an idle engine goes on writing"
+    assert not rig.scheduler.has_requests(), "an idle engine continues to write"
     assert rig.count("ssd_pages_reclaimed") > 0
     assert rig.count("pages_demoted") <= rig.index.taken + MOST_DEMOTING
     rig.check_clean()
@@ -90,7 +90,7 @@ def test_ranks_agree_on_the_surviving_pages() -> None:
     assert set(sent[0].survivors) == set(sent[1].survivors) == set(keys[:6])
     pages.touch(keys[6:8])
     reclaims.answer(0, Proposal(8, keys))
-    assert set(reclaims.take()[0].survivors) == set(keys[6:8]), "all ranks had asked: anew"
+    assert set(reclaims.take()[0].survivors) == set(keys[6:8]), "a new round, as both ranks had asked"
 
 
 def test_a_failed_reclaim_is_requested_again(make_rig: MakeRig, tmp_path: Path) -> None:

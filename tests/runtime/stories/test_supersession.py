@@ -1,5 +1,5 @@
-"""A prompt that leaves out an earlier context of its job supersedes it, once a second turn goes on
-from there."""
+"""A prompt that leaves out an earlier context of its job supersedes it, once a second turn
+continues from there."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Client:
     live: set[PageKey] = field(default_factory=set)
 
     def ask(self, *prompts: list[int]) -> list[list[int]]:
-        """Send prompts at once. Returns each with its answer, as the next prompt may begin."""
+        """Send prompts concurrently. Returns each with its answer, as the next prompt may begin."""
         rig = self.rig
         names = [f"{len(rig.prompts)}-{at}" for at, _ in enumerate(prompts)]
         for name, prompt in zip(names, prompts, strict=True):
@@ -174,7 +174,7 @@ def test_a_compaction_between_side_requests_is_found(client: Client) -> None:
 
 
 def test_several_answers_to_one_prompt_may_all_go_on(client: Client) -> None:
-    """As with n > 1, and with requests that a client sends at once."""
+    """As with n > 1, and with concurrent requests of one client."""
     start = conversation(client)
     one, other = client.ask([*start, *said(2)], [*start, *said(3)])
     for number in range(4, 8):
@@ -204,7 +204,7 @@ def test_another_agent_or_client_keeps_its_context(
     summary = mine.turn([*SYSTEM, *said(7)])
     mine.turn([*summary, *said(8)])
     assert not theirs.superseded() & theirs.live
-    assert bool(mine.superseded() & old) is (salt is not None), "the pages are theirs as well"
+    assert bool(mine.superseded() & old) is (salt is not None), "the pages are also theirs"
 
 
 def test_a_superseded_page_that_is_used_is_like_any_other(client: Client) -> None:

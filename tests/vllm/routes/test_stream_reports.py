@@ -139,7 +139,7 @@ def test_the_last_chunk_of_an_answer_has_the_report(path: str) -> None:
     last = json.loads(got[2].removeprefix("data: "))
     assert last == {**json.loads(events[2].removeprefix("data: ")), **SAID}
     assert got[2].endswith("}\n\n")
-    assert when == [1, 2, 3, 4], "each goes on before the next is made"
+    assert when == [1, 2, 3, 4], "each event is sent before the next is made"
 
 
 def test_messages_have_the_report_in_the_event_with_the_stop_reason() -> None:
