@@ -90,7 +90,7 @@ def test_ranks_agree_on_the_surviving_pages() -> None:
     assert set(sent[0].survivors) == set(sent[1].survivors) == set(keys[:6])
     pages.touch(keys[6:8])
     reclaims.answer(0, Proposal(8, keys))
-    assert set(reclaims.take()[0].survivors) == set(keys[6:8]), "a new round, as both ranks had asked"
+    assert set(reclaims.take()[0].survivors) == set(keys[6:8]), "a new round: both had asked"
 
 
 def test_a_failed_reclaim_is_requested_again(make_rig: MakeRig, tmp_path: Path) -> None:
