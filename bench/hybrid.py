@@ -93,7 +93,8 @@ class Shape:
     Attributes:
         block: tokens per block, in every group.
         chunk: maximum tokens per prefill step.
-        windows, states: number of groups of each type. window: window length, tokens.
+        windows, states: number of groups of each type.
+        window: window length, tokens.
         needs_bf16: True if vLLM's CPU build runs the model only in bf16.
     """
 

@@ -88,7 +88,8 @@ class Trial:
 
     Attributes:
         session: session id; for a sub-agent, its parent's.
-        utility: utility of the decision, seconds. best: utility of the clairvoyant decision.
+        utility: utility of the decision, seconds.
+        best: utility of the clairvoyant decision.
         right: True if the decision correctly predicted whether X <= B.
         below: for each of ``QUANTILES``, True if X was at most that quantile of the forecast; None
             without a forecast.

@@ -178,7 +178,8 @@ class Watched:
     """An engine without a model, whose steps are timed.
 
     Attributes:
-        rig: the engine. kind: its connector.
+        rig: the engine.
+        kind: its connector.
         has_tier: True if the engine has the connector and a tier below CPU memory.
         phases: phases by name. The scenario itself is the phase with an empty name.
         now: the current phase.

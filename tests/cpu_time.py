@@ -10,10 +10,11 @@ _LOOP = range(1000)
 
 
 def loops(work: Callable[[], object], calls: int) -> float:
-    """Return the CPU time of one of ``calls``, as a number of loops of a thousand additions.
+    """Return the CPU time of one call. The unit is a loop of a thousand additions: about 30 µs on an
+    idle core.
 
-    ``work`` makes all of the calls. The result is the best of several rounds. Each round times its
-    own loops, because a slow machine slows both. An idle core runs one loop in about 30 µs.
+    ``work`` makes ``calls`` calls. The result is the best of several rounds. Each round times its
+    own loops, because a slow machine slows both.
     """
     best = float("inf")
     for _ in range(_ROUNDS):

@@ -161,10 +161,11 @@ class Answer:
         latency_s: seconds from sending to the last token.
         text: the answer without the model's reasoning.
         cached_tokens: prompt tokens that the server reports as cached; None if it reports none.
-        tokens: ids of the answer's tokens, if the prompt was token ids. times: arrival of each
-            token, on the same clock as ``sent_at``.
-        logprobs: raw logprobs of the answer's tokens, if requested. margins: lead of the best over
-            the second best alternative, in nats, if at least two alternatives were requested.
+        tokens: ids of the answer's tokens, if the prompt was token ids.
+        times: arrival of each token, on the same clock as ``sent_at``.
+        logprobs: raw logprobs of the answer's tokens, if requested.
+        margins: lead of the best over the second best alternative, in nats, if at least two
+            alternatives were requested.
         sources: prompt tokens by the tier that held their KV, under the connector's names; empty
             without the connector, and for streamed answers without its plugin.
     """

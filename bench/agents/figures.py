@@ -24,7 +24,8 @@ class Compared:
     Attributes:
         rounds: ratio of mean completion times, one per round.
         jobs: number of job pairs over all rounds.
-        mean, p90, p95: ratios of completion times. ttft: ratio of mean times to first token.
+        mean, p90, p95: ratios of completion times.
+        ttft: ratio of mean times to first token.
         tpot: ratio of mean times per output token; None if a server does not stream its answers.
         tokens_per_s: ratio of the rates of prompt and answer tokens, each over the whole run.
     """

@@ -67,10 +67,10 @@ class Run:
         server: name of the server in the results.
         load: name of the load; ``jobs_per_s`` is its arrival rate.
         round: 0 for the first.
-        flags: server flags. versions: package versions. Both are empty for a server that was
-            already running.
-        cpu_s: processor time of the server during the run. rss_bytes: resident memory of the server
-            at the end.
+        flags: server flags.
+        versions: package versions. Both are empty for a server that was already running.
+        cpu_s: processor time of the server during the run.
+        rss_bytes: resident memory of the server at the end.
         agents: sub-agents as separate jobs. The times of their parent jobs include them.
         reports_cached: True if the server reported ``cached_tokens``. Otherwise they are 0.
         counts: prompt tokens by the server's own counters: all (``asked``), found in VRAM

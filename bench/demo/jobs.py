@@ -61,7 +61,8 @@ class JobPlan:
     """Number and size of the demo's jobs.
 
     Attributes:
-        jobs: number of concurrent jobs. turns: turns per job.
+        jobs: number of concurrent jobs.
+        turns: turns per job.
         seed: seed of the files, lines and gaps that are drawn.
         result_chars: minimum and maximum length of a tool result, characters.
         first_results: tool results in an agent's first message. Each later message has one.
@@ -158,7 +159,8 @@ class Sizing:
 
     Attributes:
         max_model_len: maximum request length, tokens.
-        kv_blocks: number of blocks in the pool. block_size: tokens per block.
+        kv_blocks: number of blocks in the pool.
+        block_size: tokens per block.
         contexts_tokens: sum of the jobs' final contexts, tokens.
     """
 

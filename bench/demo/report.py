@@ -83,7 +83,8 @@ class Comparison:
     """The same jobs on stock vLLM and with the connector.
 
     Attributes:
-        model: display name of the model. dtype: dtype of both servers.
+        model: display name of the model.
+        dtype: dtype of both servers.
         turns: turns per job.
         pool_tokens: size of each KV pool.
         control: a second run of stock vLLM with the jobs in another order; None if all answers of

@@ -61,7 +61,8 @@ class Size:
     """Size of a run.
 
     Attributes:
-        tokens: length of the contexts that are timed. pairs: number of timed pairs.
+        tokens: length of the contexts that are timed.
+        pairs: number of timed pairs.
         calls, rounds, rate: hostile calls, the rounds that they are divided into, and calls per
             second. An engine answers at most one between two steps.
     """
@@ -304,14 +305,14 @@ def measure(model: Path, size: Size, folder: Path, tick: Tick) -> dict[str, Any]
 
 def main(
     tokens: Tokens = 3000,
-    pairs: Annotated[int, typer.Option(help="Pairs of timed requests.")] = 12,
-    calls: Annotated[int, typer.Option(help="Hostile calls.")] = 10_000,
-    rounds: Annotated[int, typer.Option(help="Rounds of hostile calls.")] = 20,
+    pairs: Annotated[int, typer.Option(help="Number of pairs of timed requests.")] = 12,
+    calls: Annotated[int, typer.Option(help="Number of hostile calls.")] = 10_000,
+    rounds: Annotated[int, typer.Option(help="Number of rounds in which they are sent.")] = 20,
     rate: Annotated[float, typer.Option(help="Hostile calls per second.")] = 25.0,
     model: ModelFolder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Send KV hints to a real server, and check what becomes of them."""
+    """Send KV hints to a real server, and check their effects."""
     size = Size(tokens, pairs, calls, rounds, rate)
     steps = len(SENDERS) + 1 + pairs + rounds
     with (

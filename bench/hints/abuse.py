@@ -57,7 +57,8 @@ class Victim:
 
     Attributes:
         name, number: its id, and its place in the list of jobs.
-        prompt: token ids of its context. hashes: hashes of its blocks.
+        prompt: token ids of its context.
+        hashes: hashes of its blocks.
     """
 
     name: str
@@ -301,7 +302,8 @@ def measure(
 
     Args:
         prompts: contexts of jobs of another scope.
-        calls: number of hostile calls. rate: calls per second.
+        calls: number of hostile calls.
+        rate: calls per second.
     """
     victims = []
     for at, prompt in enumerate(prompts):

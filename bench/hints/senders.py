@@ -343,7 +343,8 @@ class Sent:
     """A hint that was sent.
 
     Attributes:
-        reported: the outcome in the answer. outcome: the final one.
+        reported: the outcome in the answer.
+        outcome: the final one.
         seen: True if the server's state shows that it was carried out.
     """
 

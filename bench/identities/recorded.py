@@ -41,7 +41,8 @@ class Client:
     """A run of a client.
 
     Attributes:
-        name: name of the client's file. title: the client's own name, with the version.
+        name: name of the client's file.
+        title: the client's own name, with the version.
         recorded: False if the requests were built from documentation.
         parents: for each sub-agent, the agent that started it.
         turns: the client's requests.

@@ -64,7 +64,8 @@ class Sent:
     """A request that was sent.
 
     Attributes:
-        client: name of the client. user: number of the client's user.
+        client: name of the client.
+        user: number of the client's user.
         path: endpoint.
         agent: the agent that sent the request.
         parent: the agent that started ``agent``, if the request states it; None otherwise.
@@ -82,10 +83,11 @@ class Recognised:
     """Counts of requests whose job was recognised.
 
     Attributes:
-        turns: number of requests. known: number of requests whose job has all requests of the agent
-            that sent it, and no other agent's.
-        told: number of requests that state a parent. parent_known: number of these whose parent is
-            the right job.
+        turns: number of requests.
+        known: number of requests whose job has all requests of the agent that sent it, and no other
+            agent's.
+        told: number of requests that state a parent.
+        parent_known: number of these whose parent is the right job.
     """
 
     turns: int = 0

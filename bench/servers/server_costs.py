@@ -46,7 +46,8 @@ class Span:
 
     Attributes:
         begin: start of the prefill. first, end: times of the first and the last token.
-        prompt, output: token counts. computed: number of prompt tokens computed.
+        prompt, output: token counts.
+        computed: number of prompt tokens computed.
         copied: time during which the engine only copied pages for this turn.
         requested: True if ``begin`` is the time at which the client sent the turn.
         waited: True if the turn may have waited in a queue since ``begin``.
@@ -83,8 +84,11 @@ class ServerCosts:
 
     Attributes:
         first: from a request to its first token, excluding computation.
-        token: per prompt token. pair: per (query, key) pair.
-        step: per decode step. seq: per request in a step. kv: per context token that a step reads.
+        token: per prompt token.
+        pair: per (query, key) pair.
+        step: per decode step.
+        seq: per request in a step.
+        kv: per context token that a step reads.
     """
 
     first: float

@@ -64,7 +64,8 @@ class Site:
     """A server as seen by its clients.
 
     Attributes:
-        openai: client for turns. http: client for the other routes.
+        openai: client for turns.
+        http: client for the other routes.
         until: monotonic time at which the clients stop, seconds.
         tally: observations of the clients.
         weights: folders of the weights to serve alternately, starting with the first.
@@ -117,8 +118,8 @@ class Client:
     """One client of a server.
 
     Attributes:
-        salt: first part of the client's ``cache_salt``. session: value of its header
-            ``X-Session-ID``; None sends no header.
+        salt: first part of the client's ``cache_salt``.
+        session: value of its header ``X-Session-ID``; None sends no header.
     """
 
     site: Site

@@ -20,11 +20,12 @@ class Turn:
     """A completely answered turn.
 
     Attributes:
-        sent_at: monotonic time of sending, seconds. wait_s: time to first token, seconds.
+        sent_at: monotonic time of sending, seconds.
+        wait_s: time to first token, seconds.
         prompt: hash of the prompt and of the requested answer length.
         weights: weights that computed the answer; None if they changed during the turn.
-        tokens: token ids of the answer. margins: lead in logprob of each token over the second
-            best.
+        tokens: token ids of the answer.
+        margins: lead in logprob of each token over the second best.
         newcomer: True for a newcomer's first turn.
     """
 
@@ -47,11 +48,12 @@ class Tally:
     """Observations of a server's clients.
 
     Attributes:
-        requests: number of turns sent. open: number of turns being answered.
+        requests: number of turns sent.
+        open: number of turns being answered.
         errors: messages of failed calls.
         turns: completely answered turns, in the order in which they finished.
-        snapshots: number of snapshots, restores and forks that succeeded. refused: number of
-            refusals by reason.
+        snapshots: number of snapshots, restores and forks that succeeded.
+        refused: number of refusals by reason.
         updates: number of weight updates.
         open_turns: samples of ``open``.
         samples: pairs of time in seconds and the server's memory in bytes.

@@ -38,8 +38,9 @@ class Request(Protocol):
         prompt_token_ids: None if the prompt is given as embeddings.
         text_only: True if its token ids alone identify its prompt.
         block_hashes: hashes of its full blocks so far; each covers all blocks before it.
-        num_tokens: length of prompt and answer. num_computed_tokens: tokens computed once all
-            scheduled steps have run; num_in_flight_tokens: tokens of unfinished steps.
+        num_tokens: length of prompt and answer.
+        num_computed_tokens: tokens computed once all scheduled steps have run.
+        num_in_flight_tokens: tokens of unfinished steps.
         arrival_time: seconds on the engine's clock.
         adapter: the engine's object for its LoRA adapter; None for the base model.
         reads_cache: False if its whole prompt must be prefilled.

@@ -761,9 +761,7 @@ class HintActions:
         elif rest_s is not None:
             rest = ToolUse(path=("(revised)",), expected_s=max(rest_s, LEAST_REST_S))
         else:
-            raise _Refused(
-                Outcome.REJECTED, "It says neither how long, how far, nor that it ended."
-            )
+            raise _Refused(Outcome.REJECTED, "It has no expected time, progress or end.")
         self._manager.revise_gap(key, rest)
         pin = self._pins.look(key)
         if pin is None:

@@ -42,7 +42,8 @@ class PastPrompt:
 
     Attributes:
         tokens: its length.
-        blocks: number of its full blocks. block: hash of the last one.
+        blocks: number of its full blocks.
+        block: hash of the last one.
         start: tokens in these blocks.
         rest: the tokens behind them, without the last ones, which a chat template may omit later.
         since: start of the gap after the turn, seconds.
@@ -280,7 +281,8 @@ class KnownJobs:
     Args:
         notebook: contains the facts that the previous engine recorded.
         jobs, lineage: receive restored jobs.
-        clock: monotonic seconds, as in ``jobs``. wall: seconds since the epoch.
+        clock: monotonic seconds, as in ``jobs``.
+        wall: seconds since the epoch.
     """
 
     def __init__(

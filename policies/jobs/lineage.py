@@ -182,7 +182,8 @@ class Lineage:
 
         Args:
             turn: number of that last turn.
-            hashes, prompt: as for ``arrived``. answer: as for ``ended``.
+            hashes, prompt: as for ``arrived``.
+            answer: as for ``ended``.
         """
         blocks = (len(prompt) - TOLERANCE) // self._block_size
         if not 1 <= blocks <= len(hashes):

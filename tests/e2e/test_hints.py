@@ -1,4 +1,4 @@
-"""KV hints by every transport on a real server, and what becomes of them."""
+"""KV hints by every transport on a real server, and their effects."""
 
 from __future__ import annotations
 

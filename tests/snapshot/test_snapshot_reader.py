@@ -1,4 +1,4 @@
-"""Snapshot folders of unknown origin: complete, or refused."""
+"""A snapshot folder of unknown origin is opened only if it is complete and consistent."""
 
 from __future__ import annotations
 

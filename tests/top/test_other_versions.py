@@ -30,8 +30,8 @@ def answers(make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of every value in a JSON value, but of only two of the many counters and
-    gauges."""
+    """Yield the path of every value inside a JSON value. Only two of the many counters and gauges
+    are included."""
     if path:
         yield path
     if isinstance(value, dict):

@@ -174,11 +174,11 @@ class EvictionOrder(ABC):
         return ()
 
     def private(self, keys: Sequence[PageKey], mine: Callable[[Hashable], bool]) -> list[PageKey]:
-        """Return those of ``keys`` whose pages no context of another job has, as far as the rule
-        knows, in the same order.
+        """Return the keys of pages that are in no other job's context, as far as the rule knows, in
+        the order of ``keys``.
 
         Args:
-            mine: returns True for a job that does not count as another job.
+            mine: returns True for jobs that do not count as other jobs.
         """
         return list(keys)
 

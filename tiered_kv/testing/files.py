@@ -343,7 +343,8 @@ class RecordedFiles(FaultyFiles):
         Args:
             count: index of the step during which the crash happens.
             crash: what happened to changes that were not synced.
-            root: folder of the recorded files. copy: folder to create instead.
+            root: folder of the recorded files.
+            copy: folder to create instead.
         """
         disk = _Disk()
         for i, step in enumerate(self.steps[: count + 1]):

@@ -49,7 +49,8 @@ class _Form:
 
     Attributes:
         block: tokens represented by a hash.
-        unit: name of the unit of times. tick_s: the unit, seconds.
+        unit: name of the unit of times.
+        tick_s: the unit, seconds.
     """
 
     name: str

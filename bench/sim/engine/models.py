@@ -55,7 +55,8 @@ class Model:
 
     Attributes:
         layers: number of full-attention layers.
-        heads, kv_heads: attention heads per layer. head: dimension of a head.
+        heads, kv_heads: attention heads per layer.
+        head: dimension of a head.
         max_len: maximum request length, tokens.
         source: where these figures come from.
         states, windows: further layers; None if there are none.

@@ -128,7 +128,8 @@ class Engine:
         folder: an empty folder, for vLLM's model and the SSD tier.
         pool_blocks: size of the VRAM pool, without the null block.
         held_blocks: maximum number of blocks that all running requests may hold.
-        block: tokens per block. max_len: maximum request length, tokens.
+        block: tokens per block.
+        max_len: maximum request length, tokens.
         policy: replaces the server's policy.
         job_forecast: replaces the forecast of each job's further turns.
         trace: file for the connector's trace; None writes no trace.

@@ -101,7 +101,8 @@ class WhatIf:
         costs: step costs of the engine, seconds; ``error`` is their median relative error.
         limits: limits of the estimate, one sentence each.
         by_job: completion times of each job.
-        bad_lines: number of invalid lines. bad: descriptions of the first invalid lines.
+        bad_lines: number of invalid lines.
+        bad: descriptions of the first invalid lines.
     """
 
     path: str

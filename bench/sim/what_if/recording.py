@@ -52,8 +52,8 @@ class Recording:
 
     Attributes:
         left_out: number of turns of other engines.
-        cut: True if the trace has more turns than were read. bad_lines: number of invalid lines.
-            bad: the first invalid lines.
+        cut: True if the trace has more turns than were read.
+        bad_lines: number of invalid lines. bad: the first invalid lines.
     """
 
     path: Path

@@ -33,8 +33,8 @@ class SimTurn:
         output: answer length, tokens.
         gap_s: seconds from the end of the answer, or of the turn's sub-agents, to the job's next
             turn; 0 after the last turn.
-        tool: command that runs in the gap; may be empty. tool_name: name of the tool; empty for a
-            shell.
+        tool: command that runs in the gap; may be empty.
+        tool_name: name of the tool; empty for a shell.
         agents: sub-agents that the turn starts, each ``arrives_s`` after the turn's end.
     """
 

@@ -107,8 +107,10 @@ class LookAhead:
         Requires that half of the slots are taken, and enough of them since the last search.
 
         Args:
-            free: number of free slots. num_slots: total number of slots.
-            taken: slots taken so far. looked_at: value of ``taken`` at the last search.
+            free: number of free slots.
+            num_slots: total number of slots.
+            taken: slots taken so far.
+            looked_at: value of ``taken`` at the last search.
             ahead: pages demoted in advance so far. No further pages are demoted in advance if this
                 number exceeds ``taken``; otherwise a store smaller than the look-ahead would be
                 rewritten over and over.

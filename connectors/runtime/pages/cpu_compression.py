@@ -91,10 +91,11 @@ def burst(taken: int, before: int) -> int:
 
 
 def worth_compressing(page_bytes: int, stored_bytes: int) -> bool:
-    """True if pages of a format are worth compressing.
+    """Return True if pages of a format are worth compressing.
 
     Args:
-        page_bytes: size of a page. stored_bytes: its encoded size.
+        page_bytes: size of a page.
+        stored_bytes: its encoded size.
     """
     return page_bytes >= LEAST_RATIO * stored_bytes
 

@@ -152,7 +152,7 @@ class Asker:
 
     @property
     def alignment(self) -> int:
-        """Number of tokens. A prefix hit in VRAM ends at a multiple of it."""
+        """Tokens; the length of every prefix hit in VRAM is a multiple of this number."""
         managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
         return max(int(manager.cache_hit_alignment_tokens) for manager in managers)
 

@@ -24,7 +24,7 @@ def test_pins_do_not_count_as_demand(make_rig: MakeRig) -> None:
 
 
 def saves(rig: Rig, number: int) -> None:
-    """Save twenty more pages."""
+    """Save the twenty pages of another prompt."""
     rig.ask(f"r{number}", text(320, seed=number), max_tokens=1)
 
 

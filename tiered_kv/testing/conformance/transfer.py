@@ -39,7 +39,8 @@ class TransferBench:
     """A backend with its storage and pool, both full of random bytes.
 
     Attributes:
-        read_storage: returns a copy of the storage. write_storage: replaces the storage's bytes.
+        read_storage: returns a copy of the storage.
+        write_storage: replaces the storage's bytes.
         jobs: number of jobs created so far.
     """
 
