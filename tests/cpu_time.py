@@ -10,8 +10,8 @@ _LOOP = range(1000)
 
 
 def loops(work: Callable[[], object], calls: int) -> float:
-    """Return the CPU time of one call, in units of a loop of a thousand additions. An idle core runs
-    the loop in about 30 µs.
+    """Return the CPU time of one call, in units of a loop of a thousand additions. A loop
+    takes about 30 µs on an idle core.
 
     ``work`` makes ``calls`` calls. The result is the best of several rounds. Each round times its
     own loops, because a slow machine slows both.
