@@ -150,7 +150,7 @@ def test_a_trace_is_a_file_in_a_folder_that_exists(tmp_path: Path) -> None:
     for wrong in (tmp_path, tmp_path / "missing" / "trace.jsonl"):
         sentence = refusal({"TIERED_KV_TRACE": str(wrong)})
         assert sentence.startswith(f"TIERED_KV_TRACE={wrong} cannot be written")
-        assert sentence.endswith("name a file in an existing folder.")
+        assert sentence.endswith("set a file in an existing folder.")
 
 
 @pytest.mark.parametrize("value", ["", None])
@@ -262,13 +262,13 @@ def test_a_folder_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
     for name, advice in {
-        "file": "is not a folder: name a folder, or a path that does not exist.",
-        "link": "is not a folder: name a folder, or a path that does not exist.",
+        "file": "is not a folder: set a folder, or a path that does not exist.",
+        "link": "is not a folder: set a folder, or a path that does not exist.",
         "file/ssd": f"cannot be created: there is no folder {tmp_path}/file. Create that "
-        "folder, or name another.",
+        "folder, or set another path.",
         "missing/ssd": f"cannot be created: there is no folder {tmp_path}/missing. Create that "
-        "folder, or name another.",
-        "n" * 300: "cannot be used (File name too long): name a folder that the server's user can "
+        "folder, or set another path.",
+        "n" * 300: "cannot be used (File name too long): set a folder that the server's user can "
         "access.",
     }.items():
         wrong = tmp_path / name

@@ -292,7 +292,7 @@ def _remote(given: Mapping[str, object], env: Mapping[str, str]) -> RemoteAddres
             password = Path(path).read_text().rstrip("\r\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"{REMOTE_PASSWORD_FILE}={path} cannot be read ({error}): name a file that "
+                f"{REMOTE_PASSWORD_FILE}={path} cannot be read ({error}): set a file that "
                 "contains only the password."
             ) from error
     return address.with_password(password) if password else address
@@ -330,16 +330,16 @@ def _folder(given: Mapping[str, object], key: str) -> Path | None:
             return path
         if path.exists() or path.is_symlink():
             raise ConfigError(
-                f"{name}={raw} is not a folder: name a folder, or a path that does not exist."
+                f"{name}={raw} is not a folder: set a folder, or a path that does not exist."
             )
         if not path.parent.is_dir():
             raise ConfigError(
                 f"{name}={raw} cannot be created: there is no folder {path.parent}. Create that "
-                "folder, or name another."
+                "folder, or set another path."
             )
     except OSError as error:
         raise ConfigError(
-            f"{name}={raw} cannot be used ({error.strerror}): name a folder that the server's "
+            f"{name}={raw} cannot be used ({error.strerror}): set a folder that the server's "
             "user can access."
         ) from error
     return path
@@ -354,5 +354,5 @@ def _path(given: Mapping[str, object], key: str) -> Path | None:
         raise ConfigError(f"{name}={raw!r} is not a path: set {name}=trace.jsonl.")
     path = Path(raw)
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"{name}={raw} cannot be written: name a file in an existing folder.")
+        raise ConfigError(f"{name}={raw} cannot be written: set a file in an existing folder.")
     return path

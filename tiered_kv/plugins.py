@@ -46,7 +46,7 @@ def load(
         ) from error
     if not callable(found):
         raise ConfigError(
-            f"{kind} {name!r} cannot be used: {module} has no class {attribute}. Name another."
+            f"{kind} {name!r} cannot be used: {module} has no class {attribute}. Set another class."
         )
     for contract in contracts if inspect.isclass(found) else ():
         if missing := _missing(found, contract):

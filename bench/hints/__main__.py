@@ -307,7 +307,7 @@ def main(
     tokens: Tokens = 3000,
     pairs: Annotated[int, typer.Option(help="Number of pairs of timed requests.")] = 12,
     calls: Annotated[int, typer.Option(help="Number of hostile calls.")] = 10_000,
-    rounds: Annotated[int, typer.Option(help="Number of rounds in which they are sent.")] = 20,
+    rounds: Annotated[int, typer.Option(help="Number of rounds of hostile calls.")] = 20,
     rate: Annotated[float, typer.Option(help="Hostile calls per second.")] = 25.0,
     model: ModelFolder = None,
     as_json: AsJson = False,

@@ -248,7 +248,7 @@ class Decoding:
                             return
 
     def p95_ms(self, began: float, ended: float) -> float:
-        """95th percentile of the time between two tokens of an answer in a spell, milliseconds."""
+        """95th percentile of the time between two tokens of an answer in a period, milliseconds."""
         times = [
             other - one
             for answer in self.answers
@@ -256,7 +256,7 @@ class Decoding:
             if began <= one and other <= ended
         ]
         if not times:
-            raise RuntimeError("no token was decoded in a spell: make it longer")
+            raise RuntimeError("no token was decoded in a period: use more calls")
         return 1e3 * float(np.quantile(times, 0.95))
 
 

@@ -214,7 +214,7 @@ def compare(
     first.
     """
     if one.resolve() == other.resolve():
-        raise RunFileError(f"{one} and {other} are the same folder: name two run folders")
+        raise RunFileError(f"{one} and {other} are the same folder: pass two run folders")
     plans = [read_plan(folder) for folder in (one, other)]
     unlike = differing(*plans)
     if unlike:

@@ -167,7 +167,7 @@ class Service(ABC):
             raise ServerError("the server is not running")
         code = self._process.poll()
         if code is not None:
-            raise self.failed(f"the server ended with status {code}.")
+            raise self.failed(f"the server exited with status {code}.")
 
     def stop(self) -> None:
         """Stop the process group: SIGTERM, then SIGKILL after a grace period. Idempotent."""

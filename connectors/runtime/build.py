@@ -233,7 +233,7 @@ def _writer(path: Path, deps: Dependencies) -> TraceWriter:
         return TraceWriter(path, _header(deps))
     except OSError as error:
         raise ConfigError(
-            f"TIERED_KV_TRACE={path} cannot be written ({error.strerror or error}): name a "
+            f"TIERED_KV_TRACE={path} cannot be written ({error.strerror or error}): set a "
             "writable file, or unset it."
         ) from error
 

@@ -355,7 +355,7 @@ class HintActions:
         else:
             found = jobs.named(target.job, 2)
         if len(found) > 1:
-            reason = "Several jobs have this id, under different salts: name the job's number."
+            reason = "Several jobs have this id, under different salts: use the job's number."
             raise _Refused(Outcome.REJECTED, reason)
         if not found or found[0] is None:
             raise _Refused(Outcome.MISSING, _NOT_FOUND)
@@ -369,7 +369,7 @@ class HintActions:
         if job is not None:
             return _Found(job.key.salt, self._manager.pages_of(job.key), job)
         if hint.intent is Intent.REVISE:
-            raise _Refused(Outcome.REJECTED, "A gap is named by its job.")
+            raise _Refused(Outcome.REJECTED, "A revision needs a job.")
         if target.tokens:
             salt = turn.request.cache_salt if turn is not None else scope or None
             pages = yield from self._hashed(target.tokens, salt)
@@ -397,7 +397,7 @@ class HintActions:
         if len(tokens) <= TOKENS_AT_ONCE:
             return self._keys_of(tokens, salt)
         if len(tokens) > MOST_TOKENS or self._named >= MOST_NAMED:
-            reason = "The token prefix is too long, or too many are being hashed: name a job."
+            reason = "The token prefix is too long, or too many are being hashed: use a job id."
             raise _Refused(Outcome.REJECTED, reason)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "tiered-kv-hints")
@@ -675,9 +675,9 @@ class HintActions:
             if left:
                 yield self._clock() < until
         if not moved:
-            raise _Refused(Outcome.REJECTED, "All its pages are shared, or no tier took them.")
+            raise _Refused(Outcome.REJECTED, "All pages are shared, or no lower tier has a copy.")
         whole = moved == len(found.pages)
-        reason = "" if whole else "Pages that are shared, or that no tier took, stay."
+        reason = "" if whole else "Shared pages, and pages without a copy in a lower tier, stay."
         return _result(hint, Outcome.ACCEPTED if whole else Outcome.CLIPPED, reason, moved)
 
     def _release(self, hint: KvHint, found: _Found) -> Carrying:
@@ -696,7 +696,7 @@ class HintActions:
             if found.ended is None:
                 self._manager.end_job(job)
             elif not job.over:
-                raise _Refused(Outcome.REJECTED, "The job went on with another turn.")
+                raise _Refused(Outcome.REJECTED, "The job continued with another turn.")
         if not found.pages:
             reason = "The job has ended. Its pages are not known, and will be evicted."
             return _result(hint, Outcome.CLIPPED, reason)
@@ -724,8 +724,9 @@ class HintActions:
             while not moving and self._clock() - tried < AGAIN_S and self._turns:
                 yield False
         if left:
-            return _result(hint, Outcome.CLIPPED, "Requests that run use the other pages.", gone)
-        reason = "" if gone == len(found.pages) else "Pages that others have or pin stay."
+            return _result(hint, Outcome.CLIPPED, "Running requests use the other pages.", gone)
+        kept = "Pages that other jobs have, or other hints pin, stay."
+        reason = "" if gone == len(found.pages) else kept
         return _result(hint, Outcome.ACCEPTED, reason, gone)
 
     def _forget_in_vram(self, keys: Sequence[PageKey]) -> set[PageKey]:

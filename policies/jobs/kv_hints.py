@@ -221,26 +221,26 @@ class HintReader:
         if who.job is not None:
             return Target(job=who.job)
         if who.ignored:
-            raise ValueError("the id of its job is unusable")
+            raise ValueError("the job id is invalid")
         if (tokens := _first(payload, "token_ids", "tokens")) is not None:
             self._tokens = _left(self._tokens, tokens, "token ids", MAX_TOKENS)
             if set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) >= 1 << 32:
-                raise ValueError("token_ids has something that is no token id")
+                raise ValueError("token_ids has a value that is not a token id")
             return Target(tokens=tuple(tokens))
         hashes = _first(payload, "block_hashes", "hashes")
         if hashes is not None and payload.get("include_current_request") is not True:
             self._hashes = _left(self._hashes, hashes, "block hashes", MAX_HASHES)
             return Target(hashes=tuple(map(_block_hash, hashes)))
         if self._engine is not None:
-            raise ValueError("name a job, its number, token_ids or block_hashes")
+            raise ValueError("a job id, a number, token_ids or block_hashes is required")
         return _OWN
 
     def _number(self, value: object) -> int:
         if self._engine is None:
-            raise ValueError("a job's number is for the route /tiered_kv/hints only")
+            raise ValueError("only the route /tiered_kv/hints accepts a job's number")
         found = job_number(str(value) if type(value) is int else value)
         if found.engine != self._engine:
-            raise _ElsewhereError(f"The engine of job {found} is another one")
+            raise _ElsewhereError(f"Job {found} is on another engine")
         return found.number
 
     def retain(self, terms: Mapping[str, object]) -> None:
@@ -391,9 +391,9 @@ def _left(left: int, values: object, what: str, most: int) -> int:
     """Return how many values may follow the given values. Raises ValueError if ``values`` are not a
     list, or too many."""
     if not isinstance(values, list) or not values:
-        raise ValueError(f"the {what} are not a list, or it is empty")
+        raise ValueError(f"the {what} are not a list, or the list is empty")
     if len(values) > left:
-        raise ValueError(f"more than {most} {what} in a message: name the job instead")
+        raise ValueError(f"more than {most} {what} in a message: use the job id instead")
     return left - len(values)
 
 

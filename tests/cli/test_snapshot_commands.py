@@ -256,8 +256,8 @@ def test_a_snapshot_elsewhere_is_brought_in_and_removed_again(
     with open_snapshot(path) as snapshot:
         snapshot.verify()
 
-    server.work[RESTORES] = lambda body: refusal(409, "The model is another one.")
-    assert sentence("restore", server.url, path) == "The model is another one."
+    server.work[RESTORES] = lambda body: refusal(409, "The model differs.")
+    assert sentence("restore", server.url, path) == "The model differs."
     assert list(root.iterdir()) == []
 
     server.work[RESTORES] = lambda body: refusal(504, "It is not over after 60 s.")

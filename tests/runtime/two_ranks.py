@@ -96,7 +96,7 @@ class TwoRanks(Halves):
     def _compare(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             if (self.mirror[:, block] != self.engine.model.cache[:, block] ^ TURN).any():
-                raise WrongKV(f"block {block} is another one on the second rank")
+                raise WrongKV(f"block {block} differs on the second rank")
 
     def step_over(self) -> None:
         said = [self.worker.take_reports(), self.second.take_reports()]

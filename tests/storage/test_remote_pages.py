@@ -292,7 +292,7 @@ def test_a_reset_while_the_store_is_down_is_completed_later(
     thread.join(60.0)
     assert not thread.is_alive()
     assert theirs.exists([key], 20.0) == {0}
-    assert "1 pages from before the cache reset could not be deleted" in caplog.text
+    assert "1 page from before the cache reset could not be deleted" in caplog.text
     theirs.close()
 
 

@@ -201,7 +201,7 @@ def _opened(path: Path | str, folder: int | None, files: ExitStack) -> int:
         fd = os.open(path, _OPEN, dir_fd=folder)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise SnapshotError(f"{path} is a symbolic link: name its target") from error
+            raise SnapshotError(f"{path} is a symbolic link: use its target") from error
         raise
     files.callback(os.close, fd)
     return fd

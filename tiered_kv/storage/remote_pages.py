@@ -27,6 +27,7 @@ import xxhash
 
 from tiered_kv.codecs.base import Bytes, Codec, CodedPage, EncodedPage, PageFormat
 from tiered_kv.codecs.training import CodecTraining
+from tiered_kv.formatting import count
 from tiered_kv.keys import PageKey
 from tiered_kv.remote.base import Outcome, Parts, RemoteKey, RemoteStore
 from tiered_kv.remote.page_record import (
@@ -62,10 +63,10 @@ def delete_later(store: RemoteStore, keys: Sequence[RemoteKey]) -> None:
             now on.
     """
     logger.error(
-        "the remote store does not respond, so %d pages from before the cache reset could not "
-        "be deleted. If the weights were changed, engines that find these pages use wrong KV. "
+        "the remote store does not respond, so %s from before the cache reset could not be "
+        "deleted. If the weights were changed, engines that find these pages use wrong KV. "
         "This engine deletes the pages when the store responds again",
-        len(keys),
+        count(len(keys), "page"),
     )
     Thread(target=_delete, args=(store, keys), name=THREAD_NAME, daemon=True).start()
 
@@ -76,7 +77,8 @@ def _delete(store: RemoteStore, keys: Sequence[RemoteKey]) -> None:
         while True:
             time.sleep(pause_s)
             if store.delete(keys, time.monotonic() + DELETION_S):
-                logger.warning("%d pages from before a cache reset are now deleted", len(keys))
+                deleted = count(len(keys), "page")
+                logger.warning("deleted %s from before a cache reset", deleted)
                 return
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

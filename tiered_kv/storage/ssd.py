@@ -63,7 +63,7 @@ class SsdTier:
         except OSError as error:
             raise ConfigError(
                 f"TIERED_KV_SSD_PATH={config.ssd_path} cannot be used ({error.strerror}): "
-                "make the server's user its owner, with write access, or name another folder"
+                "make the server's user its owner, with write access, or set another folder"
             ) from error
 
 

@@ -101,10 +101,10 @@ def hashed_requests(path: Path) -> Workload:
     odd = [one for one in found if one.is_odd]
     if len(odd) > MOST_ODD * len(found):
         raise RecordingError(
-            f"{path} has another format than {form.name} traces: "
-            f"a request of {odd[0].prompt} tokens has "
-            f"{len(odd[0].hashes)} hashes. {_MOONCAKE.name} have one for {_MOONCAKE.block} tokens, "
-            f"and times in {_MOONCAKE.unit}; {_BAILIAN.name}, with parent_chat_id, one for "
+            f"{path} does not have the format of {form.name} traces: "
+            f"a request of {odd[0].prompt} tokens has {len(odd[0].hashes)} hashes. "
+            f"{_MOONCAKE.name} traces have one per {_MOONCAKE.block} tokens, and times in "
+            f"{_MOONCAKE.unit}; {_BAILIAN.name} traces, with parent_chat_id, one per "
             f"{_BAILIAN.block}, and times in {_BAILIAN.unit}. Convert it to one of them."
         )
     requests = sorted((one for one in found if not one.is_odd), key=lambda one: one.at_s)

@@ -171,7 +171,7 @@ def test_a_wrong_number_of_hashes_per_prompt_is_refused(
         if row.pop("chat_id", None) is not None:
             row["hash_ids"] = row["hash_ids"][:3]
     path = lines(tmp_path / "other.jsonl", rows)
-    with pytest.raises(ValueError, match=r"has another format than .* has (20|3) hashes"):
+    with pytest.raises(ValueError, match=r"does not have the format of .* has (20|3) hashes"):
         load(path)
 
 

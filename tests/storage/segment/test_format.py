@@ -194,7 +194,7 @@ def test_a_footer_of_another_segment_or_place_is_refused() -> None:
     other = dataclasses.replace(HEADER, nonce=8)
     with pytest.raises(FormatError, match="not sealed"):
         parse_trailer(other, BLOCK + len(footer), footer)
-    with pytest.raises(FormatError, match="at another position"):
+    with pytest.raises(FormatError, match="position does not match"):
         parse_trailer(HEADER, 2 * BLOCK + len(footer), footer)
 
 

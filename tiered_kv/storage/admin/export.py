@@ -72,9 +72,11 @@ def export(
         if key is None or found == key
     ]
     if key is not None and not wanted:
-        raise StoreError(f"no store has page {key.hex()}: list the pages with --all")
+        raise StoreError(
+            f"no store has page {key.hex()}: export all pages with --all to see their keys"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise StoreError(f"{out} is not an empty folder: name an empty folder, or a new one")
+        raise StoreError(f"{out} is not an empty folder: choose an empty or a new folder")
     out.mkdir(parents=True, exist_ok=True)
     exported = Exported()
     try:

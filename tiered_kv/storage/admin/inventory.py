@@ -103,15 +103,15 @@ def find_stores(path: Path) -> Listing:
     """
     path = Path(os.path.abspath(path))  # noqa: PTH100 - users know links by their names
     if not path.exists():
-        raise StoreError(f"{path} does not exist: name the folder of TIERED_KV_SSD_PATH")
+        raise StoreError(f"{path} does not exist: use the value of TIERED_KV_SSD_PATH")
     if not path.is_dir():
-        raise StoreError(f"{path} is not a folder: name the folder of TIERED_KV_SSD_PATH")
+        raise StoreError(f"{path} is not a folder: use the value of TIERED_KV_SSD_PATH")
     with os.scandir(path):  # an unreadable folder must not look empty
         found = list_stores(_root_of(path))
     stores = [store for store in found.stores if store.path.is_relative_to(path)]
     odd = {where: why for where, why in found.odd.items() if where.is_relative_to(path)}
     if not stores and not odd and not is_root(path):
-        raise StoreError(f"{path} contains no store: name the folder of TIERED_KV_SSD_PATH")
+        raise StoreError(f"{path} contains no store: use the value of TIERED_KV_SSD_PATH")
     return Listing(stores, odd)
 
 

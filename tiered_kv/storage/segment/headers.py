@@ -214,7 +214,7 @@ def parse_trailer(segment: SegmentHeader, size: int, end: bytes | memoryview) ->
     if xxhash.xxh3_128_digest(trailer[: TRAILER.size]) != trailer[TRAILER.size :]:
         raise FormatError("the trailer is damaged")
     if offset % BLOCK or offset + footer_bytes(count, key_bytes) != size:
-        raise FormatError("the footer is at another position")
+        raise FormatError("the footer's position does not match the file's size")
     if count > (offset - segment.header_bytes) // BLOCK:
         raise FormatError("the footer has more entries than the segment can have records")
     return int(offset)
@@ -247,7 +247,7 @@ def parse_footer(segment: SegmentHeader, footer: bytes | memoryview) -> list[Foo
     for at, plane, frame, written, length in zip(*columns, strict=True):
         entry = FooterEntry(PageKey(keys[key_at : key_at + length]), at, plane, frame, written)
         if at % BLOCK or at < end or length > MAX_KEY_BYTES:
-            raise FormatError("the records of the footer overlap")
+            raise FormatError("records listed in the footer overlap")
         end, key_at = at + entry.nbytes, key_at + length
         entries.append(entry)
     if end > offset:

@@ -73,7 +73,7 @@ def list_memory(folder: Path) -> MemoryListing:
         OSError: the folder cannot be read.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder: name the folder of {SETTING}")
+        raise ConfigError(f"{folder} is not a folder: use the value of {SETTING}")
     found = MemoryListing()
     for path in sorted(folder.iterdir()):
         if not FILE_NAME.fullmatch(path.name):

@@ -271,7 +271,7 @@ def _usable(fd: int, size: int, geometry: Geometry) -> FileHeader | None:
         raise FormatError(
             f"it belongs to rank {there.rank} of {there.ranks} with {there.slots} slots of "
             f"{there.slot_bytes} bytes, but this is rank {geometry.rank} of {geometry.ranks} "
-            f"with {geometry.slots} of {geometry.slot_bytes}"
+            f"with {geometry.slots} slots of {geometry.slot_bytes} bytes"
         )
     return header
 
