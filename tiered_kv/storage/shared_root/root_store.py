@@ -51,7 +51,7 @@ class SharedRoot:
         self._refreshed_at = -REFRESH_S
         self._breaker = LoggedBreaker(
             root,
-            "the shared folder %s is unavailable (%s): its KV is recomputed until the folder is back",
+            "the shared folder %s is unavailable (%s): KV is recomputed until the folder is back",
             "the shared folder %s is available again",
         )
         self._writes = LoggedBreaker(
@@ -206,7 +206,7 @@ class SharedRoot:
                 reader.contents.clear()
                 if self._unreadable.begins(str(reader.folder), now):
                     logger.warning(
-                        "the folder %s cannot be read (%s): its KV is recomputed until the folder is available",
+                        "the folder %s cannot be read (%s): its KV is recomputed meanwhile",
                         reader.folder,
                         error.strerror,
                     )
