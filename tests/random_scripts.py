@@ -201,8 +201,8 @@ class Script:
         return context[-most:] if self.rng.random() < 0.1 else context[:most]
 
     def compact(self) -> None:
-        """Replace a job's context by its start and a summary, or go back to the one replaced. The
-        job takes a turn or two from there, one after the other."""
+        """Replace a job's context by its start and a summary, or by the context that it last
+        replaced. The job then runs one or two turns."""
         rng, job = self.rng, self.rng.randrange(len(self.contexts))
         context = self.contexts[job]
         summary = [*context[: rng.choice([0, 20, 48])], *text(40, seed=rng.randrange(10**6))]

@@ -36,7 +36,7 @@ def pytest_configure() -> None:
         return
 
     class WithConnector:
-        """A scheduler with this project's connector if it would have none."""
+        """A scheduler that gets this project's connector if no other is configured."""
 
         def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any):
             kv_cache_config = _give_connector(vllm_config, kv_cache_config)

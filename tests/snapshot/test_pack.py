@@ -1,4 +1,4 @@
-"""Snapshots as zip files, created here or by other programs: complete, or refused."""
+"""Snapshots as zip files of this or other programs are opened only if they are complete."""
 
 from __future__ import annotations
 

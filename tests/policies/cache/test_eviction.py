@@ -353,7 +353,7 @@ def test_pages_are_evicted_in_the_order_of_their_worth(seed: int) -> None:
 
 
 def leaves(pool: Pool, *contexts: list[PageKey]) -> float:
-    """A job's contexts, one a second. Returns the start of the last gap."""
+    """End turns of a job with these contexts, one per second. Returns the start of the last gap."""
     for context in contexts:
         pool.now += 1.0
         pool.waits("job", context, SOON)

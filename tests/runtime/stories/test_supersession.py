@@ -88,7 +88,7 @@ def client(rig: EngineRig) -> Client:
 
 
 def conversation(client: Client, seed: int = 0) -> list[int]:
-    """Two turns; returns the context."""
+    """Run two turns. Returns the context."""
     return client.turn([*client.turn([*SYSTEM, *said(seed)]), *said(seed + 1)])
 
 
@@ -174,7 +174,7 @@ def test_a_compaction_between_side_requests_is_found(client: Client) -> None:
 
 
 def test_several_answers_to_one_prompt_may_all_go_on(client: Client) -> None:
-    """As with n > 1, and with concurrent requests of one client."""
+    """Examples are n > 1, and concurrent requests of one client."""
     start = conversation(client)
     one, other = client.ask([*start, *said(2)], [*start, *said(3)])
     for number in range(4, 8):
@@ -220,7 +220,7 @@ def test_a_superseded_page_that_is_used_is_like_any_other(client: Client) -> Non
 def test_ten_compactions_leave_little_more_than_the_live_context(
     make_engine: MakeEngine, tmp_path: Path, ssd: bool
 ) -> None:
-    """In tiers that are too small for all jobs."""
+    """The tiers are too small for all jobs."""
     extra = {"ssd_path": str(tmp_path / "ssd"), "ssd_gib": 0.002} if ssd else {}
     rig = make(
         make_engine, 96, codec="raw", **extra

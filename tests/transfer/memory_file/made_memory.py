@@ -47,7 +47,7 @@ def slot_of(memory: LastingMemory, slot: int) -> NDArray[np.uint8]:
 
 
 def save(memory: LastingMemory, slot: int, name: int) -> PageKey:
-    """Save a page as a worker does, in the order of the names."""
+    """Save a page as a worker does. Its save time is its name."""
     key = key_of(name)
     memory.invalidate([slot])
     slot_of(memory, slot)[:] = page_of(key)
