@@ -125,7 +125,7 @@ class Tiers(Mapping[StoreId, LowerTier]):
             self._share(shared)
 
     def unsaved(self, keys: Sequence[PageKey]) -> Sequence[PageKey]:
-        """Return those of ``keys`` whose pages no tier of this engine's own has, in the same order;
+        """Return the keys of pages that are in none of this engine's own tiers, in the same order;
         empty while one of these tiers accepts no pages."""
         for tier in self.own:
             keys = [*tier.pages.index.unwritten(keys)] if tier.takes else ()
