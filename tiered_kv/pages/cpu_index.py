@@ -217,7 +217,7 @@ class PageIndex:
         return max(start, stop)
 
     def missing(self, pages: Mapping[PageKey, T]) -> Mapping[PageKey, T]:
-        """Return those of ``pages`` that are missing, with their values, in the same order."""
+        """Return the missing pages among ``pages``, with their values, in the same order."""
         present = (self._resident.keys(), self._being_written.keys(), self.cold.pages)
         if all(not keys or keys.isdisjoint(pages) for keys in present):
             return pages

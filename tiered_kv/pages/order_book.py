@@ -217,7 +217,7 @@ class OrderBook:
         return sum(len(order.keys) for order in orders if store in (None, order.store))
 
     def stored_nowhere(self, keys: Collection[PageKey]) -> Collection[PageKey]:
-        """Return those of ``keys`` that no lower tier has, in the same order."""
+        """Return the keys that no lower tier has, in the same order."""
         for tier in self.stores.values():
             keys = tier.index.absent(keys)
         return keys

@@ -46,7 +46,7 @@ class TierIndex:
         return key in self._used
 
     def absent(self, keys: Collection[PageKey]) -> Collection[PageKey]:
-        """Return those of ``keys`` whose pages cannot be read from this tier, in the same order."""
+        """Return the keys whose pages cannot be read from this tier, in the same order."""
         return [*filterfalse(self._used.__contains__, keys)]
 
     def present(self, keys: Collection[PageKey]) -> list[PageKey]:
