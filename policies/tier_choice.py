@@ -61,7 +61,7 @@ def without_pin(costs: Costs, median_s: float) -> Tier:
 
 def _back_s(forecast: Forecast, costs: Costs) -> float | None:
     """Return q̂ - R, the time after the turn's end at which the promotion starts, seconds; None if
-    the job may well not return."""
+    the job is too unlikely to return."""
     back_s = forecast.quantile(BACK_BEFORE)
     if math.isinf(back_s):
         return None
