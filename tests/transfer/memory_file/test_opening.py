@@ -138,8 +138,8 @@ def test_another_users_file_stays(folder: Path, monkeypatch: pytest.MonkeyPatch)
     ("changes", "why"),
     [
         ({"contents": bytes(16)}, "another model or other settings"),
-        ({"slots": 25}, "24 slots of 8256 bytes, but this is rank 0 of 1 with 25 of 8256"),
-        ({"slot_bytes": 16384}, "with 24 of 16384"),
+        ({"slots": 25}, "24 slots of 8256 bytes, but this is rank 0 of 1 with 25 slots of 8256"),
+        ({"slot_bytes": 16384}, "with 24 slots of 16384"),
         ({"ranks": 2}, "rank 0 of 1 .* rank 0 of 2"),
     ],
 )
