@@ -2,6 +2,7 @@
 
     python -m bench.cluster --json
     python -m bench.cluster --faults --json
+    python -m bench.cluster --valkey-cluster --json
     python -m bench.cluster --ranks --json
     python -m bench.cluster --folder --json
 
@@ -9,9 +10,10 @@ Runs two real servers, each with its own core and CPU memory, and a Valkey serve
 job's first turn goes to one server and its second turn to the other (``move``). Then jobs of four
 turns run with each turn on a random server, and are compared with jobs that stay on one server
 (``place``). ``--faults`` sends second turns while the store has a fault, and compares them with
-turns on a server that has no store (``faults``). ``--ranks`` uses one server with two data-parallel
-ranks instead of two servers, and selects the rank of each turn by vLLM's header. ``--folder`` uses
-a shared folder instead of the Valkey server.
+turns on a server that has no store (``faults``). ``--valkey-cluster`` sends second turns while a
+Valkey cluster of three masters loses one of them and moves slots (``failover``). ``--ranks`` uses
+one server with two data-parallel ranks instead of two servers, and selects the rank of each turn by
+vLLM's header. ``--folder`` uses a shared folder instead of the Valkey server.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import Annotated, Any
 import typer
 
 from tiered_kv.bench.agents.client import Answer
-from tiered_kv.bench.cluster import faults
+from tiered_kv.bench.cluster import failover, faults
 from tiered_kv.bench.cluster.replicas import Replica, Shape, ranks_of_one_server, replicas
 from tiered_kv.bench.output import (
     AsJson,
@@ -40,12 +42,13 @@ from tiered_kv.bench.output import (
     served_benchmark,
 )
 from tiered_kv.bench.restore import BLOCK, logprob_distance, median_ms, texts
-from tiered_kv.testing.valkey import ValkeyServer
+from tiered_kv.testing.valkey import ValkeyCluster, ValkeyServer
 
 JOBS, COLD = 6, 3
 MOVED_ANSWER, MOVED_ADDED = 16, 40
 """Length of the compared answers, and number of tokens that a job's second turn adds."""
 FAULT_JOBS, FAULT_TOKENS, MENDING = 8, 1_500, 12
+FAILOVER_JOBS = 30
 PLACED_JOBS, PLACED_TOKENS, TURNS, ADDED, ANSWER = 6, 1_500, 4, 150, 12
 """Jobs that ``place`` runs: number of jobs, length of the last prompt, turns per job, tokens that a
 turn adds, and tokens of its answer."""
@@ -237,6 +240,19 @@ def measure_faults(model: Path, only: list[str], tick: Tick) -> dict[str, Any]:
     }
 
 
+def measure_failover(model: Path, tick: Tick) -> dict[str, Any]:
+    """Measure the failover of a Valkey cluster whose slots move; see ``failover``."""
+    whole = FAULT_TOKENS // BLOCK * BLOCK + 1
+    shape = Shape(model=model, tokens=whole + 64 + faults.ANSWER, contexts=FAILOVER_JOBS + 20)
+    with tempfile.TemporaryDirectory() as name, ValkeyCluster(Path(name)) as cluster:
+        lost = cluster.nodes[0]
+        url = cluster.url(lost)  # the only node that the engines know
+        tick("servers start")
+        with replicas(shape, [url, url, None], Path(name), (0, 1, 1)) as started:
+            prompts = texts(started[0].client, FAILOVER_JOBS, whole)
+            return failover.fail_over(cluster, lost, started, prompts, tick)
+
+
 def main(
     tokens: Tokens = 3000,
     rounds: Annotated[int, typer.Option(min=0, help="Rounds per placement.")] = 3,
@@ -248,6 +264,10 @@ def main(
         list[str],
         typer.Option(help="Fault to measure with --faults. Repeat for several. Defaults to all."),
     ] = [],  # noqa: B006 - typer only reads the default
+    valkey_cluster: Annotated[
+        bool,
+        typer.Option("--valkey-cluster", help="Measure the failover of a Valkey cluster instead."),
+    ] = False,
     ranks: Annotated[
         bool, typer.Option("--ranks", help="Use two data-parallel ranks of one server.")
     ] = False,
@@ -260,6 +280,8 @@ def main(
     """Measure jobs that move between replicas."""
     if folder and trouble:
         raise typer.BadParameter("--faults needs the Valkey server: leave out --folder")
+    if valkey_cluster and (trouble or ranks or folder):
+        raise typer.BadParameter("--valkey-cluster excludes --faults, --ranks and --folder")
     if fault and not trouble:
         raise typer.BadParameter("--fault needs --faults")
     if unknown := set(fault) - faults.FAULTS.keys():
@@ -267,11 +289,14 @@ def main(
             f"unknown fault {', '.join(sorted(unknown))}: use {', '.join(faults.FAULTS)}"
         )
     with served_benchmark("Jobs that move between replicas", None, model, as_json=as_json) as run:
-        run.result = (
-            measure_faults(run.model, fault, run.tick)
-            if trouble
-            else measure(run.model, tokens, rounds, seed, ranks=ranks, shared=folder, tick=run.tick)
-        )
+        if valkey_cluster:
+            run.result = measure_failover(run.model, run.tick)
+        elif trouble:
+            run.result = measure_faults(run.model, fault, run.tick)
+        else:
+            run.result = measure(
+                run.model, tokens, rounds, seed, ranks=ranks, shared=folder, tick=run.tick
+            )
 
 
 if __name__ == "__main__":

@@ -207,13 +207,13 @@ def suffer(
     ms, alone_ms = ([one.ms for one in answers] for answers in (ours, theirs))
     p50, p95 = np.quantile(ms, (0.5, 0.95))
     alone_p50, alone_p95 = np.quantile(alone_ms, (0.5, 0.95))
-    waits = _waits(second, fault, len(prompts))
+    waited = waits(second, fault, len(prompts))
     most_s = LOOKUPS_S + max(alone_ms) / 1e3 + SLACK_S
     return {
         "right": right,
         "remote_tokens": sum(one.sources.get("remote_tokens", 0) for one in ours),
-        "longest_wait_ms": 1e3 * max(waits, default=math.nan),
-        "in_time": len(waits) >= len(prompts) and max(waits) <= most_s,
+        "longest_wait_ms": 1e3 * max(waited, default=math.nan),
+        "in_time": len(waited) >= len(prompts) and max(waited) <= most_s,
         "p95_ratio": float(p95 / alone_p95),
         "p50_ratio": float(p50 / alone_p50),
         "noise": float(alone_p95 / alone_p50),
@@ -242,7 +242,7 @@ def _rest(replica: Replica) -> None:
     raise TimeoutError(f"a replica without requests was busy for {MOST_BUSY_S:g} s")
 
 
-def _waits(replica: Replica, fault: str, jobs: int) -> list[float]:
+def waits(replica: Replica, fault: str, jobs: int) -> list[float]:
     """Return how long each turn waited for pages, in seconds, from the trace. Waits until the trace
     contains ``jobs`` turns, for at most ``TRACED_S`` seconds.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,13 @@ import pytest
 
 from tiered_kv.bench.agents.client import Answer
 from tiered_kv.bench.cluster import __main__ as cluster
+from tiered_kv.bench.cluster.failover import changing
 from tiered_kv.bench.cluster.faults import FAULTS, Store, proxied
 from tiered_kv.bench.restore import logprob_distance
-from tiered_kv.testing.valkey import ValkeyServer
+from tiered_kv.remote.address import parse_address
+from tiered_kv.remote.valkey.valkey_store import ValkeyStore
+from tiered_kv.testing.conformance.remote import put_all, read_all, some_keys
+from tiered_kv.testing.valkey import ValkeyCluster, ValkeyServer
 
 VALUE = b"x" * 2_000
 SET = b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$2000\r\n%s\r\n" % VALUE
@@ -49,6 +54,24 @@ def test_each_fault_takes_effect_and_is_repaired(tmp_path: Path) -> None:
     assert seen["slow"] == expected
     assert seen["full"].startswith(b"-OOM")
     assert seen["restarted empty"] == b"$-1\r\n"
+
+
+def test_a_cluster_fails_over_while_its_slots_move(tmp_path: Path) -> None:
+    with ValkeyCluster(tmp_path) as servers:
+        store, names = ValkeyStore(parse_address(servers.url())), some_keys(100)
+        put_all(store, names, [key.name for key in names])
+        servers.wait(servers.replicated)
+        lost = servers.nodes[0]
+        with changing(servers, lost) as changes:
+            lost.kill()
+            servers.wait(lambda: changes.promoted_at is not None)
+            before = changes.moved
+            servers.wait(lambda: changes.moved > before)
+        servers.wait(servers.works)
+        until, right = time.monotonic() + 60.0, {at: key.name for at, key in enumerate(names)}
+        while read_all(store, names) != right:
+            assert time.monotonic() < until
+        store.close()
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tiered_kv.remote.base import RemoteKey
-from tiered_kv.remote.valkey.client import ValkeyStore
+from tiered_kv.remote.valkey.valkey_store import ValkeyStore
 from tiered_kv.testing.valkey import ValkeyServer
 
 MakeServer = Callable[..., ValkeyServer]

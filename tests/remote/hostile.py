@@ -8,14 +8,16 @@ import threading
 from collections.abc import Callable, Iterator
 
 Answer = Callable[[list[bytes]], bytes]
+NO_CLUSTER = b"-ERR This instance has cluster support disabled\r\n"
 
 
 @contextlib.contextmanager
-def hostile_server(answer: Answer) -> Iterator[str]:
+def hostile_server(answer: Answer, slots: Answer = lambda _: NO_CLUSTER) -> Iterator[str]:
     """Serve one connection at a time. Yields the address.
 
     Args:
         answer: returns the bytes to send for the words of a command.
+        slots: the same for ``CLUSTER SLOTS``; by default the server belongs to no cluster.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     open_now: set[socket.socket] = set()
@@ -30,7 +32,8 @@ def hostile_server(answer: Answer) -> Iterator[str]:
             with connection, contextlib.suppress(OSError, ValueError):
                 stream = connection.makefile("rb")
                 while words := _command(stream.readline, stream.read):
-                    connection.sendall(answer(words))
+                    reply = slots if words[0] == b"CLUSTER" else answer
+                    connection.sendall(reply(words))
             open_now.discard(connection)
 
     thread = threading.Thread(target=serve)

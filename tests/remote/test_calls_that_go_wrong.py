@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from tests.remote.conftest import MakeServer, keys
-from tests.remote.hostile import hostile_server, value
+from tests.remote.hostile import NO_CLUSTER, hostile_server, value
 from tiered_kv.remote.address import parse_address, server_of
 from tiered_kv.remote.base import Outcome, RefusedError, RemoteKey
 from tiered_kv.remote.breaker import Breaker
-from tiered_kv.remote.valkey.client import ValkeyStore
 from tiered_kv.remote.valkey.connection import THREAD_NAME
+from tiered_kv.remote.valkey.valkey_store import ValkeyStore
 from tiered_kv.testing.conformance.remote import read_all, soon
 from tiered_kv.testing.valkey import ValkeyServer
 
@@ -310,7 +310,7 @@ def test_a_server_that_refuses_everything_is_not_called(code: str, command: byte
 
 def test_a_connection_on_which_a_call_failed_is_closed_without_a_further_call() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        answers = [b"+PONG\r\n", b"!no reply\r\n"]
+        answers = [b"+PONG\r\n", NO_CLUSTER, b"!no reply\r\n"]
         ended = list[bytes]()
 
         def serve() -> None:

@@ -9,9 +9,13 @@ from hypothesis import strategies as st
 from tiered_kv.remote.valkey.replies import (
     ABSENT,
     BUFFER_BYTES,
+    MOST_DEPTH,
+    MOST_ITEMS,
     MOST_LINE,
+    MOST_TEXT,
     ProtocolError,
     Replies,
+    Reply,
     ServerError,
 )
 
@@ -95,7 +99,48 @@ def test_an_invalid_value_is_refused(stream: bytes) -> None:
         replies.value(memoryview(bytearray(replies.length())))
 
 
-@given(st.binary(max_size=200), st.sampled_from(["status", "number", "length"]))
+def encode(reply: Reply) -> bytes:
+    match reply:
+        case None:
+            return b"$-1\r\n"
+        case int():
+            return b":%d\r\n" % reply
+        case bytes():
+            return b"$%d\r\n%b\r\n" % (len(reply), reply)
+    return b"*%d\r\n" % len(reply) + b"".join(map(encode, reply))
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers(-(10**18), 10**18) | st.binary(max_size=2 * BUFFER_BYTES),
+        lambda inner: st.lists(inner, max_size=4),
+        max_leaves=10,
+    ),
+    st.lists(st.integers(1, BUFFER_BYTES), max_size=20),
+)
+def test_nested_replies_may_arrive_in_any_chunks(reply: Reply, pieces: list[int]) -> None:
+    replies = Replies(Pieces(encode(reply) + b"+OK\r\n", *pieces))
+    assert replies.nested(depth=100) == reply
+    replies.status()
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        b"*%d\r\n" % (MOST_ITEMS + 1),
+        b"$%d\r\n" % (MOST_TEXT + 1),
+        b"*1\r\n" * (MOST_DEPTH + 1) + b":1\r\n",
+        b"*-2\r\n",
+        b"%1\r\n+map\r\n:1\r\n",
+        b"\r\n",
+    ],
+)
+def test_a_reply_that_is_too_large_or_unknown_is_refused(stream: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        Replies(Pieces(stream)).nested()
+
+
+@given(st.binary(max_size=200), st.sampled_from(["status", "number", "length", "nested"]))
 def test_any_bytes_give_a_reply_or_an_error(stream: bytes, kind: str) -> None:
     replies = Replies(Pieces(stream))
     try:

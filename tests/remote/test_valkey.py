@@ -16,10 +16,12 @@ from pathlib import Path
 import pytest
 
 from tests.remote.conftest import MakeServer, keys
+from tests.remote.hostile import NO_CLUSTER
 from tiered_kv.remote.address import parse_address, server_of
 from tiered_kv.remote.base import Outcome, RefusedError, RemoteKey, RemoteStore
 from tiered_kv.remote.breaker import FIRST_PAUSE_S
-from tiered_kv.remote.valkey.client import SILENCE_S, ValkeyStore
+from tiered_kv.remote.valkey.client import SILENCE_S
+from tiered_kv.remote.valkey.valkey_store import ValkeyStore
 from tiered_kv.testing.conformance.remote import RemoteConformance, soon
 from tiered_kv.testing.valkey import ValkeyServer
 
@@ -141,6 +143,8 @@ def test_a_server_that_sends_single_bytes_slowly_is_late() -> None:
             with connection, contextlib.suppress(OSError):
                 connection.recv(1 << 10)
                 connection.sendall(b"+PONG\r\n")
+                connection.recv(1 << 10)
+                connection.sendall(NO_CLUSTER)
                 connection.recv(1 << 10)
                 connection.sendall(b"$100000\r\n")
                 while not over.wait(0.005):

@@ -19,7 +19,7 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
 from tiered_kv.remote.address import parse_address
 from tiered_kv.remote.page_record import HEADER_BYTES, table_name
-from tiered_kv.remote.valkey.client import ValkeyStore
+from tiered_kv.remote.valkey.valkey_store import ValkeyStore
 from tiered_kv.storage import remote_pages
 from tiered_kv.storage.base import PageStore, StoreSite
 from tiered_kv.storage.remote_pages import (

@@ -43,7 +43,7 @@ class RemoteAddress:
     password.
 
     Attributes:
-        servers: the servers; empty for a folder.
+        servers: the servers, or nodes of a cluster; empty for a folder.
         user: user name; empty for the server's default user.
         password: password; empty if none is required.
         folder: the folder; None for servers.

@@ -16,7 +16,7 @@ from tiered_kv.config import TierConfig
 from tiered_kv.errors import ConfigError
 from tiered_kv.remote.address import RemoteAddress
 from tiered_kv.remote.base import Outcome, Parts, RefusedError, RemoteKey, RemoteStore
-from tiered_kv.remote.valkey.client import ValkeyStore
+from tiered_kv.remote.valkey.valkey_store import ValkeyStore
 from tiered_kv.storage.disk.probe import DiskSpeed
 from tiered_kv.storage.shared_root.root_store import SharedRoot
 from tiered_kv.tiers import REMOTE, Knowledge, TierSpec
@@ -53,12 +53,14 @@ class RemoteTier:
     def __init__(self, config: TierConfig) -> None:
         if config.remote is None:
             raise ConfigError("TIERED_KV_TIERS=remote needs an address: set TIERED_KV_REMOTE")
-        several = len(config.remote.servers) > 1
-        self.spec = TierSpec(REMOTE, Knowledge.ASKED, shared=True, in_runs=several)
+        # One address may be that of a cluster, which only its answer shows.
+        in_runs = config.remote.folder is None
+        self.spec = TierSpec(REMOTE, Knowledge.ASKED, shared=True, in_runs=in_runs)
         self.bandwidth = 0.0
         self._address = config.remote
         self._codec_name = config.codec
         self._link: DiskSpeed | None = None
+        self._several = len(config.remote.servers) > 1
 
     def open(self, site: StoreSite) -> PageStore:
         """Open the rank's connection to the store. The first call measures the link and chooses the
@@ -68,10 +70,11 @@ class RemoteTier:
         if self._link is None:
             with closing(make_store(self._address)) as store:
                 self._link = _measured(store, self._address)
+                self._several |= isinstance(store, ValkeyStore) and store.several
         # One thread reads, checks and decodes.
         codec, self.bandwidth = choose_codec(self._codec_name, site.page_format, self._link, 1)
         make = partial(from_table, trusted=self._codec_name)
-        retry_s = None if self.spec.in_runs else RETRY_S
+        retry_s = None if self._several else RETRY_S
         way = partial(make_store, self._address)
         return RemotePages(way, site, codec, make, self._link.write, retry_s)
 

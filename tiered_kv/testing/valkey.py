@@ -1,4 +1,4 @@
-"""A Valkey server on loopback that a test can pause, kill, fill and restart."""
+"""Valkey servers on loopback that a test can pause, kill, fill and restart; also as a cluster."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from tiered_kv.remote.address import RemoteAddress, Server, parse_address
+from tiered_kv.remote.valkey.replies import Replies, Reply
+from tiered_kv.remote.valkey.valkey_store import SLOTS, owners_of_slots
 
 START_S = 30.0
+CHANGE_S = 60.0
+"""Maximum time until the nodes of a cluster agree on a change, seconds."""
 NO_LIMIT = "0"
 
 
@@ -26,6 +32,11 @@ class ValkeyServer:
         eviction: value of ``maxmemory-policy``.
         password: password of the default user; empty requires none.
         port: the server's port; None chooses a free port.
+        cluster: the server can be connected to others as a cluster.
+
+    Attributes:
+        bus: port for other nodes of a cluster; 0 without.
+        answers: False while the server is paused or killed.
     """
 
     def __init__(
@@ -36,8 +47,11 @@ class ValkeyServer:
         eviction: str = "allkeys-lru",
         password: str = "",
         port: int | None = None,
+        cluster: bool = False,
     ) -> None:
         self.port = port or _free_port()
+        self.bus = _free_port() if cluster else 0
+        self.answers = False
         self._folder = folder
         self._most = most
         self._eviction = eviction
@@ -72,7 +86,11 @@ class ValkeyServer:
         command += ["--save", "", "--appendonly", "no", "--dir", str(self._folder)]
         command += ["--maxmemory", self._most, "--maxmemory-policy", self._eviction]
         if self._password:
-            command += ["--requirepass", self._password]
+            command += ["--requirepass", self._password, "--primaryauth", self._password]
+        if self.bus:
+            command += ["--cluster-enabled", "yes", "--cluster-port", str(self.bus)]
+            command += ["--cluster-config-file", f"nodes-{self.port}.conf"]
+            command += ["--cluster-node-timeout", "1000", "--repl-diskless-sync-delay", "0"]
         log = self._folder / f"valkey-{self.port}.log"
         with log.open("ab") as file:
             self._process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
@@ -82,6 +100,7 @@ class ValkeyServer:
                 with socket.create_connection(("127.0.0.1", self.port), 1.0) as connection:
                     connection.sendall(b"PING\r\n")
                     if connection.recv(1):
+                        self.answers = True
                         return
             except OSError:
                 time.sleep(0.01)
@@ -90,15 +109,17 @@ class ValkeyServer:
 
     def pause(self) -> None:
         """Suspend the server. It still accepts connections, but answers nothing."""
+        self.answers = False
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
         """Resume the server."""
         self._signal(signal.SIGCONT)
+        self.answers = self._process is not None
 
     def kill(self) -> None:
         """Kill the server. Its data is lost. Idempotent."""
-        process, self._process = self._process, None
+        process, self._process, self.answers = self._process, None, False
         if process is not None:
             process.kill()
             process.wait()
@@ -113,6 +134,27 @@ class ValkeyServer:
                 connection.recv(1 << 10)
             connection.sendall(_command(*words))
             return connection.recv(1 << 20)
+
+    def ask(self, *words: bytes) -> Reply:
+        """Send a command and return its reply.
+
+        Raises:
+            ServerError: the reply is an error.
+            OSError: the server does not answer.
+        """
+        with socket.create_connection(("127.0.0.1", self.port), START_S) as connection:
+
+            def receive(into: memoryview, _: memoryview) -> int:
+                if count := connection.recv_into(into):
+                    return count
+                raise ConnectionResetError("the server closed the connection")
+
+            replies = Replies(receive)
+            if self._password:
+                connection.sendall(_command(b"AUTH", self._password.encode()))
+                replies.status()
+            connection.sendall(_command(*words))
+            return replies.nested()
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None:
@@ -129,6 +171,170 @@ class ValkeyServer:
         trace: TracebackType | None,
     ) -> None:
         self.kill()
+
+
+class ValkeyCluster:
+    """A cluster on loopback. It ends with the ``with`` block.
+
+    Args:
+        folder: folder for the servers' files.
+        masters: number of masters, each with one replica.
+        password: password of the default user; empty requires none.
+
+    Attributes:
+        nodes: the servers: first those that start as masters, then the replica of each.
+    """
+
+    def __init__(self, folder: Path, *, masters: int = 3, password: str = "") -> None:
+        self._masters = masters
+        self._password = password
+        self.nodes = [
+            ValkeyServer(folder, password=password, cluster=True) for _ in range(2 * masters)
+        ]
+
+    def url(self, *nodes: ValkeyServer) -> str:
+        """Address of the cluster by some of its nodes; by all of them if none is given."""
+        login = f":{self._password}@" if self._password else ""
+        return f"valkey://{login}{','.join(str(node.server) for node in nodes or self.nodes)}"
+
+    def start(self) -> None:
+        """Start the nodes and connect them.
+
+        Raises:
+            RuntimeError: a server does not respond.
+            TimeoutError: the nodes do not form a cluster.
+        """
+        for node in self.nodes:
+            node.start()
+        first, count = self.nodes[0], self._masters
+        for node in self.nodes[1:]:
+            node.ask(b"CLUSTER", b"MEET", b"127.0.0.1", b"%d" % first.port, b"%d" % first.bus)
+        bounds = [SLOTS * at // count for at in range(count + 1)]
+        for node, (start, stop) in zip(self.nodes, pairwise(bounds), strict=False):
+            node.ask(b"CLUSTER", b"ADDSLOTSRANGE", b"%d" % start, b"%d" % (stop - 1))
+        known = b"cluster_known_nodes:%d\r\n" % len(self.nodes)
+        self.wait(lambda: all(known in node.talk(b"CLUSTER", b"INFO") for node in self.nodes))
+        for master, replica in zip(self.nodes, self.nodes[count:], strict=False):
+            replica.ask(b"CLUSTER", b"REPLICATE", _id(master))
+        self.wait(lambda: all(map(_replicates, self.nodes[count:])) and self.works())
+
+    def partner(self, node: ValkeyServer) -> ValkeyServer:
+        """Return the replica of a master, or the master of a replica."""
+        return self.nodes[(self.nodes.index(node) + self._masters) % len(self.nodes)]
+
+    def owner(self, slot: int) -> ValkeyServer:
+        """Return the master that has a slot, as the nodes that answer see it."""
+        asked = next(node for node in self.nodes if node.answers)
+        owner = owners_of_slots(asked.ask(b"CLUSTER", b"SLOTS"), asked.server)[slot]
+        return next(node for node in self.nodes if node.server == owner)
+
+    def masters(self) -> list[ValkeyServer]:
+        """Return the masters that answer and have slots."""
+        asked = next(node for node in self.nodes if node.answers)
+        owners = set(owners_of_slots(asked.ask(b"CLUSTER", b"SLOTS"), asked.server))
+        return [node for node in self.nodes if node.answers and node.server in owners]
+
+    def works(self) -> bool:
+        """True if every node that answers counts the cluster as working, and they agree on who owns
+        each slot."""
+        answering, views = [node for node in self.nodes if node.answers], list[object]()
+        for node in answering:
+            if b"cluster_state:ok" not in node.talk(b"CLUSTER", b"INFO"):
+                return False
+            views.append(owners_of_slots(node.ask(b"CLUSTER", b"SLOTS"), node.server))
+        return all(view == views[0] for view in views)
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Wait until the condition holds.
+
+        Raises:
+            TimeoutError: it does not.
+        """
+        until = time.monotonic() + CHANGE_S
+        while not condition():
+            if time.monotonic() > until:
+                raise TimeoutError("the nodes of the cluster do not agree")
+            time.sleep(0.02)
+
+    def has_promoted(self, node: ValkeyServer) -> bool:
+        """True once a replica is a master, and all nodes that answer know."""
+        return role(node) == b"master" and self.works()
+
+    def replicated(self) -> bool:
+        """True if every replica has as many keys as its master."""
+        masters = self.nodes[: self._masters]
+        return all(node.ask(b"DBSIZE") == self.partner(node).ask(b"DBSIZE") for node in masters)
+
+    def begin_move(self, slot: int, target: ValkeyServer) -> ValkeyServer:
+        """Begin to move a slot. Returns its owner, which redirects new keys with ``ASK``."""
+        source = self.owner(slot)
+        target.ask(b"CLUSTER", b"SETSLOT", b"%d" % slot, b"IMPORTING", _id(source))
+        source.ask(b"CLUSTER", b"SETSLOT", b"%d" % slot, b"MIGRATING", _id(target))
+        return source
+
+    def move_keys(self, slot: int, source: ValkeyServer, target: ValkeyServer, most: int) -> int:
+        """Move at most ``most`` keys of a slot that is being moved. Returns their number."""
+        found = source.ask(b"CLUSTER", b"GETKEYSINSLOT", b"%d" % slot, b"%d" % most)
+        assert isinstance(found, list)
+        keys = [key for key in found if isinstance(key, bytes)]
+        login = [b"AUTH", self._password.encode()] if self._password else []
+        to = [b"127.0.0.1", b"%d" % target.port, b"", b"0", b"5000"]
+        if keys:
+            source.ask(b"MIGRATE", *to, *login, b"KEYS", *keys)
+        return len(keys)
+
+    def end_move(self, slot: int, source: ValkeyServer, target: ValkeyServer) -> None:
+        """Make the target the owner of a slot whose keys were moved."""
+        for node in (target, source):
+            node.ask(b"CLUSTER", b"SETSLOT", b"%d" % slot, b"NODE", _id(target))
+
+    def move_slot(self, slot: int, target: ValkeyServer) -> None:
+        """Move a slot with its keys."""
+        source = self.begin_move(slot, target)
+        while self.move_keys(slot, source, target, 16):
+            pass
+        self.end_move(slot, source, target)
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def kill(self) -> None:
+        """Kill every node. Idempotent."""
+        for node in self.nodes:
+            node.kill()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+
+def _id(node: ValkeyServer) -> bytes:
+    found = node.ask(b"CLUSTER", b"MYID")
+    assert isinstance(found, bytes)
+    return found
+
+
+def role(node: ValkeyServer) -> bytes:
+    """Return the role of a server: ``master`` or ``slave``."""
+    found = node.ask(b"ROLE")
+    assert isinstance(found, list)
+    assert isinstance(found[0], bytes)
+    return found[0]
+
+
+def _replicates(node: ValkeyServer) -> bool:
+    """True for a replica that has all data of its master."""
+    role = node.ask(b"ROLE")
+    return isinstance(role, list) and role[0] == b"slave" and role[3] == b"connected"
 
 
 def _command(*words: bytes) -> bytes:

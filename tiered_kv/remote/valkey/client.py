@@ -6,7 +6,7 @@ its code implies so:
 | code | scope | read | written |
 |---|---|---|---|
 | ``WRONGTYPE`` | the key: it has a value of another type | BAD | REFUSED |
-| ``MOVED``, ``ASK`` | the key: another node of a cluster has it | MISS | REFUSED |
+| ``MOVED``, ``ASK`` | the key: another node of a cluster has it | the node | the node |
 | ``READONLY`` | writes: a replica has all values, and may be promoted | DOWN | REFUSED |
 | ``MISCONF``, ``OOM``, ``NOREPLICAS`` | writes: it cannot keep more values | DOWN | REFUSED |
 | ``NOPERM``, ``DENIED`` | the command or the key: others are permitted | DOWN | REFUSED |
@@ -17,9 +17,9 @@ its code implies so:
 
 A call of which every command was refused opens a breaker for calls of its type: reads, writes or
 deletions. So a server that refuses writes is still read, and writes are tried once in a while,
-since it may be promoted, or have space again.
-
-Several servers form one store: each run of keys is stored on one of them.
+since it may be promoted, or have space again. ``CLUSTERDOWN`` opens none: during a failover, every
+node of a cluster returns it for a moment. After ``READONLY`` the server's name is resolved again,
+because managed services move the name to the replica that they promote.
 
 The protocol is implemented here for speed and deadlines. Clients that return ``bytes`` copy
 each value once more, and limit the time of a read, not of a call. Reading 64 values of 1 MiB into
@@ -39,14 +39,15 @@ from __future__ import annotations
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from contextlib import suppress
+from typing import NamedTuple, TypeAlias, TypeVar
 
-from tiered_kv.remote.address import RemoteAddress, Server, server_of
-from tiered_kv.remote.base import Got, Outcome, Parts, RefusedError, RemoteKey
+from tiered_kv.remote.address import RemoteAddress, Server
+from tiered_kv.remote.base import Outcome, Parts, RefusedError
 from tiered_kv.remote.breaker import Breaker, LoggedBreaker
 
 from .connection import Connection, Resolver
-from .replies import ABSENT, ServerError
+from .replies import ABSENT, Reply, ServerError
 
 _T = TypeVar("_T")
 
@@ -63,6 +64,33 @@ tenths of a second for a core."""
 _REFUSED = ("NOAUTH", "WRONGPASS", "DENIED")
 _OF_SERVER = frozenset({"LOADING", "MASTERDOWN", "BUSY", "NOAUTH", "WRONGPASS"})
 _READ = {"WRONGTYPE": Outcome.BAD, "MOVED": Outcome.MISS, "ASK": Outcome.MISS}
+
+
+class Route(NamedTuple):
+    """The server to which a command for one key goes.
+
+    Attributes:
+        asking: True if another node of a cluster redirected only this command, because the key's
+            slot is being moved.
+    """
+
+    server: Server
+    asking: bool
+
+
+Answer: TypeAlias = Outcome | Route
+"""Result of a command for one key, or the route on which a node redirects it."""
+
+
+def _redirect(error: ServerError, asked: Server) -> Route | None:
+    """Parse ``MOVED slot host:port`` and ``ASK slot host:port``. A node that does not know its own
+    host leaves it out."""
+    with suppress(ValueError):
+        code, _, place = str(error).split(" ")
+        host, _, port = place.rpartition(":")
+        if code in ("MOVED", "ASK"):
+            return Route(Server(host or asked.host, int(port)), code == "ASK")
+    return None
 
 
 class _Calls(LoggedBreaker):
@@ -82,6 +110,7 @@ class _Calls(LoggedBreaker):
             f"the remote store at %s refuses {what} (%s); other calls continue",
             f"the remote store at %s accepts {what} again",
         )
+        self._server = server
         self._outcomes = outcomes
         self._otherwise = otherwise
         self._refused: tuple[str, str] | None = None  # code and full message
@@ -92,9 +121,14 @@ class _Calls(LoggedBreaker):
         self._refused, self._accepted = None, False
         return super().lets_through(now)
 
-    def answer(self, read: Callable[[], _T]) -> _T | Outcome:
-        """Read the reply to one command. Returns an outcome for an error that concerns only that
-        command.
+    @property
+    def by_replica(self) -> bool:
+        """True if the last call was refused because the server is a replica."""
+        return self._refused is not None and self._refused[0] == "READONLY"
+
+    def answer(self, read: Callable[[], _T]) -> _T | Answer:
+        """Read the reply to one command. Returns an outcome or a route for an error that
+        concerns only that command.
 
         Raises:
             ServerError: the error concerns more than the command.
@@ -104,6 +138,9 @@ class _Calls(LoggedBreaker):
         except ServerError as error:
             if error.code in _OF_SERVER:
                 raise
+            if (route := _redirect(error, self._server)) is not None:
+                self._accepted = True
+                return route
             outcome = self._outcomes.get(error.code, self._otherwise)
             if outcome is Outcome.BAD:  # an answer like any other
                 self._accepted = True
@@ -120,11 +157,11 @@ class _Calls(LoggedBreaker):
             if self._accepted:
                 self.worked()
             return
+        code, said = self._refused
         if self._accepted:
             Breaker.worked(self)
-        else:
+        elif code != "CLUSTERDOWN":
             self.failed(now)
-        code, said = self._refused
         self.complain(said, now, code)
 
 
@@ -132,15 +169,17 @@ class ValkeyClient:
     """Client of one server, for one thread. Only ``check`` raises.
 
     Args:
-        address: credentials and scheme.
+        address: credentials, and the servers that the operator has named.
+        tls: encrypts the connection; None for no encryption.
     """
 
-    def __init__(self, server: Server, address: RemoteAddress) -> None:
+    def __init__(self, server: Server, address: RemoteAddress, tls: ssl.SSLContext | None) -> None:
         self._server = server
         self._address = address
-        self._tls = ssl.create_default_context() if address.tls else None
+        place = server if server in address.servers else f"{server} (cluster {address})"
+        self._tls = tls
         self._breaker = LoggedBreaker(
-            server,
+            place,
             "the remote store at %s is unavailable (%s): KV in it is recomputed until it is back",
             "the remote store at %s is available again",
         )
@@ -154,6 +193,11 @@ class ValkeyClient:
         self._put_given_up = False
         self._closed = False
 
+    @property
+    def connected(self) -> bool:
+        """True if a connection is open: the server answered the latest call."""
+        return self._connection is not None
+
     def check(self, deadline: float) -> None:
         """Connect to the server.
 
@@ -163,17 +207,39 @@ class ValkeyClient:
         """
         self._answered(self._connected(deadline))
 
-    def exists(self, names: Sequence[bytes], deadline: float) -> list[Outcome]:
-        """Look up keys. Returns the outcome for each key; see ``RemoteStore``."""
+    def topology(self, deadline: float) -> Reply | ServerError | Outcome:
+        """Return the server's reply to ``CLUSTER SLOTS``: the slots of its cluster, or its error if
+        it belongs to none or refuses the command. Returns an outcome if there is no reply."""
+        try:
+            connection = self._connected(deadline)
+            connection.send([_command(b"CLUSTER", b"SLOTS")])
+            reply: Reply | ServerError
+            try:
+                reply = connection.replies.nested()
+            except ServerError as error:
+                if error.code in _OF_SERVER:
+                    raise
+                reply = error
+            self._answered(connection)
+        except Exception as error:
+            return self._lost(error)
+        return reply
+
+    def exists(self, names: Sequence[bytes], deadline: float, asking: bool = False) -> list[Answer]:
+        """Look up keys. Returns the result for each key; see ``RemoteStore``.
+
+        Args:
+            asking: True if another node redirected these commands with ``ASK``; also below.
+        """
         return [
-            found if isinstance(found, Outcome) else Outcome.HIT if found else Outcome.MISS
-            for found in self._ask_each(b"EXISTS", names, deadline, self._reads)
+            found if not isinstance(found, int) else Outcome.HIT if found else Outcome.MISS
+            for found in self._ask_each(b"EXISTS", names, deadline, self._reads, asking)
         ]
 
     def get(
-        self, names: Sequence[bytes], buffer: memoryview, deadline: float
-    ) -> Iterator[tuple[int, Outcome, int]]:
-        """Read values into the buffer; see ``RemoteStore``. Yields index, outcome and length."""
+        self, names: Sequence[bytes], buffer: memoryview, deadline: float, asking: bool = False
+    ) -> Iterator[tuple[int, Answer, int]]:
+        """Read values into the buffer; see ``RemoteStore``. Yields index, result and length."""
         at = asked = 0
         try:
             connection = self._connected(deadline, self._reads)
@@ -181,59 +247,69 @@ class ValkeyClient:
                 if asked - at <= UNDER_WAY // 2:
                     some = names[asked : at + UNDER_WAY]
                     asked += len(some)
-                    connection.send([b"".join(_command(b"GET", name) for name in some)])
-                outcome, nbytes = self._read(connection, buffer)
+                    connection.send([_commands(b"GET", some, asking)])
+                answer, nbytes = self._read(connection, buffer, asking)
                 at += 1
-                yield at - 1, outcome, nbytes
+                yield at - 1, answer, nbytes
             self._answered(connection, self._reads)
         except Exception as error:
             outcome = self._lost(error)
             for late in range(at, len(names)):
                 yield late, outcome, 0
 
-    def put(self, values: Sequence[tuple[bytes, Parts]], deadline: float) -> list[Outcome]:
-        """Store values. Returns the outcome for each value; see ``RemoteStore``."""
-        found: list[Outcome] = []
+    def put(
+        self, values: Sequence[tuple[bytes, Parts]], deadline: float, asking: bool = False
+    ) -> list[Answer]:
+        """Store values. Returns the result for each value; see ``RemoteStore``."""
+        found: list[Answer] = []
         if not self._closed and not self._writes.lets_through(time.monotonic()):
             return [Outcome.REFUSED] * len(values)
         try:
             connection = self._connected(deadline)
             for at, (name, parts) in enumerate(values):
-                connection.send(_set(name, parts))
+                connection.send(_set(name, parts, asking))
                 if at >= UNDER_WAY:
-                    found.append(self._stored(connection))
+                    found.append(self._stored(connection, asking))
             while len(found) < len(values):
-                found.append(self._stored(connection))
+                found.append(self._stored(connection, asking))
             self._answered(connection, self._writes)
         except Exception as error:
             found += [self._lost(error)] * (len(values) - len(found))
             self._put_given_up |= not isinstance(error, _NotAskedError)
         return found
 
-    def delete(self, names: Sequence[bytes], deadline: float) -> bool:
-        """Delete keys. Returns False if some keys may still exist.
+    def delete(self, names: Sequence[bytes], deadline: float, asking: bool = False) -> list[Answer]:
+        """Delete keys. Returns MISS for each key that no longer exists.
 
-        After abandoned writes, it also returns False once, because the server may process these
-        writes from another connection after the deletion.
+        After abandoned writes, it returns LATE once, because the server may process these writes
+        from another connection after the deletion.
         """
-        found = self._ask_each(b"UNLINK", names, deadline, self._deletions)
-        if any(isinstance(one, Outcome) for one in found):
-            return False
+        found = self._ask_each(b"UNLINK", names, deadline, self._deletions, asking)
+        deleted = [Outcome.MISS if isinstance(one, int) else one for one in found]
+        if any(one is not Outcome.MISS for one in deleted):
+            return deleted
         given_up, self._put_given_up = self._put_given_up, False
-        return not given_up
+        return [Outcome.LATE] * len(names) if given_up else deleted
 
     def _ask_each(
-        self, command: bytes, names: Sequence[bytes], deadline: float, calls: _Calls
-    ) -> list[int | Outcome]:
-        """Send a command for each key. Returns the server's number for each key, or an outcome if
-        the server returned none."""
-        found: list[int | Outcome] = []
+        self,
+        command: bytes,
+        names: Sequence[bytes],
+        deadline: float,
+        calls: _Calls,
+        asking: bool,
+    ) -> list[int | Answer]:
+        """Send a command for each key. Returns the server's number for each key, or another result
+        if the server returned none."""
+        found: list[int | Answer] = []
         try:
             connection = self._connected(deadline, calls)
             for start in range(0, len(names), LOOKED_UP):
                 some = names[start : start + LOOKED_UP]
-                connection.send([b"".join(_command(command, name) for name in some)])
-                found += [calls.answer(connection.replies.number) for _ in some]
+                connection.send([_commands(command, some, asking)])
+                for _ in some:
+                    _skip_asking(connection, asking)
+                    found.append(calls.answer(connection.replies.number))
             self._answered(connection, calls)
         except Exception as error:
             found += [self._lost(error)] * (len(names) - len(found))
@@ -318,6 +394,8 @@ class ValkeyClient:
         self._silent_since = None
         if calls is not None:
             calls.answered()
+            if calls.by_replica:
+                self._drop()
 
     def _drop(self) -> None:
         if self._connection is not None:
@@ -326,10 +404,11 @@ class ValkeyClient:
 
     # -- replies -----------------------------------------------------------------------
 
-    def _read(self, connection: Connection, buffer: memoryview) -> tuple[Outcome, int]:
-        """Read one value into the buffer. Returns its outcome, and its length in bytes."""
+    def _read(self, connection: Connection, buffer: memoryview, asking: bool) -> tuple[Answer, int]:
+        """Read one value into the buffer. Returns its result, and its length in bytes."""
+        _skip_asking(connection, asking)
         nbytes = self._reads.answer(connection.replies.length)
-        if isinstance(nbytes, Outcome):
+        if not isinstance(nbytes, int):
             return nbytes, 0
         if nbytes == ABSENT:
             return Outcome.MISS, 0
@@ -339,8 +418,9 @@ class ValkeyClient:
         connection.replies.value(buffer[:nbytes])
         return Outcome.HIT, nbytes
 
-    def _stored(self, connection: Connection) -> Outcome:
-        """Read the reply to a write. Returns its outcome."""
+    def _stored(self, connection: Connection, asking: bool) -> Answer:
+        """Read the reply to a write. Returns its result."""
+        _skip_asking(connection, asking)
         refused = self._writes.answer(connection.replies.status)
         return Outcome.STORED if refused is None else refused
 
@@ -366,72 +446,21 @@ def _command(*words: bytes) -> bytes:
     return b"".join(parts)
 
 
-def _set(name: bytes, parts: Parts) -> Parts:
+_ASKING = _command(b"ASKING")
+
+
+def _commands(command: bytes, names: Sequence[bytes], asking: bool) -> bytes:
+    before = _ASKING if asking else b""
+    return b"".join(before + _command(command, name) for name in names)
+
+
+def _set(name: bytes, parts: Parts, asking: bool) -> Parts:
     nbytes = sum(memoryview(part).nbytes for part in parts)
     head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, nbytes)
-    return [head, *parts, b"\r\n"]
+    return [_ASKING + head if asking else head, *parts, b"\r\n"]
 
 
-class ValkeyStore:
-    """The servers of an address as one store. A server that is down neither returns nor accepts
-    values. Its pages are recomputed, and its runs are not moved to another server."""
-
-    def __init__(self, address: RemoteAddress) -> None:
-        self._clients = [ValkeyClient(server, address) for server in address.servers]
-        self._names = [str(server).encode() for server in address.servers]
-
-    def check(self, deadline: float) -> None:
-        """Connect to every server; see ``RemoteStore``."""
-        for client in self._clients:
-            client.check(deadline)
-
-    def exists(self, keys: Sequence[RemoteKey], deadline: float) -> list[Outcome]:
-        """See ``RemoteStore``."""
-        found = [Outcome.DOWN] * len(keys)
-        split = self._split(keys)
-        for number, (client, mine) in enumerate(split):
-            # A silent server must leave the other servers their share of the time.
-            now = time.monotonic()
-            until = now + (deadline - now) / (len(split) - number)
-            answers = client.exists([keys[at].name for at in mine], until)
-            for at, outcome in zip(mine, answers, strict=True):
-                found[at] = outcome
-        return found
-
-    def get(self, keys: Sequence[RemoteKey], buffer: memoryview, deadline: float) -> Iterator[Got]:
-        """See ``RemoteStore``."""
-        for client, mine in self._split(keys):
-            for at, outcome, nbytes in client.get([keys[at].name for at in mine], buffer, deadline):
-                yield Got(mine[at], outcome, nbytes)
-
-    def put(self, values: Sequence[tuple[RemoteKey, Parts]], deadline: float) -> list[Outcome]:
-        """See ``RemoteStore``."""
-        found = [Outcome.DOWN] * len(values)
-        for client, mine in self._split([key for key, _ in values]):
-            some = [(values[at][0].name, values[at][1]) for at in mine]
-            for at, outcome in zip(mine, client.put(some, deadline), strict=True):
-                found[at] = outcome
-        return found
-
-    def delete(self, keys: Sequence[RemoteKey], deadline: float) -> bool:
-        """See ``RemoteStore``."""
-        deleted = [
-            client.delete([keys[at].name for at in mine], deadline)
-            for client, mine in self._split(keys)
-        ]
-        return all(deleted)
-
-    def close(self) -> None:
-        """See ``RemoteStore``."""
-        for client in self._clients:
-            client.close()
-
-    def _split(self, keys: Sequence[RemoteKey]) -> list[tuple[ValkeyClient, list[int]]]:
-        """Return each server that has some of the keys, with the indices of these keys."""
-        mine: list[list[int]] = [[] for _ in self._clients]
-        of_run: dict[bytes, int] = {}
-        for at, key in enumerate(keys):
-            if (server := of_run.get(key.run)) is None:
-                server = of_run[key.run] = server_of(key.run, self._names)
-            mine[server].append(at)
-        return [(client, some) for client, some in zip(self._clients, mine, strict=True) if some]
+def _skip_asking(connection: Connection, asking: bool) -> None:
+    """Read the reply to ``ASKING``, which is sent before each command that ``ASK`` redirected."""
+    if asking:
+        connection.replies.status()

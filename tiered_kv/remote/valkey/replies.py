@@ -8,6 +8,7 @@ reply or raise ``ProtocolError``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 BUFFER_BYTES = 16 << 10
 AHEAD_BYTES = 1 << 10
@@ -17,8 +18,15 @@ MOST_LINE = 8 << 10
 """Longest line of a reply, bytes."""
 MOST_DIGITS = 20
 
+MOST_ITEMS, MOST_DEPTH, MOST_TEXT = 1 << 16, 6, 1 << 16
+"""Limits of a nested reply: items of a list, nesting, and bytes of a text. The slots of a cluster
+are at most 2^14 lists."""
+
 ABSENT = -1
 """Length of a missing value."""
+
+Reply: TypeAlias = "bytes | int | list[Reply] | None"
+"""A reply of any type; None for a missing value."""
 
 
 class ProtocolError(Exception):
@@ -98,6 +106,29 @@ class Replies:
             self._start += step
             length -= step
         self._end_of_value()
+
+    def nested(self, depth: int = MOST_DEPTH) -> Reply:
+        """Read a reply of any type.
+
+        Raises:
+            ServerError: the reply is an error, or contains one.
+        """
+        line = self._line()
+        if line[:1] == b"+":
+            return line[1:]
+        if line[:1] == b":":
+            return self._integer(line, b":")
+        listed = line[:1] == b"*"
+        count = self._integer(line, b"*" if listed else b"$")
+        if count == ABSENT:
+            return None
+        if not 0 <= count <= (MOST_ITEMS if listed else MOST_TEXT) or not depth:
+            raise ProtocolError(f"the reply is too large: {line[:40]!r}")
+        if listed:
+            return [self.nested(depth - 1) for _ in range(count)]
+        text = bytearray(count)
+        self.value(memoryview(text))
+        return bytes(text)
 
     def _end_of_value(self) -> None:
         while self._stop - self._start < 2:
