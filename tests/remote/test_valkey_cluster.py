@@ -45,6 +45,8 @@ from tiered_kv.testing.valkey import ValkeyCluster, ValkeyServer, role
 HIT, MISS, DOWN, LATE = Outcome.HIT, Outcome.MISS, Outcome.DOWN, Outcome.LATE
 STORED, REFUSED = Outcome.STORED, Outcome.REFUSED
 
+CALM_S = 60.0
+"""Time after which nodes count as failed in tests without a failover, seconds."""
 CALL_S, SLACK_S = 0.5, 2.0
 """Time of a call, and how much later it may return on a busy machine, seconds."""
 SERVED, SERVED_AFTER_S = 0.9, 1.0
@@ -53,7 +55,8 @@ SERVED, SERVED_AFTER_S = 0.9, 1.0
 
 @pytest.fixture(scope="module")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyCluster]:
-    with ValkeyCluster(tmp_path_factory.mktemp("cluster")) as cluster:
+    folder = tmp_path_factory.mktemp("cluster")
+    with ValkeyCluster(folder, node_timeout_s=CALM_S) as cluster:
         yield cluster
 
 
@@ -403,7 +406,7 @@ def test_any_reply_gives_owners_or_is_refused(reply: Any) -> None:
 
 def test_every_node_gets_the_login(tmp_path: Path) -> None:
     """The user has the fewest rights that a cluster needs, and a slot moves."""
-    with ValkeyCluster(tmp_path, masters=2, password="hunter2") as cluster:
+    with ValkeyCluster(tmp_path, masters=2, password="hunter2", node_timeout_s=CALM_S) as cluster:
         rights = "+ping +exists +get +set +unlink +cluster|slots +asking"
         for node in cluster.nodes:
             node.ask(
@@ -434,7 +437,7 @@ def test_nodes_that_announce_names_are_reached_over_tls(
     folders = [tmp_path / name for name in ("endpoint", "node")]
     for folder in folders:
         folder.mkdir()
-    with ValkeyCluster(tmp_path, masters=1) as cluster:
+    with ValkeyCluster(tmp_path, masters=1, node_timeout_s=CALM_S) as cluster:
         node = cluster.nodes[0]
         with (
             encrypted(node, folders[0]) as (endpoint, first),

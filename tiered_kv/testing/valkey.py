@@ -8,7 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -32,7 +32,8 @@ class ValkeyServer:
         eviction: value of ``maxmemory-policy``.
         password: password of the default user; empty requires none.
         port: the server's port; None chooses a free port.
-        cluster: the server can be connected to others as a cluster.
+        node_timeout_s: makes the server a node of a cluster, which counts as failed after so many
+            seconds without an answer to other nodes; None for an independent server.
 
     Attributes:
         bus: port for other nodes of a cluster; 0 without.
@@ -47,10 +48,11 @@ class ValkeyServer:
         eviction: str = "allkeys-lru",
         password: str = "",
         port: int | None = None,
-        cluster: bool = False,
+        node_timeout_s: float | None = None,
     ) -> None:
         self.port = port or _free_port()
-        self.bus = _free_port() if cluster else 0
+        self.bus = 0 if node_timeout_s is None else _free_port()
+        self._node_timeout_ms = int(1e3 * (node_timeout_s or 0))
         self.answers = False
         self._folder = folder
         self._most = most
@@ -90,7 +92,8 @@ class ValkeyServer:
         if self.bus:
             command += ["--cluster-enabled", "yes", "--cluster-port", str(self.bus)]
             command += ["--cluster-config-file", f"nodes-{self.port}.conf"]
-            command += ["--cluster-node-timeout", "1000", "--repl-diskless-sync-delay", "0"]
+            command += ["--cluster-node-timeout", str(self._node_timeout_ms)]
+            command += ["--repl-diskless-sync-delay", "0"]
         log = self._folder / f"valkey-{self.port}.log"
         with log.open("ab") as file:
             self._process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
@@ -180,16 +183,25 @@ class ValkeyCluster:
         folder: folder for the servers' files.
         masters: number of masters, each with one replica.
         password: password of the default user; empty requires none.
+        node_timeout_s: time without an answer after which a node counts as failed, seconds.
 
     Attributes:
         nodes: the servers: first those that start as masters, then the replica of each.
     """
 
-    def __init__(self, folder: Path, *, masters: int = 3, password: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        masters: int = 3,
+        password: str = "",
+        node_timeout_s: float = 1.0,
+    ) -> None:
         self._masters = masters
         self._password = password
         self.nodes = [
-            ValkeyServer(folder, password=password, cluster=True) for _ in range(2 * masters)
+            ValkeyServer(folder, password=password, node_timeout_s=node_timeout_s)
+            for _ in range(2 * masters)
         ]
 
     def url(self, *nodes: ValkeyServer) -> str:
@@ -206,17 +218,21 @@ class ValkeyCluster:
         """
         for node in self.nodes:
             node.start()
-        first, count = self.nodes[0], self._masters
-        for node in self.nodes[1:]:
-            node.ask(b"CLUSTER", b"MEET", b"127.0.0.1", b"%d" % first.port, b"%d" % first.bus)
+        count = self._masters
+        for node, other in combinations(self.nodes, 2):
+            node.ask(b"CLUSTER", b"MEET", b"127.0.0.1", b"%d" % other.port, b"%d" % other.bus)
         bounds = [SLOTS * at // count for at in range(count + 1)]
         for node, (start, stop) in zip(self.nodes, pairwise(bounds), strict=False):
             node.ask(b"CLUSTER", b"ADDSLOTSRANGE", b"%d" % start, b"%d" % (stop - 1))
-        known = b"cluster_known_nodes:%d\r\n" % len(self.nodes)
-        self.wait(lambda: all(known in node.talk(b"CLUSTER", b"INFO") for node in self.nodes))
+        self.wait(lambda: all(map(self._knows_all, self.nodes)))
         for master, replica in zip(self.nodes, self.nodes[count:], strict=False):
             replica.ask(b"CLUSTER", b"REPLICATE", _id(master))
         self.wait(lambda: all(map(_replicates, self.nodes[count:])) and self.works())
+
+    def _knows_all(self, node: ValkeyServer) -> bool:
+        known = node.ask(b"CLUSTER", b"NODES")
+        assert isinstance(known, bytes)
+        return b"handshake" not in known and known.count(b"\n") == len(self.nodes)
 
     def partner(self, node: ValkeyServer) -> ValkeyServer:
         """Return the replica of a master, or the master of a replica."""
@@ -278,7 +294,7 @@ class ValkeyCluster:
         assert isinstance(found, list)
         keys = [key for key in found if isinstance(key, bytes)]
         login = [b"AUTH", self._password.encode()] if self._password else []
-        to = [b"127.0.0.1", b"%d" % target.port, b"", b"0", b"5000"]
+        to = [b"127.0.0.1", b"%d" % target.port, b"", b"0", b"60000"]
         if keys:
             source.ask(b"MIGRATE", *to, *login, b"KEYS", *keys)
         return len(keys)
