@@ -146,8 +146,8 @@ class ValkeyStore:
         if len(failed) < len(self._address.servers) and self._refresh(deadline) is not None:
             raise ConnectionError("it does not answer CLUSTER SLOTS")
         if self._owners is None:
-            for error in failed.values():
-                raise error
+            for reason in failed.values():
+                raise reason
             return
         for until, server in _shares(deadline, tuple(self._clients)):
             try:
